@@ -1,0 +1,175 @@
+"""Cross-entropy of a linear head, in chunks of rows that never hold all logits:
+loss = Σ_i [logsumexp(z_i) - z_i[t_i]] / n with z = x · Wᵀ (+ bias), softcapped as cap · tanh(z / cap) where a cap is given.
+
+x: (M, H), W: (V, H) of one dtype; target: (M,) int64; rows with target == ignore_index count for nothing.
+n is the number of other rows, or `num_items` as transformers passes it. A chunk's logits are replaced in place by
+softmax - onehot and multiplied with W at once, so backward is one multiplication by a scalar: the head costs two GEMMs
+(three if W learns; a frozen W costs nothing). The scalar 1/n comes last because (softmax - onehot)/n underflows in
+float16 before a GradScaler could help. Nothing waits for the GPU, so a CUDA graph can hold it.
+Idea of computing the gradient in forward: Liger-Kernel (Hsu et al. 2024). Run: python -m pytest tests/lorakernels/test_linear_cross_entropy.py
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from .runtime import cdiv, check, jit, next_power_of_2, rows, tl, use_triton, working_dtype
+
+CHUNK_BYTES = 512 << 20  # of logits; 2048 rows at Llama 3's vocabulary, enough for a full wave of GEMM tiles
+
+
+def linear_cross_entropy_reference(x, weight, target, bias=None, ignore_index=-100, num_items=None, softcap=None):
+    """The same in float32 (float64 for float64), all logits at once."""
+    dtype = working_dtype(x)
+    z = x.to(dtype) @ weight.to(dtype).t()
+    if bias is not None:
+        z = z + bias.to(dtype)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    total = F.cross_entropy(z, target, ignore_index=ignore_index, reduction="sum")
+    return total / ((target != ignore_index).sum() if num_items is None else num_items)
+
+
+@jit
+def _loss_kernel(
+    z_ptr, target_ptr, loss_ptr, n, z_row, ignore_index, cap,
+    CAP: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: running maximum and sum, then the logits become their gradient (the second walk is served by L2)."""
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * z_row
+    target = tl.load(target_ptr + row)
+    kept = target != ignore_index
+    col = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    at_target = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        z = tl.load(z_ptr + start + col, mask=start + col < n, other=float("-inf")).to(tl.float32)
+        if CAP:
+            t = 2.0 / (1.0 + tl.exp(-2.0 * z / cap)) - 1.0
+            z = tl.where(start + col < n, cap * t, float("-inf"))
+        new = tl.maximum(top, z)
+        # A lane may have met nothing but padding so far: -inf - -inf is NaN, so such lanes are skipped.
+        seen = new > float("-inf")
+        total = tl.where(seen, total * tl.exp(top - tl.where(seen, new, 0.0)) + tl.exp(z - tl.where(seen, new, 0.0)), 0.0)
+        top = new
+        at_target += tl.where((start + col == target) & (start + col < n), z, 0.0)
+    peak = tl.max(top, axis=0)
+    # Differences from the peak throughout: at logits of 1e4 a float32 logsumexp is off by 1e-3.
+    total_sum = tl.sum(total * tl.exp(top - peak), axis=0)
+    tl.store(loss_ptr + row, tl.where(kept, (peak - tl.sum(at_target, axis=0)) + tl.log(total_sum), 0.0))
+    if WITH_GRAD:
+        for start in range(0, n, BLOCK):
+            inside = start + col < n
+            z = tl.load(z_ptr + start + col, mask=inside, other=0.0).to(tl.float32)
+            slope = 1.0
+            if CAP:
+                t = 2.0 / (1.0 + tl.exp(-2.0 * z / cap)) - 1.0
+                z = cap * t
+                slope = 1.0 - t * t
+            g = (tl.exp(z - peak) / total_sum - tl.where(start + col == target, 1.0, 0.0)) * slope
+            # where, not a product: an ignored row may hold infinities, and 0 * inf is NaN.
+            tl.store(z_ptr + start + col, tl.where(kept, g, 0.0).to(z_ptr.dtype.element_ty), mask=inside)
+
+
+def loss_and_gradient_(logits, target, ignore_index: int = -100, softcap: float | None = None, with_grad: bool = True):
+    """Loss of each row (M,) float32; with_grad overwrites logits (M, V) with softmax - onehot (times the cap's slope)."""
+    m, n = logits.shape
+    if not use_triton(logits):
+        return _loss_torch(logits, target, ignore_index, softcap, with_grad)
+    loss = torch.empty(m, dtype=torch.float32, device=logits.device)
+    block = min(4096, next_power_of_2(n))
+    _loss_kernel[(m,)](
+        logits, target, loss, n, logits.stride(0), ignore_index, 1.0 if softcap is None else softcap,
+        CAP=softcap is not None, WITH_GRAD=with_grad, BLOCK=block, num_warps=8,
+    )  # fmt: skip
+    return loss
+
+
+def _loss_torch(logits, target, ignore_index, softcap, with_grad):
+    z = logits.to(working_dtype(logits))
+    t = None if softcap is None else torch.tanh(z / softcap)
+    z = z if softcap is None else t * softcap
+    kept = target != ignore_index
+    index = torch.where(kept, target, 0)[:, None]
+    z = torch.log_softmax(z, -1)
+    loss = torch.where(kept, -z.gather(1, index)[:, 0], 0)
+    if with_grad:
+        g = torch.exp(z).scatter_add(1, index, torch.full_like(index, -1, dtype=z.dtype))
+        g = g if t is None else g * (1 - t * t)
+        logits.copy_(torch.where(kept[:, None], g, 0))
+    return loss
+
+
+def mm_in(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a @ b with the result in dtype, accumulated and kept in float32 where that is asked for."""
+    if dtype == a.dtype:
+        return a @ b
+    if dtype == torch.float32 and a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def chunk_rows(m: int, n_vocabulary: int, element_size: int) -> int:
+    """Rows a chunk, so that all chunks are about equal and the logits stay under CHUNK_BYTES."""
+    most = max(128, CHUNK_BYTES // (n_vocabulary * element_size))
+    size = cdiv(m, cdiv(m, most))
+    return min(m, cdiv(size, 128) * 128)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, target, ignore_index, num_items, softcap, chunk):
+        needs = ctx.needs_input_grad
+        m = x.shape[0]
+        dx = torch.empty_like(x) if needs[0] else None
+        dw = torch.zeros(weight.shape, dtype=working_dtype(weight), device=weight.device) if needs[1] else None
+        db = torch.zeros(bias.shape, dtype=working_dtype(bias), device=x.device) if bias is not None and needs[2] else None
+        loss = torch.empty(m, dtype=working_dtype(x), device=x.device)
+        step = chunk or chunk_rows(m, weight.shape[0], x.element_size()) if m else 1
+        for i in range(0, m, step):
+            part = slice(i, min(i + step, m))
+            z = F.linear(x[part], weight, bias)
+            loss[part] = loss_and_gradient_(z, target[part], ignore_index, softcap, any(needs[:3]))
+            if dx is not None:
+                torch.mm(z, weight, out=dx[part])
+            if dw is not None:
+                dw += mm_in(z.t(), x[part], dw.dtype)
+            if db is not None:
+                db += z.sum(0, dtype=db.dtype)
+        count = (target != ignore_index).sum() if num_items is None else num_items
+        if torch.is_tensor(count):
+            count = count.to(x.device)
+        scale = torch.ones((), dtype=loss.dtype, device=x.device) / count
+        ctx.save_for_backward(dx, dw, db, scale)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return loss.sum() * scale
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        dx, dw, db, scale = ctx.saved_tensors
+        scale = grad.to(scale.dtype) * scale
+        out = [None if t is None else (t * scale).to(t.dtype) for t in (dx, dw, db)]
+        for i, dtype in enumerate(ctx.dtypes, 1):
+            out[i] = None if out[i] is None else out[i].to(dtype)
+        return *out, None, None, None, None, None
+
+
+def linear_cross_entropy(
+    x, weight, target, bias=None, *, ignore_index=-100, num_items=None, softcap=None, chunk: int | None = None
+):
+    """Mean (or sum / num_items) cross-entropy of x · weightᵀ (+ bias) against target, a float32 scalar.
+
+    x (..., H) is flattened, target has its leading shape; num_items may be a tensor on the device. chunk: rows at a time.
+    """
+    check(x.shape[-1:] == weight.shape[1:] and weight.dim() == 2, "x and weight do not fit", x=x, weight=weight)
+    check(target.shape == x.shape[:-1], "target must have one entry a row of x", x=x, target=target)
+    check(x.dtype == weight.dtype, "x and weight differ in dtype", x=x, weight=weight)
+    if bias is not None:
+        check(bias.shape == weight.shape[:1], "bias must have one entry a row of weight", bias=bias, weight=weight)
+    return LinearCrossEntropy.apply(
+        rows(x), weight, bias, target.reshape(-1).contiguous(), ignore_index, num_items, softcap, chunk
+    )

@@ -1,0 +1,224 @@
+"""RMSNorm, with the residual add before it folded in: h = x + residual, y = h · rstd · (w + offset),
+rstd = 1 / sqrt(mean(h²) + eps).
+
+x, residual, h, y: (M, K), last dimension contiguous, any row stride; w: (K,); rstd: (M,) float32. offset is 1 for Gemma,
+whose weights are stored minus one, else 0. Everything is computed in float32 and rounded once.
+Backward needs h and rstd, not y: dh = rstd · (g - h·rstd · mean(g · h·rstd)) + d_residual with g = dy · (w + offset).
+Who needs y again recomputes it (or, for dA = dSᵀ y, does without: see `fused.py`).
+With `lora_a` the same launch leaves S = y · Aᵀ behind y, from the tile in registers.
+
+Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Run: python -m pytest tests/lorakernels/test_rms_norm.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .glu import MAX_FUSED_RANK
+from .runtime import cdiv, check, jit, multiprocessors, next_power_of_2, rows, tl, use_triton, working_dtype
+
+MAX_COLUMNS = 65536  # one row has to fit a program's registers
+
+
+def rms_norm_reference(x, weight, eps: float = 1e-6, offset: float = 0.0, residual=None):
+    """y in float32 (float64 for float64); with residual (y, h)."""
+    dtype = working_dtype(x)
+    h = x.to(dtype) if residual is None else x.to(dtype) + residual.to(dtype)
+    y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps) * (weight.to(dtype) + offset)
+    return y if residual is None else (y, h)
+
+
+@jit
+def _forward_kernel(
+    x_ptr, r_ptr, h_ptr, w_ptr, y_ptr, rstd_ptr, m, n, x_row, r_row, h_row, y_row, eps, offset,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    inside = (row[:, None] < m) & (col[None, :] < n)
+    x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(r_ptr + row[:, None] * r_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        # What backward and the next residual see is the rounded sum; the norm must be of the same numbers.
+        rounded = x.to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + row[:, None] * h_row + col[None, :], rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / n + eps)
+    w = tl.load(w_ptr + col, mask=col < n, other=0.0).to(tl.float32) + offset
+    y = x * rstd[:, None] * w[None, :]
+    tl.store(y_ptr + row[:, None] * y_row + col[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(rstd_ptr + row, rstd, mask=row < m)
+
+
+@jit
+def _forward_lora_kernel(
+    x_ptr, r_ptr, h_ptr, w_ptr, y_ptr, rstd_ptr, a_ptr, m, n, x_row, r_row, h_row, y_row, a_row, n_spare, eps, offset,
+    ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Two walks over a block of rows: the sum of squares, then y and S. The second finds its rows in L2."""
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    squares = tl.zeros((BM,), tl.float32)
+    for start in range(0, n, BN):
+        col = start + tl.arange(0, BN)
+        inside = (row[:, None] < m) & (col[None, :] < n)
+        x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        if ADD:
+            x += tl.load(r_ptr + row[:, None] * r_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+            rounded = x.to(h_ptr.dtype.element_ty)
+            tl.store(h_ptr + row[:, None] * h_row + col[None, :], rounded, mask=inside)
+            x = rounded.to(tl.float32)
+        squares += tl.sum(x * x, axis=1)
+    rstd = 1.0 / tl.sqrt(squares / n + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < m)
+    r = tl.arange(0, R)
+    acc = tl.zeros((BM, R), tl.float32)
+    for start in range(0, n, BN):
+        col = start + tl.arange(0, BN)
+        inside = (row[:, None] < m) & (col[None, :] < n)
+        x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        if ADD:
+            # Added again rather than read back from h: another thread may have written it, and no barrier lies between.
+            x += tl.load(r_ptr + row[:, None] * r_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+            x = x.to(h_ptr.dtype.element_ty).to(tl.float32)
+        w = tl.load(w_ptr + col, mask=col < n, other=0.0).to(tl.float32) + offset
+        y = (x * rstd[:, None] * w[None, :]).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row[:, None] * y_row + col[None, :], y, mask=inside)
+        a = tl.load(
+            a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < n_spare), other=0.0
+        )
+        acc = tl.dot(y, a, acc, input_precision="ieee")
+    spare = (row[:, None] < m) & (r[None, :] < n_spare)
+    tl.store(y_ptr + row[:, None] * y_row + n + r[None, :], acc.to(y_ptr.dtype.element_ty), mask=spare)
+
+
+@jit
+def _backward_kernel(
+    dy_ptr, h_ptr, w_ptr, rstd_ptr, dr_ptr, dx_ptr, dw_ptr, m, n, dy_row, h_row, dr_row, dx_row, offset,
+    ADD: tl.constexpr, WITH_DW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program takes every n_programs-th row, so that dw needs one partial sum a program and no atomics."""
+    col = tl.arange(0, BLOCK)
+    inside = col < n
+    w = tl.load(w_ptr + col, mask=inside, other=0.0).to(tl.float32) + offset
+    dw = tl.zeros((BLOCK,), tl.float32)
+    for i in range(tl.program_id(0), m, tl.num_programs(0)):
+        row = tl.full((), 0, tl.int64) + i  # the interpreter's loop variable is a plain integer
+        dy = tl.load(dy_ptr + row * dy_row + col, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        normed = tl.load(h_ptr + row * h_row + col, mask=inside, other=0.0).to(tl.float32) * rstd
+        g = dy * w
+        dx = rstd * (g - normed * (tl.sum(g * normed, axis=0) / n))
+        if ADD:
+            dx += tl.load(dr_ptr + row * dr_row + col, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * dx_row + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        if WITH_DW:
+            dw += dy * normed
+    if WITH_DW:
+        tl.store(dw_ptr + tl.program_id(0) * n + col, dw, mask=inside)
+
+
+def _warps(block: int) -> int:
+    return 4 if block <= 2048 else 8 if block <= 8192 else 16
+
+
+def forward_into(x, residual, weight, eps, offset, y, h=None) -> torch.Tensor:
+    """Writes y (and h = x + residual where there is a residual) and returns rstd. All (M, K)."""
+    m, n = x.shape
+    check(n <= MAX_COLUMNS, f"RMSNorm takes at most {MAX_COLUMNS} columns", x=x)
+    others = [t for t in (weight, y, residual) if t is not None]
+    if not use_triton(x, *others):
+        return _forward_torch(x, residual, weight, eps, offset, y, h)
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    block = next_power_of_2(n)
+    n_rows = max(1, 1024 // block)
+    r, hh = (x, x) if residual is None else (residual, h)
+    _forward_kernel[(cdiv(m, n_rows),)](
+        x, r, hh, weight, y, rstd, m, n, x.stride(0), r.stride(0), hh.stride(0), y.stride(0), eps, offset,
+        ADD=residual is not None, ROWS=n_rows, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return rstd
+
+
+def _forward_torch(x, residual, weight, eps, offset, y, h) -> torch.Tensor:
+    dtype = working_dtype(x)
+    if residual is not None:
+        h.copy_(x.to(dtype) + residual.to(dtype))
+        x = h
+    wide = x.to(dtype)
+    rstd = torch.rsqrt(wide.pow(2).mean(-1) + eps)
+    y.copy_(wide * rstd[:, None] * (weight.to(dtype) + offset))
+    return rstd
+
+
+def forward_lora_into(x, residual, weight, eps, offset, buffer, lora_a, h=None) -> torch.Tensor:
+    """buffer = [y | y · lora_aᵀ], (M, K + p) for lora_a (p, K), in one launch; returns rstd."""
+    m, n = x.shape
+    p = lora_a.shape[0]
+    check(buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a)
+    if not use_triton(x, weight, buffer, lora_a) or p > MAX_FUSED_RANK:
+        rstd = forward_into(x, residual, weight, eps, offset, buffer[:, :n], h)
+        torch.mm(buffer[:, :n], lora_a.t(), out=buffer[:, n:])
+        return rstd
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    r, hh = (x, x) if residual is None else (residual, h)
+    bm = 32 if m <= 4096 else 64
+    _forward_lora_kernel[(cdiv(m, bm),)](
+        x, r, hh, weight, buffer, rstd, lora_a, m, n,
+        x.stride(0), r.stride(0), hh.stride(0), buffer.stride(0), lora_a.stride(0), p, eps, offset,
+        ADD=residual is not None, BM=bm, BN=64, R=max(16, next_power_of_2(p)), num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return rstd
+
+
+def backward_into(dy, h, weight, rstd, offset, d_residual, dx, with_dw: bool = False) -> torch.Tensor | None:
+    """dx = gradient of h (+ d_residual); returns the gradient of weight in float32 if asked for."""
+    m, n = h.shape
+    if not use_triton(h, dy, weight, dx):
+        dtype = working_dtype(h)
+        normed, g0 = h.to(dtype) * rstd[:, None].to(dtype), dy.to(dtype)
+        g = g0 * (weight.to(dtype) + offset)
+        out = rstd[:, None].to(dtype) * (g - normed * (g * normed).mean(-1, keepdim=True))
+        dx.copy_(out if d_residual is None else out + d_residual.to(dtype))
+        return (g0 * normed).sum(0) if with_dw else None
+    block = next_power_of_2(n)
+    programs = min(m, 8 * multiprocessors(h))
+    dw = torch.empty((programs if with_dw else 1, n), dtype=torch.float32, device=h.device)
+    dr = dy if d_residual is None else d_residual
+    _backward_kernel[(programs,)](
+        dy, h, weight, rstd, dr, dx, dw, m, n, dy.stride(0), h.stride(0), dr.stride(0), dx.stride(0), offset,
+        ADD=d_residual is not None, WITH_DW=with_dw, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return dw.sum(0) if with_dw else None
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, residual, eps, offset):
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        h = None
+        if residual is not None:
+            h = torch.empty(x.shape, dtype=torch.result_type(x, residual), device=x.device)
+        flat = [None if t is None else rows(t) for t in (x, residual, y, h)]
+        rstd = forward_into(flat[0], flat[1], weight, eps, offset, flat[2], flat[3])
+        ctx.save_for_backward(x if h is None else h, weight, rstd)
+        ctx.offset, ctx.dtypes = offset, (x.dtype, None if residual is None else residual.dtype)
+        return y if h is None else (y, h)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, dh=None):
+        h, weight, rstd = ctx.saved_tensors
+        dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+        dh = None if dh is None else rows(dh)
+        with_dw = ctx.needs_input_grad[1]
+        dw = backward_into(rows(dy), rows(h), weight, rstd, ctx.offset, dh, rows(dx), with_dw)
+        d_residual = None if ctx.dtypes[1] is None else dx.to(ctx.dtypes[1])
+        return dx.to(ctx.dtypes[0]), None if dw is None else dw.to(weight.dtype), d_residual, None, None
+
+
+def rms_norm(x, weight, eps: float = 1e-6, offset: float = 0.0, residual=None):
+    """y, or (y, x + residual) when a residual is given. x (..., K), weight (K,)."""
+    check(weight.shape == x.shape[-1:], "weight must have one entry a column of x", x=x, weight=weight)
+    if residual is not None:
+        check(residual.shape == x.shape, "residual and x differ", x=x, residual=residual)
+    return RMSNorm.apply(x, weight, residual, eps, offset)

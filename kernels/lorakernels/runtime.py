@@ -1,0 +1,83 @@
+"""What every kernel shares: Triton when it can run, and checks that say what was wrong.
+
+Triton is imported only where a kernel could run: on a CUDA build of torch, or under the interpreter
+(TRITON_INTERPRET=1). Elsewhere `jit` leaves the function as it is and nothing ever launches it.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+if torch.version.cuda is not None or INTERPRET:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+else:
+    # torch.version, not torch.cuda.is_available(): asking for devices would touch the driver in a fork server.
+    triton: Any = None
+    tl: Any = SimpleNamespace(constexpr=object)
+
+    def jit(function):
+        return function
+
+
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def use_triton(*tensors: torch.Tensor) -> bool:
+    """True if the Triton kernel should run on these tensors; float64 always takes the torch path (gradcheck)."""
+    first = tensors[0]
+    if any(t.is_floating_point() and t.dtype not in TRITON_DTYPES for t in tensors) or first.numel() == 0:
+        return False
+    if INTERPRET:
+        # The interpreter stores NaN for bfloat16 (numpy has no such type).
+        return first.device.type == "cpu" and all(t.dtype != torch.bfloat16 for t in tensors)
+    return first.is_cuda and triton is not None
+
+
+def capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 if n <= 1 else 1 << (n - 1).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return cdiv(n, multiple) * multiple
+
+
+def multiprocessors(tensor: torch.Tensor) -> int:
+    if not tensor.is_cuda:
+        return 2
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """x as (rows, last), a view where the strides allow it, with last contiguous as the kernels need it."""
+    flat = x.reshape(-1, x.shape[-1]) if x.numel() or x.shape[-1] else x.reshape(0, x.shape[-1])
+    return flat if flat.stride(-1) == 1 or flat.shape[-1] <= 1 else flat.contiguous()
+
+
+def check(condition: bool, message: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError with the shapes in it."""
+    if condition:
+        return
+    shapes = ", ".join(f"{n}: {'None' if t is None else f'{tuple(t.shape)} {t.dtype}'}" for n, t in tensors.items())
+    raise ValueError(f"{message} ({shapes})")
+
+
+def working_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which a reference or torch path computes: float32, or float64 when it was given that."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -1,0 +1,63 @@
+"""Which of two forms to take: measured once for a shape on the GPU that runs, remembered for the process.
+
+`pick("qkv", (M, K, N), {"one": f, "addmm": g})` times f and g and returns the faster one's name. While a CUDA graph is
+captured nothing can be timed, so a shape met there for the first time gets the first form: warm up before capturing.
+On a CPU the first form is taken. `force("addmm")` fixes the answer (tests, ablations); `force(None)` measures again.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from .runtime import next_power_of_2
+
+_chosen: dict[tuple, str] = {}
+_forced: str | None = None
+ROUNDS = 5
+
+
+def force(name: str | None) -> None:
+    global _forced
+    _forced = name
+
+
+def choices() -> dict[tuple, str]:
+    """What was chosen so far, for a report."""
+    return dict(_chosen)
+
+
+def bucket(m: int) -> int:
+    """Row counts share a measurement up to the next power of two: real batches hardly ever repeat a length."""
+    return next_power_of_2(m)
+
+
+def pick(name: str, key: tuple, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
+    first = next(iter(forms))
+    if _forced in forms:
+        return str(_forced)
+    if device.type != "cuda" or len(forms) == 1:
+        return first
+    full = (name, *key, str(device))
+    if full not in _chosen:
+        if torch.cuda.is_current_stream_capturing():
+            return first
+        _chosen[full] = _fastest(forms)
+    return _chosen[full]
+
+
+def _fastest(forms: dict[str, Callable[[], object]]) -> str:
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for run in forms.values():  # compile and warm up
+        run()
+    for _ in range(ROUNDS):  # in turns, so that a change of clock meets all of them
+        for name, run in forms.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return min(times, key=lambda name: statistics.median(times[name]))

@@ -1,0 +1,40 @@
+"""Helpers of the kernels' tests: errors in units of the dtype, poisoned outputs, strided copies."""
+
+import torch
+
+EPS = {torch.float64: 1e-9, torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
+
+
+def error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference over the largest wanted value; NaN and infinity count as infinite."""
+    assert actual.shape == wanted.shape, f"{tuple(actual.shape)} is not {tuple(wanted.shape)}"
+    if wanted.numel() == 0:
+        return 0.0
+    difference = (actual.detach().double() - wanted.detach().double().to(actual.device)).abs().max().item()
+    return difference / max(wanted.abs().max().item(), 1e-6) if difference == difference else float("inf")
+
+
+def assert_close(actual, wanted, dtype, times: float = 1.0) -> None:
+    got = error(actual, wanted)
+    assert got <= EPS[dtype] * times, f"relative error {got:.3g} above {EPS[dtype] * times:.3g}"
+
+
+def poisoned(*shape, dtype, device) -> torch.Tensor:
+    """An output buffer in which an unwritten element shows."""
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def strided(x: torch.Tensor, extra: int = 3) -> torch.Tensor:
+    """x again, as a slice of a wider buffer."""
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + extra), float("nan"), dtype=x.dtype, device=x.device)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def gradients(function, inputs, seed: int = 1):
+    """(output, gradients of the inputs) for a fixed random output gradient."""
+    leaves = [t.detach().clone().requires_grad_() if t is not None else None for t in inputs]
+    out = function(*leaves)
+    torch.manual_seed(seed)
+    grad = torch.randn(out.shape, dtype=torch.float32).to(out.device, out.dtype)
+    return out, torch.autograd.grad(out, [t for t in leaves if t is not None], grad)

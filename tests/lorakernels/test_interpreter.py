@@ -1,0 +1,24 @@
+"""The kernels' own tests once more in Triton's interpreter, in a process of its own because Triton reads the switch at
+import. Float32 and float16: the interpreter has no bfloat16."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = ["swiglu", "geglu", "rms_norm", "rope", "linear_cross_entropy", "dropout"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is the interpreter run already")
+@pytest.mark.parametrize("name", FILES)
+def test_triton_kernel_in_the_interpreter(name):
+    file = Path(__file__).with_name(f"test_{name}.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", str(file), "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=file.parents[2], timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,86 @@
+"""SwiGLU against float32: forward, gradients, strides, edges. Triton itself: test_interpreter.py and -m gpu."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_checks import assert_close, gradients, poisoned, strided
+
+from lorakernels import glu
+from lorakernels.swiglu import swiglu, swiglu_reference
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (2, 5, 129), (1, 1), (1, 1100), (0, 8)])
+def test_swiglu(shape, device, dtype):
+    gate, up = (3 * torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    out, grads = gradients(swiglu, (gate, up))
+    wanted, wanted_grads = gradients(swiglu_reference, (gate, up))
+    assert out.dtype == dtype
+    assert_close(out, wanted, dtype)
+    for got, want in zip(grads, wanted_grads, strict=True):
+        assert_close(got, want, dtype, 2)
+
+
+def test_strided_inputs_are_read_right_and_left_alone(device, dtype):
+    gate, up = (strided(torch.randn(7, 33, device=device).to(dtype)) for _ in range(2))
+    before = gate.clone(), up.clone()
+    assert_close(swiglu(gate, up), swiglu_reference(*before), dtype)
+    assert_close(swiglu(gate.t(), up.t()), swiglu_reference(*before).t(), dtype)
+    assert torch.equal(gate, before[0]) and torch.equal(up, before[1])
+
+
+@pytest.mark.parametrize("act", glu.ACTIVATIONS)
+@pytest.mark.parametrize("p", [1, 5, 64])
+def test_lora_columns(act, p, device, dtype):
+    m, n = 37, 75
+    gate, up = (torch.randn(m, n, device=device).to(dtype) for _ in range(2))
+    a = torch.randn(p, n, device=device).to(dtype)
+    buffer = poisoned(m, n + p, dtype=dtype, device=device)
+    glu.forward_lora_into(gate, up, buffer, a, act)
+    h = glu.reference(gate, up, act)
+    assert_close(buffer[:, :n], h, dtype)
+    assert_close(buffer[:, n:], buffer[:, :n].float() @ a.float().t(), dtype, 2)
+
+
+@pytest.mark.parametrize("act", glu.ACTIVATIONS)
+def test_backward_leaves_h_in_the_gradient(act, device, dtype):
+    m, n = 9, 70
+    gate, up, grad = (torch.randn(m, n, device=device).to(dtype) for _ in range(3))
+    leaves = [t.float().requires_grad_() for t in (gate, up)]
+    wanted = torch.autograd.grad(glu.reference(*leaves, act), leaves, grad.float())
+    both = poisoned(m, 2 * n + 4, dtype=dtype, device=device)
+    glu.backward_into(gate, up, grad, both[:, :n], both[:, n : 2 * n], act, h_into_grad=True)
+    assert_close(both[:, :n], wanted[0], dtype, 2)
+    assert_close(both[:, n : 2 * n], wanted[1], dtype, 2)
+    assert_close(grad, glu.reference(gate, up, act), dtype)
+    assert both[:, 2 * n :].isnan().all()
+
+
+def test_extreme_values_stay_finite(device, dtype):
+    gate = torch.tensor([[-1e4, -90.0, -1e-6, 0.0, 90.0, 3e2]], device=device).to(dtype)
+    for act in glu.ACTIVATIONS:
+        leaves = [gate.clone().requires_grad_(), torch.ones_like(gate).requires_grad_()]
+        out = glu.gated(*leaves, act)
+        out.sum().backward()
+        assert all(t.isfinite().all() for t in (out, leaves[0].grad, leaves[1].grad))
+
+
+@given(m=st.integers(0, 5), n=st.integers(1, 70), seed=st.integers(0, 100))
+@settings(max_examples=15, deadline=None)
+def test_any_shape(m, n, seed):
+    torch.manual_seed(seed)
+    gate, up = torch.randn(m, n), torch.randn(m, n)
+    assert_close(swiglu(gate, up), swiglu_reference(gate, up), torch.float32)
+
+
+def test_gradcheck():
+    gate, up = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for act in glu.ACTIVATIONS:
+        assert torch.autograd.gradcheck(lambda a, b, act=act: glu.gated(a, b, act), (gate, up))
+
+
+def test_wrong_shapes():
+    with pytest.raises(ValueError, match=r"\(2, 3\).*\(2, 4\)"):
+        swiglu(torch.zeros(2, 3), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="dtype"):
+        swiglu(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float16))
