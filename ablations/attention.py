@@ -1,0 +1,133 @@
+"""Slot `attention`: which implementation computes softmax(QK^T)V. PEFT and transformers come with `sdpa`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lorabench.measure.arm import Step, Wrapped
+from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Requires
+from lorabench.plan.workload import Batch
+
+# The forward operators behind F.scaled_dot_product_attention, by backend. `math` is a composite of plain operators.
+FUSED = {
+    "flash": ("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    "efficient": ("aten::_scaled_dot_product_efficient_attention",),
+    "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
+    "math": ("aten::_scaled_dot_product_attention_math",),
+}
+
+
+def backends(ops: Counter[str]) -> dict[str, int]:
+    """Which SDPA backends ran, and how often, from the operators of one step."""
+    counts = {name: sum(ops[op] for op in names) for name, names in FUSED.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Ablation):
+    """Base: sets transformers' `attn_implementation`."""
+
+    slot: ClassVar[str] = "attention"
+    implementation: ClassVar[str]
+
+    def load(self, kwargs: dict[str, Any]) -> None:
+        kwargs["attn_implementation"] = self.implementation
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        return {"attention_backend": backends(evidence.ops) or self.implementation}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eager(Attention):
+    name: ClassVar[str] = "eager"
+    summary: ClassVar[str] = "transformers' own matmul, softmax, matmul; holds the scores"
+    implementation: ClassVar[str] = "eager"
+
+    def audit(self, evidence: Evidence) -> int:
+        if found := backends(evidence.ops):
+            raise NotApplied(f"attention still ran in SDPA's {', '.join(found)}")
+        return evidence.arm.model.config.num_hidden_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sdpa(Attention):
+    name: ClassVar[str] = "sdpa"
+    summary: ClassVar[str] = "F.scaled_dot_product_attention with the backend that torch picks (recorded)"
+    implementation: ClassVar[str] = "sdpa"
+
+    def audit(self, evidence: Evidence) -> int:
+        return sum(backends(evidence.ops).values())
+
+
+class _Pinned(Wrapped):
+    """Runs each phase under one SDPA backend: the backward too, where checkpointing runs attention again."""
+
+    def __init__(self, inner: Step, backend: SDPBackend) -> None:
+        super().__init__(inner)
+        self.backend = backend
+
+    def forward(self, batch: Batch) -> Tensor:
+        with sdpa_kernel(self.backend):
+            return self.inner.forward(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        with sdpa_kernel(self.backend):
+            self.inner.backward(loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinnedSdpa(Attention):
+    """Base: SDPA with one backend pinned. A shape that the backend refuses is an error, not another backend."""
+
+    implementation: ClassVar[str] = "sdpa"
+    backend: ClassVar[SDPBackend]
+    fused: ClassVar[str]
+
+    def step(self, step: Step) -> Step:
+        return _Pinned(step, self.backend)
+
+    def audit(self, evidence: Evidence) -> int:
+        found = backends(evidence.ops)
+        if set(found) - {self.fused}:
+            raise NotApplied(f"attention ran in SDPA's {', '.join(found)}, not in {self.fused} alone")
+        return found.get(self.fused, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SdpaMath(PinnedSdpa):
+    name: ClassVar[str] = "sdpa_math"
+    summary: ClassVar[str] = "SDPA pinned to its unfused reference"
+    backend: ClassVar[SDPBackend] = SDPBackend.MATH
+    fused: ClassVar[str] = "math"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SdpaEfficient(PinnedSdpa):
+    name: ClassVar[str] = "sdpa_efficient"
+    summary: ClassVar[str] = "SDPA pinned to the memory-efficient backend (what a padding mask falls back to)"
+    requires: ClassVar[Requires] = Requires(device="cuda")
+    backend: ClassVar[SDPBackend] = SDPBackend.EFFICIENT_ATTENTION
+    fused: ClassVar[str] = "efficient"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SdpaFlash(PinnedSdpa):
+    name: ClassVar[str] = "sdpa_flash"
+    summary: ClassVar[str] = "SDPA pinned to torch's FlashAttention-2"
+    requires: ClassVar[Requires] = Requires(device="cuda", capability=(8, 0))
+    backend: ClassVar[SDPBackend] = SDPBackend.FLASH_ATTENTION
+    fused: ClassVar[str] = "flash"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SdpaCudnn(PinnedSdpa):
+    name: ClassVar[str] = "sdpa_cudnn"
+    summary: ClassVar[str] = "SDPA pinned to cuDNN's fused attention"
+    requires: ClassVar[Requires] = Requires(device="cuda", capability=(8, 0))
+    backend: ClassVar[SDPBackend] = SDPBackend.CUDNN_ATTENTION
+    fused: ClassVar[str] = "cudnn"

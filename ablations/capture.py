@@ -1,0 +1,127 @@
+"""Slot `capture`: the whole step as CUDA graphs, replayed. Worth more than any kernel where the host is slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lorabench.measure.arm import Step, Wrapped
+from lorabench.plan.ablation import Ablation, Evidence, Requires, Unsupported
+from lorabench.plan.workload import Batch
+
+WARM_UP = 3  # eager steps on the side stream before the capture: lazy states, cuBLAS workspaces, autotuning
+
+
+class _Captured(Wrapped):
+    """Forward, backward and update each captured in a graph, in one memory pool, and replayed one after the other.
+
+    Three graphs instead of one, so that the phases can still be timed apart; nothing runs between them.
+    `AccumulateGrad` remembers the stream on which a parameter was first used, so every eager step must have run on the
+    side stream too: the arm's very first `forward` warms up and captures before it replays.
+    """
+
+    def __init__(self, inner: Step) -> None:
+        super().__init__(inner)
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self.loss: Tensor | None = None
+        for group in self.optimizer.param_groups:
+            group["capturable"] = True  # keeps the step count on the device
+
+    def clear(self) -> None:
+        """Nothing to clear: a replayed backward writes the gradients, it does not add to them."""
+        if not self.graphs:
+            self.inner.clear()
+
+    def forward(self, batch: Batch) -> Tensor:
+        if not self.graphs:
+            self._capture(batch)
+        self.graphs["forward"].replay()
+        assert self.loss is not None
+        return self.loss
+
+    def backward(self, loss: Tensor) -> None:
+        self.graphs["backward"].replay()
+
+    def update(self) -> None:
+        self.graphs["step"].replay()
+
+    def _capture(self, batch: Batch) -> None:
+        before = self._snapshot()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self.inner.clear()
+                self.inner.backward(self.inner.forward(batch))
+                self.inner.update()
+            self.inner.clear()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        try:
+            self._record(batch, side)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise Unsupported(f"cuda_graph: the step cannot be captured: {_first_line(error)}") from error
+        self._restore(before)
+
+    def _record(self, batch: Batch, side: torch.cuda.Stream) -> None:
+        graphs = {phase: torch.cuda.CUDAGraph() for phase in ("forward", "backward", "step")}
+        pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graphs["forward"], pool=pool, stream=side):
+            loss = self.inner.forward(batch)
+        with torch.cuda.graph(graphs["backward"], pool=pool, stream=side):
+            self.inner.backward(loss)
+        with torch.cuda.graph(graphs["step"], pool=pool, stream=side):
+            self.inner.update()
+        self.loss, self.graphs = loss.detach(), graphs
+
+    def _snapshot(self) -> list[Tensor]:
+        """The trained parameters, before the eager steps of the warm-up change them."""
+        return [p.detach().clone() for p in self._params()]
+
+    def _params(self) -> list[torch.nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _restore(self, before: list[Tensor]) -> None:
+        """Undo the warm-up's updates in place, so that the first replay starts where the other arm's first step does."""
+        with torch.no_grad():
+            for param, value in zip(self._params(), before, strict=True):
+                param.copy_(value)
+            for state in self.optimizer.state.values():
+                for tensor in state.values():
+                    if isinstance(tensor, Tensor):
+                        tensor.zero_()
+
+
+def _first_line(error: BaseException) -> str:
+    cause: BaseException = error
+    while cause.__context__ is not None:  # what stopped the capture; ending the broken capture raises once more
+        cause = cause.__context__
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaGraph(Ablation):
+    name: ClassVar[str] = "cuda_graph"
+    slot: ClassVar[str] = "capture"
+    summary: ClassVar[str] = "forward, backward and optimizer captured once and replayed"
+    requires: ClassVar[Requires] = Requires(device="cuda", capability=(7, 0))
+    rank: ClassVar[int] = 100  # outermost: it captures whatever the other toggles made of the step
+
+    def step(self, step: Step) -> Step:
+        if len(step.batches) != 1:
+            raise Unsupported(
+                f"cuda_graph captures one batch of one shape a step; this workload has {len(step.batches)} batches a step"
+            )
+        return _Captured(step)
+
+    def audit(self, evidence: Evidence) -> int:
+        step = evidence.arm.step
+        return len(step.graphs) if isinstance(step, _Captured) else 0
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        return {"cuda_graph": {"captured": sorted(getattr(evidence.arm.step, "graphs", {}))}}

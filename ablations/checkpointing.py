@@ -1,0 +1,30 @@
+"""Slot `checkpointing`: what is kept for the backward and what is computed again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from lorabench.plan.ablation import Ablation
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientCheckpointing(Ablation):
+    """transformers' `gradient_checkpointing_enable`: each decoder layer keeps its input and runs again in backward."""
+
+    name: ClassVar[str] = "gradient_checkpointing"
+    slot: ClassVar[str] = "checkpointing"
+    summary: ClassVar[str] = "keep each decoder layer's input only, compute the rest again in backward"
+    recomputes: ClassVar[bool] = True
+
+    use_reentrant: bool = False
+
+    def patch(self, model: nn.Module) -> int:
+        base = model.get_base_model()  # type: ignore[operator]
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.use_reentrant})
+        if self.use_reentrant:  # a reentrant checkpoint needs an input that requires a gradient
+            base.enable_input_require_grads()
+        layers = [m for m in base.modules() if "DecoderLayer" in type(m).__name__]
+        return sum(bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers)

@@ -1,0 +1,53 @@
+"""Slot `compilation`: torch.compile over the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lorabench.measure.arm import Step
+from lorabench.plan.ablation import Ablation, Evidence, Unsupported
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchCompile(Ablation):
+    """`model.compile(mode=…, dynamic=False)`, on the instance. Its time to compile is not part of any trial."""
+
+    name: ClassVar[str] = "torch_compile"
+    slot: ClassVar[str] = "compilation"
+    summary: ClassVar[str] = "torch.compile of the whole PEFT model"
+
+    mode: str = "default"
+    fullgraph: bool = False
+
+    def __post_init__(self) -> None:
+        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+        if self.mode not in modes:
+            raise ValueError(f"mode {self.mode!r}: expected one of {', '.join(modes)}")
+
+    def step(self, step: Step) -> Step:
+        import torch
+
+        if not torch.cuda.is_available() and not _compiler():
+            raise Unsupported("torch_compile needs a C++ compiler on a CPU: install g++ or clang")
+        torch._dynamo.utils.counters.clear()
+        step.model.compile(mode=None if self.mode == "default" else self.mode, dynamic=False, fullgraph=self.fullgraph)
+        return step
+
+    def audit(self, evidence: Evidence) -> int:
+        return _counters()["graphs"]
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        return {"torch_compile": _counters()}
+
+
+def _counters() -> dict[str, int]:
+    from torch._dynamo.utils import counters
+
+    return {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values())}
+
+
+def _compiler() -> bool:
+    import shutil
+
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))

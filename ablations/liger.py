@@ -1,0 +1,53 @@
+"""Slot `fused_kernels`: Liger's Triton kernels, an external comparator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from lorabench.plan.ablation import Ablation, Evidence, Requires, Unsupported
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Liger(Ablation):
+    """`apply_liger_kernel_to_*(model=…)`: RMSNorm, RoPE, SwiGLU/GEGLU and the fused linear cross-entropy.
+
+    It replaces functions of transformers' modelling module, not only of the instance, so its cell runs in processes of
+    its own. Its fused cross-entropy computes the head's gradient in forward: compare totals, not phases.
+    """
+
+    name: ClassVar[str] = "liger"
+    slot: ClassVar[str] = "fused_kernels"
+    summary: ClassVar[str] = "Liger's norm, RoPE, activation and fused linear cross-entropy"
+    requires: ClassVar[Requires] = Requires(
+        device="cuda", packages={"liger_kernel": "pip install 'lorabench[gpu]'"}, families=frozenset(FAMILIES)
+    )
+    excludes: ClassVar[dict[str, str]] = {
+        "cuda_graph": "its fused cross-entropy waits for the device (.item()), which a capture forbids"
+    }
+    global_patch: ClassVar[bool] = True
+
+    def patch(self, model: nn.Module) -> int:
+        from liger_kernel.transformers import monkey_patch
+
+        base = model.get_base_model()  # type: ignore[operator]
+        apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(base.config.model_type)
+        if apply is None:
+            raise Unsupported(f"liger knows no model_type {base.config.model_type}")
+        before = {name: _methods(module) for name, module in base.named_modules()}
+        apply(model=base)
+        return sum(_methods(module) != before[name] for name, module in base.named_modules())
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        from importlib.metadata import version
+
+        return {"liger": version("liger-kernel")}
+
+
+def _methods(module: nn.Module) -> tuple[Any, ...]:
+    """What an instance's `forward` is and which class it belongs to: a site counts as changed when either does."""
+    return getattr(module.forward, "__func__", module.forward), type(module)

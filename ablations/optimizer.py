@@ -1,0 +1,105 @@
+"""Slot `optimizer`: torch's three AdamW implementations and bitsandbytes' 8-bit and paged ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchAdamW(Ablation):
+    """Base: torch.optim.AdamW with `foreach` and `fused` given, so that torch's default cannot decide."""
+
+    slot: ClassVar[str] = "optimizer"
+    foreach: ClassVar[bool]
+    fused: ClassVar[bool]
+
+    def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=lr, foreach=self.foreach, fused=self.fused)
+
+    def audit(self, evidence: Evidence) -> int:
+        for group in evidence.arm.step.optimizer.param_groups:
+            if (bool(group["foreach"]), bool(group["fused"])) != (self.foreach, self.fused):
+                raise NotApplied(f"the optimizer runs with foreach={group['foreach']}, fused={group['fused']}")
+        return len(evidence.arm.step.optimizer.state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(TorchAdamW):
+    name: ClassVar[str] = "adamw"
+    summary: ClassVar[str] = "torch AdamW, one parameter after the other (foreach=False)"
+    foreach: ClassVar[bool] = False
+    fused: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWForeach(TorchAdamW):
+    name: ClassVar[str] = "adamw_foreach"
+    summary: ClassVar[str] = "torch AdamW over lists of tensors, torch's default on a GPU"
+    foreach: ClassVar[bool] = True
+    fused: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWFused(TorchAdamW):
+    name: ClassVar[str] = "adamw_fused"
+    summary: ClassVar[str] = "torch AdamW in one kernel (fused=True), transformers' default"
+    foreach: ClassVar[bool] = False
+    fused: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitsAndBytes(Ablation):
+    """Base: an optimizer of bitsandbytes, by its class name."""
+
+    slot: ClassVar[str] = "optimizer"
+    requires: ClassVar[Requires] = Requires(
+        device="cuda", packages={"bitsandbytes": "pip install 'lorabench[gpu]'"}
+    )
+    excludes: ClassVar[dict[str, str]] = {
+        "cuda_graph": "bitsandbytes counts its steps on the host, and a captured step would repeat one count for ever"
+    }
+    cls: ClassVar[str]
+
+    def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        import bitsandbytes as bnb
+
+        # torch's AdamW decays weights by 0.01, bitsandbytes' default is 0.01 too; written out, so that it stays so
+        return getattr(bnb.optim, self.cls)(params, lr=lr, weight_decay=0.01)
+
+    def audit(self, evidence: Evidence) -> int:
+        return sum("state1" in state for state in evidence.arm.step.optimizer.state.values())
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        states = [s["state1"] for s in evidence.arm.step.optimizer.state.values() if "state1" in s]
+        paged = sum(bool(getattr(t, "is_paged", False)) for t in states)
+        eight = sum(t.dtype == torch.uint8 for t in states)
+        return {"optimizer_states": {"tensors": len(states), "in 8 bits": eight, "paged": paged}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW8bit(BitsAndBytes):
+    name: ClassVar[str] = "adamw_8bit"
+    summary: ClassVar[str] = "bitsandbytes AdamW with blockwise 8-bit states"
+    cls: ClassVar[str] = "AdamW8bit"
+    tolerance: ClassVar[Tolerance] = Tolerance(words="optimizer states are rounded to 8 bits", update=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedAdamW32bit(BitsAndBytes):
+    name: ClassVar[str] = "paged_adamw_32bit"
+    summary: ClassVar[str] = "bitsandbytes AdamW with states in managed memory (QLoRA's optimizer)"
+    cls: ClassVar[str] = "PagedAdamW32bit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedAdamW8bit(BitsAndBytes):
+    name: ClassVar[str] = "paged_adamw_8bit"
+    summary: ClassVar[str] = "bitsandbytes AdamW, 8-bit states in managed memory"
+    cls: ClassVar[str] = "PagedAdamW8bit"
+    tolerance: ClassVar[Tolerance] = Tolerance(words="optimizer states are rounded to 8 bits", update=0.1)

@@ -1,0 +1,203 @@
+"""The arm: one model, one workload and a set of ablations, built and ready to step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorabench.plan.ablation import Ablation
+from lorabench.plan.model import ModelSpec
+from lorabench.plan.weights import WeightsError, source_arguments
+from lorabench.plan.workload import Batch, Sample, Workload, pad
+
+LEARNING_RATE = 1e-4
+LORA_B_STD = 0.02  # at its usual zero the gradient of lora_A is zero and half of the mathematics is untested
+
+
+class Step:
+    """One optimizer step in three phases over the arm's batches. Toggles wrap it: see `Wrapped`.
+
+    The loss of every batch is the sum over its trained tokens divided by the trained tokens of the whole step, so that
+    the gradients of a step do not depend on how its samples were put into batches.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.batches = list(batches)
+        self.items = sum(b.trained for b in batches)
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.model(**batch.inputs, num_items_in_batch=self.items).loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+
+class Wrapped(Step):
+    """A step around another step: override the phases that the toggle changes."""
+
+    def __init__(self, inner: Step) -> None:
+        self.inner = inner
+        self.model, self.optimizer = inner.model, inner.optimizer
+        self.batches, self.items = inner.batches, inner.items
+
+    def clear(self) -> None:
+        self.inner.clear()
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.inner.forward(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        self.inner.backward(loss)
+
+    def update(self) -> None:
+        self.inner.update()
+
+
+@dataclass
+class Arm:
+    """An arm, built. `patched` is what each toggle's `patch` returned; `samples` are the step's, before batching."""
+
+    name: str
+    ablations: tuple[Ablation, ...]
+    model: nn.Module
+    step: Step
+    samples: list[Sample]
+    dtype: torch.dtype
+    device: torch.device
+    patched: dict[str, int | None] = field(default_factory=dict)
+
+    @property
+    def real(self) -> int:
+        return sum(b.real for b in self.step.batches)
+
+    @property
+    def padded(self) -> int:
+        return sum(b.padded for b in self.step.batches)
+
+    def adapters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of every trained tensor, by PEFT's names."""
+        return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """A float32 copy of every adapter gradient. A missing one is zeros: the gate will see it."""
+        return {
+            n: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.detach().float().clone()
+            for n, p in self.adapters()
+        }
+
+
+def build(
+    name: str,
+    spec: ModelSpec,
+    workload: Workload,
+    samples: Sequence[Sample],
+    ablations: Sequence[Ablation],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    layers: int | None = None,
+    upcast: bool = False,
+) -> Arm:
+    """Build an arm. Same seed, same weights, whatever the toggles: every tensor is drawn from its own name.
+
+    `layers` cuts the depth (the gate's twin); `upcast` turns the finished model to float32 (the gate's gold), with the
+    weights as `dtype` rounded them. Raises what the hooks raise, WeightsError, and out-of-memory errors.
+    """
+    ordered = sorted(ablations, key=lambda a: (a.rank, a.name))
+    load: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
+    adapt: dict[str, Any] = {"config": spec.lora.model_dump()}
+    for ablation in ordered:
+        ablation.load(load)
+        ablation.adapt(adapt)
+    base = _base_model(spec, load, device, layers)
+    model = _with_adapter(base, adapt)
+    _fill(model, dtype, seed, frozen=spec.weights == "random")
+    if upcast:
+        model.float()
+    model.train()
+    patched = {a.name: a.patch(model) for a in ordered}
+    batches = [b for a in ordered if (b := a.batch(samples, workload)) is not None]
+    chosen = batches[0] if batches else pad(samples, workload.batch_size)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizers = [o for a in ordered if (o := a.optimize(params, LEARNING_RATE)) is not None]
+    optimizer = optimizers[0] if optimizers else torch.optim.AdamW(params, lr=LEARNING_RATE)
+    step = Step(model, optimizer, [_to(b, device) for b in chosen])
+    for ablation in ordered:
+        step = ablation.step(step)
+    return Arm(name, tuple(ablations), model, step, list(samples), dtype, device, patched)
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    return replace(batch, inputs={k: v.to(device) for k, v in batch.inputs.items()})
+
+
+def _base_model(spec: ModelSpec, load: dict[str, Any], device: torch.device, layers: int | None) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if spec.weights == "random":
+        from transformers.initialization import no_init_weights
+
+        with device, no_init_weights():  # every weight is drawn in `_fill`; the library's own draw would be wasted
+            return AutoModelForCausalLM.from_config(spec.hf_config(layers), **load)
+    where, kwargs = source_arguments(spec.weights)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(where, **kwargs, **load, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"weights {spec.weights!r} cannot be read: {str(error).splitlines()[0]}") from None
+    expected = spec.hf_config()
+    for size in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        have, want = getattr(model.config, size), getattr(expected, size)
+        if have != want:
+            raise WeightsError(f"weights {spec.weights!r} have {size} {have}, the model {spec.name} has {want}")
+    model.config.use_cache = False
+    if layers is not None:
+        model.model.layers = model.model.layers[:layers]
+        model.config.num_hidden_layers = len(model.model.layers)
+    return model.to(device)
+
+
+def _with_adapter(base: nn.Module, adapt: dict[str, Any]) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = adapt.pop("config")
+    return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **config), **adapt)
+
+
+def _fill(model: nn.Module, dtype: torch.dtype, seed: int, *, frozen: bool) -> None:
+    """Draw adapters, and frozen weights where they are random, each from a generator seeded by its own name.
+
+    Values are rounded to the compute dtype first, so that float32 and bfloat16 adapters, and the gate's float32 gold,
+    start from the very same numbers. Norm weights stay as the model made them.
+    """
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            std = _std(name, tensor)
+            if std is None or not (tensor.requires_grad or frozen):
+                continue
+            generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+            drawn = torch.empty(tensor.shape, device=tensor.device, dtype=torch.float32)
+            tensor.copy_(drawn.normal_(0.0, std, generator=generator).to(dtype))
+
+
+def _std(name: str, tensor: Tensor) -> float | None:
+    if "lora_A" in name:
+        return (3 * tensor.shape[-1]) ** -0.5  # as PEFT's kaiming_uniform(a=sqrt(5)) spreads it
+    if "lora_B" in name:
+        return LORA_B_STD
+    if tensor.dim() >= 2 or name.endswith("bias"):
+        return 0.02
+    return None

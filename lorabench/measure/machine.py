@@ -1,0 +1,142 @@
+"""What this machine is: device, driver, clocks, versions, commit. Everything that a published figure has to carry."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from pydantic import BaseModel
+
+PACKAGES = (
+    "torch", "triton", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel", "flash-attn", "unsloth",
+    "axolotl", "torchao", "numpy", "hydra-core", "lorabench",
+)  # fmt: skip
+
+
+class Machine(BaseModel):
+    """The machine that measures. What a CPU does not have is None."""
+
+    device: Literal["cuda", "cpu"]
+    name: str  # "NVIDIA H200", or the processor's name
+    capability: tuple[int, int] | None = None
+    gpus: int = 0
+    gpu: dict[str, Any] | None = None  # uuid, memory, clocks, power cap
+    driver: str | None = None
+    cpu: str
+    cores: int
+    memory_bytes: int
+    os: str
+    python: str
+    packages: dict[str, str]
+    native_bfloat16: bool
+
+    def dtype(self, wanted: str) -> str:
+        """`auto` made concrete: bfloat16 where the device computes in it natively, else float32 (a processor without
+        bfloat16 instructions is some 20 times slower in it than in float32)."""
+        if wanted != "auto":
+            return wanted
+        return "bfloat16" if self.native_bfloat16 else "float32"
+
+
+def describe() -> Machine:
+    """Look at this machine. Initializes CUDA where there is a GPU: call it in a process that may do so."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    cpu = _cpu_name()
+    return Machine(
+        device="cuda" if cuda else "cpu",
+        name=torch.cuda.get_device_name(0) if cuda else cpu,
+        capability=torch.cuda.get_device_capability(0) if cuda else None,
+        gpus=torch.cuda.device_count() if cuda else 0,
+        gpu=_gpu() if cuda else None,
+        driver=_driver() if cuda else None,
+        cpu=cpu,
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        os=platform.platform(),
+        python=platform.python_version(),
+        packages=_versions(),
+        native_bfloat16=_native_bfloat16(cuda),
+    )
+
+
+def _native_bfloat16(cuda: bool) -> bool:
+    import torch
+
+    if cuda:
+        return torch.cuda.get_device_capability(0) >= (8, 0)
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def nvml_handle() -> tuple[Any, Any] | None:
+    """(pynvml, handle of torch's GPU 0), or None where NVML or its binding is not there."""
+    try:
+        import pynvml
+        import torch
+
+        pynvml.nvmlInit()
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode())
+    except Exception:  # NVML is a courtesy: telemetry stays empty without it
+        return None
+
+
+def _gpu() -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    gpu: dict[str, Any] = {
+        "uuid": str(properties.uuid),
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+    }
+    if nvml := nvml_handle():
+        library, handle = nvml
+        gpu["power_cap_w"] = library.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
+        gpu["max_sm_clock_mhz"] = library.nvmlDeviceGetMaxClockInfo(handle, library.NVML_CLOCK_SM)
+        gpu["max_memory_clock_mhz"] = library.nvmlDeviceGetMaxClockInfo(handle, library.NVML_CLOCK_MEM)
+    return gpu
+
+
+def _driver() -> str | None:
+    if nvml := nvml_handle():
+        version = nvml[0].nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else version
+    return None
+
+
+def commit() -> tuple[str | None, bool | None]:
+    """(git commit, whether the tree differs from it) of this lorabench; (None, None) outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    given = os.environ.get("LORABENCH_COMMIT")  # for a copy of the tree that travelled without its .git
+    if not (root / ".git").exists():
+        return (given.removesuffix("-dirty"), given.endswith("-dirty")) if given else (None, None)
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+    return head.stdout.strip(), bool(changed.stdout.strip())

@@ -1,0 +1,88 @@
+"""Memory of one arm, net of what the other arm holds: what stays allocated, and the peak of each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import torch
+
+from lorabench.measure.arm import Arm
+from lorabench.measure.trial import run_trial, synchronize
+from lorabench.run.record import ArmMemory
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes held now: allocated by tensors on a GPU, resident in the process on a CPU."""
+    synchronize(device)
+    return torch.cuda.memory_allocated() if device.type == "cuda" else psutil.Process().memory_info().rss
+
+
+def reserved(device: torch.device) -> int:
+    return torch.cuda.memory_reserved() if device.type == "cuda" else 0
+
+
+def measure(arm: Arm, static: int, reserved_growth: int) -> ArmMemory:
+    """One more trial, with the peak read per phase. `static` is what this arm added when it was built and warm.
+
+    A phase's peak is the growth above what was allocated when the trial began (both arms' static parts), plus this
+    arm's own static part.
+    """
+    parts = _parts(arm)
+    if arm.device.type != "cuda":
+        return ArmMemory(**parts, process=_process_peak(arm, static))
+    arm.step.clear()
+    synchronize(arm.device)
+    before = torch.cuda.memory_allocated()
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    peaks: dict[str, int] = {}
+    current: list[str] = []
+
+    def at(phase: str) -> None:
+        if current:
+            peaks[current[0]] = max(peaks.get(current[0], 0), torch.cuda.max_memory_allocated())
+        current[:] = [phase]
+        torch.cuda.reset_peak_memory_stats()  # host bookkeeping only: it does not wait for the device
+
+    run_trial(arm, at)
+    at("end")
+    arm.step.clear()
+    net = {phase: peak - before + static for phase, peak in peaks.items()}
+    return ArmMemory(
+        **parts,
+        **net,
+        static=static,
+        peak=max(net.values()),
+        reserved=reserved_growth,
+        retries=torch.cuda.memory_stats().get("num_alloc_retries", 0) - retries,
+    )
+
+
+def _parts(arm: Arm) -> dict[str, int]:
+    params = list(arm.model.parameters())
+    states = (t for s in arm.step.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    return {
+        "weights": _bytes(p for p in params if not p.requires_grad),
+        "adapters": _bytes(p for p in params if p.requires_grad),
+        "optimizer": _bytes(states),
+    }
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages: tied weights and views into one buffer count once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _process_peak(arm: Arm, static: int) -> int | None:
+    """Peak resident set size of one trial, above what the process held, plus the arm's own part. Linux only."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak (proc(5)); not everywhere permitted
+    except OSError:
+        return None
+    before = psutil.Process().memory_info().rss
+    run_trial(arm)
+    arm.step.clear()
+    status = Path("/proc/self/status").read_text().splitlines()
+    peak = next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
+    return None if peak is None else max(peak - before, 0) + static

@@ -1,0 +1,209 @@
+"""The numerics gate: before anything is timed, loss and every adapter gradient against plain PEFT in float32.
+
+On a shallow twin (2 layers, the model's own widths): the gold is plain PEFT in float32, with the weights as the compute
+dtype rounded them. What plain PEFT in the compute dtype itself makes of error is the measure: a candidate may make a
+small multiple of it. docs/methodology.md has the reasons for the numbers below.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lorabench.measure.arm import LEARNING_RATE, Arm
+from lorabench.measure.trial import Trial
+from lorabench.plan.ablation import Ablation
+from lorabench.plan.workload import Sample
+from lorabench.run.record import Numerics
+
+TWIN_LAYERS = 2
+TWIN_SAMPLES, TWIN_TOKENS = 8, 256  # of the workload's samples, cut to this: enough for every path, cheap in float32
+MULTIPLE = 3.0  # a candidate's error may be this multiple of plain PEFT's own
+# Where plain PEFT happens to make no error (float32 against float32), this much is still rounding.
+FLOOR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# The full arms against each other: rounding grows with depth, so these are wide; they are there for gross mistakes.
+FULL_LOSS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+FULL_GRAD_NORM = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+UPDATE = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Loss and adapter gradients (float32) of one step, and the parameters before and after its update."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    update_error: float | None
+
+
+class SharedMask(nn.Module):
+    """Dropout whose mask depends on the module's name, the shape and nothing else, so that every twin draws the same."""
+
+    def __init__(self, name: str, p: float) -> None:
+        super().__init__()
+        self.seed, self.p = zlib.crc32(name.encode()), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator(x.device).manual_seed(self.seed)
+        keep = torch.rand(x.shape, device=x.device, generator=generator) >= self.p
+        return x * keep / (1 - self.p)
+
+
+def share_masks(model: nn.Module) -> int:
+    """Put SharedMask in place of every active `lora_dropout` of PEFT; returns how many."""
+    changed = 0
+    for name, module in model.named_modules():
+        for adapter, dropout in getattr(module, "lora_dropout", {}).items():
+            if isinstance(dropout, nn.Dropout) and dropout.p > 0:
+                module.lora_dropout[adapter] = SharedMask(name, dropout.p)  # type: ignore[union-attr]
+                changed += 1
+    return changed
+
+
+def shorten(samples: Sequence[Sample]) -> list[Sample]:
+    return [Sample(s.tokens[:TWIN_TOKENS], s.labels[:TWIN_TOKENS]) for s in samples[:TWIN_SAMPLES]]
+
+
+def one_step(arm: Arm) -> Outcome:
+    """One whole step of a twin, with the optimizer's update checked against plain AdamW on the same gradients."""
+    arm.step.clear()
+    loss = 0.0
+    for batch in arm.step.batches:
+        part = arm.step.forward(batch)
+        arm.step.backward(part)
+        loss += float(part.detach())
+    gradients = arm.gradients()
+    before = {n: p.detach().clone() for n, p in arm.adapters()}
+    arm.step.update()
+    return Outcome(loss, gradients, _update_error(arm, before, gradients))
+
+
+def _update_error(arm: Arm, before: dict[str, Tensor], gradients: dict[str, Tensor]) -> float:
+    """Relative error of the first update against torch's for-loop AdamW in the parameters' own dtype."""
+    plain = {n: nn.Parameter(p.clone()) for n, p in before.items()}
+    for n, p in plain.items():
+        p.grad = gradients[n].to(p.dtype)
+    torch.optim.AdamW(plain.values(), lr=LEARNING_RATE, foreach=False, fused=False).step()
+    moved = wrong = 0.0
+    for n, p in arm.adapters():
+        expected = plain[n].detach().float() - before[n].float()
+        wrong += float((p.detach().float() - before[n].float() - expected).square().sum())
+        moved += float(expected.square().sum())
+    return (wrong / max(moved, 1e-30)) ** 0.5
+
+
+def relative(value: Tensor, gold: Tensor) -> float:
+    """||value - gold|| / ||gold||, Frobenius; infinite where the value is not finite."""
+    if not torch.isfinite(value).all():
+        return float("inf")
+    return float((value - gold).norm() / gold.norm().clamp_min(1e-30))
+
+
+def twin(make: Callable[..., Arm], name: str, ablations: Sequence[Ablation], *, upcast: bool) -> Outcome:
+    """Build a twin (`make(name, ablations, upcast=…)`), with shared dropout masks, and take its one step."""
+    arm = make(name, ablations, upcast=upcast)
+    share_masks(arm.model)
+    return one_step(arm)
+
+
+def judge(
+    gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablations: Sequence[Ablation]
+) -> Numerics:
+    """The verdict on one twin, given the gold's and plain PEFT's outcome."""
+    declared = [a.tolerance for a in ablations if a.tolerance]
+    extra_grad = max((t.grad for t in declared), default=0.0)
+    extra_loss = max((t.loss for t in declared), default=0.0)
+    extra_update = max((t.update for t in declared), default=0.0)
+    if set(gold.gradients) != set(got.gradients):
+        return _mismatch(gold, got)
+    own = {n: relative(g, gold.gradients[n]) for n, g in low.gradients.items()}
+    typical = statistics.median(own.values())
+    floor = max(FLOOR[dtype], extra_grad)
+    worst, worst_share, error, allowed = "", -1.0, 0.0, 0.0
+    for n, g in got.gradients.items():
+        limit = max(MULTIPLE * max(own[n], typical), floor)
+        found = relative(g, gold.gradients[n])
+        if found / limit > worst_share:
+            worst, worst_share, error, allowed = n, found / limit, found, limit
+    scale = max(abs(gold.loss), 1e-30)
+    loss_error = abs(got.loss - gold.loss) / scale
+    loss_allowed = max(MULTIPLE * abs(low.loss - gold.loss) / scale, FLOOR[dtype] / 2, extra_loss)
+    update_error = got.update_error
+    update_right = update_error is None or update_error <= max(UPDATE[dtype], extra_update)
+    return Numerics(
+        passed=error <= allowed and loss_error <= loss_allowed and update_right,
+        loss_error=loss_error, loss_allowed=loss_allowed, grad_error=error, grad_allowed=allowed,
+        plain_grad_error=max(own.values()), worst=worst, tensors=len(got.gradients), update_error=update_error,
+        tolerance="; ".join(t.words for t in declared) or None,
+    )  # fmt: skip
+
+
+def _mismatch(gold: Outcome, got: Outcome) -> Numerics:
+    odd = sorted(set(gold.gradients) ^ set(got.gradients))[0]
+    return Numerics(
+        passed=False, loss_error=float("inf"), loss_allowed=0, grad_error=float("inf"), grad_allowed=0,
+        plain_grad_error=0, worst=odd, tensors=len(got.gradients),
+    )  # fmt: skip
+
+
+def explain(numerics: Numerics) -> str:
+    """Why a gate did not pass, in words."""
+    if numerics.grad_error == float("inf") and numerics.grad_allowed == 0:
+        return f"the trained tensors differ from plain PEFT's: {numerics.worst}"
+    if numerics.grad_error > numerics.grad_allowed:
+        return (
+            f"the gradient of {numerics.worst} is off by {numerics.grad_error:.2g} from float32 PEFT "
+            f"(allowed {numerics.grad_allowed:.2g}; plain PEFT's worst tensor {numerics.plain_grad_error:.2g})"
+        )
+    if numerics.loss_error > numerics.loss_allowed:
+        return f"the loss is off by {numerics.loss_error:.2g} (allowed {numerics.loss_allowed:.2g})"
+    if (numerics.full_loss_error or 0) > (numerics.full_loss_allowed or 0):
+        return (
+            f"the full arms' losses differ by {numerics.full_loss_error:.2g} (allowed {numerics.full_loss_allowed:.2g})"
+        )
+    if (numerics.full_grad_norm_error or 0) > (numerics.full_grad_norm_allowed or 0):
+        return (
+            f"the full arms' gradient norms differ by {numerics.full_grad_norm_error:.2g} "
+            f"(allowed {numerics.full_grad_norm_allowed:.2g})"
+        )
+    return f"the optimizer's first update is off by {numerics.update_error:.2g} from AdamW's on the same gradients"
+
+
+@dataclass(frozen=True)
+class First:
+    """Loss and gradient norm of a full arm's first step."""
+
+    loss: float
+    grad_norm: float
+
+
+def first_step(arm: Arm, run: Callable[[Arm], Trial]) -> First:
+    """Run the first trial of a full arm and note what the other arm has to agree with."""
+    trial = run(arm)
+    norms = [p.grad.detach().float().norm() for _, p in arm.adapters() if p.grad is not None]
+    norm = torch.stack(norms).norm() if norms else torch.zeros(())
+    return First(trial.loss, float(norm))
+
+
+def agree(numerics: Numerics, reference: First, candidate: First, dtype: torch.dtype, dropout: float) -> Numerics:
+    """Add the full arms' agreement to the gate's verdict. Under dropout the arms draw different masks: no statement."""
+    if dropout > 0:
+        return numerics
+    result = copy.copy(numerics)
+    extra = 1.0 if numerics.tolerance is None else 10.0
+    result.full_loss_allowed = FULL_LOSS[dtype] * extra
+    result.full_grad_norm_allowed = FULL_GRAD_NORM[dtype] * extra
+    result.full_loss_error = abs(candidate.loss - reference.loss) / max(abs(reference.loss), 1e-30)
+    result.full_grad_norm_error = abs(candidate.grad_norm - reference.grad_norm) / max(reference.grad_norm, 1e-30)
+    within = (
+        result.full_loss_error <= result.full_loss_allowed
+        and result.full_grad_norm_error <= result.full_grad_norm_allowed
+    )
+    result.passed = numerics.passed and within
+    return result

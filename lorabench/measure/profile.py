@@ -1,0 +1,63 @@
+"""What ran: operator names of one step (the audit), and how long the device was busy in each phase."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lorabench.measure.arm import Arm
+from lorabench.measure.trial import TIMED, run_trial, synchronize
+
+T = TypeVar("T")
+
+
+def traced(call: Callable[[], T]) -> tuple[T, Counter[str]]:
+    """Run `call` and count the operators it dispatched, by name (`aten::mm`), whatever device they ran on."""
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        result = call()
+    return result, Counter(event.name for event in trace.events())
+
+
+def device_busy(arm: Arm) -> dict[str, float] | None:
+    """Milliseconds per phase in which the GPU had at least one kernel or copy running (union of intervals), from one
+    trial that is not timed. None on a CPU. Comes after the trials: a profiler that was once on leaves a trace."""
+    if arm.device.type != "cuda":
+        return None
+    busy = dict.fromkeys(TIMED, 0.0)
+    running: list[tuple[str, profile]] = []
+
+    def stop() -> None:
+        if running:
+            phase, trace = running.pop()
+            synchronize(arm.device)
+            trace.__exit__(None, None, None)
+            busy[phase] += _union_ms(trace)
+
+    def at(phase: str) -> None:
+        stop()
+        synchronize(arm.device)
+        trace = profile(activities=[ProfilerActivity.CUDA])
+        trace.__enter__()
+        running.append((phase, trace))
+
+    run_trial(arm, at)
+    stop()
+    arm.step.clear()
+    return busy
+
+
+def _union_ms(trace: profile) -> float:
+    spans = sorted(
+        (e.time_range.start, e.time_range.end)
+        for e in trace.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    )
+    total, end = 0.0, float("-inf")
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1000  # the profiler counts microseconds

@@ -1,0 +1,108 @@
+"""How far from the limit: LoRA-aware FLOPs over the ceilings measured on this device in this run, and what bounds a
+phase. An unknown ceiling gives an empty cell, never a guess.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from lorabench.measure.trial import Trial, synchronize
+from lorabench.plan.model import Shape
+from lorabench.plan.workload import Sample
+from lorabench.run.record import PhaseBound
+
+BUSY = 0.8  # a device idle for more than a fifth of a phase waits for the host
+NEAR = 0.5  # matrix work that fills half of the busy time at the ceiling's rate decides the phase
+
+
+def flops(shape: Shape, samples: Sequence[Sample]) -> dict[str, float]:
+    """Useful TFLOP of one step's phases: real tokens only, causal attention, frozen weights get dX but no dW.
+
+    Forward: 2 per frozen weight and token (head included), 2 per adapter weight, 2 x S^2 x width for causal QK^T and PV.
+    Backward: 2 per frozen weight (dX), 4 per adapter weight (dX, dA, dB), 2.5 x attention's forward (dQ, dK, dV, dP and
+    the scores again, which every memory-efficient attention recomputes; Dao, FlashAttention-2, section 3.1).
+    """
+    lengths = [len(s.tokens) for s in samples]
+    tokens = sum(lengths)
+    frozen = shape.layers * shape.frozen_per_layer + shape.head
+    adapters = shape.layers * shape.adapter_per_layer
+    attention = shape.layers * 2.0 * sum(n * n for n in lengths) * shape.attention_width
+    forward = 2.0 * tokens * (frozen + adapters) + attention
+    backward = 2.0 * tokens * (frozen + 2 * adapters) + 2.5 * attention
+    return {"forward": forward / 1e12, "backward": backward / 1e12, "step": 0.0}
+
+
+def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, float] | float]:
+    """This device's limits, measured now: sustained square GEMM in `dtype` (TFLOP/s) and copy (GB/s, read + written)."""
+    cuda = device.type == "cuda"
+    n = 8192 if cuda else 1024
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))  # zeros would run faster than data does
+    gemm = _rate(lambda: a @ b, device, 0.6 if cuda else 0.3)
+    source = torch.empty((1 << 30) if cuda else (1 << 26), device=device, dtype=torch.uint8).random_()
+    target = torch.empty_like(source)
+    copy = _rate(lambda: target.copy_(source), device, 0.2)
+    return {
+        "gemm_tflops": {str(dtype).removeprefix("torch."): 2 * n**3 * gemm / 1e12},
+        "copy_gbs": 2 * source.nbytes * copy / 1e9,
+    }
+
+
+def _rate(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Calls per second, back to back for about `seconds` after a warm-up (long enough for the power limit to act)."""
+    for _ in range(3):
+        call()
+    synchronize(device)
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    calls = max(3, int(seconds / max(time.perf_counter() - began, 1e-6)))
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return calls / (time.perf_counter() - began)
+
+
+def bounds(
+    trials: Sequence[Trial],
+    busy_ms: dict[str, float] | None,
+    tflop: dict[str, float],
+    ceiling_tflops: float | None,
+    recomputes: bool,
+) -> dict[Literal["forward", "backward", "step"], PhaseBound]:
+    """Where each phase's time goes. `busy_ms` is None where the device's busy time is unknown: then there is no label."""
+    result: dict[Literal["forward", "backward", "step"], PhaseBound] = {}
+    for phase in ("forward", "backward", "step"):
+        median = statistics.median(t.device_ms[phase] for t in trials)
+        work = tflop[phase] or None
+        part = PhaseBound(
+            host_ms=statistics.median(t.host_ms[phase] for t in trials),
+            device_busy_ms=busy_ms.get(phase) if busy_ms else None,
+            tflop=work,
+            recompute_tflop=tflop["forward"] if recomputes and phase == "backward" else None,
+            of_ceiling=work / (median / 1000) / ceiling_tflops if work and ceiling_tflops else None,
+        )
+        part.label = label(median, part, ceiling_tflops)
+        result[phase] = part
+    return result
+
+
+def label(
+    median_ms: float, part: PhaseBound, ceiling_tflops: float | None
+) -> Literal["host-bound", "memory-bound", "compute-bound"] | None:
+    """host-bound: the device idles; compute-bound: matrix work at the ceiling's rate fills most of its busy time."""
+    if not part.device_busy_ms:
+        return None
+    if part.device_busy_ms < BUSY * median_ms:
+        return "host-bound"
+    work = (part.tflop or 0.0) + (part.recompute_tflop or 0.0)
+    if not work:
+        return "memory-bound"
+    if ceiling_tflops is None:
+        return None
+    return "compute-bound" if 1000 * work / ceiling_tflops >= NEAR * part.device_busy_ms else "memory-bound"

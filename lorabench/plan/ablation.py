@@ -1,0 +1,158 @@
+"""The contract of an ablation: one optimization as a toggle, one class with one name.
+
+A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
+and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
+load, adapt, patch, batch, optimize, step; `audit` then proves that the toggle engaged.
+docs/add-an-ablation.md walks through one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from lorabench.measure.arm import Arm, Step
+    from lorabench.measure.machine import Machine
+    from lorabench.plan.model import ModelSpec
+    from lorabench.plan.workload import Batch, Sample, Workload
+
+
+class Unsupported(Exception):
+    """Raised by a hook: this machine, model or workload cannot have the toggle. The text is shown to the user."""
+
+
+class NotApplied(Exception):
+    """Raised by `audit`: the toggle did nothing here. The text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requires:
+    """What a toggle needs. `packages` maps an import name to the command that installs it."""
+
+    device: str | None = None  # "cuda" or "cpu"
+    capability: tuple[int, int] | None = None  # least CUDA compute capability
+    gpus: int = 1
+    packages: Mapping[str, str] = field(default_factory=dict)
+    families: frozenset[str] | None = None  # transformers' model_type
+
+    def unmet(self, machine: Machine, model: ModelSpec | None = None) -> str | None:
+        """The first requirement that is not met, in words, or None."""
+        if self.device and self.device != machine.device:
+            return f"needs a {self.device.upper()} device; this machine measures on its {machine.device.upper()}"
+        if self.capability and (machine.capability or (0, 0)) < self.capability:
+            need, have = (".".join(map(str, c)) for c in (self.capability, machine.capability or (0, 0)))
+            return f"needs CUDA capability {need} or newer; this GPU has {have}"
+        if self.gpus > max(1, machine.gpus):
+            return f"needs {self.gpus} GPUs; this machine has {machine.gpus}"
+        for package, command in self.packages.items():
+            if importlib.util.find_spec(package) is None:
+                return f"needs the package {package}, which is not installed: {command}"
+        if self.families and model and model.family not in self.families:
+            return f"knows the families {', '.join(sorted(self.families))}; {model.name} is a {model.family}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """What a toggle that changes the mathematics on purpose may differ by, and the words for the table."""
+
+    words: str
+    grad: float = 0.0  # relative error allowed in any adapter gradient, if larger than the gate's own
+    loss: float = 0.0
+    update: float = 0.0  # of the optimizer's first update
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What `audit` may look at: the finished arm after one traced forward, backward and update."""
+
+    arm: Arm
+    patched: int | None  # what `patch` returned
+    ops: Counter[str]  # names of the operators that ran, e.g. "aten::_scaled_dot_product_flash_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """Base of every toggle. Subclass it as a frozen, keyword-only dataclass and register it as an entry point."""
+
+    name: ClassVar[str]
+    slot: ClassVar[str]
+    summary: ClassVar[str] = ""
+    requires: ClassVar[Requires] = Requires()
+    excludes: ClassVar[Mapping[str, str]] = {}  # name or slot of another toggle -> why both cannot be on
+    recomputes: ClassVar[bool] = False  # runs the forward again in backward: counted apart from useful work
+    global_patch: ClassVar[bool] = False  # changes more than its own model: measured in separate processes
+    tolerance: ClassVar[Tolerance | None] = None
+    rank: ClassVar[int] = 0  # `step` wrappers of a higher rank go further outside
+
+    def load(self, kwargs: dict[str, Any]) -> None:
+        """Change the keyword arguments of `AutoModelForCausalLM.from_config` / `from_pretrained`, in place."""
+
+    def adapt(self, kwargs: dict[str, Any]) -> None:
+        """Change the keyword arguments of `peft.get_peft_model` (`autocast_adapter_dtype`) and, under the key
+        "config", those of `peft.LoraConfig`, in place."""
+
+    def patch(self, model: torch.nn.Module) -> int | None:
+        """Change the PEFT model in place, on the instance; return the number of sites. None: nothing to patch."""
+        return None
+
+    def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch] | None:
+        """Samples -> the batches of one step. None: leave it to another toggle or to plain padding."""
+        return None
+
+    def optimize(self, params: list[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer | None:
+        """Adapter parameters -> optimizer. None: leave it to another toggle or to torch's AdamW."""
+        return None
+
+    def step(self, step: Step) -> Step:
+        """Wrap forward, backward and update (autocast, compilation, capture, a context)."""
+        return step
+
+    def audit(self, evidence: Evidence) -> int:
+        """How many sites the toggle is at work in. Zero, or NotApplied with the reason, makes the record
+        `not_applied`. A toggle that patches nothing must override this."""
+        if evidence.patched is None:
+            raise NotImplementedError(f"{self.name} patches nothing, so it must say in `audit` how it engaged")
+        return evidence.patched
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        """Anything worth keeping in the record: the backend that ran, versions, graph breaks."""
+        return {}
+
+    def excuses(self, reference: Sequence[Ablation]) -> str | None:
+        """Why this toggle cannot show anything beside that reference, or None."""
+        return None
+
+    @property
+    def label(self) -> str:
+        """The name with every parameter that differs from its default: `torch_compile(mode=max-autotune)`."""
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+def conflict(ablations: Sequence[Ablation]) -> str | None:
+    """Why these toggles cannot be on together, or None. The order of the list never matters."""
+    ordered = sorted(ablations, key=lambda a: a.name)
+    by_slot: dict[str, str] = {}
+    for ablation in ordered:
+        if ablation.slot in by_slot:
+            return f"{by_slot[ablation.slot]} and {ablation.name} both fill the slot {ablation.slot}"
+        by_slot[ablation.slot] = ablation.name
+    for ablation in ordered:
+        for other in ordered:
+            reason = ablation.excludes.get(other.name) or ablation.excludes.get(other.slot)
+            if other is not ablation and reason:
+                return f"{ablation.name} excludes {other.name}: {reason}"
+    return None
+
+
+def combine(reference: Sequence[Ablation], toggles: Sequence[Ablation]) -> list[Ablation]:
+    """The candidate: the reference with each toggle put into its slot in place of what the reference had there."""
+    taken = {toggle.slot for toggle in toggles}
+    return [a for a in reference if a.slot not in taken] + list(toggles)

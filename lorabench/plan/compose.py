@@ -1,0 +1,196 @@
+"""From command-line overrides to a checked plan: Hydra composes, pydantic checks, wrong names get their nearest."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lorabench.plan import registry
+from lorabench.plan.ablation import Ablation
+from lorabench.plan.design import DESIGNS, Cell, DesignError, cells
+from lorabench.plan.model import Lora, ModelSpec
+from lorabench.plan.registry import NameUnknown, nearest
+from lorabench.plan.workload import Workload, WorkloadError, fixed
+
+CONF = "lorabench.conf"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. One line, with what was expected; the exit code is 2."""
+
+
+class SweepConfig(BaseModel):
+    """The keys of conf/sweep.yaml, checked."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    models: list[Any] = Field(min_length=1)
+    workload: str | dict[str, Any]
+    lora: Lora
+    dtype: str
+    weights: str
+    ablations: list[Any]
+    reference: str | list[Any]
+    design: str
+    baselines: dict[str, list[Any]]
+    trials: int | None = Field(ge=1)
+    warmup: int | None = Field(ge=1)
+    seed: int = Field(ge=0)
+    timeout_s: float = Field(gt=0)
+    output: Path
+    resume: bool | Literal["failed"]
+    list: bool
+    dry_run: bool
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What `null` and `auto` stand for on a device."""
+
+    workload: str
+    trials: int
+    warmup: int
+
+
+DEFAULTS = {"cuda": Defaults("4x2048", 30, 5), "cpu": Defaults("short_samples", 10, 2)}
+
+
+def names_in(group: str) -> list[str]:
+    """The names under conf/GROUP."""
+    files = resources.files(CONF).joinpath(group).iterdir()
+    return sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml"))
+
+
+def load_config(overrides: Sequence[str]) -> SweepConfig:
+    """Compose conf/sweep.yaml with the overrides. Raises ConfigError."""
+    for override in overrides:
+        _check_override(override)
+    try:
+        with initialize_config_module(CONF, version_base="1.3"):
+            composed = OmegaConf.to_container(compose("sweep", list(overrides)), resolve=True)
+        return SweepConfig.model_validate(composed)
+    except ValidationError as error:
+        raise ConfigError(_first(error)) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(" ".join(str(error).split("\n")[0].split())) from None
+
+
+def _check_override(override: str) -> None:
+    """The two slips that Hydra would answer with several lines: an unknown key, an unknown suite."""
+    key, equals, value = override.lstrip("+~").partition("=")
+    if override.startswith("-"):
+        raise ConfigError(f"{override!r} is not understood: keys are given as key=value, without dashes; see --help")
+    known = [*SweepConfig.model_fields, "suite"]
+    root = key.partition(".")[0].partition("@")[0]
+    if root not in known:
+        close = difflib.get_close_matches(root, known, n=1)
+        raise ConfigError(f"no key named {root!r}; " + (f"did you mean {close[0]}?" if close else "see --help"))
+    if not equals and not override.startswith("~"):
+        raise ConfigError(f"{override!r} is not understood: expected {override}=VALUE")
+    if root == "suite" and value not in (*names_in("suite"), "null"):
+        raise ConfigError(str(nearest("suite", value, names_in("suite"))))
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    got = "" if isinstance(first["input"], dict) else f", not {first['input']!r}"
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}{got}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked sweep: its cells, in the order in which they are measured."""
+
+    config: SweepConfig
+    cells: list[Cell]
+
+
+def plan(config: SweepConfig, device: str) -> Plan:
+    """Names to classes and files, defaults to numbers, the design to cells. Raises ConfigError."""
+    try:
+        default = DEFAULTS[device]
+        if config.design not in DESIGNS:
+            raise nearest("design", config.design, DESIGNS)
+        pairs = [_pair(item, config, default) for item in config.models]
+        made = cells(
+            pairs, reference(config), [registry.ablation(item) for item in config.ablations], design=config.design,
+            trials=config.trials or default.trials, warmup=config.warmup or default.warmup, seed=config.seed,
+        )  # fmt: skip
+    except ValidationError as error:
+        raise ConfigError(_first(error)) from None
+    except (NameUnknown, DesignError, WorkloadError) as error:
+        raise ConfigError(str(error)) from None
+    return Plan(config, made)
+
+
+def reference(config: SweepConfig) -> list[Ablation]:
+    items = config.reference
+    if isinstance(items, str):
+        if items not in config.baselines:
+            raise nearest("baseline", items, config.baselines)
+        items = config.baselines[items]
+    return [registry.ablation(item) for item in items]
+
+
+def _pair(item: Any, config: SweepConfig, default: Defaults) -> tuple[ModelSpec, Workload]:
+    if not isinstance(item, str):
+        raise NameUnknown(f"a model is a name, NAME@WORKLOAD or a YAML file, not {item!r}")
+    name, _, own = item.partition("@")
+    wanted = own or config.workload
+    return model(name, config), workload(default.workload if wanted == "auto" else wanted)
+
+
+def model(name: str, config: SweepConfig) -> ModelSpec:
+    """A model by name (conf/model) or from a YAML file with `source` and `config`. Raises NameUnknown."""
+    fields, label = _read("model", name)
+    common = {"dtype": config.dtype, "weights": config.weights, "lora": config.lora.model_dump()}
+    return ModelSpec.model_validate({"name": label, **common, **fields})
+
+
+def workload(item: str | Mapping[str, Any]) -> Workload:
+    """A workload by name, `BATCHxLENGTH`, a YAML file, or {NAME: {field: value}}. Raises NameUnknown."""
+    changes: dict[str, Any] = {}
+    if isinstance(item, Mapping):
+        if len(item) != 1 or not isinstance(next(iter(item.values())), Mapping):
+            raise NameUnknown("a workload is a name, BATCHxLENGTH, a YAML file or {NAME: {field: value}}")
+        name, values = next(iter(item.items()))
+        item, changes = str(name), dict(values)
+    if made := fixed(item):
+        fields, label = made.model_dump(exclude={"name"}), item
+    else:
+        fields, label = _read("workload", item)
+    if changes:
+        label += "(" + ", ".join(f"{k}={v}" for k, v in changes.items()) + ")"
+    return Workload.model_validate({"name": label, **fields, **changes})
+
+
+def _read(group: str, name: str) -> tuple[dict[str, Any], str]:
+    """(fields, name) from conf/GROUP/NAME.yaml or from a YAML file of the user's."""
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+        if not path.is_file():
+            raise NameUnknown(f"{name}: no such file; expected a YAML file like those under conf/{group}")
+        loaded = OmegaConf.load(path)
+        label = path.stem
+    else:
+        known = names_in(group)
+        if name not in known:
+            raise nearest(group, name, known)
+        with initialize_config_module(CONF, version_base="1.3"):
+            loaded = compose(f"{group}/{name}")[group]
+        label = name
+    fields = OmegaConf.to_container(loaded, resolve=True)
+    if not isinstance(fields, dict):
+        raise NameUnknown(f"{name}: expected a YAML mapping like those under conf/{group}")
+    return {str(k): v for k, v in fields.items()}, label

@@ -1,0 +1,103 @@
+"""The model: an architecture from its published configuration, its weights, and the PEFT adapter on it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class Lora(BaseModel):
+    """PEFT's LoraConfig, by its own names."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    r: int = Field(16, ge=1)
+    lora_alpha: float = 32
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    bias: Literal["none", "all", "lora_only"] = "none"
+    use_rslora: bool = False
+    target_modules: list[str] | str = [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+
+
+class ModelSpec(BaseModel):
+    """One model of a sweep.
+
+    `config` is the published configuration (transformers' names). `weights` is "random", a hub name, a local folder
+    or "smollm2-135m-instruct" (from the Python package index); `measure/arm.py` builds it.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    source: str  # where the configuration was published
+    config: dict[str, Any]
+    dtype: str = "auto"  # auto: bfloat16 where the device computes in it natively, else float32
+    weights: str = "random"
+    lora: Lora = Lora()
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, value: str) -> str:
+        if value not in DTYPES:
+            raise ValueError(f"dtype {value!r}: expected one of {', '.join(DTYPES)}")
+        return value
+
+    @field_validator("config")
+    @classmethod
+    def _names_its_family(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "model_type" not in value:
+            raise ValueError("config needs model_type (transformers' name of the family, such as llama)")
+        return value
+
+    @property
+    def family(self) -> str:
+        return self.config["model_type"]
+
+    def hf_config(self, layers: int | None = None) -> Any:
+        """transformers' configuration object; `layers` overrides the depth (the gate's shallow twin)."""
+        from transformers import AutoConfig
+
+        config = dict(self.config)
+        if layers is not None:
+            config["num_hidden_layers"] = min(layers, config["num_hidden_layers"])
+            if config.get("layer_types"):
+                config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+        return AutoConfig.for_model(**config, use_cache=False)
+
+    def shape(self) -> Shape:
+        return Shape.of(self.hf_config(), self.lora)
+
+
+class Shape(BaseModel):
+    """The sizes that FLOPs and bytes are counted from. Parameter counts, not bytes."""
+
+    layers: int
+    hidden: int
+    attention_width: int  # heads x head_dim
+    frozen_per_layer: int  # weights of the linear layers of one decoder layer
+    head: int  # vocabulary x hidden
+    adapter_per_layer: int  # r x (in + out) over the adapted linears of one layer
+
+    @classmethod
+    def of(cls, config: Any, lora: Lora) -> Shape:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+        q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        linears = {
+            "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
+            "gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden),
+        }  # fmt: skip
+        adapted = linears if isinstance(lora.target_modules, str) else set(lora.target_modules) & set(linears)
+        return cls(
+            layers=config.num_hidden_layers,
+            hidden=hidden,
+            attention_width=q,
+            frozen_per_layer=sum(i * o for i, o in linears.values()),
+            head=config.vocab_size * hidden,
+            adapter_per_layer=sum(lora.r * (linears[name][0] + linears[name][1]) for name in adapted),
+        )

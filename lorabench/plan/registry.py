@@ -1,0 +1,76 @@
+"""Finds the ablations: every entry point in the group `lorabench.ablations`, ours and a third party's alike."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from lorabench.plan.ablation import Ablation
+
+GROUP = "lorabench.ablations"
+
+
+class NameUnknown(ValueError):
+    """A wrong name (or parameter) in a configuration; the message holds the nearest right one."""
+
+
+def nearest(kind: str, name: str, known: Iterable[str], where: str = "") -> NameUnknown:
+    """The error for a wrong name: one line, with the nearest right name."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    return NameUnknown(f"no {kind} named {name!r}{where}; {hint}")
+
+
+@cache
+def registered() -> Mapping[str, Any]:
+    """Entry points by name. Raises NameUnknown where two packages register one name: neither may win silently."""
+    found: dict[str, Any] = {}
+    for point in entry_points(group=GROUP):
+        if point.name in found and found[point.name].value != point.value:
+            raise NameUnknown(
+                f"two packages register an ablation named {point.name}: {found[point.name].value} and {point.value}; "
+                f"rename or uninstall one"
+            )
+        found[point.name] = point
+    return found
+
+
+def ablation_class(name: str) -> type[Ablation]:
+    """The class behind a name. Raises NameUnknown for a wrong name or an entry point that does not load."""
+    points = registered()
+    if name not in points:
+        raise nearest("ablation", name, points)
+    try:
+        cls = points[name].load()
+    except Exception as error:  # a third party's import may fail in any way
+        raise NameUnknown(f"the ablation {name} ({points[name].value}) does not load: {error}") from error
+    if getattr(cls, "name", None) != name:
+        raise NameUnknown(f"the entry point {name} holds a class named {getattr(cls, 'name', cls)!r}; they must agree")
+    return cls
+
+
+def ablation(item: str | Mapping[str, Any]) -> Ablation:
+    """One item of the list `ablations=`: a name, or {name: {parameter: value}}."""
+    if isinstance(item, str):
+        name, params = item, {}
+    elif isinstance(item, Mapping) and len(item) == 1:
+        name, params = next(iter(item.items()))
+        params = dict(params or {})
+    else:
+        raise NameUnknown(f"an ablation is a name or {{name: {{parameter: value}}}}, not {item!r}")
+    cls = ablation_class(name)
+    known = [f.name for f in fields(cls)]
+    for param in params:
+        if param not in known:
+            if not known:
+                raise NameUnknown(f"{name} has no parameters, so {param!r} means nothing to it")
+            raise nearest("parameter", str(param), known, where=f" of {name}")
+    try:
+        return cls(**params)
+    except (TypeError, ValueError) as error:
+        raise NameUnknown(f"{name}: {error}") from None

@@ -1,0 +1,73 @@
+"""What a person sees while a sweep runs: cell, phase, elapsed and expected time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lorabench.plan.design import Cell
+from lorabench.run.record import Record
+
+STYLE = {"ok": "green", "unsupported": "dim", "not_applied": "dim", "conflict": "yellow"}
+
+
+class Display:
+    """A live line on a terminal; one plain line a cell elsewhere (a log, CI)."""
+
+    def __init__(self, console: Console, todo: Sequence[Cell]) -> None:
+        self.console, self.todo, self.done = console, len(todo), 0
+        self.began = time.monotonic()
+        self.spent: list[float] = []  # seconds of the cells that were really measured
+        self.bar = Progress(
+            TextColumn("[bold]{task.fields[cell]}"), BarColumn(bar_width=16), MofNCompleteColumn(),
+            TextColumn("{task.fields[phase]}"), TimeElapsedColumn(), TextColumn("expected {task.fields[expected]}"),
+            console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self.task = self.bar.add_task("", total=len(todo), cell="", phase="", expected="?")
+
+    def __enter__(self) -> Display:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def start(self, cell: Cell) -> None:
+        self.started = time.monotonic()
+        self.bar.update(self.task, cell=cell.title, phase="starting", expected=self._expected())
+
+    def phase(self, text: str) -> None:
+        self.bar.update(self.task, phase=text)
+
+    def end(self, cell: Cell, record: Record) -> None:
+        self.done += 1
+        took = time.monotonic() - self.started
+        if record.cost is not None:
+            self.spent.append(took)
+        self.bar.update(self.task, advance=1, expected=self._expected())
+        style = STYLE.get(record.status, "red")
+        outcome = _ratio(record) if record.status == "ok" else (record.reason or "").splitlines()[0]
+        elapsed = time.monotonic() - self.began
+        self.console.print(
+            f"[{self.done}/{self.todo}] {cell.title}  [{style}]{record.status}[/]  {{}}  ({took:.1f} s, "
+            f"{elapsed:.0f} of about {self._expected()})".replace("{}", outcome.replace("[", "\\[")),
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def _expected(self) -> str:
+        """The whole sweep at the pace so far: an upper estimate, since refused cells cost nothing."""
+        if not self.spent:
+            return "?"
+        left = (self.todo - self.done) * sum(self.spent) / len(self.spent)
+        return f"{time.monotonic() - self.began + left:.0f} s"
+
+
+def _ratio(record: Record) -> str:
+    total = (record.phases or {}).get("total")
+    if total is None or total.speedup is None:
+        return ""
+    return f"total {total.speedup:.3f} × [{total.low:.3f}, {total.high:.3f}]"

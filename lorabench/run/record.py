@@ -1,0 +1,163 @@
+"""The record: what one cell came to, as it stands in one line of records.jsonl, and the store that holds them.
+
+The status decides which fields a record may have: a row with `wrong_numerics` cannot carry a speed, by construction.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA = 1
+PHASES = ("forward", "backward", "step", "total")
+
+Status = Literal["ok", "oom", "timeout", "crash", "wrong_numerics", "not_applied", "unsupported", "conflict"]
+ArmName = Literal["reference", "candidate"]
+
+
+class Strict(BaseModel):
+    """A part of a record: unknown fields are an error, so that a typo is never silently lost."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Phase(Strict):
+    """One phase's trials in milliseconds, in the order of the rounds, and reference / candidate with a 95 % interval.
+
+    After an `oom` one of the two lists is None and so is the speed-up. The speed-up is also None in a record whose
+    trials are too few for an interval.
+    """
+
+    reference_ms: list[float] | None = None
+    candidate_ms: list[float] | None = None
+    speedup: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Tokens(Strict):
+    """Tokens in one step. `real` (attended, not padding) is the same set in both arms; what each adds is apart."""
+
+    real: int
+    trained: int  # positions that contribute to the loss
+    reference_padded: int  # padding positions computed beside the real ones
+    candidate_padded: int
+
+
+class ArmMemory(Strict):
+    """Bytes of one arm, net of what the other arm holds. On a CPU only `process` (resident set size) has a meaning."""
+
+    weights: int | None = None
+    adapters: int | None = None
+    optimizer: int | None = None
+    static: int | None = None  # all that stays allocated between two steps, captured graphs' pools included
+    forward: int | None = None  # peak allocated in this phase, static part included
+    backward: int | None = None
+    step: int | None = None
+    peak: int | None = None  # the largest of the three
+    reserved: int | None = None  # by the caching allocator, while this arm warmed up
+    retries: int | None = None  # cudaMalloc retries: the allocator had to give memory back and try again
+    process: int | None = None  # peak resident set size of the worker, this arm's growth
+
+
+class PhaseBound(Strict):
+    """Where one phase's time goes. Unknown stays None: an unknown ceiling gives an empty cell, never a guess."""
+
+    host_ms: float | None = None  # until the call returned, without waiting for the device
+    device_busy_ms: float | None = None  # union of the device's kernel and copy intervals
+    tflop: float | None = None  # LoRA-aware, recompute excluded
+    recompute_tflop: float | None = None
+    of_ceiling: float | None = None  # tflop / median time / measured GEMM ceiling
+    label: Literal["host-bound", "memory-bound", "compute-bound"] | None = None
+
+
+class Numerics(Strict):
+    """What the gate found. Errors are relative: |loss - gold| / |gold| and ||g - gold|| / ||gold|| (Frobenius)."""
+
+    passed: bool
+    loss_error: float
+    loss_allowed: float
+    grad_error: float  # of the worst adapter tensor
+    grad_allowed: float  # what that tensor was allowed
+    plain_grad_error: float  # plain PEFT in the same low precision, its worst tensor
+    worst: str  # name of the worst tensor
+    tensors: int  # adapter gradients compared
+    update_error: float | None = None  # optimizer's first update against float32 AdamW on the same gradients
+    full_loss_error: float | None = None  # the full arms against each other, first warm-up round
+    full_grad_norm_error: float | None = None
+    full_loss_allowed: float | None = None
+    full_grad_norm_allowed: float | None = None
+    tolerance: str | None = None  # in words, where the toggle changes the mathematics on purpose
+
+
+class Telemetry(Strict):
+    """The GPU while the trials ran: (min, median, max). A disturbed trial is flagged here and kept in the lists."""
+
+    sm_clock_mhz: tuple[float, float, float] | None = None
+    power_w: tuple[float, float, float] | None = None
+    temperature_c: tuple[float, float, float] | None = None
+    throttle: list[str] = Field(default_factory=list)
+    foreign_processes: list[str] = Field(default_factory=list)
+    disturbed_trials: list[int] = Field(default_factory=list)  # 0-based rounds
+    load_average: float | None = None  # of the machine, one minute, at the end: the CPU's stand-in for the above
+
+
+class Cost(Strict):
+    """Seconds of the cell's wall time: what the harness itself takes is `wall - warmup - trials`."""
+
+    wall: float
+    spawn: float = 0.0  # until the worker runs our first line
+    build: float = 0.0  # both arms
+    gate: float = 0.0
+    warmup: float = 0.0
+    trials: float = 0.0
+    profile: float = 0.0
+
+
+class Record(Strict):
+    """One cell. `ablations` are the toggles under test; `reference` and `candidate` the complete lists of each arm."""
+
+    schema_: int = Field(SCHEMA, alias="schema")
+    key: str  # of the cell's content: resume finds it by this
+    session: str  # the sweep run that measured it; environment.json says on which machine
+    model: str
+    workload: str
+    design: str
+    reference: list[str]
+    candidate: list[str]
+    ablations: list[str]  # empty: the reference against itself, the noise floor
+    status: Status
+    reason: str | None = None  # in words a user understands; required unless ok
+    arm: ArmName | None = None  # which arm ran out of memory, hung or crashed, where that is known
+    pairing: Literal["paired", "abba"] | None = None  # one process trial by trial, or processes in A B B A order
+    phases: dict[Literal["forward", "backward", "step", "total"], Phase] | None = None
+    tokens: Tokens | None = None
+    memory: dict[ArmName, ArmMemory] | None = None
+    numerics: Numerics | None = None
+    applied: dict[str, int] | None = None  # sites changed, per toggle of the candidate
+    notes: dict[str, Any] = Field(default_factory=dict)  # what a toggle says of itself: backend, versions, graph breaks
+    bound: dict[ArmName, dict[Literal["forward", "backward", "step"], PhaseBound]] | None = None
+    telemetry: Telemetry | None = None
+    cost: Cost | None = None
+    log: str | None = None  # tail of the worker's output, where it failed
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    @property
+    def is_noise_floor(self) -> bool:
+        return not self.ablations
+
+    @model_validator(mode="after")
+    def _fields_follow_status(self) -> Record:
+        if self.schema_ != SCHEMA:
+            raise ValueError(f"schema {self.schema_}: this lorabench reads schema {SCHEMA}")
+        if self.status == "ok":
+            missing = [f for f in ("phases", "tokens", "numerics", "applied", "pairing") if getattr(self, f) is None]
+            if missing or not self.numerics.passed:  # type: ignore[union-attr]
+                raise ValueError(f"status ok needs {missing or 'numerics that passed'}")
+        elif not self.reason:
+            raise ValueError(f"status {self.status} needs a reason")
+        if self.phases is not None and self.status not in ("ok", "oom"):
+            raise ValueError(f"status {self.status} must not carry times")
+        return self

@@ -1,0 +1,166 @@
+"""The store of a sweep: records.jsonl and environment.json in the folder `output`, and the lock on it.
+
+A line is appended and fsynced as its cell ends, so a killed sweep loses at most the cell in flight. Nothing that
+stands in the folder is ever overwritten: a half-written last line is set aside before the next append.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from lorabench.run.record import Record
+
+RECORDS = "records.jsonl"
+ENVIRONMENT = "environment.json"
+
+
+class RecordError(ValueError):
+    """A records file that cannot be read; the message names the file, the line and what was expected."""
+
+
+class StoreError(OSError):
+    """The folder cannot be used or written; the message is one line for the user."""
+
+
+def read_records(path: Path) -> list[Record]:
+    """All records of a folder (or of a records.jsonl), the last one of each key, in the order of first appearance.
+
+    Raises RecordError for a line that is no record. A last line without its newline is a write that was cut off:
+    it is left out here and repaired by `Store`.
+    """
+    path = path / RECORDS if path.is_dir() else path
+    if not path.exists():
+        raise RecordError(f"{path}: no such file; expected the {RECORDS} that a sweep writes into its output")
+    latest: dict[str, Record] = {}
+    lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        record = _parse(line, path, number)
+        latest[record.key] = record
+    return list(latest.values())
+
+
+def _parse(line: bytes, path: Path, number: int) -> Record:
+    try:
+        return Record.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the line"
+        raise RecordError(
+            f"{path} line {number} is not a record: {where}: {first['msg']}; expected one JSON record a line "
+            f"(repair or remove that line; nothing was changed)"
+        ) from None
+
+
+class Store:
+    """One sweep's hold on a folder. Use as a context manager; a second holder gets a StoreError at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.repaired: str | None = None  # what was set aside, in words
+        self._lock: Any = None
+
+    def __enter__(self) -> Store:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / ".lock", "a")  # noqa: SIM115 - held as long as the store is
+        except OSError as error:
+            raise StoreError(f"output {self.folder} cannot be written: {error.strerror}; name another folder") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise StoreError(
+                f"another sweep is writing into {self.folder}; wait for it or name another output"
+            ) from None
+        try:
+            self._repair()
+        except OSError as error:
+            self._lock.close()
+            raise StoreError(f"{self.folder / RECORDS} cannot be written: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()  # closing releases the lock
+
+    def _repair(self) -> None:
+        """Set a half-written last line aside (nothing is lost) and cut the file back to its last whole line."""
+        path = self.folder / RECORDS
+        with open(path, "ab+") as file:  # also proves, before the first cell, that the file can be written
+            file.seek(0)
+            content = file.read()
+            end = content.rfind(b"\n") + 1
+            fragment = content[end:]
+            if not fragment:
+                return
+            with open(self.folder / f"{RECORDS}.fragment", "ab") as aside:
+                aside.write(fragment + b"\n")
+                aside.flush()
+                os.fsync(aside.fileno())
+            file.truncate(end)
+            os.fsync(file.fileno())
+        self.repaired = (
+            f"the last line of {path} was half written ({len(fragment)} bytes, kept in {RECORDS}.fragment); "
+            f"its cell is measured again"
+        )
+
+    def records(self) -> list[Record]:
+        return read_records(self.folder)
+
+    def append(self, record: Record) -> None:
+        """Add one line and wait until it is on the disk. On failure the file is cut back to what it was."""
+        line = record.model_dump_json(by_alias=True, exclude_none=True).encode() + b"\n"
+        path = self.folder / RECORDS
+        size = None
+        try:
+            with open(path, "ab", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END)
+                while line:
+                    line = line[file.write(line) or 0 :]
+                os.fsync(file.fileno())
+        except OSError as error:
+            if size is not None:
+                os.truncate(path, size)
+            raise StoreError(
+                f"{path} cannot be written: {error.strerror}; the {len(self.records())} records in it are safe, "
+                f"run the same command again to continue"
+            ) from None
+
+    def sessions(self) -> list[dict[str, Any]]:
+        path = self.folder / ENVIRONMENT
+        if not path.exists():
+            return []
+        try:
+            sessions = json.loads(path.read_text())["sessions"]
+            if not isinstance(sessions, list):
+                raise TypeError
+            return sessions
+        except (ValueError, KeyError, TypeError):
+            raise RecordError(f"{path} is not an environment file: expected a JSON object with `sessions`") from None
+
+    def add_session(self, session: dict[str, Any]) -> None:
+        """Add or replace one session (by its id), atomically."""
+        others = [s for s in self.sessions() if s["id"] != session["id"]]
+        write_atomically(
+            self.folder / ENVIRONMENT,
+            json.dumps({"schema": 1, "sessions": [*others, session]}, indent=1, sort_keys=True) + "\n",
+        )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a whole file or leave the old one: a temporary neighbour, fsync, rename. Raises StoreError."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StoreError(f"{path} cannot be written: {error.strerror}; what was there is unchanged") from None

@@ -1,0 +1,221 @@
+"""The sweep: from one command to an honest table.
+
+    python -m lorabench.sweep                                    # the embedded default; on a CPU about three minutes
+    python -m lorabench.sweep suite=first_sweep output=results/h200/first_sweep
+    python -m lorabench.sweep --help
+
+Thin on purpose: compose, plan, run, report.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lorabench.plan.compose import ConfigError, Plan, load_config, names_in, plan
+from lorabench.plan.design import Cell, refusal
+from lorabench.plan.registry import NameUnknown, ablation_class, registered
+from lorabench.run.store import RecordError, Store, StoreError
+
+HELP = """\
+lorabench.sweep: measures LoRA fine-tuning optimizations, each against its reference, in pairs.
+
+usage: python -m lorabench.sweep [key=value ...]        (Hydra's override grammar)
+
+what is measured
+  models=[NAME,...]        NAME, NAME@WORKLOAD or a YAML file          {models}
+  workload=NAME            BATCHxLENGTH (4x2048), auto, a name, or {{NAME:{{field:value}}}}
+                           {workloads}
+  weights=random           or a hub name, a local folder, smollm2-135m-instruct
+  lora.r=16 lora.lora_dropout=0.0 ...   PEFT's names        dtype=auto|bfloat16|float16|float32
+what is compared
+  ablations=[NAME,...]     NAME or {{NAME:{{parameter:value}}}}; list=true shows them all
+  reference=peft           peft (as it comes), peft_low (adapters in the compute dtype), or a list of ablations
+  design=solo              solo, ladder, leave_one_out, pairwise, factorial
+  suite=NAME               a whole sweep that is published: {suites}
+how
+  trials=30 warmup=5       on a CPU 10 and 2                 seed=0
+  timeout_s=900            for one worker process
+where to
+  output=output/sweep      records.jsonl, environment.json, summary.md/.csv/.tex, plots/*.png, report.html
+  resume=true              true: measure what is missing; failed: also what crashed, hung or did not fit; false: anew
+instead of measuring
+  list=true                the ablations, their slots, and what they lack on this machine
+  dry_run=true             the cells and a time estimate
+
+examples
+  python -m lorabench.sweep 'models=[smollm2-135m,llama-3.1-8b]' 'ablations=[packing,adamw_fused]' design=ladder
+  python -m lorabench.sweep 'ablations=[{{torch_compile:{{mode:max-autotune}}}}]' reference=peft_low trials=50
+
+exit code: 0 when every cell has a record, whatever its status; 2 for bad input; 1 when the output cannot be written.
+"""
+
+
+def help_text() -> str:
+    return HELP.format(
+        models=", ".join(names_in("model")), workloads=", ".join(names_in("workload")), suites=", ".join(names_in("suite"))
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    console = Console()
+    if {"-h", "--help", "help"} & set(arguments):
+        print(help_text())
+        return 0
+    try:
+        return _main(arguments, console)
+    except (ConfigError, NameUnknown, RecordError) as error:
+        return _complain(error, 2)
+    except StoreError as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return _complain("stopped; the same command continues where it stopped", 130)
+
+
+def _complain(error: object, code: int) -> int:
+    print(f"lorabench: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def _main(arguments: list[str], console: Console) -> int:
+    config = load_config(arguments)
+    if config.list or config.dry_run:
+        from lorabench.measure.machine import describe
+
+        machine = describe()
+        planned = plan(config, machine.device)
+        (show_ablations if config.list else show_plan)(console, planned, machine)
+        return 0
+    return run(config, arguments, console)
+
+
+def show_ablations(console: Console, planned: Plan, machine: Any) -> None:
+    """list=true: every registered ablation, ours and others', and what it lacks here."""
+    table = Table(title=f"ablations on {machine.name}", title_justify="left")
+    for column in ("ablation", "slot", "what it does", "on this machine"):
+        table.add_column(column, overflow="fold")
+    for name in sorted(registered()):
+        try:
+            cls = ablation_class(name)
+        except NameUnknown as error:
+            table.add_row(name, "", "", f"[red]{escape(str(error))}")
+            continue
+        unmet = cls.requires.unmet(machine)
+        table.add_row(name, cls.slot, escape(cls.summary), f"[dim]{escape(unmet)}" if unmet else "[green]available")
+    console.print(table)
+
+
+def show_plan(console: Console, planned: Plan, machine: Any) -> None:
+    """dry_run=true: the cells, those that would be refused with the reason, and a time estimate."""
+    from lorabench.plan.estimate import rate, seconds
+
+    table = Table(title=f"{len(planned.cells)} cells on {machine.name}", title_justify="left")
+    for column in ("model @ workload", "reference", "toggles", "estimate or reason"):
+        table.add_column(column, overflow="fold")
+    speed, total = rate(machine), 0.0
+    for cell in planned.cells:
+        refused = refusal(cell, machine)
+        estimate = 0.0 if refused else seconds(cell, speed)
+        total += estimate
+        table.add_row(
+            f"{cell.model.name} @ {cell.workload.name}",
+            ", ".join(a.label for a in cell.reference),
+            " + ".join(t.label for t in cell.toggles) or "reference against itself",
+            f"[dim]{refused[0]}: {escape(refused[1])}" if refused else f"about {estimate:.0f} s",
+        )
+    console.print(table)
+    console.print(f"about {total / 60:.1f} minutes at {speed / 1e12:.2g} TFLOP/s (a rough estimate, measured just now)")
+
+
+def run(config: Any, arguments: list[str], console: Console) -> int:
+    """Measure what is missing in `output`, then write the report."""
+    from lorabench.run.process import ProbeError, Workers
+
+    workers = Workers()
+    with Store(config.output) as store:
+        if store.repaired:
+            console.print(f"[yellow]{escape(store.repaired)}")
+        recorded = {r.key: r for r in store.records()} if (config.output / "records.jsonl").exists() else {}
+        if recorded and config.resume is False:
+            raise ConfigError(f"{config.output} already holds {len(recorded)} records; resume=true, or another output=")
+        try:
+            machine, ceilings = workers.probe(config.dtype)
+        except ProbeError as error:
+            raise ConfigError(str(error)) from None
+        planned = plan(config, machine.device)
+        again = ("crash", "timeout", "oom") if config.resume == "failed" else ()
+        todo = [c for c in planned.cells if c.key not in recorded or recorded[c.key].status in again]
+        console.print(
+            f"lorabench {version('lorabench')} on {machine.name}: {len(planned.cells)} cells, "
+            f"{len(planned.cells) - len(todo)} already recorded in {config.output}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        if todo:
+            _measure(todo, store, config, arguments, workers, machine, ceilings, console)
+        return _report(config, console)
+
+
+def _measure(
+    todo: list[Cell], store: Store, config: Any, arguments: list[str], workers: Any, machine: Any,
+    ceilings: Any, console: Console,
+) -> None:  # fmt: skip
+    from lorabench.run.progress import Display
+    from lorabench.run.runner import Runner
+
+    session = new_session(arguments, machine, ceilings, workers.method)
+    store.add_session(session)
+    began = time.monotonic()
+    runner = Runner(workers, machine, ceilings, session["id"], config.timeout_s, config.output)
+    with Display(console, todo) as display:
+        for cell in todo:
+            display.start(cell)
+            record = runner.measure(cell, display.phase)
+            store.append(record)
+            display.end(cell, record)
+    store.add_session({**session, "wall_s": round(time.monotonic() - began, 1)})
+
+
+def new_session(arguments: list[str], machine: Any, ceilings: Any, method: str) -> dict[str, Any]:
+    """One run's entry in environment.json: when, what command, which code, which machine, which ceilings."""
+    from lorabench.measure.machine import commit
+
+    now = datetime.now(UTC)
+    head, dirty = commit()
+    return {
+        "id": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}",
+        "started": now.isoformat(timespec="seconds"),
+        "command": ["python", "-m", "lorabench.sweep", *arguments],
+        "lorabench": version("lorabench"),
+        "commit": head,
+        "dirty": dirty,
+        "machine": machine.model_dump(mode="json"),
+        "ceilings": ceilings,
+        "workers": method,
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+    }
+
+
+def _report(config: Any, console: Console) -> int:
+    from lorabench.report import write_report
+    from lorabench.report.tables import console_table
+    from lorabench.run.store import read_records
+
+    written = write_report(config.output)
+    console.print(console_table(read_records(config.output)))
+    pictures = [p for p in written if p.name in ("speedup.png", "report.html")]
+    console.print("look at " + " and ".join(map(str, pictures or written)), highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
