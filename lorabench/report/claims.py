@@ -1,0 +1,174 @@
+"""Published numbers, one file a source in claims/*.yaml, and which of our records stand beside them.
+
+A claim is a comparison: `reference` → `candidate`, both as toggles, so that its direction is written out and never
+guessed: "switching checkpointing off is 25–35 % faster" has reference [gradient_checkpointing] and candidate [].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, NamedTuple
+
+import pandas as pd
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lorabench.report.frame import phase_speedup, toggles
+from lorabench.run.record import Record
+
+Quantity = Literal[
+    "forward_speedup", "backward_speedup", "step_speedup", "total_speedup",
+    "forward_memory_saved_pct", "backward_memory_saved_pct", "peak_memory_saved_pct", "peak_memory_gb",
+    "attention_speedup", "kernel_speedup", "load_speedup", "tokens_s", "latency_h", "gpu_utilization_pct",
+    "memory_traffic_saved_pct", "pipeline_bubble_pct", "minutes_saved_per_checkpoint",
+]  # fmt: skip
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Claim(Strict):
+    """One published number (low = high) or range: `reference` and `candidate` are what tells the arms apart."""
+
+    quantity: Quantity
+    low: float
+    high: float
+    statistic: Literal["average", "range", "maximum", "single run"]
+    wording: str  # the source's own words
+    baseline: str  # what it was compared with, in words
+    reference: list[str] = Field(default_factory=list)
+    candidate: list[str] = Field(default_factory=list)
+    equivalents: list[list[str]] = Field(default_factory=list)  # other toggles that stand for `candidate`
+    model: str | None = None
+    note: str | None = None  # how we read an ambiguous wording
+    unmatched: str | None = None  # why no record can stand beside it (yet)
+
+    @model_validator(mode="after")
+    def _check(self) -> Claim:
+        if self.low > self.high:
+            raise ValueError(f"low {self.low} is above high {self.high}")
+        if set(self.reference) == set(self.candidate) and not self.unmatched:
+            raise ValueError("reference and candidate are the same: say in `unmatched` why no record can match")
+        return self
+
+
+class Source(Strict):
+    """Where claims come from."""
+
+    id: str
+    title: str
+    publisher: str
+    date: str | None = None
+    url: str | None = None
+    hardware: str
+    protocol: str
+    caveats: list[str] = Field(default_factory=list)
+    claims: list[Claim]
+
+
+class Match(NamedTuple):
+    """A claim beside a record. low, high: the claim turned into the record's direction (inverted says whether)."""
+
+    source: Source
+    claim: Claim
+    record: Record
+    low: float
+    high: float
+    inverted: bool
+    same_baseline: bool  # whether the record's reference holds the toggles of the claim's reference
+
+
+@cache
+def load_claims() -> tuple[Source, ...]:
+    """Every source, by file name. Raises pydantic.ValidationError for a file that is not as described here."""
+    folder = files("lorabench.report") / "claims"
+    paths = sorted((p for p in folder.iterdir() if p.name.endswith(".yaml")), key=lambda p: p.name)
+    return tuple(Source.model_validate(yaml.safe_load(p.read_text(encoding="utf-8"))) for p in paths)
+
+
+def match(records: Sequence[Record], sources: Sequence[Source] | None = None) -> list[Match]:
+    """Every claim beside every record that tests the same toggles (and model, where the claim names one)."""
+    pairs = [(s, c) for s in (load_claims() if sources is None else sources) for c in s.claims if not c.unmatched]
+    found = [_match(s, c, r) for r in records if not r.is_noise_floor for s, c in pairs]
+    return [m for m in found if m]
+
+
+def _match(source: Source, claim: Claim, record: Record) -> Match | None:
+    if claim.model and claim.model != record.model.lower():
+        return None
+    tested, base = _names(record.ablations), _names(record.reference)
+    removed = set(claim.reference) - set(claim.candidate)
+    if any(tested == set(c) - set(claim.reference) for c in [claim.candidate, *claim.equivalents]):
+        same = set(claim.reference) <= base
+        return Match(source, claim, record, claim.low, claim.high, inverted=False, same_baseline=same)
+    # The other way round: the record switches on what the source switched off. Only a ratio can be inverted.
+    if tested == removed and set(claim.candidate) <= base and claim.quantity.endswith("speedup"):
+        return Match(source, claim, record, 1 / claim.high, 1 / claim.low, inverted=True, same_baseline=True)
+    return None
+
+
+def _names(labels: Sequence[str]) -> set[str]:
+    """Toggles without their parameters: `lora_kernels(rank=8)` is tested against claims for lora_kernels."""
+    return {label.partition("(")[0].strip() for label in labels}
+
+
+def measured(record: Record, quantity: str) -> tuple[float, float, float]:
+    """Our (value, low, high) for a claim's quantity; NaN for what a record of a training step does not hold."""
+    phase, _, kind = quantity.partition("_")
+    if kind == "speedup":
+        return phase_speedup(record, phase) or (math.nan,) * 3
+    memory = record.memory or {}
+    before, after = (getattr(memory.get(arm), phase, None) for arm in ("reference", "candidate"))
+    if kind == "memory_saved_pct" and before and after is not None:
+        return 100 * (1 - after / before), math.nan, math.nan
+    if kind == "memory_gb" and after is not None:
+        return after / 1e9, math.nan, math.nan
+    return (math.nan,) * 3
+
+
+def outcome(match: Match) -> str:
+    """Our number against theirs: 'within' where the interval meets their range, else 'above', 'below', or ''."""
+    value, low, high = measured(match.record, match.claim.quantity)
+    low, high = (value if math.isnan(low) else low), (value if math.isnan(high) else high)
+    if math.isnan(value):
+        return ""
+    if high < match.low:
+        return "below"
+    return "above" if low > match.high else "within"
+
+
+def claims_frame(records: Sequence[Record], sources: Sequence[Source] | None = None) -> pd.DataFrame:
+    """Claims beside our numbers, a row a pair; empty where none applies."""
+    rows = [_row(m) for m in match(records, sources)]
+    names = ["source", "model", "workload", "toggles", "quantity", "claimed_low", "claimed_high", "statistic"]
+    names += ["measured", "measured_low", "measured_high", "outcome", "status", "same_baseline", "inverted"]
+    return pd.DataFrame(rows, columns=pd.Index([*names, "hardware", "baseline", "wording", "note"]))
+
+
+def _row(m: Match) -> dict[str, Any]:
+    value, low, high = measured(m.record, m.claim.quantity)
+    return {
+        "source": m.source.title,
+        "model": m.record.model,
+        "workload": m.record.workload,
+        "toggles": toggles(m.record),
+        "quantity": m.claim.quantity,
+        "claimed_low": m.low,
+        "claimed_high": m.high,
+        "statistic": m.claim.statistic,
+        "measured": value,
+        "measured_low": low,
+        "measured_high": high,
+        "outcome": outcome(m),
+        "status": m.record.status,
+        "same_baseline": m.same_baseline,
+        "inverted": m.inverted,
+        "hardware": m.source.hardware,
+        "baseline": m.claim.baseline,
+        "wording": m.claim.wording,
+        "note": m.claim.note,
+    }

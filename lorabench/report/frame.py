@@ -1,0 +1,226 @@
+"""Records as one tidy table: a row a cell, a column a quantity, units in the column's name. What every output reads.
+
+A cell that failed keeps its row, with status and reason; what was not measured is NaN or None, never 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lorabench.report import stats
+from lorabench.run.record import PHASES, ArmMemory, Phase, Record
+from lorabench.run.store import ENVIRONMENT, RecordError, read_records
+
+GIB = 2**30
+ARMS = ("reference", "candidate")
+Session = dict[str, Any]
+
+
+def load_results(folder: str | Path) -> pd.DataFrame:
+    """The tidy table of one results folder (see `frame`). Raises RecordError where it cannot be read."""
+    folder = Path(folder)
+    return frame(read_records(folder), read_sessions(folder))
+
+
+def read_sessions(folder: Path) -> list[Session]:
+    """The sweep runs in environment.json, oldest first; [] without that file. Raises RecordError."""
+    path = folder / ENVIRONMENT
+    if not path.exists():
+        return []
+    try:
+        sessions = json.loads(path.read_text(encoding="utf-8"))["sessions"]
+        if not all(isinstance(s, dict) and isinstance(s["id"], str) for s in sessions):
+            raise TypeError
+    except (ValueError, KeyError, TypeError):
+        raise RecordError(f"{path} is not an environment file: expected a JSON object with `sessions`") from None
+    return sessions
+
+
+def frame(records: Sequence[Record], sessions: Sequence[Session] = ()) -> pd.DataFrame:
+    """One row a record, in their order. Columns, apart from the record's own fields:
+
+    {phase}_reference_ms, {phase}_candidate_ms: medians; {phase}_speedup, _low, _high: with its 95 % interval.
+    p, p_holm: of the total, raw and corrected over all these records. noise_floor, detectable: shares, from the A/A
+    record of the same model, workload and (where there is one) reference. verdict: see stats.verdict; None for A/A.
+    {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling:
+    of the phase that takes longest, and averaged by time. device: from environment.json.
+    """
+    devices = {s["id"]: str((s.get("machine") or {}).get("device") or "") for s in sessions}
+    rows = [_row(r, devices.get(r.session, "")) for r in records]
+    table = pd.DataFrame(rows, columns=pd.Index(_columns()))
+    return _judge(table, list(records))
+
+
+def toggles(record: Record) -> str:
+    """The row's name: the toggles under test."""
+    return " + ".join(record.ablations) or "reference again (A/A)"
+
+
+def phase_speedup(record: Record, phase: str) -> stats.Speedup | None:
+    """Speed-up of one phase as it stands in the record, or computed from its trials where it is not there."""
+    found = (record.phases or {}).get(phase)  # type: ignore[call-overload]
+    if found is None or not found.reference_ms or not found.candidate_ms:
+        return None
+    if found.speedup is not None and found.low is not None and found.high is not None:
+        return stats.Speedup(found.speedup, found.low, found.high)
+    return _speedup(tuple(found.reference_ms), tuple(found.candidate_ms), record.pairing != "abba")
+
+
+@lru_cache(maxsize=4096)  # every output asks again, and a bootstrap takes some 20 ms
+def _speedup(reference_ms: tuple[float, ...], candidate_ms: tuple[float, ...], paired: bool) -> stats.Speedup | None:
+    return stats.speedup(reference_ms, candidate_ms, paired)
+
+
+def _median(ms: list[float] | None) -> float:
+    return float(np.median(ms)) if ms else math.nan
+
+
+def _row(record: Record, device: str) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "key": record.key,
+        "session": record.session,
+        "device": device,
+        "model": record.model,
+        "workload": record.workload,
+        "design": record.design,
+        "toggles": toggles(record),
+        "reference": " + ".join(record.reference),
+        "candidate": " + ".join(record.candidate),
+        "noise_record": record.is_noise_floor,
+        "status": record.status,
+        "reason": record.reason,
+        "arm": record.arm,
+        "pairing": record.pairing,
+        "applied": ", ".join(f"{name} {sites}" for name, sites in (record.applied or {}).items()),
+    }
+    return row | _times(record) | _memory(record) | _throughput(record) | _bounds(record) | _checks(record)
+
+
+def _times(record: Record) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for phase in PHASES:
+        times = (record.phases or {}).get(phase) or Phase()
+        ratio = phase_speedup(record, phase)
+        found[f"{phase}_reference_ms"] = _median(times.reference_ms)
+        found[f"{phase}_candidate_ms"] = _median(times.candidate_ms)
+        for name, value in zip(("speedup", "low", "high"), ratio or (math.nan,) * 3, strict=True):
+            found[f"{phase}_{name}"] = value
+    total = (record.phases or {}).get("total") or Phase()
+    found["trials"] = min(len(total.reference_ms or []), len(total.candidate_ms or []))
+    if total.reference_ms and total.candidate_ms:
+        found["p"] = stats.p_value(total.reference_ms, total.candidate_ms, paired=record.pairing != "abba")
+    return found
+
+
+def _memory(record: Record) -> dict[str, Any]:
+    arms = {arm: (record.memory or {}).get(arm) or ArmMemory() for arm in ARMS}  # type: ignore[call-overload]
+    # A CPU has only the process's resident set; the two kinds are never compared with each other.
+    kind = "peak" if any(m.peak is not None for m in arms.values()) else "process"
+    used = {arm: getattr(m, kind) for arm, m in arms.items()}
+    found: dict[str, Any] = {
+        f"{arm}_peak_gib": b / GIB if b is not None and kind == "peak" else math.nan for arm, b in used.items()
+    }
+    found |= {f"{arm}_process_gib": m.process / GIB if m.process is not None else math.nan for arm, m in arms.items()}
+    reference, candidate = used["reference"], used["candidate"]
+    saved = kind == "peak" and reference and candidate is not None
+    found["memory_saved_pct"] = 100 * (1 - candidate / reference) if saved else math.nan
+    return found
+
+
+def _throughput(record: Record) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    total = (record.phases or {}).get("total") or Phase()
+    for arm in ARMS:
+        milliseconds = _median(getattr(total, f"{arm}_ms"))
+        tokens = record.tokens
+        padded = getattr(tokens, f"{arm}_padded") if tokens else 0
+        found[f"{arm}_tokens_s"] = 1000 * tokens.real / milliseconds if tokens else math.nan
+        found[f"{arm}_padded_share"] = padded / max(tokens.real + padded, 1) if tokens else math.nan
+    return found
+
+
+def _bounds(record: Record) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for arm in ARMS:
+        phases = (record.bound or {}).get(arm) or {}  # type: ignore[call-overload]
+        took = {p: _median(getattr((record.phases or {}).get(p) or Phase(), f"{arm}_ms")) for p in phases}
+        labels = [(took[p], b.label) for p, b in phases.items() if b.label and took[p] > 0]
+        reached = [(took[p], b.of_ceiling) for p, b in phases.items() if b.of_ceiling is not None and took[p] > 0]
+        found[f"{arm}_bound"] = max(labels)[1] if labels else None
+        found[f"{arm}_of_ceiling"] = (
+            sum(t * x for t, x in reached) / sum(t for t, _ in reached) if reached else math.nan
+        )
+    return found
+
+
+def _checks(record: Record) -> dict[str, Any]:
+    gate, cost, telemetry = record.numerics, record.cost, record.telemetry
+    found: dict[str, Any] = {"disturbed": len(telemetry.disturbed_trials) if telemetry else math.nan}
+    if gate:
+        found |= {
+            "grad_error": gate.grad_error,
+            "grad_allowed": gate.grad_allowed,
+            "loss_error": gate.loss_error,
+            "loss_allowed": gate.loss_allowed,
+            "worst_tensor": gate.worst,
+            "tolerance": gate.tolerance,
+        }
+    if cost:
+        found |= {"wall_s": cost.wall, "overhead_share": overhead_share([record])}
+    return found
+
+
+def overhead_share(records: Sequence[Record]) -> float:
+    """Share of the wall time that is neither warm-up nor trials; NaN where no record has its cost."""
+    costs = [r.cost for r in records if r.cost]
+    wall = sum(c.wall for c in costs)
+    return max(0.0, 1 - sum(c.warmup + c.trials for c in costs) / wall) if wall > 0 else math.nan
+
+
+def _columns() -> list[str]:
+    phases = [f"{p}_{c}" for p in reversed(PHASES) for c in ("speedup", "low", "high", "reference_ms", "candidate_ms")]
+    arms = [f"{arm}_{c}" for c in ("peak_gib", "process_gib", "tokens_s", "padded_share", "bound", "of_ceiling")
+            for arm in ARMS]  # fmt: skip
+    return [
+        *("model", "workload", "toggles", "status", "verdict", "reason", *phases),
+        *("trials", "disturbed", "p", "p_holm", "noise_floor", "detectable", *arms, "memory_saved_pct"),
+        *("grad_error", "grad_allowed", "loss_error", "loss_allowed", "worst_tensor", "tolerance", "applied"),
+        *("reference", "candidate", "design", "pairing", "arm", "noise_record", "wall_s", "overhead_share"),
+        *("device", "session", "key"),
+    ]
+
+
+def _judge(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
+    """Fill in what takes more than one record: Holm's correction, the noise floor, the verdict."""
+    judged = [i for i, r in enumerate(records) if r.status == "ok" and not r.is_noise_floor and table["p"][i] >= 0]
+    adjusted = dict(zip(judged, stats.holm([table["p"][i] for i in judged]), strict=True))
+    floors = [_noise(r, records) for r in records]
+    table["p_holm"] = [adjusted.get(i, math.nan) for i in range(len(records))]
+    table["noise_floor"] = [stats.noise_floor(f) for f in floors]
+    table["detectable"] = [d if (d := stats.detectable(f)) is not None else math.nan for f in floors]
+    table["verdict"] = [
+        stats.verdict(phase_speedup(r, "total"), adjusted[i], table["noise_floor"][i], table["trials"][i])
+        if i in adjusted else None for i, r in enumerate(records)
+    ]  # fmt: skip
+    return table
+
+
+def _noise(record: Record, records: list[Record]) -> stats.Speedup | None:
+    """The A/A interval that goes with a record: of its own reference where that was measured, else the widest."""
+    found = [r for r in records if r.is_noise_floor and (r.model, r.workload) == (record.model, record.workload)]
+    narrow: list[Callable[[Record], bool]] = [
+        lambda r: set(r.reference) == set(record.reference),
+        lambda r: r.pairing == record.pairing,
+    ]
+    for fits in narrow:
+        found = [r for r in found if fits(r)] or found
+    ratios = [s for r in found if (s := phase_speedup(r, "total"))]
+    return max(ratios, key=stats.noise_floor, default=None)

@@ -1,0 +1,282 @@
+"""The tables: summary.csv (everything), summary.md and summary.tex (for reading), and one for the console.
+
+The human table is built once, as text cells grouped by model @ workload: the reference against itself first, then the
+toggles from the fastest, then the rows that failed, with status and reason. Each output only escapes and draws it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
+
+from lorabench.report.attribution import groups, interactions, ladder, leave_one_out, shapley
+from lorabench.report.claims import Source, claims_frame
+from lorabench.report.frame import GIB, Session, frame
+from lorabench.report.stats import Speedup
+from lorabench.run.record import Record
+
+HEADINGS = {
+    "toggles": "toggle",
+    "forward": "forward ×",
+    "backward": "backward ×",
+    "step": "step ×",
+    "total": "total × [95 %]",
+    "time": "median ms, ref → cand",
+    "memory": "peak GiB, ref → cand",
+    "tokens": "real tokens/s, ref → cand",
+    "padded": "padding, ref → cand",
+    "bound": "bound (of ceiling)",
+    "numerics": "gradient error / allowed",
+    "verdict": "verdict",
+}
+LADDER = ["rung", "cumulative × [95 %]", "increment × [95 %]", "status"]
+
+
+class Group(NamedTuple):
+    """One model @ workload: rows of text, keyed as HEADINGS, and `tables` of (caption, headings, rows) below it."""
+
+    title: str
+    rows: list[dict[str, str]]
+    tables: list[tuple[str, list[str], list[list[str]]]]
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """A number with so many significant digits, never in scientific notation above 1e-4; '' for what is unknown."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-4:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:.{max(digits - 1 - math.floor(math.log10(abs(value))), 0)}f}"
+
+
+def ratio(value: float, low: float = math.nan, high: float = math.nan) -> str:
+    """`1.31 [1.29, 1.33]`; without interval where there is none."""
+    if not math.isfinite(value):
+        return ""
+    digits = 2 if max(value, high if math.isfinite(high) else 0) >= 10 or high - low > 0.05 else 3
+    shown = f"{value:.{digits}f}"
+    return f"{shown} [{low:.{digits}f}, {high:.{digits}f}]" if math.isfinite(low) and math.isfinite(high) else shown
+
+
+def arrow(before: Any, after: Any, show: Callable[[Any], str] = number) -> str:
+    first, second = show(before), show(after)
+    return f"{first or 'none'} → {second or 'none'}" if first or second else ""
+
+
+def _percent(value: Any) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+
+
+def grouped(records: Sequence[Record], sessions: Sequence[Session] = ()) -> list[Group]:
+    """The human table of all records, a group a model @ workload."""
+    table = frame(records, sessions)
+    found = []
+    for (model, workload), members in groups(records).items():
+        part = table[(table["model"] == model) & (table["workload"] == workload)]
+        ordered = part.assign(_slow=-part["total_speedup"].fillna(0)).sort_values(
+            ["noise_record", "_slow"], ascending=[False, True], kind="stable"
+        )
+        rows = [_cells(row) for row in ordered.to_dict("records")]
+        found.append(Group(f"{model} @ {workload}", rows, attribution_tables(members)))
+    return found
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    cells = {p: ratio(row[f"{p}_speedup"]) for p in ("forward", "backward", "step")}
+    saved = f" ({-row['memory_saved_pct']:+.1f} %)" if math.isfinite(row["memory_saved_pct"]) else ""
+    memory = arrow(row["reference_peak_gib"], row["candidate_peak_gib"])
+    of_ceiling = _percent(row["candidate_of_ceiling"])
+    bound = row["candidate_bound"] if isinstance(row["candidate_bound"], str) else ""  # pandas holds None as NaN
+    gate = f"{number(row['grad_error'], 2)} / {number(row['grad_allowed'], 2)}"
+    return cells | {
+        "toggles": row["toggles"],
+        "total": ratio(row["total_speedup"], row["total_low"], row["total_high"]),
+        "time": arrow(row["total_reference_ms"], row["total_candidate_ms"]),
+        "memory": memory + saved if memory else "",
+        "tokens": arrow(row["reference_tokens_s"], row["candidate_tokens_s"]),
+        "padded": arrow(row["reference_padded_share"], row["candidate_padded_share"], _percent),
+        "bound": f"{bound}{f' ({of_ceiling})' if of_ceiling else ''}".strip(),
+        "numerics": gate if gate != " / " else "",
+        "verdict": judgement(row),
+    }
+
+
+def judgement(row: dict[str, Any]) -> str:
+    """The last word on a row of `frame`: verdict, or status and reason; for A/A, what the noise lets us see."""
+    if row["status"] == "oom" and row["arm"] == "reference" and math.isfinite(row["total_candidate_ms"]):
+        return f"reference does not fit, candidate does (oom): {row['reason']}"
+    if row["status"] != "ok":
+        return f"{row['status']}: {row['reason']}"
+    if row["noise_record"]:
+        sees = f", detects {_percent(row['detectable'])}" if math.isfinite(row["detectable"]) else ""
+        return f"noise floor ±{_percent(row['noise_floor'])}{sees}"
+    disturbed = row["disturbed"] if math.isfinite(row["disturbed"]) else 0
+    flags = f" ({disturbed:.0f} of {row['trials']} trials disturbed)" if disturbed else ""
+    return f"{row['verdict'] or 'too few trials'}{flags}"
+
+
+def shown_columns(found: Sequence[Group]) -> list[str]:
+    """The columns that hold anything in any group; the name, the total and the verdict always."""
+    keep = {"toggles", "total", "verdict"}
+    return [c for c in HEADINGS if c in keep or any(row[c] for g in found for row in g.rows)]
+
+
+def attribution_tables(members: Sequence[Record]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(caption, headings, rows) for each way of attribution that these records allow."""
+    made: list[tuple[str, list[str], list[list[str]]]] = []
+    if rungs := ladder(members):
+        rows = [[r.added, _ratio(r.cumulative), _ratio(r.increment), r.record.status] for r in rungs]
+        made.append(("Ladder: each rung keeps the ones above it", LADDER, rows))
+    if left := leave_one_out(members):
+        rows = [[x.toggle, _ratio(x.speedup), x.record.status] for x in left]
+        made.append(("Leave one out: all toggles against all but one", ["toggle", "total × [95 %]", "status"], rows))
+    if pairs := interactions(members):
+        rows = [[p.first, p.second, _ratio(p.effect)] for p in pairs]
+        made.append(("Interaction S(ab) / (S(a) S(b)): 1 is independent", ["toggle", "with", "factor [95 %]"], rows))
+    if split := shapley(members):
+        rows = [[p, _ratio(split.factors[p]), _gib(split.saved_bytes, p)] for p in split.players]
+        gaps = "; ".join(" + ".join(s) for s in split.missing)
+        part = f" over {', '.join(split.players)} only; no time for: {gaps}" if gaps else ""
+        made.append((f"Shapley values{part}", ["toggle", "factor of time [95 %]", "peak GiB saved"], rows))
+    return made
+
+
+def _ratio(found: Speedup | None) -> str:
+    return ratio(*found) if found else ""
+
+
+def _gib(saved: dict[str, float] | None, player: str) -> str:
+    return number(saved[player] / GIB) if saved else ""
+
+
+def claim_rows(records: Sequence[Record], sources: Sequence[Source] | None = None) -> list[list[str]]:
+    """Rows under CLAIMS: published numbers beside ours, in words and with what differs."""
+    rows = []
+    for c in claims_frame(records, sources).to_dict("records"):
+        low, high = number(c["claimed_low"]), number(c["claimed_high"])
+        remarks = ["inverted: the source switches it off"] * c["inverted"] + ["other reference"] * (
+            not c["same_baseline"]
+        )
+        what = c["quantity"].replace("_", " ").replace(" pct", " %")
+        found = ratio(c["measured"], c["measured_low"], c["measured_high"]) if math.isfinite(c["measured"]) else ""
+        missing = "not measured here" if c["status"] == "ok" else c["status"]
+        rows.append([
+            f"{c['toggles']}, {c['model']} @ {c['workload']}", what, low if low == high else f"{low}–{high}",
+            found or missing, " ".join([c["outcome"], *(f"({r})" for r in remarks)]).strip(),
+            f"{c['baseline']}; {c['hardware']}", c["source"],
+        ])  # fmt: skip
+    return rows
+
+
+CLAIMS = ["toggle", "quantity", "claimed", "measured", "measured is", "their baseline and hardware", "source"]
+
+
+def markdown(records: Sequence[Record], sessions: Sequence[Session] = ()) -> str:
+    """summary.md as text."""
+    found = grouped(records, sessions)
+    columns = shown_columns(found)
+    parts = [] if found else ["No records."]
+    for group in found:
+        rows = [[row[c] for c in columns] for row in group.rows]
+        parts += [f"## {md(group.title)}", _md_table([HEADINGS[c] for c in columns], rows)]
+        for caption, headings, more in group.tables:
+            parts += [f"### {md(caption)}", _md_table(headings, more)]
+    if claims := claim_rows(records):
+        parts += ["## Published numbers beside ours", _md_table(CLAIMS, claims)]
+    return "\n\n".join(parts) + "\n"
+
+
+def md(text: str) -> str:
+    """Text for one cell of a Markdown table: nothing in it is read as markup, and it stays on one line."""
+    escaped = "".join(f"\\{c}" if c in "\\`*_[]|#" else c for c in text).replace("&", "&amp;").replace("<", "&lt;")
+    return " ".join(escaped.replace(">", "&gt;").split())
+
+
+def _md_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *([md(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+_TEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "→": r"$\to$", "×": r"$\times$", "±": r"$\pm$", "·": r"$\cdot$", "–": "--", "[": "{[}", "]": "{]}",
+    "|": r"\textbar{}", '"': r"\textquotedbl{}",
+}  # fmt: skip
+
+
+def tex(text: str) -> str:
+    """Text for one LaTeX cell. [ and ] are braced: after a line's `\\\\` a bracket would be read as its argument."""
+    return " ".join("".join(_TEX.get(c, c) for c in text).split())
+
+
+def latex(records: Sequence[Record], sessions: Sequence[Session] = ()) -> str:
+    """summary.tex: one booktabs table a group, to be put into a document that loads booktabs and graphicx."""
+    found = grouped(records, sessions)
+    columns = shown_columns(found)
+    parts = ["% needs \\usepackage{booktabs,graphicx}", *([] if found else ["% no records"])]
+    for group in found:
+        main = ("", [HEADINGS[c] for c in columns], [[row[c] for c in columns] for row in group.rows])
+        for caption, headings, rows in [main, *group.tables]:
+            title = f"{group.title}: {caption}" if caption else group.title
+            parts.append(_tex_table(title, headings, rows))
+    if claims := claim_rows(records):
+        parts.append(_tex_table("Published numbers beside ours", CLAIMS, claims))
+    return "\n\n".join(parts) + "\n"
+
+
+def _tex_table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    line = lambda cells: " & ".join(map(tex, cells)) + r" \\"  # noqa: E731
+    return "\n".join([
+        r"\begin{table}", rf"\caption{{{tex(caption)}}}", r"\resizebox{\textwidth}{!}{%",
+        rf"\begin{{tabular}}{{{'l' * len(headings)}}}", r"\toprule", line(headings), r"\midrule",
+        *map(line, rows), r"\bottomrule", r"\end{tabular}}", r"\end{table}",
+    ])  # fmt: skip
+
+
+def csv(table: pd.DataFrame) -> str:
+    """summary.csv: every column of `frame`, full precision."""
+    return table.to_csv(index=False, lineterminator="\n")
+
+
+# Least important first: what gives way on a narrow terminal. Total, memory and verdict never do.
+_GIVE_WAY = ["padded", "numerics", "bound", "tokens", "step", "time", "forward", "backward"]
+_STYLE = {"faster": "green", "slower": "red", "same": "dim", "unclear": "yellow", "noise": "dim"}
+
+
+def console_table(records: Sequence[Record], sessions: Sequence[Session] = (), width: int = 120) -> Table:
+    """The table for a terminal `width` columns wide: less important columns give way, long reasons are shortened."""
+    found = grouped(records, sessions)
+    columns = shown_columns(found)
+    reason = max(36, width // 3)
+    cells = [
+        (group, [{c: row[c] if c == "toggles" else _short(row[c], reason) for c in columns} for row in group.rows])
+        for group in found
+    ]
+    wants = {c: max([len(HEADINGS[c]) // 2, *(len(r[c]) for _, rows in cells for r in rows)]) for c in columns}
+    wants["toggles"] = min(wants["toggles"], 32)
+    for column in _GIVE_WAY:
+        if sum(wants[c] + 3 for c in columns) + 1 > width and column in columns:
+            columns.remove(column)
+    table = Table(show_lines=False)
+    for column in columns:
+        table.add_column(Text(HEADINGS[column]), overflow="fold", no_wrap=column == "total")
+    for group, rows in cells:
+        table.add_section()
+        table.add_row(Text(group.title, style="bold"), *[""] * (len(columns) - 1))
+        for row in rows:
+            style = _STYLE.get(row["verdict"].split()[0], "red")
+            table.add_row(*(Text(row[c], style=style if c == "verdict" else "") for c in columns))
+    return table
+
+
+def _short(text: str, longest: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 1] + "…"

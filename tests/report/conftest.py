@@ -1,0 +1,124 @@
+"""Records as a sweep would leave them, with simulated trials of a known speed-up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lorabench.run.record import Record
+
+SHARES = {"forward": 0.3, "backward": 0.6, "step": 0.1}
+FAILED = {"timeout", "crash", "wrong_numerics", "not_applied", "unsupported", "conflict"}
+
+
+def simulate(speedup, trials, sd, seed, reference_ms=100.0):
+    """{phase: (reference, candidate)} in ms: a drift that both arms share, noise of their own, one ratio throughout."""
+    rng = np.random.default_rng(seed)
+    drift = np.exp(np.cumsum(rng.normal(0, 0.005, trials)))
+    times = {}
+    for phase, share in SHARES.items():
+        times[phase] = tuple(
+            share * reference_ms / by * drift * np.exp(rng.normal(0, sd, trials)) for by in (1.0, speedup)
+        )
+    times["total"] = tuple(sum(times[p][arm] for p in SHARES) for arm in (0, 1))
+    return times
+
+
+def build_record(
+    ablations=(), *, speedup=1.0, status="ok", trials=30, sd=0.01, seed=0, gpu=True, model="smollm2-135m",
+    workload="alpaca", reference=("sdpa", "adamw_fused"), design="solo", arm=None, peaks=(8.0, 6.0), **changes,
+):  # fmt: skip
+    ablations = list(ablations)
+    both = [*reference, *ablations]
+    fields = {
+        "schema": 1, "key": f"{model}|{workload}|{design}|{'+'.join(both)}|{'+'.join(ablations)}", "session": "s1",
+        "model": model, "workload": workload, "design": design, "reference": list(reference), "candidate": both,
+        "ablations": ablations, "status": status,
+    }  # fmt: skip
+    if status != "ok":
+        fields |= {"reason": f"{status} because of a cause", "arm": arm, "log": "Traceback: the last line"}
+    if status == "ok" or (status == "oom" and arm):
+        times = simulate(speedup, trials, sd, seed + sum(map(ord, fields["key"])))
+        hide = None if status == "ok" else arm
+        fields["phases"] = {
+            p: {f"{a}_ms": None if a == hide else list(ms) for a, ms in zip(("reference", "candidate"), t, strict=True)}
+            for p, t in times.items()
+        }
+        fields["tokens"] = {"real": 4000, "trained": 3000, "reference_padded": 1000, "candidate_padded": 0}
+        fields["pairing"] = "paired"
+        fields["memory"] = {a: _memory(gib, gpu) for a, gib in zip(("reference", "candidate"), peaks, strict=True)}
+        fields["memory"].pop(hide, None)
+    if status == "ok":
+        fields |= {"numerics": _numerics(), "applied": {a: 30 for a in ablations}, "bound": _bound() if gpu else None}
+        fields["cost"] = {"wall": 60.0, "spawn": 5.0, "build": 10.0, "gate": 5.0, "warmup": 20.0, "trials": 16.0}
+    return Record.model_validate(fields | changes)
+
+
+def _memory(gib, gpu):
+    size = int(gib * 2**30)
+    return {"forward": size // 2, "backward": size, "step": size // 3, "peak": size} if gpu else {"process": size}
+
+
+def _numerics():
+    return {"passed": True, "loss_error": 1e-3, "loss_allowed": 5e-3, "grad_error": 4e-3, "grad_allowed": 2e-2,
+            "plain_grad_error": 6e-3, "worst": "model.layers.0.self_attn.q_proj.lora_A.weight", "tensors": 56}  # fmt: skip
+
+
+def _bound():
+    phases = {
+        "forward": {"host_ms": 5.0, "device_busy_ms": 28.0, "of_ceiling": 0.5, "label": "compute-bound"},
+        "backward": {"of_ceiling": 0.4, "label": "memory-bound"},
+        "step": {"label": "host-bound"},
+    }
+    return {"reference": phases, "candidate": phases}
+
+
+def build_session(session="s1", device="NVIDIA H200", **machine):
+    return {
+        "id": session, "started": "2026-11-21T04:00:00+00:00", "command": ["python", "-m", "lorabench.sweep"],
+        "lorabench": "0.1.0", "commit": "0123abcd", "dirty": True,
+        "machine": {"device": device, "gpu": None, "driver": "570.1", "cores": 2, "memory_bytes": 2**34,
+                    "packages": {"torch": "2.13.0"}} | machine,
+        "ceilings": {"gemm_tflops": {"bfloat16": 680.0}, "copy_gbs": 4230.0},
+    }  # fmt: skip
+
+
+def build_folder(folder: Path, records, sessions=None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [r.model_dump_json(by_alias=True, exclude_none=True) for r in records]
+    (folder / "records.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    environment = {"schema": 1, "sessions": [build_session()] if sessions is None else sessions}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    return folder
+
+
+def build_sweep(**common):
+    """The reference again, three toggles that worked and one record of every failure."""
+    done = [build_record([], **common), build_record(["lora_kernels"], speedup=1.4, **common)]
+    done += [build_record(["gradient_checkpointing"], speedup=0.75, peaks=(8.0, 3.0), **common)]
+    done += [build_record(["adamw_foreach"], speedup=1.0, sd=0.002, **common)]
+    done += [build_record([f"toggle_{s}"], status=s, **common) for s in sorted(FAILED)]
+    return [*done, build_record(["packing"], status="oom", arm="reference", **common)]
+
+
+@pytest.fixture
+def record():
+    return build_record
+
+
+@pytest.fixture
+def session():
+    return build_session
+
+
+@pytest.fixture
+def folder():
+    return build_folder
+
+
+@pytest.fixture
+def sweep():
+    return build_sweep
