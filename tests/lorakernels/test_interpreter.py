@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = ["swiglu", "geglu", "rms_norm", "rope", "linear_cross_entropy", "dropout"]
+FILES = ["swiglu", "geglu", "rms_norm", "rope", "linear_cross_entropy", "dropout", "pack", "nf4"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
@@ -18,7 +18,7 @@ FILES = ["swiglu", "geglu", "rms_norm", "rope", "linear_cross_entropy", "dropout
 def test_triton_kernel_in_the_interpreter(name):
     file = Path(__file__).with_name(f"test_{name}.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", str(file), "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu"]
+    command = [sys.executable, "-m", "pytest", str(file), "-x", "-p", "no:cacheprovider", "-m", "not gpu"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=file.parents[2], timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -25,7 +25,7 @@ def test_loss_and_gradients(m, v, h, chunk, softcap, device, dtype):
     x, weight, target = data(m, v, h, device, dtype)
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     loss = linear_cross_entropy(*leaves, target, softcap=softcap, chunk=chunk)
-    wide = [x.float().requires_grad_(), weight.float().requires_grad_()]
+    wide = [t.float().clone().requires_grad_() for t in (x, weight)]
     wanted = linear_cross_entropy_reference(*wide, target, softcap=softcap)
     assert loss.dtype == torch.float32
     assert_close(loss, wanted, dtype)
@@ -79,7 +79,7 @@ def test_large_logits_and_infinite_ignored_rows(device):
 def test_rows_of_a_wide_buffer(device, dtype):
     buffer = poisoned(4, 40, dtype=dtype, device=device)
     buffer[:, :33] = torch.randn(4, 33, device=device)
-    wide = buffer[:, :33].float().requires_grad_()
+    wide = buffer[:, :33].float().clone().requires_grad_()
     target = torch.tensor([0, 32, -100, 5], device=device)
     wanted = torch.nn.functional.cross_entropy(wide, target, reduction="none")
     loss = module.loss_and_gradient_(buffer[:, :33], target)
@@ -93,7 +93,7 @@ def test_float16_gradients_do_not_underflow(device):
     x, weight, target = data(4, 3000, 16, device, torch.float16, ignored=0)
     leaf = x.clone().requires_grad_()
     got = torch.autograd.grad(linear_cross_entropy(leaf, weight, target, num_items=100000) * 65536, leaf)[0]
-    wide = x.float().requires_grad_()
+    wide = x.float().clone().requires_grad_()
     loss = linear_cross_entropy_reference(wide, weight.float(), target, num_items=100000) * 65536
     assert_close(got, torch.autograd.grad(loss, wide)[0], torch.float16, 2)
 

@@ -29,7 +29,7 @@ def test_rope(batch, seq, n_q, n_k, d, rot, shared_table, device, dtype):
     out = rope(*leaves, cos, sin)
     grads = [torch.randn_like(t) for t in out]
     got = torch.autograd.grad(out, leaves, grads)
-    wide = [t.float().requires_grad_() for t in (q, k)]
+    wide = [t.float().clone().requires_grad_() for t in (q, k)]
     wanted = [rope_reference(t.transpose(1, 2), cos, sin).transpose(1, 2) for t in wide]
     wanted_grads = torch.autograd.grad(wanted, wide, [g.float() for g in grads])
     for a, b in zip((*out, *got), (*wanted, *wanted_grads), strict=True):
@@ -61,7 +61,7 @@ def test_head_norms_and_one_buffer(n_q, n_k, d, device, dtype):
     q, k, v = split(y)
     out_q, out_k = (poisoned(*t.shape, dtype=dtype, device=device) for t in (q, k))
     module.rotate_into(q, k, cos, sin, out_q, out_k, norms=norms, eps=1e-5)
-    leaves = [q.float().requires_grad_(), k.float().requires_grad_()]
+    leaves = [t.float().clone().requires_grad_() for t in (q, k)]
     wanted = [rope_reference(t, cos, sin, w, 1e-5) for t, w in zip(leaves, norms, strict=True)]
     assert_close(out_q, wanted[0], dtype, 2)
     assert_close(out_k, wanted[1], dtype, 2)

@@ -46,7 +46,7 @@ def test_lora_columns(act, p, device, dtype):
 def test_backward_leaves_h_in_the_gradient(act, device, dtype):
     m, n = 9, 70
     gate, up, grad = (torch.randn(m, n, device=device).to(dtype) for _ in range(3))
-    leaves = [t.float().requires_grad_() for t in (gate, up)]
+    leaves = [t.float().clone().requires_grad_() for t in (gate, up)]
     wanted = torch.autograd.grad(glu.reference(*leaves, act), leaves, grad.float())
     both = poisoned(m, 2 * n + 4, dtype=dtype, device=device)
     glu.backward_into(gate, up, grad, both[:, :n], both[:, n : 2 * n], act, h_into_grad=True)

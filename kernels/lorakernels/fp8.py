@@ -1,0 +1,58 @@
+"""The frozen weight's GEMMs in FP8 (e4m3), LoRA's in the compute dtype: Y ≈ (Xq · Wqᵀ) · sx · sw, with one scale a row of X
+and one a row of W, scale = max|row| / 448; backward likewise with dY and Wᵀ.
+
+X: (M, K), W: (N, K). Two quantized copies of W are kept (each direction needs its own scales and layout), 2 bytes an
+element as bf16 has; the bf16 weight stays with the module. The adapters and their gradients never pass through FP8.
+Error: e4m3 keeps 3 bits of mantissa, a relative error of up to 2⁻⁴ an element; for random operands a product is off by
+about 3.5 % of its size (test_fp8.py holds forward and backward below 5 %). So this is a toggle that changes the mathematics.
+Micikevicius et al., "FP8 formats for deep learning" (2022). Run: python -m pytest tests/lorakernels/test_fp8.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / scale in e4m3, scale (M, 1) float32)."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / LARGEST
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
+
+
+def fp8_mm_reference(xq, sx, wq, sw, dtype) -> torch.Tensor:
+    """The product of the quantized operands in float32: what the tensor cores compute, emulated."""
+    return ((xq.float() @ wq.float().t()) * sx * sw.t()).to(dtype)
+
+
+def fp8_mm(xq, sx, wq, sw, dtype) -> torch.Tensor:
+    """xq (M, K) · wq (N, K)ᵀ with row scales, in dtype."""
+    if not xq.is_cuda:
+        return fp8_mm_reference(xq, sx, wq, sw, dtype)
+    # Row-wise scaling gives bfloat16 only.
+    out = torch._scaled_mm(xq, wq.t(), scale_a=sx, scale_b=sw.t(), out_dtype=torch.bfloat16)
+    return out.to(dtype)
+
+
+class FrozenFp8:
+    """The quantized weights of the members of one projection, stacked."""
+
+    def __init__(self, members):
+        w = torch.cat([m.weight.detach() for m in members])
+        self.forward_weight = quantize_rows(w)
+        self.backward_weight = quantize_rows(w.t().contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fp8_mm(*quantize_rows(x), *self.forward_weight, x.dtype)
+
+    def backward(self, dy: torch.Tensor) -> torch.Tensor:
+        return fp8_mm(*quantize_rows(dy), *self.backward_weight, dy.dtype)
+
+
+def supported(device: torch.device) -> str | None:
+    """None, or why FP8 cannot be used there."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "FP8 needs compute capability 8.9"
+    return None

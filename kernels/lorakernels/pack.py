@@ -1,0 +1,55 @@
+"""The operand [x | x · Aᵀ] of the one-GEMM form, in one read of x: x (M, K) is copied, S = x · Aᵀ (M, p) lands behind it.
+
+x: last dimension contiguous, any row stride; A: (p, K), any strides (backward passes the view (sB)ᵀ, which makes this
+dS = dY · sB); out: (M, K + p), of A's dtype. S is accumulated in float32. Needed where the tensor comes from someone else's kernel,
+as attention's output and the incoming gradients do; norm and SwiGLU write their operand themselves.
+Run: python -m pytest tests/lorakernels/test_pack.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .glu import MAX_FUSED_RANK
+from .runtime import cdiv, check, jit, next_power_of_2, tl, use_triton
+
+
+def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """[x | x · Aᵀ] in float32."""
+    return torch.cat((x.float(), x.float() @ a.float().t()), 1)
+
+
+@jit
+def _pack_kernel(
+    x_ptr, a_ptr, y_ptr, m, n, p, x_row, a_row, a_col, y_row, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr
+):
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    r = tl.arange(0, R)
+    acc = tl.zeros((BM, R), tl.float32)
+    for start in range(0, n, BN):
+        col = start + tl.arange(0, BN)
+        inside = (row[:, None] < m) & (col[None, :] < n)
+        x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=inside, other=0.0).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row[:, None] * y_row + col[None, :], x, mask=inside)
+        spot = a_ptr + r[None, :].to(tl.int64) * a_row + col[:, None].to(tl.int64) * a_col
+        a = tl.load(spot, mask=(col[:, None] < n) & (r[None, :] < p), other=0.0)
+        acc = tl.dot(x, a, acc, input_precision="ieee")
+    spare = (row[:, None] < m) & (r[None, :] < p)
+    tl.store(y_ptr + row[:, None] * y_row + n + r[None, :], acc.to(y_ptr.dtype.element_ty), mask=spare)
+
+
+def pack_into(x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, fused: bool = True) -> None:
+    """out = [x | x · aᵀ]; fused=False takes a copy and a library GEMM instead of the kernel."""
+    m, n = x.shape
+    p = a.shape[0]
+    check(a.shape[1] == n and out.shape == (m, n + p), "x, a and out do not fit", x=x, a=a, out=out)
+    if not fused or not 0 < p <= MAX_FUSED_RANK or not use_triton(x, a, out) or x.stride(-1) != 1:
+        out[:, :n].copy_(x)
+        if p:
+            torch.mm(out[:, :n], a.t(), out=out[:, n:])
+        return
+    bm = 32 if m <= 4096 else 64
+    _pack_kernel[(cdiv(m, bm),)](
+        x, a, out, m, n, p, x.stride(0), a.stride(0), a.stride(1), out.stride(0),
+        BM=bm, BN=64, R=max(16, next_power_of_2(p)), num_warps=8, num_stages=3,
+    )  # fmt: skip

@@ -1,0 +1,359 @@
+"""LoRA projections that share an input, as one library GEMM:
+
+    Y = [X | S] · [W | sB]ᵀ        S = X · Aᵀ                 forward
+    dX = [dY | dS] · [W ; A]       dS = dY · sB               backward
+    dA = dSᵀ · X,  dB = dYᵀ · sS
+
+X: (M, K), W: (N, K), A: (p, K), sB: (N, p), Y: (M, N). One buffer of (N + p) × (K + p) holds [W | sB ; A | –] and serves both
+directions as strided views; the frozen weight is stored once, the module's own parameter becomes a view into it. Several
+projections (q, k, v; gate, up) stack their rows in W, their A's in A, and B becomes block-diagonal. p is the sum of the
+ranks rounded up, because GEMMs like a multiple of 64. sB and A are written anew on every forward: optimizers that update
+through raw pointers change no version counter, and a CUDA graph has to contain the refresh.
+
+Why: `Y += S · (sB)ᵀ` as a GEMM of its own reads and writes Y once more. Where the plain form is measured to be faster it
+is taken (`tune`). Hu et al., "LoRA" (2021). Run: python -m pytest tests/lorakernels/test_projection.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from . import tune
+from .dropout import draw_seed, dropout_into
+from .linear_cross_entropy import mm_in
+from .pack import pack_into
+from .runtime import check, round_up
+
+
+@dataclass
+class Member:
+    """One frozen linear with at most one adapter: W (N, K), A (r, K), B (N, r); y = x Wᵀ + bias + scale · (x Aᵀ Bᵀ + lora_bias)."""  # noqa: E501
+
+    name: str
+    weight: nn.Parameter
+    bias: torch.Tensor | None = None
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    lora_bias: torch.Tensor | None = None
+    scale: float = 1.0
+    dropout: float = 0.0
+    quantized: object | None = None  # bitsandbytes' quant_state of an NF4 weight
+    shape: tuple[int, int] = field(default=(0, 0))
+
+    def __post_init__(self):
+        if self.shape == (0, 0):
+            self.shape = tuple(self.weight.shape) if self.quantized is None else tuple(self.quantized.shape)
+        n, k = self.shape
+        if self.a is not None:
+            check(self.a.dim() == 2 and self.a.shape[1] == k, f"lora_A of {self.name} does not fit", a=self.a)
+            fits = self.b is not None and self.b.shape == (n, self.a.shape[0])
+            check(fits, f"lora_B of {self.name} does not fit", a=self.a, b=self.b)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.a is None else self.a.shape[0]
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order in which the autograd functions take them and return their gradients."""
+        return self.a, self.b, self.lora_bias, self.bias
+
+
+@dataclass
+class Operand:
+    """w (N, K), sb (N, p), a (p, K); full is the buffer they are views of, None where they are not (FP8)."""
+
+    w: torch.Tensor | None
+    sb: torch.Tensor
+    a: torch.Tensor
+    full: torch.Tensor | None
+
+
+class Projection:
+    """Members that share an input, and their operand buffer."""
+
+    def __init__(self, members: list[Member], one_gemm: bool = True, fp8: bool = False):
+        self.members, self.one_gemm = members, one_gemm
+        self.k = members[0].shape[1]
+        wrong = [m.name for m in members if m.shape[1] != self.k]
+        if wrong:
+            raise ValueError(f"{wrong} do not share an input of {self.k} columns: {[m.shape for m in members]}")
+        self.n = sum(m.shape[0] for m in members)
+        self.rank = sum(m.rank for m in members)
+        self.p = round_up(self.rank, 64 if self.k >= 2048 else 16)
+        self.quantized = any(m.quantized is not None for m in members)
+        self.fp8 = None
+        self.buffer: torch.Tensor | None = None
+        self._scales: tuple[tuple, torch.Tensor] | None = None
+        self._loaded: tuple = ()
+        if fp8 and not self.quantized:
+            from .fp8 import FrozenFp8
+
+            self.fp8 = FrozenFp8(members)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        m = self.members[0]
+        return m.weight.dtype if m.quantized is None else m.quantized.dtype
+
+    # ---- where things lie -------------------------------------------------------------------------------------------
+    def row_slices(self) -> list[slice]:
+        ends, out = 0, []
+        for m in self.members:
+            out.append(slice(ends, ends + m.shape[0]))
+            ends += m.shape[0]
+        return out
+
+    def rank_slices(self) -> list[slice]:
+        ends, out = 0, []
+        for m in self.members:
+            out.append(slice(ends, ends + m.rank))
+            ends += m.rank
+        return out
+
+    # ---- the buffer -------------------------------------------------------------------------------------------------
+    def owns_weights(self) -> bool:
+        """True if the modules' weights still are the views that `adopt` made (a merge or .to() may have replaced them)."""
+        buffer = self.buffer
+        if buffer is None:
+            return False
+        at = zip(self.members, self.row_slices(), strict=True)
+        step = buffer.stride(0) * buffer.element_size()
+        return all(
+            m.weight.dtype == buffer.dtype
+            and m.weight.device == buffer.device
+            and m.weight.data_ptr() == buffer.data_ptr() + rows.start * step
+            for m, rows in at
+        )
+
+    def adopt(self) -> None:
+        """Moves the frozen weights into the buffer, one by one, so that they are stored once."""
+        if self.quantized or self.fp8 is not None:
+            return
+        first = self.members[0].weight
+        buffer = torch.zeros(self.n + self.p, self.k + self.p, dtype=first.dtype, device=first.device)
+        for m, at in zip(self.members, self.row_slices(), strict=True):
+            buffer[at, : self.k].copy_(m.weight.data)
+            m.weight.data = buffer[at, : self.k]
+        self.buffer = buffer
+
+    def release(self) -> None:
+        """Gives each module a contiguous weight of its own again."""
+        if self.owns_weights():
+            for m in self.members:
+                m.weight.data = m.weight.data.clone(memory_format=torch.contiguous_format)
+        self.buffer = None
+        self._loaded = ()
+
+    def operand(self, dtype: torch.dtype) -> Operand:
+        """The operand with today's A and B in it."""
+        if self.fp8 is not None:
+            dev = self.members[0].weight.device
+            op = Operand(None, *(torch.zeros(s, dtype=dtype, device=dev) for s in ((self.n, self.p), (self.p, self.k))), None)
+            self._load(op)
+            return op
+        if not self.quantized and self.members[0].weight.dtype == dtype:
+            if not self.owns_weights():
+                self.adopt()
+            op = self._views(self.buffer)
+            self._load(op)
+            self._loaded = self._identity()
+            return op
+        return self._scratch(dtype)
+
+    def operand_again(self, dtype: torch.dtype) -> Operand:
+        """For backward: what forward used. Loaded once more only if another adapter has been there since."""
+        if self.buffer is not None and self._loaded == self._identity() and self.members[0].weight.dtype == dtype:
+            return self._views(self.buffer)
+        return self.operand(dtype)
+
+    def _identity(self) -> tuple:
+        return tuple((id(m.a), id(m.b), m.scale) for m in self.members)
+
+    def _views(self, full) -> Operand:
+        n, k = self.n, self.k
+        return Operand(full[:n, :k], full[:n, k:], full[n:, :k], full)
+
+    def _scratch(self, dtype: torch.dtype) -> Operand:
+        """A buffer for this call only: quantized weights, and weights that autocast casts."""
+        from .nf4 import dequantize_into
+
+        dev = self.members[0].weight.device
+        full = torch.empty(self.n + self.p, self.k + self.p, dtype=dtype, device=dev)
+        op = self._views(full)
+        for m, at in zip(self.members, self.row_slices(), strict=True):
+            if m.quantized is not None:
+                dequantize_into(m.weight, m.quantized, op.w[at])
+            else:
+                op.w[at].copy_(m.weight)
+        op.sb.zero_()
+        op.a[self.rank :].zero_()
+        self._load(op)
+        return op
+
+    def _load(self, op: Operand) -> None:
+        with torch.no_grad():
+            for m, rows, cols in zip(self.members, self.row_slices(), self.rank_slices(), strict=True):
+                if m.a is None:
+                    continue
+                op.a[cols].copy_(m.a)
+                if m.b.dtype == op.sb.dtype and m.scale == 1.0:
+                    op.sb[rows, cols].copy_(m.b)
+                else:
+                    torch.mul(m.b, m.scale, out=op.sb[rows, cols])
+
+    def total_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Bias of all members, with scale · lora_B.bias added, or None."""
+        if all(m.bias is None and m.lora_bias is None for m in self.members):
+            return None
+        parts = []
+        for m in self.members:
+            part = torch.zeros(m.shape[0], dtype=torch.float32, device=m.weight.device)
+            part = part if m.bias is None else part + m.bias
+            parts.append(part if m.lora_bias is None else part + m.scale * m.lora_bias)
+        return torch.cat(parts).to(dtype)
+
+    def scale_columns(self, s: torch.Tensor) -> torch.Tensor:
+        """s with each member's columns multiplied by its scale: the sS that dB = dYᵀ · sS needs."""
+        scales = tuple(m.scale for m in self.members)
+        if len(set(scales)) == 1:
+            return s * scales[0]
+        key = (scales, s.dtype, s.device)
+        if self._scales is None or self._scales[0] != key:
+            columns = [m.scale for m in self.members for _ in range(m.rank)] + [0.0] * (self.p - self.rank)
+            self._scales = (key, torch.tensor(columns, dtype=s.dtype, device=s.device))
+        return s * self._scales[1]
+
+    # ---- dropout ----------------------------------------------------------------------------------------------------
+    @property
+    def dropped(self) -> bool:
+        return any(m.dropout > 0 and m.rank for m in self.members)
+
+    def seeds(self, device) -> torch.Tensor | None:
+        """A seed a member: PEFT draws one mask for each projection, so these do too."""
+        return torch.cat([draw_seed(device) for _ in self.members]) if self.dropped else None
+
+    def _dropped_input(self, x, i, seeds):
+        m = self.members[i]
+        if m.dropout == 0:
+            return x
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dropout_into(x, seeds[i : i + 1], m.dropout, out)
+        return out
+
+    def lora_input(self, x, op: Operand, seeds, out) -> None:
+        """out (M, p) = S = dropout(x) · Aᵀ, member by member where their masks differ."""
+        if not self.p:
+            return
+        if seeds is None:
+            torch.mm(x, op.a.t(), out=out)
+            return
+        out.zero_()
+        for i, cols in enumerate(self.rank_slices()):
+            if self.members[i].rank:
+                out[:, cols] = self._dropped_input(x, i, seeds) @ op.a[cols].t()
+
+    # ---- the products -----------------------------------------------------------------------------------------------
+    def forward(self, xs, op: Operand, out=None, residual=None) -> torch.Tensor:
+        """Y of the packed xs = [X | S] (M, K + p); written to out, added to residual, where given."""
+        bias = self.total_bias(xs.dtype)
+        x, s, m = xs[:, : self.k], xs[:, self.k :], xs.shape[0]
+
+        def one():
+            return _product(xs, op.full[: self.n].t(), bias, out, residual)
+
+        def addmm():
+            y = _product(x, op.w.t(), bias, out, residual) if self.fp8 is None else self._fp8(x, bias, out, residual)
+            return y.addmm_(s, op.sb.t()) if self.p else y
+
+        if op.full is None or not self.p:
+            return addmm()
+        forms = {"one": one, "addmm": addmm} if self.one_gemm else {"addmm": addmm}
+        key = (tune.bucket(m), self.k, self.n, self.p, xs.dtype, residual is not None)
+        return forms[tune.pick("forward", key, forms, xs.device)]()
+
+    def _fp8(self, x, bias, out, residual):
+        y = self.fp8.forward(x)
+        y = y if bias is None else y.add_(bias)
+        y = y if residual is None else y.add_(residual)
+        return y if out is None else out.copy_(y)
+
+    def backward_input(self, d, op: Operand, seeds) -> torch.Tensor:
+        """dX (M, K) of the packed d = [dY | dS] (M, N + p)."""
+        dy, ds = d[:, : self.n], d[:, self.n :]
+
+        def one():
+            return d @ op.full[:, : self.k]
+
+        def addmm():
+            dx = dy @ op.w if self.fp8 is None else self.fp8.backward(dy)
+            return dx.addmm_(ds, op.a) if self.p and seeds is None else dx
+
+        if op.full is None or not self.p or seeds is not None:
+            dx = addmm()
+        else:
+            forms = {"one": one, "addmm": addmm} if self.one_gemm else {"addmm": addmm}
+            key = (tune.bucket(d.shape[0]), self.k, self.n, self.p, d.dtype)
+            dx = forms[tune.pick("backward", key, forms, d.device)]()
+        if seeds is not None:
+            self._add_dropped(dx, ds, op, seeds)
+        return dx
+
+    def _add_dropped(self, dx, ds, op, seeds) -> None:
+        for i, (m, cols) in enumerate(zip(self.members, self.rank_slices(), strict=True)):
+            if m.rank and m.dropout:
+                dropout_into(ds[:, cols] @ op.a[cols], seeds[i : i + 1], m.dropout, dx, add=True)
+            elif m.rank:
+                dx.addmm_(ds[:, cols], op.a[cols])
+
+    def pack_gradient(self, dy, op: Operand) -> torch.Tensor:
+        """[dY | dS] of a gradient that lies elsewhere."""
+        d = torch.empty(dy.shape[0], self.n + self.p, dtype=op.sb.dtype, device=dy.device)
+
+        def pack(fused):
+            return lambda: pack_into(dy, op.sb.t(), d, fused)
+
+        forms = {"fused": pack(True), "plain": pack(False)}
+        forms[tune.pick("pack", (tune.bucket(dy.shape[0]), self.n, self.p, d.dtype), forms, d.device)]()
+        return d
+
+    def gradient_tail(self, d, op: Operand) -> None:
+        """Writes dS behind the dY that already lies in d."""
+        if self.p:
+            torch.mm(d[:, : self.n], op.sb, out=d[:, self.n :])
+
+    def parameter_gradients(self, d, scaled_s, da_full, needed: list[bool], x=None, seeds=None) -> list:
+        """Gradients in the order of `parameters`, member by member; da_full (p, K) comes from the caller unless dropout
+        makes each member see its own input (x, seeds)."""
+        out: list[torch.Tensor | None] = []
+        rows_cols = zip(self.members, self.row_slices(), self.rank_slices(), strict=True)
+        for i, (m, rows, cols) in enumerate(rows_cols):
+            need = needed[4 * i : 4 * i + 4]
+            dy = d[:, rows]
+            da = None
+            if need[0] and m.a is not None:
+                if seeds is None:
+                    da = da_full[cols].to(m.a.dtype)
+                else:
+                    ds = d[:, self.n + cols.start : self.n + cols.stop]
+                    da = mm_in(ds.t(), self._dropped_input(x, i, seeds), m.a.dtype)
+            db = mm_in(dy.t(), scaled_s[:, cols], m.b.dtype) if need[1] and m.b is not None else None
+            total = dy.sum(0, dtype=torch.promote_types(torch.float32, dy.dtype)) if need[2] or need[3] else None
+            dlb = (total * m.scale).to(m.lora_bias.dtype) if need[2] and m.lora_bias is not None else None
+            out += [da, db, dlb, total.to(m.bias.dtype) if need[3] and m.bias is not None else None]
+        return out
+
+
+def _product(x, wt, bias, out, residual):
+    if residual is not None:
+        y = torch.addmm(residual, x, wt, out=out) if out is not None else torch.addmm(residual, x, wt)
+        return y if bias is None else y.add_(bias)
+    if bias is not None:
+        return torch.addmm(bias, x, wt, out=out) if out is not None else torch.addmm(bias, x, wt)
+    return torch.mm(x, wt, out=out) if out is not None else torch.mm(x, wt)
+
+
+__all__ = ["Member", "Operand", "Projection"]

@@ -1,0 +1,66 @@
+"""NF4 dequantization, plain and double quantization, into strided buffers, against the formula and bitsandbytes itself."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_checks import assert_close, poisoned
+
+from lorakernels.nf4 import dequantize, dequantize_into, dequantize_reference
+
+
+def quantized(n, k, blocksize, nested, device):
+    """Random NF4 data in bitsandbytes' layout (only the layout matters here, not how well it approximates something)."""
+    count = n * k
+    blocks = -(-count // blocksize)
+    state = SimpleNamespace(
+        shape=torch.Size((n, k)), code=torch.linspace(-1, 1, 16, device=device), blocksize=blocksize, dtype=torch.float16,
+        absmax=torch.rand(blocks, device=device), offset=None, state2=None, nested=nested,
+    )  # fmt: skip
+    if nested:
+        state.absmax = torch.randint(256, (blocks,), dtype=torch.uint8, device=device)
+        state.state2 = SimpleNamespace(
+            code=torch.rand(256, device=device), blocksize=4, absmax=torch.rand(-(-blocks // 4), device=device)
+        )
+        state.offset = torch.tensor(0.25, device=device)
+    return torch.randint(256, (-(-count // 2), 1), dtype=torch.uint8, device=device), state
+
+
+@pytest.mark.parametrize("n, k, blocksize", [(4, 64, 64), (3, 21, 8), (1, 1, 64), (5, 130, 16)])
+@pytest.mark.parametrize("nested", [False, True])
+def test_dequantize(n, k, blocksize, nested, device, dtype):
+    packed, state = quantized(n, k, blocksize, nested, device)
+    wide = poisoned(n, k + 5, dtype=dtype, device=device)
+    dequantize_into(packed, state, wide[:, :k])
+    assert_close(wide[:, :k], dequantize_reference(packed, state), dtype)
+    assert wide[:, k:].isnan().all()
+    assert_close(dequantize(packed, state, dtype), dequantize_reference(packed, state), dtype)
+
+
+def test_by_hand():
+    """Two elements of which everything is known: high nibble first, block scale, double quantization."""
+    packed, state = quantized(1, 2, 64, True, "cpu")
+    packed[0] = 0x3F
+    scale = state.state2.code[state.absmax.long()] * state.state2.absmax + 0.25
+    wanted = torch.stack((state.code[3], state.code[15]))[None] * scale
+    assert_close(dequantize(packed, state, torch.float32), wanted, torch.float32)
+
+
+def test_wrong_shapes():
+    packed, state = quantized(4, 8, 8, False, "cpu")
+    with pytest.raises(ValueError, match=r"\(4, 9\)"):
+        dequantize_into(packed, state, torch.zeros(4, 9))
+    with pytest.raises(ValueError, match="4 bits"):
+        dequantize_into(packed[:-1], state, torch.zeros(4, 8))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("nested", [False, True])
+def test_same_as_bitsandbytes(nested, device):
+    from bitsandbytes import functional
+
+    weight = torch.randn(96, 128, device=device).half()
+    packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=nested)
+    wanted = functional.dequantize_4bit(packed, state)
+    assert_close(dequantize(packed, state, torch.float16), wanted, torch.float16, 2)

@@ -1,0 +1,35 @@
+"""[x | x · Aᵀ] in one launch, against float32."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_checks import assert_close, poisoned, strided
+
+from lorakernels.pack import pack_into, pack_reference
+
+
+@pytest.mark.parametrize("m, n, p", [(1, 1, 1), (37, 70, 5), (33, 64, 16), (5, 30, 130), (4, 8, 0)])
+@pytest.mark.parametrize("fused", [True, False])
+def test_pack(m, n, p, fused, device, dtype):
+    x, a = strided(torch.randn(m, n, device=device).to(dtype)), torch.randn(p, n, device=device).to(dtype)
+    for view in (a, a.t().contiguous().t()):
+        out = poisoned(m, n + p, dtype=dtype, device=device)
+        pack_into(x, view, out, fused)
+        wanted = pack_reference(x, a)
+        assert torch.equal(out[:, :n], x)
+        if p:
+            assert_close(out[:, n:], wanted[:, n:], dtype, 2)
+
+
+@given(m=st.integers(0, 6), n=st.integers(1, 40), p=st.integers(0, 9))
+@settings(max_examples=15, deadline=None)
+def test_any_shape(m, n, p):
+    x, a, out = torch.randn(m, n), torch.randn(p, n), torch.empty(m, n + p)
+    pack_into(x, a, out)
+    assert_close(out, pack_reference(x, a), torch.float32, 2)
+
+
+def test_wrong_shapes():
+    with pytest.raises(ValueError, match=r"\(2, 3\)"):
+        pack_into(torch.zeros(2, 3), torch.zeros(1, 4), torch.zeros(2, 4))

@@ -1,0 +1,179 @@
+"""LoRA as one GEMM over concatenated operands, against the formula in float64: every gradient, any rank, any mix."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_checks import assert_close
+from torch import nn
+
+from lorakernels import tune
+from lorakernels.dropout import dropout
+from lorakernels.fused import project
+from lorakernels.projection import Member, Projection
+
+
+def member(name, n, k, r, dtype=torch.float64, adapter_dtype=None, bias=False, lora_bias=False, scale=2.0, p=0.0):
+    def parameter(*shape, grad=True, std=0.3, dtype=adapter_dtype or dtype):
+        return nn.Parameter(torch.randn(shape).mul(std).to(dtype), requires_grad=grad)
+
+    return Member(
+        name, parameter(n, k, grad=False, dtype=dtype), parameter(n, dtype=dtype) if bias else None,
+        parameter(r, k) if r else None, parameter(n, r) if r else None, parameter(n) if lora_bias else None, scale, p,
+    )  # fmt: skip
+
+
+def leaves(members):
+    return [t for m in members for t in m.parameters if t is not None]
+
+
+def plain(members, x, seeds=None, dtype=torch.float64):
+    """What PEFT computes, in dtype, side by side."""
+    out = []
+    for i, m in enumerate(members):
+        y = x @ m.weight.to(dtype).t()
+        y = y if m.bias is None else y + m.bias.to(dtype)
+        if m.a is not None:
+            xd = x if seeds is None or m.dropout == 0 else dropout(x, seeds[i : i + 1], m.dropout)
+            y = y + m.scale * (xd @ m.a.to(dtype).t() @ m.b.to(dtype).t())
+            y = y if m.lora_bias is None else y + m.scale * m.lora_bias.to(dtype)
+        out.append(y)
+    return torch.cat(out, -1)
+
+
+def compare(members, groups, x, dtype=torch.float64, times=1.0, seeds=None, **kw):
+    ours, wide = x.clone().requires_grad_(), x.double().clone().requires_grad_()
+    got = project(ours, groups, **kw)
+    wanted = plain(members, wide, seeds)
+    grad = torch.randn(got.shape, dtype=torch.float64)
+    params = leaves(members)
+    got_grads = torch.autograd.grad(got, [ours, *params], grad.to(got.dtype))
+    wanted_grads = torch.autograd.grad(wanted, [wide, *params], grad)
+    assert_close(got, wanted, dtype, times)
+    for a, b, p in zip(got_grads, wanted_grads, [ours, *params], strict=True):
+        assert a.dtype == p.dtype
+        assert_close(a, b, dtype, times)
+
+
+@pytest.mark.parametrize("form", ["one", "addmm"])
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("ranks", [(4, 4, 4), (1, 0, 7), (0, 0, 0), (3, 17, 256), (0, 5, 0)])
+def test_every_gradient(form, merged, ranks):
+    tune.force(form)
+    try:
+        members = [member(f"m{i}", n, 24, r, bias=i == 1, lora_bias=r == 7, scale=1.0 + i) for i, (n, r) in
+                   enumerate(zip((8, 5, 12), ranks, strict=True))]  # fmt: skip
+        groups = [Projection(members)] if merged else [Projection([m]) for m in members]
+        compare(members, groups, torch.randn(2, 3, 24, dtype=torch.float64))
+        assert all(g.owns_weights() for g in groups)
+    finally:
+        tune.force(None)
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("adapters", ["same", "float32"])
+def test_low_precision(name, adapters):
+    dtype = getattr(torch, name)
+    members = [member("a", 16, 40, 8, dtype, torch.float32 if adapters == "float32" else dtype, bias=True) for _ in "ab"]
+    compare(members, [Projection(members)], torch.randn(9, 40).to(dtype), dtype, 3)
+
+
+def test_one_gemm_and_merge_are_toggles():
+    members = [member("a", 6, 10, 2), member("b", 4, 10, 3)]
+    compare(members, [Projection(members, one_gemm=False)], torch.randn(5, 10, dtype=torch.float64))
+    compare(members, [Projection([m], one_gemm=False) for m in members], torch.randn(5, 10, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_dropout_with_a_mask_for_each_projection(merged, monkeypatch):
+    members = [member("a", 6, 10, 2, p=0.3), member("b", 4, 10, 3, p=0.0), member("c", 5, 10, 3, p=0.6)]
+    groups = [Projection(members)] if merged else [Projection([m]) for m in members]
+    seeds, left = torch.tensor([11, 12, 13]), {id(m): i for i, m in enumerate(members)}
+
+    def fixed(self, device):
+        picked = torch.stack([seeds[left[id(m)]] for m in self.members])
+        return picked if self.dropped else None
+
+    monkeypatch.setattr(Projection, "seeds", fixed)
+    compare(members, groups, torch.randn(7, 10, dtype=torch.float64), seeds=seeds)
+
+
+def test_dropout_is_off_in_evaluation_and_random_in_training():
+    members = [member("a", 6, 30, 4, p=0.5)]
+    groups, x = [Projection(members)], torch.randn(7, 30, dtype=torch.float64)
+    assert_close(project(x, groups, training=False), plain(members, x), torch.float64)
+    assert not torch.equal(project(x, groups), project(x, groups))
+
+
+def test_weights_are_stored_once_and_given_back():
+    members = [member("a", 6, 10, 2), member("b", 4, 10, 3)]
+    before, objects = [m.weight.detach().clone() for m in members], [m.weight for m in members]
+    group = Projection(members)
+    group.adopt()
+    assert group.owns_weights()
+    assert members[0].weight.untyped_storage().data_ptr() == members[1].weight.untyped_storage().data_ptr()
+    assert all(torch.equal(m.weight, b) for m, b in zip(members, before, strict=True))
+    group.release()
+    assert all(m.weight.is_contiguous() and m.weight is o for m, o in zip(members, objects, strict=True))
+    assert all(torch.equal(m.weight, b) for m, b in zip(members, before, strict=True))
+    assert group.buffer is None
+
+
+def test_replaced_weights_and_stepped_adapters_are_seen():
+    members = [member("a", 6, 10, 2), member("b", 4, 10, 3)]
+    group, x = Projection(members), torch.randn(5, 10, dtype=torch.float64)
+    project(x, [group])
+    members[0].weight.data = torch.randn(6, 10, dtype=torch.float64)  # what a safe merge does
+    members[0].b.data.add_(1.0)  # no version counter moves
+    assert_close(project(x, [group]), plain(members, x), torch.float64)
+
+
+def test_backward_uses_what_forward_used():
+    """Another adapter's forward between a forward and its backward must not change the gradient."""
+    first, x = member("a", 6, 10, 2), torch.randn(5, 10, dtype=torch.float64, requires_grad=True)
+    group = Projection([first])
+    y = project(x, [group])
+    (wanted,) = torch.autograd.grad(plain([first], x).sum(), x)
+    (got,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert_close(got, wanted, torch.float64)
+    assert torch.equal(got, torch.autograd.grad(y.sum(), x)[0])
+    y = project(x, [group])
+    with torch.no_grad():
+        first.a.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_autocast_casts_the_weights():
+    members = [member("a", 16, 24, 4, torch.float32)]
+    x = torch.randn(6, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = project(x, [Projection(members)])
+    assert y.dtype == torch.bfloat16
+    assert_close(y, plain(members, x.double()), torch.bfloat16, 2)
+
+
+@given(
+    m=st.integers(0, 6), k=st.integers(1, 20), sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), min_size=1,
+    max_size=3), seed=st.integers(0, 50),
+)  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_any_shape(m, k, sizes, seed):
+    torch.manual_seed(seed)
+    members = [member(str(i), n, k, r) for i, (n, r) in enumerate(sizes)]
+    compare(members, [Projection(members)], torch.randn(m, k, dtype=torch.float64))
+
+
+def test_gradcheck():
+    members = [member("a", 4, 5, 2, lora_bias=True), member("b", 3, 5, 0)]
+    group, x = Projection(members), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, *_: project(x, [group]), (x, *leaves(members)))
+
+
+def test_wrong_shapes():
+    with pytest.raises(ValueError, match="share an input"):
+        Projection([member("a", 4, 5, 2), member("b", 4, 6, 2)])
+    with pytest.raises(ValueError, match=r"\(2, 7\)"):
+        project(torch.zeros(2, 7), [Projection([member("a", 4, 5, 2)])])
+    with pytest.raises(ValueError, match="lora_A"):
+        Member("a", nn.Parameter(torch.zeros(4, 5)), a=torch.zeros(2, 6), b=torch.zeros(4, 2))
