@@ -1,0 +1,45 @@
+"""What the records mean: statistics, tables, plots and a page, all from records.jsonl and environment.json."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lorabench.report.frame import frame, read_sessions
+from lorabench.report.frame import load_results as load_results
+from lorabench.run.store import read_records
+
+
+def write_report(folder: str | Path) -> list[Path]:
+    """Write summary.csv, .md, .tex, plots/*.png and report.html into a results folder; returns their paths.
+
+    Any records will do, none included. Each file is replaced at once or not at all; a plot that these records no
+    longer have is removed, so that none is stale. Raises RecordError (ValueError) for records that cannot be read,
+    OSError where the folder cannot be written.
+    """
+    from lorabench.report import page, plots, tables  # matplotlib and jinja take a second that readers need not wait
+
+    folder = Path(folder)
+    records, sessions = read_records(folder), read_sessions(folder)
+    images = plots.plots(records, sessions)
+    files = {
+        "summary.csv": tables.csv(frame(records, sessions)).encode(),
+        "summary.md": tables.markdown(records, sessions).encode(),
+        "summary.tex": tables.latex(records, sessions).encode(),
+        **{f"plots/{name}": png for name, png in images.items()},
+        "report.html": page.page(records, sessions, images).encode(),
+    }
+    for name in set(plots.NAMES) - set(images):
+        (folder / "plots" / name).unlink(missing_ok=True)
+    return [_replace(folder / name, content) for name, content in files.items()]
+
+
+def _replace(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path

@@ -26,6 +26,8 @@ Quantity = Literal[
     "memory_traffic_saved_pct", "pipeline_bubble_pct", "minutes_saved_per_checkpoint",
 ]  # fmt: skip
 
+UNKNOWN = (math.nan, math.nan, math.nan)
+
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -120,14 +122,14 @@ def measured(record: Record, quantity: str) -> tuple[float, float, float]:
     """Our (value, low, high) for a claim's quantity; NaN for what a record of a training step does not hold."""
     phase, _, kind = quantity.partition("_")
     if kind == "speedup":
-        return phase_speedup(record, phase) or (math.nan,) * 3
+        return phase_speedup(record, phase) or UNKNOWN
     memory = record.memory or {}
     before, after = (getattr(memory.get(arm), phase, None) for arm in ("reference", "candidate"))
     if kind == "memory_saved_pct" and before and after is not None:
         return 100 * (1 - after / before), math.nan, math.nan
     if kind == "memory_gb" and after is not None:
         return after / 1e9, math.nan, math.nan
-    return (math.nan,) * 3
+    return UNKNOWN
 
 
 def outcome(match: Match) -> str:

@@ -71,7 +71,10 @@ def phase_speedup(record: Record, phase: str) -> stats.Speedup | None:
         return None
     if found.speedup is not None and found.low is not None and found.high is not None:
         return stats.Speedup(found.speedup, found.low, found.high)
-    return _speedup(tuple(found.reference_ms), tuple(found.candidate_ms), record.pairing != "abba")
+    try:
+        return _speedup(tuple(found.reference_ms), tuple(found.candidate_ms), record.pairing != "abba")
+    except ValueError as error:
+        raise RecordError(f"record {record.key} ({toggles(record)}), phase {phase}: {error}") from None
 
 
 @lru_cache(maxsize=4096)  # every output asks again, and a bootstrap takes some 20 ms

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -22,6 +22,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from lorabench.report.attribution import Rung, groups, ladder
 from lorabench.report.claims import match
 from lorabench.report.frame import Session, frame
+from lorabench.report.tables import ratio
 from lorabench.run.record import Record
 
 BLUE, ORANGE, GREEN, VERMILLION, GREY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777", "#CC79A7"
@@ -30,6 +31,8 @@ PHASE_COLOURS = {"forward": BLUE, "backward": ORANGE, "step": GREEN}
 WIDTH, ROW, FRAME = 9.5, 0.27, 0.95  # inches: figure, one row, a panel's title and axis
 SMALL = 8.5
 TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100)
+
+NAMES = ("speedup.png", "memory.png", "phases.png", "tradeoff.png", "ladder.png")
 
 Panel = tuple[str, pd.DataFrame]
 
@@ -41,14 +44,8 @@ def plots(records: Sequence[Record], sessions: Sequence[Session] = ()) -> dict[s
         (f"{model} @ {workload}", table[(table["model"] == model) & (table["workload"] == workload)])
         for model, workload in groups(records)
     ]
-    made = {
-        "speedup.png": _speedup(panels, records),
-        "memory.png": _memory(panels),
-        "phases.png": _phases(panels),
-        "tradeoff.png": _tradeoff(panels),
-        "ladder.png": _ladder(records),
-    }
-    return {name: _png(figure) for name, figure in made.items() if figure is not None}
+    made = (_speedup(panels, records), _memory(panels), _phases(panels), _tradeoff(panels), _ladder(records))
+    return {name: _png(figure) for name, figure in zip(NAMES, made, strict=True) if figure is not None}
 
 
 def _png(figure: Figure) -> bytes:
@@ -91,20 +88,21 @@ def short(label: str, longest: int = 36) -> str:
     return label if len(label) <= longest else label[: longest - 1] + "…"
 
 
-def _log_axis(ax: Axes, values: Sequence[float]) -> None:
+def _log_axis(ax: Axes, which: Literal["x", "y"], values: Sequence[float]) -> None:
+    """A logarithmic axis of ratios, its ticks round numbers with room between them; 1 always."""
     low, high = min([*values, 0.95]), max([*values, 1.05])
     margin = (high / low) ** 0.06
-    ax.set_xscale("log")
-    ax.set_xlim(low / margin, high * margin)
-    ticks = [t for t in TICKS if low / margin <= t <= high * margin]
     span = math.log(high / low)
     kept: list[float] = []
-    for tick in sorted(ticks, key=lambda t: (t != 1, t not in (0.5, 2, 5, 10), t)):  # 1 first, then round ones
+    inside = [t for t in TICKS if low / margin <= t <= high * margin]
+    for tick in sorted(inside, key=lambda t: (t != 1, t not in (0.5, 2, 5, 10), t)):
         if all(abs(math.log(tick / k)) > span / 14 for k in kept):
             kept.append(tick)
-    ax.xaxis.set_major_locator(FixedLocator(sorted(kept)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}×")
+    ax.set(**{f"{which}scale": "log", f"{which}lim": (low / margin, high * margin)})
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    axis.set_major_locator(FixedLocator(sorted(kept)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda x, _: f"{x:g}×")
 
 
 # -- speed-up -------------------------------------------------------------------------------------------------------
@@ -152,14 +150,14 @@ def _forest(ax: Axes, title: str, part: pd.DataFrame, claims: dict[str, list[tup
             ax.plot([row["total_speedup"]], [y], marker, color=colour, ms=5.5, zorder=4)
         _note(ax, y, *_says(row))
     _rows(ax, title, list(part["toggles"]))
-    _log_axis(ax, values)
+    _log_axis(ax, "x", values)
     ax.set_xlabel("speed-up of forward + backward + step, 95 % interval (right is faster)", fontsize=SMALL)
 
 
 def _says(row: dict[str, Any]) -> tuple[str, str]:
     """(text in the right margin, its colour): the number, or why there is none."""
     if math.isfinite(row["total_speedup"]):
-        return f"{row['total_speedup']:.2f} [{row['total_low']:.2f}, {row['total_high']:.2f}]", "black"
+        return ratio(row["total_speedup"], row["total_low"], row["total_high"]), "black"
     if row["status"] == "oom" and row["arm"] == "reference" and math.isfinite(row["total_candidate_ms"]):
         return f"only this fits: {row['total_candidate_ms']:.4g} ms", BLUE
     return (row["status"] if row["status"] != "ok" else "too few trials"), VERMILLION
@@ -190,7 +188,7 @@ def _memory(panels: Sequence[Panel]) -> Figure | None:
             ax.plot([before], [y], "o", color="black", mfc="white", ms=6)
             ax.plot([after], [y], "o", color=colour, ms=6)
             only = "candidate" if math.isnan(before) else "reference"
-            _note(ax, y, f"{-saved:+.1f} %" if math.isfinite(saved) else f"only the {only}", "black")
+            _note(ax, y, f"{0.0 - saved:+.1f} %" if math.isfinite(saved) else f"only the {only}", "black")
         _rows(ax, title, list(part["toggles"]))
         ax.set_xlim(left=0)
         ax.set_xlabel("peak allocated, GiB (left is better)", fontsize=SMALL)
@@ -237,22 +235,38 @@ def _tradeoff(panels: Sequence[Panel]) -> Figure | None:
         ax.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
         ax.axhline(1, color="black", lw=0.8)
         ax.axvline(0, color="black", lw=0.8)
-        for i, row in enumerate(rows):
-            x, y = row["memory_saved_pct"], row["total_speedup"]
+        for row in rows:
             colour, marker = LOOK.get(row["verdict"] or "", (GREY, "o"))
+            x = row["memory_saved_pct"]
             ax.plot([x, x], [row["total_low"], row["total_high"]], color=colour, lw=1.5)
-            ax.plot([x], [y], marker, color=colour, ms=6, zorder=3)
-            ax.annotate(
-                short(row["toggles"]), (x, y), (1.04, 1 - (i + 0.5) / len(rows)), textcoords="axes fraction",
-                fontsize=SMALL, va="center", arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "lw": 0.6},
-            )  # fmt: skip
+            ax.plot([x], [row["total_speedup"]], marker, color=colour, ms=6, zorder=3)
+        _log_axis(ax, "y", [v for row in rows for v in (row["total_low"], row["total_high"])])
+        _margin_names(ax, rows)
         ax.set_ylabel("speed-up, total", fontsize=SMALL)
         ax.set_xlabel("peak memory saved, %", fontsize=SMALL)
         ax.tick_params(labelsize=SMALL)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.margins(0.06, 0.08)
+        ax.margins(x=0.06)
     _legend(figure, [Line2D([], [], color=c, marker=m, lw=1.5, label=v) for v, (c, m) in LOOK.items()])
     return figure
+
+
+def _margin_names(ax: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    """Names right of the axes, each as near to its point's height as the ones above allow; rows from the fastest."""
+    low, high = (math.log(y) for y in ax.get_ylim())
+    gap = 1 / max(len(rows), 10)
+    heights: list[float] = []
+    for row in rows:
+        at = (math.log(row["total_speedup"]) - low) / (high - low)
+        heights.append(min(at, heights[-1] - gap) if heights else at)
+    for i in range(len(heights) - 1, -1, -1):  # what was pushed below the axes pushes back
+        heights[i] = max(heights[i], gap / 2 + gap * (len(heights) - 1 - i))
+    for row, height in zip(rows, heights, strict=True):
+        ax.annotate(
+            short(row["toggles"]), (row["memory_saved_pct"], row["total_speedup"]), (1.04, height),
+            textcoords="axes fraction", fontsize=SMALL, va="center",
+            arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "lw": 0.6, "relpos": (0, 0.5)},
+        )  # fmt: skip
 
 
 # -- ladder ---------------------------------------------------------------------------------------------------------

@@ -135,10 +135,10 @@ def p_value(reference_ms: Times, candidate_ms: Times, paired: bool) -> float:
     """Two-sided p that the arms are equally fast: Wilcoxon signed rank on log ratios, or Mann–Whitney. 1 if equal."""
     samples = _samples(reference_ms, candidate_ms, paired)
     if paired:
-        return float(stats.wilcoxon(samples[0]).pvalue) if samples[0].any() else 1.0
+        return float(stats.wilcoxon(samples[0])[1]) if samples[0].any() else 1.0
     if min(x.size for x in samples) == 0 or np.ptp(np.concatenate(samples)) == 0:
         return 1.0
-    return float(stats.mannwhitneyu(*samples).pvalue)
+    return float(stats.mannwhitneyu(samples[0], samples[1])[1])
 
 
 def holm(pvalues: Sequence[float]) -> list[float]:

@@ -90,7 +90,7 @@ def grouped(records: Sequence[Record], sessions: Sequence[Session] = ()) -> list
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     cells = {p: ratio(row[f"{p}_speedup"]) for p in ("forward", "backward", "step")}
-    saved = f" ({-row['memory_saved_pct']:+.1f} %)" if math.isfinite(row["memory_saved_pct"]) else ""
+    saved = f" ({0.0 - row['memory_saved_pct']:+.1f} %)" if math.isfinite(row["memory_saved_pct"]) else ""
     memory = arrow(row["reference_peak_gib"], row["candidate_peak_gib"])
     of_ceiling = _percent(row["candidate_of_ceiling"])
     bound = row["candidate_bound"] if isinstance(row["candidate_bound"], str) else ""  # pandas holds None as NaN

@@ -1,0 +1,37 @@
+"""Tables, plots and page again from the records of a results folder: python -m lorabench.report RUN
+
+Exit code 2 and one line where the folder cannot be read or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from lorabench.report import write_report
+from lorabench.report.frame import read_sessions
+from lorabench.report.tables import console_table
+from lorabench.run.store import read_records
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m lorabench.report", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder with records.jsonl, the output of a sweep")
+    folder = parser.parse_args(arguments).run
+    try:
+        written = write_report(folder)
+        records, sessions = read_records(folder), read_sessions(folder)
+    except (OSError, ValueError) as error:  # RecordError is a ValueError, StoreError an OSError
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 2
+    console = Console()
+    console.print(console_table(records, sessions, console.width))
+    print("\n".join(str(path) for path in written))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
