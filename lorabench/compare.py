@@ -22,7 +22,7 @@ from rich.text import Text
 from scipy.stats import t as student
 
 from lorabench.report import stats
-from lorabench.report.frame import Session, frame, phase_speedup, read_sessions, toggles
+from lorabench.report.frame import Session, noise_interval, phase_speedup, read_sessions, toggles
 from lorabench.report.stats import Speedup
 from lorabench.report.tables import ratio
 from lorabench.run.record import Record
@@ -61,7 +61,6 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
     both = [k for k in first if k in second]
     raw = {k: r for k in both if (r := _raw(first[k], second[k]))}
     adjusted = dict(zip(raw, stats.holm([r.p for r in raw.values()]), strict=True))
-    floors = [_floors(before), _floors(after)]
     changes = []
     for content in [*first, *(k for k in second if k not in first)]:
         a, b, found = first.get(content), second.get(content), raw.get(content)
@@ -69,7 +68,8 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
             changes.append(Change(a, b, None, _without_ratio(a, b)))
             continue
         # The two runs' noise is independent: their floors add like standard errors.
-        logs = [math.log1p(f.get(r.key, stats.MIN_FLOOR)) for f, r in zip(floors, (a, b), strict=True) if r]
+        floors = [stats.noise_floor(noise_interval(r, run)) for r, run in ((a, before), (b, after)) if r]
+        logs = [math.log1p(floor) for floor in floors]
         verdict = stats.verdict(found.change, adjusted[content], math.expm1(math.hypot(*logs)), found.trials)
         changes.append(Change(a, b, found.change, _WORDS[verdict or "unclear"]))
     return sorted(changes, key=lambda c: (c.outcome not in REGRESSIONS, c.outcome))
@@ -82,11 +82,6 @@ def _cells(records: Sequence[Record]) -> dict[tuple[Any, ...], Record]:
         if not r.is_noise_floor and (r.status == "ok" or content not in found):
             found[content] = r
     return found
-
-
-def _floors(records: Sequence[Record]) -> dict[str, float]:
-    table = frame(records)
-    return dict(zip(table["key"], table["noise_floor"], strict=True))
 
 
 def _raw(before: Record, after: Record) -> Raw | None:

@@ -18,7 +18,7 @@ from lorabench.run.store import read_records
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lorabench.report", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m lorabench.report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="folder with records.jsonl, the output of a sweep")
     folder = parser.parse_args(arguments).run
     try:

@@ -74,7 +74,7 @@ def groups(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
 def _logs(record: Record, phase: str = "total") -> NDArray[np.float64] | None:
     """Log speed-up of one cell, shape (1 + resamples,): the centre, then its bootstrap replicates."""
     ratio, times = phase_speedup(record, phase), (record.phases or {}).get(phase)  # type: ignore[call-overload]
-    if record.status != "ok" or ratio is None or times is None:
+    if record.status != "ok" or ratio is None or times is None or not times.reference_ms or not times.candidate_ms:
         return None
     seed = zlib.crc32(record.key.encode())  # own draws for each cell: equal seeds would correlate them
     drawn = stats.replicates(times.reference_ms, times.candidate_ms, record.pairing != "abba", seed)
@@ -197,7 +197,7 @@ def shapley_values(players: Sequence[str], worth: dict[Subset, NDArray[np.float6
     phi(i) = sum over S without i of |S|! (n - |S| - 1)! / n! · (v(S + i) - v(S))
     """
     n = len(players)
-    nothing = np.zeros_like(next(iter(worth.values())))
+    nothing = np.zeros_like(next(iter(worth.values())), dtype=np.float64)
     values = {p: nothing.copy() for p in players}
     for p in players:
         others = [q for q in players if q != p]

@@ -205,7 +205,7 @@ def _judge(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
     """Fill in what takes more than one record: Holm's correction, the noise floor, the verdict."""
     judged = [i for i, r in enumerate(records) if r.status == "ok" and not r.is_noise_floor and table["p"][i] >= 0]
     adjusted = dict(zip(judged, stats.holm([table["p"][i] for i in judged]), strict=True))
-    floors = [_noise(r, records) for r in records]
+    floors = [noise_interval(r, records) for r in records]
     table["p_holm"] = [adjusted.get(i, math.nan) for i in range(len(records))]
     table["noise_floor"] = [stats.noise_floor(f) for f in floors]
     table["detectable"] = [d if (d := stats.detectable(f)) is not None else math.nan for f in floors]
@@ -216,7 +216,7 @@ def _judge(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
     return table
 
 
-def _noise(record: Record, records: list[Record]) -> stats.Speedup | None:
+def noise_interval(record: Record, records: Sequence[Record]) -> stats.Speedup | None:
     """The A/A interval that goes with a record: of its own reference where that was measured, else the widest."""
     found = [r for r in records if r.is_noise_floor and (r.model, r.workload) == (record.model, record.workload)]
     narrow: list[Callable[[Record], bool]] = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,10 +135,14 @@ def p_value(reference_ms: Times, candidate_ms: Times, paired: bool) -> float:
     """Two-sided p that the arms are equally fast: Wilcoxon signed rank on log ratios, or Mann–Whitney. 1 if equal."""
     samples = _samples(reference_ms, candidate_ms, paired)
     if paired:
-        return float(stats.wilcoxon(samples[0])[1]) if samples[0].any() else 1.0
+        return _p(stats.wilcoxon(samples[0])) if samples[0].any() else 1.0
     if min(x.size for x in samples) == 0 or np.ptp(np.concatenate(samples)) == 0:
         return 1.0
-    return float(stats.mannwhitneyu(samples[0], samples[1])[1])
+    return _p(stats.mannwhitneyu(samples[0], samples[1]))
+
+
+def _p(result: Any) -> float:  # scipy's result classes are made at run time: type checkers cannot see into them
+    return float(result.pvalue)
 
 
 def holm(pvalues: Sequence[float]) -> list[float]:

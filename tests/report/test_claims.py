@@ -1,0 +1,73 @@
+"""Published numbers: they load, stand beside the right records, in the right direction."""
+
+import pytest
+from pydantic import ValidationError
+
+from lorabench.report import claims
+
+
+def found(records, source=None):
+    return [m for m in claims.match(records) if source in (None, m.source.id)]
+
+
+def test_every_source_loads_with_its_figures():
+    sources = {s.id: s for s in claims.load_claims()}
+    assert set(sources) == {"axolotl_blog", "axolotl_guide", "lorafusion", "mlora", "predibase_ladder"}
+    assert len(sources["axolotl_blog"].claims) == 12
+    forward = [c for c in sources["axolotl_blog"].claims if c.quantity == "forward_speedup"]
+    assert [(c.model, c.low) for c in forward] == [
+        ("smollm2-135m", 1.48), ("smollm2-1.7b", 1.46), ("llama-3.1-8b", 1.48),
+    ]  # fmt: skip
+
+
+def test_a_claim_for_a_model_matches_only_that_model(record):
+    ours = found([record(["lora_kernels"], model="smollm2-1.7b")], "axolotl_blog")
+    assert {m.claim.quantity: m.low for m in ours}["backward_speedup"] == 1.25
+    assert len(ours) == 4
+    assert not found([record(["lora_kernels"], model="qwen3-8b")], "axolotl_blog")
+
+
+def test_three_kernels_together_match_but_one_alone_does_not(record):
+    three = ["lora_o_kernel", "lora_mlp_kernel", "lora_qkv_kernel"]
+    assert len(found([record(three)], "axolotl_blog")) == 4
+    assert not found([record(three[:1])])
+
+
+def test_checkpointing_on_is_the_inverse_of_the_claim_for_off(record):
+    (on,) = found([record(["gradient_checkpointing"], speedup=0.76)])
+    assert (on.inverted, on.low, on.high) == (True, pytest.approx(1 / 1.35), pytest.approx(1 / 1.25))
+    assert claims.outcome(on) == "within"
+
+
+def test_another_reference_is_said_and_an_optimizer_is_not_inverted_against_it(record):
+    (other,) = found([record(["adamw_fused"], reference=("sdpa", "adamw_foreach"))])
+    (same,) = found([record(["adamw_fused"], reference=("sdpa", "paged_adamw_32bit"))])
+    assert (other.same_baseline, same.same_baseline, same.low) == (False, True, 1.39)
+    (back,) = found([record(["paged_adamw_32bit"], reference=("sdpa", "adamw_fused"))])
+    assert (back.inverted, back.low) == (True, pytest.approx(1 / 1.39))
+    assert not found([record(["paged_adamw_32bit"], reference=("sdpa", "adamw_8bit"))])
+
+
+def test_parameters_of_a_toggle_do_not_hide_its_claims(record):
+    assert len(found([record(["lora_kernels(rank=8)"])], "axolotl_blog")) == 4
+
+
+@pytest.mark.parametrize(("speedup", "expected"), [(1.5, "below"), (3.0, "within"), (6.0, "above")])
+def test_outcome_compares_the_interval_with_the_range(record, speedup, expected):
+    (packing,) = found([record(["packing"], speedup=speedup)])
+    assert claims.outcome(packing) == expected
+
+
+def test_measured_memory_is_of_the_phase_that_the_claim_names(record):
+    value, *_ = claims.measured(record(["lora_kernels"], peaks=(8, 5)), "backward_memory_saved_pct")
+    assert value == pytest.approx(37.5)
+
+
+def test_a_claim_without_direction_or_with_a_typo_is_refused():
+    good = {"quantity": "total_speedup", "low": 1, "high": 2, "statistic": "range", "wording": "w", "baseline": "b"}
+    with pytest.raises(ValidationError, match="unmatched"):
+        claims.Claim.model_validate(good)
+    with pytest.raises(ValidationError, match="above high"):
+        claims.Claim.model_validate(good | {"low": 3, "candidate": ["a"]})
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        claims.Claim.model_validate(good | {"candidate": ["a"], "hardwear": "A100"})

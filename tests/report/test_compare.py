@@ -1,0 +1,76 @@
+"""Two runs against each other: ratios, not milliseconds."""
+
+import pytest
+
+from lorabench.compare import compare, machine_changes, main
+
+
+def outcomes(changes):
+    return {"+".join((c.after or c.before).ablations): c.outcome for c in changes}
+
+
+def test_each_outcome(record):
+    a, b, crash = (
+        (lambda *x, **k: record(*x, seed=1, **k)),
+        (lambda *x, **k: record(*x, seed=77, **k)),
+        {"status": "crash"},
+    )
+    before = [a([]), a(["up"], speedup=1.2), a(["down"], speedup=1.4), a(["as_was"], speedup=1.3, sd=0.003)]
+    after = [b([]), b(["up"], speedup=1.5), b(["down"], speedup=1.2), b(["as_was"], speedup=1.3, sd=0.003)]
+    before += [a(["noisy"], sd=0.2), a(["breaks"]), a(["heals"], **crash), a(["never"], **crash), a(["gone"])]
+    after += [b(["noisy"], sd=0.2), b(["breaks"], **crash), b(["heals"]), b(["never"], **crash), b(["new"])]
+    changes = compare(before, after)
+    assert outcomes(changes) == {
+        "up": "better", "down": "worse", "as_was": "same", "noisy": "unclear", "breaks": "fails now",
+        "heals": "works now", "never": "fails in both", "gone": "vanished", "new": "appeared",
+    }  # fmt: skip
+    assert {c.outcome for c in changes[:2]} == {"worse", "fails now"}  # first what needs attention
+    (up,) = (c.change for c in changes if c.outcome == "better")
+    assert up.low < 1.5 / 1.2 < up.high
+
+
+def test_a_machine_twice_as_fast_changes_no_ratio(record):
+    before = [record([], sd=0.003), record(["a"], speedup=1.3, sd=0.003)]
+    cell = record(["a"], speedup=1.3, sd=0.003, seed=5)
+    halved = {
+        name: phase.model_copy(update={
+            "reference_ms": [x / 2 for x in phase.reference_ms], "candidate_ms": [x / 2 for x in phase.candidate_ms],
+        })
+        for name, phase in cell.phases.items()
+    }  # fmt: skip
+    (change,) = compare(before, [before[0], cell.model_copy(update={"phases": halved})])
+    assert change.outcome == "same"
+
+
+def test_cells_match_by_content_whatever_the_key_and_the_order_of_toggles(record):
+    before = record(["a", "b"], speedup=1.3, key="one")
+    after = record(["b", "a"], speedup=1.3, key="two", reference=("adamw_fused", "sdpa"), design="factorial")
+    other = record(["a", "b"], speedup=1.3, key="three", reference=("eager", "adamw_fused"))
+    assert [c.change is not None for c in compare([before], [after])] == [True]
+    assert sorted(c.outcome for c in compare([before], [other])) == ["appeared", "vanished"]
+
+
+def test_many_equal_cells_rarely_differ(record):
+    names = [f"t{i}" for i in range(20)]
+    before, after = ([record([n], seed=s, sd=0.01) for n in names] for s in (1000, 2000))
+    wrong = [c for c in compare(before, after) if c.outcome in ("better", "worse")]
+    assert wrong == []
+
+
+def test_what_differs_between_the_machines(session):
+    a, b = session(driver="570.1"), session("s9", driver="580.2", packages={"torch": "2.13.0", "peft": "0.21"})
+    assert machine_changes([a], [b]) == [("driver", "570.1", "580.2"), ("package peft", "unknown", "0.21")]
+
+
+@pytest.mark.parametrize("broken", ["missing", "corrupt"])
+def test_command_line(tmp_path, record, folder, capsys, broken):
+    a = folder(tmp_path / "a", [record([]), record(["x"], speedup=1.4)])
+    b = folder(tmp_path / "b", [record([]), record(["x"], speedup=1.2)])
+    assert main([str(a), str(b)]) == 0
+    assert "1 worse" in capsys.readouterr().out
+    assert main([str(a), str(b), "--fail-on-regression"]) == 1
+    assert main([str(b), str(a), "--fail-on-regression"]) == 0
+    (b / "records.jsonl").unlink() if broken == "missing" else (b / "records.jsonl").write_text("nonsense\n")
+    capsys.readouterr()
+    assert main([str(a), str(b)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,152 @@
+"""Tables: nothing is lost, nothing is read as markup, the same numbers stand in every format."""
+
+import io
+import math
+import re
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from lorabench.report import tables
+from lorabench.report.frame import frame
+from lorabench.run.record import Record
+
+
+def md_rows(text, title):
+    """The first table below a heading, cells unescaped."""
+    block = text.split(f"## {title}\n\n")[1].split("\n\n")[0].splitlines()
+    cells = [[re.sub(r"\\(.)", r"\1", c.strip()) for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def console(records, width):
+    out = io.StringIO()
+    Console(file=out, width=width).print(tables.console_table(records, width=width))
+    return out.getvalue()
+
+
+def test_frame_has_the_known_values(sweep, session):
+    table = frame(sweep(), [session()]).set_index("toggles")
+    kernels = table.loc["lora_kernels"]
+    assert kernels["total_speedup"] == pytest.approx(1.4, rel=0.01)
+    assert kernels["memory_saved_pct"] == pytest.approx(25)
+    assert kernels["candidate_tokens_s"] == pytest.approx(4000 / kernels["total_candidate_ms"] * 1000)
+    assert kernels["reference_padded_share"] == pytest.approx(0.2)
+    assert kernels["candidate_bound"] == "memory-bound"  # of the backward pass, the longest
+    assert kernels["candidate_of_ceiling"] == pytest.approx((0.3 * 0.5 + 0.6 * 0.4) / 0.9, rel=0.01)
+    assert kernels["device"] == "NVIDIA H200"
+    assert kernels["overhead_share"] == pytest.approx(24 / 60)
+    verdicts = table["verdict"].dropna().to_dict()
+    assert verdicts == {"lora_kernels": "faster", "gradient_checkpointing": "slower", "adamw_foreach": "same"}
+    assert (table.loc[["lora_kernels"], "p_holm"] >= table.loc[["lora_kernels"], "p"]).all()
+
+
+def test_the_numbers_in_a_record_win_over_computing_them_again(record):
+    made = record(["a"], speedup=1.4)
+    total = made.phases["total"].model_copy(update={"speedup": 1.23, "low": 1.2, "high": 1.25})
+    stored = made.model_copy(update={"phases": made.phases | {"total": total}})
+    assert frame([stored])["total_speedup"][0] == 1.23
+
+
+def test_noise_floor_is_that_of_the_same_model(record):
+    records = [record([], sd=0.001), record([], model="big", sd=0.2), record(["a"]), record(["a"], model="big")]
+    small, big = frame(records)["noise_floor"][2:]
+    assert small == 0.01
+    assert big > 0.03
+
+
+def test_failed_rows_are_kept_everywhere_with_status_and_reason(sweep):
+    records = sweep()
+    failed = [r for r in records if r.status != "ok"]
+    rows = {row["toggle"]: row["verdict"] for row in md_rows(tables.markdown(records), "smollm2-135m @ alpaca")}
+    assert len(rows) == len(records)
+    for r in failed:
+        assert f"{r.status}" in rows["+".join(r.ablations)] and r.reason in rows["+".join(r.ablations)]
+        assert tables.tex(r.reason) in tables.latex(records)
+    assert set(pd.read_csv(io.StringIO(tables.csv(frame(records))))["status"]) == {r.status for r in records}
+
+
+def test_reference_that_does_not_fit_shows_the_candidates_time(record):
+    cell = record(["packing"], status="oom", arm="reference")
+    (row,) = md_rows(tables.markdown([cell]), "smollm2-135m @ alpaca")
+    assert row["verdict"].startswith("reference does not fit, candidate does")
+    assert re.fullmatch(r"none → \d+", row["median ms, ref → cand"])
+    assert row["peak GiB, ref → cand"] == "none → 6.00"
+    assert row["total × [95 %]"] == ""
+
+
+def test_order_is_noise_floor_then_fastest_then_failed_whatever_the_order_of_records(sweep):
+    records = sweep()
+    rows = [r["toggle"] for r in md_rows(tables.markdown(records[::-1]), "smollm2-135m @ alpaca")]
+    assert rows[:4] == ["reference again (A/A)", "lora_kernels", "adamw_foreach", "gradient_checkpointing"]
+    assert md_rows(tables.markdown(records[::-1]), "smollm2-135m @ alpaca")[1] in md_rows(
+        tables.markdown(records), "smollm2-135m @ alpaca"
+    )
+
+
+def test_csv_round_trip(sweep):
+    table = frame(sweep())
+    again = pd.read_csv(io.StringIO(tables.csv(table)))
+    assert list(again.columns) == list(table.columns)
+    for column in table.select_dtypes("float"):
+        pd.testing.assert_series_equal(again[column], table[column], check_dtype=False, rtol=1e-12)
+
+
+def test_md_and_tex_show_the_same_numbers_as_the_frame(sweep):
+    records = sweep()
+    row = frame(records).set_index("toggles").loc["lora_kernels"]
+    shown = f"{row['total_speedup']:.3f} [{row['total_low']:.3f}, {row['total_high']:.3f}]"
+    (cell,) = [
+        r["total × [95 %]"]
+        for r in md_rows(tables.markdown(records), "smollm2-135m @ alpaca")
+        if r["toggle"] == "lora_kernels"
+    ]
+    assert cell == shown
+    assert tables.tex(shown) in tables.latex(records)
+
+
+def test_columns_empty_throughout_are_dropped_on_a_cpu(sweep):
+    on_cpu, on_gpu = (tables.markdown(sweep(gpu=gpu)) for gpu in (False, True))
+    assert "peak GiB" in on_gpu and "bound" in on_gpu
+    assert "peak GiB" not in on_cpu and "bound" not in on_cpu
+    assert "nan" not in on_cpu + on_gpu
+
+
+def test_markup_in_names_and_reasons_is_escaped(record):
+    nasty = r"a|b *c* <script> 50% & $x_1$ {y} \n ~^#"
+    records = [record(["t"], status="crash", reason=f"{nasty}\nsecond line")]
+    text = tables.markdown(records)
+    (row,) = md_rows(text, "smollm2-135m @ alpaca")  # a bare | would have made more cells
+    assert "<script>" not in text and "&lt;script&gt;" in row["verdict"] and "second line" in row["verdict"]
+    latex = tables.latex(records)
+    assert r"50\% \& \$x\_1\$ \{y\} \textbackslash{}n \textasciitilde{}\textasciicircum{}\#" in latex
+    body = latex.split(r"\midrule")[1]
+    assert not re.search(r"(?<!\\)[%$#_]", body.split(r"\bottomrule")[0])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_console_fits_its_width_and_keeps_the_total(sweep, width):
+    text = console([*sweep(), *sweep(model="llama-3.1-8b")], width)
+    assert max(map(len, text.splitlines())) <= width
+    assert re.search(r"1\.\d\d\d \[1\.\d\d\d, 1\.\d\d\d\]", text)
+    assert "wrong_numerics" in re.sub(r"\s*│\s*|\s*\n\s*", "", text)
+
+
+def test_number_keeps_three_digits_and_no_false_zero():
+    assert [tables.number(x) for x in (1234.6, 12.34, 0.01234, 3e-6, 0, math.nan, None)] == [
+        "1235", "12.3", "0.0123", "3.00e-06", "0", "", "",
+    ]  # fmt: skip
+
+
+def test_no_records_at_all():
+    assert tables.markdown([]) == "No records.\n"
+    assert len(frame([])) == 0
+    assert "no records" in tables.latex([])
+
+
+def test_a_time_that_is_none_names_its_cell(record):
+    broken = record(["a"]).model_dump(by_alias=True)
+    broken["phases"]["total"]["reference_ms"][3] = math.nan
+    with pytest.raises(ValueError, match=r"\(a\), phase total.*nan"):
+        frame([Record.model_validate(broken)])
