@@ -42,7 +42,9 @@ class Packing(Ablation):
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         capacity = workload.batch_size * workload.seq_len
-        return [_row([samples[i] for i in fit]) for fit in first_fit_decreasing([len(s.tokens) for s in samples], capacity)]
+        return [
+            _row([samples[i] for i in fit]) for fit in first_fit_decreasing([len(s.tokens) for s in samples], capacity)
+        ]
 
     def audit(self, evidence: Evidence) -> int:
         """The number of samples that share a row, where packing saved padding."""

@@ -58,9 +58,7 @@ class BitsAndBytes(Ablation):
     """Base: an optimizer of bitsandbytes, by its class name."""
 
     slot: ClassVar[str] = "optimizer"
-    requires: ClassVar[Requires] = Requires(
-        device="cuda", packages={"bitsandbytes": "pip install 'lorabench[gpu]'"}
-    )
+    requires: ClassVar[Requires] = Requires(device="cuda", packages={"bitsandbytes": "pip install 'lorabench[gpu]'"})
     excludes: ClassVar[dict[str, str]] = {
         "cuda_graph": "bitsandbytes counts its steps on the host, and a captured step would repeat one count for ever"
     }

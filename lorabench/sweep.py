@@ -43,7 +43,7 @@ what is compared
   design=solo              solo, ladder, leave_one_out, pairwise, factorial
   suite=NAME               a whole sweep that is published: {suites}
 how
-  trials=30 warmup=5       on a CPU 10 and 2                 seed=0
+  trials=30 warmup=5       on a CPU 8 and 1                  seed=0
   timeout_s=900            for one worker process
 where to
   output=output/sweep      records.jsonl, environment.json, summary.md/.csv/.tex, plots/*.png, report.html
@@ -62,7 +62,9 @@ exit code: 0 when every cell has a record, whatever its status; 2 for bad input;
 
 def help_text() -> str:
     return HELP.format(
-        models=", ".join(names_in("model")), workloads=", ".join(names_in("workload")), suites=", ".join(names_in("suite"))
+        models=", ".join(names_in("model")),
+        workloads=", ".join(names_in("workload")),
+        suites=", ".join(names_in("suite")),
     )
 
 

@@ -152,7 +152,9 @@ def _base_model(spec: ModelSpec, load: dict[str, Any], device: torch.device, lay
         from transformers.initialization import no_init_weights
 
         with device, no_init_weights():  # every weight is drawn in `_fill`; the library's own draw would be wasted
-            return AutoModelForCausalLM.from_config(spec.hf_config(layers), **load)
+            model = AutoModelForCausalLM.from_config(spec.hf_config(layers), **load)
+        model.tie_weights()  # what no_init_weights leaves out
+        return model
     where, kwargs = source_arguments(spec.weights)
     try:
         model = AutoModelForCausalLM.from_pretrained(where, **kwargs, **load, trust_remote_code=False)

@@ -112,9 +112,7 @@ def twin(make: Callable[..., Arm], name: str, ablations: Sequence[Ablation], *, 
     return one_step(arm)
 
 
-def judge(
-    gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablations: Sequence[Ablation]
-) -> Numerics:
+def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablations: Sequence[Ablation]) -> Numerics:
     """The verdict on one twin, given the gold's and plain PEFT's outcome."""
     declared = [a.tolerance for a in ablations if a.tolerance]
     extra_grad = max((t.grad for t in declared), default=0.0)

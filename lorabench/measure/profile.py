@@ -19,7 +19,9 @@ def traced(call: Callable[[], T]) -> tuple[T, Counter[str]]:
     """Run `call` and count the operators it dispatched, by name (`aten::mm`), whatever device they ran on."""
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         result = call()
-    return result, Counter(event.name for event in trace.events())
+    # The raw events, not trace.events(): that builds a tree in Python, three seconds for a model of 30 layers.
+    raw = trace.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return result, Counter(event.name() for event in raw)
 
 
 def device_busy(arm: Arm) -> dict[str, float] | None:

@@ -86,7 +86,9 @@ class Sampler:
             seen |= mask
         usual = statistics.median(clock)
         disturbed = [
-            number for number, trials in enumerate(rounds) if any(self._disturbed(t.began, t.ended, usual) for t in trials)
+            number
+            for number, trials in enumerate(rounds)
+            if any(self._disturbed(t.began, t.ended, usual) for t in trials)
         ]
         return Telemetry(
             sm_clock_mhz=_spread(clock),

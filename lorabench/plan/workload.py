@@ -98,7 +98,7 @@ class Workload(BaseModel):
 
     @property
     def lengths_are(self) -> str | None:
-        """"measured" or "approximate": any figure that rests on approximate lengths has to say so."""
+        """ "measured" or "approximate": any figure that rests on approximate lengths has to say so."""
         if self.kind != "lengths":
             return None
         return "measured" if self.distribution in length_tables()["measured"] else "approximate"

@@ -47,7 +47,7 @@ def read_sessions(folder: Path) -> list[Session]:
 def frame(records: Sequence[Record], sessions: Sequence[Session] = ()) -> pd.DataFrame:
     """One row a record, in their order. Columns, apart from the record's own fields:
 
-    {phase}_reference_ms, {phase}_candidate_ms: medians; {phase}_speedup, _low, _high: with its 95 % interval.
+    {phase}_{arm}_ms, _ms_low, _ms_high: median with its 95 % interval; {phase}_speedup, _low, _high likewise.
     p, p_holm: of the total, raw and corrected over all these records. noise_floor, detectable: shares, from the A/A
     record of the same model, workload and (where there is one) reference. verdict: see stats.verdict; None for A/A.
     {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling:
@@ -112,8 +112,10 @@ def _times(record: Record) -> dict[str, Any]:
     for phase in PHASES:
         times = (record.phases or {}).get(phase) or Phase()
         ratio = phase_speedup(record, phase)
-        found[f"{phase}_reference_ms"] = _median(times.reference_ms)
-        found[f"{phase}_candidate_ms"] = _median(times.candidate_ms)
+        for arm in ARMS:
+            median = stats.median_interval(getattr(times, f"{arm}_ms") or [])
+            for name, value in zip(("ms", "ms_low", "ms_high"), median or (math.nan,) * 3, strict=True):
+                found[f"{phase}_{arm}_{name}"] = value
         for name, value in zip(("speedup", "low", "high"), ratio or (math.nan,) * 3, strict=True):
             found[f"{phase}_{name}"] = value
     total = (record.phases or {}).get("total") or Phase()
@@ -189,7 +191,8 @@ def overhead_share(records: Sequence[Record]) -> float:
 
 
 def _columns() -> list[str]:
-    phases = [f"{p}_{c}" for p in reversed(PHASES) for c in ("speedup", "low", "high", "reference_ms", "candidate_ms")]
+    times = [f"{arm}_{c}" for arm in ARMS for c in ("ms", "ms_low", "ms_high")]
+    phases = [f"{p}_{c}" for p in reversed(PHASES) for c in ("speedup", "low", "high", *times)]
     arms = [f"{arm}_{c}" for c in ("peak_gib", "process_gib", "tokens_s", "padded_share", "bound", "of_ceiling")
             for arm in ARMS]  # fmt: skip
     return [

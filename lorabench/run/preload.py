@@ -1,7 +1,7 @@
 """What the forkserver imports once, so that no worker has to: seconds a cell. Nothing here may touch the GPU."""
 
 import peft  # noqa: F401
-import torch  # noqa: F401
+import torch
 import torch.profiler  # noqa: F401
 import transformers  # noqa: F401
 from transformers import AutoModelForCausalLM  # noqa: F401

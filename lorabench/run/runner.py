@@ -44,7 +44,13 @@ class Runner:
     """Measures cells one after the other with one set of workers."""
 
     def __init__(
-        self, workers: Workers, machine: Machine, ceilings: dict[str, Any] | None, session: str, timeout_s: float, folder: Path
+        self,
+        workers: Workers,
+        machine: Machine,
+        ceilings: dict[str, Any] | None,
+        session: str,
+        timeout_s: float,
+        folder: Path,
     ) -> None:
         self.workers, self.machine, self.session, self.timeout_s = workers, machine, session, timeout_s
         self.ceilings = ceilings or {}

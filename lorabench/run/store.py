@@ -68,7 +68,7 @@ class Store:
     def __enter__(self) -> Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / ".lock", "a")  # noqa: SIM115 - held as long as the store is
+            self._lock = open(self.folder / ".lock", "a")
         except OSError as error:
             raise StoreError(f"output {self.folder} cannot be written: {error.strerror}; name another folder") from None
         try:

@@ -179,7 +179,9 @@ class Measurement:
         )  # fmt: skip
 
     def gate(self) -> None:
-        """Every arm that differs from plain PEFT, before anything is timed. The gold is made before any patch."""
+        """Every arm against float32 PEFT, before anything is timed. The gold is made before any patch."""
+        import torch
+
         from lorabench.measure import numerics
 
         make = partial(self._build, layers=numerics.TWIN_LAYERS, samples=numerics.shorten(self.samples))
@@ -187,10 +189,13 @@ class Measurement:
             self.tell("numerics gate")
             self.now = "gold"
             gold = numerics.twin(make, "gold", (), upcast=True)
-            low = numerics.twin(make, "plain", (), upcast=False)
+            low = gold if self.dtype == torch.float32 else numerics.twin(make, "plain", (), upcast=False)
             for name in self.job.arms:
                 self.now = name
                 ablations = self.cell.arm(name)
+                if name == "candidate" and not self.cell.toggles and "reference" in self.job.arms:
+                    self.result.arms[name].numerics = self.result.arms["reference"].numerics
+                    continue  # the reference against itself: one verdict serves both
                 got = numerics.twin(make, name, ablations, upcast=False)
                 self.result.arms[name].numerics = verdict = numerics.judge(gold, low, got, self.dtype, ablations)
                 if not verdict.passed:
@@ -255,7 +260,7 @@ class Measurement:
         arms = list(self.arms.values())
         self.now = " and ".join(self.job.arms)
         with self._seconds("warmup"):
-            trial.run_rounds(arms, 2, self.cell.seed)  # both arms again, now that both are there
+            trial.run_rounds(arms, 1, self.cell.seed)  # both once more, now that both are there
         with self._seconds("trials"), telemetry.Sampler() as sampler:
             tell = lambda n: self.tell(f"trial {n + 1} of {self.job.rounds}")  # noqa: E731
             try:
