@@ -15,10 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from . import glu, rms_norm, tune
+from . import glu, tune
 from .linear_cross_entropy import mm_in
-from .projection import Operand, Projection
 from .pack import pack_into
+from .projection import Operand, Projection
+from .rms_norm import backward_into as norm_backward_into
+from .rms_norm import forward_into as norm_into
+from .rms_norm import forward_lora_into as norm_lora_into
 from .rope import rotate_into
 from .runtime import check, rows
 
@@ -45,10 +48,10 @@ class Heads:
     def widths(self) -> list[int]:
         return [self.n_q * self.size, self.n_k * self.size, self.n_k * self.size]
 
-    def split(self, y: torch.Tensor, batch: int) -> list[torch.Tensor]:
-        """Views (B, S, H, D) of q, k, v in y (M, ≥ N)."""
-        y = y.view(batch, -1, y.shape[-1]) if y.is_contiguous() else y.unflatten(0, (batch, -1))
-        return [t.unflatten(-1, (-1, self.size)) for t in y[..., : sum(self.widths)].split(self.widths, -1)]
+    def split(self, y: torch.Tensor, lead: torch.Size) -> list[torch.Tensor]:
+        """Views (B, S, H, D) of q, k, v in y (B·S, ≥ N)."""
+        y = y.unflatten(0, lead)
+        return [t.unflatten(-1, (t.shape[-1] // self.size, self.size)) for t in y[..., : sum(self.widths)].split(self.widths, -1)]
 
 
 def _no_autocast(x: torch.Tensor):
@@ -77,7 +80,7 @@ def _fill(x, residual, h, norm, weight, groups: list[Projection], ops: list[Oper
     if norm is None:
         buffer[:, :k].copy_(x)
     else:
-        rstd = rms_norm.forward_into(x, residual, weight, norm.eps, norm.offset, buffer[:, :k], h)
+        rstd = norm_into(x, residual, weight, norm.eps, norm.offset, buffer[:, :k], h)
     out = []
     for g, op, seed in zip(groups, ops, seeds, strict=True):
         s = torch.empty(m, g.p, dtype=dtype, device=x.device)
@@ -92,14 +95,14 @@ def _fill_fused(x, residual, h, norm, weight, a, buffer):
     def plain():
         if norm is None:
             return pack_into(x, a, buffer, fused=False)
-        rstd = rms_norm.forward_into(x, residual, weight, norm.eps, norm.offset, buffer[:, :k], h)
+        rstd = norm_into(x, residual, weight, norm.eps, norm.offset, buffer[:, :k], h)
         torch.mm(buffer[:, :k], a.t(), out=buffer[:, k:])
         return rstd
 
     def fused():
         if norm is None:
             return pack_into(x, a, buffer)
-        return rms_norm.forward_lora_into(x, residual, weight, norm.eps, norm.offset, buffer, a, h)
+        return norm_lora_into(x, residual, weight, norm.eps, norm.offset, buffer, a, h)
 
     forms = {"fused": fused, "plain": plain}
     key = (tune.bucket(x.shape[0]), k, a.shape[0], buffer.dtype, residual is not None)
@@ -140,7 +143,7 @@ def _lora_gradients(group, op, d, s, needed, norm_parts, x, seeds):
 
 def _normed_again(h, rstd, weight, norm, dtype):
     out = torch.empty(h.shape, dtype=dtype, device=h.device)
-    rms_norm.forward_into(h, None, weight, norm.eps, norm.offset, out)
+    norm_into(h, None, weight, norm.eps, norm.offset, out)
     return out
 
 
@@ -192,7 +195,7 @@ def _split_heads(y, x, heads, cos, sin, wq, wk):
     """(outputs, raw): q, k, v rotated in place in y; with head norms q and k get a place of their own, y is kept."""
     if heads is None:
         return (y.view(*x.shape[:-1], y.shape[-1]),), None
-    q, k, v = heads.split(y, x.shape[0])
+    q, k, v = heads.split(y, x.shape[:-1])
     norms = (wq, wk) if heads.norm_eps is not None else None
     if heads.rotate:
         out_q = torch.empty(q.shape, dtype=q.dtype, device=q.device) if norms else q
@@ -213,7 +216,7 @@ def _output_gradients(d_outs, ctx, groups, ops, raw, cos, sin, wq, wk, device):
         return [g.pack_gradient(part, op) for g, part, op in zip(groups, parts, ops, strict=True)]
     single = len(groups) == 1
     wide = torch.empty(m, sum(heads.widths) + (groups[0].p if single else 0), dtype=dtype, device=device)
-    _heads_backward(d_outs, heads, heads.split(wide, ctx.shape[0]), raw, cos, sin, wq, wk, ctx.shape[0])
+    _heads_backward(d_outs, heads, heads.split(wide, ctx.shape[:-1]), raw, cos, sin, wq, wk, ctx.shape[:-1])
     if single:
         groups[0].gradient_tail(wide, ops[0])
         return [wide]
@@ -221,14 +224,14 @@ def _output_gradients(d_outs, ctx, groups, ops, raw, cos, sin, wq, wk, device):
     return [g.pack_gradient(part, op) for g, part, op in zip(groups, parts, ops, strict=True)]
 
 
-def _heads_backward(d_outs, heads, into, raw, cos, sin, wq, wk, batch) -> None:
+def _heads_backward(d_outs, heads, into, raw, cos, sin, wq, wk, lead) -> None:
     dq, dk, dv = (torch.zeros_like(t) if d is None else d for d, t in zip(d_outs, into, strict=True))
     if not heads.rotate:
         for d, t in zip((dq, dk, dv), into, strict=True):
             t.copy_(d)
         return
     norms = (wq, wk) if heads.norm_eps is not None else None
-    raw = None if raw is None else heads.split(raw, batch)[:2]
+    raw = None if raw is None else heads.split(raw, lead)[:2]
     rotate_into(
         dq, dk, cos, sin, into[0], into[1], v=dv, out_v=into[2], raw=raw, norms=norms, eps=heads.norm_eps or 0.0,
         backward=True,
@@ -263,7 +266,7 @@ def _norm_backward(dn, h, weight, rstd, norm, d_residual, shape, with_dw):
         return (dx if d_residual is None else dx + d_residual), None
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     d_residual = None if d_residual is None else rows(d_residual)
-    dw = rms_norm.backward_into(dn, h, weight, rstd, norm.offset, d_residual, dx, with_dw)
+    dw = norm_backward_into(dn, h, weight, rstd, norm.offset, d_residual, dx, with_dw)
     return dx.view(shape), None if dw is None else dw.to(weight.dtype)
 
 

@@ -42,6 +42,7 @@ class Member:
     dropout: float = 0.0
     quantized: object | None = None  # bitsandbytes' quant_state of an NF4 weight
     shape: tuple[int, int] = field(default=(0, 0))
+    compute_dtype: torch.dtype | None = None  # of a quantized weight
 
     def __post_init__(self):
         if self.shape == (0, 0):
@@ -97,7 +98,7 @@ class Projection:
     @property
     def compute_dtype(self) -> torch.dtype:
         m = self.members[0]
-        return m.weight.dtype if m.quantized is None else m.quantized.dtype
+        return m.weight.dtype if m.quantized is None else m.compute_dtype or m.quantized.dtype
 
     # ---- where things lie -------------------------------------------------------------------------------------------
     def row_slices(self) -> list[slice]:

@@ -1,0 +1,110 @@
+"""The forward that `apply` binds to a causal language model: in training with labels its loss comes from the chunked head.
+
+In evaluation, in generation, and wherever something asks for what the chunked head does not give (a custom loss, router
+losses, a slice of logits), the class's own forward runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .fused import compute_dtype
+from .linear_cross_entropy import linear_cross_entropy
+from .sites import NotFused, quiet
+
+FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi3")
+
+
+class LazyLogits:
+    """Stands in for the logits that were never made. Who looks at them (TRL's SFTTrainer for its token accuracy) gets
+    them then, without gradient, at the price of making them; who does not look pays nothing."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None):
+        self._parts, self._logits = (hidden.detach(), weight.detach(), softcap), None
+
+    def materialize(self) -> torch.Tensor:
+        if self._logits is None:
+            hidden, weight, cap = self._parts
+            with torch.no_grad():
+                z = F.linear(hidden, weight.to(hidden.dtype))
+                self._logits = z if cap is None else cap * torch.tanh(z / cap)
+        return self._logits
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.materialize(), name)
+
+    def __getitem__(self, index):
+        return self.materialize()[index]
+
+    def __len__(self):
+        return len(self.materialize())
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        def real(x):
+            return x.materialize() if isinstance(x, cls) else x
+
+        args = [[real(i) for i in a] if isinstance(a, list | tuple) else real(a) for a in args]
+        return function(*args, **{k: real(v) for k, v in (kwargs or {}).items()})
+
+
+def check_head(model: nn.Module) -> None:
+    """NotFused with the reason if this model's loss must be left alone."""
+    if type(model).__name__ not in {f"{f}ForCausalLM" for f in FAMILIES}:
+        raise NotFused(f"{type(model).__name__} is not a known causal language model")
+    head = model.lm_head
+    if type(head) is not nn.Linear:
+        raise NotFused(f"its head is a {type(head).__name__}, not a Linear")
+    if not quiet(head) or "forward" in model.__dict__:
+        raise NotFused("its head has hooks, or the model's forward was replaced")
+
+
+def causal_lm_forward(self, *args, **kwargs):
+    own = type(self).forward
+    names = list(inspect.signature(inspect.unwrap(own)).parameters)[1:]
+    kwargs.update(zip(names, args, strict=False))
+    if not _fits(self, kwargs):
+        return own(self, **kwargs)
+    labels, return_dict = kwargs.pop("labels"), kwargs.pop("return_dict", None)
+    shifted, num_items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
+    ignore = kwargs.pop("ignore_index", -100)
+    kwargs.pop("logits_to_keep", None)
+    kwargs.pop("output_router_logits", None)
+    out = self.model(**kwargs)
+    hidden = out.last_hidden_state
+    if shifted is None:
+        shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
+    softcap = getattr(self.config, "final_logit_softcapping", None)
+    dtype = compute_dtype(hidden, self.lm_head.weight.dtype)
+    hidden, weight, bias = (None if t is None else t.to(dtype) for t in (hidden, self.lm_head.weight, self.lm_head.bias))
+    loss = linear_cross_entropy(
+        hidden, weight, shifted.to(hidden.device), bias, ignore_index=ignore, num_items=num_items, softcap=softcap
+    )
+    result = _output_class(self)(
+        loss=loss, logits=LazyLogits(hidden, weight, softcap), past_key_values=out.past_key_values,
+        hidden_states=out.hidden_states, attentions=out.attentions,
+    )  # fmt: skip
+    wanted = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
+    return result if wanted else result.to_tuple()
+
+
+def _output_class(model):
+    home = sys.modules[type(model).__module__]
+    return getattr(home, "MoeCausalLMOutputWithPast", None) or home.CausalLMOutputWithPast
+
+
+def _fits(model, kwargs) -> bool:
+    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled():
+        return False
+    keep = kwargs.get("logits_to_keep", 0)
+    router = kwargs.get("output_router_logits")
+    router = getattr(model.config, "output_router_logits", False) if router is None else router
+    own_loss = getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+    return isinstance(keep, int) and keep == 0 and not router and own_loss and quiet(model.lm_head)

@@ -1,0 +1,249 @@
+"""`apply(model)`: a PEFT model's decoder layers, norms and loss on the kernels of this package; `remove(model)`: back.
+
+    report = lorakernels.apply(model)           # model = peft.get_peft_model(...)
+    print(report)                               # what changed, what was left to PEFT and why
+    lorakernels.remove(model)
+
+Only instances are changed (a forward bound to the object), never classes or modules' source. A decoder layer of which
+everything is known is taken as a whole; of others, the known parts one by one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+
+from torch import nn
+
+from . import layers
+from .head import causal_lm_forward, check_head
+from .layers import ATTENTION, BACKENDS, Switches
+from .sites import NORMS, NotFused, norm_of
+
+STATE = "_lorakernels_state"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A site that runs on our kernels: the module's name, and the parts of it."""
+
+    name: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Left:
+    """A site that was left to PEFT or transformers, and why."""
+
+    name: str
+    part: str
+    reason: str
+
+
+@dataclass
+class Report:
+    changed: list[Change] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of sites by part: {"qkv": 32, "o": 32, …}."""
+        return dict(Counter(part for change in self.changed for part in change.parts))
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        done = ", ".join(f"{part} {n}" for part, n in sorted(self.counts.items())) or "nothing"
+        reasons = Counter((e.part, e.reason) for e in self.left)
+        lines = [f"changed: {done}"]
+        lines += [f"left alone: {part} x {n}: {reason}" for (part, reason), n in sorted(reasons.items())]
+        return "\n".join(lines)
+
+
+@dataclass
+class _State:
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+
+class _Patcher:
+    def __init__(self, switches: Switches):
+        self.switches, self.report, self.state = switches, Report(), _State()
+
+    def bind(self, module: nn.Module, forward, plan=None) -> None:
+        if "forward" in module.__dict__:
+            raise NotFused("its forward was replaced already")
+        module._lorakernels = plan
+        module.forward = MethodType(forward, module)
+        self.state.undo.append(lambda: (module.__dict__.pop("forward"), module.__dict__.pop("_lorakernels")))
+
+    def take(self, linears: layers.Linears | None) -> None:
+        if linears is not None:
+            linears.adopt()
+            self.state.undo.append(linears.release)
+
+    def leave(self, name: str, part: str, reason) -> None:
+        self.report.left.append(Left(name, part, str(reason)))
+
+    def saving(self, module: nn.Module) -> None:
+        """transformers' own save_pretrained cannot write views of one buffer; PEFT's writes adapters only and is left alone."""
+        if type(module).__module__.startswith("transformers.") and hasattr(module, "save_pretrained"):
+            handle = module.register_state_dict_post_hook(_contiguous_state)
+            self.state.undo.append(handle.remove)
+
+    # ---- the parts of a layer ----------------------------------------------------------------------------------------
+    def layer(self, name: str, layer: nn.Module) -> None:
+        attention = self.attention_plan(f"{name}.self_attn", layer.self_attn)
+        mlp = self.mlp_plan(f"{name}.mlp", getattr(layer, "mlp", None))
+        if self.whole(name, layer, attention, mlp):
+            return
+        if attention is not None:
+            self.attention(f"{name}.self_attn", layer.self_attn, attention)
+        if mlp is not None:
+            self.try_bind(f"{name}.mlp", layer.mlp, layers.mlp_forward, mlp, ["mlp"], [mlp.gate_up, mlp.down])
+
+    def attention_plan(self, name, module):
+        s = self.switches
+        if not (s.qkv or s.o or s.rope):
+            return None
+        try:
+            plan, left = layers.attention_plan(module, name, s)
+        except NotFused as reason:
+            self.leave(name, "attention", reason)
+            return None
+        for part, reason in left.items():
+            self.leave(name, part, reason)
+        return plan
+
+    def mlp_plan(self, name, module):
+        if not self.switches.mlp or module is None:
+            return None
+        try:
+            return layers.mlp_plan(module, name, self.switches)
+        except NotFused as reason:
+            self.leave(name, "mlp", reason)
+            return None
+
+    def whole(self, name, layer, attention, mlp) -> bool:
+        """Takes the whole layer if norms, q,k,v and o are ours and its MLP is ours or not a gated MLP at all (experts)."""
+        known_mlp = mlp is not None or not hasattr(layer.mlp, "down_proj")
+        ours = attention is not None and attention.qkv is not None and attention.o is not None
+        if not (self.switches.rms_norm and ours and known_mlp):
+            return False
+        try:
+            plan = layers.layer_plan(layer, attention, mlp)
+            if "forward" in layer.self_attn.__dict__ or "forward" in layer.mlp.__dict__:
+                raise NotFused("its attention's or MLP's forward was replaced already")
+            self.bind(layer, layers.layer_forward, plan)
+        except NotFused as reason:
+            self.leave(name, "layer", reason)
+            return False
+        parts = ["qkv", "o", "rms_norm"] + ["rope"] * self.switches.rope + ["mlp"] * (mlp is not None)
+        for part in (attention.qkv, attention.o, *((mlp.gate_up, mlp.down) if mlp else ())):
+            self.take(part)
+        self.report.changed.append(Change(name, tuple(parts)))
+        return True
+
+    def attention(self, name, module, plan) -> None:
+        parts = [p for p, here in (("qkv", plan.qkv), ("o", plan.o), ("rope", plan.rope)) if here]
+        if parts:
+            self.try_bind(name, module, layers.attention_forward, plan, parts, [plan.qkv, plan.o])
+
+    def try_bind(self, name, module, forward, plan, parts, linears) -> None:
+        try:
+            self.bind(module, forward, plan)
+        except NotFused as reason:
+            self.leave(name, "+".join(parts), reason)
+            return
+        for part in linears:
+            self.take(part)
+        self.report.changed.append(Change(name, tuple(parts)))
+
+    def norm(self, name, module) -> None:
+        try:
+            self.bind(module, layers.norm_forward, norm_of(module))
+        except NotFused as reason:
+            self.leave(name, "rms_norm", reason)
+            return
+        self.report.changed.append(Change(name, ("rms_norm",)))
+
+    def head(self, name, model) -> None:
+        try:
+            check_head(model)
+            self.bind(model, causal_lm_forward)
+        except NotFused as reason:
+            self.leave(name, "linear_cross_entropy", reason)
+            return
+        self.report.changed.append(Change(name, ("linear_cross_entropy",)))
+
+
+def _contiguous_state(module, state_dict, prefix, metadata) -> None:
+    if prefix:  # asked for by a parent, which need not pay for copies of the frozen weights
+        return
+    for name, tensor in state_dict.items():
+        if not tensor.is_contiguous():
+            state_dict[name] = tensor.contiguous()
+
+
+def _check_backends(names) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if wrong := [n for n in names if n not in BACKENDS]:
+        raise ValueError(f"sdpa_backends has {wrong}; known are {sorted(BACKENDS)}")
+    return names
+
+
+def apply(
+    model: nn.Module, *, mlp: bool = True, qkv: bool = True, o: bool = True, rms_norm: bool = True, rope: bool = True,
+    linear_cross_entropy: bool = True, one_gemm: bool = True, merge_projections: bool = True, fp8: bool = False,
+    sdpa_backends: str | tuple[str, ...] | list[str] | None = None,
+) -> Report:  # fmt: skip
+    """Changes what it knows in `model`, in place, and reports it.
+
+    mlp, qkv, o, rms_norm, rope, linear_cross_entropy: the parts. one_gemm: [X|S]·[W|sB]ᵀ where it is measured to be faster;
+    off: a GEMM and an in-place addmm. merge_projections: q, k, v and gate, up as one GEMM each. fp8: the frozen weights'
+    products in FP8 (changes the mathematics: see fp8.py). sdpa_backends: an order of "cudnn", "flash", "efficient", "math"
+    to pin where attention is plain causal SDPA without a mask; None leaves torch's choice.
+    """
+    if hasattr(model, STATE):
+        raise RuntimeError("lorakernels.apply was called on this model before; call lorakernels.remove first")
+    switches = Switches(
+        mlp, qkv, o, rms_norm, rope, linear_cross_entropy, one_gemm, merge_projections, fp8, _check_backends(sdpa_backends)
+    )
+    patcher = _Patcher(switches)
+    modules = list(model.named_modules())
+    try:
+        for name, module in modules:
+            if hasattr(module, "self_attn") and type(module.self_attn).__name__ in ATTENTION:
+                patcher.layer(name, module)
+        inside = {name for change in patcher.report.changed if "qkv" in change.parts for name in [change.name + "."]}
+        for name, module in modules:
+            patcher.saving(module)
+            if rms_norm and type(module).__name__ in NORMS and not name.startswith(tuple(inside) or ("\0",)):
+                patcher.norm(name, module)
+            if linear_cross_entropy and hasattr(module, "lm_head") and hasattr(module, "loss_function"):
+                if isinstance(module.__dict__.get("_modules", {}).get("lm_head"), nn.Module):
+                    patcher.head(name, module)
+    except BaseException:
+        _undo(patcher.state)
+        raise
+    object.__setattr__(model, STATE, patcher.state)
+    return patcher.report
+
+
+def _undo(state: _State) -> None:
+    for undo in reversed(state.undo):
+        undo()
+
+
+def remove(model: nn.Module) -> None:
+    """Gives the model its own forwards and contiguous weights back; outputs are bitwise what they were."""
+    state = model.__dict__.get(STATE)
+    if state is None:
+        raise RuntimeError("lorakernels.apply was not called on this model")
+    _undo(state)
+    object.__delattr__(model, STATE)

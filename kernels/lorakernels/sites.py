@@ -1,0 +1,160 @@
+"""Reading a model: which linears, norms and activations there are, what PEFT put on them, and whether today, at this very
+forward, they still are what they were when `apply` looked. PEFT and transformers are only looked at, never imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .fused import Norm
+from .projection import Member
+
+# RMSNorm classes of transformers by the number added to their weight, and the name of their epsilon.
+NORMS = {
+    **{f"{n}RMSNorm": (0.0, "variance_epsilon") for n in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Phi3")},
+    "GemmaRMSNorm": (1.0, "eps"),
+    "Gemma2RMSNorm": (1.0, "eps"),
+}
+
+
+class NotFused(Exception):
+    """Why a site is left to PEFT, in words a user understands."""
+
+
+def quiet(module: nn.Module) -> bool:
+    """True if nothing hooks into the module: a fused path does not call it, so its hooks would be silently skipped."""
+    m = module
+    hooked = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    return not hooked and "forward" not in m.__dict__
+
+
+@dataclass
+class LinearSite:
+    """A linear of the model, with or without LoRA, and the Member that the projection works with."""
+
+    name: str
+    module: nn.Module
+    base: nn.Module
+    adapter: str | None
+    member: Member
+    parent: nn.Module | None = None
+
+    def ready(self) -> bool:
+        """Reads A, B, scale and dropout anew; False if PEFT must run this forward (disabled, merged, hooked, switched)."""
+        module, member = self.module, self.member
+        if self.parent is not None and self.parent._modules.get(self.name.rpartition(".")[2]) is not module:
+            return False  # unloaded: PEFT has put another module there
+        if not (quiet(module) and (module is self.base or quiet(self.base))):
+            return False
+        if module is self.base:
+            return True
+        if module.disable_adapters or module.merged:
+            return False
+        active = [a for a in module.active_adapters if a in module.lora_A]
+        if active != ([] if self.adapter is None else [self.adapter]):
+            return False
+        if self.adapter is not None:
+            a, b = module.lora_A[self.adapter], module.lora_B[self.adapter]
+            drop = module.lora_dropout[self.adapter]
+            if not (quiet(a) and quiet(b)):
+                return False
+            member.a, member.b, member.lora_bias = a.weight, b.weight, b.bias
+            member.scale = float(module.scaling[self.adapter])
+            member.dropout = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
+        if self.member.quantized is not None:
+            member.weight, member.quantized = self.base.weight, self.base.weight.quant_state
+        return True
+
+
+def linear_site(name: str, parent: nn.Module) -> LinearSite:
+    """The site of the linear `name` (its full path) in parent, or NotFused with the reason."""
+    module = getattr(parent, name.rpartition(".")[2])
+    is_lora = hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    if is_lora and not type(module).__module__.startswith("peft.tuners.lora"):
+        raise NotFused(f"{type(module).__name__} is not PEFT's LoRA linear")
+    if not is_lora and hasattr(module, "base_layer"):
+        raise NotFused(f"the adapter {type(module).__name__} is not LoRA")
+    base = module.base_layer if is_lora else module
+    quantized, dtype = _base_kind(base)
+    if base.weight.requires_grad:
+        raise NotFused("its base weight is trained")
+    if not quiet(module) or not quiet(base):
+        raise NotFused("it has hooks or a replaced forward")
+    adapter = _only_adapter(module) if is_lora else None
+    member = Member(name, base.weight, base.bias, quantized=quantized, compute_dtype=dtype)
+    if adapter is not None:
+        a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        if a.device != base.weight.device:
+            raise NotFused(f"its adapter is on {a.device}, its weight on {base.weight.device}")
+        member = Member(name, base.weight, base.bias, a, b, quantized=quantized, compute_dtype=dtype)
+    return LinearSite(name, module, base, adapter, member, parent)
+
+
+def _base_kind(base: nn.Module) -> tuple[object | None, torch.dtype | None]:
+    """(quant_state of NF4 or None, compute dtype of NF4 or None)."""
+    kind = type(base).__name__
+    if kind == "Linear8bitLt":
+        raise NotFused("8-bit weights are left to PEFT: their product needs bitsandbytes' own kernel")
+    if kind == "Linear4bit":
+        state = getattr(base.weight, "quant_state", None)
+        if state is None:
+            raise NotFused("its 4-bit weight is not quantized yet (move the model to the GPU first)")
+        if state.quant_type != "nf4":
+            raise NotFused(f"4-bit type {state.quant_type} is not NF4")
+        return state, base.compute_dtype or state.dtype
+    if type(base) is not nn.Linear:
+        raise NotFused(f"its base layer is a {kind}, not a Linear")
+    if base.weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise NotFused(f"its weight is {base.weight.dtype}")
+    return None, None
+
+
+def _only_adapter(module) -> str | None:
+    if module.disable_adapters:
+        raise NotFused("its adapters are disabled")
+    if module.merged:
+        raise NotFused("its adapters are merged")
+    active = [a for a in module.active_adapters if a in module.lora_A]
+    if len(active) > 1:
+        raise NotFused(f"{len(active)} adapters are active at once")
+    if not active:
+        return None
+    adapter = active[0]
+    if getattr(module, "fan_in_fan_out", False):
+        raise NotFused("fan_in_fan_out")
+    if adapter in getattr(module, "lora_variant", {}):
+        raise NotFused(f"the LoRA variant {type(module.lora_variant[adapter]).__name__.removesuffix('LinearVariant')}")
+    drop = module.lora_dropout[adapter]
+    if not isinstance(drop, nn.Identity | nn.Dropout):
+        raise NotFused(f"its dropout is a {type(drop).__name__}")
+    if any(type(part[adapter]) is not nn.Linear for part in (module.lora_A, module.lora_B)):
+        raise NotFused("its lora_A or lora_B is not a Linear")
+    return adapter
+
+
+def norm_of(module: nn.Module) -> Norm:
+    known = NORMS.get(type(module).__name__)
+    if known is None:
+        raise NotFused(f"{type(module).__name__} is not a known RMSNorm")
+    if not quiet(module):
+        raise NotFused("its norm has hooks or a replaced forward")
+    return Norm(float(getattr(module, known[1])), known[0])
+
+
+def activation_of(function) -> str:
+    """Which activation it computes, found by asking it: names differ between versions, values do not."""
+    x = torch.linspace(-6, 6, 61, dtype=torch.float64)
+    from .glu import ACTIVATIONS, activation
+
+    try:
+        with torch.no_grad():
+            y = function(x.clone())
+    except Exception as error:
+        raise NotFused(f"its activation {type(function).__name__} could not be tried: {error}") from error
+    for act in ACTIVATIONS:
+        if y.shape == x.shape and (y - activation(x, act)).abs().max() < 1e-6:
+            return act
+    raise NotFused(f"its activation {type(function).__name__} is neither SiLU nor GELU")

@@ -1,0 +1,365 @@
+"""Whole models: every family against plain PEFT, toggles, and everything that has to be left to PEFT."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES, batch, build, step, twin, worst
+
+import lorakernels
+from lorakernels import tune
+
+
+def reference(model, data, **kwargs):
+    return step(twin(model).to(torch.float32), data, **kwargs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_same_as_peft_in_float32(family, padded):
+    model, data = build(family), batch(padded=padded)
+    loss, grads = step(twin(model), data)
+    report = lorakernels.apply(model)
+    parts = {"qkv", "o", "rms_norm", "rope", "linear_cross_entropy"} | ({"mlp"} if family != "mixtral" else set())
+    assert set(report.counts) == parts
+    assert report.counts["qkv"] == report.counts["o"] == 2 and report.counts["rms_norm"] == 3
+    got, got_grads = step(model, data)
+    assert abs(got - loss) < 2e-5 * abs(loss)
+    assert worst(got_grads, grads) < 1e-4
+    lorakernels.remove(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("adapters", ["same", "float32"])
+def test_not_less_exact_than_peft(family, name, adapters):
+    """In low precision: no gradient further from float32 than twice PEFT's own."""
+    model, data = build(family, getattr(torch, name), autocast_adapter_dtype=adapters == "float32"), batch(4, 16)
+    loss, grads = reference(model, data)
+    plain_loss, plain = step(twin(model), data)
+    lorakernels.apply(model)
+    got_loss, got = step(model, data)
+    assert all(g.dtype == plain[n].dtype for n, g in got.items())
+    eps = torch.finfo(getattr(torch, name)).eps
+    assert worst(got, grads) <= 2 * worst(plain, grads) + eps
+    assert abs(got_loss - loss) <= 2 * abs(plain_loss - loss) + eps * abs(loss)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_remove_is_bitwise(family):
+    model, data = build(family), batch()
+    model.eval()
+    before = model(**data)
+    forwards = {n: m.forward.__func__ for n, m in model.named_modules()}
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    lorakernels.apply(model)
+    model.train()
+    step(model, data)
+    model.eval()
+    lorakernels.remove(model)
+    after = model(**data)
+    assert torch.equal(before.logits, after.logits) and torch.equal(before.loss, after.loss)
+    assert all(m.forward.__func__ is forwards[n] and "_lorakernels" not in m.__dict__ for n, m in model.named_modules())
+    assert all(torch.equal(t, state[n]) and t.is_contiguous() for n, t in model.state_dict().items())
+    with pytest.raises(RuntimeError, match="not called"):
+        lorakernels.remove(model)
+
+
+SWITCHES = ["mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_each_part_is_a_toggle(family, switch, alone):
+    model, data = build(family), batch()
+    loss, grads = step(twin(model), data)
+    report = lorakernels.apply(model, **{s: (s == switch) == alone for s in SWITCHES})
+    if family == "mixtral" and switch == "mlp" and alone:
+        assert report.total == 0 and {e.part for e in report.left} == {"mlp"}
+    elif alone:
+        assert set(report.counts) == {switch}
+    else:
+        assert switch not in report.counts and report.total > 0
+    got, got_grads = step(model, data)
+    assert abs(got - loss) < 2e-5 * abs(loss)
+    assert worst(got_grads, grads) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["one", "addmm", "plain", "fused"])
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("one_gemm", [True, False])
+def test_every_form_of_the_projections(form, merge, one_gemm):
+    model, data = build("qwen2"), batch()
+    _, grads = step(twin(model), data)
+    lorakernels.apply(model, one_gemm=one_gemm, merge_projections=merge)
+    tune.force(form)
+    try:
+        assert worst(step(model, data)[1], grads) < 1e-4
+    finally:
+        tune.force(None)
+
+
+def test_fp8_stays_within_its_error():
+    model, data = build("llama"), batch()
+    loss, grads = step(twin(model), data)
+    lorakernels.apply(model, fp8=True)
+    got, got_grads = step(model, data)
+    assert 0 < abs(got - loss) < 0.05 * loss
+    norms = [(torch.cat([g.flatten() for g in t.values()])) for t in (got_grads, grads)]
+    assert (norms[0] - norms[1]).norm() / norms[1].norm() < 0.3
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj"], ["down_proj"], ["gate_proj", "k_proj"]])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_partial_targets(targets, family):
+    model, data = build(family, targets=targets), batch()
+    _, grads = step(twin(model), data)
+    lorakernels.apply(model)
+    assert worst(step(model, data)[1], grads) < 1e-4
+
+
+LORA = [
+    dict(rank_pattern={"q_proj": 7, "up_proj": 1, "layers.0.v_proj": 20}, alpha_pattern={"k_proj": 3}),
+    dict(r=9, use_rslora=True),
+    dict(bias="all"),
+    dict(bias="lora_only"),
+    dict(lora_bias=True),
+    dict(modules_to_save=["lm_head"]),
+    dict(r=256),
+]
+
+
+@pytest.mark.parametrize("lora", LORA, ids=lambda d: "-".join(d))
+def test_lora_configurations(lora):
+    family = "qwen2" if "bias" in lora else "llama"
+    if lora.get("lora_bias"):
+        lora = {**lora, "targets": ["q_proj", "v_proj"]}
+        family = "qwen2"
+    model, data = build(family, **lora), batch()
+    _, grads = step(twin(model), data)
+    report = lorakernels.apply(model)
+    assert report.counts["qkv"] == 2
+    assert worst(step(model, data)[1], grads) < 1e-4
+
+
+def test_dropout_with_the_masks_of_peft(monkeypatch):
+    """PEFT's dropouts and ours are given the same seeds: q, k, v each their own, as PEFT draws them."""
+    from lorakernels.dropout import dropout
+    from lorakernels.projection import Projection
+
+    model, data = build("llama", lora_dropout=0.3), batch()
+    plain = twin(model)
+
+    class Seeded(torch.nn.Dropout):
+        def forward(self, x):
+            flat = x.reshape(-1, x.shape[-1])
+            return dropout(flat, torch.tensor([self.seed]), self.p).view(x.shape) if self.training else x
+
+    for n, m in plain.named_modules():
+        if isinstance(m, torch.nn.Dropout) and "lora_dropout" in n:
+            m.__class__ = Seeded
+            m.seed = sum(map(ord, n.split("base_model.model.")[-1].split(".lora_dropout")[0]))
+    _, grads = step(plain, data)
+    lorakernels.apply(model)
+
+    def seeds(self, device):
+        return torch.tensor([sum(map(ord, m.name.split("base_model.model.")[-1])) for m in self.members])
+
+    with monkeypatch.context() as m:
+        m.setattr(Projection, "seeds", seeds)
+        assert worst(step(model, data)[1], grads) < 1e-4
+    assert not torch.equal(step(model, data)[0], step(model, data)[0]), "masks must change from step to step"
+    model.eval(), plain.eval()
+    assert torch.allclose(model(**data).logits, plain(**data).logits, atol=1e-5)
+
+
+def test_disabled_merged_and_switched_adapters():
+    model, data = build("llama"), batch()
+    model.add_adapter("other", model.peft_config["default"])
+    lorakernels.apply(model)
+    model.eval()
+    plain = twin(model)
+    lorakernels.remove(plain)
+    with model.disable_adapter(), plain.disable_adapter():
+        assert torch.allclose(model(**data).logits, plain(**data).logits, atol=1e-6)
+    for safe in (False, True):
+        before = model(**data).logits
+        model.merge_adapter(safe_merge=safe), plain.merge_adapter(safe_merge=safe)
+        assert torch.allclose(model(**data).logits, plain(**data).logits, atol=1e-6)
+        model.unmerge_adapter(), plain.unmerge_adapter()
+        assert torch.allclose(model(**data).logits, before, atol=1e-4), "after unmerging our path runs again"
+    model.set_adapter("other"), plain.set_adapter("other")
+    assert torch.allclose(model(**data).logits, plain(**data).logits, atol=1e-6)
+    model.set_adapter("default"), plain.set_adapter("default")
+    model.train(), plain.train()
+    assert worst(step(model, data)[1], step(plain, data)[1]) < 1e-4
+
+
+@pytest.mark.parametrize("lora, reason", [(dict(use_dora=True), "Dora"), (dict(targets=["lm_head"]), "head")])
+def test_what_is_left_says_why(lora, reason):
+    model, data = build("llama", **lora), batch()
+    wanted = step(twin(model), data)
+    report = lorakernels.apply(model)
+    assert any(reason.lower() in e.reason.lower() for e in report.left), str(report)
+    assert reason.lower() in str(report).lower()
+    assert worst(step(model, data)[1], wanted[1]) < 1e-4
+
+
+def test_several_active_adapters_hooks_and_unknown_models():
+    model, data = build("llama"), batch()
+    model.add_adapter("other", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "other"])
+    report = lorakernels.apply(model)
+    assert all("2 adapters" in e.reason for e in report.left if e.part in ("qkv", "o", "mlp"))
+    lorakernels.remove(model)
+    model = build("llama")
+    seen = []
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    report = lorakernels.apply(model)
+    assert any("hooks" in e.reason and "layers.0" in e.name for e in report.left)
+    assert report.counts["mlp"] == 1
+    step(model, data)
+    assert seen == [1]
+    later = model.base_model.model.model.layers[1].self_attn.q_proj
+    later.register_forward_hook(lambda *_: seen.append(2))
+    step(model, data)
+    assert 2 in seen, "a hook that comes later must be called too"
+    report = lorakernels.apply(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert report.total == 0 and str(report) == "changed: nothing"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_gradient_checkpointing(family, reentrant, dropout):
+    model, data = build(family, lora_dropout=dropout), batch()
+    lorakernels.apply(model)
+    torch.manual_seed(7)
+    loss, grads = step(model, data)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    calls = []
+    layer = model.base_model.model.model.layers[0]
+    plain = layer._gradient_checkpointing_func
+    layer._gradient_checkpointing_func = lambda *a, **k: calls.append(1) or plain(*a, **k)
+    torch.manual_seed(7)
+    got, got_grads = step(model, data, use_cache=False)
+    assert calls == [1], "the layer was not checkpointed"
+    assert torch.equal(got, loss) and worst(got_grads, grads) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_autocast(dtype):
+    model, data = build("llama", getattr(torch, dtype), autocast_adapter_dtype=True), batch(4, 16)
+    _, wide = reference(model, data)
+    plain = twin(model)
+    lorakernels.apply(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = step(model, data)[1], step(plain, data)[1]
+    assert worst(got, wide) <= 2 * worst(want, wide) + 0.01
+
+
+def test_loss_arguments():
+    model, data = build("llama"), batch()
+    plain = twin(model)
+    lorakernels.apply(model)
+    for extra in ({"num_items_in_batch": 5}, {"num_items_in_batch": torch.tensor(9)}):
+        assert torch.allclose(model(**data, **extra).loss, plain(**data, **extra).loss, atol=1e-5)
+    seven = {**data, "labels": data["labels"].clamp_min(7)}
+    assert torch.allclose(model(**seven, ignore_index=7).loss, plain(**seven, ignore_index=7).loss, atol=1e-5)
+    shifted = torch.nn.functional.pad(data["labels"], (0, 1), value=-100)[..., 1:]
+    assert torch.allclose(model(**data, shift_labels=shifted).loss, plain(**data).loss, atol=1e-5)
+    out = model(**data)
+    assert torch.allclose(out.logits[..., :3], plain(**data).logits[..., :3], atol=1e-4), "logits on demand"
+    assert torch.argmax(out.logits, -1).shape == data["input_ids"].shape and out.logits.shape[-1] == 101
+    assert isinstance(model(**data, return_dict=False), tuple)
+    assert model(data["input_ids"]).loss is None
+    model.eval()
+    assert isinstance(model(**data).logits, torch.Tensor)
+
+
+def test_attentions_hidden_states_and_generation():
+    model, data = build("llama"), batch()
+    plain = twin(model)
+    for m in (model, plain):
+        m.base_model.model.set_attn_implementation("eager")
+    lorakernels.apply(model)
+    a, b = (m(**data, output_attentions=True, output_hidden_states=True) for m in (model, plain))
+    assert len(a.attentions) == 2 and all(torch.allclose(x, y, atol=1e-5) for x, y in zip(a.attentions, b.attentions, strict=True))
+    assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a.hidden_states, b.hidden_states, strict=True))
+    model.eval(), plain.eval()
+    ids = data["input_ids"]
+    kw = dict(max_new_tokens=5, do_sample=False)
+    assert torch.equal(model.generate(input_ids=ids, **kw), plain.generate(input_ids=ids, **kw))
+
+
+def test_save_pretrained_is_peft_s(tmp_path):
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    model, data = build("llama"), batch()
+    model.save_pretrained(tmp_path / "plain")
+    base = twin(model).unload()
+    lorakernels.apply(model)
+    model.save_pretrained(tmp_path / "ours")
+    a, b = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("plain", "ours"))
+    assert set(a) == set(b) and all(torch.equal(a[n], b[n]) for n in a)
+    model.eval()
+    loaded = PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    assert torch.allclose(loaded(**data).logits, model(**data).logits, atol=1e-5)
+    model.base_model.model.save_pretrained(tmp_path / "base")  # weights that are views of one buffer
+    state = load_file(tmp_path / "base" / "model.safetensors")
+    own = model.base_model.model.state_dict()
+    assert set(state) == set(own) and all(torch.equal(t, own[n]) for n, t in state.items())
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_unloading_leaves_no_adapter_behind(merge):
+    """PEFT puts other modules where ours were: the plan must notice."""
+    model, data = build("llama").eval(), batch()
+    plain = twin(model)
+    lorakernels.apply(model)
+    model(**data)
+    a, b = (m.merge_and_unload() if merge else m.unload() for m in (model, plain))
+    assert torch.allclose(a(**data).logits, b(**data).logits, atol=1e-6)
+
+
+def test_apply_twice_and_wrong_names():
+    model = build("llama")
+    lorakernels.apply(model)
+    with pytest.raises(RuntimeError, match="before"):
+        lorakernels.apply(model)
+    with pytest.raises(ValueError, match="known are"):
+        lorakernels.apply(build("llama"), sdpa_backends="fast")
+
+
+def test_two_models_in_one_process():
+    """Instances only: a second, plain model of the same classes does not notice."""
+    model, plain, data = build("llama"), build("llama"), batch()
+    wanted = step(plain, data)
+    lorakernels.apply(model)
+    got = step(plain, data)
+    assert torch.equal(got[0], wanted[0]) and worst(got[1], wanted[1]) == 0
+
+
+def test_sdpa_backends_are_pinned():
+    model, data = build("llama"), batch()
+    _, grads = step(twin(model), data)
+    lorakernels.apply(model, sdpa_backends=["cudnn", "flash", "math"])
+    assert worst(step(model, data)[1], grads) < 1e-4
+
+
+def test_training_follows_peft():
+    """Twenty optimizer steps: the losses stay together, so B and A are read anew at each of them."""
+    model, data = build("llama"), batch(4, 12)
+    plain = twin(model)
+    lorakernels.apply(model)
+    losses = []
+    for m in (model, plain):
+        optimizer = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+        losses.append([])
+        for _ in range(20):
+            losses[-1].append(step(m, data)[0].item())
+            optimizer.step()
+    assert losses[1][-1] < 0.8 * losses[1][0]
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 2e-3 * losses[1][0]
