@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lorabench.report.frame import frame, read_sessions
-from lorabench.report.frame import load_results as load_results
-from lorabench.run.store import read_records
+if TYPE_CHECKING:
+    import pandas as pd
+
+# What is imported inside the functions (pandas, matplotlib, jinja2) takes seconds that a sweep's runner, which needs
+# only report.stats, should not wait for.
+
+
+def load_results(folder: str | Path) -> pd.DataFrame:
+    """The tidy table of one results folder, a row a cell: see report.frame. Raises RecordError (a ValueError)."""
+    from lorabench.report.frame import load_results
+
+    return load_results(folder)
 
 
 def write_report(folder: str | Path) -> list[Path]:
@@ -17,7 +27,9 @@ def write_report(folder: str | Path) -> list[Path]:
     longer have is removed, so that none is stale. Raises RecordError (ValueError) for records that cannot be read,
     OSError where the folder cannot be written.
     """
-    from lorabench.report import page, plots, tables  # matplotlib and jinja take a second that readers need not wait
+    from lorabench.report import page, plots, tables
+    from lorabench.report.frame import frame, read_sessions
+    from lorabench.run.store import read_records
 
     folder = Path(folder)
     records, sessions = read_records(folder), read_sessions(folder)
