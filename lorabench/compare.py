@@ -128,7 +128,9 @@ def _facts(sessions: Sequence[Session]) -> dict[str, str]:
     for session in sessions:
         machine = session.get("machine") or {}
         flat = {k: session.get(k) for k in ("lorabench", "commit", "dirty")}
-        flat |= {k: machine.get(k) for k in ("device", "driver", "cores", "memory_bytes")}
+        flat |= {
+            k: machine.get(k) for k in ("device", "name", "gpus", "driver", "cores", "memory_bytes", "os", "python")
+        }
         flat |= {f"package {k}": v for k, v in (machine.get("packages") or {}).items()}
         for name, value in flat.items():
             if value is not None:

@@ -53,10 +53,14 @@ def frame(records: Sequence[Record], sessions: Sequence[Session] = ()) -> pd.Dat
     {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling:
     of the phase that takes longest, and averaged by time. device: from environment.json.
     """
-    devices = {s["id"]: str((s.get("machine") or {}).get("device") or "") for s in sessions}
+    devices = {s["id"]: _device(s.get("machine") or {}) for s in sessions}
     rows = [_row(r, devices.get(r.session, "")) for r in records]
     table = pd.DataFrame(rows, columns=pd.Index(_columns()))
     return _judge(table, list(records))
+
+
+def _device(machine: dict[str, Any]) -> str:
+    return str(machine.get("name") or machine.get("device") or "")
 
 
 def toggles(record: Record) -> str:

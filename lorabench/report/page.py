@@ -90,12 +90,17 @@ def _session(session: Session) -> dict[str, str]:
         "lorabench": session.get("lorabench"),
         "commit": f"{session['commit']}{dirty}" if session.get("commit") else None,
         "device": machine.get("device"),
+        "name": machine.get("name"),
+        "CPU": machine.get("cpu"),
+        "GPUs": machine.get("gpus"),
         "GPU": _pairs(machine.get("gpu") or {}),
         "driver": machine.get("driver"),
         "cores": machine.get("cores"),
         "memory": f"{memory / GIB:.1f} GiB" if memory else None,
         "measured ceiling, GEMM": ", ".join(f"{k} {number(v)} TFLOP/s" for k, v in gemm.items()),
         "measured ceiling, copy": f"{number(ceilings['copy_gbs'])} GB/s" if ceilings.get("copy_gbs") else None,
+        "workers": session.get("workers"),
+        "allocator": session.get("allocator"),
         "packages": _pairs(machine.get("packages") or {}),
     }
     return {k: str(v) for k, v in shown.items() if v not in (None, "")}

@@ -17,7 +17,7 @@ from rich.text import Text
 from lorabench.report.attribution import groups, interactions, ladder, leave_one_out, shapley
 from lorabench.report.claims import Source, claims_frame
 from lorabench.report.frame import GIB, Session, frame
-from lorabench.report.stats import Speedup
+from lorabench.report.stats import MIN_TRIALS_FOR_VERDICT, Speedup
 from lorabench.run.record import Record
 
 HEADINGS = {
@@ -119,7 +119,10 @@ def judgement(row: dict[str, Any]) -> str:
         return f"noise floor ±{_percent(row['noise_floor'])}{sees}"
     disturbed = row["disturbed"] if math.isfinite(row["disturbed"]) else 0
     flags = f" ({disturbed:.0f} of {row['trials']} trials disturbed)" if disturbed else ""
-    return f"{row['verdict'] or 'too few trials'}{flags}"
+    few = 0 < row["trials"] < MIN_TRIALS_FOR_VERDICT
+    said = row["verdict"] if isinstance(row["verdict"], str) else "too few trials"
+    needs = f" ({row['trials']} trials, a verdict needs {MIN_TRIALS_FOR_VERDICT})" if few else ""
+    return said + needs + flags
 
 
 def shown_columns(found: Sequence[Group]) -> list[str]:

@@ -57,6 +57,11 @@ def test_many_equal_cells_rarely_differ(record):
     assert wrong == []
 
 
+def test_a_run_against_itself_is_the_same_and_not_certain(record):
+    (change,) = compare([record(["a"], speedup=1.3)], [record(["a"], speedup=1.3)])
+    assert change.change.low < 0.999 < 1.001 < change.change.high  # the draws of the two runs are independent
+
+
 def test_what_differs_between_the_machines(session):
     a, b = session(driver="570.1"), session("s9", driver="580.2", packages={"torch": "2.13.0", "peft": "0.21"})
     assert machine_changes([a], [b]) == [("driver", "570.1", "580.2"), ("package peft", "unknown", "0.21")]

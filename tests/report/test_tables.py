@@ -121,6 +121,7 @@ def test_markup_in_names_and_reasons_is_escaped(record):
     assert "<script>" not in text and "&lt;script&gt;" in row["verdict"] and "second line" in row["verdict"]
     latex = tables.latex(records)
     assert r"50\% \& \$x\_1\$ \{y\} \textbackslash{}n \textasciitilde{}\textasciicircum{}\#" in latex
+    assert r"a\textbar{}b" in latex
     body = latex.split(r"\midrule")[1]
     assert not re.search(r"(?<!\\)[%$#_]", body.split(r"\bottomrule")[0])
 
@@ -137,6 +138,12 @@ def test_number_keeps_three_digits_and_no_false_zero():
     assert [tables.number(x) for x in (1234.6, 12.34, 0.01234, 3e-6, 0, math.nan, None)] == [
         "1235", "12.3", "0.0123", "3.00e-06", "0", "", "",
     ]  # fmt: skip
+
+
+def test_few_trials_are_said(record):
+    for trials, said in ((5, "unclear (5 trials, a verdict needs 6)"), (2, "too few trials (2 trials"), (12, "faster")):
+        (row,) = md_rows(tables.markdown([record(["a"], speedup=2.0, trials=trials)]), "smollm2-135m @ alpaca")
+        assert row["verdict"].startswith(said)
 
 
 def test_no_records_at_all():
