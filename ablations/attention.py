@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lorabench.measure.arm import Step, Wrapped
-from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Requires
+from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.plan.workload import Batch
 
 # The forward operators behind F.scaled_dot_product_attention, by backend. `math` is a composite of plain operators.
@@ -20,6 +20,11 @@ FUSED = {
     "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
     "math": ("aten::_scaled_dot_product_attention_math",),
 }
+
+
+def layers(evidence: Evidence) -> int:
+    config: Any = evidence.arm.model.config
+    return config.num_hidden_layers
 
 
 def backends(ops: Counter[str]) -> dict[str, int]:
@@ -51,7 +56,7 @@ class Eager(Attention):
     def audit(self, evidence: Evidence) -> int:
         if found := backends(evidence.ops):
             raise NotApplied(f"attention still ran in SDPA's {', '.join(found)}")
-        return evidence.arm.model.config.num_hidden_layers
+        return layers(evidence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,7 @@ class Sdpa(Attention):
     implementation: ClassVar[str] = "sdpa"
 
     def audit(self, evidence: Evidence) -> int:
-        return sum(backends(evidence.ops).values())
+        return min(sum(backends(evidence.ops).values()), layers(evidence))  # recomputed layers count once
 
 
 class _Pinned(Wrapped):
@@ -72,8 +77,19 @@ class _Pinned(Wrapped):
         self.backend = backend
 
     def forward(self, batch: Batch) -> Tensor:
-        with sdpa_kernel(self.backend):
-            return self.inner.forward(batch)
+        try:
+            with sdpa_kernel(self.backend):
+                return self.inner.forward(batch)
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise Unsupported(self._refusal()) from error
+
+    def _refusal(self) -> str:
+        config: Any = self.model.config
+        grouped = config.num_attention_heads != config.num_key_value_heads
+        why = ", which has grouped-query attention" if grouped else ""
+        return f"SDPA's {self.backend.name.lower()} backend refuses this model{why}: no kernel for its shapes and dtype"
 
     def backward(self, loss: Tensor) -> None:
         with sdpa_kernel(self.backend):
@@ -95,7 +111,7 @@ class PinnedSdpa(Attention):
         found = backends(evidence.ops)
         if set(found) - {self.fused}:
             raise NotApplied(f"attention ran in SDPA's {', '.join(found)}, not in {self.fused} alone")
-        return found.get(self.fused, 0)
+        return min(found.get(self.fused, 0), layers(evidence))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,7 @@ class _Captured(Wrapped):
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _restore(self, before: list[Tensor]) -> None:
-        """Undo the warm-up's updates in place, so that the first replay starts where the other arm's first step does."""
+        """Undo the warm-up's updates in place: the first replay starts where the other arm's first step does."""
         with torch.no_grad():
             for param, value in zip(self._params(), before, strict=True):
                 param.copy_(value)
@@ -115,7 +115,7 @@ class CudaGraph(Ablation):
     def step(self, step: Step) -> Step:
         if len(step.batches) != 1:
             raise Unsupported(
-                f"cuda_graph captures one batch of one shape a step; this workload has {len(step.batches)} batches a step"
+                f"cuda_graph captures one batch of one shape a step; this workload has {len(step.batches)} a step"
             )
         return _Captured(step)
 

@@ -148,6 +148,7 @@ def _to(batch: Batch, device: torch.device) -> Batch:
 def _base_model(spec: ModelSpec, load: dict[str, Any], device: torch.device, layers: int | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    model: Any
     if spec.weights == "random":
         from transformers.initialization import no_init_weights
 

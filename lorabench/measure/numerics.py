@@ -43,7 +43,7 @@ class Outcome:
 
 
 class SharedMask(nn.Module):
-    """Dropout whose mask depends on the module's name, the shape and nothing else, so that every twin draws the same."""
+    """Dropout whose mask depends on the module's name and the shape alone, so that every twin draws the same."""
 
     def __init__(self, name: str, p: float) -> None:
         super().__init__()

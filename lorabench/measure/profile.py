@@ -29,7 +29,7 @@ def device_busy(arm: Arm) -> dict[str, float] | None:
     trial that is not timed. None on a CPU. Comes after the trials: a profiler that was once on leaves a trace."""
     if arm.device.type != "cuda":
         return None
-    busy = dict.fromkeys(TIMED, 0.0)
+    busy: dict[str, float] = {phase: 0.0 for phase in TIMED}
     running: list[tuple[str, profile]] = []
 
     def stop() -> None:
@@ -55,7 +55,7 @@ def device_busy(arm: Arm) -> dict[str, float] | None:
 def _union_ms(trace: profile) -> float:
     spans = sorted(
         (e.time_range.start, e.time_range.end)
-        for e in trace.events()
+        for e in trace.events() or ()
         if e.device_type == torch.autograd.DeviceType.CUDA
     )
     total, end = 0.0, float("-inf")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -23,9 +23,9 @@ NEAR = 0.5  # matrix work that fills half of the busy time at the ceiling's rate
 def flops(shape: Shape, samples: Sequence[Sample]) -> dict[str, float]:
     """Useful TFLOP of one step's phases: real tokens only, causal attention, frozen weights get dX but no dW.
 
-    Forward: 2 per frozen weight and token (head included), 2 per adapter weight, 2 x S^2 x width for causal QK^T and PV.
-    Backward: 2 per frozen weight (dX), 4 per adapter weight (dX, dA, dB), 2.5 x attention's forward (dQ, dK, dV, dP and
-    the scores again, which every memory-efficient attention recomputes; Dao, FlashAttention-2, section 3.1).
+    Forward: 2 per frozen weight and token (head included), 2 per adapter weight, 2 S^2 x width for causal QK^T and PV.
+    Backward: 2 per frozen weight (dX), 4 per adapter weight (dX, dA, dB), 2.5 x attention's forward (dQ, dK, dV, dP,
+    and the scores again, which every memory-efficient attention recomputes; Dao, FlashAttention-2, section 3.1).
     """
     lengths = [len(s.tokens) for s in samples]
     tokens = sum(lengths)
@@ -37,8 +37,8 @@ def flops(shape: Shape, samples: Sequence[Sample]) -> dict[str, float]:
     return {"forward": forward / 1e12, "backward": backward / 1e12, "step": 0.0}
 
 
-def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, float] | float]:
-    """This device's limits, measured now: sustained square GEMM in `dtype` (TFLOP/s) and copy (GB/s, read + written)."""
+def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """This device's limits, measured now: sustained square GEMM in `dtype` (TFLOP/s), copy (GB/s, read + written)."""
     cuda = device.type == "cuda"
     n = 8192 if cuda else 1024
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))  # zeros would run faster than data does
@@ -75,7 +75,7 @@ def bounds(
     ceiling_tflops: float | None,
     recomputes: bool,
 ) -> dict[Literal["forward", "backward", "step"], PhaseBound]:
-    """Where each phase's time goes. `busy_ms` is None where the device's busy time is unknown: then there is no label."""
+    """Where each phase's time goes. `busy_ms` None: the device's busy time is unknown, and there is no label."""
     result: dict[Literal["forward", "backward", "step"], PhaseBound] = {}
     for phase in ("forward", "backward", "step"):
         median = statistics.median(t.device_ms[phase] for t in trials)

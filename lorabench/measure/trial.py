@@ -96,7 +96,7 @@ def run_trial(arm: Arm, around: Callable[[str], None] = lambda phase: None) -> T
     labels.append("step")
     device_ms, host_ms = clock.device_ms(), clock.host_ms()
     ended = time.perf_counter()
-    sums = lambda times: {p: sum(t for t, l in zip(times, labels, strict=True) if l == p) for p in TIMED}  # noqa: E731
+    sums = lambda times: {p: sum((t for t, l in zip(times, labels, strict=True) if l == p), 0.0) for p in TIMED}  # noqa: E731
     return Trial(sums(device_ms), sums(host_ms), float(sum(x.double() for x in losses)), began, ended)
 
 

@@ -17,7 +17,7 @@ def rate(machine: Any) -> float:
     from lorabench.measure.roofline import ceilings
 
     found = ceilings(torch.device(machine.device), getattr(torch, machine.dtype("auto")))
-    return 1e12 * next(iter(found["gemm_tflops"].values()))  # type: ignore[union-attr]
+    return 1e12 * next(iter(found["gemm_tflops"].values()))
 
 
 def seconds(cell: Cell, flop_per_s: float) -> float:

@@ -14,9 +14,9 @@ class Lora(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    r: int = Field(16, ge=1)
+    r: int = Field(default=16, ge=1)
     lora_alpha: float = 32
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     bias: Literal["none", "all", "lora_only"] = "none"
     use_rslora: bool = False
     target_modules: list[str] | str = [

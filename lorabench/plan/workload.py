@@ -62,7 +62,7 @@ class Workload(BaseModel):
     kind: Literal["fixed", "lengths", "text"]
     batch_size: int = Field(ge=1)
     seq_len: int = Field(ge=2)
-    samples: int = Field(0, ge=0)  # 0: one batch
+    samples: int = Field(default=0, ge=0)  # 0: one batch
     distribution: str | None = None
     path: str | None = None
     dataset: str | None = None

@@ -293,8 +293,8 @@ def agreed(cell: Cell, numerics: Numerics, reference: ArmResult, candidate: ArmR
     """The gate's verdict with the full arms' agreement added; also used by the runner for arms of two processes."""
     from lorabench.measure.numerics import First, agree
 
-    firsts = (First(a.first_loss, a.first_grad_norm) for a in (reference, candidate))
-    return agree(numerics, *firsts, dtype, cell.model.lora.lora_dropout)
+    first, second = (First(a.first_loss, a.first_grad_norm) for a in (reference, candidate))
+    return agree(numerics, first, second, dtype, cell.model.lora.lora_dropout)
 
 
 def tokens(reference: ArmResult, candidate: ArmResult) -> Tokens:
