@@ -43,7 +43,7 @@ what is compared
   design=solo              solo, ladder, leave_one_out, pairwise, factorial
   suite=NAME               a whole sweep that is published: {suites}
 how
-  trials=30 warmup=5       on a CPU 8 and 1                  seed=0
+  trials=30 warmup=5       on a CPU 10 and 1                 seed=0
   timeout_s=900            for one worker process
 where to
   output=output/sweep      records.jsonl, environment.json, summary.md/.csv/.tex, plots/*.png, report.html
@@ -209,11 +209,13 @@ def new_session(arguments: list[str], machine: Any, ceilings: Any, method: str) 
 
 def _report(config: Any, console: Console) -> int:
     from lorabench.report import write_report
+    from lorabench.report.frame import read_sessions
     from lorabench.report.tables import console_table
     from lorabench.run.store import read_records
 
     written = write_report(config.output)
-    console.print(console_table(read_records(config.output)))
+    records, sessions = read_records(config.output), read_sessions(config.output)
+    console.print(console_table(records, sessions, width=console.width))
     pictures = [p for p in written if p.name in ("speedup.png", "report.html")]
     console.print("look at " + " and ".join(map(str, pictures or written)), highlight=False, soft_wrap=True)
     return 0

@@ -29,7 +29,7 @@ def device_busy(arm: Arm) -> dict[str, float] | None:
     trial that is not timed. None on a CPU. Comes after the trials: a profiler that was once on leaves a trace."""
     if arm.device.type != "cuda":
         return None
-    busy: dict[str, float] = {phase: 0.0 for phase in TIMED}
+    busy: dict[str, float] = dict.fromkeys(TIMED, 0.0)
     running: list[tuple[str, profile]] = []
 
     def stop() -> None:

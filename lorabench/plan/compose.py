@@ -62,7 +62,7 @@ class Defaults:
     warmup: int
 
 
-DEFAULTS = {"cuda": Defaults("4x2048", 30, 5), "cpu": Defaults("short_samples", 8, 1)}
+DEFAULTS = {"cuda": Defaults("4x2048", 30, 5), "cpu": Defaults("short_samples", 10, 1)}
 
 
 def names_in(group: str) -> list[str]:

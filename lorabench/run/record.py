@@ -5,7 +5,7 @@ The status decides which fields a record may have: a row with `wrong_numerics` c
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -22,6 +22,9 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class Phase(Strict):
     """One phase's trials in milliseconds, in the order of the rounds, and reference / candidate with a 95 % interval.
 
@@ -29,8 +32,8 @@ class Phase(Strict):
     trials are too few for an interval.
     """
 
-    reference_ms: list[float] | None = None
-    candidate_ms: list[float] | None = None
+    reference_ms: list[Milliseconds] | None = None
+    candidate_ms: list[Milliseconds] | None = None
     speedup: float | None = None
     low: float | None = None
     high: float | None = None
@@ -158,6 +161,10 @@ class Record(Strict):
                 raise ValueError(f"status ok needs {missing or 'numerics that passed'}")
         elif not self.reason:
             raise ValueError(f"status {self.status} needs a reason")
+        if self.pairing == "paired" and self.status == "ok":
+            for name, phase in (self.phases or {}).items():
+                if len(phase.reference_ms or ()) != len(phase.candidate_ms or ()):
+                    raise ValueError(f"{name}: paired trials need lists of one length")
         if self.phases is not None and self.status not in ("ok", "oom"):
             raise ValueError(f"status {self.status} must not carry times")
         return self
