@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lorabench.plan.ablation import Ablation
+from lorabench.plan.ablation import Ablation, Unsupported
 from lorabench.plan.model import ModelSpec
 from lorabench.plan.weights import WeightsError, source_arguments
 from lorabench.plan.workload import Batch, Sample, Workload, pad
@@ -118,7 +119,7 @@ def build(
     weights as `dtype` rounded them. Raises what the hooks raise, WeightsError, and out-of-memory errors.
     """
     ordered = sorted(ablations, key=lambda a: (a.rank, a.name))
-    load: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
+    load: dict[str, Any] = {"dtype": dtype}  # attention as transformers picks it, unless a toggle says
     adapt: dict[str, Any] = {"config": spec.lora.model_dump()}
     for ablation in ordered:
         ablation.load(load)
@@ -153,12 +154,13 @@ def _base_model(spec: ModelSpec, load: dict[str, Any], device: torch.device, lay
         from transformers.initialization import no_init_weights
 
         with device, no_init_weights():  # every weight is drawn in `_fill`; the library's own draw would be wasted
-            model = AutoModelForCausalLM.from_config(spec.hf_config(layers), **load)
+            model = _refusing(lambda: AutoModelForCausalLM.from_config(spec.hf_config(layers), **load), spec)
         model.tie_weights()  # what no_init_weights leaves out
         return model
     where, kwargs = source_arguments(spec.weights)
     try:
-        model = AutoModelForCausalLM.from_pretrained(where, **kwargs, **load, trust_remote_code=False)
+        read = partial(AutoModelForCausalLM.from_pretrained, where, trust_remote_code=False)
+        model = _refusing(lambda: read(**kwargs, **load), spec)
     except (OSError, ValueError) as error:
         raise WeightsError(f"weights {spec.weights!r} cannot be read: {str(error).splitlines()[0]}") from None
     expected = spec.hf_config()
@@ -171,6 +173,17 @@ def _base_model(spec: ModelSpec, load: dict[str, Any], device: torch.device, lay
         model.model.layers = model.model.layers[:layers]
         model.config.num_hidden_layers = len(model.model.layers)
     return model.to(device)
+
+
+def _refusing(make: Callable[[], Any], spec: ModelSpec) -> Any:
+    """transformers refuses an attention that the architecture has not: that is the user's business, not a crash."""
+    try:
+        return make()
+    except ValueError as error:
+        if "attention implementation" not in str(error):
+            raise
+        message = f"transformers has not this attention for the family {spec.family}; try eager in reference="
+        raise Unsupported(message) from error
 
 
 def _with_adapter(base: nn.Module, adapt: dict[str, Any]) -> nn.Module:
