@@ -1,9 +1,11 @@
-"""Dropout whose mask is drawn again from its seed instead of being kept: y = x · keep / (1 - p), keep = u(seed, i) >= p.
+"""Dropout whose mask is drawn again from its seed instead of being kept: y = x · keep / (1 - p), keep = u(seed, i) >=
+p.
 
 x: (M, K), any row stride; the mask depends on the logical index i = row · K + column and on the seed alone, so forward,
-backward and a recomputation see the same one. seed: one int64 *on the device*, drawn with torch's own generator: it costs
-no synchronization, follows torch.manual_seed and checkpointing's saved states, and changes with each replay of a CUDA graph.
-On a GPU the mask is Triton's Philox; on a CPU it is torch's generator. Run: python -m pytest tests/lorakernels/test_dropout.py
+backward and a recomputation see the same one. seed: one int64 *on the device*, drawn with torch's own generator: it
+costs no synchronization, follows torch.manual_seed and checkpointing's saved states, and changes with each replay of a
+CUDA graph. On a GPU the mask is Triton's Philox; on a CPU it is torch's generator. Run: python -m pytest
+tests/lorakernels/test_dropout.py
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The frozen weight's GEMMs in FP8 (e4m3), LoRA's in the compute dtype: Y ≈ (Xq · Wqᵀ) · sx · sw, with one scale a row of X
-and one a row of W, scale = max|row| / 448; backward likewise with dY and Wᵀ.
+"""The frozen weight's GEMMs in FP8 (e4m3), LoRA's in the compute dtype: Y ≈ (Xq · Wqᵀ) · sx · sw, with one scale a row
+of X and one a row of W, scale = max|row| / 448; backward likewise with dY and Wᵀ.
 
 X: (M, K), W: (N, K). Two quantized copies of W are kept (each direction needs its own scales and layout), 2 bytes an
 element as bf16 has; the bf16 weight stays with the module. The adapters and their gradients never pass through FP8.
 Error: e4m3 keeps 3 bits of mantissa, a relative error of up to 2⁻⁴ an element; for random operands a product is off by
-about 3.5 % of its size (test_fp8.py holds forward and backward below 5 %). So this is a toggle that changes the mathematics.
-Micikevicius et al., "FP8 formats for deep learning" (2022). Run: python -m pytest tests/lorakernels/test_fp8.py
+about 3.5 % of its size (test_fp8.py holds forward and backward below 5 %). So this is a toggle that changes the
+mathematics. Micikevicius et al., "FP8 formats for deep learning" (2022). Run: python -m pytest
+tests/lorakernels/test_fp8.py
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `project`: [residual stream →] [RMSNorm →] LoRA projections [→ head norms → RoPE], one node; q, k, v for attention.
 `gated_mlp`: [x + residual →] [RMSNorm →] gate, up → act(gate)·up → down [+ x], one node.
 
-Saved for each token: the node's input, gate and up, S (p wide) and 1/rms; the norms' outputs and act(gate)·up are made again.
-q, k and v are kept by attention, in the one buffer they were born in. A norm's output is not even made again for
+Saved for each token: the node's input, gate and up, S (p wide) and 1/rms; the norms' outputs and act(gate)·up are made
+again. q, k and v are kept by attention, in the one buffer they were born in. A norm's output is not even made again for
 dA = dSᵀ·Y: as Y = rstd·h·w, dA = w · ((rstd·dS)ᵀ·h). (In float16 the product rstd·dS could overflow, so there it is.)
 Run: python -m pytest tests/lorakernels/test_fused.py
 """
@@ -12,6 +12,7 @@ Run: python -m pytest tests/lorakernels/test_fused.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,7 +24,7 @@ from .rms_norm import backward_into as norm_backward_into
 from .rms_norm import forward_into as norm_into
 from .rms_norm import forward_lora_into as norm_lora_into
 from .rope import rotate_into
-from .runtime import check, rows
+from .runtime import TILES, check, rows
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ class Heads:
     def split(self, y: torch.Tensor, lead: torch.Size) -> list[torch.Tensor]:
         """Views (B, S, H, D) of q, k, v in y (B·S, ≥ N)."""
         y = y.unflatten(0, lead)
-        return [t.unflatten(-1, (t.shape[-1] // self.size, self.size)) for t in y[..., : sum(self.widths)].split(self.widths, -1)]
+        return [
+            t.unflatten(-1, (t.shape[-1] // self.size, self.size))
+            for t in y[..., : sum(self.widths)].split(self.widths, -1)
+        ]
 
 
 def _no_autocast(x: torch.Tensor):
@@ -94,17 +98,17 @@ def _fill_fused(x, residual, h, norm, weight, a, buffer):
 
     def plain():
         if norm is None:
-            return pack_into(x, a, buffer, fused=False)
+            return pack_into(x, a, buffer, None)
         rstd = norm_into(x, residual, weight, norm.eps, norm.offset, buffer[:, :k], h)
         torch.mm(buffer[:, :k], a.t(), out=buffer[:, k:])
         return rstd
 
-    def fused():
+    def fused(tile):
         if norm is None:
-            return pack_into(x, a, buffer)
-        return norm_lora_into(x, residual, weight, norm.eps, norm.offset, buffer, a, h)
+            return pack_into(x, a, buffer, tile)
+        return norm_lora_into(x, residual, weight, norm.eps, norm.offset, buffer, a, h, tile)
 
-    forms = {"fused": fused, "plain": plain}
+    forms = {**{tile: partial(fused, tile) for tile in TILES}, "plain": plain}
     key = (tune.bucket(x.shape[0]), k, a.shape[0], buffer.dtype, residual is not None)
     return forms[tune.pick("norm" if norm else "pack", key, forms, x.device)]()
 
@@ -274,11 +278,20 @@ def project(
     x, groups, *, norm: Norm | None = None, norm_weight=None, heads: Heads | None = None, cos=None, sin=None,
     head_norms=(None, None), pass_through: bool = False, training: bool = True,
 ):  # fmt: skip
-    """Y (..., N); or q, k, v as (B, S, H, D) with `heads`; pass_through adds x itself, so that the residual's gradient is
-    added inside the norm's backward. groups: one Projection, or several that share x (their outputs lie side by side)."""
+    """Y (..., N); or q, k, v as (B, S, H, D) with `heads`; pass_through adds x itself, so that the residual's gradient
+    is added inside the norm's backward. groups: one Projection, or several that share x (their outputs lie side by
+    side).
+    """
     check(x.shape[-1] == groups[0].k, f"x must have {groups[0].k} columns", x=x)
     dtype = compute_dtype(x, groups[0].compute_dtype)
-    call = dict(groups=groups, norm=norm, heads=heads, pass_through=pass_through, training=training, dtype=dtype)
+    call = {
+        "groups": groups,
+        "norm": norm,
+        "heads": heads,
+        "pass_through": pass_through,
+        "training": training,
+        "dtype": dtype,
+    }
     parameters = [t for g in groups for m in g.members for t in m.parameters]
     outs = Project.apply(call, x, norm_weight, cos, sin, *head_norms, *parameters)
     return outs[0] if len(outs) == 1 else outs
@@ -344,10 +357,9 @@ def _activate(gate_up, act, down, op_down, seed):
         glu.forward_into(gate, up, packed[:, :width], act)
         down.lora_input(packed[:, :width], op_down, seed, packed[:, width:])
 
-    def fused():
-        glu.forward_lora_into(gate, up, packed, op_down.a, act)
-
-    forms = {"fused": fused, "plain": plain} if down.p and seed is None else {"plain": plain}
+    forms = {"plain": plain}
+    if down.p and seed is None:
+        forms = {t: partial(glu.forward_lora_into, gate, up, packed, op_down.a, act, t) for t in TILES} | forms
     forms[tune.pick("glu", (tune.bucket(m), width, down.p, act, packed.dtype), forms, packed.device)]()
     return packed
 
@@ -408,8 +420,15 @@ def gated_mlp(
     check(norm is not None or residual is None, "a residual needs a norm", x=x, residual=residual)
     check(sum(g.n for g in groups) == 2 * down.k, "gate and up do not fit down", x=x)
     dtype = compute_dtype(x, groups[0].compute_dtype)
-    call = dict(
-        groups=groups, down=down, norm=norm, act=act, add=add, pass_through=pass_through, training=training, dtype=dtype
-    )
+    call = {
+        "groups": groups,
+        "down": down,
+        "norm": norm,
+        "act": act,
+        "add": add,
+        "pass_through": pass_through,
+        "training": training,
+        "dtype": dtype,
+    }
     parameters = [t for g in (*groups, down) for m in g.members for t in m.parameters]
     return GatedMLP.apply(call, x, residual, norm_weight, *parameters)

@@ -1,8 +1,8 @@
 """GEGLU: h = gelu(gate) * up, the exact gelu (erf) or its tanh form. gate, up, h: (..., I), bf16, fp16 or fp32.
 
-The two differ by up to 4.7e-4 and models mean one of them (Gemma the tanh form, `gelu_pytorch_tanh`), so the choice is an
-argument and each is held to its own reference. Shazeer, "GLU Variants Improve Transformer" (2020).
-The Triton kernel is `glu.py`, which SwiGLU shares. Run: python -m pytest tests/lorakernels/test_geglu.py
+The two differ by up to 4.7e-4 and models mean one of them (Gemma the tanh form, `gelu_pytorch_tanh`), so the choice is
+an argument and each is held to its own reference. Shazeer, "GLU Variants Improve Transformer" (2020). The Triton kernel
+is `glu.py`, which SwiGLU shares. Run: python -m pytest tests/lorakernels/test_geglu.py
 """
 
 from __future__ import annotations

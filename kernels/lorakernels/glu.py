@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from .runtime import cdiv, check, jit, next_power_of_2, tl, use_triton, working_dtype
+from .runtime import TILES, cdiv, check, jit, next_power_of_2, tl, use_triton, working_dtype
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # Above this many columns S would not stay in registers beside the tile; a library GEMM is then the better way.
@@ -130,19 +130,21 @@ def forward_into(gate, up, out, act: str) -> None:
     )
 
 
-def forward_lora_into(gate, up, buffer, lora_a, act: str) -> None:
+def forward_lora_into(gate, up, buffer, lora_a, act: str, tile: str = "fused") -> None:
     """buffer = [h | h · lora_aᵀ] in one launch; lora_a (p, I) with p spare columns in buffer, p <= MAX_FUSED_RANK."""
     m, n = gate.shape
     p = lora_a.shape[0]
-    check(buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a)
+    check(
+        buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
+    )
     if not use_triton(gate, up, buffer, lora_a) or p > MAX_FUSED_RANK:
         forward_into(gate, up, buffer[:, :n], act)
         torch.mm(buffer[:, :n], lora_a.t(), out=buffer[:, n:])
         return
-    bm = 32 if m <= 4096 else 64
+    bm, bn, warps, stages = TILES[tile]
     _forward_lora_kernel[(cdiv(m, bm),)](
         gate, up, buffer, lora_a, m, n, gate.stride(0), up.stride(0), buffer.stride(0), lora_a.stride(0), p,
-        ACT=ACTIVATIONS[act], BM=bm, BN=64, R=max(16, next_power_of_2(p)), num_warps=8, num_stages=3,
+        ACT=ACTIVATIONS[act], BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 

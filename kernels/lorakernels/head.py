@@ -1,4 +1,5 @@
-"""The forward that `apply` binds to a causal language model: in training with labels its loss comes from the chunked head.
+"""The forward that `apply` binds to a causal language model: in training with labels its loss comes from the chunked
+head.
 
 In evaluation, in generation, and wherever something asks for what the chunked head does not give (a custom loss, router
 losses, a slice of logits), the class's own forward runs.
@@ -83,7 +84,9 @@ def causal_lm_forward(self, *args, **kwargs):
         shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
     softcap = getattr(self.config, "final_logit_softcapping", None)
     dtype = compute_dtype(hidden, self.lm_head.weight.dtype)
-    hidden, weight, bias = (None if t is None else t.to(dtype) for t in (hidden, self.lm_head.weight, self.lm_head.bias))
+    hidden, weight, bias = (
+        None if t is None else t.to(dtype) for t in (hidden, self.lm_head.weight, self.lm_head.bias)
+    )
     loss = linear_cross_entropy(
         hidden, weight, shifted.to(hidden.device), bias, ignore_index=ignore, num_items=num_items, softcap=softcap
     )

@@ -1,8 +1,8 @@
 """The forwards that `apply` binds to instances: a whole decoder layer, or its attention, MLP and norms one by one.
 
-A plan is made once. Each forward first asks it whether everything still is as planned (adapters neither disabled nor merged,
-no new hooks); if not, the class's own forward runs, which is PEFT's. Attention is always transformers' own interface, with
-the model's implementation, mask, sliding window and soft cap.
+A plan is made once. Each forward first asks it whether everything still is as planned (adapters neither disabled nor
+merged, no new hooks); if not, the class's own forward runs, which is PEFT's. Attention is always transformers' own
+interface, with the model's implementation, mask, sliding window and soft cap.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Linears:
         self.groups = [Projection(part, switches.one_gemm, switches.fp8) for part in parts]
 
     def ready(self) -> bool:
-        return all([s.ready() for s in self.sites])
+        return all(s.ready() for s in self.sites)
 
     def adopt(self) -> None:
         for g in self.groups:
@@ -99,7 +99,7 @@ class AttentionPlan:
     def ready(self) -> bool:
         parts = [p for p in (self.qkv, self.o) if p is not None]
         norms = self.head_norms or ()
-        return all([p.ready() for p in parts]) and all(quiet(n) and not n.weight.requires_grad for n in norms)
+        return all(p.ready() for p in parts) and all(quiet(n) and not n.weight.requires_grad for n in norms)
 
 
 def head_layout(attention: nn.Module) -> tuple[Heads, tuple[nn.Module, nn.Module] | None]:
@@ -167,10 +167,7 @@ def rotate(plan: AttentionPlan, q, k, cos, sin):
 def plain_query_key_value(plan: AttentionPlan, x, position_embeddings):
     """The same through the model's own modules."""
     a, h = plan.module, plan.heads
-    if hasattr(a, "qkv_proj"):
-        parts = a.qkv_proj(x).split(h.widths, -1)
-    else:
-        parts = (a.q_proj(x), a.k_proj(x), a.v_proj(x))
+    parts = a.qkv_proj(x).split(h.widths, -1) if hasattr(a, "qkv_proj") else (a.q_proj(x), a.k_proj(x), a.v_proj(x))
     q, k, v = (t.unflatten(-1, (-1, h.size)) for t in parts)
     if hasattr(a, "q_norm"):
         q, k = a.q_norm(q), a.k_norm(k)
@@ -272,7 +269,7 @@ class LayerPlan:
     def ready(self) -> bool:
         here = self.module._modules
         same = here["self_attn"] is self.attention.module and (self.mlp is None or here["mlp"] is self.mlp.module)
-        norms = all([quiet(m) and here[n] is m for n, (m, _) in self.norms.items()])
+        norms = all(quiet(m) and here[n] is m for n, (m, _) in self.norms.items())
         return same and norms and self.attention.ready() and (self.mlp is None or self.mlp.ready())
 
     def norm(self, name: str) -> dict:
@@ -314,7 +311,9 @@ def layer_forward(self, hidden_states, *args, **kwargs):
 
 def _layer(plan: LayerPlan, x, attention_mask=None, position_embeddings=None, past_key_values=None, **kwargs):
     sandwich = "pre_feedforward_layernorm" in plan.norms
-    q, k, v, x = query_key_value(plan.attention, x, position_embeddings, **plan.norm("input_layernorm"), pass_through=True)
+    q, k, v, x = query_key_value(
+        plan.attention, x, position_embeddings, **plan.norm("input_layernorm"), pass_through=True
+    )
     out, _ = attend(plan.attention, q, k, v, attention_mask, past_key_values, **kwargs)
     out = out.reshape(*x.shape[:-1], -1)
     training = plan.module.training

@@ -1,13 +1,13 @@
-"""Cross-entropy of a linear head, in chunks of rows that never hold all logits:
-loss = Σ_i [logsumexp(z_i) - z_i[t_i]] / n with z = x · Wᵀ (+ bias), softcapped as cap · tanh(z / cap) where a cap is given.
+"""Cross-entropy of a linear head, in chunks of rows that never hold all logits: loss = Σ_i [logsumexp(z_i) - z_i[t_i]]
+/ n with z = x · Wᵀ (+ bias), softcapped as cap · tanh(z / cap) where a cap is given.
 
-x: (M, H), W: (V, H) of one dtype; target: (M,) int64; rows with target == ignore_index count for nothing.
-n is the number of other rows, or `num_items` as transformers passes it. A chunk's logits are replaced in place by
-softmax - onehot and multiplied with W at once, so backward is one multiplication by a scalar: the head costs two GEMMs
-(three if W learns; a frozen W costs nothing). The scalar 1/n comes last because (softmax - onehot)/n underflows in
-float16 before a GradScaler could help. Nothing waits for the GPU, so a CUDA graph can hold it.
-Idea of computing the gradient in forward: Liger-Kernel (Hsu et al. 2024). Run: python -m pytest tests/lorakernels/test_linear_cross_entropy.py
-"""  # noqa: E501
+x: (M, H), W: (V, H) of one dtype; target: (M,) int64; rows with target == ignore_index count for nothing. n is the
+number of other rows, or `num_items` as transformers passes it. A chunk's logits are replaced in place by softmax -
+onehot and multiplied with W at once, so backward is one multiplication by a scalar: the head costs two GEMMs (three if
+W learns; a frozen W costs nothing). The scalar 1/n comes last because (softmax - onehot)/n underflows in float16 before
+a GradScaler could help. Nothing waits for the GPU, so a CUDA graph can hold it. Idea of computing the gradient in
+forward: Liger-Kernel (Hsu et al. 2024). Run: python -m pytest tests/lorakernels/test_linear_cross_entropy.py
+"""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def _loss_kernel(
         new = tl.maximum(top, z)
         # A lane may have met nothing but padding so far: -inf - -inf is NaN, so such lanes are skipped.
         seen = new > float("-inf")
-        total = tl.where(seen, total * tl.exp(top - tl.where(seen, new, 0.0)) + tl.exp(z - tl.where(seen, new, 0.0)), 0.0)
+        total = tl.where(
+            seen, total * tl.exp(top - tl.where(seen, new, 0.0)) + tl.exp(z - tl.where(seen, new, 0.0)), 0.0
+        )
         top = new
         at_target += tl.where((start + col == target) & (start + col < n), z, 0.0)
     peak = tl.max(top, axis=0)
@@ -75,7 +77,7 @@ def _loss_kernel(
 
 
 def loss_and_gradient_(logits, target, ignore_index: int = -100, softcap: float | None = None, with_grad: bool = True):
-    """Loss of each row (M,) float32; with_grad overwrites logits (M, V) with softmax - onehot (times the cap's slope)."""
+    """Loss of each row (M,) float32; with_grad overwrites logits (M, V) with softmax - onehot (times the slope)."""
     m, n = logits.shape
     if not use_triton(logits):
         return _loss_torch(logits, target, ignore_index, softcap, with_grad)
@@ -126,7 +128,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         m = x.shape[0]
         dx = torch.empty_like(x) if needs[0] else None
         dw = torch.zeros(weight.shape, dtype=working_dtype(weight), device=weight.device) if needs[1] else None
-        db = torch.zeros(bias.shape, dtype=working_dtype(bias), device=x.device) if bias is not None and needs[2] else None
+        db = (
+            torch.zeros(bias.shape, dtype=working_dtype(bias), device=x.device)
+            if bias is not None and needs[2]
+            else None
+        )
         loss = torch.empty(m, dtype=working_dtype(x), device=x.device)
         step = chunk or chunk_rows(m, weight.shape[0], x.element_size()) if m else 1
         for i in range(0, m, step):
@@ -163,7 +169,8 @@ def linear_cross_entropy(
 ):
     """Mean (or sum / num_items) cross-entropy of x · weightᵀ (+ bias) against target, a float32 scalar.
 
-    x (..., H) is flattened, target has its leading shape; num_items may be a tensor on the device. chunk: rows at a time.
+    x (..., H) is flattened, target has its leading shape; num_items may be a tensor on the device. chunk: rows at a
+    time.
     """
     check(x.shape[-1:] == weight.shape[1:] and weight.dim() == 2, "x and weight do not fit", x=x, weight=weight)
     check(target.shape == x.shape[:-1], "target must have one entry a row of x", x=x, target=target)

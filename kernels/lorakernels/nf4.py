@@ -1,10 +1,10 @@
-"""NF4 weights, expanded straight into an operand buffer: w[e] = code[nibble(e)] · absmax[e / blocksize], double quantization
-included: absmax[i] = code2[absmax8[i]] · absmax2[i / blocksize2] + offset.
+"""NF4 weights, expanded straight into an operand buffer: w[e] = code[nibble(e)] · absmax[e / blocksize], double
+quantization included: absmax[i] = code2[absmax8[i]] · absmax2[i / blocksize2] + offset.
 
-packed: uint8, two elements a byte, the high nibble first, in the row-major order of the (N, K) weight; absmax one a block of
-64 elements or so; out: (N, K), any row stride (that is the point: bitsandbytes' own function wants a contiguous output).
-The quant_state is bitsandbytes' and only read by attribute, so the package itself is not needed here.
-Dettmers et al., "QLoRA" (2023). Run: python -m pytest tests/lorakernels/test_nf4.py
+packed: uint8, two elements a byte, the high nibble first, in the row-major order of the (N, K) weight; absmax one a
+block of 64 elements or so; out: (N, K), any row stride (that is the point: bitsandbytes' own function wants a
+contiguous output). The quant_state is bitsandbytes' and only read by attribute, so the package itself is not needed
+here. Dettmers et al., "QLoRA" (2023). Run: python -m pytest tests/lorakernels/test_nf4.py
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def dequantize_into(packed: torch.Tensor, state, out: torch.Tensor) -> None:
         return
     block = min(1024, next_power_of_2(k))
     # Without double quantization the last three pointers are never read.
-    nested = (second.code, second.absmax, state.offset) if second is not None else (state.code, state.absmax, state.code)
+    nested = (
+        (second.code, second.absmax, state.offset) if second is not None else (state.code, state.absmax, state.code)
+    )
     _dequantize_kernel[(n, cdiv(k, block))](
         packed, state.code, state.absmax, *nested, out, k, out.stride(0), state.blocksize,
         1 if second is None else second.blocksize, NESTED=second is not None, BLOCK=block, num_warps=4,

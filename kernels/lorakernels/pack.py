@@ -1,9 +1,10 @@
-"""The operand [x | x · Aᵀ] of the one-GEMM form, in one read of x: x (M, K) is copied, S = x · Aᵀ (M, p) lands behind it.
+"""The operand [x | x · Aᵀ] of the one-GEMM form, in one read of x: x (M, K) is copied, S = x · Aᵀ (M, p) lands behind
+it.
 
 x: last dimension contiguous, any row stride; A: (p, K), any strides (backward passes the view (sB)ᵀ, which makes this
-dS = dY · sB); out: (M, K + p), of A's dtype. S is accumulated in float32. Needed where the tensor comes from someone else's kernel,
-as attention's output and the incoming gradients do; norm and SwiGLU write their operand themselves.
-Run: python -m pytest tests/lorakernels/test_pack.py
+dS = dY · sB); out: (M, K + p), of A's dtype. S is accumulated in float32. Needed where the tensor comes from someone
+else's kernel, as attention's output and the incoming gradients do; norm and SwiGLU write their operand themselves. Run:
+python -m pytest tests/lorakernels/test_pack.py
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from .glu import MAX_FUSED_RANK
-from .runtime import cdiv, check, jit, next_power_of_2, tl, use_triton
+from .runtime import TILES, cdiv, check, jit, next_power_of_2, tl, use_triton
 
 
 def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -38,18 +39,18 @@ def _pack_kernel(
     tl.store(y_ptr + row[:, None] * y_row + n + r[None, :], acc.to(y_ptr.dtype.element_ty), mask=spare)
 
 
-def pack_into(x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, fused: bool = True) -> None:
-    """out = [x | x · aᵀ]; fused=False takes a copy and a library GEMM instead of the kernel."""
+def pack_into(x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, tile: str | None = "fused") -> None:
+    """out = [x | x · aᵀ]; tile is a key of TILES, None takes a copy and a library GEMM instead of the kernel."""
     m, n = x.shape
     p = a.shape[0]
     check(a.shape[1] == n and out.shape == (m, n + p), "x, a and out do not fit", x=x, a=a, out=out)
-    if not fused or not 0 < p <= MAX_FUSED_RANK or not use_triton(x, a, out) or x.stride(-1) != 1:
+    if tile is None or not 0 < p <= MAX_FUSED_RANK or not use_triton(x, a, out) or x.stride(-1) != 1:
         out[:, :n].copy_(x)
         if p:
             torch.mm(out[:, :n], a.t(), out=out[:, n:])
         return
-    bm = 32 if m <= 4096 else 64
+    bm, bn, warps, stages = TILES[tile]
     _pack_kernel[(cdiv(m, bm),)](
         x, a, out, m, n, p, x.stride(0), a.stride(0), a.stride(1), out.stride(0),
-        BM=bm, BN=64, R=max(16, next_power_of_2(p)), num_warps=8, num_stages=3,
+        BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps, num_stages=stages,
     )  # fmt: skip

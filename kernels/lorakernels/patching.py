@@ -89,7 +89,9 @@ class _Patcher:
         self.report.left.append(Left(name, part, str(reason)))
 
     def saving(self, module: nn.Module) -> None:
-        """transformers' own save_pretrained cannot write views of one buffer; PEFT's writes adapters only and is left alone."""
+        """transformers' own save_pretrained cannot write views of one buffer; PEFT's writes adapters only and is left
+        alone.
+        """
         if type(module).__module__.startswith("transformers.") and hasattr(module, "save_pretrained"):
             handle = module.register_state_dict_post_hook(_contiguous_state)
             self.state.undo.append(handle.remove)
@@ -204,15 +206,24 @@ def apply(
 ) -> Report:  # fmt: skip
     """Changes what it knows in `model`, in place, and reports it.
 
-    mlp, qkv, o, rms_norm, rope, linear_cross_entropy: the parts. one_gemm: [X|S]·[W|sB]ᵀ where it is measured to be faster;
-    off: a GEMM and an in-place addmm. merge_projections: q, k, v and gate, up as one GEMM each. fp8: the frozen weights'
-    products in FP8 (changes the mathematics: see fp8.py). sdpa_backends: an order of "cudnn", "flash", "efficient", "math"
-    to pin where attention is plain causal SDPA without a mask; None leaves torch's choice.
+    mlp, qkv, o, rms_norm, rope, linear_cross_entropy: the parts. one_gemm: [X|S]·[W|sB]ᵀ where it is measured to be
+    faster; off: a GEMM and an in-place addmm. merge_projections: q, k, v and gate, up as one GEMM each. fp8: the frozen
+    weights' products in FP8 (changes the mathematics: see fp8.py). sdpa_backends: an order of "cudnn", "flash",
+    "efficient", "math" to pin where attention is plain causal SDPA without a mask; None leaves torch's choice.
     """
     if hasattr(model, STATE):
         raise RuntimeError("lorakernels.apply was called on this model before; call lorakernels.remove first")
     switches = Switches(
-        mlp, qkv, o, rms_norm, rope, linear_cross_entropy, one_gemm, merge_projections, fp8, _check_backends(sdpa_backends)
+        mlp,
+        qkv,
+        o,
+        rms_norm,
+        rope,
+        linear_cross_entropy,
+        one_gemm,
+        merge_projections,
+        fp8,
+        _check_backends(sdpa_backends),
     )
     patcher = _Patcher(switches)
     modules = list(model.named_modules())
@@ -225,9 +236,9 @@ def apply(
             patcher.saving(module)
             if rms_norm and type(module).__name__ in NORMS and not name.startswith(tuple(inside) or ("\0",)):
                 patcher.norm(name, module)
-            if linear_cross_entropy and hasattr(module, "lm_head") and hasattr(module, "loss_function"):
-                if isinstance(module.__dict__.get("_modules", {}).get("lm_head"), nn.Module):
-                    patcher.head(name, module)
+            # _modules, because PEFT's wrappers pass attributes of the inner model through.
+            if linear_cross_entropy and module._modules.get("lm_head") is not None:
+                patcher.head(name, module)
     except BaseException:
         _undo(patcher.state)
         raise

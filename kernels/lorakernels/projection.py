@@ -4,19 +4,20 @@
     dX = [dY | dS] · [W ; A]       dS = dY · sB               backward
     dA = dSᵀ · X,  dB = dYᵀ · sS
 
-X: (M, K), W: (N, K), A: (p, K), sB: (N, p), Y: (M, N). One buffer of (N + p) × (K + p) holds [W | sB ; A | –] and serves both
-directions as strided views; the frozen weight is stored once, the module's own parameter becomes a view into it. Several
-projections (q, k, v; gate, up) stack their rows in W, their A's in A, and B becomes block-diagonal. p is the sum of the
-ranks rounded up, because GEMMs like a multiple of 64. sB and A are written anew on every forward: optimizers that update
-through raw pointers change no version counter, and a CUDA graph has to contain the refresh.
+X: (M, K), W: (N, K), A: (p, K), sB: (N, p), Y: (M, N). One buffer of (N + p) × (K + p) holds [W | sB ; A | –] and
+serves both directions as strided views; the frozen weight is stored once, the module's own parameter becomes a view
+into it. Several projections (q, k, v; gate, up) stack their rows in W, their A's in A, and B becomes block-diagonal. p
+is the sum of the ranks rounded up, because GEMMs like a multiple of 64. sB and A are written anew on every forward:
+optimizers that update through raw pointers change no version counter, and a CUDA graph has to contain the refresh.
 
-Why: `Y += S · (sB)ᵀ` as a GEMM of its own reads and writes Y once more. Where the plain form is measured to be faster it
-is taken (`tune`). Hu et al., "LoRA" (2021). Run: python -m pytest tests/lorakernels/test_projection.py
+Why: `Y += S · (sB)ᵀ` as a GEMM of its own reads and writes Y once more. Where the plain form is measured to be faster
+it is taken (`tune`). Hu et al., "LoRA" (2021). Run: python -m pytest tests/lorakernels/test_projection.py
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,12 +26,14 @@ from . import tune
 from .dropout import draw_seed, dropout_into
 from .linear_cross_entropy import mm_in
 from .pack import pack_into
-from .runtime import check, round_up
+from .runtime import TILES, check, round_up
 
 
 @dataclass
 class Member:
-    """One frozen linear with at most one adapter: W (N, K), A (r, K), B (N, r); y = x Wᵀ + bias + scale · (x Aᵀ Bᵀ + lora_bias)."""  # noqa: E501
+    """One frozen linear with at most one adapter: W (N, K), A (r, K), B (N, r); y = x Wᵀ + bias + scale · (x Aᵀ Bᵀ +
+    lora_bias).
+    """
 
     name: str
     weight: nn.Parameter
@@ -153,7 +156,9 @@ class Projection:
         """The operand with today's A and B in it."""
         if self.fp8 is not None:
             dev = self.members[0].weight.device
-            op = Operand(None, *(torch.zeros(s, dtype=dtype, device=dev) for s in ((self.n, self.p), (self.p, self.k))), None)
+            op = Operand(
+                None, *(torch.zeros(s, dtype=dtype, device=dev) for s in ((self.n, self.p), (self.p, self.k))), None
+            )
             self._load(op)
             return op
         if not self.quantized and self.members[0].weight.dtype == dtype:
@@ -314,10 +319,10 @@ class Projection:
         """[dY | dS] of a gradient that lies elsewhere."""
         d = torch.empty(dy.shape[0], self.n + self.p, dtype=op.sb.dtype, device=dy.device)
 
-        def pack(fused):
-            return lambda: pack_into(dy, op.sb.t(), d, fused)
-
-        forms = {"fused": pack(True), "plain": pack(False)}
+        if not self.p:
+            return dy if dy.dtype == d.dtype else d.copy_(dy)
+        tiles = {**{t: t for t in TILES}, "plain": None}
+        forms = {name: partial(pack_into, dy, op.sb.t(), d, tile) for name, tile in tiles.items()}
         forms[tune.pick("pack", (tune.bucket(dy.shape[0]), self.n, self.p, d.dtype), forms, d.device)]()
         return d
 

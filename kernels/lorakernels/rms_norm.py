@@ -1,13 +1,14 @@
 """RMSNorm, with the residual add before it folded in: h = x + residual, y = h · rstd · (w + offset),
 rstd = 1 / sqrt(mean(h²) + eps).
 
-x, residual, h, y: (M, K), last dimension contiguous, any row stride; w: (K,); rstd: (M,) float32. offset is 1 for Gemma,
-whose weights are stored minus one, else 0. Everything is computed in float32 and rounded once.
-Backward needs h and rstd, not y: dh = rstd · (g - h·rstd · mean(g · h·rstd)) + d_residual with g = dy · (w + offset).
-Who needs y again recomputes it (or, for dA = dSᵀ y, does without: see `fused.py`).
-With `lora_a` the same launch leaves S = y · Aᵀ behind y, from the tile in registers.
+x, residual, h, y: (M, K), last dimension contiguous, any row stride; w: (K,); rstd: (M,) float32. offset is 1 for
+Gemma, whose weights are stored minus one, else 0. Everything is computed in float32 and rounded once. Backward needs h
+and rstd, not y: dh = rstd · (g - h·rstd · mean(g · h·rstd)) + d_residual with g = dy · (w + offset). Who needs y again
+recomputes it (or, for dA = dSᵀ y, does without: see `fused.py`). With `lora_a` the same launch leaves S = y · Aᵀ behind
+y, from the tile in registers.
 
-Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Run: python -m pytest tests/lorakernels/test_rms_norm.py
+Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Run: python -m pytest
+tests/lorakernels/test_rms_norm.py
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from .glu import MAX_FUSED_RANK
-from .runtime import cdiv, check, jit, multiprocessors, next_power_of_2, rows, tl, use_triton, working_dtype
+from .runtime import TILES, cdiv, check, jit, multiprocessors, next_power_of_2, rows, tl, use_triton, working_dtype
 
 MAX_COLUMNS = 65536  # one row has to fit a program's registers
 
@@ -150,22 +151,24 @@ def _forward_torch(x, residual, weight, eps, offset, y, h) -> torch.Tensor:
     return rstd
 
 
-def forward_lora_into(x, residual, weight, eps, offset, buffer, lora_a, h=None) -> torch.Tensor:
+def forward_lora_into(x, residual, weight, eps, offset, buffer, lora_a, h=None, tile: str = "fused") -> torch.Tensor:
     """buffer = [y | y · lora_aᵀ], (M, K + p) for lora_a (p, K), in one launch; returns rstd."""
     m, n = x.shape
     p = lora_a.shape[0]
-    check(buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a)
+    check(
+        buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
+    )
     if not use_triton(x, weight, buffer, lora_a) or p > MAX_FUSED_RANK:
         rstd = forward_into(x, residual, weight, eps, offset, buffer[:, :n], h)
         torch.mm(buffer[:, :n], lora_a.t(), out=buffer[:, n:])
         return rstd
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     r, hh = (x, x) if residual is None else (residual, h)
-    bm = 32 if m <= 4096 else 64
+    bm, bn, warps, stages = TILES[tile]
     _forward_lora_kernel[(cdiv(m, bm),)](
         x, r, hh, weight, buffer, rstd, lora_a, m, n,
         x.stride(0), r.stride(0), hh.stride(0), buffer.stride(0), lora_a.stride(0), p, eps, offset,
-        ADD=residual is not None, BM=bm, BN=64, R=max(16, next_power_of_2(p)), num_warps=8, num_stages=3,
+        ADD=residual is not None, BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return rstd
 

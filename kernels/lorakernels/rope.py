@@ -1,10 +1,10 @@
 """Rotary position embedding of q and k in one launch, optionally with Qwen3's RMSNorm over each head before it.
 
-For each token and head, with the two halves x1, x2 of the first `cos.shape[-1]` entries:
-y1 = x1·cos1 - x2·sin1, y2 = x2·cos2 + x1·sin2; entries beyond (Phi-3's partial rotation) pass through.
-q: (B, S, Hq, D), k: (B, S, Hk, D), any strides with D contiguous; cos, sin: (B or 1, S, ≤ D).
-Backward is the same rotation with the opposite sign, so nothing is saved but cos and sin (and the heads before the norm).
-It writes dq, dk and dv side by side into the operand of the next GEMM, which is where they are read.
+For each token and head, with the two halves x1, x2 of the first `cos.shape[-1]` entries: y1 = x1·cos1 - x2·sin1, y2 =
+x2·cos2 + x1·sin2; entries beyond (Phi-3's partial rotation) pass through. q: (B, S, Hq, D), k: (B, S, Hk, D), any
+strides with D contiguous; cos, sin: (B or 1, S, ≤ D). Backward is the same rotation with the opposite sign, so nothing
+is saved but cos and sin (and the heads before the norm). It writes dq, dk and dv side by side into the operand of the
+next GEMM, which is where they are read.
 
 Su et al., "RoFormer" (2021). Run: python -m pytest tests/lorakernels/test_rope.py
 """
@@ -180,11 +180,15 @@ class RoPE(torch.autograd.Function):
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-    """Rotated (q, k), both (B, H, S, D) as attention wants them; cos and sin as transformers gives them, (B or 1, S, D)."""
+    """Rotated (q, k), both (B, H, S, D) as attention wants them; cos and sin as transformers gives them, (B or 1, S,
+    D).
+    """
     check(q.dim() == 4 and k.dim() == 4, "q and k must be (batch, heads, tokens, head size)", q=q, k=k)
     same = (q.shape[0], q.shape[2], q.shape[3]) == (k.shape[0], k.shape[2], k.shape[3])
     check(same, "q and k differ in batch, tokens or head size", q=q, k=k)
     fits = cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, q.shape[0]) and cos.shape[1] == q.shape[2]
-    check(fits and cos.shape[2] <= q.shape[3] and cos.shape[2] % 2 == 0, "cos and sin do not fit q", q=q, cos=cos, sin=sin)
+    check(
+        fits and cos.shape[2] <= q.shape[3] and cos.shape[2] % 2 == 0, "cos and sin do not fit q", q=q, cos=cos, sin=sin
+    )
     out_q, out_k = RoPE.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     return out_q.transpose(1, 2), out_k.transpose(1, 2)

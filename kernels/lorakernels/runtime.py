@@ -31,6 +31,11 @@ else:
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+# Tiles (rows, columns, warps, stages) of kernels that walk a block of rows with S = X · Aᵀ in registers. Which is best
+# depends on the number of rows: few large blocks leave multiprocessors idle, many small ones read A more often.
+TILES = {"fused": (64, 64, 8, 3), "fused_wide": (32, 128, 8, 3), "fused_small": (16, 128, 4, 4)}
+
+
 def use_triton(*tensors: torch.Tensor) -> bool:
     """True if the Triton kernel should run on these tensors; float64 always takes the torch path (gradcheck)."""
     first = tensors[0]

@@ -1,5 +1,6 @@
-"""Reading a model: which linears, norms and activations there are, what PEFT put on them, and whether today, at this very
-forward, they still are what they were when `apply` looked. PEFT and transformers are only looked at, never imported.
+"""Reading a model: which linears, norms and activations there are, what PEFT put on them, and whether today, at this
+very forward, they still are what they were when `apply` looked. PEFT and transformers are only looked at, never
+imported.
 """
 
 from __future__ import annotations

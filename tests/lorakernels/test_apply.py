@@ -1,11 +1,10 @@
 """Whole models: every family against plain PEFT, toggles, and everything that has to be left to PEFT."""
 
+import lorakernels
 import pytest
 import torch
-from tiny_models import FAMILIES, batch, build, step, twin, worst
-
-import lorakernels
 from lorakernels import tune
+from tiny_models import FAMILIES, batch, build, step, twin, worst
 
 
 def reference(model, data, **kwargs):
@@ -118,13 +117,13 @@ def test_partial_targets(targets, family):
 
 
 LORA = [
-    dict(rank_pattern={"q_proj": 7, "up_proj": 1, "layers.0.v_proj": 20}, alpha_pattern={"k_proj": 3}),
-    dict(r=9, use_rslora=True),
-    dict(bias="all"),
-    dict(bias="lora_only"),
-    dict(lora_bias=True),
-    dict(modules_to_save=["lm_head"]),
-    dict(r=256),
+    {"rank_pattern": {"q_proj": 7, "up_proj": 1, "layers.0.v_proj": 20}, "alpha_pattern": {"k_proj": 3}},
+    {"r": 9, "use_rslora": True},
+    {"bias": "all"},
+    {"bias": "lora_only"},
+    {"lora_bias": True},
+    {"modules_to_save": ["lm_head"]},
+    {"r": 256},
 ]
 
 
@@ -194,7 +193,7 @@ def test_disabled_merged_and_switched_adapters():
     assert worst(step(model, data)[1], step(plain, data)[1]) < 1e-4
 
 
-@pytest.mark.parametrize("lora, reason", [(dict(use_dora=True), "Dora"), (dict(targets=["lm_head"]), "head")])
+@pytest.mark.parametrize("lora, reason", [({"use_dora": True}, "Dora"), ({"targets": ["lm_head"]}, "head")])
 def test_what_is_left_says_why(lora, reason):
     model, data = build("llama", **lora), batch()
     wanted = step(twin(model), data)
@@ -285,11 +284,13 @@ def test_attentions_hidden_states_and_generation():
         m.base_model.model.set_attn_implementation("eager")
     lorakernels.apply(model)
     a, b = (m(**data, output_attentions=True, output_hidden_states=True) for m in (model, plain))
-    assert len(a.attentions) == 2 and all(torch.allclose(x, y, atol=1e-5) for x, y in zip(a.attentions, b.attentions, strict=True))
+    assert len(a.attentions) == 2 and all(
+        torch.allclose(x, y, atol=1e-5) for x, y in zip(a.attentions, b.attentions, strict=True)
+    )
     assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a.hidden_states, b.hidden_states, strict=True))
     model.eval(), plain.eval()
     ids = data["input_ids"]
-    kw = dict(max_new_tokens=5, do_sample=False)
+    kw = {"max_new_tokens": 5, "do_sample": False}
     assert torch.equal(model.generate(input_ids=ids, **kw), plain.generate(input_ids=ids, **kw))
 
 

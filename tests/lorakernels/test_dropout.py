@@ -3,7 +3,6 @@
 import pytest
 import torch
 from kernel_checks import assert_close, strided
-
 from lorakernels.dropout import draw_seed, dropout, dropout_into
 
 

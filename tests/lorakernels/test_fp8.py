@@ -3,7 +3,6 @@
 import pytest
 import torch
 from kernel_checks import error
-
 from lorakernels import fp8
 from lorakernels.projection import Member
 

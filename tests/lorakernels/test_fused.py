@@ -3,14 +3,13 @@
 import pytest
 import torch
 from kernel_checks import assert_close
-from test_projection import leaves, member, plain
-
 from lorakernels import tune
 from lorakernels.fused import Heads, Norm, gated_mlp, project
 from lorakernels.glu import activation
 from lorakernels.projection import Member, Projection
 from lorakernels.rms_norm import rms_norm_reference
 from lorakernels.rope import rope_reference
+from test_projection import leaves, member, plain
 
 F64 = torch.float64
 
@@ -63,7 +62,9 @@ def mlp_reference(x, residual, weight, members, down, act, add, offset=0.0):
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("merged", [True, False])
-@pytest.mark.parametrize("with_norm, with_residual, add", [(True, True, True), (True, False, True), (False, False, False)])
+@pytest.mark.parametrize(
+    "with_norm, with_residual, add", [(True, True, True), (True, False, True), (False, False, False)]
+)
 def test_gated_mlp(act, merged, with_norm, with_residual, add):
     members, down = [member("gate", 18, 12, 4), member("up", 18, 12, 2)], member("down", 12, 18, 3, bias=True)
     groups = [Projection(members)] if merged else [Projection([m]) for m in members]
@@ -110,7 +111,7 @@ def test_unused_outputs_and_empty_batches():
     heads, weight = Heads(2, 1, 8), torch.ones(20, dtype=F64)
     cos = sin = torch.ones(1, 5, 8, dtype=F64)
     x = torch.randn(2, 5, 20, dtype=F64, requires_grad=True)
-    kw = dict(norm=Norm(1e-6), norm_weight=weight, heads=heads, cos=cos, sin=sin)
+    kw = {"norm": Norm(1e-6), "norm_weight": weight, "heads": heads, "cos": cos, "sin": sin}
     q, _, _ = project(x, [Projection(members)], **kw)
     y = plain(members[:1], rms_norm_reference(x, weight)).unflatten(-1, (-1, 8))
     check_all([q], [rope_reference(y, cos, sin)], [x, members[0].a], [x, members[0].a])
@@ -140,9 +141,8 @@ def test_what_is_saved():
 
 
 def test_nf4_bases():
-    from test_nf4 import quantized
-
     from lorakernels.nf4 import dequantize_reference
+    from test_nf4 import quantized
 
     def quantized_member(name, n, k, r):
         packed, state = quantized(n, k, 8, True, "cpu")

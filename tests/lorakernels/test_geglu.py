@@ -3,9 +3,8 @@
 import pytest
 import torch
 from kernel_checks import assert_close, gradients
-from torch.nn import functional as F
-
 from lorakernels.geglu import geglu, geglu_reference
+from torch.nn import functional as F
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernel_checks import assert_close, poisoned
-
 from lorakernels.nf4 import dequantize, dequantize_into, dequantize_reference
 
 
@@ -15,7 +14,8 @@ def quantized(n, k, blocksize, nested, device):
     count = n * k
     blocks = -(-count // blocksize)
     state = SimpleNamespace(
-        shape=torch.Size((n, k)), code=torch.linspace(-1, 1, 16, device=device), blocksize=blocksize, dtype=torch.float16,
+        shape=torch.Size((n, k)), code=torch.linspace(-1, 1, 16, device=device), blocksize=blocksize,
+        dtype=torch.float16,
         absmax=torch.rand(blocks, device=device), offset=None, state2=None, nested=nested,
     )  # fmt: skip
     if nested:

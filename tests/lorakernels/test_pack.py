@@ -5,17 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned, strided
-
 from lorakernels.pack import pack_into, pack_reference
+from lorakernels.runtime import TILES
 
 
 @pytest.mark.parametrize("m, n, p", [(1, 1, 1), (37, 70, 5), (33, 64, 16), (5, 30, 130), (4, 8, 0)])
-@pytest.mark.parametrize("fused", [True, False])
-def test_pack(m, n, p, fused, device, dtype):
+@pytest.mark.parametrize("tile", [*TILES, None])
+def test_pack(m, n, p, tile, device, dtype):
     x, a = strided(torch.randn(m, n, device=device).to(dtype)), torch.randn(p, n, device=device).to(dtype)
     for view in (a, a.t().contiguous().t()):
         out = poisoned(m, n + p, dtype=dtype, device=device)
-        pack_into(x, view, out, fused)
+        pack_into(x, view, out, tile)
         wanted = pack_reference(x, a)
         assert torch.equal(out[:, :n], x)
         if p:

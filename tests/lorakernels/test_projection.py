@@ -5,12 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close
-from torch import nn
-
 from lorakernels import tune
 from lorakernels.dropout import dropout
 from lorakernels.fused import project
 from lorakernels.projection import Member, Projection
+from torch import nn
 
 
 def member(name, n, k, r, dtype=torch.float64, adapter_dtype=None, bias=False, lora_bias=False, scale=2.0, p=0.0):
@@ -74,7 +73,9 @@ def test_every_gradient(form, merged, ranks):
 @pytest.mark.parametrize("adapters", ["same", "float32"])
 def test_low_precision(name, adapters):
     dtype = getattr(torch, name)
-    members = [member("a", 16, 40, 8, dtype, torch.float32 if adapters == "float32" else dtype, bias=True) for _ in "ab"]
+    members = [
+        member("a", 16, 40, 8, dtype, torch.float32 if adapters == "float32" else dtype, bias=True) for _ in "ab"
+    ]
     compare(members, [Projection(members)], torch.randn(9, 40).to(dtype), dtype, 3)
 
 
@@ -154,9 +155,11 @@ def test_autocast_casts_the_weights():
 
 
 @given(
-    m=st.integers(0, 6), k=st.integers(1, 20), sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), min_size=1,
-    max_size=3), seed=st.integers(0, 50),
-)  # fmt: skip
+    m=st.integers(0, 6),
+    k=st.integers(1, 20),
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), min_size=1, max_size=3),
+    seed=st.integers(0, 50),
+)
 @settings(max_examples=15, deadline=None)
 def test_any_shape(m, k, sizes, seed):
     torch.manual_seed(seed)

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned, strided
-
-from lorakernels import rms_norm as module
-from lorakernels.rms_norm import rms_norm, rms_norm_reference
+from lorakernels.rms_norm import forward_lora_into, rms_norm, rms_norm_reference
+from lorakernels.runtime import TILES
 
 
 def run(function, x, weight, residual, offset, dy, dh):
@@ -35,14 +34,15 @@ def test_rms_norm(shape, offset, with_residual, device, dtype):
 
 @pytest.mark.parametrize("p", [1, 16, 70])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_lora_columns(p, with_residual, device, dtype):
+@pytest.mark.parametrize("tile", TILES)
+def test_lora_columns(p, with_residual, tile, device, dtype):
     m, n = 35, 90
     x, residual = (strided(torch.randn(m, n, device=device).to(dtype)) for _ in range(2))
     residual = residual if with_residual else None
     weight, a = torch.randn(n, device=device).to(dtype), torch.randn(p, n, device=device).to(dtype)
     buffer = poisoned(m, n + p, dtype=dtype, device=device)
     h = poisoned(m, n, dtype=dtype, device=device)
-    rstd = module.forward_lora_into(x, residual, weight, 1e-5, 0.0, buffer, a, h if with_residual else None)
+    rstd = forward_lora_into(x, residual, weight, 1e-5, 0.0, buffer, a, h if with_residual else None, tile)
     wanted = rms_norm_reference(x, weight, 1e-5, 0.0, residual)
     wanted_y, wanted_h = wanted if with_residual else (wanted, x)
     assert_close(buffer[:, :n], wanted_y, dtype, 2)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, gradients, poisoned, strided
-
 from lorakernels import glu
+from lorakernels.runtime import TILES
 from lorakernels.swiglu import swiglu, swiglu_reference
 
 
@@ -31,12 +31,13 @@ def test_strided_inputs_are_read_right_and_left_alone(device, dtype):
 
 @pytest.mark.parametrize("act", glu.ACTIVATIONS)
 @pytest.mark.parametrize("p", [1, 5, 64])
-def test_lora_columns(act, p, device, dtype):
+@pytest.mark.parametrize("tile", TILES)
+def test_lora_columns(act, p, tile, device, dtype):
     m, n = 37, 75
     gate, up = (torch.randn(m, n, device=device).to(dtype) for _ in range(2))
     a = torch.randn(p, n, device=device).to(dtype)
     buffer = poisoned(m, n + p, dtype=dtype, device=device)
-    glu.forward_lora_into(gate, up, buffer, a, act)
+    glu.forward_lora_into(gate, up, buffer, a, act, tile)
     h = glu.reference(gate, up, act)
     assert_close(buffer[:, :n], h, dtype)
     assert_close(buffer[:, n:], buffer[:, :n].float() @ a.float().t(), dtype, 2)
