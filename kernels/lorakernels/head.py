@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +57,7 @@ class LazyLogits:
         return function(*args, **{k: real(v) for k, v in (kwargs or {}).items()})
 
 
-def check_head(model: nn.Module) -> None:
+def check_head(model: Any) -> None:
     """NotFused with the reason if this model's loss must be left alone."""
     if type(model).__name__ not in {f"{f}ForCausalLM" for f in FAMILIES}:
         raise NotFused(f"{type(model).__name__} is not a known causal language model")

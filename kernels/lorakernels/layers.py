@@ -12,6 +12,7 @@ import inspect
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,7 +76,7 @@ class Linears:
             g.release()
 
 
-def linears(module: nn.Module, path: str, names: list[str], switches: Switches) -> Linears:
+def linears(module: Any, path: str, names: list[str], switches: Switches) -> Linears:
     sites = []
     for name in names:
         try:
@@ -88,13 +89,13 @@ def linears(module: nn.Module, path: str, names: list[str], switches: Switches) 
 # ---- attention -------------------------------------------------------------------------------------------------------
 @dataclass
 class AttentionPlan:
-    module: nn.Module
+    module: Any
     heads: Heads
     qkv: Linears | None = None
     o: Linears | None = None
     rope: bool = True
     backends: tuple[str, ...] | None = None
-    head_norms: tuple[nn.Module, nn.Module] | None = None
+    head_norms: tuple[Any, Any] | None = None
 
     def ready(self) -> bool:
         parts = [p for p in (self.qkv, self.o) if p is not None]
@@ -102,7 +103,7 @@ class AttentionPlan:
         return all(p.ready() for p in parts) and all(quiet(n) and not n.weight.requires_grad for n in norms)
 
 
-def head_layout(attention: nn.Module) -> tuple[Heads, tuple[nn.Module, nn.Module] | None]:
+def head_layout(attention: Any) -> tuple[Heads, tuple[Any, Any] | None]:
     """Sizes from the projections themselves, and Qwen3's head norms where there are."""
     size, groups = attention.head_dim, attention.num_key_value_groups
     norms, eps = None, None
@@ -116,7 +117,7 @@ def head_layout(attention: nn.Module) -> tuple[Heads, tuple[nn.Module, nn.Module
     return Heads(n_q, n_q // groups, size, True, eps), norms
 
 
-def attention_plan(attention: nn.Module, path: str, switches: Switches) -> tuple[AttentionPlan, dict[str, str]]:
+def attention_plan(attention: Any, path: str, switches: Switches) -> tuple[AttentionPlan, dict[str, str]]:
     """(plan, parts left alone with the reason)."""
     if type(attention).__name__ not in ATTENTION:
         raise NotFused(f"{type(attention).__name__} is not a known attention")
@@ -224,7 +225,7 @@ def attention_forward(
 # ---- MLP and norm ----------------------------------------------------------------------------------------------------
 @dataclass
 class MLPPlan:
-    module: nn.Module
+    module: Any
     gate_up: Linears
     down: Linears
     act: str
@@ -233,7 +234,7 @@ class MLPPlan:
         return self.gate_up.ready() and self.down.ready()
 
 
-def mlp_plan(mlp: nn.Module, path: str, switches: Switches) -> MLPPlan:
+def mlp_plan(mlp: Any, path: str, switches: Switches) -> MLPPlan:
     fused = hasattr(mlp, "gate_up_proj")
     names = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
     if not all(isinstance(getattr(mlp, n, None), nn.Module) for n in [*names, "down_proj"]):
@@ -259,9 +260,9 @@ def norm_forward(self, x):
 # ---- the whole decoder layer -----------------------------------------------------------------------------------------
 @dataclass
 class LayerPlan:
-    module: nn.Module
+    module: Any
     attention: AttentionPlan
-    norms: dict[str, tuple[nn.Module, Norm]]
+    norms: dict[str, tuple[Any, Norm]]
     mlp: MLPPlan | None
     positional: list[str] = field(default_factory=list)
     own_checkpointing: bool = False
@@ -277,7 +278,7 @@ class LayerPlan:
         return {"norm": norm, "norm_weight": module.weight}
 
 
-def layer_plan(layer: nn.Module, attention: AttentionPlan, mlp: MLPPlan | None) -> LayerPlan:
+def layer_plan(layer: Any, attention: AttentionPlan, mlp: MLPPlan | None) -> LayerPlan:
     names = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
     norms = {n: (getattr(layer, n), norm_of(getattr(layer, n))) for n in names if hasattr(layer, n)}
     if not {"input_layernorm", "post_attention_layernorm"} <= set(norms) or len(norms) == 3:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from types import MethodType
-
-from torch import nn
+from typing import Any
 
 from . import layers
 from .head import causal_lm_forward, check_head
@@ -73,11 +73,13 @@ class _Patcher:
     def __init__(self, switches: Switches):
         self.switches, self.report, self.state = switches, Report(), _State()
 
-    def bind(self, module: nn.Module, forward, plan=None) -> None:
+    def bind(self, module: Any, forward, plan=None) -> None:
         if "forward" in module.__dict__:
             raise NotFused("its forward was replaced already")
         module._lorakernels = plan
-        module.forward = MethodType(forward, module)
+        # Trainer reads the signature of forward to know which columns of the data to keep.
+        signed = wraps(type(module).forward)(lambda self, *args, **kwargs: forward(self, *args, **kwargs))
+        module.forward = MethodType(signed, module)
         self.state.undo.append(lambda: (module.__dict__.pop("forward"), module.__dict__.pop("_lorakernels")))
 
     def take(self, linears: layers.Linears | None) -> None:
@@ -88,7 +90,7 @@ class _Patcher:
     def leave(self, name: str, part: str, reason) -> None:
         self.report.left.append(Left(name, part, str(reason)))
 
-    def saving(self, module: nn.Module) -> None:
+    def saving(self, module: Any) -> None:
         """transformers' own save_pretrained cannot write views of one buffer; PEFT's writes adapters only and is left
         alone.
         """
@@ -97,7 +99,7 @@ class _Patcher:
             self.state.undo.append(handle.remove)
 
     # ---- the parts of a layer ----------------------------------------------------------------------------------------
-    def layer(self, name: str, layer: nn.Module) -> None:
+    def layer(self, name: str, layer: Any) -> None:
         attention = self.attention_plan(f"{name}.self_attn", layer.self_attn)
         mlp = self.mlp_plan(f"{name}.mlp", getattr(layer, "mlp", None))
         if self.whole(name, layer, attention, mlp):
@@ -130,7 +132,7 @@ class _Patcher:
             return None
 
     def whole(self, name, layer, attention, mlp) -> bool:
-        """Takes the whole layer if norms, q,k,v and o are ours and its MLP is ours or not a gated MLP at all (experts)."""
+        """Takes the whole layer if norms, q,k,v and o are ours, and its MLP is ours or no gated MLP (experts)."""
         known_mlp = mlp is not None or not hasattr(layer.mlp, "down_proj")
         ours = attention is not None and attention.qkv is not None and attention.o is not None
         if not (self.switches.rms_norm and ours and known_mlp):
@@ -200,7 +202,7 @@ def _check_backends(names) -> tuple[str, ...] | None:
 
 
 def apply(
-    model: nn.Module, *, mlp: bool = True, qkv: bool = True, o: bool = True, rms_norm: bool = True, rope: bool = True,
+    model: Any, *, mlp: bool = True, qkv: bool = True, o: bool = True, rms_norm: bool = True, rope: bool = True,
     linear_cross_entropy: bool = True, one_gemm: bool = True, merge_projections: bool = True, fp8: bool = False,
     sdpa_backends: str | tuple[str, ...] | list[str] | None = None,
 ) -> Report:  # fmt: skip
@@ -251,7 +253,7 @@ def _undo(state: _State) -> None:
         undo()
 
 
-def remove(model: nn.Module) -> None:
+def remove(model: Any) -> None:
     """Gives the model its own forwards and contiguous weights back; outputs are bitwise what they were."""
     state = model.__dict__.get(STATE)
     if state is None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class Member:
     lora_bias: torch.Tensor | None = None
     scale: float = 1.0
     dropout: float = 0.0
-    quantized: object | None = None  # bitsandbytes' quant_state of an NF4 weight
+    quantized: Any = None  # bitsandbytes' quant_state of an NF4 weight
     shape: tuple[int, int] = field(default=(0, 0))
     compute_dtype: torch.dtype | None = None  # of a quantized weight
 
@@ -120,7 +121,7 @@ class Projection:
 
     # ---- the buffer -------------------------------------------------------------------------------------------------
     def owns_weights(self) -> bool:
-        """True if the modules' weights still are the views that `adopt` made (a merge or .to() may have replaced them)."""
+        """True if the modules' weights still are the views that `adopt` made (a merge may have replaced them)."""
         buffer = self.buffer
         if buffer is None:
             return False

@@ -6,6 +6,7 @@ imported.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ class NotFused(Exception):
     """Why a site is left to PEFT, in words a user understands."""
 
 
-def quiet(module: nn.Module) -> bool:
+def quiet(module: Any) -> bool:
     """True if nothing hooks into the module: a fused path does not call it, so its hooks would be silently skipped."""
     m = module
     hooked = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
@@ -37,14 +38,14 @@ class LinearSite:
     """A linear of the model, with or without LoRA, and the Member that the projection works with."""
 
     name: str
-    module: nn.Module
-    base: nn.Module
+    module: Any
+    base: Any
     adapter: str | None
     member: Member
-    parent: nn.Module | None = None
+    parent: Any = None
 
     def ready(self) -> bool:
-        """Reads A, B, scale and dropout anew; False if PEFT must run this forward (disabled, merged, hooked, switched)."""
+        """Reads A, B, scale and dropout anew; False if PEFT must run this forward (merged, hooked, switched …)."""
         module, member = self.module, self.member
         if self.parent is not None and self.parent._modules.get(self.name.rpartition(".")[2]) is not module:
             return False  # unloaded: PEFT has put another module there
@@ -70,7 +71,7 @@ class LinearSite:
         return True
 
 
-def linear_site(name: str, parent: nn.Module) -> LinearSite:
+def linear_site(name: str, parent: Any) -> LinearSite:
     """The site of the linear `name` (its full path) in parent, or NotFused with the reason."""
     module = getattr(parent, name.rpartition(".")[2])
     is_lora = hasattr(module, "lora_A") and hasattr(module, "base_layer")
@@ -94,7 +95,7 @@ def linear_site(name: str, parent: nn.Module) -> LinearSite:
     return LinearSite(name, module, base, adapter, member, parent)
 
 
-def _base_kind(base: nn.Module) -> tuple[object | None, torch.dtype | None]:
+def _base_kind(base: Any) -> tuple[object | None, torch.dtype | None]:
     """(quant_state of NF4 or None, compute dtype of NF4 or None)."""
     kind = type(base).__name__
     if kind == "Linear8bitLt":
@@ -136,7 +137,7 @@ def _only_adapter(module) -> str | None:
     return adapter
 
 
-def norm_of(module: nn.Module) -> Norm:
+def norm_of(module: Any) -> Norm:
     known = NORMS.get(type(module).__name__)
     if known is None:
         raise NotFused(f"{type(module).__name__} is not a known RMSNorm")

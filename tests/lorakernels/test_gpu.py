@@ -36,7 +36,7 @@ def test_families(family, name):
 @pytest.mark.parametrize("backends", [None, ("cudnn", "flash", "efficient", "math")])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_whole_step_in_a_cuda_graph(backends, dropout):
-    """Forward, backward and optimizer, captured; replays must follow an uncaptured twin, so the refresh is in the graph."""
+    """Forward, backward and optimizer, captured; replays must follow an uncaptured twin."""
     model, data = build("llama", torch.bfloat16, lora_dropout=dropout).cuda(), cuda(batch(4, 16))
     other = twin(model)
     losses = []
@@ -102,7 +102,7 @@ def test_nothing_waits_for_the_gpu():
 
 
 def test_the_saved_activations_are_the_planned_ones():
-    """Per token of a layer: residual, q,k,v, attention's output, residual, gate and up; 15 % for S, 1/rms and padding."""
+    """Per token of a layer: residual, q,k,v, attention's output, residual, gate and up; 15 % for S and padding."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""NF4 dequantization, plain and double quantization, into strided buffers, against the formula and bitsandbytes itself."""
+"""NF4 dequantization, plain and double quantization, into strided buffers, against the formula and bitsandbytes."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from lorakernels.nf4 import dequantize, dequantize_into, dequantize_reference
 
 
 def quantized(n, k, blocksize, nested, device):
-    """Random NF4 data in bitsandbytes' layout (only the layout matters here, not how well it approximates something)."""
+    """Random NF4 data in bitsandbytes' layout (only the layout matters here)."""
     count = n * k
     blocks = -(-count // blocksize)
     state = SimpleNamespace(

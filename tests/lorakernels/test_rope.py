@@ -45,7 +45,7 @@ def test_same_as_transformers(device):
 
 @pytest.mark.parametrize("n_q, n_k, d", [(4, 2, 8), (3, 3, 64)])
 def test_head_norms_and_one_buffer(n_q, n_k, d, device, dtype):
-    """Qwen3's order (norm, then rotate) out of and into slices of one wide buffer, v carried along, and the gradient."""
+    """Qwen3's order (norm, then rotate) in slices of one wide buffer, v carried along, and the gradient."""
     batch, seq = 2, 5
     widths = [n_q * d, n_k * d, n_k * d]
 

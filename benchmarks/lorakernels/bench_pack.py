@@ -1,0 +1,13 @@
+"""[x | x · Aᵀ] by tile, against a copy and a GEMM. Run: python -m pytest benchmarks/lorakernels/bench_pack.py"""
+
+import pytest
+from lorakernels.pack import pack_into
+from lorakernels.runtime import TILES
+
+
+@pytest.mark.parametrize("tile", [*TILES, None])
+@pytest.mark.parametrize("p", [16, 64])
+def test_pack(tile, p, time, tensor, shapes):
+    m, k = shapes["tokens"], shapes["hidden"]
+    x, a, out = tensor(m, k), tensor(p, k), tensor(m, k + p)
+    time(lambda: pack_into(x, a, out, tile), 2 * x.numel() * x.element_size())

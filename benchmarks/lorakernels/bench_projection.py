@@ -1,0 +1,37 @@
+"""LoRA projections of Llama-3.1-8B's shapes: one GEMM, GEMM + addmm, PEFT's arithmetic, and the frozen GEMM alone.
+
+Run: python -m pytest benchmarks/lorakernels/bench_projection.py
+"""
+
+import pytest
+from lorakernels import tune
+from lorakernels.fused import project
+from lorakernels.projection import Member, Projection
+from torch import nn
+
+SITES = {"o": [("hidden", "hidden")], "qkv": [("hidden", "hidden")] * 3, "gate_up": [("wide", "hidden")] * 2}
+SITES["down"] = [("hidden", "wide")]
+
+
+@pytest.mark.parametrize("form", ["one", "addmm", "peft", "bare"])
+@pytest.mark.parametrize("site", SITES)
+def test_projection(form, site, time, phase, tensor, shapes):
+    members = []
+    for i, (n, k) in enumerate(SITES[site]):
+        n = shapes[n] // 4 if site == "qkv" and i else shapes[n]
+        k, r = shapes[k], shapes["rank"]
+        weight = nn.Parameter(tensor(n, k), requires_grad=False)
+        members.append(Member(str(i), weight, a=tensor(r, k, grad=True), b=tensor(n, r, grad=True), scale=2.0))
+    x = tensor(shapes["tokens"], members[0].shape[1], grad=True)
+    group = Projection(members)
+
+    def peft():
+        return tuple(x @ m.weight.t() + (x @ m.a.t() @ m.b.t()) * m.scale for m in members)
+
+    functions = {"peft": peft, "bare": lambda: tuple(x @ m.weight.t() for m in members)}
+    inputs = (x,) if form == "bare" else (x, *(t for m in members for t in (m.a, m.b)))
+    tune.force(form)
+    try:
+        time(phase(functions.get(form, lambda: project(x, [group])), inputs))
+    finally:
+        tune.force(None)
