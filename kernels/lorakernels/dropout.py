@@ -15,8 +15,8 @@ import torch
 from .runtime import cdiv, check, jit, next_power_of_2, rows, tl, use_triton, working_dtype
 
 
-def draw_seed(device: torch.device) -> torch.Tensor:
-    return torch.randint(0, 2**31 - 1, (1,), dtype=torch.int64, device=device)
+def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
+    return torch.randint(0, 2**31 - 1, (count,), dtype=torch.int64, device=device)
 
 
 def keep_reference(shape, seed: torch.Tensor, p: float) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -322,7 +323,7 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, d_pass=None):
+    def backward(ctx, grad: Any, d_pass: Any = None):
         call = ctx.call
         groups, down, dtype = call["groups"], call["down"], call["dtype"]
         n_in = len(ctx.needs_input_grad)

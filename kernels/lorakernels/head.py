@@ -85,9 +85,9 @@ def causal_lm_forward(self, *args, **kwargs):
         shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
     softcap = getattr(self.config, "final_logit_softcapping", None)
     dtype = compute_dtype(hidden, self.lm_head.weight.dtype)
-    hidden, weight, bias = (
-        None if t is None else t.to(dtype) for t in (hidden, self.lm_head.weight, self.lm_head.bias)
-    )
+    head = self.lm_head
+    bias = None if head.bias is None else head.bias.to(dtype)
+    hidden, weight = hidden.to(dtype), head.weight.to(dtype)
     loss = linear_cross_entropy(
         hidden, weight, shifted.to(hidden.device), bias, ignore_index=ignore, num_items=num_items, softcap=softcap
     )

@@ -91,11 +91,11 @@ def linears(module: Any, path: str, names: list[str], switches: Switches) -> Lin
 class AttentionPlan:
     module: Any
     heads: Heads
-    qkv: Linears | None = None
-    o: Linears | None = None
+    qkv: Any = None  # Linears, or None where they are not ours
+    o: Any = None
     rope: bool = True
     backends: tuple[str, ...] | None = None
-    head_norms: tuple[Any, Any] | None = None
+    head_norms: Any = None
 
     def ready(self) -> bool:
         parts = [p for p in (self.qkv, self.o) if p is not None]
@@ -137,7 +137,9 @@ def attention_plan(attention: Any, path: str, switches: Switches) -> tuple[Atten
     return plan, left
 
 
-def query_key_value(plan: AttentionPlan, x, position_embeddings, norm=None, norm_weight=None, pass_through=False):
+def query_key_value(
+    plan: AttentionPlan, x, position_embeddings, norm=None, norm_weight=None, pass_through=False
+) -> Any:
     """q, k, v as (B, H, S, D), rotated; with pass_through also x."""
     fused = plan.head_norms is not None
     heads = plan.heads if fused else Heads(plan.heads.n_q, plan.heads.n_k, plan.heads.size, plan.rope)

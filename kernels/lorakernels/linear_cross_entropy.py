@@ -11,6 +11,8 @@ forward: Liger-Kernel (Hsu et al. 2024). Run: python -m pytest tests/lorakernels
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -61,7 +63,7 @@ def _loss_kernel(
     peak = tl.max(top, axis=0)
     # Differences from the peak throughout: at logits of 1e4 a float32 logsumexp is off by 1e-3.
     total_sum = tl.sum(total * tl.exp(top - peak), axis=0)
-    tl.store(loss_ptr + row, tl.where(kept, (peak - tl.sum(at_target, axis=0)) + tl.log(total_sum), 0.0))
+    tl.store(loss_ptr + row, tl.where(kept, (peak - tl.sum(at_target, axis=0)) + tl.log(total_sum), 0.0))  # pyright: ignore[reportOperatorIssue]
     if WITH_GRAD:
         for start in range(0, n, BLOCK):
             inside = start + col < n
@@ -158,7 +160,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dw, db, scale = ctx.saved_tensors
         scale = grad.to(scale.dtype) * scale
-        out = [None if t is None else (t * scale).to(t.dtype) for t in (dx, dw, db)]
+        out: list[Any] = [None if t is None else (t * scale).to(t.dtype) for t in (dx, dw, db)]
         for i, dtype in enumerate(ctx.dtypes, 1):
             out[i] = None if out[i] is None else out[i].to(dtype)
         return *out, None, None, None, None, None

@@ -66,7 +66,7 @@ class Report:
 
 @dataclass
 class _State:
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: list[Callable[[], object]] = field(default_factory=list)
 
 
 class _Patcher:
@@ -134,8 +134,9 @@ class _Patcher:
     def whole(self, name, layer, attention, mlp) -> bool:
         """Takes the whole layer if norms, q,k,v and o are ours, and its MLP is ours or no gated MLP (experts)."""
         known_mlp = mlp is not None or not hasattr(layer.mlp, "down_proj")
-        ours = attention is not None and attention.qkv is not None and attention.o is not None
-        if not (self.switches.rms_norm and ours and known_mlp):
+        if attention is None or attention.qkv is None or attention.o is None:
+            return False
+        if not (self.switches.rms_norm and known_mlp):
             return False
         try:
             plan = layers.layer_plan(layer, attention, mlp)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from . import tune
+from .adapter import load_adapter
 from .dropout import draw_seed, dropout_into
 from .linear_cross_entropy import mm_in
 from .pack import pack_into
@@ -38,10 +39,10 @@ class Member:
 
     name: str
     weight: nn.Parameter
-    bias: torch.Tensor | None = None
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
-    lora_bias: torch.Tensor | None = None
+    bias: Any = None
+    a: Any = None  # these three tensors or None
+    b: Any = None
+    lora_bias: Any = None
     scale: float = 1.0
     dropout: float = 0.0
     quantized: Any = None  # bitsandbytes' quant_state of an NF4 weight
@@ -50,7 +51,8 @@ class Member:
 
     def __post_init__(self):
         if self.shape == (0, 0):
-            self.shape = tuple(self.weight.shape) if self.quantized is None else tuple(self.quantized.shape)
+            n, k = self.weight.shape if self.quantized is None else self.quantized.shape
+            self.shape = (n, k)
         n, k = self.shape
         if self.a is not None:
             check(self.a.dim() == 2 and self.a.shape[1] == k, f"lora_A of {self.name} does not fit", a=self.a)
@@ -71,10 +73,10 @@ class Member:
 class Operand:
     """w (N, K), sb (N, p), a (p, K); full is the buffer they are views of, None where they are not (FP8)."""
 
-    w: torch.Tensor | None
+    w: Any
     sb: torch.Tensor
     a: torch.Tensor
-    full: torch.Tensor | None
+    full: Any
 
 
 class Projection:
@@ -90,8 +92,8 @@ class Projection:
         self.rank = sum(m.rank for m in members)
         self.p = round_up(self.rank, 64 if self.k >= 2048 else 16)
         self.quantized = any(m.quantized is not None for m in members)
-        self.fp8 = None
-        self.buffer: torch.Tensor | None = None
+        self.fp8: Any = None
+        self.buffer: Any = None
         self._scales: tuple[tuple, torch.Tensor] | None = None
         self._loaded: tuple = ()
         if fp8 and not self.quantized:
@@ -157,9 +159,8 @@ class Projection:
         """The operand with today's A and B in it."""
         if self.fp8 is not None:
             dev = self.members[0].weight.device
-            op = Operand(
-                None, *(torch.zeros(s, dtype=dtype, device=dev) for s in ((self.n, self.p), (self.p, self.k))), None
-            )
+            sb = torch.zeros(self.n, self.p, dtype=dtype, device=dev)
+            op = Operand(None, sb, torch.zeros(self.p, self.k, dtype=dtype, device=dev), None)
             self._load(op)
             return op
         if not self.quantized and self.members[0].weight.dtype == dtype:
@@ -204,13 +205,8 @@ class Projection:
     def _load(self, op: Operand) -> None:
         with torch.no_grad():
             for m, rows, cols in zip(self.members, self.row_slices(), self.rank_slices(), strict=True):
-                if m.a is None:
-                    continue
-                op.a[cols].copy_(m.a)
-                if m.b.dtype == op.sb.dtype and m.scale == 1.0:
-                    op.sb[rows, cols].copy_(m.b)
-                else:
-                    torch.mul(m.b, m.scale, out=op.sb[rows, cols])
+                if m.a is not None:
+                    load_adapter(m.a, m.b, m.scale, op.a[cols], op.sb[rows, cols])
 
     def total_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Bias of all members, with scale · lora_B.bias added, or None."""
@@ -241,7 +237,7 @@ class Projection:
 
     def seeds(self, device) -> torch.Tensor | None:
         """A seed a member: PEFT draws one mask for each projection, so these do too."""
-        return torch.cat([draw_seed(device) for _ in self.members]) if self.dropped else None
+        return draw_seed(device, len(self.members)) if self.dropped else None
 
     def _dropped_input(self, x, i, seeds):
         m = self.members[i]
@@ -332,7 +328,7 @@ class Projection:
         if self.p:
             torch.mm(d[:, : self.n], op.sb, out=d[:, self.n :])
 
-    def parameter_gradients(self, d, scaled_s, da_full, needed: list[bool], x=None, seeds=None) -> list:
+    def parameter_gradients(self, d, scaled_s, da_full, needed: list[bool], x: Any = None, seeds=None) -> list:
         """Gradients in the order of `parameters`, member by member; da_full (p, K) comes from the caller unless dropout
         makes each member see its own input (x, seeds)."""
         out: list[torch.Tensor | None] = []
@@ -348,7 +344,7 @@ class Projection:
                     ds = d[:, self.n + cols.start : self.n + cols.stop]
                     da = mm_in(ds.t(), self._dropped_input(x, i, seeds), m.a.dtype)
             db = mm_in(dy.t(), scaled_s[:, cols], m.b.dtype) if need[1] and m.b is not None else None
-            total = dy.sum(0, dtype=torch.promote_types(torch.float32, dy.dtype)) if need[2] or need[3] else None
+            total: Any = dy.sum(0, dtype=torch.promote_types(torch.float32, dy.dtype)) if need[2] or need[3] else None
             dlb = (total * m.scale).to(m.lora_bias.dtype) if need[2] and m.lora_bias is not None else None
             out += [da, db, dlb, total.to(m.bias.dtype) if need[3] and m.bias is not None else None]
         return out

@@ -13,6 +13,8 @@ tests/lorakernels/test_rms_norm.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .glu import MAX_FUSED_RANK
@@ -122,7 +124,7 @@ def _warps(block: int) -> int:
     return 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
-def forward_into(x, residual, weight, eps, offset, y, h=None) -> torch.Tensor:
+def forward_into(x, residual, weight, eps, offset, y, h: Any = None) -> torch.Tensor:
     """Writes y (and h = x + residual where there is a residual) and returns rstd. All (M, K)."""
     m, n = x.shape
     check(n <= MAX_COLUMNS, f"RMSNorm takes at most {MAX_COLUMNS} columns", x=x)
@@ -151,7 +153,9 @@ def _forward_torch(x, residual, weight, eps, offset, y, h) -> torch.Tensor:
     return rstd
 
 
-def forward_lora_into(x, residual, weight, eps, offset, buffer, lora_a, h=None, tile: str = "fused") -> torch.Tensor:
+def forward_lora_into(
+    x, residual, weight, eps, offset, buffer, lora_a, h: Any = None, tile: str = "fused"
+) -> torch.Tensor:
     """buffer = [y | y · lora_aᵀ], (M, K + p) for lora_a (p, K), in one launch; returns rstd."""
     m, n = x.shape
     p = lora_a.shape[0]

@@ -11,6 +11,8 @@ Su et al., "RoFormer" (2021). Run: python -m pytest tests/lorakernels/test_rope.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .runtime import check, jit, next_power_of_2, tl, use_triton, working_dtype
@@ -28,7 +30,7 @@ def rope_reference(x, cos, sin, weight=None, eps: float = 1e-6):
     return torch.cat((a * cos + turned * sin, rest), -1)
 
 
-def rope_reference_backward(grad, cos, sin, raw=None, weight=None, eps: float = 1e-6):
+def rope_reference_backward(grad, cos, sin, raw: Any = None, weight=None, eps: float = 1e-6):
     """The gradient of rope_reference with respect to x; raw is that x where weight is given."""
     dtype = working_dtype(grad)
     d, cos, sin = grad.to(dtype), cos.to(dtype).unsqueeze(2), sin.to(dtype).unsqueeze(2)
@@ -124,7 +126,9 @@ def _rope_kernel(
         _copy(v_ptr + b * v_b + s * v_s, yv_ptr + b * yv_b + s * yv_s, v_h, yv_h, n_k, d, HEADS_K, D)
 
 
-def rotate_into(q, k, cos, sin, out_q, out_k, *, v=None, out_v=None, raw=None, norms=None, eps=1e-6, backward=False):
+def rotate_into(
+    q, k, cos, sin, out_q, out_k, *, v: Any = None, out_v: Any = None, raw=None, norms=None, eps=1e-6, backward=False
+):
     """out_q, out_k = rotated (and, with norms = (wq, wk), normed) q and k; backward: their gradients, raw = (q, k).
 
     out_q may be q itself. v is only copied to out_v: it saves a launch where q, k, v share a buffer.

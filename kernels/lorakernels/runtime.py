@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-if torch.version.cuda is not None or INTERPRET:
+jit: Any
+if TYPE_CHECKING or torch.version.cuda is not None or INTERPRET:
     import triton
     import triton.language as tl
 
     jit = triton.jit
 else:
     # torch.version, not torch.cuda.is_available(): asking for devices would touch the driver in a fork server.
-    triton: Any = None
-    tl: Any = SimpleNamespace(constexpr=object)
+    triton = None
+    tl = SimpleNamespace(constexpr=object)
 
-    def jit(function):
+    def jit(function: Any) -> Any:
         return function
 
 

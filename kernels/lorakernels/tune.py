@@ -8,7 +8,8 @@ On a CPU the first form is taken. `force("addmm")` fixes the answer (tests, abla
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ def bucket(m: int) -> int:
     return next_power_of_2(m)
 
 
-def pick(name: str, key: tuple, forms: dict[str, Callable[[], object]], device: torch.device) -> str:
+def pick(name: str, key: tuple, forms: Mapping[str, Callable[[], Any]], device: torch.device) -> str:
     first = next(iter(forms))
     if _forced in forms:
         return str(_forced)
@@ -48,7 +49,7 @@ def pick(name: str, key: tuple, forms: dict[str, Callable[[], object]], device: 
     return _chosen[full]
 
 
-def _fastest(forms: dict[str, Callable[[], object]]) -> str:
+def _fastest(forms: Mapping[str, Callable[[], Any]]) -> str:
     times: dict[str, list[float]] = {name: [] for name in forms}
     for run in forms.values():  # compile and warm up
         run()

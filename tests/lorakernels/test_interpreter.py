@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-FILES = ["swiglu", "geglu", "rms_norm", "rope", "linear_cross_entropy", "dropout", "pack", "nf4"]
+FILES = [
+    "swiglu",
+    "geglu",
+    "rms_norm",
+    "rope",
+    "linear_cross_entropy",
+    "dropout",
+    "pack",
+    "nf4",
+    "adapter",
+    "projection",
+]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
