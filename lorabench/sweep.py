@@ -63,7 +63,7 @@ exit code: 0 when every cell has a record, whatever its status; 2 for bad input;
 def help_text() -> str:
     return HELP.format(
         models=", ".join(names_in("model")),
-        workloads=", ".join(names_in("workload")),
+        workloads=", ".join(names_in("workloads")),
         suites=", ".join(names_in("suite")),
     )
 

@@ -118,7 +118,9 @@ class Ablation:
         """How many sites the toggle is at work in. Zero, or NotApplied with the reason, makes the record
         `not_applied`. A toggle that patches nothing must override this."""
         if evidence.patched is None:
-            raise NotImplementedError(f"{self.name} patches nothing, so it must say in `audit` how it engaged")
+            raise NotImplementedError(
+                f"{type(self).__name__} patches nothing, so it must say in `audit` how it engaged"
+            )
         return evidence.patched
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -97,6 +98,10 @@ def _check_override(override: str) -> None:
         raise ConfigError(f"no key named {root!r}; " + (f"did you mean {close[0]}?" if close else "see --help"))
     if not equals and not override.startswith("~"):
         raise ConfigError(f"{override!r} is not understood: expected {override}=VALUE")
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise ConfigError(f"{override!r} is not understood: {str(error).splitlines()[0]}; see --help") from None
     if root == "suite" and value not in (*names_in("suite"), "null"):
         raise ConfigError(str(nearest("suite", value, names_in("suite"))))
 
@@ -169,7 +174,7 @@ def workload(item: str | Mapping[str, Any]) -> Workload:
     if made := fixed(item):
         fields, label = made.model_dump(exclude={"name"}), item
     else:
-        fields, label = _read("workload", item)
+        fields, label = _read("workloads", item)
     if changes:
         label += "(" + ", ".join(f"{k}={v}" for k, v in changes.items()) + ")"
     return Workload.model_validate({"name": label, **fields, **changes})
@@ -186,7 +191,7 @@ def _read(group: str, name: str) -> tuple[dict[str, Any], str]:
     else:
         known = names_in(group)
         if name not in known:
-            raise nearest(group, name, known)
+            raise nearest(group.removesuffix("s"), name, known)
         with initialize_config_module(CONF, version_base="1.3"):
             loaded = compose(f"{group}/{name}")[group]
         label = name

@@ -7,6 +7,7 @@ reaches beyond its model or where both arms do not fit the device together.
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -74,7 +75,17 @@ class Runner:
     def _job(self, cell: Cell, arms: Sequence[str], rounds: int, gate: bool) -> worker.Job:
         dtype = self.machine.dtype(cell.model.dtype)
         ceiling = self.ceilings.get("gemm_tflops", {}).get(dtype)
-        return worker.Job(cell, self.machine, tuple(arms), rounds, gate, ceiling, str(self.log), time.time())
+        return worker.Job(
+            cell,
+            self.machine,
+            tuple(arms),
+            rounds,
+            gate,
+            ceiling,
+            str(self.log),
+            spawned=time.time(),
+            sweep=os.getpid(),
+        )
 
     def _together(self, cell: Cell, tell: Callable[[str], None]) -> Pair:
         result = self.workers.run(self._job(cell, BOTH, cell.trials, gate=True), self.timeout_s, tell)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import select
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +40,7 @@ class Job:
     ceiling_tflops: float | None
     log: str  # file that takes the worker's stdout and stderr
     spawned: float  # time.time() when the runner started it
+    sweep: int  # process id of the sweep
 
 
 @dataclass
@@ -80,6 +84,7 @@ class Failure(Exception):
 def main(job: Job, connection: Connection) -> None:
     """Entry of the process: own session (so that it can be killed with its children), own log, then the measurement."""
     os.setsid()
+    _die_with(job.sweep)
     _redirect(job.log)
     try:
         measurement = Measurement(job, tell=lambda text: connection.send(("phase", text)))
@@ -91,6 +96,20 @@ def main(job: Job, connection: Connection) -> None:
         raise SystemExit(1) from None
     finally:
         connection.close()
+
+
+def _die_with(sweep: int) -> None:
+    """A sweep that is killed must not leave a worker that disturbs the next one: wait, asleep, for its process to end.
+
+    (Not by PR_SET_PDEATHSIG: a worker's parent is the fork server, which lives as long as its workers do.)
+    """
+
+    def watch() -> None:
+        with contextlib.suppress(OSError, AttributeError):  # pidfd: Linux only
+            select.select([os.pidfd_open(sweep)], [], [])
+            os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _redirect(path: str) -> None:

@@ -1,0 +1,60 @@
+"""Builders that several test modules share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorabench.measure.arm import Arm, build
+from lorabench.plan import registry
+from lorabench.plan.compose import DEFAULTS, SweepConfig, load_config, plan
+from lorabench.plan.design import Cell
+from lorabench.plan.workload import Sample, Workload
+
+PEFT = ("sdpa", "adamw_foreach", "padding")
+
+
+def config(*overrides: str) -> SweepConfig:
+    return load_config(list(overrides))
+
+
+def cells(*overrides: str) -> list[Cell]:
+    """The cells of a sweep of tiny-llama with these overrides."""
+    return plan(config("models=[tiny-llama]", "trials=3", "workload=2x16", *overrides), "cpu").cells
+
+
+def arm(
+    *names: Any,
+    model: str = "tiny-llama",
+    samples: list[Sample] | None = None,
+    workload: Workload | None = None,
+    dtype: torch.dtype = torch.float32,
+    overrides: tuple[str, ...] = (),
+    device: str = "cpu",
+    **kwargs: Any,
+) -> Arm:
+    """An arm of a tiny model, with the ablations of these names and no others."""
+    spec = plan(config(f"models=[{model}]", *overrides), "cpu").cells[0].model
+    feed = workload or Workload(name="test", kind="fixed", batch_size=2, seq_len=16)
+    drawn = samples or feed.draw(spec.config["vocab_size"], 0)
+    ablations = [registry.ablation(name) for name in names]
+    return build("candidate", spec, feed, drawn, ablations, dtype=dtype, device=torch.device(device), seed=0, **kwargs)
+
+
+def sweep(*overrides: str, cwd: Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python -m lorabench.sweep` as a user would."""
+    command = [sys.executable, "-m", "lorabench.sweep", *overrides]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False, **kwargs)
+
+
+def random_samples(lengths: list[int], vocabulary: int = 256, seed: int = 0) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+    return [Sample(tokens, list(tokens)) for tokens in drawn]
+
+
+CPU = DEFAULTS["cpu"]

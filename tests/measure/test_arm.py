@@ -1,0 +1,108 @@
+"""Arms: same seed, same numbers, whatever the toggles; a step whose gradients do not depend on its batches."""
+
+import pytest
+import torch
+from helpers import PEFT, arm, random_samples
+
+from lorabench.measure.numerics import one_step
+from lorabench.measure.trial import run_rounds, run_trial, warm_up
+from lorabench.plan.workload import Workload
+
+
+def tensors(made):
+    return {n: p.detach() for n, p in made.model.named_parameters()}
+
+
+@pytest.mark.parametrize("toggle", ["eager", "gradient_checkpointing", "adamw_fused", "packing"])
+def test_same_seed_same_weights_whatever_the_toggle(toggle):
+    one, two = tensors(arm(*PEFT)), tensors(arm(toggle))
+    assert set(one) == set(two)
+    assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+def test_lora_b_starts_non_zero_and_adapters_do_not_depend_on_their_precision():
+    high, low = arm(*PEFT, dtype=torch.bfloat16), arm(*PEFT, "adapters_in_compute_dtype", dtype=torch.bfloat16)
+    for (name, a), (_, b) in zip(high.adapters(), low.adapters(), strict=True):
+        assert (a.dtype, b.dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(a, b.float()), name
+        if "lora_B" in name:
+            assert a.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_the_shallow_twin_has_the_full_model_s_weights():
+    full, twin = tensors(arm(*PEFT)), tensors(arm(*PEFT, layers=2))
+    assert set(twin) < set(full)
+    assert all(torch.equal(full[n], twin[n]) for n in twin)
+
+
+def test_another_seed_gives_other_weights():
+    spec = arm(*PEFT)
+    name, first = next(iter(tensors(spec).items()))
+    from lorabench.measure.arm import _fill
+
+    _fill(spec.model, torch.float32, 1, frozen=True)
+    assert not torch.equal(arm(*PEFT).model.get_parameter(name), first)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma", "gemma2"])
+def test_gradients_do_not_depend_on_the_batches_of_a_step(family):
+    samples = random_samples([5, 9, 3, 7])
+    feeds = [Workload(name="t", kind="fixed", batch_size=b, seq_len=16) for b in (1, 4)]
+    one, many = (
+        one_step(arm("eager", "adamw", "padding", model=f"tiny-{family}", samples=samples, workload=feed))
+        for feed in feeds
+    )
+    assert one.loss == pytest.approx(many.loss, rel=1e-5)
+    for name, gradient in one.gradients.items():
+        torch.testing.assert_close(gradient, many.gradients[name], rtol=1e-3, atol=1e-6)
+
+
+def test_a_trial_times_each_phase_and_takes_a_step():
+    made = arm(*PEFT)
+    before = {n: p.clone() for n, p in made.adapters()}
+    trial = run_trial(made)
+    assert set(trial.device_ms) == {"forward", "backward", "step"}
+    assert min(trial.device_ms.values()) > 0
+    assert trial.total_ms == pytest.approx(sum(trial.device_ms.values()))
+    assert trial.ended > trial.began
+    assert all(not torch.equal(p, before[n]) for n, p in made.adapters())
+
+
+def test_every_trial_runs_one_fresh_forward_and_one_backward(monkeypatch):
+    made, calls = arm(*PEFT), []
+    step = made.step
+    for phase in ("clear", "forward", "backward", "update"):
+        original = getattr(step, phase)
+        monkeypatch.setattr(step, phase, lambda *a, p=phase, o=original: (calls.append(p), o(*a))[1])
+    run_trial(made)
+    assert calls == ["clear", "forward", "backward", "update"]
+
+
+def test_rounds_pair_the_arms_in_a_random_order():
+    one, two = arm(*PEFT), arm("eager")
+    one.name, two.name = "reference", "candidate"
+    trials = run_rounds([one, two], 8, seed=0)
+    assert {len(t) for t in trials.values()} == {8}
+    first = [a.began < b.began for a, b in zip(trials["reference"], trials["candidate"], strict=True)]
+    assert 0 < sum(first) < 8
+    for before, after in zip(trials["reference"], trials["candidate"][1:], strict=False):
+        assert before.ended < after.ended
+
+
+def test_warm_up_goes_on_while_trials_still_get_faster(monkeypatch):
+    times = iter([100.0, 50.0, 20.0, 19.0, 19.0])
+
+    class Fake:
+        def __init__(self, total):
+            self.total_ms = total
+
+    monkeypatch.setattr("lorabench.measure.trial.run_trial", lambda arm: Fake(next(times)))
+    assert [t.total_ms for t in warm_up(None, 2)] == [100.0, 50.0, 20.0, 19.0]
+
+
+def test_the_loss_is_transformers_own_for_one_batch():
+    made = arm(*PEFT)
+    batch = made.step.batches[0]
+    ours = made.step.forward(batch)
+    theirs = made.model(input_ids=batch.inputs["input_ids"], labels=batch.inputs["input_ids"]).loss
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)

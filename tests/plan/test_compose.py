@@ -1,0 +1,110 @@
+"""The command line: composition, defaults, and one clear line for whatever is wrong."""
+
+import pytest
+from helpers import cells, config
+
+from lorabench.plan.compose import ConfigError, names_in, plan, workload
+from lorabench.plan.registry import NameUnknown
+from lorabench.sweep import help_text, main
+
+
+def test_defaults_are_peft_as_it_comes_with_sdpa_foreach_and_padding():
+    made = plan(config(), "cpu")
+    assert [a.name for a in made.cells[0].reference] == ["sdpa", "adamw_foreach", "padding"]
+    assert made.cells[0].model.name == "smollm2-135m"
+    assert made.cells[0].toggles == ()
+    assert made.cells[0].trials == 10
+    assert plan(config(), "cuda").cells[0].trials == 30
+    assert plan(config(), "cuda").cells[0].workload.name == "4x2048"
+
+
+def test_overrides_reach_the_cells():
+    cell = cells("lora.r=7", "seed=3", "warmup=4", "dtype=float16", "reference=peft_low", "ablations=[eager]")[1]
+    assert (cell.model.lora.r, cell.seed, cell.warmup, cell.model.dtype) == (7, 3, 4, "float16")
+    assert "adapters_in_compute_dtype" in [a.name for a in cell.reference]
+    assert [a.name for a in cell.toggles] == ["eager"]
+
+
+def test_a_model_may_have_a_workload_of_its_own():
+    made = plan(config("models=[tiny-llama,tiny-llama@1x8]", "workload=2x16", "ablations=[eager]"), "cpu").cells
+    assert [c.workload.name for c in made] == ["2x16", "2x16", "1x8", "1x8"]
+
+
+def test_parameters_of_an_ablation_and_of_a_workload():
+    made = cells("ablations=[{gradient_checkpointing:{use_reentrant:true}}]")
+    assert made[1].toggles[0].label == "gradient_checkpointing(use_reentrant=True)"
+    changed = workload({"gsm8k": {"samples": 4}})
+    assert (changed.samples, changed.distribution, changed.name) == (4, "gsm8k", "gsm8k(samples=4)")
+
+
+@pytest.mark.parametrize("name", names_in("suite"))
+def test_every_suite_composes(name):
+    made = plan(config(f"suite={name}"), "cuda").cells
+    assert len({c.key for c in made}) == len(made) > 1
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("ablations=[pakcing]", "did you mean packing?"),
+        ("models=[smollm2-135]", "did you mean smollm2-135m?"),
+        ("modles=[a]", "did you mean models?"),
+        ("suite=first_swep", "did you mean first_sweep?"),
+        ("design=sollo", "did you mean solo?"),
+        ("reference=peft_lo", "did you mean peft_low?"),
+        ("workload=gsm8", "did you mean gsm8k?"),
+        ("ablations=[{torch_compile:{mod:x}}]", "did you mean mode?"),
+        ("ablations=[{torch_compile:{mode:fastest}}]", "expected one of default"),
+        ("ablations=[{packing:{size:3}}]", "packing has no parameters"),
+        ("lora.r=0", "greater than or equal to 1"),
+        ("lora.rank=8", "rank"),
+        ("trials=0", "trials"),
+        ("trials=many", "trials"),
+        ("dtype=int8", "expected one of auto"),
+        ("--trials=3", "without dashes"),
+        ("models=[", "models="),
+        ("trials", "expected trials=VALUE"),
+        ("reference=[eager,sdpa]", "both fill the slot attention"),
+        ("models=[no/such/file.yaml]", "no such file"),
+        ("ablations=[eager,eager]", "stands twice"),
+        ("design=ladder ablations=[eager]", "at least two"),
+        ("workload={gsm8k:{distribution:gsm}}", "did you mean gsm8k?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(override, says, capsys, tmp_path):
+    code = main([*override.split(" "), f"output={tmp_path}", "dry_run=true"])
+    captured = capsys.readouterr()
+    assert code == 2
+    assert says in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+    assert "Traceback" not in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_names_every_key_and_file(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for word in [*names_in("model"), *names_in("workloads"), *names_in("suite"), "resume=", "timeout_s=", "seed="]:
+        assert word in text
+    assert text.strip() == help_text().strip()
+
+
+def test_a_reference_of_two_packages_registering_one_name_is_refused(monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    from lorabench.plan import registry
+
+    points = [EntryPoint("same", value, registry.GROUP) for value in ("a:A", "b:B")]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    registry.registered.cache_clear()
+    try:
+        with pytest.raises(NameUnknown, match="two packages register"):
+            registry.registered()
+    finally:
+        monkeypatch.undo()
+        registry.registered.cache_clear()
+
+
+def test_config_error_is_a_value_error():
+    with pytest.raises(ConfigError):
+        config("nothing=1")

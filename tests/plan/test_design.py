@@ -1,0 +1,89 @@
+"""Designs: which cells a list of ablations becomes, and what is refused before a process is started."""
+
+from types import SimpleNamespace
+
+import pytest
+from helpers import PEFT, cells
+
+from lorabench.plan import registry
+from lorabench.plan.ablation import combine, conflict
+from lorabench.plan.design import DesignError, check_design, refusal
+
+CPU = SimpleNamespace(device="cpu", capability=None, gpus=0)
+
+
+def rows(design, *names):
+    made = cells(f"design={design}", f"ablations=[{','.join(names)}]")
+    return [(sorted(a.name for a in c.reference), [t.name for t in c.toggles]) for c in made]
+
+
+def test_every_design_begins_with_the_reference_against_itself():
+    for design in ("solo", "ladder", "leave_one_out", "pairwise", "factorial"):
+        assert rows(design, "eager", "packing")[0] == (sorted(PEFT), [])
+
+
+def test_solo_ladder_pairwise_and_factorial():
+    three = ("eager", "packing", "adamw_fused")
+    assert [t for _, t in rows("solo", *three)[1:]] == [["eager"], ["packing"], ["adamw_fused"]]
+    assert [t for _, t in rows("ladder", *three)[1:]] == [["eager"], ["eager", "packing"], list(three)]
+    assert len(rows("pairwise", *three)) == 1 + 3 + 3
+    assert len(rows("factorial", *three)) == 2**3
+
+
+def test_leave_one_out_puts_the_others_into_the_reference():
+    made = rows("leave_one_out", "eager", "packing")[1:]
+    assert made == [
+        (sorted(["sdpa", "adamw_foreach", "packing"]), ["eager"]),
+        (sorted(["eager", "adamw_foreach", "padding"]), ["packing"]),
+    ]
+
+
+def test_the_candidate_replaces_what_the_reference_has_in_the_slot():
+    reference = [registry.ablation(n) for n in PEFT]
+    names = {a.name for a in combine(reference, [registry.ablation("eager")])}
+    assert names == {"eager", "adamw_foreach", "padding"}
+
+
+def test_conflicts_do_not_depend_on_the_order():
+    pair = [registry.ablation(n) for n in ("packing", "cuda_graph")]
+    assert conflict(pair) == conflict(pair[::-1])
+    assert "packing excludes cuda_graph" in conflict(pair)
+    two = [registry.ablation(n) for n in ("eager", "sdpa")]
+    assert conflict(two) == conflict(two[::-1]) == "eager and sdpa both fill the slot attention"
+
+
+def test_refusals_name_status_and_reason():
+    by_name = {c.toggles[0].name: c for c in cells("ablations=[cuda_graph,adamw_8bit,sdpa]")[1:]}
+    assert refusal(by_name["cuda_graph"], CPU)[0] == "unsupported"
+    assert "needs a CUDA device" in refusal(by_name["adamw_8bit"], CPU)[1]
+    assert refusal(by_name["sdpa"], CPU) == ("not_applied", "sdpa is already part of the reference")
+    pair = cells("design=ladder", "ablations=[eager,sdpa_math]")[2]
+    assert refusal(pair, CPU) == ("conflict", "eager and sdpa_math both fill the slot attention")
+    gpu = SimpleNamespace(device="cuda", capability=(7, 5), gpus=1)
+    flash = cells("ablations=[sdpa_flash]")[1]
+    assert "needs CUDA capability 8.0 or newer; this GPU has 7.5" in refusal(flash, gpu)[1]
+
+
+def test_an_absent_package_comes_with_its_install_command():
+    gpu = SimpleNamespace(device="cuda", capability=(9, 0), gpus=1)
+    status, reason = refusal(cells("ablations=[liger]")[1], gpu)
+    assert status == "unsupported"
+    assert "pip install" in reason
+
+
+def test_the_key_is_the_content():
+    base = cells("ablations=[eager]")[1]
+    assert base.key == cells("ablations=[eager]", "timeout_s=5", "output=elsewhere")[1].key
+    changed = [
+        cells("ablations=[eager]", override)[1].key
+        for override in ("seed=1", "trials=4", "lora.r=8", "dtype=float32", "workload=2x17", "reference=peft_low")
+    ]
+    assert len({base.key, *changed}) == len(changed) + 1
+    mode = [cells(f"ablations=[{{torch_compile:{{mode:{m}}}}}]")[1].key for m in ("default", "max-autotune")]
+    assert mode[0] != mode[1]
+
+
+def test_a_factorial_of_six_is_refused():
+    six = [registry.ablation(n) for n in ("eager", "packing", "adamw", "cuda_graph", "liger", "torch_compile")]
+    with pytest.raises(DesignError, match="64 arms"):
+        check_design("factorial", six)

@@ -1,0 +1,44 @@
+"""Models: the published sizes, and weights and tokenizers from where they are said to come."""
+
+import pytest
+from helpers import config
+
+from lorabench.plan.compose import model, names_in
+from lorabench.plan.registry import NameUnknown
+
+PUBLISHED = {"smollm2-135m": 134_515_008, "smollm2-1.7b": 1_711_376_384, "llama-3.1-8b": 8_030_261_248}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_architectures_have_the_published_number_of_parameters(name):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(model(name, config()).hf_config())
+    built.tie_weights()
+    assert sum(p.numel() for p in built.parameters()) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", names_in("model"))
+def test_shapes_count_the_linears_of_a_layer(name):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    spec = model(name, config())
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(spec.hf_config(layers=1))
+    linears = [m for m in built.model.layers[0].modules() if isinstance(m, torch.nn.Linear)]
+    shape = spec.shape()
+    assert shape.frozen_per_layer == sum(m.weight.numel() for m in linears)
+    assert shape.adapter_per_layer == sum(16 * (m.in_features + m.out_features) for m in linears)
+    assert shape.layers == spec.config["num_hidden_layers"]
+
+
+def test_a_yaml_file_is_a_model_too(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("source: mine\nconfig: {model_type: llama, hidden_size: 32, num_hidden_layers: 1}\n")
+    assert model(str(path), config()).name == "mine"
+    path.write_text("[1, 2]\n")
+    with pytest.raises(NameUnknown, match="expected a YAML mapping"):
+        model(str(path), config())

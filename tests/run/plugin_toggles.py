@@ -1,0 +1,118 @@
+"""Toggles of a third party's package, for the tests: one that works, and one for each way to fail."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lorabench.plan.ablation import Ablation, Unsupported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polite(Ablation):
+    name: ClassVar[str] = "polite"
+    slot: ClassVar[str] = "third_party"
+    summary: ClassVar[str] = "somebody else's toggle"
+    times: int = 1
+
+    def patch(self, model):
+        return self.times * sum("lora_A" in name for name, _ in model.named_parameters())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaky(Polite):
+    name: ClassVar[str] = "leaky"
+    global_patch: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shy(Polite):
+    name: ClassVar[str] = "shy"
+    slot: ClassVar[str] = "shy"
+    excludes: ClassVar[dict] = {"third_party": "it is shy"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greedy(Polite):
+    name: ClassVar[str] = "greedy"
+
+    def patch(self, model):
+        model.too_much = torch.ones(1 << 50)
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang(Polite):
+    name: ClassVar[str] = "hang"
+
+    def patch(self, model):
+        time.sleep(10_000)
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killed(Polite):
+    name: ClassVar[str] = "killed"
+
+    def patch(self, model):
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raises(Polite):
+    name: ClassVar[str] = "raises"
+
+    def patch(self, model):
+        print("what it printed before")
+        raise LookupError("nobody expected this")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong(Polite):
+    name: ClassVar[str] = "wrong"
+
+    def patch(self, model):
+        params = [p for n, p in model.named_parameters() if "lora_A" in n]
+        params[-1].register_hook(lambda grad: 1.5 * grad)
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepWrong(Polite):
+    """Wrong below the twin's second layer: only the full arms' agreement can see it."""
+
+    name: ClassVar[str] = "deep_wrong"
+
+    def patch(self, model):
+        params = [p for n, p in model.named_parameters() if "layers.2" in n and p.requires_grad]
+        for p in params:
+            p.register_hook(lambda grad: 3 * grad)
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing(Polite):
+    name: ClassVar[str] = "nothing"
+
+    def patch(self, model):
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refuses(Polite):
+    name: ClassVar[str] = "refuses"
+
+    def patch(self, model):
+        raise Unsupported("it does not like this model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absent(Polite):
+    name: ClassVar[str] = "absent"
+    from lorabench.plan.ablation import Requires
+
+    requires: ClassVar = Requires(packages={"no_such_package": "pip install no-such-package"})

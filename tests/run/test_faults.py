@@ -1,0 +1,183 @@
+"""Faults around the cells: killed sweeps, half-written lines, two sweeps at once, disks that refuse."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import cells, sweep
+
+from lorabench.run.record import Record
+from lorabench.run.store import RecordError, Store, StoreError, read_records
+
+ARGS = ("models=[tiny-llama]", "workload=2x16", "trials=2", "warmup=1", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
+
+
+def record(key: str = "k", **fields) -> Record:
+    named = {"key": key, "session": "s", "model": "m", "workload": "w", "design": "solo"}
+    base = {**named, "reference": [], "candidate": [], "ablations": ["a"]}
+    return Record(**{**base, "status": "unsupported", "reason": "why", **fields})
+
+
+def test_a_killed_sweep_continues_where_it_stopped(tmp_path):
+    path = tmp_path / "records.jsonl"
+    command = [sys.executable, "-m", "lorabench.sweep", *ARGS, f"output={tmp_path}"]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not (path.exists() and path.read_bytes().count(b"\n") >= 2):
+        assert time.monotonic() < deadline and first.poll() is None
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    before = path.read_bytes()
+    with open(path, "ab") as file:
+        file.write(b'{"schema": 1, "key": "ha')
+    again = sweep(*ARGS, f"output={tmp_path}", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "half written" in again.stdout
+    assert "already recorded" in again.stdout
+    after = path.read_bytes()
+    assert after.startswith(before)
+    keys = [r.key for r in read_records(tmp_path)]
+    assert after.count(b"\n") == len(keys) == len(set(keys)) == 5  # nothing lost, nothing measured twice
+    assert (tmp_path / "records.jsonl.fragment").read_bytes() == b'{"schema": 1, "key": "ha\n'
+    third = sweep(*ARGS, f"output={tmp_path}", cwd=tmp_path)
+    assert third.returncode == 0 and path.read_bytes() == after
+    anew = sweep(*ARGS, "resume=false", f"output={tmp_path}", cwd=tmp_path)
+    assert anew.returncode == 2 and "already holds 5 records" in anew.stderr
+
+
+def test_a_worker_dies_with_its_sweep(plugin, tmp_path):
+    args = [*ARGS[:4], "ablations=[hang]", "reference=[sdpa,adamw_foreach,padding,hang]", f"output={tmp_path}"]
+    first = subprocess.Popen(
+        [sys.executable, "-m", "lorabench.sweep", *args], cwd=tmp_path, env=plugin,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not _workers(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = _workers(tmp_path)
+    assert workers
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    while _workers(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _workers(tmp_path)
+
+
+def _workers(folder: Path) -> list[str]:
+    """Processes that write into the folder's worker log."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "fd" / "1") == str(folder / ".worker.log"):
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_two_sweeps_into_one_folder(tmp_path):
+    with Store(tmp_path):
+        second = sweep(*ARGS, f"output={tmp_path}", cwd=tmp_path)
+    assert second.returncode == 1
+    assert "another sweep is writing" in second.stderr
+    assert len(second.stderr.strip().splitlines()) == 1
+
+
+def test_an_output_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("here first")
+    done = sweep(*ARGS, f"output={tmp_path / 'file' / 'sub'}", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "cannot be written" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert (tmp_path / "file").read_text() == "here first"
+
+
+def test_a_read_only_output(tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root writes everywhere")
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match="cannot be written"), Store(tmp_path):
+        pass
+
+
+def test_a_full_disk_loses_nothing(tmp_path):
+    """The file-size limit stands for the full disk: the write is cut short in the middle of a line just the same."""
+    with Store(tmp_path) as store:
+        store.append(record("first"))
+    kept = (tmp_path / "records.jsonl").read_bytes()
+    pid = os.fork()
+    if pid == 0:  # a process of its own, since the limit cannot be raised again
+        code = 3
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(kept) + 20, len(kept) + 20))
+            with Store(tmp_path) as store:
+                store.append(record("second", reason="x" * 5000))
+        except StoreError as error:
+            code = 0 if "1 records in it are safe" in str(error) else 4
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (tmp_path / "records.jsonl").read_bytes() == kept
+
+
+def test_a_corrupt_record_is_one_line_and_nothing_changes(tmp_path):
+    with Store(tmp_path) as store:
+        store.append(record("one"))
+        store.append(record("two"))
+    path = tmp_path / "records.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b'{"schema": 1, "key": 5}\n' + lines[1])
+    content = path.read_bytes()
+    with pytest.raises(RecordError, match="line 2 is not a record"):
+        read_records(tmp_path)
+    done = sweep(*ARGS, f"output={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "line 2 is not a record" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert path.read_bytes() == content
+
+
+def test_the_last_record_of_a_key_counts(tmp_path):
+    with Store(tmp_path) as store:
+        store.append(record("k", reason="first"))
+        store.append(record("other"))
+        store.append(record("k", reason="second"))
+    assert [(r.key, r.reason) for r in read_records(tmp_path)] == [("k", "second"), ("other", "why")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"status": "ok", "reason": None}, "status ok needs"),
+        ({"status": "crash", "reason": None}, "needs a reason"),
+        ({"status": "wrong_numerics", "phases": {}}, "must not carry times"),
+        ({"status": "faster"}, "Input should be"),
+        ({"speed": 2}, "Extra inputs"),
+        ({"schema": 2}, "reads schema 1"),
+        ({"status": "oom", "phases": {"total": {"reference_ms": [float("nan")]}}}, "finite"),
+    ],
+)
+def test_the_status_decides_which_fields_exist(fields, says):
+    with pytest.raises(ValueError, match=says):
+        record(**fields)
+
+
+def test_resume_failed_measures_failures_again(plugin, tmp_path):
+    args = [*ARGS[:4], "ablations=[killed]", f"output={tmp_path}"]
+    assert sweep(*args, cwd=tmp_path, env=plugin).returncode == 0
+    assert sweep(*args, "resume=failed", cwd=tmp_path, env=plugin).returncode == 0
+    lines = (tmp_path / "records.jsonl").read_bytes().count(b"\n")
+    assert lines == 3 and len(read_records(tmp_path)) == 2
+
+
+def test_titles_name_what_is_compared():
+    assert [c.title for c in cells("ablations=[eager]")] == [
+        "tiny-llama @ 2x16: reference against itself", "tiny-llama @ 2x16: eager",
+    ]  # fmt: skip

@@ -1,0 +1,114 @@
+"""Every outcome of a cell, produced for real, in real worker processes, by an installed third party's toggles."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers import sweep
+
+from lorabench.run.store import read_records
+
+TOGGLES = (
+    "polite,leaky,greedy,hang,killed,raises,wrong,deep_wrong,nothing,refuses,absent,"
+    "{polite:{times:2}}"
+)  # fmt: skip
+COMMON = ("models=[tiny-llama]", "workload=2x16", "trials=3", "warmup=1", "timeout_s=12")
+
+
+@pytest.fixture(scope="module")
+def outcomes(plugin, tmp_path_factory):
+    """One sweep over all of them: (process, records by toggle, folder)."""
+    folder = tmp_path_factory.mktemp("outcomes")
+    done = sweep(*COMMON, f"ablations=[{TOGGLES}]", f"output={folder}", cwd=folder, env=plugin)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done, {" + ".join(r.ablations): r for r in read_records(folder)}, folder
+
+
+def test_a_failing_cell_never_stops_the_sweep(outcomes):
+    done, records, folder = outcomes
+    assert len(records) == 13
+    assert (folder / "report.html").exists() and (folder / "summary.md").exists()
+    assert "Traceback" not in done.stderr
+
+
+def test_a_third_party_s_toggle_is_measured_like_ours(outcomes):
+    record = outcomes[1]["polite"]
+    assert record.status == "ok" and record.pairing == "paired"
+    assert record.applied["polite"] == 21
+    assert len(record.phases["total"].candidate_ms) == 3
+    assert outcomes[1]["polite(times=2)"].applied["polite"] == 42
+
+
+def test_a_global_patch_is_measured_in_processes_of_its_own(outcomes):
+    record = outcomes[1]["leaky"]
+    assert record.status == "ok" and record.pairing == "abba"
+    assert len(record.phases["total"].reference_ms) == 4  # two blocks of ceil(3 / 2)
+    assert record.numerics.full_loss_error == 0.0
+
+
+@pytest.mark.parametrize(
+    ("toggle", "status", "reason", "arm"),
+    [
+        ("greedy", "oom", "ran out of memory", "candidate"),
+        ("hang", "timeout", "no result after 12 s; it was numerics gate", None),
+        ("killed", "crash", "killed by SIGKILL", None),
+        ("raises", "crash", "LookupError: nobody expected this", None),
+        ("wrong", "wrong_numerics", "lora_A", "candidate"),
+        ("deep_wrong", "wrong_numerics", "gradient norms differ", "candidate"),
+        ("nothing", "not_applied", "nothing changed nothing in tiny-llama", "candidate"),
+        ("refuses", "unsupported", "it does not like this model", "candidate"),
+        ("absent", "unsupported", "pip install no-such-package", None),
+    ],
+)
+def test_each_failure_has_its_status_and_a_reason(outcomes, toggle, status, reason, arm):
+    record = outcomes[1][toggle]
+    assert record.status == status, record.reason
+    assert reason in record.reason
+    assert record.arm == arm
+    assert record.phases is None or status == "oom"
+
+
+def test_what_a_crashed_worker_printed_is_kept(outcomes):
+    assert "what it printed before" in outcomes[1]["raises"].log
+    assert "LookupError" in outcomes[1]["raises"].log
+
+
+def test_wrong_numerics_carry_what_was_found(outcomes):
+    numerics = outcomes[1]["wrong"].numerics
+    assert numerics is not None and not numerics.passed
+    assert numerics.grad_error == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_conflict_and_a_broken_plugin(plugin, tmp_path):
+    done = sweep(*COMMON, "ablations=[polite,shy]", "design=ladder", f"output={tmp_path}", cwd=tmp_path, env=plugin)
+    assert done.returncode == 0, done.stderr
+    both = next(r for r in read_records(tmp_path) if len(r.ablations) == 2)
+    assert (both.status, both.reason) == ("conflict", "shy excludes polite: it is shy")
+    broken = sweep(*COMMON, "ablations=[broken]", cwd=tmp_path, env=plugin)
+    assert broken.returncode == 2 and "the ablation broken" in broken.stderr and "Traceback" not in broken.stderr
+
+
+def test_the_list_shows_a_third_party_s_toggle_and_the_broken_one(plugin, tmp_path):
+    listed = sweep("list=true", cwd=tmp_path, env={**plugin, "COLUMNS": "400"}).stdout
+    assert "somebody else's toggle" in listed
+    assert "does not load" in listed
+    assert "needs the package no_such_package" in listed
+
+
+def test_a_reference_that_does_not_fit_still_shows_the_candidate(plugin, tmp_path):
+    reference = "reference=[sdpa,adamw_foreach,padding,greedy]"
+    done = sweep(*COMMON, reference, "ablations=[polite]", f"output={tmp_path}", cwd=tmp_path, env=plugin)
+    assert done.returncode == 0, done.stderr
+    record = next(r for r in read_records(tmp_path) if r.ablations)
+    assert (record.status, record.arm) == ("oom", "reference")
+    assert record.phases["total"].reference_ms is None
+    assert len(record.phases["total"].candidate_ms) == 3
+
+
+def test_provenance_is_written(outcomes):
+    session = json.loads((outcomes[2] / "environment.json").read_text())["sessions"][0]
+    assert session["machine"]["device"] == "cpu" and session["machine"]["packages"]["torch"]
+    assert session["ceilings"]["gemm_tflops"]["float32"] > 0
+    assert session["command"][:3] == ["python", "-m", "lorabench.sweep"]
+    assert {r.session for r in outcomes[1].values()} == {session["id"]}
