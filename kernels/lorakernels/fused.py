@@ -339,7 +339,7 @@ class GatedMLP(torch.autograd.Function):
             ops, op_down = [g.operand_again(dtype) for g in groups], down.operand_again(dtype)
             d_down = down.pack_gradient(rows(grad).to(dtype), op_down)
             dh = down.backward_input(d_down, op_down, seeds[-1])
-            ds = _activation_backward(gate_up, dh, call["act"], groups)  # dh now holds act(gate) * up
+            ds = _activation_backward(gate_up, dh, call["act"], groups, ops)  # dh now holds act(gate) * up
             needed = list(ctx.needs_input_grad[n_in - n_down :])
             last = _lora_gradients(down, op_down, d_down, kept_s[-1], needed, None, dh, seeds[-1])
             del dh, d_down
@@ -373,21 +373,38 @@ def _down(packed, h, down, op_down, add: bool):
     return h + down.forward(packed, op_down)
 
 
-def _activation_backward(gate_up, dh, act, groups):
-    """[d gate, d up | space for dS] of each group; dh is overwritten with act(gate)·up."""
+def _activation_backward(gate_up, dh, act, groups, ops):
+    """[d gate, d up | dS] of each group; dh is overwritten with act(gate)·up."""
     m, width = gate_up.shape[0], gate_up.shape[1] // 2
     gate, up = gate_up[:, :width], gate_up[:, width:]
     ds = [torch.empty(m, g.n + g.p, dtype=dh.dtype, device=dh.device) for g in groups]
-    d_gate = ds[0][:, :width]
-    d_up = ds[0][:, width : 2 * width] if len(groups) == 1 else ds[1][:, :width]
-    glu.backward_into(gate, up, dh, d_gate, d_up, act, h_into_grad=True)
+    if len(groups) > 1:
+        glu.backward_into(gate, up, dh, ds[0][:, :width], ds[1][:, :width], act, h_into_grad=True)
+        for g, op, d in zip(groups, ops, ds, strict=True):
+            g.gradient_tail(d, op)
+        return ds
+    tile = None
+    if groups[0].p:
+        # Measured on a copy: every run overwrites dh with another meaning, so a second run on it would be of garbage.
+        key = (tune.bucket(m), width, groups[0].p, act, dh.dtype)
+        tile = tune.pick("glu backward", key, _backward_forms(gate, up, dh, ds[0], ops[0].sb, act), dh.device)
+    glu.backward_lora_into(gate, up, dh, ds[0], ops[0].sb, act, None if tile == "plain" else tile)
     return ds
+
+
+def _backward_forms(gate, up, dh, d, sb, act):
+    copies = []
+
+    def run(tile):
+        if not copies:
+            copies.append(dh.clone())
+        glu.backward_lora_into(gate, up, copies[0], d, sb, act, tile)
+
+    return {**{tile: partial(run, tile) for tile in TILES}, "plain": partial(run, None)}
 
 
 def _mlp_input_side(ctx, groups, ops, ds, kept_s, seeds, h, rstd, weight, grad, d_pass):
     norm, dtype = ctx.call["norm"], ctx.call["dtype"]
-    for g, op, d in zip(groups, ops, ds, strict=True):
-        g.gradient_tail(d, op)
     source = None
     if norm is None:
         source = h.to(dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from .glu import MAX_FUSED_RANK
-from .runtime import TILES, cdiv, check, jit, next_power_of_2, tl, use_triton
+from .runtime import cdiv, check, jit, next_power_of_2, tile_of, tl, use_triton
 
 
 def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def pack_into(x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, tile: str | N
         if p:
             torch.mm(out[:, :n], a.t(), out=out[:, n:])
         return
-    bm, bn, warps, stages = TILES[tile]
+    bm, bn, warps, stages = tile_of(tile, out)
     _pack_kernel[(cdiv(m, bm),)](
         x, a, out, m, n, p, x.stride(0), a.stride(0), a.stride(1), out.stride(0),
         BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps, num_stages=stages,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .glu import MAX_FUSED_RANK
-from .runtime import TILES, cdiv, check, jit, multiprocessors, next_power_of_2, rows, tl, use_triton, working_dtype
+from .runtime import cdiv, check, jit, multiprocessors, next_power_of_2, rows, tile_of, tl, use_triton, working_dtype
 
 MAX_COLUMNS = 65536  # one row has to fit a program's registers
 
@@ -168,7 +168,7 @@ def forward_lora_into(
         return rstd
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     r, hh = (x, x) if residual is None else (residual, h)
-    bm, bn, warps, stages = TILES[tile]
+    bm, bn, warps, stages = tile_of(tile, buffer)
     _forward_lora_kernel[(cdiv(m, bm),)](
         x, r, hh, weight, buffer, rstd, lora_a, m, n,
         x.stride(0), r.stride(0), hh.stride(0), buffer.stride(0), lora_a.stride(0), p, eps, offset,

@@ -37,6 +37,12 @@ TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILES = {"fused": (64, 64, 8, 3), "fused_wide": (32, 128, 8, 3), "fused_small": (16, 128, 4, 4)}
 
 
+def tile_of(name: str, tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    """(rows, columns, warps, stages). Float32 tiles are too large for several stages."""
+    bm, bn, warps, stages = TILES[name]
+    return bm, bn, warps, stages if tensor.element_size() < 4 else 1
+
+
 def use_triton(*tensors: torch.Tensor) -> bool:
     """True if the Triton kernel should run on these tensors; float64 always takes the torch path (gradcheck)."""
     first = tensors[0]

@@ -49,10 +49,20 @@ def pick(name: str, key: tuple, forms: Mapping[str, Callable[[], Any]], device: 
     return _chosen[full]
 
 
-def _fastest(forms: Mapping[str, Callable[[], Any]]) -> str:
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    for run in forms.values():  # compile and warm up
+def _runs(run: Callable[[], Any]) -> bool:
+    """False for a tile that needs more shared memory or registers than this GPU has; any other error is an error."""
+    try:
         run()
+    except Exception as error:
+        if type(error).__name__ != "OutOfResources":
+            raise
+        return False
+    return True
+
+
+def _fastest(forms: Mapping[str, Callable[[], Any]]) -> str:
+    forms = {name: run for name, run in forms.items() if _runs(run)}  # compiles and warms up, too
+    times: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(ROUNDS):  # in turns, so that a change of clock meets all of them
         for name, run in forms.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

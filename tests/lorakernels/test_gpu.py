@@ -93,7 +93,7 @@ def test_nothing_waits_for_the_gpu():
     try:
         linear_cross_entropy(hidden, weight, target).backward()
         layer = model.base_model.model.model.layers[0]
-        x = torch.randn(2, 16, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(4, 16, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         cos = torch.ones(1, 16, 8, device="cuda", dtype=torch.bfloat16)
         layer(x, attention_mask=None, position_embeddings=(cos, cos)).sum().backward()
     finally:

@@ -57,6 +57,22 @@ def test_backward_leaves_h_in_the_gradient(act, device, dtype):
     assert both[:, 2 * n :].isnan().all()
 
 
+@pytest.mark.parametrize("act", glu.ACTIVATIONS)
+@pytest.mark.parametrize("p", [0, 3, 64])
+@pytest.mark.parametrize("tile", [*TILES, None])
+def test_backward_lora_columns(act, p, tile, device, dtype):
+    m, n = 35, 70
+    gate, up, grad = (torch.randn(m, n, device=device).to(dtype) for _ in range(3))
+    sb = strided(torch.randn(2 * n, p, device=device).to(dtype))
+    leaves = [t.float().clone().requires_grad_() for t in (gate, up)]
+    wanted = torch.cat(torch.autograd.grad(glu.reference(*leaves, act), leaves, grad.float()), 1)
+    d = poisoned(m, 2 * n + p, dtype=dtype, device=device)
+    glu.backward_lora_into(gate, up, grad, d, sb, act, tile)
+    assert_close(d[:, : 2 * n], wanted, dtype, 2)
+    assert_close(d[:, 2 * n :], d[:, : 2 * n].float() @ sb.float(), dtype, 2)
+    assert_close(grad, glu.reference(gate, up, act), dtype)
+
+
 def test_extreme_values_stay_finite(device, dtype):
     gate = torch.tensor([[-1e4, -90.0, -1e-6, 0.0, 90.0, 3e2]], device=device).to(dtype)
     for act in glu.ACTIVATIONS:
