@@ -1,6 +1,7 @@
 """What the forkserver imports once, so that no worker has to: seconds a cell. Nothing here may touch the GPU."""
 
-import peft  # noqa: F401
+from importlib.util import find_spec
+
 import torch
 import torch.profiler  # noqa: F401
 import transformers  # noqa: F401
@@ -15,3 +16,6 @@ import lorabench.measure.roofline
 import lorabench.measure.telemetry
 import lorabench.measure.trial
 import lorabench.run.worker  # noqa: F401
+
+if find_spec("bitsandbytes") is None:  # else peft imports it, and it asks the driver for the GPU: that spoils every fork
+    import peft  # noqa: F401

@@ -1,0 +1,29 @@
+# The two commands of the README, each with all the set-up it needs; and what a developer needs beside them.
+VENV ?= .venv
+PYTHON ?= python3
+# torch is pinned for the virtual environment only (the project itself takes 2.11 to 2.13); name another to try it.
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+.PHONY: sweep test lint clean
+
+sweep: $(VENV)/.installed
+	$(VENV)/bin/python -m lorabench.sweep $(ARGS)
+
+test: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install -q --upgrade pip
+	$(VENV)/bin/pip install -q '$(TORCH)'
+	$(VENV)/bin/pip install -q -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) output .pytest_cache .ruff_cache

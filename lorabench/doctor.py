@@ -1,0 +1,94 @@
+"""The doctor: what this machine can run, and why not the rest.  python -m lorabench.doctor
+
+Exit code 0 when the default sweep can run, 1 when something it needs is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lorabench.measure.machine import Machine, commit, describe, nvml_handle
+from lorabench.plan.registry import NameUnknown, ablation_class, registered
+
+MARK = {"ok": "[green]ok", "note": "[yellow]note", "bad": "[red]bad"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: `bad` keeps the default sweep from running, `note` makes its figures weaker."""
+
+    level: Literal["ok", "note", "bad"]
+    what: str
+    words: str
+
+
+def findings(machine: Machine) -> Iterator[Finding]:
+    """Everything worth knowing before a sweep."""
+    if machine.device == "cuda":
+        gpu = machine.gpu or {}
+        words = f"{machine.name}, {gpu.get('memory_bytes', 0) / 2**30:.0f} GiB, driver {machine.driver}"
+        yield Finding("ok", "GPU", words)
+        yield from _gpu_findings(machine)
+    else:
+        yield Finding("note", "GPU", "none: the sweep measures on the CPU; memory is the process's, busy time unknown")
+    low = "computes in bfloat16" if machine.native_bfloat16 else "has no bfloat16 instructions: dtype=auto is float32"
+    yield Finding("ok" if machine.native_bfloat16 else "note", "precision", f"{machine.name} {low}")
+    load = os.getloadavg()[0]
+    busy = load > 0.5 * machine.cores and machine.device == "cpu"
+    yield Finding("note" if busy else "ok", "load", f"{load:.1f} on {machine.cores} cores" + ("; intervals widen" * busy))
+    head, dirty = commit()
+    words = f"{head[:12]}{', with uncommitted changes' if dirty else ''}" if head else "unknown: not a git checkout"
+    yield Finding("note" if dirty or not head else "ok", "commit", words)
+    if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        yield Finding("note", "compiler", "no C++ compiler: torch_compile cannot run on a CPU")
+    if not registered():
+        yield Finding("bad", "ablations", "none registered: install the project (pip install -e .)")
+
+
+def _gpu_findings(machine: Machine) -> Iterator[Finding]:
+    nvml = nvml_handle()
+    if nvml is None:
+        yield Finding("note", "telemetry", "no NVML binding, so no clocks or power: pip install 'lorabench[gpu]'")
+        return
+    library, handle = nvml
+    others = [p.pid for p in library.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid != os.getpid()]
+    words = f"other processes on the GPU: {others}" if others else "nothing else on the GPU"
+    yield Finding("note" if others else "ok", "neighbours", words)
+    if machine.gpus > 1:
+        yield Finding("ok", "GPUs", f"{machine.gpus}; a cell uses the first one")
+
+
+def ablation_rows(machine: Machine) -> Iterator[tuple[str, str]]:
+    """(name, what it lacks here or "available") of every registered ablation."""
+    for name in sorted(registered()):
+        try:
+            yield name, ablation_class(name).requires.unmet(machine) or "available"
+        except NameUnknown as error:
+            yield name, str(error)
+
+
+def main() -> int:
+    console, machine = Console(), describe()
+    found = list(findings(machine))
+    for finding in found:
+        console.print(f"{MARK[finding.level]}[/]  {finding.what}: {escape(finding.words)}", highlight=False)
+    versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    console.print(f"[green]ok[/]  versions: {escape(versions)}", highlight=False)
+    table = Table("ablation", "on this machine")
+    for name, words in ablation_rows(machine):
+        table.add_row(name, f"[green]{words}" if words == "available" else f"[dim]{escape(words)}")
+    console.print(table)
+    return 1 if any(f.level == "bad" for f in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
