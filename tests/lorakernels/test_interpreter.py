@@ -23,13 +23,26 @@ FILES = [
 ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is the interpreter run already")
-@pytest.mark.parametrize("name", FILES)
-def test_triton_kernel_in_the_interpreter(name):
-    file = Path(__file__).with_name(f"test_{name}.py")
+SWITCHED_ON = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton"),
+    pytest.mark.skipif(SWITCHED_ON, reason="is the interpreter run already"),
+]
+
+
+def run(file: str, *arguments: str) -> None:
+    path = Path(__file__).with_name(file)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", str(file), "-x", "-p", "no:cacheprovider", "-m", "not gpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=file.parents[2], timeout=900)
+    command = [sys.executable, "-m", "pytest", str(path), "-x", "-p", "no:cacheprovider", "-m", "not gpu", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=path.parents[2], timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_triton_kernel_in_the_interpreter(name):
+    run(f"test_{name}.py")
+
+
+def test_whole_models_in_the_interpreter():
+    run("test_apply.py", "-k", "same_as_peft_in_float32 and False and (llama or gemma2 or qwen3)")
