@@ -44,7 +44,9 @@ def findings(machine: Machine) -> Iterator[Finding]:
     yield Finding("ok" if machine.native_bfloat16 else "note", "precision", f"{machine.name} {low}")
     load = os.getloadavg()[0]
     busy = load > 0.5 * machine.cores and machine.device == "cpu"
-    yield Finding("note" if busy else "ok", "load", f"{load:.1f} on {machine.cores} cores" + ("; intervals widen" * busy))
+    yield Finding(
+        "note" if busy else "ok", "load", f"{load:.1f} on {machine.cores} cores" + ("; intervals widen" * busy)
+    )
     head, dirty = commit()
     words = f"{head[:12]}{', with uncommitted changes' if dirty else ''}" if head else "unknown: not a git checkout"
     yield Finding("note" if dirty or not head else "ok", "commit", words)

@@ -159,7 +159,8 @@ def _base_model(spec: ModelSpec, load: dict[str, Any], device: torch.device, lay
         return model
     where, kwargs = source_arguments(spec.weights)
     try:
-        read = partial(AutoModelForCausalLM.from_pretrained, where, trust_remote_code=False)
+        safe = {} if "gguf_file" in kwargs else {"use_safetensors": True}  # nothing is unpickled
+        read = partial(AutoModelForCausalLM.from_pretrained, where, trust_remote_code=False, **safe)
         model = _refusing(lambda: read(**kwargs, **load), spec)
     except (OSError, ValueError) as error:
         raise WeightsError(f"weights {spec.weights!r} cannot be read: {str(error).splitlines()[0]}") from None

@@ -17,5 +17,7 @@ import lorabench.measure.telemetry
 import lorabench.measure.trial
 import lorabench.run.worker  # noqa: F401
 
-if find_spec("bitsandbytes") is None:  # else peft imports it, and it asks the driver for the GPU: that spoils every fork
+if (
+    find_spec("bitsandbytes") is None
+):  # else peft imports it, and it asks the driver for the GPU: that spoils every fork
     import peft  # noqa: F401
