@@ -1,0 +1,131 @@
+"""Our own kernels (kernels/lorakernels) as toggles: each part alone, and `lora_kernels` for all of them.
+
+The parts fill slots of their own, so they go together; they are one patch of the model all the same, so the second
+part takes the first one's patch off and puts both on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Tolerance
+
+PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy")
+MARK = "_lorabench_lorakernels"  # on the model: the switches that are on, and the last report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel(Ablation):
+    """Base: `lorakernels.apply` with some of its switches."""
+
+    parts: ClassVar[tuple[str, ...]]
+    fp8: ClassVar[bool] = False
+
+    def patch(self, model: nn.Module) -> int:
+        import lorakernels
+
+        before = getattr(model, MARK, None)
+        parts = {*self.parts, *(before["parts"] if before else ())}
+        fp8 = self.fp8 or bool(before and before["fp8"])
+        if before:
+            lorakernels.remove(model)
+        report = lorakernels.apply(model, **{part: part in parts for part in PARTS}, fp8=fp8, **self.options())
+        setattr(model, MARK, {"parts": parts, "fp8": fp8, "report": report})
+        return sum(report.counts.get(part, 0) for part in self.parts)
+
+    def options(self) -> dict[str, Any]:
+        """Further keyword arguments of `lorakernels.apply`."""
+        return {}
+
+    def audit(self, evidence: Evidence) -> int:
+        report = getattr(evidence.arm.model, MARK)["report"]
+        if not evidence.patched and report.left:
+            raise NotApplied(f"{self.name} left {report.left[0].name} to PEFT: {report.left[0].reason}")
+        return evidence.patched or 0
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        from lorakernels import tune
+
+        report = getattr(evidence.arm.model, MARK)["report"]
+        left = sorted({f"{site.part}: {site.reason}" for site in report.left})
+        return {"lorakernels": {"changed": dict(report.counts), "left": left, "picked": str(tune.choices())}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraMlpKernel(Kernel):
+    name: ClassVar[str] = "lora_mlp_kernel"
+    slot: ClassVar[str] = "mlp"
+    summary: ClassVar[str] = "ours: gate and up as one GEMM with its LoRA, SwiGLU, down"
+    parts: ClassVar[tuple[str, ...]] = ("mlp",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraQkvKernel(Kernel):
+    name: ClassVar[str] = "lora_qkv_kernel"
+    slot: ClassVar[str] = "qkv"
+    summary: ClassVar[str] = "ours: q, k and v as one GEMM with their LoRA"
+    parts: ClassVar[tuple[str, ...]] = ("qkv",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOKernel(Kernel):
+    name: ClassVar[str] = "lora_o_kernel"
+    slot: ClassVar[str] = "o"
+    summary: ClassVar[str] = "ours: the output projection as one GEMM with its LoRA"
+    parts: ClassVar[tuple[str, ...]] = ("o",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedRmsNorm(Kernel):
+    name: ClassVar[str] = "fused_rms_norm"
+    slot: ClassVar[str] = "norm"
+    summary: ClassVar[str] = "ours: RMSNorm in one kernel, recomputed in backward"
+    parts: ClassVar[tuple[str, ...]] = ("rms_norm",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedRope(Kernel):
+    name: ClassVar[str] = "fused_rope"
+    slot: ClassVar[str] = "rope"
+    summary: ClassVar[str] = "ours: RoPE on q and k together"
+    parts: ClassVar[tuple[str, ...]] = ("rope",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedLinearCrossEntropy(Kernel):
+    name: ClassVar[str] = "fused_linear_cross_entropy"
+    slot: ClassVar[str] = "loss"
+    summary: ClassVar[str] = "ours: head and loss in chunks, the logits are never held"
+    parts: ClassVar[tuple[str, ...]] = ("linear_cross_entropy",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraKernels(Kernel):
+    """All parts. `one_gemm` and `merge_projections` off show what each of the two forms is worth."""
+
+    name: ClassVar[str] = "lora_kernels"
+    slot: ClassVar[str] = "fused_kernels"
+    summary: ClassVar[str] = "ours: every kernel of lorakernels"
+    parts: ClassVar[tuple[str, ...]] = PARTS
+    excludes: ClassVar[dict[str, str]] = {
+        slot: "lora_kernels already has this part" for slot in ("mlp", "qkv", "o", "norm", "rope", "loss")
+    }
+
+    one_gemm: bool = True
+    merge_projections: bool = True
+
+    def options(self) -> dict[str, Any]:
+        return {"one_gemm": self.one_gemm, "merge_projections": self.merge_projections}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Base(LoraKernels):
+    """Rounds the frozen weights and the activations of their GEMMs to e4m3, scaled by rows."""
+
+    name: ClassVar[str] = "fp8_base"
+    summary: ClassVar[str] = "ours: every kernel, with the frozen weights' GEMMs in FP8"
+    fp8: ClassVar[bool] = True
+    tolerance: ClassVar[Tolerance] = Tolerance(words="frozen weights and their inputs in 8 bits", grad=0.2, loss=0.02)
