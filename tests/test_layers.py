@@ -1,0 +1,152 @@
+"""The layers, read from the source: who may import whom, and what must not stand in the code at all."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {
+    "lorabench": ROOT / "lorabench",
+    "ablations": ROOT / "ablations",
+    "lorakernels": ROOT / "kernels/lorakernels",
+}
+# What each package must not import. `ablations` may import both others.
+FORBIDDEN = {"lorabench": {"ablations", "lorakernels"}, "lorakernels": {"lorabench", "ablations"}, "ablations": set()}
+UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib"}
+NEVER_TRUE = {"retain_graph", "shell", "trust_remote_code"}
+LONGEST = 600  # lines; as a feeling files are of about 250
+
+
+def sources(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(top-level name, line) of every absolute import, `import_module("…")` and `__import__("…")` included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield str(node.module).partition(".")[0], node.lineno
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__") and node.args:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first.value.partition(".")[0], node.lineno
+
+
+def called(node: ast.Call) -> str:
+    """The last name of what is called: `load` of `torch.load(…)`."""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def is_(node: ast.expr | None, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def unsafe(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(what, line) of everything that none of the packages may do."""
+    yield from ((f"import {name}", line) for name, line in imports(tree) if name in UNPICKLING)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value in NEVER_TRUE and not is_(value, False):
+                    yield f"{key.value!r}: …", node.lineno
+        if not isinstance(node, ast.Call):
+            continue
+        given = {k.arg: k.value for k in node.keywords if k.arg}
+        yield from ((f"{name}=…", node.lineno) for name in NEVER_TRUE & set(given) if not is_(given[name], False))
+        function = ast.unparse(node.func)
+        if function == "torch.load" and not is_(given.get("weights_only"), True):
+            yield "torch.load without weights_only=True", node.lineno
+        if function in ("os.system", "os.popen", "eval", "exec"):
+            yield f"{function}(…)", node.lineno
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_imports_one_above_it(package):
+    files = sources(PACKAGES[package])
+    assert files
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in files
+        for name, line in imports(ast.parse(file.read_text()))
+        if name in FORBIDDEN[package]
+    ]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_unsafe_and_no_second_backward(package):
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} {what}"
+        for file in sources(PACKAGES[package])
+        for what, line in unsafe(ast.parse(file.read_text()))
+    ]
+    assert not wrong, wrong
+
+
+def test_no_file_is_too_long():
+    folders = [*PACKAGES.values(), ROOT / "tests", ROOT / "benchmarks"]
+    lengths = {f: len(f.read_text().splitlines()) for folder in folders for f in sources(folder)}
+    assert not {str(f.relative_to(ROOT)): n for f, n in lengths.items() if n > LONGEST}
+
+
+def test_our_toggles_are_found_by_entry_point_alone():
+    """Every class with a name in ablations/ is registered, and every one of ours that is registered exists."""
+    import tomllib
+
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lorabench.ablations"]
+    named = set()
+    for file in sources(PACKAGES["ablations"]):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and (name := class_name(node)):
+                module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+                named.add((name, f"{module}:{node.name}"))
+    assert named == set(points.items())
+
+
+def class_name(node: ast.ClassDef) -> str | None:
+    """The value of `name: ClassVar[str] = "…"` in a class body."""
+    for line in node.body:
+        if isinstance(line, ast.AnnAssign) and getattr(line.target, "id", "") == "name":
+            return str(ast.literal_eval(line.value)) if line.value else None
+    return None
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import ablations.batching", "ablations"),
+        ("from ablations import batching", "ablations"),
+        ("import importlib; importlib.import_module('ablations.liger')", "ablations"),
+        ("def f():\n    from ablations.liger import Liger", "ablations"),
+    ],
+)
+def test_the_checker_sees_imports(code, found):
+    assert found in {name for name, _ in imports(ast.parse(code))}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "loss.backward(retain_graph=True)",
+        "subprocess.run(line, shell=True)",
+        "read(name, trust_remote_code=flag)",
+        "read(name, **{'trust_remote_code': True})",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "from pickle import loads",
+        "os.system(line)",
+    ],
+)
+def test_the_checker_sees_what_is_unsafe(code):
+    assert list(unsafe(ast.parse(code)))
+
+
+def test_the_checker_passes_what_is_safe():
+    safe = "torch.load(path, weights_only=True); read(name, trust_remote_code=False); run(command)"
+    assert not list(unsafe(ast.parse(safe)))
