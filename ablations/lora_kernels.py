@@ -14,6 +14,7 @@ from torch import nn
 from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Tolerance
 
 PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy")
+SLOTS = ("mlp", "qkv", "o", "norm", "rope", "loss")  # of the parts, as toggles of their own
 MARK = "_lorabench_lorakernels"  # on the model: the switches that are on, and the last report
 
 
@@ -110,9 +111,7 @@ class LoraKernels(Kernel):
     slot: ClassVar[str] = "fused_kernels"
     summary: ClassVar[str] = "ours: every kernel of lorakernels"
     parts: ClassVar[tuple[str, ...]] = PARTS
-    excludes: ClassVar[dict[str, str]] = {
-        slot: "lora_kernels already has this part" for slot in ("mlp", "qkv", "o", "norm", "rope", "loss")
-    }
+    excludes: ClassVar[dict[str, str]] = dict.fromkeys(SLOTS, "lora_kernels already has this part")
 
     one_gemm: bool = True
     merge_projections: bool = True

@@ -14,9 +14,17 @@ from lorabench.run.record import ArmMemory
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes held now: allocated by tensors on a GPU, resident in the process on a CPU."""
+    """Bytes held now: on a GPU by tensors and by captured graphs, on a CPU resident in the process."""
     synchronize(device)
-    return torch.cuda.memory_allocated() if device.type == "cuda" else psutil.Process().memory_info().rss
+    if device.type != "cuda":
+        return psutil.Process().memory_info().rss
+    return torch.cuda.memory_allocated() + _idle_in_pools()
+
+
+def _idle_in_pools() -> int:
+    """Bytes that captured graphs keep for their replays: no tensor holds them, and nothing else can have them."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
 
 
 def reserved(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import pandas as pd
@@ -154,7 +154,7 @@ def _forest(ax: Axes, title: str, part: pd.DataFrame, claims: dict[str, list[tup
     ax.set_xlabel("speed-up of forward + backward + step, 95 % interval (right is faster)", fontsize=SMALL)
 
 
-def _says(row: dict[str, Any]) -> tuple[str, str]:
+def _says(row: Mapping[Any, Any]) -> tuple[str, str]:
     """(text in the right margin, its colour): the number, or why there is none."""
     if math.isfinite(row["total_speedup"]):
         return ratio(row["total_speedup"], row["total_low"], row["total_high"]), "black"
@@ -251,7 +251,7 @@ def _tradeoff(panels: Sequence[Panel]) -> Figure | None:
     return figure
 
 
-def _margin_names(ax: Axes, rows: Sequence[dict[str, Any]]) -> None:
+def _margin_names(ax: Axes, rows: Sequence[Mapping[Any, Any]]) -> None:
     """Names right of the axes, each as near to its point's height as the ones above allow; rows from the fastest."""
     low, high = (math.log(y) for y in ax.get_ylim())
     gap = 1 / max(len(rows), 10)

@@ -7,7 +7,7 @@ toggles from the fastest, then the rows that failed, with status and reason. Eac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -88,7 +88,7 @@ def grouped(records: Sequence[Record], sessions: Sequence[Session] = ()) -> list
     return found
 
 
-def _cells(row: dict[str, Any]) -> dict[str, str]:
+def _cells(row: Mapping[Any, Any]) -> dict[str, str]:
     cells = {p: ratio(row[f"{p}_speedup"]) for p in ("forward", "backward", "step")}
     saved = f" ({0.0 - row['memory_saved_pct']:+.1f} %)" if math.isfinite(row["memory_saved_pct"]) else ""
     memory = arrow(row["reference_peak_gib"], row["candidate_peak_gib"])
@@ -108,7 +108,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def judgement(row: dict[str, Any]) -> str:
+def judgement(row: Mapping[Any, Any]) -> str:
     """The last word on a row of `frame`: verdict, or status and reason; for A/A, what the noise lets us see."""
     if row["status"] == "oom" and row["arm"] == "reference" and math.isfinite(row["total_candidate_ms"]):
         return f"reference does not fit, candidate does (oom): {row['reason']}"

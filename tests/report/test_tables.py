@@ -152,8 +152,8 @@ def test_no_records_at_all():
     assert "no records" in tables.latex([])
 
 
-def test_a_time_that_is_none_names_its_cell(record):
+def test_a_time_that_is_none_never_gets_into_a_record(record):
     broken = record(["a"]).model_dump(by_alias=True)
     broken["phases"]["total"]["reference_ms"][3] = math.nan
-    with pytest.raises(ValueError, match=r"\(a\), phase total.*nan"):
-        frame([Record.model_validate(broken)])
+    with pytest.raises(ValueError, match=r"phases\.total\.reference_ms\.3"):
+        Record.model_validate(broken)
