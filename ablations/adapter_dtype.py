@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
-from lorabench.plan.ablation import Ablation, Evidence, NotApplied
+from lorabench.plan.ablation import Ablation, Evidence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +21,9 @@ class AdaptersInComputeDtype(Ablation):
     def adapt(self, kwargs: dict[str, Any]) -> None:
         kwargs["autocast_adapter_dtype"] = False
 
+    def excuses(self, reference: Sequence[Ablation], dtype: str) -> str | None:
+        return "the compute dtype is float32 here, which PEFT's adapters are in anyway" if dtype == "float32" else None
+
     def audit(self, evidence: Evidence) -> int:
         arm = evidence.arm
-        if arm.dtype == torch.float32:
-            raise NotApplied("the compute dtype is float32 here, which PEFT's adapters are in anyway")
         return sum(p.dtype == arm.dtype for _, p in arm.adapters())

@@ -178,7 +178,8 @@ def _measure(
     store.add_session(session)
     began = time.monotonic()
     runner = Runner(workers, machine, ceilings, session["id"], config.timeout_s, config.output)
-    with Display(console, todo) as display:
+    refused = sum(refusal(cell, machine) is not None for cell in todo)
+    with Display(console, todo, refused) as display:
         for cell in todo:
             display.start(cell)
             record = runner.measure(cell, display.phase)

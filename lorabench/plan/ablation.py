@@ -127,8 +127,8 @@ class Ablation:
         """Anything worth keeping in the record: the backend that ran, versions, graph breaks."""
         return {}
 
-    def excuses(self, reference: Sequence[Ablation]) -> str | None:
-        """Why this toggle cannot show anything beside that reference, or None."""
+    def excuses(self, reference: Sequence[Ablation], dtype: str) -> str | None:
+        """Why this toggle cannot do anything beside that reference in that compute dtype, known beforehand; or None."""
         return None
 
     @property

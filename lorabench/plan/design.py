@@ -15,6 +15,7 @@ from lorabench.plan.workload import Workload
 
 Design = Literal["solo", "ladder", "leave_one_out", "pairwise", "factorial"]
 DESIGNS: tuple[str, ...] = get_args(Design)
+LATER = ("seed",)  # fields of a workload that came after the first published records: unset, they leave the keys alone
 FACTORIAL_LIMIT = 5  # 2^5 = 32 arms; more is no longer a sweep that anyone waits for
 
 
@@ -44,7 +45,7 @@ class Cell:
         """Hash of the content: what makes two cells the same measurement."""
         content = {
             "model": self.model.model_dump(mode="json"),
-            "workload": self.workload.model_dump(mode="json"),
+            "workload": {k: v for k, v in self.workload.model_dump(mode="json").items() if k not in LATER or v},
             "reference": _content(self.reference),
             "candidate": _content(self.candidate),
             "toggles": _content(self.toggles),
@@ -144,6 +145,6 @@ def refusal(cell: Cell, machine: Any) -> tuple[str, str] | None:
     for toggle in cell.toggles:
         if toggle in cell.reference:
             return "not_applied", f"{toggle.label} is already part of the reference"
-        if reason := toggle.excuses(cell.reference):
+        if reason := toggle.excuses(cell.reference, machine.dtype(cell.model.dtype)):
             return "not_applied", reason
     return None

@@ -71,6 +71,7 @@ class Workload(BaseModel):
     fields: list[str] = ["question", "answer"]
     train_on: Literal["all", "last_field"] = "all"
     tokenizer: str | None = None
+    seed: int | None = None  # of the draw, where the workload is to be the same under every seed of the sweep
 
     @field_validator("distribution")
     @classmethod
@@ -105,6 +106,7 @@ class Workload(BaseModel):
 
     def draw(self, vocab_size: int, seed: int) -> list[Sample]:
         """The samples of one step. Same seed, same samples. Raises WorkloadError."""
+        seed = seed if self.seed is None else self.seed
         if self.kind == "text":
             return self._text(vocab_size, seed)
         rng = np.random.default_rng(seed)

@@ -17,8 +17,9 @@ STYLE = {"ok": "green", "unsupported": "dim", "not_applied": "dim", "conflict": 
 class Display:
     """A live line on a terminal; one plain line a cell elsewhere (a log, CI)."""
 
-    def __init__(self, console: Console, todo: Sequence[Cell]) -> None:
+    def __init__(self, console: Console, todo: Sequence[Cell], refused: int) -> None:
         self.console, self.todo, self.done = console, len(todo), 0
+        self.measurable = len(todo) - refused  # a cell that is refused beforehand takes no time
         self.began = time.monotonic()
         self.spent: list[float] = []  # seconds of the cells that were really measured
         self.bar = Progress(
@@ -59,10 +60,10 @@ class Display:
         )
 
     def _expected(self) -> str:
-        """The whole sweep at the pace so far: an upper estimate, since refused cells cost nothing."""
+        """The whole sweep at the pace so far."""
         if not self.spent:
             return "?"
-        left = (self.todo - self.done) * sum(self.spent) / len(self.spent)
+        left = max(self.measurable - len(self.spent), 0) * sum(self.spent) / len(self.spent)
         return f"{time.monotonic() - self.began + left:.0f} s"
 
 

@@ -69,8 +69,6 @@ def test_optimizers_run_as_named(name, flags):
 
 def test_adapters_follow_the_compute_dtype():
     assert sites("adapters_in_compute_dtype", dtype=torch.bfloat16) == LAYERS * 7 * 2
-    with pytest.raises(NotApplied, match="float32"):
-        sites("adapters_in_compute_dtype")
 
 
 def test_padding_counts_its_batches():

@@ -9,7 +9,7 @@ from lorabench.plan import registry
 from lorabench.plan.ablation import combine, conflict
 from lorabench.plan.design import DesignError, check_design, refusal
 
-CPU = SimpleNamespace(device="cpu", capability=None, gpus=0)
+CPU = SimpleNamespace(device="cpu", capability=None, gpus=0, dtype=lambda wanted: "float32")
 
 
 def rows(design, *names):
@@ -62,6 +62,13 @@ def test_refusals_name_status_and_reason():
     gpu = SimpleNamespace(device="cuda", capability=(7, 5), gpus=1)
     flash = cells("ablations=[sdpa_flash]")[1]
     assert "needs CUDA capability 8.0 or newer; this GPU has 7.5" in refusal(flash, gpu)[1]
+
+
+def test_adapters_in_compute_dtype_needs_another_dtype_than_float32():
+    cell = cells("ablations=[adapters_in_compute_dtype]")[1]
+    assert refusal(cell, CPU)[0] == "not_applied"
+    low = SimpleNamespace(device="cpu", capability=None, gpus=0, dtype=lambda wanted: "bfloat16")
+    assert refusal(cell, low) is None
 
 
 def test_an_absent_package_comes_with_its_install_command():
