@@ -27,7 +27,8 @@ class Liger(Ablation):
         device="cuda", packages={"liger_kernel": "pip install 'lorabench[gpu]'"}, families=frozenset(FAMILIES)
     )
     excludes: ClassVar[dict[str, str]] = {
-        "cuda_graph": "its fused cross-entropy waits for the device (.item()), which a capture forbids"
+        **dict.fromkeys(("norm", "rope", "loss", "mlp"), "liger patches the same sites"),
+        "cuda_graph": "its fused cross-entropy waits for the device (.item()), which a capture forbids",
     }
     global_patch: ClassVar[bool] = True
 

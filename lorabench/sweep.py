@@ -47,7 +47,7 @@ how
   timeout_s=900            for one worker process
 where to
   output=output/sweep      records.jsonl, environment.json, summary.md/.csv/.tex, plots/*.png, report.html
-  resume=true              true: measure what is missing; failed: also what crashed, hung or did not fit; false: anew
+  resume=true              true: what is missing; failed: also what crashed, hung or did not fit; false: no old records
 instead of measuring
   list=true                the ablations, their slots, and what they lack on this machine
   dry_run=true             the cells and a time estimate

@@ -22,6 +22,7 @@ RESAMPLES = 2000
 MIN_TRIALS = 3
 MIN_TRIALS_FOR_VERDICT = 6  # below it even the most extreme signed-rank outcome has p > 0.05
 MIN_FLOOR = 0.01  # clocks and allocator alone move a step by about this much between two processes
+MAX_SAME = 0.05  # a wider band than this is no statement of equality, however wide the noise
 ALPHA = 0.05
 _CHUNK = 4_000_000  # elements of one bootstrap slab: 32 MB, whatever the number of trials
 
@@ -186,7 +187,8 @@ def verdict(
 ) -> Verdict | None:
     """What may be said of a cell. None without a speed-up.
 
-    'same' is an equivalence statement: the whole interval lies inside the noise band, 1/(1+floor) to 1+floor.
+    'same' is an equivalence statement: the whole interval lies inside the noise band, 1/(1+floor) to 1+floor, and inside
+    ±5 %.
     'faster' and 'slower' need both: p_holm (corrected over the sweep) below 0.05 and an interval beyond the band.
     Everything else, and anything from fewer than six trials, is 'unclear'.
     """
@@ -195,7 +197,8 @@ def verdict(
     top = 1 + floor
     if trials is not None and trials < MIN_TRIALS_FOR_VERDICT:
         return "unclear"
-    if found.low >= 1 / top and found.high <= top:
+    band = min(top, 1 + MAX_SAME)  # a noisy machine must not make everything the same
+    if found.low >= 1 / band and found.high <= band:
         return "same"
     if p_holm < ALPHA and found.low > top:
         return "faster"
