@@ -80,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, 2)
     except StoreError as error:
         return _complain(error, 1)
+    except OSError as error:
+        return _complain(f"{error.filename or 'the output'} cannot be written: {error.strerror or error}", 1)
     except KeyboardInterrupt:
         return _complain("stopped; the same command continues where it stopped", 130)
 

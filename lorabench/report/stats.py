@@ -187,8 +187,8 @@ def verdict(
 ) -> Verdict | None:
     """What may be said of a cell. None without a speed-up.
 
-    'same' is an equivalence statement: the whole interval lies inside the noise band, 1/(1+floor) to 1+floor, and inside
-    ±5 %.
+    'same' is an equivalence statement: the whole interval lies inside the noise band, 1/(1+floor) to 1+floor, and
+    inside ±5 %.
     'faster' and 'slower' need both: p_holm (corrected over the sweep) below 0.05 and an interval beyond the band.
     Everything else, and anything from fewer than six trials, is 'unclear'.
     """

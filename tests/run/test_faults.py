@@ -99,12 +99,42 @@ def test_an_output_that_cannot_be_written(tmp_path):
     assert (tmp_path / "file").read_text() == "here first"
 
 
+def in_a_child(work) -> int:
+    """Exit code of `work()` in a forked process: 0 unless it raises."""
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def test_a_read_only_output(tmp_path):
-    if os.geteuid() == 0:
-        pytest.skip("root writes everywhere")
+    with Store(tmp_path) as store:
+        store.append(record("kept"))
+    before = (tmp_path / "records.jsonl").read_bytes()
     tmp_path.chmod(0o500)
-    with pytest.raises(StoreError, match="cannot be written"), Store(tmp_path):
-        pass
+
+    def work():
+        if os.geteuid() == 0:
+            os.setuid(65534)  # root writes everywhere, nobody does not
+        with pytest.raises(StoreError, match="cannot be written"), Store(tmp_path):
+            pass
+
+    assert in_a_child(work) == 0
+    tmp_path.chmod(0o700)
+    assert (tmp_path / "records.jsonl").read_bytes() == before
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "report.html").mkdir()
+    done = sweep(*ARGS[:4], "ablations=[cuda_graph]", f"output={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "report.html" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert len(read_records(tmp_path)) == 2
 
 
 def test_a_full_disk_loses_nothing(tmp_path):
@@ -112,19 +142,14 @@ def test_a_full_disk_loses_nothing(tmp_path):
     with Store(tmp_path) as store:
         store.append(record("first"))
     kept = (tmp_path / "records.jsonl").read_bytes()
-    pid = os.fork()
-    if pid == 0:  # a process of its own, since the limit cannot be raised again
-        code = 3
-        try:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (len(kept) + 20, len(kept) + 20))
-            with Store(tmp_path) as store:
-                store.append(record("second", reason="x" * 5000))
-        except StoreError as error:
-            code = 0 if "1 records in it are safe" in str(error) else 4
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def work():  # in a process of its own, since the limit cannot be raised again
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(kept) + 20, len(kept) + 20))
+        with Store(tmp_path) as store, pytest.raises(StoreError, match="1 records in it are safe"):
+            store.append(record("second", reason="x" * 5000))
+
+    assert in_a_child(work) == 0
     assert (tmp_path / "records.jsonl").read_bytes() == kept
 
 
