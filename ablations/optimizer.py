@@ -63,6 +63,7 @@ class BitsAndBytes(Ablation):
         "cuda_graph": "bitsandbytes counts its steps on the host, and a captured step would repeat one count for ever"
     }
     cls: ClassVar[str]
+    pages: ClassVar[bool] = False
 
     def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         import bitsandbytes as bnb
@@ -71,7 +72,10 @@ class BitsAndBytes(Ablation):
         return getattr(bnb.optim, self.cls)(params, lr=lr, weight_decay=0.01)
 
     def audit(self, evidence: Evidence) -> int:
-        return sum("state1" in state for state in evidence.arm.step.optimizer.state.values())
+        states = [s["state1"] for s in evidence.arm.step.optimizer.state.values() if "state1" in s]
+        if self.pages and not any(getattr(t, "is_paged", False) for t in states):
+            raise NotApplied("no adapter is large enough: bitsandbytes pages states of 100 000 elements and more")
+        return len(states)
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         states = [s["state1"] for s in evidence.arm.step.optimizer.state.values() if "state1" in s]
@@ -93,6 +97,7 @@ class PagedAdamW32bit(BitsAndBytes):
     name: ClassVar[str] = "paged_adamw_32bit"
     summary: ClassVar[str] = "bitsandbytes AdamW with states in managed memory (QLoRA's optimizer)"
     cls: ClassVar[str] = "PagedAdamW32bit"
+    pages: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,4 +105,5 @@ class PagedAdamW8bit(BitsAndBytes):
     name: ClassVar[str] = "paged_adamw_8bit"
     summary: ClassVar[str] = "bitsandbytes AdamW, 8-bit states in managed memory"
     cls: ClassVar[str] = "PagedAdamW8bit"
+    pages: ClassVar[bool] = True
     tolerance: ClassVar[Tolerance] = Tolerance(words="optimizer states are rounded to 8 bits", update=0.1)
