@@ -14,10 +14,10 @@ from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from lorabench.measure.machine import Machine, commit, describe, nvml_handle
-from lorabench.plan.registry import NameUnknown, ablation_class, registered
+from lorabench.plan.registry import registered
+from lorabench.sweep import show_ablations
 
 MARK = {"ok": "[green]ok", "note": "[yellow]note", "bad": "[red]bad"}
 
@@ -69,15 +69,6 @@ def _gpu_findings(machine: Machine) -> Iterator[Finding]:
         yield Finding("ok", "GPUs", f"{machine.gpus}; a cell uses the first one")
 
 
-def ablation_rows(machine: Machine) -> Iterator[tuple[str, str]]:
-    """(name, what it lacks here or "available") of every registered ablation."""
-    for name in sorted(registered()):
-        try:
-            yield name, ablation_class(name).requires.unmet(machine) or "available"
-        except NameUnknown as error:
-            yield name, str(error)
-
-
 def main() -> int:
     console, machine = Console(), describe()
     found = list(findings(machine))
@@ -85,10 +76,7 @@ def main() -> int:
         console.print(f"{MARK[finding.level]}[/]  {finding.what}: {escape(finding.words)}", highlight=False)
     versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
     console.print(f"[green]ok[/]  versions: {escape(versions)}", highlight=False)
-    table = Table("ablation", "on this machine")
-    for name, words in ablation_rows(machine):
-        table.add_row(name, f"[green]{words}" if words == "available" else f"[dim]{escape(words)}")
-    console.print(table)
+    show_ablations(console, machine)
     return 1 if any(f.level == "bad" for f in found) else 0
 
 

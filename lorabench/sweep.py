@@ -98,12 +98,15 @@ def _main(arguments: list[str], console: Console) -> int:
 
         machine = describe()
         planned = plan(config, machine.device)
-        (show_ablations if config.list else show_plan)(console, planned, machine)
+        if config.list:
+            show_ablations(console, machine)
+        else:
+            show_plan(console, planned, machine)
         return 0
     return run(config, arguments, console)
 
 
-def show_ablations(console: Console, planned: Plan, machine: Any) -> None:
+def show_ablations(console: Console, machine: Any) -> None:
     """list=true: every registered ablation, ours and others', and what it lacks here."""
     table = Table(title=f"ablations on {machine.name}", title_justify="left")
     for column in ("ablation", "slot", "what it does", "on this machine"):

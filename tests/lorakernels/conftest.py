@@ -18,12 +18,6 @@ torch.set_num_threads(1)
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     torch.manual_seed(0)

@@ -1,0 +1,18 @@
+"""The doctor: it says what this machine can run, and why not the rest."""
+
+from lorabench import doctor
+from lorabench.measure.machine import describe
+
+
+def test_it_names_device_precision_and_every_ablation(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    assert doctor.main() == 0
+    text = capsys.readouterr().out
+    assert "precision" in text and "commit" in text and "torch " in text
+    for name in doctor.registered():
+        assert name in text
+
+
+def test_no_ablations_is_bad(monkeypatch):
+    monkeypatch.setattr(doctor, "registered", dict)
+    assert [f.level for f in doctor.findings(describe()) if f.what == "ablations"] == ["bad"]
