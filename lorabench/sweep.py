@@ -148,11 +148,12 @@ def run(config: Any, arguments: list[str], console: Console) -> int:
     """Measure what is missing in `output`, then write the report."""
     from lorabench.run.process import ProbeError, Workers
 
+    plan(config, "cpu")  # names first: a wrong one must cost neither a probe nor a folder
     workers = Workers()
     with Store(config.output) as store:
         if store.repaired:
             console.print(f"[yellow]{escape(store.repaired)}")
-        recorded = {r.key: r for r in store.records()} if (config.output / "records.jsonl").exists() else {}
+        recorded = {r.key: r for r in store.records()}
         if recorded and config.resume is False:
             raise ConfigError(f"{config.output} already holds {len(recorded)} records; resume=true, or another output=")
         try:

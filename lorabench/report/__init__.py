@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ def write_report(folder: str | Path) -> list[Path]:
     """
     from lorabench.report import page, plots, tables
     from lorabench.report.frame import frame, read_sessions
-    from lorabench.run.store import read_records
+    from lorabench.run.store import read_records, write_atomically
 
     folder = Path(folder)
     records, sessions = read_records(folder), read_sessions(folder)
@@ -43,15 +42,4 @@ def write_report(folder: str | Path) -> list[Path]:
     }
     for name in set(plots.NAMES) - set(images):
         (folder / "plots" / name).unlink(missing_ok=True)
-    return [_replace(folder / name, content) for name, content in files.items()]
-
-
-def _replace(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    return [write_atomically(folder / name, content) for name, content in files.items()]

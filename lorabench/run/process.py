@@ -15,6 +15,7 @@ from typing import Any
 
 from lorabench.measure.machine import Machine
 from lorabench.run import worker
+from lorabench.run.record import ARMS
 
 POLL_S = 0.2
 LOG_TAIL = 4000  # characters of a failed worker's output that its record keeps
@@ -96,7 +97,7 @@ def _wait(process: BaseProcess, pipe: Connection, timeout_s: float, tell: Callab
 
 
 def _arm_in(phase: str) -> str | None:
-    return next((name for name in ("reference", "candidate") if phase.endswith(f"the {name}")), None)
+    return next((name for name in ARMS if phase.endswith(f"the {name}")), None)
 
 
 def _death(process: BaseProcess) -> str:

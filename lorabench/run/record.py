@@ -5,7 +5,7 @@ The status decides which fields a record may have: a row with `wrong_numerics` c
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,6 +14,7 @@ PHASES = ("forward", "backward", "step", "total")
 
 Status = Literal["ok", "oom", "timeout", "crash", "wrong_numerics", "not_applied", "unsupported", "conflict"]
 ArmName = Literal["reference", "candidate"]
+ARMS: tuple[str, ...] = get_args(ArmName)
 
 
 class Strict(BaseModel):

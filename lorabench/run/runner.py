@@ -22,10 +22,8 @@ from lorabench.plan.design import Cell, refusal
 from lorabench.report.stats import speedup
 from lorabench.run import worker
 from lorabench.run.process import Workers, tail
-from lorabench.run.record import PHASES, ArmMemory, Cost, Numerics, Phase, PhaseBound, Record
+from lorabench.run.record import ARMS, PHASES, ArmMemory, Cost, Numerics, Phase, PhaseBound, Record
 from lorabench.run.worker import ArmResult, Result
-
-BOTH = ("reference", "candidate")
 
 
 @dataclass
@@ -88,7 +86,7 @@ class Runner:
         )
 
     def _together(self, cell: Cell, tell: Callable[[str], None]) -> Pair:
-        result = self.workers.run(self._job(cell, BOTH, cell.trials, gate=True), self.timeout_s, tell)
+        result = self.workers.run(self._job(cell, ARMS, cell.trials, gate=True), self.timeout_s, tell)
         if result.status == "oom" and result.resident:
             tell("both arms do not fit together: separate processes")
             return self._separately(cell, tell)
@@ -99,7 +97,7 @@ class Runner:
 
     def _survivor(self, cell: Cell, pair: Pair, tell: Callable[[str], None]) -> None:
         """The other arm alone: "the reference does not fit, the candidate does" is a result."""
-        other = BOTH[pair.result.arm == "reference"]
+        other = ARMS[pair.result.arm == "reference"]
         tell(f"the {other} alone")
         alone = self.workers.run(self._job(cell, (other,), cell.trials, gate=True), self.timeout_s, tell)
         _add(pair.seconds, alone.seconds)
@@ -111,7 +109,7 @@ class Runner:
 
     def _separately(self, cell: Cell, tell: Callable[[str], None]) -> Pair:
         """Blocks in processes of their own, A B B A or B A A B. An arm that failed is not tried again."""
-        first, second = random.Random(cell.seed).sample(BOTH, 2)
+        first, second = random.Random(cell.seed).sample(ARMS, 2)
         pair = Pair("abba", Result())
         failed: dict[str, Result] = {}
         for arm in (first, second, second, first):
@@ -141,7 +139,7 @@ class Runner:
 
     def _assemble(self, cell: Cell, pair: Pair) -> Record:
         result = pair.result
-        reference, candidate = (pair.arms.get(name) for name in BOTH)
+        reference, candidate = (pair.arms.get(name) for name in ARMS)
         verdict = _numerics(cell, pair, self.machine)
         if result.status == "ok" and verdict is not None and not verdict.passed:
             from lorabench.measure.numerics import explain
@@ -174,7 +172,7 @@ class Runner:
 
 def _numerics(cell: Cell, pair: Pair, machine: Machine) -> Numerics | None:
     """The candidate's verdict (the reference's, where only that one failed); with the agreement of the full arms."""
-    reference, candidate = (pair.arms.get(name) for name in BOTH)
+    reference, candidate = (pair.arms.get(name) for name in ARMS)
     if pair.result.arm == "reference" and reference and reference.numerics and not reference.numerics.passed:
         return reference.numerics
     if candidate is None or candidate.numerics is None:

@@ -6,6 +6,7 @@ stands in the folder is ever overwritten: a half-written last line is set aside 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -146,21 +147,22 @@ class Store:
     def add_session(self, session: dict[str, Any]) -> None:
         """Add or replace one session (by its id), atomically."""
         others = [s for s in self.sessions() if s["id"] != session["id"]]
-        write_atomically(
-            self.folder / ENVIRONMENT,
-            json.dumps({"schema": 1, "sessions": [*others, session]}, indent=1, sort_keys=True) + "\n",
-        )
+        text = json.dumps({"schema": 1, "sessions": [*others, session]}, indent=1, sort_keys=True) + "\n"
+        write_atomically(self.folder / ENVIRONMENT, text.encode())
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or leave the old one: a temporary neighbour, fsync, rename. Raises StoreError."""
-    partial = path.with_name(f".{path.name}.partial")
+def write_atomically(path: Path, content: bytes) -> Path:
+    """Write a whole file or leave the old one: temporary neighbour, fsync, rename. Returns the path; or StoreError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "w") as file:
-            file.write(text)
+        path.parent.mkdir(exist_ok=True)
+        with open(partial, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+        return path
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise StoreError(f"{path} cannot be written: {error.strerror}; what was there is unchanged") from None

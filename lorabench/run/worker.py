@@ -25,7 +25,7 @@ from typing import Any
 from lorabench.measure.machine import Machine
 from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.plan.design import Cell
-from lorabench.run.record import ArmMemory, Numerics, PhaseBound, Telemetry, Tokens
+from lorabench.run.record import ARMS, ArmMemory, Numerics, PhaseBound, Telemetry, Tokens
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Measurement:
         return self.result
 
     def _fail(self, status: str, reason: str, arm: str | None) -> None:
-        known = arm if arm in ("reference", "candidate") else None
+        known = arm if arm in ARMS else None
         self.result.status, self.result.reason, self.result.arm = status, reason, known
 
     @contextlib.contextmanager
@@ -265,7 +265,7 @@ class Measurement:
 
     def agreement(self) -> None:
         """The full arms' first steps against each other, where both are here."""
-        reference, candidate = (self.result.arms.get(n) for n in ("reference", "candidate"))
+        reference, candidate = (self.result.arms.get(n) for n in ARMS)
         if reference and candidate and candidate.numerics:
             candidate.numerics = agreed(self.cell, candidate.numerics, reference, candidate, self.dtype)
             if not candidate.numerics.passed:

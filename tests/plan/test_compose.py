@@ -81,6 +81,12 @@ def test_bad_input_is_one_line_and_exit_code_2(override, says, capsys, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_wrong_name_costs_no_folder(capsys, tmp_path):
+    assert main(["ablations=[pakcing]", f"output={tmp_path / 'new'}"]) == 2
+    assert "did you mean packing?" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_help_names_every_key_and_file(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
