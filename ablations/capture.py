@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,18 +17,73 @@ from lorabench.plan.workload import Batch
 WARM_UP = 3  # eager steps on the side stream before the capture: lazy states, cuBLAS workspaces, autotuning
 
 
+class _SameMasks:
+    """Leaves out, in the captured forward, the attention masks that the uncaptured one went without.
+
+    transformers makes no causal mask where SDPA can be told `is_causal`, and torch then picks a fused causal kernel.
+    But it takes a capturing stream for tracing: it cannot look whether samples are packed or padded, for that would
+    wait for the device, and makes the mask. SDPA with a mask is another, slower kernel: the 8B's captured step took
+    0.93 x. A captured step has one batch, and for that batch the last eager step of the warm-up has looked.
+    """
+
+    def __init__(self) -> None:
+        self.left_out: list[bool] = []  # of one forward, in the order in which the model asks for its masks
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around one uncaptured forward."""
+        self.left_out.clear()
+
+        def note(make: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
+            mask = make(*args, **kwargs)
+            self.left_out.append(mask is None)
+            return mask
+
+        with _sdpa_masks(note):
+            yield
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Around the captured forward."""
+        left_out = iter(self.left_out)
+
+        def repeat(make: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
+            return None if next(left_out, False) else make(*args, **kwargs)
+
+        with _sdpa_masks(repeat):
+            yield
+
+
+@contextmanager
+def _sdpa_masks(through: Callable[..., Tensor | None]) -> Iterator[None]:
+    """Send every request for an SDPA mask through `through(make, …)`, by transformers' own table of mask functions."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as table
+
+    make = table["sdpa"]
+    table["sdpa"] = lambda *args, **kwargs: through(make, *args, **kwargs)
+    try:
+        yield
+    finally:
+        table["sdpa"] = make
+
+
 class _Captured(Wrapped):
     """Forward, backward and update each captured in a graph, in one memory pool, and replayed one after the other.
 
     Three graphs instead of one, so that the phases can still be timed apart; nothing runs between them.
     `AccumulateGrad` remembers the stream on which a parameter was first used, so every eager step must have run on the
     side stream too: the arm's very first `forward` warms up and captures before it replays.
+
+    The optimizer stays the arm's own, made `capturable`: its step count is kept on the device, and AdamW's bias
+    corrections are computed there too. For `adamw_foreach` these are kernels of their own (8B: 3.8 ms instead of 1.5,
+    of an 890 ms step). That is what capturing this optimizer costs, so it stays in; `adamw_fused` has it in one kernel.
     """
 
     def __init__(self, inner: Step) -> None:
         super().__init__(inner)
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.loss: Tensor | None = None
+        self.masks = _SameMasks()
         for group in self.optimizer.param_groups:
             group["capturable"] = True  # keeps the step count on the device
 
@@ -55,7 +112,10 @@ class _Captured(Wrapped):
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
                 self.inner.clear()
-                self.inner.backward(self.inner.forward(batch))
+                with self.masks.noted():
+                    loss = self.inner.forward(batch)
+                self.inner.backward(loss)
+                del loss
                 self.inner.update()
             self.inner.clear()
         torch.cuda.current_stream().wait_stream(side)
@@ -71,7 +131,7 @@ class _Captured(Wrapped):
     def _record(self, batch: Batch, side: torch.cuda.Stream) -> None:
         graphs = {phase: torch.cuda.CUDAGraph() for phase in ("forward", "backward", "step")}
         pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graphs["forward"], pool=pool, stream=side):
+        with self.masks.repeated(), torch.cuda.graph(graphs["forward"], pool=pool, stream=side):
             loss = self.inner.forward(batch)
         with torch.cuda.graph(graphs["backward"], pool=pool, stream=side):
             self.inner.backward(loss)
@@ -110,6 +170,7 @@ class CudaGraph(Ablation):
     slot: ClassVar[str] = "capture"
     summary: ClassVar[str] = "forward, backward and optimizer captured once and replayed"
     requires: ClassVar[Requires] = Requires(device="cuda", capability=(7, 0))
+    ops: ClassVar[bool] = True
     rank: ClassVar[int] = 100  # outermost: it captures whatever the other toggles made of the step
 
     def step(self, step: Step) -> Step:
@@ -124,4 +185,6 @@ class CudaGraph(Ablation):
         return len(step.graphs) if isinstance(step, _Captured) else 0
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
-        return {"cuda_graph": {"captured": sorted(getattr(evidence.arm.step, "graphs", {}))}}
+        step = evidence.arm.step
+        assert isinstance(step, _Captured)
+        return {"cuda_graph": {"captured": sorted(step.graphs), "masks_left_out": sum(step.masks.left_out)}}
