@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from . import glu, tune
-from .linear_cross_entropy import mm_in
-from .pack import pack_into
+from .lora_grad import Source
+from .pack import pack_into, with_spare_columns
 from .projection import Operand, Projection
 from .rms_norm import backward_into as norm_backward_into
 from .rms_norm import forward_into as norm_into
@@ -115,11 +115,11 @@ def _fill_fused(x, residual, h, norm, weight, a, buffer):
 
 
 def _outputs(groups, ops, buffer, s_list, out=None):
-    """Y (M, ΣN) of all groups side by side."""
+    """Y (M, ΣN) of all groups side by side; a single group's goes to out where that is given."""
     if len(groups) == 1:
         if groups[0].p and s_list[0].data_ptr() != buffer[:, groups[0].k :].data_ptr():
             buffer[:, groups[0].k :].copy_(s_list[0])
-        return groups[0].forward(buffer, ops[0])
+        return groups[0].forward(buffer, ops[0], out=out)
     y = torch.empty(buffer.shape[0], sum(g.n for g in groups), dtype=buffer.dtype, device=buffer.device)
     at = 0
     for g, op, s in zip(groups, ops, s_list, strict=True):
@@ -130,30 +130,19 @@ def _outputs(groups, ops, buffer, s_list, out=None):
     return y
 
 
-def _lora_gradients(group, op, d, s, needed, norm_parts, x, seeds):
-    """Gradients of a group's parameters. norm_parts = (h, rstd, weight, norm) lets dA do without X; else x is X."""
-    da = None
-    any_a = any(need and m.a is not None for need, m in zip(needed[::4], group.members, strict=True))
-    if any_a and seeds is None:
-        ds = d[:, group.n :]
-        dtype = next(m.a.dtype for m in group.members if m.a is not None)
-        if x is None:
-            h, rstd, weight, norm = norm_parts
-            scaled = (ds * rstd[:, None]).to(ds.dtype)
-            da = mm_in(scaled.t(), h.to(ds.dtype), dtype) * (weight + norm.offset)
-        else:
-            da = mm_in(ds.t(), x, dtype)
-    return group.parameter_gradients(d, s, da, needed, x, seeds)
-
-
-def _normed_again(h, rstd, weight, norm, dtype):
-    out = torch.empty(h.shape, dtype=dtype, device=h.device)
-    norm_into(h, None, weight, norm.eps, norm.offset, out)
-    return out
-
-
-def _needs_x(groups, seeds, dtype) -> bool:
-    return any(s is not None for s in seeds) or dtype == torch.float16 or not groups[0].p
+def _gradients(groups, ops, tails, kept_s, seeds, needed, source: Source | None, with_dx: bool):
+    """(dX or None, gradients of all parameters) of groups that share an input; tails: ([dY | dS], dB or None) each."""
+    out, at = [], 0
+    for g, (d, db), s, seed in zip(groups, tails, kept_s, seeds, strict=True):
+        out += g.parameter_gradients(d, s, db, needed[at : at + 4 * len(g.members)], source, seed)
+        at += 4 * len(g.members)
+    if not with_dx:
+        return None, out
+    dx = None
+    for g, op, (d, _), seed in zip(groups, ops, tails, seeds, strict=True):
+        part = g.backward_input(d, op, seed)
+        dx = part if dx is None else dx.add_(part)
+    return dx, out
 
 
 # ---- one input, several projections ----------------------------------------------------------------------------------
@@ -191,9 +180,16 @@ class Project(torch.autograd.Function):
             return (None,) * (7 + len(ctx.needs_input_grad[7:]))
         with torch.autocast(device.type, enabled=False):
             ops = [g.operand_again(dtype) for g in groups]
-            ds = _output_gradients(d_outs, ctx, groups, ops, raw, cos, sin, wq, wk, device)
-            d_x, d_weight, d_parameters = _input_side(ctx, groups, ops, ds, kept_s, seeds, x, rstd, weight, d_pass)
-        return None, d_x, d_weight, None, None, None, None, *d_parameters
+            tails = _output_gradients(d_outs, ctx, groups, ops, kept_s, raw, cos, sin, wq, wk, device)
+            with_dx = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+            source = None if x is None else Source(x, dtype, call["norm"], rstd, weight)
+            needed = list(ctx.needs_input_grad[7:])
+            dx, d_parameters = _gradients(groups, ops, tails, kept_s, seeds, needed, source, with_dx)
+            d_weight = None
+            if with_dx:
+                spare, with_dw = call["spare"], ctx.needs_input_grad[2]
+                dx, d_weight = _norm_backward(dx, x, weight, rstd, call["norm"], d_pass, ctx.shape, spare, with_dw)
+        return None, dx, d_weight, None, None, None, None, *d_parameters
 
 
 def _split_heads(y, x, heads, cos, sin, wq, wk):
@@ -210,23 +206,24 @@ def _split_heads(y, x, heads, cos, sin, wq, wk):
     return (q, k, v), y if norms else None
 
 
-def _output_gradients(d_outs, ctx, groups, ops, raw, cos, sin, wq, wk, device):
-    """[dY | dS] of each group."""
+def _output_gradients(d_outs, ctx, groups, ops, kept_s, raw, cos, sin, wq, wk, device):
+    """([dY | dS], dB or None) of each group."""
     heads, dtype, m = ctx.call["heads"], ctx.call["dtype"], ctx.shape[:-1].numel()
+    single = len(groups) == 1
     if heads is None:
         dy = d_outs[0]
         n = sum(g.n for g in groups)
-        dy = torch.zeros(m, n, dtype=dtype, device=device) if dy is None else rows(dy).to(dtype)
-        parts = dy.split([g.n for g in groups], -1)
-        return [g.pack_gradient(part, op) for g, part, op in zip(groups, parts, ops, strict=True)]
-    single = len(groups) == 1
-    wide = torch.empty(m, sum(heads.widths) + (groups[0].p if single else 0), dtype=dtype, device=device)
-    _heads_backward(d_outs, heads, heads.split(wide, ctx.shape[:-1]), raw, cos, sin, wq, wk, ctx.shape[:-1])
-    if single:
-        groups[0].gradient_tail(wide, ops[0])
-        return [wide]
+        dy = torch.zeros(m, n, dtype=dtype, device=device) if dy is None else dy
+        if single:
+            return [groups[0].pack_gradient(dy, ops[0], kept_s[0])]
+        wide = rows(dy)
+    else:
+        wide = torch.empty(m, sum(heads.widths) + (groups[0].p if single else 0), dtype=dtype, device=device)
+        _heads_backward(d_outs, heads, heads.split(wide, ctx.shape[:-1]), raw, cos, sin, wq, wk, ctx.shape[:-1])
+        if single:
+            return [(wide, groups[0].gradient_tail(wide, ops[0], kept_s[0]))]
     parts = wide.split([g.n for g in groups], -1)
-    return [g.pack_gradient(part, op) for g, part, op in zip(groups, parts, ops, strict=True)]
+    return [g.pack_gradient(*each) for g, *each in zip(groups, parts, ops, kept_s, strict=True)]
 
 
 def _heads_backward(d_outs, heads, into, raw, cos, sin, wq, wk, lead) -> None:
@@ -243,45 +240,23 @@ def _heads_backward(d_outs, heads, into, raw, cos, sin, wq, wk, lead) -> None:
     )  # fmt: skip
 
 
-def _input_side(ctx, groups, ops, ds, kept_s, seeds, x, rstd, weight, d_pass):
-    """Gradients of x, of the norm's weight, and of all parameters."""
-    norm, dtype = ctx.call["norm"], ctx.call["dtype"]
-    source = None
-    if norm is None:
-        source = None if x is None else x.to(dtype)
-    elif _needs_x(groups, seeds, dtype):
-        source = _normed_again(x, rstd, weight, norm, dtype)
-    d_parameters, at = [], 7
-    for g, op, d, s, seed in zip(groups, ops, ds, kept_s, seeds, strict=True):
-        needed = list(ctx.needs_input_grad[at : at + 4 * len(g.members)])
-        at += 4 * len(g.members)
-        d_parameters += _lora_gradients(g, op, d, s, needed, (x, rstd, weight, norm), source, seed)
-    if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
-        return None, None, d_parameters
-    dn = groups[0].backward_input(ds[0], ops[0], seeds[0])
-    for g, op, d, seed in zip(groups[1:], ops[1:], ds[1:], seeds[1:], strict=True):
-        dn += g.backward_input(d, op, seed)
-    d_x, d_weight = _norm_backward(dn, x, weight, rstd, norm, d_pass, ctx.shape, ctx.needs_input_grad[2])
-    return d_x, d_weight, d_parameters
-
-
-def _norm_backward(dn, h, weight, rstd, norm, d_residual, shape, with_dw):
+def _norm_backward(dn, h, weight, rstd, norm, d_residual, shape, spare: int, with_dw: bool):
     if norm is None:
         dx = dn.view(shape)
         return (dx if d_residual is None else dx + d_residual), None
-    dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    dx = with_spare_columns(shape, spare, h)
     d_residual = None if d_residual is None else rows(d_residual)
-    dw = norm_backward_into(dn, h, weight, rstd, norm.offset, d_residual, dx, with_dw)
-    return dx.view(shape), None if dw is None else dw.to(weight.dtype)
+    dw = norm_backward_into(dn, h, weight, rstd, norm.offset, d_residual, rows(dx), with_dw)
+    return dx, None if dw is None else dw.to(weight.dtype)
 
 
 def project(
     x, groups, *, norm: Norm | None = None, norm_weight=None, heads: Heads | None = None, cos=None, sin=None,
-    head_norms=(None, None), pass_through: bool = False, training: bool = True,
+    head_norms=(None, None), pass_through: bool = False, training: bool = True, spare: int = 0,
 ):  # fmt: skip
     """Y (..., N); or q, k, v as (B, S, H, D) with `heads`; pass_through adds x itself, so that the residual's gradient
     is added inside the norm's backward. groups: one Projection, or several that share x (their outputs lie side by
-    side).
+    side). spare: columns of room behind the norm's dX, for the projection whose output x is.
     """
     check(x.shape[-1] == groups[0].k, f"x must have {groups[0].k} columns", x=x)
     dtype = compute_dtype(x, groups[0].compute_dtype)
@@ -292,6 +267,7 @@ def project(
         "pass_through": pass_through,
         "training": training,
         "dtype": dtype,
+        "spare": spare,
     }
     parameters = [t for g in groups for m in g.members for t in m.parameters]
     outs = Project.apply(call, x, norm_weight, cos, sin, *head_norms, *parameters)
@@ -309,14 +285,18 @@ class GatedMLP(torch.autograd.Function):
             seeds = [g.seeds(x.device) if call["training"] else None for g in (*groups, down)]
             h = flat if res is None else torch.empty(flat.shape, dtype=torch.result_type(flat, res), device=x.device)
             buffer, rstd, s_list = _fill(flat, res, h, norm, norm_weight, groups, ops, seeds[:-1], dtype)
-            gate_up = _outputs(groups, ops, buffer, s_list)
+            # One group's output gets the spare columns of its gradient, which backward writes over it.
+            wide = None
+            if len(groups) == 1:
+                wide = torch.empty(flat.shape[0], groups[0].n + groups[0].p, dtype=dtype, device=x.device)
+            gate_up = _outputs(groups, ops, buffer, s_list, None if wide is None else wide[:, : groups[0].n])
             kept_s = [g.scale_columns(s) for g, s in zip(groups, s_list, strict=True)]
             del buffer, s_list  # the widest operand comes next
             packed = _activate(gate_up, call["act"], down, op_down, seeds[-1])
             out = _down(packed, h, down, op_down, call["add"])
             kept_s.append(down.scale_columns(packed[:, down.k :]))
         ctx.call, ctx.shape, ctx.dtypes = call, x.shape, (x.dtype, None if residual is None else residual.dtype)
-        ctx.save_for_backward(h, norm_weight, rstd, gate_up, *kept_s, *seeds, *parameters)
+        ctx.save_for_backward(h, norm_weight, rstd, gate_up if wide is None else wide, *kept_s, *seeds, *parameters)
         ctx.set_materialize_grads(False)
         out = out.view(*x.shape[:-1], out.shape[-1])
         return (out, h.view(x.shape) if residual is not None else x) if call["pass_through"] else out
@@ -337,15 +317,32 @@ class GatedMLP(torch.autograd.Function):
         n_down = 4 * len(down.members)
         with _no_autocast(grad):
             ops, op_down = [g.operand_again(dtype) for g in groups], down.operand_again(dtype)
-            d_down = down.pack_gradient(rows(grad).to(dtype), op_down)
+            d_down, db_down = down.pack_gradient(grad, op_down, kept_s[-1])
             dh = down.backward_input(d_down, op_down, seeds[-1])
-            ds = _activation_backward(gate_up, dh, call["act"], groups, ops)  # dh now holds act(gate) * up
+            tails = _activation_backward(gate_up, dh, call["act"], groups, ops, kept_s)
             needed = list(ctx.needs_input_grad[n_in - n_down :])
-            last = _lora_gradients(down, op_down, d_down, kept_s[-1], needed, None, dh, seeds[-1])
-            del dh, d_down
-            d_x, d_weight, first = _mlp_input_side(ctx, groups, ops, ds, kept_s, seeds, h, rstd, weight, grad, d_pass)
-        d_res = None if ctx.dtypes[1] is None or d_x is None else d_x.to(ctx.dtypes[1])
-        return None, None if d_x is None else d_x.to(ctx.dtypes[0]), d_res, d_weight, *first, *last
+            source = Source(dh, dtype)  # which now holds act(gate) * up
+            last = down.parameter_gradients(d_down, kept_s[-1], db_down, needed, source, seeds[-1])
+            del dh, d_down, source
+            with_dx = any(ctx.needs_input_grad[1:4])
+            source = Source(h, dtype, call["norm"], rstd, weight)
+            needed = list(ctx.needs_input_grad[4 : n_in - n_down])
+            d_x, first = _gradients(groups, ops, tails, kept_s[:-1], seeds[:-1], needed, source, with_dx)
+            d_weight = None
+            if with_dx:
+                d_residual = d_pass
+                if call["add"]:
+                    d_residual = grad if d_pass is None else grad + d_pass
+                with_dw = ctx.needs_input_grad[3]
+                d_x, d_weight = _norm_backward(
+                    d_x, h, weight, rstd, call["norm"], d_residual, ctx.shape, down.p, with_dw
+                )
+        return None, _as(d_x, ctx.dtypes[0]), _as(d_x, ctx.dtypes[1]), d_weight, *first, *last
+
+
+def _as(grad, dtype):
+    """grad in dtype, itself (with its spare columns) where that is its own; None for an input that was not there."""
+    return None if grad is None or dtype is None else grad.to(dtype)
 
 
 def _activate(gate_up, act, down, op_down, seed):
@@ -373,58 +370,25 @@ def _down(packed, h, down, op_down, add: bool):
     return h + down.forward(packed, op_down)
 
 
-def _activation_backward(gate_up, dh, act, groups, ops):
-    """[d gate, d up | dS] of each group; dh is overwritten with act(gate)·up."""
-    m, width = gate_up.shape[0], gate_up.shape[1] // 2
-    gate, up = gate_up[:, :width], gate_up[:, width:]
-    ds = [torch.empty(m, g.n + g.p, dtype=dh.dtype, device=dh.device) for g in groups]
+def _may_overwrite() -> bool:
+    """Whether this backward is the last over its graph (no retain_graph), so that saved tensors of our own may go."""
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    return not keeps()
+
+
+def _activation_backward(gate_up, dh, act, groups, ops, kept_s):
+    """([d gate, d up | dS], dB or None) of each group; dh is overwritten with act(gate)·up, and with one group gate_up
+    (that came with spare columns) with its gradient, where nobody will ask for it again."""
+    m, width = dh.shape
+    gate, up = gate_up[:, :width], gate_up[:, width : 2 * width]
     if len(groups) > 1:
-        glu.backward_into(gate, up, dh, ds[0][:, :width], ds[1][:, :width], act, h_into_grad=True)
-        for g, op, d in zip(groups, ops, ds, strict=True):
-            g.gradient_tail(d, op)
-        return ds
-    tile = None
-    if groups[0].p:
-        # Measured on a copy: every run overwrites dh with another meaning, so a second run on it would be of garbage.
-        key = (tune.bucket(m), width, groups[0].p, act, dh.dtype)
-        tile = tune.pick("glu backward", key, _backward_forms(gate, up, dh, ds[0], ops[0].sb, act), dh.device)
-    glu.backward_lora_into(gate, up, dh, ds[0], ops[0].sb, act, None if tile == "plain" else tile)
-    return ds
-
-
-def _backward_forms(gate, up, dh, d, sb, act):
-    copies = []
-
-    def run(tile):
-        if not copies:
-            copies.append(dh.clone())
-        glu.backward_lora_into(gate, up, copies[0], d, sb, act, tile)
-
-    return {**{tile: partial(run, tile) for tile in TILES}, "plain": partial(run, None)}
-
-
-def _mlp_input_side(ctx, groups, ops, ds, kept_s, seeds, h, rstd, weight, grad, d_pass):
-    norm, dtype = ctx.call["norm"], ctx.call["dtype"]
-    source = None
-    if norm is None:
-        source = h.to(dtype)
-    elif _needs_x(groups, seeds[:-1], dtype):
-        source = _normed_again(h, rstd, weight, norm, dtype)
-    out, at = [], 4
-    for g, op, d, s, seed in zip(groups, ops, ds, kept_s, seeds, strict=False):
-        needed = list(ctx.needs_input_grad[at : at + 4 * len(g.members)])
-        at += 4 * len(g.members)
-        out += _lora_gradients(g, op, d, s, needed, (h, rstd, weight, norm), source, seed)
-    if not any(ctx.needs_input_grad[1:4]):
-        return None, None, out
-    dn = groups[0].backward_input(ds[0], ops[0], seeds[0])
-    for g, op, d, seed in zip(groups[1:], ops[1:], ds[1:], seeds[1:], strict=False):
-        dn += g.backward_input(d, op, seed)
-    d_residual = d_pass
-    if ctx.call["add"]:
-        d_residual = grad if d_pass is None else grad + d_pass
-    d_x, d_weight = _norm_backward(dn, h, weight, rstd, norm, d_residual, ctx.shape, ctx.needs_input_grad[3])
-    return d_x, d_weight, out
+        ds = [torch.empty(m, g.n + g.p, dtype=dh.dtype, device=dh.device) for g in groups]
+        parts = ds[0][:, :width], ds[1][:, :width]
+    else:
+        ds = [gate_up if _may_overwrite() else torch.empty_like(gate_up)]
+        parts = ds[0][:, :width], ds[0][:, width : 2 * width]
+    glu.backward_into(gate, up, dh, *parts, act, h_into_grad=True)
+    return [(d, g.gradient_tail(d, op, s)) for g, op, d, s in zip(groups, ops, ds, kept_s, strict=False)]
 
 
 def gated_mlp(

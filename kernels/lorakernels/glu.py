@@ -118,37 +118,6 @@ def _backward_kernel(
         tl.store(h_ptr + row * h_row + col, (a * u).to(h_ptr.dtype.element_ty), mask=inside)
 
 
-@jit
-def _backward_lora_kernel(
-    g_ptr, u_ptr, dh_ptr, d_ptr, sb_ptr, m, n, p, g_row, u_row, dh_row, d_row, sb_row,
-    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """A block of rows walks over all columns; dS = d_gate · sB_gate + d_up · sB_up grows in registers on the way."""
-    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
-    r = tl.arange(0, R)
-    half = tl.full((), 1, tl.int64) * n * sb_row  # from sB_gate to sB_up
-    acc = tl.zeros((BM, R), tl.float32)
-    for start in range(0, n, BN):
-        col = start + tl.arange(0, BN)
-        inside = (row[:, None] < m) & (col[None, :] < n)
-        g = tl.load(g_ptr + row[:, None] * g_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(u_ptr + row[:, None] * u_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        dh = tl.load(dh_ptr + row[:, None] * dh_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        a, slope = _act(g, ACT)
-        dg = (dh * u * slope).to(d_ptr.dtype.element_ty)
-        du = (dh * a).to(d_ptr.dtype.element_ty)
-        tl.store(d_ptr + row[:, None] * d_row + col[None, :], dg, mask=inside)
-        tl.store(d_ptr + row[:, None] * d_row + n + col[None, :], du, mask=inside)
-        tl.store(dh_ptr + row[:, None] * dh_row + col[None, :], (a * u).to(dh_ptr.dtype.element_ty), mask=inside)
-        known = (col[:, None] < n) & (r[None, :] < p)
-        spot = sb_ptr + col[:, None].to(tl.int64) * sb_row + r[None, :]
-        acc = tl.dot(dg, tl.load(spot, mask=known, other=0.0), acc, input_precision="ieee")
-        below = spot + half
-        acc = tl.dot(du, tl.load(below, mask=known, other=0.0), acc, input_precision="ieee")
-    spare = (row[:, None] < m) & (r[None, :] < p)
-    tl.store(d_ptr + row[:, None] * d_row + 2 * n + r[None, :], acc.to(d_ptr.dtype.element_ty), mask=spare)
-
-
 def forward_into(gate, up, out, act: str) -> None:
     """out[:, :I] = act(gate) * up; out may be a slice of a wider buffer."""
     if not use_triton(gate, up, out):
@@ -180,14 +149,20 @@ def forward_lora_into(gate, up, buffer, lora_a, act: str, tile: str = "fused") -
 
 
 def backward_into(gate, up, grad, d_gate, d_up, act: str, h_into_grad: bool = False) -> None:
-    """Writes d_gate and d_up; with h_into_grad the recomputed h = act(gate) * up replaces grad (it is overwritten)."""
+    """Writes d_gate and d_up, also over gate and up themselves; with h_into_grad the recomputed h = act(gate) * up
+    replaces grad (it is overwritten)."""
     if not use_triton(gate, up, grad, d_gate):
         g, u, dh = (t.to(working_dtype(gate)) for t in (gate, up, grad))
         a = activation(g, act)
-        d_gate.copy_(dh * u * activation_slope(g, act))
-        d_up.copy_(dh * a)
+        new = (
+            dh * u * activation_slope(g, act),
+            dh * a,
+            a * u,
+        )  # all before any is written: they may lie over the inputs
+        d_gate.copy_(new[0])
+        d_up.copy_(new[1])
         if h_into_grad:
-            grad.copy_(a * u)
+            grad.copy_(new[2])
         return
     m, n = gate.shape
     block = min(1024, next_power_of_2(n))
@@ -195,27 +170,6 @@ def backward_into(gate, up, grad, d_gate, d_up, act: str, h_into_grad: bool = Fa
         gate, up, grad, d_gate, d_up, grad, n,
         gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), grad.stride(0),
         ACT=ACTIVATIONS[act], WITH_H=h_into_grad, BLOCK=block, num_warps=4,
-    )  # fmt: skip
-
-
-def backward_lora_into(gate, up, grad, d, sb, act: str, tile: str | None = "fused") -> None:
-    """d = [d_gate | d_up | dS] with dS = [d_gate | d_up] · sb, in one launch; grad is overwritten with act(gate) * up.
-
-    d: (M, 2·I + p), sb: (2·I, p) with p contiguous; tile None takes the plain kernel and a library GEMM.
-    """
-    m, n = gate.shape
-    p = sb.shape[1]
-    check(d.shape == (m, 2 * n + p) and sb.shape[0] == 2 * n, "gate, d and sb do not fit", gate=gate, d=d, sb=sb)
-    fits = 0 < p <= MAX_FUSED_RANK and sb.stride(1) == 1 and use_triton(gate, up, grad, d, sb)
-    if tile is None or not fits:
-        backward_into(gate, up, grad, d[:, :n], d[:, n : 2 * n], act, h_into_grad=True)
-        if p:
-            torch.mm(d[:, : 2 * n], sb, out=d[:, 2 * n :])
-        return
-    bm, bn, warps, stages = tile_of(tile, gate)
-    _backward_lora_kernel[(cdiv(m, bm),)](
-        gate, up, grad, d, sb, m, n, p, gate.stride(0), up.stride(0), grad.stride(0), d.stride(0), sb.stride(0),
-        ACT=ACTIVATIONS[act], BM=bm, BN=min(bn, 64), R=max(16, next_power_of_2(p)), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 

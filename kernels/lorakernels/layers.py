@@ -138,7 +138,7 @@ def attention_plan(attention: Any, path: str, switches: Switches) -> tuple[Atten
 
 
 def query_key_value(
-    plan: AttentionPlan, x, position_embeddings, norm=None, norm_weight=None, pass_through=False
+    plan: AttentionPlan, x, position_embeddings, norm=None, norm_weight=None, pass_through=False, spare=0
 ) -> Any:
     """q, k, v as (B, H, S, D), rotated; with pass_through also x."""
     fused = plan.head_norms is not None
@@ -150,7 +150,7 @@ def query_key_value(
     weights = tuple(n.weight for n in plan.head_norms) if fused else (None, None)
     out = project(
         x, plan.qkv.groups, norm=norm, norm_weight=norm_weight, heads=heads, cos=cos, sin=sin, head_norms=weights,
-        pass_through=pass_through, training=plan.module.training,
+        pass_through=pass_through, training=plan.module.training, spare=spare,
     )  # fmt: skip
     q, k, v = out[:3]
     if split_norms:
@@ -314,8 +314,9 @@ def layer_forward(self, hidden_states, *args, **kwargs):
 
 def _layer(plan: LayerPlan, x, attention_mask=None, position_embeddings=None, past_key_values=None, **kwargs):
     sandwich = "pre_feedforward_layernorm" in plan.norms
+    spare = plan.mlp.down.groups[0].p if plan.mlp else 0  # x is another layer's down projection, of the same rank
     q, k, v, x = query_key_value(
-        plan.attention, x, position_embeddings, **plan.norm("input_layernorm"), pass_through=True
+        plan.attention, x, position_embeddings, **plan.norm("input_layernorm"), pass_through=True, spare=spare
     )
     out, _ = attend(plan.attention, q, k, v, attention_mask, past_key_values, **kwargs)
     out = out.reshape(*x.shape[:-1], -1)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from .runtime import cdiv, check, jit, next_power_of_2, rows, tl, use_triton, working_dtype
 
-CHUNK_BYTES = 512 << 20  # of logits; 2048 rows at Llama 3's vocabulary, enough for a full wave of GEMM tiles
+CHUNK_BYTES = 512 << 20  # of logits; 2048 rows at Llama 3's vocabulary: several waves of GEMM tiles
 
 
 def linear_cross_entropy_reference(x, weight, target, bias=None, ignore_index=-100, num_items=None, softcap=None):
@@ -36,46 +36,50 @@ def linear_cross_entropy_reference(x, weight, target, bias=None, ignore_index=-1
 @jit
 def _loss_kernel(
     z_ptr, target_ptr, loss_ptr, n, z_row, ignore_index, cap,
-    CAP: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    CAP: tl.constexpr, WITH_GRAD: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """One row: running maximum and sum, then the logits become their gradient (the second walk is served by L2)."""
+    """One row: running maximum and sum, then the logits become their gradient (the second walk is served by L2).
+
+    A lane keeps one maximum and one sum for the EACH neighbours it loads at once, so the sum is rescaled once for them
+    all, and no lane waits for another inside the walk.
+    """
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_row
     target = tl.load(target_ptr + row)
     kept = target != ignore_index
-    col = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    at_target = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, n, BLOCK):
-        z = tl.load(z_ptr + start + col, mask=start + col < n, other=float("-inf")).to(tl.float32)
+    spot = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    top = tl.full((LANES,), float("-inf"), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    for start in range(0, n, LANES * EACH):
+        z = tl.load(z_ptr + start + spot, mask=start + spot < n, other=float("-inf")).to(tl.float32)
         if CAP:
             t = 2.0 / (1.0 + tl.exp(-2.0 * z / cap)) - 1.0
-            z = tl.where(start + col < n, cap * t, float("-inf"))
-        new = tl.maximum(top, z)
-        # A lane may have met nothing but padding so far: -inf - -inf is NaN, so such lanes are skipped.
-        seen = new > float("-inf")
-        total = tl.where(
-            seen, total * tl.exp(top - tl.where(seen, new, 0.0)) + tl.exp(z - tl.where(seen, new, 0.0)), 0.0
-        )
+            z = tl.where(start + spot < n, cap * t, float("-inf"))
+        new = tl.maximum(top, tl.max(z, axis=1))
+        # A lane may have met nothing but padding so far: -inf - -inf is NaN, so it subtracts 0.
+        safe = tl.where(new > float("-inf"), new, 0.0)
+        total = total * tl.exp(top - safe) + tl.sum(tl.exp(z - safe[:, None]), axis=1)
         top = new
-        at_target += tl.where((start + col == target) & (start + col < n), z, 0.0)
     peak = tl.max(top, axis=0)
     # Differences from the peak throughout: at logits of 1e4 a float32 logsumexp is off by 1e-3.
     total_sum = tl.sum(total * tl.exp(top - peak), axis=0)
-    tl.store(loss_ptr + row, tl.where(kept, (peak - tl.sum(at_target, axis=0)) + tl.log(total_sum), 0.0))  # pyright: ignore[reportOperatorIssue]
+    at_target = tl.load(z_ptr + tl.where(kept, target, 0)).to(tl.float32)
+    if CAP:
+        at_target = cap * (2.0 / (1.0 + tl.exp(-2.0 * at_target / cap)) - 1.0)
+    tl.debug_barrier()  # every thread has read the target's logit before one of them overwrites it
+    tl.store(loss_ptr + row, tl.where(kept, (peak - at_target) + tl.log(total_sum), 0.0))  # pyright: ignore[reportOperatorIssue]
     if WITH_GRAD:
-        for start in range(0, n, BLOCK):
-            inside = start + col < n
-            z = tl.load(z_ptr + start + col, mask=inside, other=0.0).to(tl.float32)
+        for start in range(0, n, LANES * EACH):
+            inside = start + spot < n
+            z = tl.load(z_ptr + start + spot, mask=inside, other=0.0).to(tl.float32)
             slope = 1.0
             if CAP:
                 t = 2.0 / (1.0 + tl.exp(-2.0 * z / cap)) - 1.0
                 z = cap * t
                 slope = 1.0 - t * t
-            g = (tl.exp(z - peak) / total_sum - tl.where(start + col == target, 1.0, 0.0)) * slope
+            g = (tl.exp(z - peak) / total_sum - tl.where(start + spot == target, 1.0, 0.0)) * slope
             # where, not a product: an ignored row may hold infinities, and 0 * inf is NaN.
-            tl.store(z_ptr + start + col, tl.where(kept, g, 0.0).to(z_ptr.dtype.element_ty), mask=inside)
+            tl.store(z_ptr + start + spot, tl.where(kept, g, 0.0).to(z_ptr.dtype.element_ty), mask=inside)
 
 
 def loss_and_gradient_(logits, target, ignore_index: int = -100, softcap: float | None = None, with_grad: bool = True):
@@ -84,10 +88,12 @@ def loss_and_gradient_(logits, target, ignore_index: int = -100, softcap: float 
     if not use_triton(logits):
         return _loss_torch(logits, target, ignore_index, softcap, with_grad)
     loss = torch.empty(m, dtype=torch.float32, device=logits.device)
-    block = min(4096, next_power_of_2(n))
+    each = 8  # 16 bytes of a 2-byte type
+    lanes = max(1, min(2048, next_power_of_2(n) // each))
+    # One large program a multiprocessor: the rows in flight have to fit L2, or the second walk goes to memory again.
     _loss_kernel[(m,)](
         logits, target, loss, n, logits.stride(0), ignore_index, 1.0 if softcap is None else softcap,
-        CAP=softcap is not None, WITH_GRAD=with_grad, BLOCK=block, num_warps=8,
+        CAP=softcap is not None, WITH_GRAD=with_grad, LANES=lanes, EACH=each, num_warps=32 if lanes >= 1024 else 4,
     )  # fmt: skip
     return loss
 

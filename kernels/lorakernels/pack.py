@@ -3,8 +3,9 @@ it.
 
 x: last dimension contiguous, any row stride; A: (p, K), any strides (backward passes the view (sB)ᵀ, which makes this
 dS = dY · sB); out: (M, K + p), of A's dtype. S is accumulated in float32. Needed where the tensor comes from someone
-else's kernel, as attention's output and the incoming gradients do; norm and SwiGLU write their operand themselves. Run:
-python -m pytest tests/lorakernels/test_pack.py
+else's kernel, as attention's output does; norm and SwiGLU write their operand themselves, and a gradient that a norm's
+backward writes has spare columns from the beginning (`with_spare_columns`). Run: python -m pytest
+tests/lorakernels/test_pack.py
 """
 
 from __future__ import annotations
@@ -54,3 +55,23 @@ def pack_into(x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, tile: str | N
         x, a, out, m, n, p, x.stride(0), a.stride(0), a.stride(1), out.stride(0),
         BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+SPARE = "_lorakernels_spare"
+
+
+def with_spare_columns(shape, spare: int, like: torch.Tensor) -> torch.Tensor:
+    """An uninitialized gradient of `shape` whose rows have room for `spare` more columns. The mark on it tells the node
+    that receives it that the room is ours: a view of somebody else's tensor could look the same."""
+    wide = torch.empty(shape[:-1].numel(), shape[-1] + spare, dtype=like.dtype, device=like.device)
+    out = wide[:, : shape[-1]].view(shape)
+    setattr(out, SPARE, wide)
+    return out
+
+
+def spare_columns(dy: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """The buffer (M, width) that dy is the beginning of, if `with_spare_columns` made it so; else None."""
+    wide = getattr(dy, SPARE, None)
+    if wide is None or wide.shape[1] < width or wide.dtype != dtype or wide.data_ptr() != dy.data_ptr():
+        return None
+    return wide[:, :width]

@@ -26,9 +26,12 @@ from torch import nn
 from . import tune
 from .adapter import load_adapter
 from .dropout import draw_seed, dropout_into
+from .glu import MAX_FUSED_RANK
 from .linear_cross_entropy import mm_in
-from .pack import pack_into
-from .runtime import TILES, check, round_up
+from .lora_grad import A_TILES, TAIL_TILES, Source, a_gradient, tail_and_b, tail_fits
+from .pack import spare_columns
+from .runtime import check, round_up, use_triton
+from .runtime import rows as flat_rows
 
 
 @dataclass
@@ -312,41 +315,91 @@ class Projection:
             elif m.rank:
                 dx.addmm_(ds[:, cols], op.a[cols])
 
-    def pack_gradient(self, dy, op: Operand) -> torch.Tensor:
-        """[dY | dS] of a gradient that lies elsewhere."""
-        d = torch.empty(dy.shape[0], self.n + self.p, dtype=op.sb.dtype, device=dy.device)
+    def pack_gradient(self, dy, op: Operand, scaled_s=None):
+        """([dY | dS], dB or None) of a gradient (…, N) that lies elsewhere, unless it came with spare columns."""
+        d = spare_columns(dy, self.n + self.p, op.sb.dtype)
+        if d is None:
+            d = flat_rows(dy).to(op.sb.dtype)
+            if self.p:
+                wide = torch.empty(d.shape[0], self.n + self.p, dtype=d.dtype, device=d.device)
+                wide[:, : self.n].copy_(d)
+                d = wide
+        return d, self.gradient_tail(d, op, scaled_s)
 
+    def gradient_tail(self, d, op: Operand, scaled_s=None) -> torch.Tensor | None:
+        """Writes dS behind the dY that already lies in d. With scaled_s (M, p) it may return dB of all members
+        (N, r) in float32, where one read of dY for both is faster; else None."""
         if not self.p:
-            return dy if dy.dtype == d.dtype else d.copy_(dy)
-        tiles = {**{t: t for t in TILES}, "plain": None}
-        forms = {name: partial(pack_into, dy, op.sb.t(), d, tile) for name, tile in tiles.items()}
-        forms[tune.pick("pack", (tune.bucket(dy.shape[0]), self.n, self.p, d.dtype), forms, d.device)]()
-        return d
+            return None
 
-    def gradient_tail(self, d, op: Operand) -> None:
-        """Writes dS behind the dY that already lies in d."""
-        if self.p:
+        def plain():
             torch.mm(d[:, : self.n], op.sb, out=d[:, self.n :])
 
-    def parameter_gradients(self, d, scaled_s, da_full, needed: list[bool], x: Any = None, seeds=None) -> list:
-        """Gradients in the order of `parameters`, member by member; da_full (p, K) comes from the caller unless dropout
-        makes each member see its own input (x, seeds)."""
+        forms: dict[str, Any] = {"plain": plain}
+        widths, ranks = [m.shape[0] for m in self.members], [m.rank for m in self.members]
+        if scaled_s is not None and tail_fits(d, widths, ranks):
+            one_read = partial(tail_and_b, d, op.sb, scaled_s, widths, ranks[0])
+            both = {t: partial(one_read, t) for t in TAIL_TILES}
+
+            def library():
+                plain()
+                return [mm_in(d[:, r].t(), scaled_s[:, c], torch.float32) for r, c in self._slices()]
+
+            key = (tune.bucket(d.shape[0]), self.n, self.p, len(widths), d.dtype)
+            form = tune.pick("tail and b", key, both | {"plain": library}, d.device)
+            forms |= both
+        else:
+            form = "plain"
+        return forms[form]()
+
+    def a_gradients(self, ds, source: Source) -> torch.Tensor:
+        """dA (p, K) of all members, of their common input; its dtype is A's."""
+        dtype = next(m.a.dtype for m in self.members if m.a is not None)
+
+        def library():
+            if source.norm is None or ds.dtype == torch.float16:
+                return mm_in(ds.t(), source.tensor(), dtype)
+            # As X = rstd · h · w, dA = w · ((rstd · dS)ᵀ · h): X is not even made. In float16 rstd · dS could overflow.
+            scaled = (ds * source.rstd[:, None]).to(ds.dtype)
+            return mm_in(scaled.t(), source.h.to(ds.dtype), dtype) * (source.weight + source.norm.offset)
+
+        forms: dict[str, Any] = {"plain": library}
+        if self.p <= MAX_FUSED_RANK and use_triton(source.h, ds):
+            norm = source.norm
+            parts = (source.rstd, source.weight, norm.offset) if norm else (None, None, 0.0)
+            forms = {t: partial(a_gradient, ds, source.h, *parts, t) for t in A_TILES} | forms
+        key = (tune.bucket(ds.shape[0]), self.k, self.p, ds.dtype, source.norm is not None)
+        return forms[tune.pick("a gradient", key, forms, ds.device)]().to(dtype)
+
+    def _slices(self) -> list[tuple[slice, slice]]:
+        return list(zip(self.row_slices(), self.rank_slices(), strict=True))
+
+    def parameter_gradients(self, d, scaled_s, db_all, needed: list[bool], source: Any, seeds=None) -> list:
+        """Gradients in the order of `parameters`, member by member. d: [dY | dS], db_all: what `gradient_tail` gave;
+        needed: four of autograd's flags a member; source: the input as a Source, None where no member has an adapter;
+        seeds: of dropout, which makes each member see its own input."""
+        da_all = None
+        if seeds is None and any(n and m.a is not None for n, m in zip(needed[::4], self.members, strict=True)):
+            da_all = self.a_gradients(d[:, self.n :], source)
+        if db_all is not None:
+            db_all = db_all.to(next(m.b.dtype for m in self.members if m.b is not None))
         out: list[torch.Tensor | None] = []
-        rows_cols = zip(self.members, self.row_slices(), self.rank_slices(), strict=True)
-        for i, (m, rows, cols) in enumerate(rows_cols):
-            need = needed[4 * i : 4 * i + 4]
-            dy = d[:, rows]
-            da = None
-            if need[0] and m.a is not None:
-                if seeds is None:
-                    da = da_full[cols].to(m.a.dtype)
+        for i, (m, (rows, cols)) in enumerate(zip(self.members, self._slices(), strict=True)):
+            need_a, need_b, need_lora_bias, need_bias = needed[4 * i : 4 * i + 4]
+            dy, da, db = d[:, rows], None, None
+            if need_a and m.a is not None:
+                if da_all is not None:
+                    da = da_all[cols].to(m.a.dtype)
                 else:
                     ds = d[:, self.n + cols.start : self.n + cols.stop]
-                    da = mm_in(ds.t(), self._dropped_input(x, i, seeds), m.a.dtype)
-            db = mm_in(dy.t(), scaled_s[:, cols], m.b.dtype) if need[1] and m.b is not None else None
-            total: Any = dy.sum(0, dtype=torch.promote_types(torch.float32, dy.dtype)) if need[2] or need[3] else None
-            dlb = (total * m.scale).to(m.lora_bias.dtype) if need[2] and m.lora_bias is not None else None
-            out += [da, db, dlb, total.to(m.bias.dtype) if need[3] and m.bias is not None else None]
+                    da = mm_in(ds.t(), self._dropped_input(source.tensor(), i, seeds), m.a.dtype)
+            if need_b and m.b is not None:
+                db = mm_in(dy.t(), scaled_s[:, cols], m.b.dtype) if db_all is None else db_all[rows].to(m.b.dtype)
+            total: Any = None
+            if need_lora_bias or need_bias:
+                total = dy.sum(0, dtype=torch.promote_types(torch.float32, dy.dtype))
+            dlb = (total * m.scale).to(m.lora_bias.dtype) if need_lora_bias and m.lora_bias is not None else None
+            out += [da, db, dlb, total.to(m.bias.dtype) if need_bias and m.bias is not None else None]
         return out
 
 

@@ -60,6 +60,32 @@ def mlp_reference(x, residual, weight, members, down, act, add, offset=0.0):
     return out + h if add else out, h
 
 
+def test_backward_overwrites_only_what_nobody_asks_for_again():
+    members, down = [member("gate", 18, 12, 4), member("up", 18, 12, 2)], member("down", 12, 18, 3)
+    x = torch.randn(2, 3, 12, dtype=F64, requires_grad=True)
+    y = gated_mlp(x, [Projection(members)], Projection([down]), "silu", add=True, norm=Norm(1e-6), norm_weight=x[0, 0])
+    inputs = [x, *leaves([*members, down])]
+    first = torch.autograd.grad(y.sum(), inputs, retain_graph=True)
+    again = torch.autograd.grad(y.sum(), inputs, retain_graph=True)
+    last = torch.autograd.grad(y.sum(), inputs)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, last, strict=True))
+
+
+def test_a_gradient_with_spare_columns_is_used_where_it_lies():
+    """The norm's backward leaves room behind its dX; the projection before it puts dS there, and nothing is copied."""
+    first, second = Projection([member("a", 12, 20, 4)]), Projection([member("b", 6, 12, 2)])
+    x, weight = torch.randn(5, 20, dtype=F64, requires_grad=True), torch.rand(12, dtype=F64)
+    packed = []
+    original = first.pack_gradient
+    first.pack_gradient = lambda dy, *rest: packed.append((dy, original(dy, *rest))) or packed[-1][1]
+    y = project(project(x, [first]), [second], norm=Norm(1e-6), norm_weight=weight, spare=first.p)
+    wanted = plain(second.members, rms_norm_reference(plain(first.members, x), weight, 1e-6))
+    inputs = [x, *leaves([*first.members, *second.members])]
+    check_all([y], [wanted], inputs, inputs)
+    ((dy, (d, _)),) = packed
+    assert d.data_ptr() == dy.data_ptr() and d.shape == (5, 12 + first.p)
+
+
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ FILES = [
     "pack",
     "nf4",
     "adapter",
+    "lora_grad",
     "projection",
 ]
 

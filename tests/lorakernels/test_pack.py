@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned, strided
-from lorakernels.pack import pack_into, pack_reference
+from lorakernels.pack import pack_into, pack_reference, spare_columns, with_spare_columns
 from lorakernels.runtime import TILES
 
 
@@ -33,3 +33,15 @@ def test_any_shape(m, n, p):
 def test_wrong_shapes():
     with pytest.raises(ValueError, match=r"\(2, 3\)"):
         pack_into(torch.zeros(2, 3), torch.zeros(1, 4), torch.zeros(2, 4))
+
+
+def test_spare_columns_are_only_taken_where_they_are_ours():
+    like = torch.zeros(1)
+    ours = with_spare_columns(torch.Size((2, 3, 8)), 4, like)
+    assert spare_columns(ours, 12, torch.float32).shape == (6, 12)
+    assert spare_columns(ours, 10, torch.float32).data_ptr() == ours.data_ptr()
+    assert spare_columns(ours, 13, torch.float32) is None  # no room
+    assert spare_columns(ours, 12, torch.float16) is None
+    theirs = torch.zeros(6, 12)[:, :8]  # the same strides, somebody else's columns
+    assert spare_columns(theirs, 12, torch.float32) is None
+    assert spare_columns(ours[1:], 12, torch.float32) is None

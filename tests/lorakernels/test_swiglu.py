@@ -58,19 +58,16 @@ def test_backward_leaves_h_in_the_gradient(act, device, dtype):
 
 
 @pytest.mark.parametrize("act", glu.ACTIVATIONS)
-@pytest.mark.parametrize("p", [0, 3, 64])
-@pytest.mark.parametrize("tile", [*TILES, None])
-def test_backward_lora_columns(act, p, tile, device, dtype):
-    m, n = 35, 70
-    gate, up, grad = (torch.randn(m, n, device=device).to(dtype) for _ in range(3))
-    sb = strided(torch.randn(2 * n, p, device=device).to(dtype))
-    leaves = [t.float().clone().requires_grad_() for t in (gate, up)]
-    wanted = torch.cat(torch.autograd.grad(glu.reference(*leaves, act), leaves, grad.float()), 1)
-    d = poisoned(m, 2 * n + p, dtype=dtype, device=device)
-    glu.backward_lora_into(gate, up, grad, d, sb, act, tile)
-    assert_close(d[:, : 2 * n], wanted, dtype, 2)
-    assert_close(d[:, 2 * n :], d[:, : 2 * n].float() @ sb.float(), dtype, 2)
-    assert_close(grad, glu.reference(gate, up, act), dtype)
+def test_backward_over_its_own_inputs(act, device, dtype):
+    m, n = 9, 70
+    wide, grad = torch.randn(m, 2 * n + 4, device=device).to(dtype), torch.randn(m, n, device=device).to(dtype)
+    gate, up = wide[:, :n], wide[:, n : 2 * n]
+    apart = poisoned(m, 2 * n, dtype=dtype, device=device)
+    h = grad.clone()
+    glu.backward_into(gate.clone(), up.clone(), h, apart[:, :n], apart[:, n:], act, h_into_grad=True)
+    glu.backward_into(gate, up, grad, gate, up, act, h_into_grad=True)
+    assert_close(wide[:, : 2 * n], apart, dtype)
+    assert_close(grad, h, dtype)
 
 
 def test_extreme_values_stay_finite(device, dtype):
