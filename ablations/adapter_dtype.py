@@ -17,6 +17,7 @@ class AdaptersInComputeDtype(Ablation):
     name: ClassVar[str] = "adapters_in_compute_dtype"
     slot: ClassVar[str] = "adapter_dtype"
     summary: ClassVar[str] = "adapters in the base model's dtype instead of float32"
+    ops: ClassVar[bool] = True
 
     def adapt(self, kwargs: dict[str, Any]) -> None:
         kwargs["autocast_adapter_dtype"] = False

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from lorabench.measure.op import OneLinear
 from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Tolerance
 
 PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy")
@@ -24,6 +25,7 @@ class Kernel(Ablation):
 
     parts: ClassVar[tuple[str, ...]]
     fp8: ClassVar[bool] = False
+    own_masks: ClassVar[bool] = True
 
     def patch(self, model: nn.Module) -> int:
         import lorakernels
@@ -113,8 +115,19 @@ class LoraKernels(Kernel):
     parts: ClassVar[tuple[str, ...]] = PARTS
     excludes: ClassVar[dict[str, str]] = dict.fromkeys(SLOTS, "lora_kernels already has this part")
 
+    ops: ClassVar[bool] = True
+
     one_gemm: bool = True
     merge_projections: bool = True
+
+    def patch(self, model: nn.Module) -> int:
+        if not isinstance(model.get_base_model(), OneLinear):  # type: ignore[operator]
+            return super().patch(model)
+        from lorakernels.linear import apply_linears
+
+        report = apply_linears(model, one_gemm=self.one_gemm)
+        setattr(model, MARK, {"report": report})
+        return report.total
 
     def options(self) -> dict[str, Any]:
         return {"one_gemm": self.one_gemm, "merge_projections": self.merge_projections}
@@ -127,4 +140,5 @@ class Fp8Base(LoraKernels):
     name: ClassVar[str] = "fp8_base"
     summary: ClassVar[str] = "ours: every kernel, with the frozen weights' GEMMs in FP8"
     fp8: ClassVar[bool] = True
+    ops: ClassVar[bool] = False
     tolerance: ClassVar[Tolerance] = Tolerance(words="frozen weights and their inputs in 8 bits", grad=0.2, loss=0.02)

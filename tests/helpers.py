@@ -40,7 +40,7 @@ def arm(
     """An arm of a tiny model, with the ablations of these names and no others."""
     spec = plan(config(f"models=[{model}]", *overrides), "cpu").cells[0].model
     feed = workload or Workload(name="test", kind="fixed", batch_size=2, seq_len=16)
-    drawn = samples or feed.draw(spec.config["vocab_size"], 0)
+    drawn = samples or feed.draw(spec.hf_config().vocab_size, 0)
     ablations = [registry.ablation(name) for name in names]
     return build("candidate", spec, feed, drawn, ablations, dtype=dtype, device=torch.device(device), seed=0, **kwargs)
 

@@ -27,6 +27,8 @@ class Step:
     the gradients of a step do not depend on how its samples were put into batches.
     """
 
+    phases: tuple[str, ...] = ("forward", "backward", "step")  # those that a trial runs and times
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -45,6 +47,17 @@ class Step:
     def update(self) -> None:
         self.optimizer.step()
 
+    def settle(self) -> None:
+        """What has to happen before every trial and is part of none of its times."""
+
+    def loss_of(self, out: Tensor) -> float:
+        """The number that stands for the loss, of what `forward` returned; asked for after the trial."""
+        return float(out)
+
+    def compared(self, out: Tensor) -> dict[str, Tensor]:
+        """What the gate compares beside the adapters' gradients, in float32; `out` is what `forward` returned."""
+        return {}
+
 
 class Wrapped(Step):
     """A step around another step: override the phases that the toggle changes."""
@@ -52,7 +65,7 @@ class Wrapped(Step):
     def __init__(self, inner: Step) -> None:
         self.inner = inner
         self.model, self.optimizer = inner.model, inner.optimizer
-        self.batches, self.items = inner.batches, inner.items
+        self.batches, self.items, self.phases = inner.batches, inner.items, inner.phases
 
     def clear(self) -> None:
         self.inner.clear()
@@ -65,6 +78,15 @@ class Wrapped(Step):
 
     def update(self) -> None:
         self.inner.update()
+
+    def settle(self) -> None:
+        self.inner.settle()
+
+    def loss_of(self, out: Tensor) -> float:
+        return self.inner.loss_of(out)
+
+    def compared(self, out: Tensor) -> dict[str, Tensor]:
+        return self.inner.compared(out)
 
 
 @dataclass
@@ -118,9 +140,11 @@ def build(
     `layers` cuts the depth (the gate's twin); `upcast` turns the finished model to float32 (the gate's gold), with the
     weights as `dtype` rounded them. Raises what the hooks raise, WeightsError, and out-of-memory errors.
     """
+    from lorabench.measure import op  # which is made of this module's Step
+
     ordered = sorted(ablations, key=lambda a: (a.rank, a.name))
     load: dict[str, Any] = {"dtype": dtype}  # attention as transformers picks it, unless a toggle says
-    adapt: dict[str, Any] = {"config": spec.lora.model_dump()}
+    adapt: dict[str, Any] = {"config": spec.adapter()}
     for ablation in ordered:
         ablation.load(load)
         ablation.adapt(adapt)
@@ -136,7 +160,11 @@ def build(
     params = [p for p in model.parameters() if p.requires_grad]
     optimizers = [o for a in ordered if (o := a.optimize(params, LEARNING_RATE)) is not None]
     optimizer = optimizers[0] if optimizers else torch.optim.AdamW(params, lr=LEARNING_RATE)
-    step = Step(model, optimizer, [_to(b, device) for b in chosen])
+    if spec.op:
+        rounding = {"dtype": torch.float32 if upcast else dtype, "rounded": dtype}
+        step = op.OpStep(spec, model, optimizer, chosen, device=device, seed=seed, **rounding)
+    else:
+        step = Step(model, optimizer, [_to(b, device) for b in chosen])
     for ablation in ordered:
         step = ablation.step(step)
     return Arm(name, tuple(ablations), model, step, list(samples), dtype, device, patched)
@@ -152,6 +180,10 @@ def _base_model(spec: ModelSpec, load: dict[str, Any], device: torch.device, lay
     model: Any
     if spec.weights == "random":
         from transformers.initialization import no_init_weights
+    if spec.op:
+        from lorabench.measure import op
+
+        return op.OneLinear(spec, load["dtype"], device)
 
         with device, no_init_weights():  # every weight is drawn in `_fill`; the library's own draw would be wasted
             model = _refusing(lambda: AutoModelForCausalLM.from_config(spec.hf_config(layers), **load), spec)
@@ -191,7 +223,7 @@ def _with_adapter(base: nn.Module, adapt: dict[str, Any]) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = adapt.pop("config")
-    return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **config), **adapt)
+    return get_peft_model(base, LoraConfig(**config), **adapt)
 
 
 def _fill(model: nn.Module, dtype: torch.dtype, seed: int, *, frozen: bool) -> None:

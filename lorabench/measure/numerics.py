@@ -35,7 +35,7 @@ UPDATE = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 1e-1}
 
 @dataclass(frozen=True)
 class Outcome:
-    """Loss and adapter gradients (float32) of one step, and the parameters before and after its update."""
+    """Loss and adapter gradients (float32; of an op also Y and dX) of one step, and the error of its update."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -73,12 +73,13 @@ def shorten(samples: Sequence[Sample]) -> list[Sample]:
 def one_step(arm: Arm) -> Outcome:
     """One whole step of a twin, with the optimizer's update checked against plain AdamW on the same gradients."""
     arm.step.clear()
-    loss = 0.0
+    loss, others = 0.0, {}
     for batch in arm.step.batches:
         part = arm.step.forward(batch)
         arm.step.backward(part)
-        loss += float(part.detach())
-    gradients = arm.gradients()
+        loss += arm.step.loss_of(part.detach())
+        others |= arm.step.compared(part)
+    gradients = arm.gradients() | others
     before = {n: p.detach().clone() for n, p in arm.adapters()}
     arm.step.update()
     return Outcome(loss, gradients, _update_error(arm, before, gradients))
@@ -155,8 +156,9 @@ def explain(numerics: Numerics) -> str:
     if numerics.grad_error == float("inf") and numerics.grad_allowed == 0:
         return f"the trained tensors differ from plain PEFT's: {numerics.worst}"
     if numerics.grad_error > numerics.grad_allowed:
+        what = numerics.worst if " " in numerics.worst else f"the gradient of {numerics.worst}"  # Y and dX of an op
         return (
-            f"the gradient of {numerics.worst} is off by {numerics.grad_error:.2g} from float32 PEFT "
+            f"{what} is off by {numerics.grad_error:.2g} from float32 PEFT "
             f"(allowed {numerics.grad_allowed:.2g}; plain PEFT's worst tensor {numerics.plain_grad_error:.2g})"
         )
     if numerics.loss_error > numerics.loss_allowed:

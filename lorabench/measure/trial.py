@@ -77,6 +77,7 @@ def run_trial(arm: Arm, around: Callable[[str], None] = lambda phase: None) -> T
     """
     step: Step = arm.step
     step.clear()
+    step.settle()
     synchronize(arm.device)
     clock, labels, losses = Clock(arm.device), [], []
     began = time.perf_counter()
@@ -90,14 +91,15 @@ def run_trial(arm: Arm, around: Callable[[str], None] = lambda phase: None) -> T
         clock.mark()
         losses.append(loss.detach())
         labels += ["forward", "backward"]
-    around("step")
-    step.update()
-    clock.mark()
-    labels.append("step")
+    if "step" in step.phases:
+        around("step")
+        step.update()
+        clock.mark()
+        labels.append("step")
     device_ms, host_ms = clock.device_ms(), clock.host_ms()
     ended = time.perf_counter()
-    sums = lambda times: {p: sum((t for t, l in zip(times, labels, strict=True) if l == p), 0.0) for p in TIMED}  # noqa: E731
-    return Trial(sums(device_ms), sums(host_ms), float(sum(x.double() for x in losses)), began, ended)
+    sums = lambda times: {p: sum((t for t, l in zip(times, labels, strict=True) if l == p), 0.0) for p in step.phases}  # noqa: E731
+    return Trial(sums(device_ms), sums(host_ms), sum(step.loss_of(x) for x in losses), began, ended)
 
 
 def warm_up(arm: Arm, rounds: int) -> list[Trial]:

@@ -96,6 +96,9 @@ class Ablation:
 
     def adapt(self, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of `peft.get_peft_model` (`autocast_adapter_dtype`) and, under the key
+    ops: ClassVar[bool] = False  # also knows a single operation out of a model (`linear-4096x4096`)
+    bound: ClassVar[bool] = False  # not a training step but a bound on one: no gate, no agreement, last, no verdict
+    own_masks: ClassVar[bool] = False  # draws dropout masks that the gate cannot share: gated at dropout 0
         "config", those of `peft.LoraConfig`, in place."""
 
     def patch(self, model: torch.nn.Module) -> int | None:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lorabench.plan import registry
 from lorabench.plan.ablation import Ablation
 from lorabench.plan.design import DESIGNS, Cell, DesignError, cells
-from lorabench.plan.model import Lora, ModelSpec
+from lorabench.plan.model import Lora, ModelSpec, linear
 from lorabench.plan.registry import NameUnknown, nearest
 from lorabench.plan.workload import Workload, WorkloadError, fixed
 
@@ -149,18 +149,27 @@ def reference(config: SweepConfig) -> list[Ablation]:
 
 
 def _pair(item: Any, config: SweepConfig, default: Defaults) -> tuple[ModelSpec, Workload]:
-    if not isinstance(item, str):
-        raise NameUnknown(f"a model is a name, NAME@WORKLOAD or a YAML file, not {item!r}")
+    """A model of the list `models=` and its workload: NAME, NAME@WORKLOAD or {either: {field of `lora`: value}}."""
+    lora: Any = None
+    if isinstance(item, Mapping) and len(item) == 1:
+        item, lora = next(iter(item.items()))
+    if not isinstance(item, str) or not isinstance(lora, Mapping | None):
+        raise NameUnknown(f"a model is a name, NAME@WORKLOAD, a YAML file, or {{either: {{r: 8, …}}}}, not {item!r}")
     name, _, own = item.partition("@")
     wanted = own or config.workload
-    return model(name, config), workload(default.workload if wanted == "auto" else wanted)
+    return model(name, config, lora), workload(default.workload if wanted == "auto" else wanted)
 
 
-def model(name: str, config: SweepConfig) -> ModelSpec:
-    """A model by name (conf/model) or from a YAML file with `source` and `config`. Raises NameUnknown."""
-    fields, label = _read("model", name)
-    common = {"dtype": config.dtype, "weights": config.weights, "lora": config.lora.model_dump()}
-    return ModelSpec.model_validate({"name": label, **common, **fields})
+def model(name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None) -> ModelSpec:
+    """A model by name (conf/model), from a YAML file with `source` and `config`, or a single linear
+    (`linear-4096x14336`). `lora` changes the sweep's adapter for it, and is part of its label. Raises NameUnknown."""
+    fields, label = (made, name) if (made := linear(name)) else _read("model", name)
+    common = {"dtype": config.dtype, "weights": config.weights, "lora": config.lora.model_dump() | dict(lora or {})}
+    return ModelSpec.model_validate({"name": label + _changes(lora or {}), **common, **fields})
+
+
+def _changes(values: Mapping[str, Any]) -> str:
+    return "(" + ", ".join(f"{k}={v}" for k, v in values.items()) + ")" if values else ""
 
 
 def workload(item: str | Mapping[str, Any]) -> Workload:
@@ -175,9 +184,7 @@ def workload(item: str | Mapping[str, Any]) -> Workload:
         fields, label = made.model_dump(exclude={"name"}), item
     else:
         fields, label = _read("workloads", item)
-    if changes:
-        label += "(" + ", ".join(f"{k}={v}" for k, v in changes.items()) + ")"
-    return Workload.model_validate({"name": label, **fields, **changes})
+    return Workload.model_validate({"name": label + _changes(changes), **fields, **changes})
 
 
 def _read(group: str, name: str) -> tuple[dict[str, Any], str]:

@@ -1,12 +1,18 @@
-"""The model: an architecture from its published configuration, its weights, and the PEFT adapter on it."""
+"""The model: an architecture from its published configuration, its weights, and the PEFT adapter on it.
+
+Or, for the cells that measure one operation, a single linear: `linear-4096x14336` (see measure/op.py).
+"""
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LINEAR = "linear"  # the family of a single linear, and the name of its module
 
 
 class Lora(BaseModel):
@@ -58,8 +64,25 @@ class ModelSpec(BaseModel):
     def family(self) -> str:
         return self.config["model_type"]
 
+    @property
+    def op(self) -> bool:
+        """Whether this is one operation out of a model: fed hidden states instead of tokens, no loss, no optimizer."""
+        return self.family == LINEAR
+
+    def adapter(self) -> dict[str, Any]:
+        """Keyword arguments of PEFT's LoraConfig."""
+        if self.op:
+            return self.lora.model_dump() | {"target_modules": [LINEAR]}
+        return self.lora.model_dump() | {"task_type": "CAUSAL_LM"}
+
+    def without_dropout(self) -> ModelSpec:
+        return self.model_copy(update={"lora": self.lora.model_copy(update={"lora_dropout": 0.0})})
+
     def hf_config(self, layers: int | None = None) -> Any:
-        """transformers' configuration object; `layers` overrides the depth (the gate's shallow twin)."""
+        """transformers' configuration object; `layers` overrides the depth (the gate's shallow twin). Of a single
+        linear its own sizes; the vocabulary is of no matter there, as only the number of tokens counts."""
+        if self.op:
+            return SimpleNamespace(**self.config, vocab_size=2)
         from transformers import AutoConfig
 
         config = dict(self.config)
@@ -71,6 +94,17 @@ class ModelSpec(BaseModel):
 
     def shape(self) -> Shape:
         return Shape.of(self.hf_config(), self.lora)
+
+
+def linear(name: str) -> dict[str, Any] | None:
+    """`linear-4096x14336` -> the fields of a ModelSpec: one frozen linear of 4096 inputs and 14336 outputs under LoRA.
+    None where the name is no such pair, or a size is zero."""
+    match = re.fullmatch(rf"{LINEAR}-([1-9]\d*)x([1-9]\d*)", name)
+    if not match:
+        return None
+    inputs, outputs = map(int, match.groups())
+    config = {"model_type": LINEAR, "in_features": inputs, "out_features": outputs}
+    return {"source": "a single linear, no published model", "config": config, "weights": "random"}
 
 
 class Shape(BaseModel):
@@ -85,6 +119,10 @@ class Shape(BaseModel):
 
     @classmethod
     def of(cls, config: Any, lora: Lora) -> Shape:
+        if config.model_type == LINEAR:
+            k, n = config.in_features, config.out_features
+            own = {"frozen_per_layer": k * n, "adapter_per_layer": lora.r * (k + n)}
+            return cls(layers=1, hidden=k, attention_width=0, head=0, **own)
         hidden, inner = config.hidden_size, config.intermediate_size
         head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
         q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim

@@ -139,6 +139,7 @@ class Record(Strict):
     tokens: Tokens | None = None
     memory: dict[ArmName, ArmMemory] | None = None
     numerics: Numerics | None = None
+    limit: Literal[True] | None = None  # the candidate is a bound on a step, no way to train: no numerics, no verdict
     applied: dict[str, int] | None = None  # sites changed, per toggle of the candidate
     notes: dict[str, Any] = Field(default_factory=dict)  # what a toggle says of itself: backend, versions, graph breaks
     bound: dict[ArmName, dict[Literal["forward", "backward", "step"], PhaseBound]] | None = None
@@ -157,8 +158,9 @@ class Record(Strict):
         if self.schema_ != SCHEMA:
             raise ValueError(f"schema {self.schema_}: this lorabench reads schema {SCHEMA}")
         if self.status == "ok":
-            missing = [f for f in ("phases", "tokens", "numerics", "applied", "pairing") if getattr(self, f) is None]
-            if missing or not self.numerics.passed:  # type: ignore[union-attr]
+            needed = ["phases", "tokens", "applied", "pairing"] + ["numerics"] * (not self.limit)
+            missing = [f for f in needed if getattr(self, f) is None]
+            if missing or (self.numerics and not self.numerics.passed):
                 raise ValueError(f"status ok needs {missing or 'numerics that passed'}")
         elif not self.reason:
             raise ValueError(f"status {self.status} needs a reason")

@@ -166,7 +166,7 @@ class Runner:
         return Record(
             key=cell.key, session=self.session, model=cell.model.name, workload=cell.workload.name, design=cell.design,
             reference=[a.label for a in cell.reference], candidate=[a.label for a in cell.candidate],
-            ablations=[a.label for a in cell.toggles], **fields,
+            ablations=[a.label for a in cell.toggles], limit=any(a.bound for a in cell.candidate) or None, **fields,
         )  # fmt: skip
 
 
@@ -188,7 +188,9 @@ def _phases(
 ) -> dict[Literal["forward", "backward", "step", "total"], Phase]:
     phases: dict[Any, Phase] = {}
     for name in PHASES:
-        times = [arm.times[name] if arm and arm.times else None for arm in (reference, candidate)]
+        times = [arm.times.get(name) if arm else None for arm in (reference, candidate)]
+        if not any(times):
+            continue  # an op has no optimizer step
         phase = Phase(reference_ms=_short(times[0]), candidate_ms=_short(times[1]))
         if times[0] and times[1] and (ratio := speedup(times[0], times[1], paired=pairing == "paired")):
             phase.speedup, phase.low, phase.high = ratio.centre, ratio.low, ratio.high

@@ -193,7 +193,7 @@ class Measurement:
 
         cell = self.cell
         return build(
-            name, cell.model, cell.workload, kwargs.pop("samples", self.samples), ablations,
+            name, kwargs.pop("spec", cell.model), cell.workload, kwargs.pop("samples", self.samples), ablations,
             dtype=self.dtype, device=self.device, seed=cell.seed, **kwargs,
         )  # fmt: skip
 
@@ -203,7 +203,9 @@ class Measurement:
 
         from lorabench.measure import numerics
 
-        make = partial(self._build, layers=numerics.TWIN_LAYERS, samples=numerics.shorten(self.samples))
+        both = (*self.cell.reference, *self.cell.candidate)
+        spec = self.cell.model.without_dropout() if any(a.own_masks for a in both) else self.cell.model
+        make = partial(self._build, spec=spec, layers=numerics.TWIN_LAYERS, samples=numerics.shorten(self.samples))
         with self._seconds("gate"):
             self.tell("numerics gate")
             self.now = "gold"
@@ -212,6 +214,8 @@ class Measurement:
             for name in self.job.arms:
                 self.now = name
                 ablations = self.cell.arm(name)
+                if any(a.bound for a in ablations):
+                    continue  # computes no adapter's gradients: there is nothing to judge
                 if name == "candidate" and not self.cell.toggles and "reference" in self.job.arms:
                     self.result.arms[name].numerics = self.result.arms["reference"].numerics
                     continue  # the reference against itself: one verdict serves both
@@ -262,6 +266,8 @@ class Measurement:
                 raise NotApplied(f"{ablation.name} changed nothing in {self.cell.model.name}")
             into.applied[ablation.name] = sites
             into.notes.update(ablation.notes(evidence))
+            if ablation.own_masks and self.cell.model.lora.lora_dropout:
+                into.notes["gate"] = f"at dropout 0: {ablation.name} draws masks that plain PEFT cannot share"
 
     def agreement(self) -> None:
         """The full arms' first steps against each other, where both are here."""
@@ -288,7 +294,7 @@ class Measurement:
                 raise Failure("wrong_numerics", str(error), None) from None
         self.result.telemetry = sampler.summary(list(zip(*trials.values(), strict=True)))
         for name, done in trials.items():
-            times = {phase: [t.device_ms[phase] for t in done] for phase in trial.TIMED}
+            times = {phase: [t.device_ms[phase] for t in done] for phase in done[0].device_ms}
             self.result.arms[name].times = {**times, "total": [t.total_ms for t in done]}
         self.trials = trials
 

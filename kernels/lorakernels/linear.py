@@ -1,0 +1,79 @@
+"""PEFT's LoRA linears one by one, wherever they stand: for modules that `apply` does not know, and for measuring one.
+
+    report = apply_linears(model)               # every LoRA linear that stays PEFT's own computation
+    remove_linears(model)
+
+What reads X and what comes before is somebody else's, so X is copied into the operand buffer where the one-GEMM form is
+taken; `apply`, which knows the layer, has X written there in the first place. Run: python -m pytest
+tests/lorakernels/test_linear.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .fused import project
+from .patching import Change, Left, Report
+from .projection import Projection
+from .sites import LinearSite, NotFused, linear_site
+
+MARK = "_lorakernels_linear"
+
+
+class _Single:
+    """One linear's site and projection."""
+
+    def __init__(self, site: LinearSite, one_gemm: bool):
+        self.site, self.group = site, Projection([site.member], one_gemm)
+
+    def ready(self) -> bool:
+        """`LinearSite.ready` takes a replaced forward for somebody else's; ours stands aside while it looks."""
+        own = self.site.module.__dict__.pop("forward")
+        try:
+            return self.site.ready()
+        finally:
+            self.site.module.forward = own
+
+
+def _forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Bound to an instance of PEFT's LoRA linear."""
+    single: _Single = getattr(self, MARK)
+    if args or kwargs or not single.ready():
+        return type(self).forward(self, x, *args, **kwargs)
+    return project(x, [single.group], training=self.training).to(x.dtype)
+
+
+def apply_linears(model: Any, *, one_gemm: bool = True) -> Report:
+    """Changes every LoRA linear in `model`, in place; the report names them and those left to PEFT, with the reason.
+
+    one_gemm: [X|S]·[W|sB]ᵀ where it is measured to be faster; off: a GEMM and an in-place addmm.
+    """
+    report = Report()
+    for name, parent in list(model.named_modules()):
+        for child, module in list(parent._modules.items()):
+            if not (hasattr(module, "lora_A") and hasattr(module, "base_layer")):
+                continue
+            path = f"{name}.{child}" if name else child
+            try:
+                _bind(_Single(linear_site(path, parent), one_gemm))
+            except NotFused as reason:
+                report.left.append(Left(path, "linear", str(reason)))
+            else:
+                report.changed.append(Change(path, ("linear",)))
+    return report
+
+
+def _bind(single: _Single) -> None:
+    module = single.site.module
+    setattr(module, MARK, single)
+    module.forward = _forward.__get__(module)
+    single.group.adopt()
+
+
+def remove_linears(model: Any) -> None:
+    """Gives every linear that `apply_linears` changed its own forward and a contiguous weight back."""
+    for module in model.modules():
+        single = module.__dict__.pop(MARK, None)
+        if single is not None:
+            del module.__dict__["forward"]
+            single.group.release()
