@@ -183,9 +183,11 @@ def _measure(
     session = new_session(arguments, machine, ceilings, workers.method)
     store.add_session(session)
     began = time.monotonic()
-    runner = Runner(workers, machine, ceilings, session["id"], config.timeout_s, config.output)
     refused = sum(refusal(cell, machine) is not None for cell in todo)
-    with Display(console, todo, refused) as display:
+    with (
+        Runner(workers, machine, ceilings, session["id"], config.timeout_s, config.output) as runner,
+        Display(console, todo, refused) as display,
+    ):
         for cell in todo:
             display.start(cell)
             record = runner.measure(cell, display.phase)

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 import torch
-import torch.profiler  # noqa: F401
+import torch.profiler
 import transformers  # noqa: F401
 from transformers import AutoModelForCausalLM  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
@@ -15,9 +15,12 @@ import lorabench.measure.profile
 import lorabench.measure.roofline
 import lorabench.measure.telemetry
 import lorabench.measure.trial
+import lorabench.measure.twins
 import lorabench.run.worker  # noqa: F401
 
-if (
-    find_spec("bitsandbytes") is None
-):  # else peft imports it, and it asks the driver for the GPU: that spoils every fork
+if find_spec("bitsandbytes") is None:
     import peft  # noqa: F401
+else:
+    # peft would import bitsandbytes, and that asks the driver for the GPU, which spoils every fork. What takes its time
+    # there is torch's compiler (1.1 of 1.2 s), which asks nobody; the rest is left to each worker.
+    import torch._inductor.compile_fx  # noqa: F401

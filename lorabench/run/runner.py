@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class Pair:
 
 
 class Runner:
-    """Measures cells one after the other with one set of workers."""
+    """Measures cells one after the other with one set of workers. A context manager: it keeps a temporary folder."""
 
     def __init__(
         self,
@@ -54,6 +55,13 @@ class Runner:
         self.workers, self.machine, self.session, self.timeout_s = workers, machine, session, timeout_s
         self.ceilings = ceilings or {}
         self.log = folder / ".worker.log"
+        self._twins = tempfile.TemporaryDirectory(prefix="lorabench-twins-")
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._twins.cleanup()
 
     def measure(self, cell: Cell, tell: Callable[[str], None] = lambda text: None) -> Record:
         """One cell to its record. Never raises for what a cell does."""
@@ -81,6 +89,7 @@ class Runner:
             gate,
             ceiling,
             str(self.log),
+            self._twins.name,
             spawned=time.time(),
             sweep=os.getpid(),
         )
@@ -89,7 +98,9 @@ class Runner:
         result = self.workers.run(self._job(cell, ARMS, cell.trials, gate=True), self.timeout_s, tell)
         if result.status == "oom" and result.resident:
             tell("both arms do not fit together: separate processes")
-            return self._separately(cell, tell)
+            pair = self._separately(cell, tell)
+            _add(pair.seconds, result.seconds)  # the attempt together is part of what the cell cost
+            return pair
         pair = Pair("paired", result, dict(result.seconds))
         if result.status == "oom" and result.arm:
             self._survivor(cell, pair, tell)

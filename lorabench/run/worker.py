@@ -39,6 +39,7 @@ class Job:
     gate: bool  # whether this worker runs the numerics gate of its arms
     ceiling_tflops: float | None
     log: str  # file that takes the worker's stdout and stderr
+    twins: str  # the sweep's folder of the gate's gold and plain twins
     spawned: float  # time.time() when the runner started it
     sweep: int  # process id of the sweep
 
@@ -199,9 +200,7 @@ class Measurement:
 
     def gate(self) -> None:
         """Every arm against float32 PEFT, before anything is timed. The gold is made before any patch."""
-        import torch
-
-        from lorabench.measure import numerics
+        from lorabench.measure import numerics, twins
 
         both = (*self.cell.reference, *self.cell.candidate)
         spec = self.cell.model.without_dropout() if any(a.own_masks for a in both) else self.cell.model
@@ -209,8 +208,8 @@ class Measurement:
         with self._seconds("gate"):
             self.tell("numerics gate")
             self.now = "gold"
-            gold = numerics.twin(make, "gold", (), upcast=True)
-            low = gold if self.dtype == torch.float32 else numerics.twin(make, "plain", (), upcast=False)
+            file = twins.path(self.job.twins, self.cell.model, self.cell.workload, self.cell.seed, self.dtype)
+            gold, low = twins.kept(file, self.device, partial(self._gold_and_low, make))
             for name in self.job.arms:
                 self.now = name
                 ablations = self.cell.arm(name)
@@ -225,6 +224,14 @@ class Measurement:
                     raise Failure("wrong_numerics", f"{name}: {numerics.explain(verdict)}", name)
             del gold, low, got
             self._free()
+
+    def _gold_and_low(self, make: Callable[..., Any]) -> tuple[Any, Any]:
+        import torch
+
+        from lorabench.measure.numerics import twin
+
+        gold = twin(make, "gold", (), upcast=True)
+        return gold, gold if self.dtype == torch.float32 else twin(make, "plain", (), upcast=False)
 
     def _free(self) -> None:
         import torch

@@ -5,6 +5,7 @@ import torch
 from helpers import PEFT, arm
 from torch.utils.flop_counter import FlopCounterMode
 
+from lorabench.measure.profile import union
 from lorabench.measure.roofline import bounds, ceilings, flops, label
 from lorabench.measure.trial import Trial
 from lorabench.plan.compose import load_config, model
@@ -72,3 +73,8 @@ def test_memory_parts_count_tied_weights_once(names):
     made = arm(*names)
     distinct = {p.data_ptr(): p.nbytes for p in made.model.parameters() if not p.requires_grad}
     assert _parts(made)["weights"] == sum(distinct.values())
+
+
+def test_the_device_is_busy_for_the_union_of_its_intervals():
+    assert union([(10, 20), (12, 15), (18, 30), (30, 31), (40, 45)]) == 21 + 5
+    assert union([]) == 0

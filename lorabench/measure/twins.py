@@ -1,0 +1,61 @@
+"""The gate's gold and plain twins, kept between the cells of a sweep: all that differ only in their toggles share them.
+
+They lie in a temporary folder of the sweep, which deletes it at its end: a safetensors file (nothing is unpickled) for
+each model, workload, seed and precision. Always computed before any toggle has patched anything in that process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from lorabench.measure.numerics import Outcome
+from lorabench.plan.model import ModelSpec
+from lorabench.plan.workload import Workload
+
+
+def path(folder: str, spec: ModelSpec, workload: Workload, seed: int, dtype: torch.dtype) -> Path:
+    """The file of these twins. Device and library versions are the sweep's, and so is the folder."""
+    content = [spec.model_dump(mode="json"), workload.model_dump(mode="json"), seed, str(dtype)]
+    return Path(folder) / f"{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}.safetensors"
+
+
+def kept(file: Path, device: torch.device, compute: Callable[[], tuple[Outcome, Outcome]]) -> tuple[Outcome, Outcome]:
+    """(gold, plain PEFT in the compute dtype) out of the file; where there is none, computed and put there."""
+    if file.exists():
+        return _read(file, device)
+    gold, low = compute()
+    _write(file, gold, low)
+    return gold, low
+
+
+def _read(file: Path, device: torch.device) -> tuple[Outcome, Outcome]:
+    with safe_open(file, framework="pt", device=str(device)) as stored:
+        scalars = json.loads(stored.metadata()["scalars"])
+        made: dict[str, Outcome] = {}
+        for which, numbers in scalars.items():
+            names = [n for n in stored.keys() if n.startswith(f"{which}/")]  # noqa: SIM118 (no mapping)
+            gradients = {n.removeprefix(f"{which}/"): stored.get_tensor(n) for n in names}
+            made[which] = Outcome(**numbers, gradients=gradients)
+    return made["gold"], made.get("low", made["gold"])
+
+
+def _write(file: Path, gold: Outcome, low: Outcome) -> None:
+    """Whole or not at all. A cache that cannot be written costs time, not the cell."""
+    both = {"gold": gold} if low is gold else {"gold": gold, "low": low}
+    scalars: dict[str, Any] = {w: {"loss": o.loss, "update_error": o.update_error} for w, o in both.items()}
+    tensors = {f"{w}/{n}": g.contiguous() for w, o in both.items() for n, g in o.gradients.items()}
+    partial = file.with_suffix(f".{os.getpid()}")
+    try:
+        save_file(tensors, partial, {"scalars": json.dumps(scalars)})
+        os.replace(partial, file)
+    except (OSError, SafetensorError):
+        partial.unlink(missing_ok=True)

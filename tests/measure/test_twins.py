@@ -1,0 +1,88 @@
+"""The gate's gold and plain twins are computed once, and what comes out of the file is what was put in."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import arm, cells
+
+from lorabench.measure import numerics, twins
+from lorabench.measure.numerics import twin
+from lorabench.run.worker import ArmResult, Job, Measurement
+
+DEVICE = torch.device("cpu")
+MACHINE = SimpleNamespace(device="cpu", dtype=lambda wanted: "float32")
+
+
+def computed(dtype):
+    def make(name, ablations, upcast):
+        return arm(*ablations, dtype=dtype, layers=2, upcast=upcast)
+
+    gold = twin(make, "gold", (), upcast=True)
+    return gold, gold if dtype == torch.float32 else twin(make, "plain", (), upcast=False)
+
+
+def same(one, two):
+    gradients = set(one.gradients) == set(two.gradients) and all(
+        torch.equal(g, two.gradients[n]) for n, g in one.gradients.items()
+    )
+    return gradients and (one.loss, one.update_error) == (two.loss, two.update_error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_read_is_what_was_computed(dtype, tmp_path):
+    file, calls = tmp_path / "twins.safetensors", []
+
+    def compute():
+        calls.append(1)
+        return computed(dtype)
+
+    first, second = (twins.kept(file, DEVICE, compute) for _ in range(2))
+    assert calls == [1]
+    assert all(same(a, b) for a, b in zip(first, second, strict=True))
+    assert (second[0] is second[1]) == (dtype == torch.float32)
+    assert [f.name for f in tmp_path.iterdir()] == ["twins.safetensors"]
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
+    made = computed(torch.float32)
+    gold, low = twins.kept(tmp_path / "gone" / "twins.safetensors", DEVICE, lambda: made)
+    assert gold is made[0] and low is made[1]
+
+
+def test_one_file_for_all_that_differ_in_their_toggles_alone():
+    def file(*overrides, seed=0, dtype=torch.float32):
+        cell = cells(*overrides, "ablations=[eager]")[1]
+        return twins.path("folder", cell.model, cell.workload, seed, dtype)
+
+    same = [file(), file("reference=peft_low"), file("trials=7")]
+    other = [
+        file(seed=1), file(dtype=torch.bfloat16), file("workload=2x17"), file("lora.r=4"), file("models=[tiny-gemma]"),
+    ]  # fmt: skip
+    assert len(set(same)) == 1
+    assert len({same[0], *other}) == 1 + len(other)
+
+
+def gated(cell, folder, monkeypatch):
+    """(twins built, the candidate's verdict) of the gate of one cell."""
+    built, plain = [], numerics.twin
+    job = Job(
+        cell, MACHINE, ("reference", "candidate"), rounds=1, gate=True, ceiling_tflops=None, log="", twins=str(folder),
+        spawned=0.0, sweep=0,
+    )  # fmt: skip
+    measurement = Measurement(job, tell=lambda text: None)
+    measurement.result.arms = {name: ArmResult() for name in job.arms}
+    with monkeypatch.context() as patch:
+        patch.setattr(numerics, "twin", lambda make, name, *a, **k: built.append(name) or plain(make, name, *a, **k))
+        measurement.gate()
+    return built, measurement.result.arms["candidate"].numerics
+
+
+def test_the_next_cell_s_gate_computes_its_arms_alone(tmp_path, monkeypatch):
+    shared, fresh = tmp_path / "shared", tmp_path / "fresh"
+    shared.mkdir(), fresh.mkdir()
+    first, second = (c for c in cells("ablations=[eager,sdpa_math]") if c.toggles)
+    assert gated(first, shared, monkeypatch)[0] == ["gold", "reference", "candidate"]
+    built, verdict = gated(second, shared, monkeypatch)
+    assert built == ["reference", "candidate"]
+    assert (["gold", *built], verdict) == gated(second, fresh, monkeypatch)
