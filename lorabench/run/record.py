@@ -60,7 +60,7 @@ class ArmMemory(Strict):
     backward: int | None = None
     step: int | None = None
     peak: int | None = None  # the largest of the three
-    reserved: int | None = None  # by the caching allocator, while this arm warmed up
+    reserved: int | None = None  # by the caching allocator while this arm warmed up, from an emptied cache
     retries: int | None = None  # cudaMalloc retries: the allocator had to give memory back and try again
     process: int | None = None  # peak resident set size of the worker, this arm's growth
 

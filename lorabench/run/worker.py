@@ -246,6 +246,8 @@ class Measurement:
 
         self.now = name
         into = self.result.arms[name]
+        with self._seconds("build"):
+            self._free()  # else this arm would take what the other's trials left cached, and seem to reserve nothing
         held, cached = memory.allocated(self.device), memory.reserved(self.device)
         with self._seconds("build"):
             self.tell(f"building the {name}")

@@ -1,0 +1,35 @@
+"""dS with dB, and dA, from one read of dY or X, against library products. Run: python -m pytest
+benchmarks/lorakernels/bench_lora_grad.py
+"""
+
+import pytest
+import torch
+from lorakernels.lora_grad import A_TILES, TAIL_TILES, a_gradient, tail_and_b, tail_fits
+
+
+@pytest.mark.parametrize("form", [*TAIL_TILES, "library"])
+@pytest.mark.parametrize("site", ["hidden", "wide"])
+def test_tail_and_b(form, site, time, tensor, shapes):
+    m, n, r = shapes["tokens"], shapes[site], shapes["rank"]
+    d, sb, s = tensor(m, n + r), tensor(n, r), tensor(m, r)
+    if form != "library" and not tail_fits(d, [n], [r]):
+        pytest.skip("runs in Triton only")
+
+    def library():
+        torch.mm(d[:, :n], sb, out=d[:, n:])
+        return d[:, :n].t() @ s
+
+    time(library if form == "library" else lambda: tail_and_b(d, sb, s, [n], r, form), m * n * d.element_size())
+
+
+@pytest.mark.parametrize("form", [*A_TILES, "library"])
+def test_a_gradient(form, time, tensor, shapes):
+    m, k, r = shapes["tokens"], shapes["hidden"], shapes["rank"]
+    ds, h, weight, rstd = tensor(m, r), tensor(m, k), tensor(k), tensor(m).float()
+    if form != "library" and not tail_fits(h, [k], [r]):
+        pytest.skip("runs in Triton only")
+
+    def library():
+        return ((ds * rstd[:, None]).to(ds.dtype).t() @ h) * weight
+
+    time(library if form == "library" else lambda: a_gradient(ds, h, rstd, weight, 0.0, form), m * k * h.element_size())

@@ -1,0 +1,170 @@
+"""The gradients of LoRA's own matrices, each from one read of the wide tensor that it needs:
+
+    dS = dY · sB   and   dB = dYᵀ · sS     (`tail_and_b`: dS lands behind dY, dB is returned)
+    dA = dSᵀ · X                           (`a_gradient`: X itself, or the input of the norm that made X)
+
+dY: (M, N) with spare columns behind it, sB: (N, p), S: (M, p), X: (M, K), dB: (N, r), dA: (p, K). These products are
+hundreds of times longer than wide, so reading dY or X is all they cost; as library calls dS and dB read dY twice, q, k
+and v want three products each, and a sum over 8192 rows is split and added up by a further launch. Both results grow
+in float32 through atomic adds: the last bits differ from run to run, as those of the attention's backward do.
+Where X = rstd · h · (w + offset) is a norm's output, it is made again in registers. Measured (docs/lab-notes.md) and
+chosen against the library's form by `tune`. Run: python -m pytest tests/lorakernels/test_lora_grad.py
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .rms_norm import forward_into as norm_into
+from .runtime import cdiv, check, jit, next_power_of_2, tl, use_triton, working_dtype
+
+MAX_RANK = 64  # of one member: above it the accumulators leave the registers
+BLOCK = 64  # columns a step; the steps of a program have to end where a member ends
+# (rows, most steps of a program): few long programs for many rows, many short ones for few.
+TAIL_TILES = {"one_read": (128, 16), "one_read_short": (128, 3), "one_read_small": (64, 2)}
+# (rows, columns, warps, stages, most steps of a program)
+A_TILES = {"one_read": (128, 128, 8, 2, 8), "one_read_narrow": (64, 64, 4, 3, 4)}
+
+
+def tail_and_b_reference(dy, sb, s):
+    """(dS, dB of all columns of S) in float32 (float64 for float64)."""
+    dtype = working_dtype(dy)
+    return dy.to(dtype) @ sb.to(dtype), dy.to(dtype).t() @ s.to(dtype)
+
+
+def a_gradient_reference(ds, h, rstd: Any = None, weight: Any = None, offset: float = 0.0):
+    """dA in float32 (float64 for float64)."""
+    dtype = working_dtype(h)
+    x = h.to(dtype)
+    if rstd is not None:
+        x = x * rstd[:, None].to(dtype) * (weight.to(dtype) + offset)
+    return ds.to(dtype).t() @ x
+
+
+@jit
+def _tail_and_b_kernel(
+    dy_ptr, sb_ptr, s_ptr, ds_ptr, db_ptr, m, n, end_0, end_1, rank, dy_row, sb_row, s_row, ds_row,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """BM rows times STEPS · BN columns, all of one member (its columns of S begin at `skip`)."""
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    r = tl.arange(0, R)
+    first = tl.program_id(1) * STEPS * BN
+    skip = tl.where(first >= end_0, rank, 0) + tl.where(first >= end_1, rank, 0)
+    narrow = (row[:, None] < m) & (r[None, :] < rank)
+    s = tl.load(s_ptr + row[:, None] * s_row + skip + r[None, :], mask=narrow, other=0.0)
+    acc = tl.zeros((BM, R), tl.float32)
+    for i in range(STEPS):
+        col = first + i * BN + tl.arange(0, BN)
+        inside = (row[:, None] < m) & (col[None, :] < n)
+        dy = tl.load(dy_ptr + row[:, None] * dy_row + col[None, :], mask=inside, other=0.0)
+        known = (col[:, None] < n) & (r[None, :] < rank)
+        sb = tl.load(sb_ptr + col[:, None].to(tl.int64) * sb_row + skip + r[None, :], mask=known, other=0.0)
+        acc = tl.dot(dy, sb, acc, input_precision="ieee")
+        db = tl.dot(tl.trans(dy), s, input_precision="ieee")
+        tl.atomic_add(db_ptr + col[:, None].to(tl.int64) * rank + r[None, :], db, mask=known, sem="relaxed")
+    tl.atomic_add(ds_ptr + row[:, None] * ds_row + skip + r[None, :], acc, mask=narrow, sem="relaxed")
+
+
+@jit
+def _a_kernel(
+    h_ptr, w_ptr, rstd_ptr, ds_ptr, da_ptr, m, n, rank, h_row, ds_row, offset,
+    NORM: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """STEPS · BM rows times BN columns of X, made from h where NORM."""
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    r = tl.arange(0, R)
+    acc = tl.zeros((BN, R), tl.float32)
+    w = tl.load(w_ptr + col, mask=col < n, other=0.0).to(tl.float32) + offset
+    for i in range(STEPS):
+        row = ((tl.program_id(1) * STEPS + i) * BM + tl.arange(0, BM)).to(tl.int64)
+        inside = (row[:, None] < m) & (col[None, :] < n)
+        x = tl.load(h_ptr + row[:, None] * h_row + col[None, :], mask=inside, other=0.0)
+        if NORM:
+            rstd = tl.load(rstd_ptr + row, mask=row < m, other=0.0)
+            x = (x.to(tl.float32) * rstd[:, None] * w[None, :]).to(ds_ptr.dtype.element_ty)
+        narrow = (row[:, None] < m) & (r[None, :] < rank)
+        ds = tl.load(ds_ptr + row[:, None] * ds_row + r[None, :], mask=narrow, other=0.0)
+        acc = tl.dot(tl.trans(x), ds, acc, input_precision="ieee")
+    known = (col[:, None] < n) & (r[None, :] < rank)
+    tl.atomic_add(da_ptr + r[None, :].to(tl.int64) * n + col[:, None], acc, mask=known, sem="relaxed")
+
+
+def tail_fits(d: torch.Tensor, widths: list[int], ranks: list[int]) -> bool:
+    """One read gives both if the members (their widths of dY, their ranks) are of one rank and end on a block."""
+    even = len(widths) == 1 or math.gcd(*widths) % BLOCK == 0
+    return len(widths) <= 3 and even and len(set(ranks)) == 1 and 0 < ranks[0] <= MAX_RANK and use_triton(d)
+
+
+def tail_and_b(
+    d: torch.Tensor, sb: torch.Tensor, s: torch.Tensor, widths: list[int], rank: int, tile: str = "one_read"
+):
+    """Writes dS = dY · sB into the last p columns of d (M, N + p); returns dB (N, rank) in float32.
+
+    sb: (N, p), s: (M, p), each member's rank columns beside the one before. Needs `tail_fits`.
+    """
+    m, n, p = d.shape[0], sum(widths), sb.shape[1]
+    check(d.shape[1] == n + p and sb.shape[0] == n and s.shape == (m, p), "d, sB and S do not fit", d=d, sb=sb, s=s)
+    bm, most = TAIL_TILES[tile]
+    unit = math.gcd(*widths) if len(widths) > 1 else cdiv(n, BLOCK) * BLOCK
+    steps = next(i for i in range(most, 0, -1) if len(widths) == 1 or unit % (BLOCK * i) == 0)
+    ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
+    end_0, end_1 = (*ends, n, n)[:2] if ends else (n, n)
+    ds = torch.zeros(m, p, dtype=torch.float32, device=d.device)
+    db = torch.zeros(n, rank, dtype=torch.float32, device=d.device)
+    _tail_and_b_kernel[(cdiv(m, bm), cdiv(n, BLOCK * steps))](
+        d, sb, s, ds, db, m, n, end_0, end_1, rank, d.stride(0), sb.stride(0), s.stride(0), ds.stride(0),
+        STEPS=steps, BM=bm, BN=BLOCK, R=max(16, next_power_of_2(rank)), num_warps=4, num_stages=_stages(d, 3),
+    )  # fmt: skip
+    d[:, n:].copy_(ds)
+    return db
+
+
+def a_gradient(
+    ds: torch.Tensor, h: torch.Tensor, rstd: Any = None, weight: Any = None, offset: float = 0.0, tile: str = "one_read"
+):
+    """dA = dSᵀ · X (p, K) in float32; X is h, or rstd · h · (weight + offset) where rstd (M,) is given. ds: (M, p)."""
+    m, n = h.shape
+    p = ds.shape[1]
+    check(ds.shape[0] == m, "ds and h differ in rows", ds=ds, h=h)
+    bm, bn, warps, stages, steps = A_TILES[tile]
+    da = torch.zeros(p, n, dtype=torch.float32, device=h.device)
+    norm = rstd is not None
+    _a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
+        h, weight if norm else h, rstd if norm else h, ds, da, m, n, p, h.stride(0), ds.stride(0), offset,
+        NORM=norm, STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps,
+        num_stages=_stages(ds, stages),
+    )  # fmt: skip
+    return da
+
+
+@dataclass
+class Source:
+    """The input X (M, K) of projections, as backward has it: h itself in any dtype, or, with a norm, what
+    rstd · h · (weight + offset) makes of it again."""
+
+    h: torch.Tensor
+    dtype: torch.dtype
+    norm: Any = None  # eps and offset
+    rstd: Any = None
+    weight: Any = None
+    _made: Any = None
+
+    def tensor(self) -> torch.Tensor:
+        """X in dtype."""
+        if self._made is None:
+            if self.norm is None:
+                self._made = self.h.to(self.dtype)
+            else:
+                self._made = torch.empty(self.h.shape, dtype=self.dtype, device=self.h.device)
+                norm_into(self.h, None, self.weight, self.norm.eps, self.norm.offset, self._made)
+        return self._made
+
+
+def _stages(tensor: torch.Tensor, wanted: int) -> int:
+    """Float32 tiles are too large for several stages."""
+    return wanted if tensor.element_size() < 4 else 1
