@@ -178,12 +178,12 @@ def _base_model(spec: ModelSpec, load: dict[str, Any], device: torch.device, lay
     from transformers import AutoModelForCausalLM
 
     model: Any
-    if spec.weights == "random":
-        from transformers.initialization import no_init_weights
     if spec.op:
         from lorabench.measure import op
 
         return op.OneLinear(spec, load["dtype"], device)
+    if spec.weights == "random":
+        from transformers.initialization import no_init_weights
 
         with device, no_init_weights():  # every weight is drawn in `_fill`; the library's own draw would be wasted
             model = _refusing(lambda: AutoModelForCausalLM.from_config(spec.hf_config(layers), **load), spec)

@@ -86,6 +86,9 @@ class Ablation:
     summary: ClassVar[str] = ""
     requires: ClassVar[Requires] = Requires()
     excludes: ClassVar[Mapping[str, str]] = {}  # name or slot of another toggle -> why both cannot be on
+    ops: ClassVar[bool] = False  # also knows a single operation out of a model (`linear-4096x4096`)
+    bound: ClassVar[bool] = False  # not a training step but a bound on one: no gate, no agreement, last, no verdict
+    own_masks: ClassVar[bool] = False  # draws dropout masks that the gate cannot share: gated at dropout 0
     recomputes: ClassVar[bool] = False  # runs the forward again in backward: counted apart from useful work
     global_patch: ClassVar[bool] = False  # changes more than its own model: measured in separate processes
     tolerance: ClassVar[Tolerance | None] = None
@@ -96,9 +99,6 @@ class Ablation:
 
     def adapt(self, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of `peft.get_peft_model` (`autocast_adapter_dtype`) and, under the key
-    ops: ClassVar[bool] = False  # also knows a single operation out of a model (`linear-4096x4096`)
-    bound: ClassVar[bool] = False  # not a training step but a bound on one: no gate, no agreement, last, no verdict
-    own_masks: ClassVar[bool] = False  # draws dropout masks that the gate cannot share: gated at dropout 0
         "config", those of `peft.LoraConfig`, in place."""
 
     def patch(self, model: torch.nn.Module) -> int | None:

@@ -140,6 +140,8 @@ def refusal(cell: Cell, machine: Any) -> tuple[str, str] | None:
         if reason := conflict(arm):
             return "conflict", reason
     for ablation in (*cell.reference, *cell.candidate):
+        if cell.model.op and not ablation.ops:
+            return "unsupported", f"{ablation.name} is for whole models; {cell.model.name} is a single operation"
         if reason := ablation.requires.unmet(machine, cell.model):
             return "unsupported", f"{ablation.name} {reason}"
     for toggle in cell.toggles:
@@ -147,6 +149,4 @@ def refusal(cell: Cell, machine: Any) -> tuple[str, str] | None:
             return "not_applied", f"{toggle.label} is already part of the reference"
         if reason := toggle.excuses(cell.reference, machine.dtype(cell.model.dtype)):
             return "not_applied", reason
-        if cell.model.op and not ablation.ops:
-            return "unsupported", f"{ablation.name} is for whole models; {cell.model.name} is a single operation"
     return None
