@@ -208,7 +208,7 @@ class Measurement:
         with self._seconds("gate"):
             self.tell("numerics gate")
             self.now = "gold"
-            file = twins.path(self.job.twins, self.cell.model, self.cell.workload, self.cell.seed, self.dtype)
+            file = twins.path(self.job.twins, spec, self.cell.workload, self.cell.seed, self.dtype)
             gold, low = twins.kept(file, self.device, partial(self._gold_and_low, make))
             for name in self.job.arms:
                 self.now = name
@@ -268,7 +268,8 @@ class Measurement:
         into.trained = arm.step.items
 
     def _audit(self, arm: Any, ops: Any, into: ArmResult) -> None:
-        for ablation in arm.ablations:
+        # A bound runs no part of the model, so the reference's toggles cannot be at work in it.
+        for ablation in [a for a in arm.ablations if a.bound] or arm.ablations:
             evidence = Evidence(arm, arm.patched[ablation.name], ops)
             sites = ablation.audit(evidence)
             if sites == 0:

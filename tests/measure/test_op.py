@@ -140,9 +140,9 @@ class Here:
 def test_the_suite_s_cells_become_records_on_a_cpu(tmp_path):
     small = ("reference=linear", "trials=3", "warmup=1", "dtype=float32")
     overrides = config("suite=lorafusion_kernels", *small, f"models=[{{{LINEAR}@1x32: {{lora_dropout: 0.1, r: 4}}}}]")
-    runner = Runner(Here(), describe(), None, "test", 60, tmp_path)
-    again, bare, addmm, ours = map(runner.measure, plan(overrides, "cpu").cells)
-    every = (again, bare, addmm, ours)
+    with Runner(Here(), describe(), None, "test", 60, tmp_path) as runner:
+        every = [runner.measure(cell) for cell in plan(overrides, "cpu").cells]
+    again, _, addmm, ours = every
     assert {r.model for r in every} == {f"{LINEAR}(lora_dropout=0.1, r=4)"}
     assert {(r.status, r.reason) for r in every} == {("ok", None)}
     assert all(set(r.phases) == {"forward", "backward", "total"} for r in every)
