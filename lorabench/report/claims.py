@@ -102,6 +102,8 @@ def match(records: Sequence[Record], sources: Sequence[Source] | None = None) ->
 def _match(source: Source, claim: Claim, record: Record) -> Match | None:
     if claim.model and claim.model != record.model.lower():
         return None
+    if claim.quantity == "kernel_speedup" and not _of_an_op(record):
+        return None
     tested, base = _names(record.ablations), _names(record.reference)
     removed = set(claim.reference) - set(claim.candidate)
     if any(tested == set(c) - set(claim.reference) for c in [claim.candidate, *claim.equivalents]):
@@ -113,6 +115,11 @@ def _match(source: Source, claim: Claim, record: Record) -> Match | None:
     return None
 
 
+def _of_an_op(record: Record) -> bool:
+    """Whether it is of a single operation: that has no optimizer step, and its total is the operation's own time."""
+    return "step" not in (record.phases or {"step": None})
+
+
 def _names(labels: Sequence[str]) -> set[str]:
     """Toggles without their parameters: `lora_kernels(rank=8)` is tested against claims for lora_kernels."""
     return {label.partition("(")[0].strip() for label in labels}
@@ -121,6 +128,8 @@ def _names(labels: Sequence[str]) -> set[str]:
 def measured(record: Record, quantity: str) -> tuple[float, float, float]:
     """Our (value, low, high) for a claim's quantity; NaN for what a record of a training step does not hold."""
     phase, _, kind = quantity.partition("_")
+    if phase == "kernel":
+        phase = "total"  # of an op: see `_match`
     if kind == "speedup":
         return phase_speedup(record, phase) or UNKNOWN
     memory = record.memory or {}

@@ -12,7 +12,14 @@ def found(records, source=None):
 
 def test_every_source_loads_with_its_figures():
     sources = {s.id: s for s in claims.load_claims()}
-    assert set(sources) == {"axolotl_blog", "axolotl_guide", "lorafusion", "mlora", "predibase_ladder"}
+    assert set(sources) == {
+        "axolotl_blog",
+        "axolotl_guide",
+        "lorafusion",
+        "lorafusion_kernels",
+        "mlora",
+        "predibase_ladder",
+    }
     assert len(sources["axolotl_blog"].claims) == 12
     forward = [c for c in sources["axolotl_blog"].claims if c.quantity == "forward_speedup"]
     assert [(c.model, c.low) for c in forward] == [
@@ -61,6 +68,16 @@ def test_outcome_compares_the_interval_with_the_range(record, speedup, expected)
 def test_measured_memory_is_of_the_phase_that_the_claim_names(record):
     value, *_ = claims.measured(record(["lora_kernels"], peaks=(8, 5)), "backward_memory_saved_pct")
     assert value == pytest.approx(37.5)
+
+
+def test_a_claim_of_a_kernel_alone_stands_beside_single_linears_only(record):
+    step = record(["lora_kernels"], reference=("adapters_in_compute_dtype",), speedup=1.5)
+    linear = step.model_copy(update={"phases": {p: step.phases[p] for p in ("forward", "backward", "total")}})
+    assert not found([step], "lorafusion_kernels")
+    average, best = found([linear], "lorafusion_kernels")
+    assert (average.low, best.low, best.same_baseline) == (1.27, 1.39, True)
+    assert claims.measured(linear, "kernel_speedup")[0] == pytest.approx(1.5, rel=0.05)
+    assert claims.outcome(best) == "above"
 
 
 def test_a_claim_without_direction_or_with_a_typo_is_refused():

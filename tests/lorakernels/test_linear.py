@@ -1,0 +1,112 @@
+"""Single LoRA linears: PEFT's numbers, everything that PEFT must do itself left to it, and the way back."""
+
+import pytest
+import torch
+from lorakernels.linear import apply_linears, remove_linears
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+K, N = 24, 40
+
+
+class Two(nn.Module):
+    """Two linears in a module that `lorakernels.apply` has never heard of."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(K, N), nn.Linear(N, K, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def model(targets=("up", "down"), **kwargs):
+    torch.manual_seed(0)
+    made = get_peft_model(Two().double(), LoraConfig(r=3, target_modules=list(targets), **kwargs))
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.3)
+    return made.double()
+
+
+def results(made, x):
+    x = x.clone().requires_grad_()
+    y = made(x)
+    y.square().sum().backward()
+    grads = {n: p.grad.clone() for n, p in made.named_parameters() if p.grad is not None}
+    made.zero_grad()
+    return {"y": y.detach(), "x": x.grad, **grads}
+
+
+def same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 5, K, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("one_gemm", [True, False])
+@pytest.mark.parametrize("kwargs", [{}, {"bias": "lora_only"}, {"lora_bias": True}, {"use_rslora": True}])
+def test_outputs_and_all_gradients_are_peft_s(x, one_gemm, kwargs):
+    made = model(**kwargs)
+    wanted = results(made, x)
+    report = apply_linears(made, one_gemm=one_gemm)
+    assert report.counts == {"linear": 2} and not report.left
+    same(results(made, x), wanted)
+
+
+def test_remove_gives_back_what_there_was(x):
+    made = model()
+    wanted, state = results(made, x), {n: t.clone() for n, t in made.state_dict().items()}
+    apply_linears(made)
+    remove_linears(made)
+    linears = [m for m in made.modules() if hasattr(m, "lora_A")]
+    assert all("forward" not in m.__dict__ and m.base_layer.weight.is_contiguous() for m in linears)
+    assert made.state_dict().keys() == state.keys()
+    same(results(made, x), wanted)
+    assert apply_linears(made).total == 2  # and once more
+
+
+def test_what_is_switched_off_or_merged_afterwards_is_peft_s(x):
+    made = model()
+    apply_linears(made)
+    with made.disable_adapter(), torch.no_grad():
+        bare = made(x)
+    wide = Two().double()
+    wide.load_state_dict({n.replace(".base_layer", ""): t for n, t in made.base_model.model.state_dict().items()
+                          if "lora" not in n})  # fmt: skip
+    torch.testing.assert_close(bare, wide(x).detach())
+    with torch.no_grad():
+        before = made(x)
+        made.merge_adapter()
+        torch.testing.assert_close(made(x), before)
+        assert not torch.allclose(before, bare)
+
+
+def test_what_is_not_known_is_left_with_the_reason(x):
+    made = model(use_dora=True)
+    report = apply_linears(made)
+    assert report.total == 0
+    assert [(entry.name.rpartition(".")[2], entry.part) for entry in report.left] == [
+        ("up", "linear"),
+        ("down", "linear"),
+    ]
+    assert "Dora" in report.left[0].reason
+    twice = model(targets=["up"])
+    assert apply_linears(twice).total == 1
+    again = apply_linears(twice)
+    assert again.total == 0 and "replaced forward" in again.left[0].reason
+
+
+def test_dropout_draws_anew_in_training_and_not_in_evaluation(x):
+    made = model(lora_dropout=0.5)
+    apply_linears(made)
+    with torch.no_grad():
+        assert not torch.equal(made(x), made(x))
+        made.eval()
+        assert torch.equal(made(x), made(x))

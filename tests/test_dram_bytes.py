@@ -1,0 +1,82 @@
+"""benchmarks/dram_bytes.py: ncu's CSV to bytes per arm and phase; the arms are the suite's."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorabench.measure.trial import run_trial
+
+PATH = Path(__file__).resolve().parents[1] / "benchmarks/dram_bytes.py"
+HEADER = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
+
+
+@pytest.fixture(scope="module")
+def dram():
+    spec = importlib.util.spec_from_file_location("dram_bytes", PATH)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["dram_bytes"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["dram_bytes"]
+
+
+def lines(dram, per_arm):
+    """What ncu writes for a run in which every phase of an arm is two kernels of so many MB."""
+    rows, launch = ["==PROF== Connected to process 1", "==PROF== Disconnected", HEADER], 0
+
+    def kernel(name, read, written):
+        nonlocal launch
+        for metric, unit, value in (("read", "Mbyte", f"{read:,.1f}"), ("write", "byte", f"{written * 1e6:,.0f}")):
+            rows.append(f'"{launch}","1","{name}","cmd","dram__bytes_{metric}.sum","{unit}","{value}"')
+        launch += 1
+
+    for segment in dram.segments():
+        kernel("at::cuda::<unnamed>::spin_kernel(long)", 1e6, 1e6)
+        for _ in range(2):
+            kernel("gemm, bf16", per_arm[segment.arm], 1000 if segment.phase == "forward" else 0)
+    return [row + "\n" for row in rows]
+
+
+def test_bytes_are_summed_by_phase_and_set_against_torch_lora(dram):
+    found = dram.read(lines(dram, {"torch LoRA": 2000, "bare_linear": 500, "lora_addmm": 1500, "lora_kernels": 1000}))
+    assert found[dram.Segment(5120, 0.0, "lora_addmm", "forward")] == [("gemm, bf16", 1.5e9, 1e9)] * 2
+    shown = dram.table(found)
+    assert len(shown) == 2 + 3 * 2 * 4
+    ours = next(line for line in shown if line.startswith("| 4096 → 4096, dropout 0.1 | lora_kernels"))
+    assert [c.strip() for c in ours.split("|")[3:-1]] == [
+        "2.000 + 2.000", "−33.3 %", "4.000 + 2.000", "−40.0 %", "−37.4 %",
+    ]  # fmt: skip
+    assert sum("−37.4 %" in line for line in shown) == 1  # published for dropout 0.1 alone
+    assert dram.kernels(found)[1].split() == ["2000.0", "1000.0", "gemm,", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda rows: rows[:2], "not what ncu --csv writes"),
+        (lambda rows: rows[:-6], "47 phases are marked, 48 expected"),
+        (lambda rows: [*rows[:3], *rows[5:]], "before the first marker"),
+        (lambda rows: [r.replace('"Mbyte"', '"Mibyte"') for r in rows], "unit 'Mibyte'"),
+    ],
+)
+def test_what_is_not_a_whole_run_is_refused(dram, spoil, says):
+    rows = lines(dram, dict.fromkeys(dram.ARMS, 1000))
+    with pytest.raises(ValueError, match=says):
+        dram.read(spoil(rows))
+
+
+def test_the_arms_are_the_suite_s(dram):
+    made = {arm.name: arm for arm in dram.arms(32, 64, 0.1, torch.device("cpu"))}
+    assert tuple(made) == dram.ARMS
+    for arm in made.values():
+        run_trial(arm)
+    gradients = [p.grad for _, p in made["lora_kernels"].adapters()]
+    assert all(g is not None for g in gradients)
+    assert all(p.grad is None for _, p in made["bare_linear"].adapters())
+    assert made["lora_addmm"].step.x.shape == (1, 64, 32)
