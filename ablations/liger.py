@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,6 +11,8 @@ from torch import nn
 from lorabench.plan.ablation import Ablation, Evidence, Requires, Unsupported
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
+PARTS = ("norm", "rope", "loss", "mlp")  # slots of the sites that Liger patches
+NO_CAPTURE = "its fused cross-entropy waits for the device (.item()), which a capture forbids"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +30,32 @@ class Liger(Ablation):
         device="cuda", packages={"liger_kernel": "pip install 'lorabench[gpu]'"}, families=frozenset(FAMILIES)
     )
     excludes: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("norm", "rope", "loss", "mlp"), "liger patches the same sites"),
-        "cuda_graph": "its fused cross-entropy waits for the device (.item()), which a capture forbids",
+        **dict.fromkeys(PARTS, "liger patches the same sites"),
+        "cuda_graph": NO_CAPTURE,
     }
     global_patch: ClassVar[bool] = True
 
     def patch(self, model: nn.Module) -> int:
-        from liger_kernel.transformers import monkey_patch
-
-        base = model.get_base_model()  # type: ignore[operator]
-        apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(base.config.model_type)
-        if apply is None:
-            raise Unsupported(f"liger knows no model_type {base.config.model_type}")
-        before = {name: _methods(module) for name, module in base.named_modules()}
-        apply(model=base)
-        return sum(_methods(module) != before[name] for name, module in base.named_modules())
+        return apply_liger(model)
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         from importlib.metadata import version
 
         return {"liger": version("liger-kernel")}
+
+
+def apply_liger(model: nn.Module, *, activation: bool = True) -> int:
+    """Liger's kernels onto a PEFT model; returns the modules changed. `activation` off leaves the MLP as it is."""
+    from liger_kernel.transformers import monkey_patch
+
+    base = model.get_base_model()  # type: ignore[operator]
+    apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(base.config.model_type)
+    if apply is None:
+        raise Unsupported(f"liger knows no model_type {base.config.model_type}")
+    switches = {} if activation else {s: False for s in ("swiglu", "geglu") if s in inspect.signature(apply).parameters}
+    before = {name: _methods(module) for name, module in base.named_modules()}
+    apply(model=base, **switches)
+    return sum(_methods(module) != before[name] for name, module in base.named_modules())
 
 
 def _methods(module: nn.Module) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorabench.plan.ablation import Ablation, Unsupported
+from lorabench.plan.ablation import Ablation, Blueprint, Unsupported
 from lorabench.plan.model import ModelSpec
 from lorabench.plan.weights import WeightsError, source_arguments
 from lorabench.plan.workload import Batch, Sample, Workload, pad
@@ -148,8 +148,10 @@ def build(
     for ablation in ordered:
         ablation.load(load)
         ablation.adapt(adapt)
-    base = _base_model(spec, load, device, layers)
-    model = _with_adapter(base, adapt)
+    base = partial(_base_model, spec, load, device, layers)
+    blueprint = Blueprint(spec.hf_config(layers), dtype, adapt, base)
+    own = (a.build(blueprint) for a in ordered)
+    model = next((m for m in own if m is not None), None) or _with_adapter(base(), adapt)
     _fill(model, dtype, seed, frozen=spec.weights == "random")
     if upcast:
         model.float()
@@ -219,7 +221,7 @@ def _refusing(make: Callable[[], Any], spec: ModelSpec) -> Any:
         raise Unsupported(message) from error
 
 
-def _with_adapter(base: nn.Module, adapt: dict[str, Any]) -> nn.Module:
+def _with_adapter(base: Any, adapt: dict[str, Any]) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = adapt.pop("config")

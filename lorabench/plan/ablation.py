@@ -2,7 +2,7 @@
 
 A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
 and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
-load, adapt, patch, batch, optimize, step; `audit` then proves that the toggle engaged.
+load, adapt, build, patch, batch, optimize, step; `audit` then proves that the toggle engaged.
 docs/add-an-ablation.md walks through one.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -69,6 +69,16 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
+class Blueprint:
+    """What `build` makes a PEFT model from. `base()` makes transformers' model, on the arm's device."""
+
+    config: Any  # transformers' configuration, of the depth that is wanted
+    dtype: torch.dtype
+    adapter: Mapping[str, Any]  # as `adapt` left it
+    base: Callable[[], torch.nn.Module]
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What `audit` may look at: the finished arm after one traced forward, backward and update."""
 
@@ -100,6 +110,11 @@ class Ablation:
     def adapt(self, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of `peft.get_peft_model` (`autocast_adapter_dtype`) and, under the key
         "config", those of `peft.LoraConfig`, in place."""
+
+    def build(self, blueprint: Blueprint) -> torch.nn.Module | None:
+        """Make the PEFT model with a loader of one's own, its tensors under PEFT's names: random weights are drawn
+        afterwards, each by its name. None: leave it to another toggle or to `peft.get_peft_model`."""
+        return None
 
     def patch(self, model: torch.nn.Module) -> int | None:
         """Change the PEFT model in place, on the instance; return the number of sites. None: nothing to patch."""
