@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,13 @@ def random_samples(lengths: list[int], vocabulary: int = 256, seed: int = 0) -> 
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
     return [Sample(tokens, list(tokens)) for tokens in drawn]
+
+
+def md_rows(text: str, title: str) -> list[dict[str, str]]:
+    """The first table below a heading of summary.md, cells unescaped."""
+    block = text.split(f"## {title}\n\n")[1].split("\n\n")[0].splitlines()
+    cells = [[re.sub(r"\\(.)", r"\1", c.strip()) for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
 
 CPU = DEFAULTS["cpu"]

@@ -128,10 +128,13 @@ def plan(config: SweepConfig, device: str) -> Plan:
         if config.design not in DESIGNS:
             raise nearest("design", config.design, DESIGNS)
         pairs = [_pair(item, config, default) for item in config.models]
-        made = cells(
-            pairs, reference(config), [registry.ablation(item) for item in config.ablations], design=config.design,
-            trials=config.trials or default.trials, warmup=config.warmup or default.warmup, seed=config.seed,
-        )  # fmt: skip
+        toggles = [_together(item) for item in config.ablations]
+        counts = {"trials": config.trials or default.trials, "warmup": config.warmup or default.warmup}
+        made = [
+            cell
+            for reference in references(config)
+            for cell in cells(pairs, reference, toggles, design=config.design, seed=config.seed, **counts)
+        ]
     except ValidationError as error:
         raise ConfigError(_first(error)) from None
     except (NameUnknown, DesignError, WorkloadError) as error:
@@ -139,13 +142,22 @@ def plan(config: SweepConfig, device: str) -> Plan:
     return Plan(config, made)
 
 
-def reference(config: SweepConfig) -> list[Ablation]:
+def references(config: SweepConfig) -> list[list[Ablation]]:
+    """What the candidates are measured against: one baseline, several of them, or a list of ablations."""
     items = config.reference
-    if isinstance(items, str):
-        if items not in config.baselines:
-            raise nearest("baseline", items, config.baselines)
-        items = config.baselines[items]
-    return [registry.ablation(item) for item in items]
+    names = [items] if isinstance(items, str) else items
+    if isinstance(items, str) or any(isinstance(n, str) and n in config.baselines for n in names):
+        for name in names:
+            if name not in config.baselines:
+                raise nearest("baseline", str(name), config.baselines)
+        return [[registry.ablation(item) for item in config.baselines[name]] for name in names]
+    return [[registry.ablation(item) for item in items]]
+
+
+def _together(item: Any) -> tuple[Ablation, ...]:
+    """One item of `ablations=`: one toggle, or a list of toggles that make one candidate."""
+    parts: list[Any] = item if isinstance(item, list) and item else [item]
+    return tuple(registry.ablation(part) for part in parts)
 
 
 def _pair(item: Any, config: SweepConfig, default: Defaults) -> tuple[ModelSpec, Workload]:

@@ -13,6 +13,7 @@ from lorabench.plan.ablation import Ablation, combine, conflict
 from lorabench.plan.model import ModelSpec
 from lorabench.plan.workload import Workload
 
+Toggles = tuple[Ablation, ...]  # one item of `ablations=`: mostly one toggle, or several that make one candidate
 Design = Literal["solo", "ladder", "leave_one_out", "pairwise", "factorial"]
 DESIGNS: tuple[str, ...] = get_args(Design)
 LATER = ("seed",)  # fields of a workload that came after the first published records: unset, they leave the keys alone
@@ -75,28 +76,34 @@ def _content(ablations: Sequence[Ablation]) -> list[Any]:
 
 
 def contrasts(
-    design: str, reference: Sequence[Ablation], ablations: Sequence[Ablation]
+    design: str, reference: Sequence[Ablation], ablations: Sequence[Toggles]
 ) -> Iterator[tuple[list[Ablation], list[Ablation]]]:
     """(what the reference is, which toggles the candidate adds) for each cell of the design, without A/A.
 
-    solo: each alone. ladder: the first, the first two, … in the order given. leave_one_out: everything, against
-    everything but one. pairwise: each alone and every pair. factorial: every subset.
+    solo: each alone, those that are listed together together. ladder: the first, the first two, … in the order given.
+    leave_one_out: everything, against everything but one. pairwise: each alone and every pair. factorial: every subset.
     """
-    base, each = list(reference), list(ablations)
+    base = list(reference)
+    if design == "solo":
+        yield from ((base, list(together)) for together in ablations)
+        return
+    each = [a for (a,) in ablations]
     if design == "ladder":
         yield from ((base, each[:n]) for n in range(1, len(each) + 1))
     elif design == "leave_one_out":
         for left_out in each:
             yield combine(base, [a for a in each if a is not left_out]), [left_out]
     else:
-        largest = {"solo": 1, "pairwise": 2, "factorial": len(each)}[design]
+        largest = {"pairwise": 2, "factorial": len(each)}[design]
         for size in range(1, largest + 1):
             yield from ((base, list(chosen)) for chosen in itertools.combinations(each, size))
 
 
-def check_design(design: str, ablations: Sequence[Ablation]) -> None:
+def check_design(design: str, ablations: Sequence[Toggles]) -> None:
     """Raises DesignError where the design and the list do not go together."""
-    names = [a.label for a in ablations]
+    names = [" + ".join(sorted(a.label for a in together)) for together in ablations]
+    if design != "solo" and any(len(together) != 1 for together in ablations):
+        raise DesignError(f"design {design} takes toggles one by one; several as one candidate are for design=solo")
     twice = {n for n in names if names.count(n) > 1}
     if twice:
         raise DesignError(f"{sorted(twice)[0]} stands twice in ablations=")
@@ -109,7 +116,7 @@ def check_design(design: str, ablations: Sequence[Ablation]) -> None:
 def cells(
     pairs: Sequence[tuple[ModelSpec, Workload]],
     reference: Sequence[Ablation],
-    ablations: Sequence[Ablation],
+    ablations: Sequence[Toggles],
     *,
     design: str = "solo",
     trials: int = 30,

@@ -63,12 +63,29 @@ class Shapley(NamedTuple):
     missing: tuple[tuple[str, ...], ...]
 
 
-def groups(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    """Records by (model, workload), in order of first appearance."""
+def groups(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records by title, in order of first appearance: `model @ workload`, and against which reference where the sweep
+    had several (each has an A/A record of its own)."""
     found: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         found.setdefault((record.model, record.workload), []).append(record)
-    return found
+    titled: dict[str, list[Record]] = {}
+    for (model, workload), members in found.items():
+        bases = list(dict.fromkeys(tuple(r.reference) for r in members if r.is_noise_floor))
+        for record in members:
+            titled.setdefault(f"{model} @ {workload}{_against(record, bases)}", []).append(record)
+    return titled
+
+
+def _against(record: Record, bases: Sequence[tuple[str, ...]]) -> str:
+    """Which of several references is the record's: by the toggles that tell them apart. '' where there is but one."""
+    if len(bases) < 2:
+        return ""
+    own = set(record.reference)  # leave-one-out adds toggles to it: then the one most like it
+    base = max(bases, key=lambda base: (set(base) == own, len(own & set(base))))
+    apart = [t for t in dict.fromkeys(itertools.chain(*bases)) if not all(t in b for b in bases)]
+    has = [t for t in apart if t in base]
+    return f", reference {'with' if has else 'without'} {' + '.join(has or apart)}"
 
 
 def _logs(record: Record, phase: str = "total") -> NDArray[np.float64] | None:

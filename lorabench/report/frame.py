@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from lorabench.run.store import ENVIRONMENT, RecordError, read_records
 
 GIB = 2**30
 ARMS = ("reference", "candidate")
+FORWARD_BACKWARD = "forward + backward"
 Session = dict[str, Any]
 
 
@@ -51,7 +53,9 @@ def frame(records: Sequence[Record], sessions: Sequence[Session] = ()) -> pd.Dat
     p, p_holm: of the total, raw and corrected over all these records. noise_floor, detectable: shares, from the A/A
     record of the same model, workload and (where there is one) reference. verdict: see stats.verdict; None for A/A.
     {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling:
-    of the phase that takes longest, and averaged by time. device: from environment.json.
+    of the phase that takes longest, and averaged by time. limit: a bound on a step, not one; its total is forward +
+    backward. of_limit, _low, _high: limit's time / candidate's time, both of forward + backward (see `of_limit`).
+    device: from environment.json.
     """
     devices = {s["id"]: _device(s.get("machine") or {}) for s in sessions}
     rows = [_row(r, devices.get(r.session, "")) for r in records]
@@ -68,9 +72,25 @@ def toggles(record: Record) -> str:
     return " + ".join(record.ablations) or "reference again (A/A)"
 
 
+def trials_of(record: Record, phase: str) -> Phase | None:
+    """The trials of a phase, or of FORWARD_BACKWARD, their sum. A limit has no optimizer step, so forward + backward is
+    also what its `total` means, in both arms."""
+    phases: dict[Any, Phase] = dict(record.phases or {})
+    if phase != FORWARD_BACKWARD and not (phase == "total" and record.limit):
+        return phases.get(phase)
+    both = [phases[p] for p in ("forward", "backward") if p in phases]
+    if len(both) != 2:
+        return None
+    sums = {}
+    for arm in ARMS:
+        first, second = (getattr(p, f"{arm}_ms") for p in both)
+        sums[f"{arm}_ms"] = [a + b for a, b in zip(first, second, strict=True)] if first and second else None
+    return Phase(**sums)
+
+
 def phase_speedup(record: Record, phase: str) -> stats.Speedup | None:
     """Speed-up of one phase as it stands in the record, or computed from its trials where it is not there."""
-    found = (record.phases or {}).get(phase)  # type: ignore[call-overload]
+    found = trials_of(record, phase)
     if found is None or not found.reference_ms or not found.candidate_ms:
         return None
     if found.speedup is not None and found.low is not None and found.high is not None:
@@ -79,6 +99,40 @@ def phase_speedup(record: Record, phase: str) -> stats.Speedup | None:
         return _speedup(tuple(found.reference_ms), tuple(found.candidate_ms), record.pairing != "abba")
     except ValueError as error:
         raise RecordError(f"record {record.key} ({toggles(record)}), phase {phase}: {error}") from None
+
+
+def of_limit(record: Record, records: Sequence[Record]) -> stats.Speedup | None:
+    """The limit's time / this candidate's, forward + backward, of the same model, workload and reference; None without
+    one. The two were never in one cell: it is the ratio of their speed-ups over the reference, each measured in pairs.
+    """
+    alike = lambda r: (r.model, r.workload, frozenset(r.reference)) == (  # noqa: E731
+        record.model, record.workload, frozenset(record.reference),
+    )  # fmt: skip
+    limit = next((r for r in records if r.limit and r.status == "ok" and alike(r)), None)
+    if limit is None or record.limit or record.status != "ok":
+        return None
+    (ours, n), (bound, m) = _logs(record), _logs(limit)
+    if not n or not m:
+        return None
+    share = ours - bound  # cells are independent, so their replicates are subtracted one by one
+    low, high = np.quantile(share[1:], stats.tails(min(n, m)))
+    return stats.Speedup(*(math.exp(x) for x in (share[0], min(low, share[0]), max(high, share[0]))))
+
+
+def _logs(record: Record) -> tuple[Any, int]:
+    """Log speed-up of forward + backward, the centre and its bootstrap replicates; and the number of trials, 0 where
+    they are too few."""
+    trials, found = trials_of(record, FORWARD_BACKWARD), phase_speedup(record, FORWARD_BACKWARD)
+    if found is None or trials is None or not trials.reference_ms or not trials.candidate_ms:
+        return None, 0
+    times = (tuple(trials.reference_ms), tuple(trials.candidate_ms))
+    drawn = _replicates(*times, record.pairing != "abba", zlib.crc32(record.key.encode()))
+    return np.concatenate([[math.log(found.centre)], drawn]), min(map(len, times))
+
+
+@lru_cache(maxsize=4096)
+def _replicates(reference_ms: tuple[float, ...], candidate_ms: tuple[float, ...], paired: bool, seed: int) -> Any:
+    return stats.replicates(reference_ms, candidate_ms, paired, seed)
 
 
 @lru_cache(maxsize=4096)  # every output asks again, and a bootstrap takes some 20 ms
@@ -102,6 +156,7 @@ def _row(record: Record, device: str) -> dict[str, Any]:
         "reference": " + ".join(record.reference),
         "candidate": " + ".join(record.candidate),
         "noise_record": record.is_noise_floor,
+        "limit": bool(record.limit),
         "status": record.status,
         "reason": record.reason,
         "arm": record.arm,
@@ -114,7 +169,7 @@ def _row(record: Record, device: str) -> dict[str, Any]:
 def _times(record: Record) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for phase in PHASES:
-        times = (record.phases or {}).get(phase) or Phase()
+        times = trials_of(record, phase) or Phase()
         ratio = phase_speedup(record, phase)
         for arm in ARMS:
             median = stats.median_interval(getattr(times, f"{arm}_ms") or [])
@@ -122,7 +177,7 @@ def _times(record: Record) -> dict[str, Any]:
                 found[f"{phase}_{arm}_{name}"] = value
         for name, value in zip(("speedup", "low", "high"), ratio or (math.nan,) * 3, strict=True):
             found[f"{phase}_{name}"] = value
-    total = (record.phases or {}).get("total") or Phase()
+    total = trials_of(record, "total") or Phase()
     found["trials"] = min(len(total.reference_ms or []), len(total.candidate_ms or []))
     if total.reference_ms and total.candidate_ms:
         found["p"] = stats.p_value(total.reference_ms, total.candidate_ms, paired=record.pairing != "abba")
@@ -130,7 +185,8 @@ def _times(record: Record) -> dict[str, Any]:
 
 
 def _memory(record: Record) -> dict[str, Any]:
-    arms = {arm: (record.memory or {}).get(arm) or ArmMemory() for arm in ARMS}  # type: ignore[call-overload]
+    held: dict[Any, ArmMemory] = {} if record.limit else dict(record.memory or {})  # what a limit holds says nothing
+    arms = {arm: held.get(arm) or ArmMemory() for arm in ARMS}
     # A CPU has only the process's resident set; the two kinds are never compared with each other.
     kind = "peak" if any(m.peak is not None for m in arms.values()) else "process"
     used = {arm: getattr(m, kind) for arm, m in arms.items()}
@@ -149,7 +205,7 @@ def _throughput(record: Record) -> dict[str, Any]:
     total = (record.phases or {}).get("total") or Phase()
     for arm in ARMS:
         milliseconds = _median(getattr(total, f"{arm}_ms"))
-        tokens = record.tokens
+        tokens = None if record.limit else record.tokens
         padded = getattr(tokens, f"{arm}_padded") if tokens else 0
         found[f"{arm}_tokens_s"] = 1000 * tokens.real / milliseconds if tokens else math.nan
         found[f"{arm}_padded_share"] = padded / max(tokens.real + padded, 1) if tokens else math.nan
@@ -159,7 +215,8 @@ def _throughput(record: Record) -> dict[str, Any]:
 def _bounds(record: Record) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for arm in ARMS:
-        phases = (record.bound or {}).get(arm) or {}  # type: ignore[call-overload]
+        # Not of a limit: the FLOPs are those of a training step, of which it leaves some out.
+        phases = {} if record.limit else (record.bound or {}).get(arm) or {}  # type: ignore[call-overload]
         took = {p: _median(getattr((record.phases or {}).get(p) or Phase(), f"{arm}_ms")) for p in phases}
         labels = [(took[p], b.label) for p, b in phases.items() if b.label and took[p] > 0]
         reached = [(took[p], b.of_ceiling) for p, b in phases.items() if b.of_ceiling is not None and took[p] > 0]
@@ -201,16 +258,21 @@ def _columns() -> list[str]:
             for arm in ARMS]  # fmt: skip
     return [
         *("model", "workload", "toggles", "status", "verdict", "reason", *phases),
+        *("of_limit", "of_limit_low", "of_limit_high"),
         *("trials", "disturbed", "p", "p_holm", "noise_floor", "detectable", *arms, "memory_saved_pct"),
         *("grad_error", "grad_allowed", "loss_error", "loss_allowed", "worst_tensor", "tolerance", "applied"),
-        *("reference", "candidate", "design", "pairing", "arm", "noise_record", "wall_s", "overhead_share"),
+        *("reference", "candidate", "design", "pairing", "arm", "noise_record", "limit", "wall_s", "overhead_share"),
         *("device", "session", "key"),
     ]
 
 
 def _judge(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
-    """Fill in what takes more than one record: Holm's correction, the noise floor, the verdict."""
-    judged = [i for i, r in enumerate(records) if r.status == "ok" and not r.is_noise_floor and table["p"][i] >= 0]
+    """Fill in what takes more than one record: share of the limit, Holm's correction, noise floor, verdict."""
+    shares = [of_limit(r, records) or stats.Speedup(math.nan, math.nan, math.nan) for r in records]
+    for column, values in zip(("of_limit", "of_limit_low", "of_limit_high"), zip(*shares, strict=True), strict=False):
+        table[column] = values
+    tested = [r.status == "ok" and not r.is_noise_floor and not r.limit for r in records]
+    judged = [i for i, is_tested in enumerate(tested) if is_tested and table["p"][i] >= 0]
     adjusted = dict(zip(judged, stats.holm([table["p"][i] for i in judged]), strict=True))
     floors = [noise_interval(r, records) for r in records]
     table["p_holm"] = [adjusted.get(i, math.nan) for i in range(len(records))]

@@ -21,12 +21,13 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from lorabench.report.attribution import Rung, groups, ladder
 from lorabench.report.claims import match
-from lorabench.report.frame import Session, frame
-from lorabench.report.tables import ratio
+from lorabench.report.frame import Session
+from lorabench.report.tables import parts, ratio
 from lorabench.run.record import Record
 
 BLUE, ORANGE, GREEN, VERMILLION, GREY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777", "#CC79A7"
 LOOK = {"faster": (BLUE, "^"), "slower": (VERMILLION, "v"), "same": (GREY, "s"), "unclear": (ORANGE, "o")}
+LIMIT = (PURPLE, "*")  # of a bound on the step: it has no verdict
 PHASE_COLOURS = {"forward": BLUE, "backward": ORANGE, "step": GREEN}
 WIDTH, ROW, FRAME = 9.5, 0.27, 0.95  # inches: figure, one row, a panel's title and axis
 SMALL = 8.5
@@ -39,11 +40,7 @@ Panel = tuple[str, pd.DataFrame]
 
 def plots(records: Sequence[Record], sessions: Sequence[Session] = ()) -> dict[str, bytes]:
     """File name → PNG for every plot that these records have data for; {} where nothing was measured."""
-    table = frame(records, sessions)
-    panels = [
-        (f"{model} @ {workload}", table[(table["model"] == model) & (table["workload"] == workload)])
-        for model, workload in groups(records)
-    ]
+    panels = [(title, part) for title, part, _ in parts(records, sessions)]
     made = (_speedup(panels, records), _memory(panels), _phases(panels), _tradeoff(panels), _ladder(records))
     return {name: _png(figure) for name, figure in zip(NAMES, made, strict=True) if figure is not None}
 
@@ -122,6 +119,8 @@ def _speedup(panels: Sequence[Panel], records: Sequence[Record]) -> Figure | Non
         _forest(ax, title, part, claims)
     handles = [Line2D([], [], color=c, marker=m, lw=1.5, label=v) for v, (c, m) in LOOK.items()]
     handles += [Patch(color="#dddddd", label="noise floor")]
+    if any(part["limit"].any() for _, part in ordered):
+        handles += [Line2D([], [], color=LIMIT[0], marker=LIMIT[1], lw=1.5, label="limit")]
     if claims:
         handles += [Line2D([], [], color="black", marker="D", mfc="white", lw=0.8, label="published")]
     _legend(figure, handles)
@@ -129,8 +128,8 @@ def _speedup(panels: Sequence[Panel], records: Sequence[Record]) -> Figure | Non
 
 
 def _by_speed(part: pd.DataFrame) -> pd.DataFrame:
-    """The noise record on top, then from fast to slow, failed rows last."""
-    return part.sort_values(["noise_record", "total_speedup"], ascending=[False, False], kind="stable")
+    """The noise record on top, then from fast to slow, failed rows, the limit last."""
+    return part.sort_values(["limit", "noise_record", "total_speedup"], ascending=[True, False, False], kind="stable")
 
 
 def _forest(ax: Axes, title: str, part: pd.DataFrame, claims: dict[str, list[tuple[float, float]]]) -> None:
@@ -145,7 +144,7 @@ def _forest(ax: Axes, title: str, part: pd.DataFrame, claims: dict[str, list[tup
             ax.plot([low, high], [y, y], "D", color="black", mfc="white", ms=4.5, lw=0, zorder=2)
         if math.isfinite(row["total_speedup"]):
             values += [row["total_low"], row["total_high"]]
-            colour, marker = LOOK.get(row["verdict"] or "", (GREY, "o"))
+            colour, marker = LIMIT if row["limit"] else LOOK.get(row["verdict"] or "", (GREY, "o"))
             ax.plot([row["total_low"], row["total_high"]], [y, y], color=colour, lw=2, zorder=3)
             ax.plot([row["total_speedup"]], [y], marker, color=colour, ms=5.5, zorder=4)
         _note(ax, y, *_says(row))
@@ -274,7 +273,7 @@ def _margin_names(ax: Axes, rows: Sequence[Mapping[Any, Any]]) -> None:
 
 def _ladder(records: Sequence[Record]) -> Figure | None:
     """Waterfall of a step's time in per cent of the reference; only where a ladder was measured."""
-    found = [(f"{model} @ {workload}", ladder(members)) for (model, workload), members in groups(records).items()]
+    found = [(title, ladder(members)) for title, members in groups(records).items()]
     shown = [(title, rungs) for title, rungs in found if any(r.cumulative for r in rungs)]
     if not shown:
         return None

@@ -1,7 +1,8 @@
 """The tables: summary.csv (everything), summary.md and summary.tex (for reading), and one for the console.
 
 The human table is built once, as text cells grouped by model @ workload: the reference against itself first, then the
-toggles from the fastest, then the rows that failed, with status and reason. Each output only escapes and draws it.
+toggles from the fastest, then the rows that failed, with status and reason, then the limit. Each output only escapes
+and draws it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ HEADINGS = {
     "backward": "backward ×",
     "step": "step ×",
     "total": "total × [95 %]",
+    "of_limit": "of limit [95 %], forward + backward",
     "time": "median ms, ref → cand",
     "memory": "peak GiB, ref → cand",
     "tokens": "real tokens/s, ref → cand",
@@ -75,17 +77,21 @@ def _percent(value: Any) -> str:
 
 
 def grouped(records: Sequence[Record], sessions: Sequence[Session] = ()) -> list[Group]:
-    """The human table of all records, a group a model @ workload."""
-    table = frame(records, sessions)
+    """The human table of all records, a group a model @ workload (and reference)."""
     found = []
-    for (model, workload), members in groups(records).items():
-        part = table[(table["model"] == model) & (table["workload"] == workload)]
+    for title, part, members in parts(records, sessions):
         ordered = part.assign(_slow=-part["total_speedup"].fillna(0)).sort_values(
-            ["noise_record", "_slow"], ascending=[False, True], kind="stable"
+            ["limit", "noise_record", "_slow"], ascending=[True, False, True], kind="stable"
         )
         rows = [_cells(row) for row in ordered.to_dict("records")]
-        found.append(Group(f"{model} @ {workload}", rows, attribution_tables(members)))
+        found.append(Group(title, rows, attribution_tables(members)))
     return found
+
+
+def parts(records: Sequence[Record], sessions: Sequence[Session] = ()) -> list[tuple[str, pd.DataFrame, list[Record]]]:
+    """(title, rows of `frame`, records) of every group."""
+    table, row = frame(records, sessions), {id(r): i for i, r in enumerate(records)}
+    return [(title, table.iloc[[row[id(r)] for r in members]], members) for title, members in groups(records).items()]
 
 
 def _cells(row: Mapping[Any, Any]) -> dict[str, str]:
@@ -98,6 +104,7 @@ def _cells(row: Mapping[Any, Any]) -> dict[str, str]:
     return cells | {
         "toggles": row["toggles"],
         "total": ratio(row["total_speedup"], row["total_low"], row["total_high"]),
+        "of_limit": ratio(row["of_limit"], row["of_limit_low"], row["of_limit_high"]),
         "time": arrow(row["total_reference_ms"], row["total_candidate_ms"]),
         "memory": memory + saved if memory else "",
         "tokens": arrow(row["reference_tokens_s"], row["candidate_tokens_s"]),
@@ -114,6 +121,8 @@ def judgement(row: Mapping[Any, Any]) -> str:
         return f"reference does not fit, candidate does (oom): {row['reason']}"
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}"
+    if row["limit"]:
+        return "limit: no way to train; its total is forward + backward, without a step"
     if row["noise_record"]:
         sees = f", detects {_percent(row['detectable'])}" if math.isfinite(row["detectable"]) else ""
         return f"noise floor ±{_percent(row['noise_floor'])}{sees}"
@@ -250,8 +259,8 @@ def csv(table: pd.DataFrame) -> str:
 
 
 # Least important first: what gives way on a narrow terminal. Total, memory and verdict never do.
-_GIVE_WAY = ["padded", "numerics", "bound", "tokens", "step", "time", "forward", "backward"]
-_STYLE = {"faster": "green", "slower": "red", "same": "dim", "unclear": "yellow", "noise": "dim"}
+_GIVE_WAY = ["padded", "numerics", "bound", "tokens", "step", "time", "forward", "backward", "of_limit"]
+_STYLE = {"faster": "green", "slower": "red", "same": "dim", "unclear": "yellow", "noise": "dim", "limit:": "cyan"}
 
 
 def console_table(records: Sequence[Record], sessions: Sequence[Session] = (), width: int = 120) -> Table:

@@ -200,8 +200,8 @@ def _phases(
     phases: dict[Any, Phase] = {}
     for name in PHASES:
         times = [arm.times.get(name) if arm else None for arm in (reference, candidate)]
-        if not any(times):
-            continue  # an op has no optimizer step
+        if not any(times) or (reference and candidate and not all(times)):
+            continue  # neither an op nor a bound has an optimizer step
         phase = Phase(reference_ms=_short(times[0]), candidate_ms=_short(times[1]))
         if times[0] and times[1] and (ratio := speedup(times[0], times[1], paired=pairing == "paired")):
             phase.speedup, phase.low, phase.high = ratio.centre, ratio.low, ratio.high

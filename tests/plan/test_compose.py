@@ -30,6 +30,14 @@ def test_a_model_may_have_a_workload_of_its_own():
     assert [c.workload.name for c in made] == ["2x16", "2x16", "1x8", "1x8"]
 
 
+def test_several_baselines_give_every_cell_once_against_each():
+    made = cells("reference=[peft,peft_low]", "ablations=[eager]")
+    low = ["adapters_in_compute_dtype" in [a.name for a in c.reference] for c in made]
+    assert low == [False, False, True, True]
+    assert [len(c.toggles) for c in made] == [0, 1, 0, 1]
+    assert len({c.key for c in made}) == 4
+
+
 def test_parameters_of_an_ablation_and_of_a_workload():
     made = cells("ablations=[{gradient_checkpointing:{use_reentrant:true}}]")
     assert made[1].toggles[0].label == "gradient_checkpointing(use_reentrant=True)"
@@ -52,6 +60,7 @@ def test_every_suite_composes(name):
         ("suite=first_swep", "did you mean first_sweep?"),
         ("design=sollo", "did you mean solo?"),
         ("reference=peft_lo", "did you mean peft_low?"),
+        ("reference=[peft,peft_lo]", "did you mean peft_low?"),
         ("workload=gsm8", "did you mean gsm8k?"),
         ("ablations=[{torch_compile:{mod:x}}]", "did you mean mode?"),
         ("ablations=[{torch_compile:{mode:fastest}}]", "expected one of default"),

@@ -7,6 +7,7 @@ from helpers import PEFT, cells
 
 from lorabench.plan import registry
 from lorabench.plan.ablation import combine, conflict
+from lorabench.plan.compose import ConfigError
 from lorabench.plan.design import DesignError, check_design, refusal
 
 CPU = SimpleNamespace(device="cpu", capability=None, gpus=0, dtype=lambda wanted: "float32")
@@ -28,6 +29,16 @@ def test_solo_ladder_pairwise_and_factorial():
     assert [t for _, t in rows("ladder", *three)[1:]] == [["eager"], ["eager", "packing"], list(three)]
     assert len(rows("pairwise", *three)) == 1 + 3 + 3
     assert len(rows("factorial", *three)) == 2**3
+
+
+def test_toggles_listed_together_are_one_candidate_of_the_solo_design():
+    made = cells("ablations=[eager,[packing,adamw_fused]]")
+    assert [[t.name for t in c.toggles] for c in made] == [[], ["eager"], ["packing", "adamw_fused"]]
+    assert {a.name for a in made[2].candidate} == {"sdpa", "packing", "adamw_fused"}
+    with pytest.raises(ConfigError, match="design=solo"):
+        cells("design=ladder", "ablations=[eager,[packing,adamw_fused]]")
+    with pytest.raises(ConfigError, match="stands twice"):
+        cells("ablations=[[packing,eager],[eager,packing]]")
 
 
 def test_leave_one_out_puts_the_others_into_the_reference():
@@ -93,4 +104,4 @@ def test_the_key_is_the_content():
 def test_a_factorial_of_six_is_refused():
     six = [registry.ablation(n) for n in ("eager", "packing", "adamw", "cuda_graph", "liger", "torch_compile")]
     with pytest.raises(DesignError, match="64 arms"):
-        check_design("factorial", six)
+        check_design("factorial", [(a,) for a in six])

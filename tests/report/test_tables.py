@@ -6,18 +6,12 @@ import re
 
 import pandas as pd
 import pytest
+from helpers import md_rows
 from rich.console import Console
 
 from lorabench.report import tables
 from lorabench.report.frame import frame
 from lorabench.run.record import Record
-
-
-def md_rows(text, title):
-    """The first table below a heading, cells unescaped."""
-    block = text.split(f"## {title}\n\n")[1].split("\n\n")[0].splitlines()
-    cells = [[re.sub(r"\\(.)", r"\1", c.strip()) for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block]
-    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
 
 def console(records, width):

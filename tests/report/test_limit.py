@@ -1,0 +1,73 @@
+"""A bound on the step: last, without a verdict, and every other row as a fraction of it."""
+
+import pytest
+from helpers import md_rows
+
+from lorabench.report import tables
+from lorabench.report.frame import frame, of_limit
+from lorabench.report.plots import plots
+
+
+@pytest.fixture
+def with_limit(record):
+    """The reference, two toggles, one failure and a limit that is twice as fast as the reference and has no step."""
+
+    def build(**common):
+        bound = record(["frozen_limit"], speedup=2.0, limit=True, **common)
+        phases = {p: t for p, t in bound.phases.items() if p != "step"}
+        with_a_step = {"speedup": 3.0, "low": 2.9, "high": 3.1}  # as recorded: the reference's total has a step
+        phases["total"] = phases["total"].model_copy(update=with_a_step)
+        bound = bound.model_copy(update={"phases": phases, "numerics": None})
+        others = [record([], **common), record(["lora_kernels"], speedup=1.6, **common)]
+        return [bound, *others, record(["liger"], speedup=1.2, **common), record(["x"], status="crash", **common)]
+
+    return build
+
+
+def test_the_fraction_is_the_ratio_of_the_two_ratios(with_limit):
+    table = frame(with_limit()).set_index("toggles")
+    for row, expected in (("lora_kernels", 0.8), ("liger", 0.6), ("reference again (A/A)", 0.5)):
+        found = table.loc[row]
+        assert found["of_limit"] == pytest.approx(expected, rel=0.01)
+        assert found["of_limit_low"] < expected < found["of_limit_high"]
+    assert table.loc[["x", "frozen_limit"], "of_limit"].isna().all()
+
+
+def test_it_is_forward_and_backward_alone(record, with_limit):
+    bound = with_limit()[0]
+    cell = record(["a"], speedup=1.6)
+    slow = cell.phases["step"].model_copy(update={"candidate_ms": [1e4] * 30, "speedup": None})
+    same = cell.model_copy(update={"phases": cell.phases | {"step": slow}})
+    assert of_limit(same, [bound]) == of_limit(cell, [bound])
+
+
+def test_only_a_limit_of_the_same_cell_counts(record, with_limit):
+    bound = with_limit()[0]
+    assert of_limit(record(["a"]), [bound])
+    for change in ({"model": "big"}, {"workload": "4x2048"}, {"reference": ("sdpa",)}):
+        assert of_limit(record(["a"], **change), [bound]) is None
+
+
+def test_the_limit_is_the_last_row_and_has_no_verdict_memory_or_gate(with_limit):
+    records = with_limit()
+    rows = md_rows(tables.markdown(records), "smollm2-135m @ alpaca")
+    assert [r["toggle"] for r in rows] == ["reference again (A/A)", "lora_kernels", "liger", "x", "frozen_limit"]
+    assert rows[-1]["verdict"].startswith("limit: ")
+    assert float(rows[-1]["total × [95 %]"].split()[0]) == pytest.approx(2, rel=0.01)
+    assert all(rows[-1][c] == "" for c in ("step ×", "peak GiB, ref → cand", "gradient error / allowed"))
+    assert rows[1]["of limit [95 %], forward + backward"].startswith("0.80")
+    table = frame(records).set_index("toggles")
+    assert table.loc[["frozen_limit"], ["verdict", "p_holm"]].isna().all(axis=None)
+    assert plots(records)["speedup.png"].startswith(b"\x89PNG")
+
+
+def test_without_a_limit_there_is_no_such_column(sweep):
+    assert "of limit" not in tables.markdown(sweep())
+
+
+def test_several_references_are_tables_of_their_own(with_limit):
+    low = (*("sdpa", "adamw_fused"), "adapters_in_compute_dtype")
+    text = tables.markdown([*with_limit(), *with_limit(reference=low)])
+    titles = [f"smollm2-135m @ alpaca, reference {w} adapters\\_in\\_compute\\_dtype" for w in ("without", "with")]
+    for title in titles:
+        assert len(md_rows(text, title)) == 5
