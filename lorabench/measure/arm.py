@@ -48,7 +48,7 @@ class Step:
         self.optimizer.step()
 
     def settle(self) -> None:
-        """What has to happen before every trial and is part of none of its times."""
+        """Called right before a trial's first mark, with an idle device; part of no time, and not waited for."""
 
     def loss_of(self, out: Tensor) -> float:
         """The number that stands for the loss, of what `forward` returned; asked for after the trial."""

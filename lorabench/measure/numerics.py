@@ -43,16 +43,19 @@ class Outcome:
 
 
 class SharedMask(nn.Module):
-    """Dropout whose mask depends on the module's name and the shape alone, so that every twin draws the same."""
+    """Dropout whose mask depends on the module's name and the shape alone, so that every twin draws the same. Drawn
+    once a shape: inside a CUDA graph no generator can be seeded."""
 
     def __init__(self, name: str, p: float) -> None:
         super().__init__()
         self.seed, self.p = zlib.crc32(name.encode()), p
+        self.kept: dict[torch.Size, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        generator = torch.Generator(x.device).manual_seed(self.seed)
-        keep = torch.rand(x.shape, device=x.device, generator=generator) >= self.p
-        return x * keep / (1 - self.p)
+        if x.shape not in self.kept:
+            generator = torch.Generator(x.device).manual_seed(self.seed)
+            self.kept[x.shape] = torch.rand(x.shape, device=x.device, generator=generator) >= self.p
+        return x * self.kept[x.shape] / (1 - self.p)
 
 
 def share_masks(model: nn.Module) -> int:

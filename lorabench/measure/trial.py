@@ -77,8 +77,8 @@ def run_trial(arm: Arm, around: Callable[[str], None] = lambda phase: None) -> T
     """
     step: Step = arm.step
     step.clear()
-    step.settle()
     synchronize(arm.device)
+    step.settle()
     clock, labels, losses = Clock(arm.device), [], []
     began = time.perf_counter()
     clock.mark()

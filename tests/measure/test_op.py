@@ -91,6 +91,13 @@ def test_the_gate_shares_the_dropout_mask(toggle):
     assert not verdict.passed
 
 
+def test_a_shared_mask_is_drawn_once(monkeypatch):
+    mask, x = numerics.SharedMask("a name", 0.5), torch.ones(8, 8)
+    first = mask(x)
+    monkeypatch.setattr(torch, "rand", None)  # as inside a CUDA graph, where a generator cannot be seeded
+    assert torch.equal(mask(x), first) and 0 < (first == 0).sum() < 64
+
+
 def test_the_gate_looks_at_the_output_too():
     gold, got = numerics.one_step(op()), numerics.one_step(op())
     got.gradients["the output Y"] *= 1.01
