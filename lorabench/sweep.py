@@ -32,7 +32,8 @@ lorabench.sweep: measures LoRA fine-tuning optimizations, each against its refer
 usage: python -m lorabench.sweep [key=value ...]        (Hydra's override grammar)
 
 what is measured
-  models=[NAME,...]        NAME, NAME@WORKLOAD or a YAML file          {models}
+  models=[NAME,...]        NAME, NAME@WORKLOAD, a YAML file, or {{NAME:{{r:8,...}}}} with an adapter of its own; also
+                           a single linear: linear-4096x14336          {models}
   workload=NAME            BATCHxLENGTH (4x2048), auto, a name, or {{NAME:{{field:value}}}}
                            {workloads}
   weights=random           or a hub name, a local folder, smollm2-135m-instruct

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from lorabench.plan.registry import NameUnknown
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LINEAR = "linear"  # the family of a single linear, and the name of its module
 
@@ -98,10 +100,12 @@ class ModelSpec(BaseModel):
 
 def linear(name: str) -> dict[str, Any] | None:
     """`linear-4096x14336` -> the fields of a ModelSpec: one frozen linear of 4096 inputs and 14336 outputs under LoRA.
-    None where the name is no such pair, or a size is zero."""
+    None where the name is another's. Raises NameUnknown where it only begins like this."""
+    if not name.startswith(f"{LINEAR}-") or name.endswith((".yaml", ".yml")):
+        return None
     match = re.fullmatch(rf"{LINEAR}-([1-9]\d*)x([1-9]\d*)", name)
     if not match:
-        return None
+        raise NameUnknown(f"no model named {name!r}; a single linear is {LINEAR}-INxOUT, such as {LINEAR}-4096x14336")
     inputs, outputs = map(int, match.groups())
     config = {"model_type": LINEAR, "in_features": inputs, "out_features": outputs}
     return {"source": "a single linear, no published model", "config": config, "weights": "random"}

@@ -23,6 +23,7 @@ from lorabench.run.store import ENVIRONMENT, RecordError, read_records
 GIB = 2**30
 ARMS = ("reference", "candidate")
 FORWARD_BACKWARD = "forward + backward"
+OF_LIMIT = ("", "_low", "_high", "_forward", "_forward_low", "_forward_high")
 Session = dict[str, Any]
 
 
@@ -54,7 +55,8 @@ def frame(records: Sequence[Record], sessions: Sequence[Session] = ()) -> pd.Dat
     record of the same model, workload and (where there is one) reference. verdict: see stats.verdict; None for A/A.
     {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling:
     of the phase that takes longest, and averaged by time. limit: a bound on a step, not one; its total is forward +
-    backward. of_limit, _low, _high: limit's time / candidate's time, both of forward + backward (see `of_limit`).
+    backward. of_limit, _low, _high: limit's time / candidate's time, both of forward + backward (see `of_limit`), and
+    of_limit_forward of forward alone.
     device: from environment.json.
     """
     devices = {s["id"]: _device(s.get("machine") or {}) for s in sessions}
@@ -101,9 +103,9 @@ def phase_speedup(record: Record, phase: str) -> stats.Speedup | None:
         raise RecordError(f"record {record.key} ({toggles(record)}), phase {phase}: {error}") from None
 
 
-def of_limit(record: Record, records: Sequence[Record]) -> stats.Speedup | None:
-    """The limit's time / this candidate's, forward + backward, of the same model, workload and reference; None without
-    one. The two were never in one cell: it is the ratio of their speed-ups over the reference, each measured in pairs.
+def of_limit(record: Record, records: Sequence[Record], phase: str = FORWARD_BACKWARD) -> stats.Speedup | None:
+    """The limit's time / this candidate's in `phase`, of the same model, workload and reference; None without one.
+    The two were never in one cell: it is the ratio of their speed-ups over the reference, each measured in pairs.
     """
     alike = lambda r: (r.model, r.workload, frozenset(r.reference)) == (  # noqa: E731
         record.model, record.workload, frozenset(record.reference),
@@ -111,7 +113,7 @@ def of_limit(record: Record, records: Sequence[Record]) -> stats.Speedup | None:
     limit = next((r for r in records if r.limit and r.status == "ok" and alike(r)), None)
     if limit is None or record.limit or record.status != "ok":
         return None
-    (ours, n), (bound, m) = _logs(record), _logs(limit)
+    (ours, n), (bound, m) = _logs(record, phase), _logs(limit, phase)
     if not n or not m:
         return None
     share = ours - bound  # cells are independent, so their replicates are subtracted one by one
@@ -119,10 +121,9 @@ def of_limit(record: Record, records: Sequence[Record]) -> stats.Speedup | None:
     return stats.Speedup(*(math.exp(x) for x in (share[0], min(low, share[0]), max(high, share[0]))))
 
 
-def _logs(record: Record) -> tuple[Any, int]:
-    """Log speed-up of forward + backward, the centre and its bootstrap replicates; and the number of trials, 0 where
-    they are too few."""
-    trials, found = trials_of(record, FORWARD_BACKWARD), phase_speedup(record, FORWARD_BACKWARD)
+def _logs(record: Record, phase: str) -> tuple[Any, int]:
+    """Log speed-up, the centre and its bootstrap replicates; and the number of trials, 0 where they are too few."""
+    trials, found = trials_of(record, phase), phase_speedup(record, phase)
     if found is None or trials is None or not trials.reference_ms or not trials.candidate_ms:
         return None, 0
     times = (tuple(trials.reference_ms), tuple(trials.candidate_ms))
@@ -258,7 +259,7 @@ def _columns() -> list[str]:
             for arm in ARMS]  # fmt: skip
     return [
         *("model", "workload", "toggles", "status", "verdict", "reason", *phases),
-        *("of_limit", "of_limit_low", "of_limit_high"),
+        *(f"of_limit{c}" for c in OF_LIMIT),
         *("trials", "disturbed", "p", "p_holm", "noise_floor", "detectable", *arms, "memory_saved_pct"),
         *("grad_error", "grad_allowed", "loss_error", "loss_allowed", "worst_tensor", "tolerance", "applied"),
         *("reference", "candidate", "design", "pairing", "arm", "noise_record", "limit", "wall_s", "overhead_share"),
@@ -268,9 +269,10 @@ def _columns() -> list[str]:
 
 def _judge(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
     """Fill in what takes more than one record: share of the limit, Holm's correction, noise floor, verdict."""
-    shares = [of_limit(r, records) or stats.Speedup(math.nan, math.nan, math.nan) for r in records]
-    for column, values in zip(("of_limit", "of_limit_low", "of_limit_high"), zip(*shares, strict=True), strict=False):
-        table[column] = values
+    for phase, columns in ((FORWARD_BACKWARD, OF_LIMIT[:3]), ("forward", OF_LIMIT[3:])):
+        shares = [of_limit(r, records, phase) or stats.Speedup(math.nan, math.nan, math.nan) for r in records]
+        for column, values in zip(columns, zip(*shares, strict=True), strict=False):
+            table[f"of_limit{column}"] = values
     tested = [r.status == "ok" and not r.is_noise_floor and not r.limit for r in records]
     judged = [i for i, is_tested in enumerate(tested) if is_tested and table["p"][i] >= 0]
     adjusted = dict(zip(judged, stats.holm([table["p"][i] for i in judged]), strict=True))

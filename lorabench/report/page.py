@@ -38,10 +38,11 @@ GLOSSARY = {
     "lies beyond the noise floor",
     "same": "the whole 95 % interval lies inside the noise floor: equal as far as this machine can tell",
     "unclear": "none of these; more trials or a quieter machine might tell",
-    "limit": "bare frozen GEMMs plus the fastest attention, forward and backward, on the same shapes: no way to train, "
-    "so it has neither a gate nor a verdict, and its total is forward + backward",
-    "of limit": "the limit's time / the row's, both of forward + backward: 1 would be LoRA, norms, loss and all else "
-    "for nothing. A ratio of two ratios, each measured in pairs against the same reference",
+    "limit": "bare frozen GEMMs plus the fastest attention, forward and backward, on the same shapes (of a single "
+    "linear: that linear without its adapter): no way to train, so it has neither a gate nor a verdict, and its total "
+    "is forward + backward",
+    "of limit": "the limit's time / the row's, both of forward, or of forward + backward: 1 would be LoRA, norms, loss "
+    "and all else for nothing. A ratio of two ratios, each measured in pairs against the same reference",
     "noise floor": "how far the reference is from itself when measured twice (A/A), at least ±1 %",
     "detects": "the smallest true speed-up that as many trials would call faster 4 times out of 5",
     "speed-up": "reference time / candidate time: Hodges–Lehmann centre of the log ratios of paired trials, with a "

@@ -27,6 +27,7 @@ HEADINGS = {
     "backward": "backward ×",
     "step": "step ×",
     "total": "total × [95 %]",
+    "of_limit_forward": "of limit [95 %], forward",
     "of_limit": "of limit [95 %], forward + backward",
     "time": "median ms, ref → cand",
     "memory": "peak GiB, ref → cand",
@@ -104,6 +105,7 @@ def _cells(row: Mapping[Any, Any]) -> dict[str, str]:
     return cells | {
         "toggles": row["toggles"],
         "total": ratio(row["total_speedup"], row["total_low"], row["total_high"]),
+        "of_limit_forward": ratio(row["of_limit_forward"], row["of_limit_forward_low"], row["of_limit_forward_high"]),
         "of_limit": ratio(row["of_limit"], row["of_limit_low"], row["of_limit_high"]),
         "time": arrow(row["total_reference_ms"], row["total_candidate_ms"]),
         "memory": memory + saved if memory else "",
@@ -259,7 +261,8 @@ def csv(table: pd.DataFrame) -> str:
 
 
 # Least important first: what gives way on a narrow terminal. Total, memory and verdict never do.
-_GIVE_WAY = ["padded", "numerics", "bound", "tokens", "step", "time", "forward", "backward", "of_limit"]
+_GIVE_WAY = ["padded", "numerics", "bound", "tokens", "step", "time", "forward", "backward"]
+_GIVE_WAY += ["of_limit_forward", "of_limit"]
 _STYLE = {"faster": "green", "slower": "red", "same": "dim", "unclear": "yellow", "noise": "dim", "limit:": "cyan"}
 
 

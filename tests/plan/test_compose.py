@@ -38,6 +38,17 @@ def test_several_baselines_give_every_cell_once_against_each():
     assert len({c.key for c in made}) == 4
 
 
+def test_a_model_may_have_an_adapter_of_its_own():
+    models = "models=[tiny-llama,{tiny-llama@1x8: {r: 3, lora_dropout: 0.1}}]"
+    one, _, two, _ = plan(config(models, "workload=2x16", "lora.lora_alpha=5", "ablations=[eager]"), "cpu").cells
+    assert (one.model.name, one.model.lora.r) == ("tiny-llama", 16)
+    assert (two.model.name, two.workload.name) == ("tiny-llama(r=3, lora_dropout=0.1)", "1x8")
+    assert (two.model.lora.r, two.model.lora.lora_dropout, two.model.lora.lora_alpha) == (3, 0.1, 5)
+    for wrong, says in (("{tiny-llama: {rank: 3}}", "rank"), ("{tiny-llama: 3}", "a model is a name")):
+        with pytest.raises(ConfigError, match=says):
+            plan(config(f"models=[{wrong}]"), "cpu")
+
+
 def test_parameters_of_an_ablation_and_of_a_workload():
     made = cells("ablations=[{gradient_checkpointing:{use_reentrant:true}}]")
     assert made[1].toggles[0].label == "gradient_checkpointing(use_reentrant=True)"

@@ -35,6 +35,19 @@ def test_shapes_count_the_linears_of_a_layer(name):
     assert shape.layers == spec.config["num_hidden_layers"]
 
 
+def test_a_single_linear_is_a_model_by_its_name():
+    spec = model("linear-24x40", config("weights=no/such-model"), {"r": 3})
+    assert (spec.name, spec.op, spec.weights) == ("linear-24x40(r=3)", True, "random")
+    assert spec.adapter()["target_modules"] == ["linear"] and spec.adapter()["r"] == 3
+    shape = spec.shape()
+    assert (shape.layers, shape.frozen_per_layer, shape.adapter_per_layer) == (1, 24 * 40, 3 * (24 + 40))
+    assert (shape.attention_width, shape.head) == (0, 0)
+    assert not model("tiny-llama", config()).op
+    for wrong in ("linear-24", "linear-0x40", "linear-24x40x2"):
+        with pytest.raises(NameUnknown, match="linear-INxOUT"):
+            model(wrong, config())
+
+
 def test_a_yaml_file_is_a_model_too(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("source: mine\nconfig: {model_type: llama, hidden_size: 32, num_hidden_layers: 1}\n")

@@ -30,6 +30,8 @@ def test_the_fraction_is_the_ratio_of_the_two_ratios(with_limit):
         found = table.loc[row]
         assert found["of_limit"] == pytest.approx(expected, rel=0.01)
         assert found["of_limit_low"] < expected < found["of_limit_high"]
+        assert found["of_limit_forward"] == pytest.approx(expected, rel=0.01)
+        assert found["of_limit_forward_low"] < expected < found["of_limit_forward_high"]
     assert table.loc[["x", "frozen_limit"], "of_limit"].isna().all()
 
 
@@ -39,6 +41,15 @@ def test_it_is_forward_and_backward_alone(record, with_limit):
     slow = cell.phases["step"].model_copy(update={"candidate_ms": [1e4] * 30, "speedup": None})
     same = cell.model_copy(update={"phases": cell.phases | {"step": slow}})
     assert of_limit(same, [bound]) == of_limit(cell, [bound])
+
+
+def test_forward_has_a_share_of_its_own(record, with_limit):
+    bound, cell = with_limit()[0], record(["a"], speedup=1.6)
+    slow = cell.phases["forward"].model_copy(
+        update={"candidate_ms": cell.phases["forward"].reference_ms, "speedup": None}
+    )
+    found = of_limit(cell.model_copy(update={"phases": cell.phases | {"forward": slow}}), [bound], "forward")
+    assert found and found.centre == pytest.approx(0.5, rel=0.01)
 
 
 def test_only_a_limit_of_the_same_cell_counts(record, with_limit):
