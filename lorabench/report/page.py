@@ -13,7 +13,7 @@ from lorabench.report import stats
 from lorabench.report.attribution import groups
 from lorabench.report.claims import load_claims
 from lorabench.report.frame import GIB, Session, overhead_share, toggles
-from lorabench.report.tables import CLAIMS, HEADINGS, claim_rows, grouped, number, ratio, shown_columns
+from lorabench.report.tables import HEADINGS, claim_tables, grouped, number, ratio, shown_columns
 from lorabench.run.record import PHASES, Record
 
 CAPTIONS = {
@@ -70,8 +70,7 @@ def page(records: Sequence[Record], sessions: Sequence[Session] = (), plots: dic
         columns=columns,
         groups=list(zip(found, details, strict=True)),
         plots=[(name, CAPTIONS[name], base64.b64encode(png).decode()) for name, png in (plots or {}).items()],
-        claim_headings=CLAIMS,
-        claims=claim_rows(records),
+        claims=claim_tables(records),
         sources=load_claims(),
         glossary=GLOSSARY,
     )

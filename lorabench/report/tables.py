@@ -7,8 +7,9 @@ and draws it.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -16,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lorabench.report.attribution import groups, interactions, ladder, leave_one_out, shapley
-from lorabench.report.claims import Source, claims_frame
-from lorabench.report.frame import GIB, Session, frame
+from lorabench.report.claims import Match, Source, claims_frame, match, measured, outcome
+from lorabench.report.frame import GIB, Session, frame, toggles
 from lorabench.report.stats import MIN_TRIALS_FOR_VERDICT, Speedup
 from lorabench.run.record import Record
 
@@ -40,12 +41,15 @@ HEADINGS = {
 LADDER = ["rung", "cumulative × [95 %]", "increment × [95 %]", "status"]
 
 
+AnyTable = tuple[str, list[str], list[list[str]]]  # caption, headings, rows
+
+
 class Group(NamedTuple):
     """One model @ workload: rows of text, keyed as HEADINGS, and `tables` of (caption, headings, rows) below it."""
 
     title: str
     rows: list[dict[str, str]]
-    tables: list[tuple[str, list[str], list[list[str]]]]
+    tables: list[AnyTable]
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -142,9 +146,9 @@ def shown_columns(found: Sequence[Group]) -> list[str]:
     return [c for c in HEADINGS if c in keep or any(row[c] for g in found for row in g.rows)]
 
 
-def attribution_tables(members: Sequence[Record]) -> list[tuple[str, list[str], list[list[str]]]]:
+def attribution_tables(members: Sequence[Record]) -> list[AnyTable]:
     """(caption, headings, rows) for each way of attribution that these records allow."""
-    made: list[tuple[str, list[str], list[list[str]]]] = []
+    made: list[AnyTable] = []
     if rungs := ladder(members):
         rows = [[r.added, _ratio(r.cumulative), _ratio(r.increment), r.record.status] for r in rungs]
         made.append(("Ladder: each rung keeps the ones above it", LADDER, rows))
@@ -170,20 +174,70 @@ def _gib(saved: dict[str, float] | None, player: str) -> str:
     return number(saved[player] / GIB) if saved else ""
 
 
-def claim_rows(records: Sequence[Record], sources: Sequence[Source] | None = None) -> list[list[str]]:
-    """Rows under CLAIMS: published numbers beside ours, in words and with what differs."""
+def claim_tables(records: Sequence[Record], sources: Sequence[Source] | None = None) -> list[AnyTable]:
+    """Published numbers beside ours, as (caption, headings, rows). A source whose claims several of our candidates test
+    is a table of its own, in the source's order, a column a candidate; of all others each pair is a row, in words."""
+    made, beside = [], set()
+    found = sorted(match(records, sources), key=lambda m: m.source.title)
+    for source, own in itertools.groupby(found, lambda m: m.source):
+        if table := _side_by_side(source, list(own), records):
+            made.append(table)
+            beside.add(source.title)
+    if rows := claim_rows(records, sources, but=beside):
+        made.append(("Published numbers beside ours", CLAIMS, rows))
+    return made
+
+
+def _side_by_side(source: Source, found: Sequence[Match], records: Sequence[Record]) -> AnyTable | None:
+    """A row a claim and cell, a column a candidate (and reference); None where no claim meets two candidates."""
+    titles = {id(r): title for title, members in groups(records).items() for r in members}
+    order, claims = {id(r): i for i, r in enumerate(records)}, {id(c): i for i, c in enumerate(source.claims)}
+    rows: dict[tuple[int, str], dict[str, str]] = {}
+    for m in sorted(found, key=lambda m: (claims[id(m.claim)], order[id(m.record)])):
+        place = f"{m.record.model} @ {m.record.workload}"
+        column = toggles(m.record) + titles[id(m.record)].removeprefix(place)
+        head = {"model @ workload": place, "quantity": _quantity(m.claim.quantity)}
+        head["published"] = _range(m.claim.low, m.claim.high)
+        rows.setdefault((claims[id(m.claim)], place), head)[column] = _beside(m)
+    headings = list(dict.fromkeys(itertools.chain(*rows.values())))
+    if any(m.inverted for m in found) or max(map(len, rows.values())) < 5:  # the three headings and two candidates
+        return None
+    caption = f"{source.title} ({source.publisher}; {source.hardware}): published beside measured"
+    return caption, headings, [[row.get(c, "") for c in headings] for row in rows.values()]
+
+
+def _beside(m: Match) -> str:
+    value, low, high = measured(m.record, m.claim.quantity)
+    missing = "not measured here" if m.record.status == "ok" else m.record.status
+    said = " ".join(x for x in (outcome(m), "" if m.same_baseline else "(other reference)") if x)
+    return f"{ratio(value, low, high)} {said}".strip() if math.isfinite(value) else missing
+
+
+def _quantity(name: str) -> str:
+    return name.replace("_", " ").replace(" pct", " %")
+
+
+def _range(low: float, high: float) -> str:
+    return number(low) if low == high else f"{number(low)}–{number(high)}"
+
+
+def claim_rows(
+    records: Sequence[Record], sources: Sequence[Source] | None = None, but: Collection[str] = ()
+) -> list[list[str]]:
+    """Rows under CLAIMS: published numbers beside ours, in words and with what differs; not of the sources `but`."""
     rows = []
     for c in claims_frame(records, sources).to_dict("records"):
-        low, high = number(c["claimed_low"]), number(c["claimed_high"])
+        if c["source"] in but:
+            continue
         remarks = ["inverted: the source switches it off"] * c["inverted"] + ["other reference"] * (
             not c["same_baseline"]
         )
-        what = c["quantity"].replace("_", " ").replace(" pct", " %")
         found = ratio(c["measured"], c["measured_low"], c["measured_high"]) if math.isfinite(c["measured"]) else ""
         missing = "not measured here" if c["status"] == "ok" else c["status"]
         rows.append([
-            f"{c['toggles']}, {c['model']} @ {c['workload']}", what, low if low == high else f"{low}–{high}",
-            found or missing, " ".join([c["outcome"], *(f"({r})" for r in remarks)]).strip(),
+            f"{c['toggles']}, {c['model']} @ {c['workload']}", _quantity(c["quantity"]),
+            _range(c["claimed_low"], c["claimed_high"]), found or missing,
+            " ".join([c["outcome"], *(f"({r})" for r in remarks)]).strip(),
             f"{c['baseline']}; {c['hardware']}", c["source"],
         ])  # fmt: skip
     return rows
@@ -202,8 +256,8 @@ def markdown(records: Sequence[Record], sessions: Sequence[Session] = ()) -> str
         parts += [f"## {md(group.title)}", _md_table([HEADINGS[c] for c in columns], rows)]
         for caption, headings, more in group.tables:
             parts += [f"### {md(caption)}", _md_table(headings, more)]
-    if claims := claim_rows(records):
-        parts += ["## Published numbers beside ours", _md_table(CLAIMS, claims)]
+    for caption, headings, rows in claim_tables(records):
+        parts += [f"## {md(caption)}", _md_table(headings, rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -241,8 +295,7 @@ def latex(records: Sequence[Record], sessions: Sequence[Session] = ()) -> str:
         for caption, headings, rows in [main, *group.tables]:
             title = f"{group.title}: {caption}" if caption else group.title
             parts.append(_tex_table(title, headings, rows))
-    if claims := claim_rows(records):
-        parts.append(_tex_table("Published numbers beside ours", CLAIMS, claims))
+    parts += [_tex_table(*table) for table in claim_tables(records)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -134,6 +134,23 @@ def test_number_keeps_three_digits_and_no_false_zero():
     ]  # fmt: skip
 
 
+def test_a_source_that_several_candidates_test_is_a_table_of_its_own(record):
+    low = ("sdpa", "adamw_fused", "adapters_in_compute_dtype")
+    cells = [record(names, speedup=1.3, reference=r) for r in (low[:2], low) for names in ([], ["axolotl"], ["liger"])]
+    cells.append(record(["lora_kernels"], speedup=1.6))
+    mine, other = tables.claim_tables([*cells, record(["gradient_checkpointing"])])
+    assert "Axolotl" in mine[0] and other[1] == tables.CLAIMS
+    reference = [f", reference {w} adapters_in_compute_dtype" for w in ("without", "with")]
+    columns = [f"axolotl{reference[0]}", f"axolotl{reference[1]}", f"lora_kernels{reference[0]}"]
+    assert mine[1] == ["model @ workload", "quantity", "published", *columns]
+    assert mine[2][0][:3] == ["smollm2-135m @ alpaca", "forward speedup", "1.48"]
+    assert [cell.split()[-1] for cell in mine[2][0][3:]] == ["below", "below", "above"]
+    assert len(mine[2]) == 4
+    assert not any("axolotl" in row[0] for row in other[2])
+    text = tables.markdown(cells)
+    assert all(h in text.replace("\\", "") for h in mine[1])
+
+
 def test_few_trials_are_said(record):
     for trials, said in ((5, "unclear (5 trials, a verdict needs 6)"), (2, "too few trials (2 trials"), (12, "faster")):
         (row,) = md_rows(tables.markdown([record(["a"], speedup=2.0, trials=trials)]), "smollm2-135m @ alpaca")
