@@ -353,7 +353,7 @@ class Projection:
         return forms[form]()
 
     def a_gradients(self, ds, source: Source) -> torch.Tensor:
-        """dA (p, K) of all members, of their common input; its dtype is A's."""
+        """dA (rank, K) of all members, of their common input; its dtype is A's. ds: (M, rank)."""
         dtype = next(m.a.dtype for m in self.members if m.a is not None)
 
         def library():
@@ -364,11 +364,11 @@ class Projection:
             return mm_in(scaled.t(), source.h.to(ds.dtype), dtype) * (source.weight + source.norm.offset)
 
         forms: dict[str, Any] = {"plain": library}
-        if self.p <= MAX_FUSED_RANK and use_triton(source.h, ds):
+        if self.rank <= MAX_FUSED_RANK and use_triton(source.h, ds):
             norm = source.norm
             parts = (source.rstd, source.weight, norm.offset) if norm else (None, None, 0.0)
             forms = {t: partial(a_gradient, ds, source.h, *parts, t) for t in A_TILES} | forms
-        key = (tune.bucket(ds.shape[0]), self.k, self.p, ds.dtype, source.norm is not None)
+        key = (tune.bucket(ds.shape[0]), self.k, self.rank, ds.dtype, source.norm is not None)
         return forms[tune.pick("a gradient", key, forms, ds.device)]().to(dtype)
 
     def _slices(self) -> list[tuple[slice, slice]]:
@@ -380,7 +380,7 @@ class Projection:
         seeds: of dropout, which makes each member see its own input."""
         da_all = None
         if seeds is None and any(n and m.a is not None for n, m in zip(needed[::4], self.members, strict=True)):
-            da_all = self.a_gradients(d[:, self.n :], source)
+            da_all = self.a_gradients(d[:, self.n : self.n + self.rank], source)
         if db_all is not None:
             db_all = db_all.to(next(m.b.dtype for m in self.members if m.b is not None))
         out: list[torch.Tensor | None] = []

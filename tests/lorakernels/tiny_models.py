@@ -24,7 +24,8 @@ COMMON = {
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": 5}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # All experts for each token: which two of four are best is decided by the last bit, and then nothing compares.
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 4}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {}),
     "gemma": ("GemmaConfig", {"hidden_activation": "gelu_pytorch_tanh"}),
