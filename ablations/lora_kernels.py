@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lorabench.measure.op import OneLinear
+from lorabench.measure.arm import Step
+from lorabench.measure.op import OneLinear, OpStep
 from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Tolerance
 
 PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy")
@@ -121,13 +122,26 @@ class LoraKernels(Kernel):
     merge_projections: bool = True
 
     def patch(self, model: nn.Module) -> int:
-        if not isinstance(model.get_base_model(), OneLinear):  # type: ignore[operator]
+        base = model.get_base_model()  # type: ignore[operator]
+        if not isinstance(base, OneLinear):
             return super().patch(model)
-        from lorakernels.linear import apply_linears
+        from lorakernels.linear import apply_linears, apply_normed
 
-        report = apply_linears(model, one_gemm=self.one_gemm)
+        if base.norm is None:
+            report = apply_linears(model, one_gemm=self.one_gemm)
+        else:
+            report = apply_normed(base, one_gemm=self.one_gemm)
         setattr(model, MARK, {"report": report})
         return report.total
+
+    def step(self, step: Step) -> Step:
+        """Behind a norm, X is born where the GEMM wants it; so is then dY, which in a model comes from our kernels."""
+        base = step.model.get_base_model()  # type: ignore[operator]
+        if isinstance(step, OpStep) and base.norm is not None:
+            from lorakernels.linear import like_ours
+
+            step.dy = like_ours(base, step.dy)
+        return step
 
     def options(self) -> dict[str, Any]:
         return {"one_gemm": self.one_gemm, "merge_projections": self.merge_projections}

@@ -7,6 +7,7 @@ from types import MethodType
 from typing import Any, ClassVar
 
 import torch
+from lorakernels.rms_norm import rms_norm
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +20,8 @@ EXCLUDES: dict[str, str] = dict.fromkeys(("fused_kernels", "mlp", "qkv", "o"), "
 
 @dataclass(frozen=True, kw_only=True)
 class BareLinear(Ablation):
-    """The frozen linear without its adapter: Y = X·Wᵀ and dX = dY·W, the least that any LoRA linear has to do."""
+    """The frozen linear without its adapter: Y = X·Wᵀ and dX = dY·W, the least that any LoRA linear has to do. An
+    RMSNorm before it runs in our kernel, so that what is left between this and `lora_kernels` is LoRA alone."""
 
     name: ClassVar[str] = "bare_linear"
     slot: ClassVar[str] = "lora_linear"
@@ -33,7 +35,10 @@ class BareLinear(Ablation):
         sites = [m for m in model.modules() if isinstance(m, Linear)]
         for site in sites:
             site.forward = MethodType(lambda self, x: self.base_layer(x), site)
-        return len(sites)
+        norms = [m for m in model.modules() if isinstance(m, nn.RMSNorm)]
+        for norm in norms:
+            norm.forward = MethodType(lambda self, x: rms_norm(x, self.weight, self.eps), norm)
+        return len(sites) + len(norms)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,16 +3,19 @@
     report = apply_linears(model)               # every LoRA linear that stays PEFT's own computation
     remove_linears(model)
 
-What reads X and what comes before is somebody else's, so X is copied into the operand buffer where the one-GEMM form is
-taken; `apply`, which knows the layer, has X written there in the first place. Run: python -m pytest
-tests/lorakernels/test_linear.py
+What comes before is somebody else's, so X is copied into the operand buffer where the one-GEMM form is taken; `apply`,
+which knows the layer, has X written there in the first place. `apply_normed` shows that on the smallest piece of a
+model: linear(norm(x)), one node. Run: python -m pytest tests/lorakernels/test_linear.py
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from .fused import project
+import torch
+
+from .fused import Norm, project
+from .pack import with_spare_columns
 from .patching import Change, Left, Report
 from .projection import Projection
 from .sites import LinearSite, NotFused, linear_site
@@ -70,8 +73,40 @@ def _bind(single: _Single) -> None:
     single.group.adopt()
 
 
+def apply_normed(module: Any, norm: str = "norm", linear: str = "linear", *, one_gemm: bool = True) -> Report:
+    """Makes a module whose forward is linear(norm(x)) one node: S = norm(x)·Aᵀ is made while the norm writes X.
+
+    norm: name of an RMSNorm in it with `weight` and `eps`; linear: name of PEFT's LoRA linear.
+    """
+    try:
+        site = linear_site(linear, module)
+    except NotFused as reason:
+        return Report(left=[Left(linear, "linear", str(reason))])
+    single = _Single(site, one_gemm)
+    rms = getattr(module, norm)
+
+    def forward(self: Any, x: Any) -> Any:
+        if not site.ready():
+            return type(self).forward(self, x)
+        parts = {"norm": Norm(rms.eps), "norm_weight": rms.weight}
+        return project(x, [single.group], training=self.training, **parts).to(x.dtype)
+
+    setattr(module, MARK, single)
+    module.forward = forward.__get__(module)
+    single.group.adopt()
+    return Report([Change(linear, ("linear", "rms_norm"))])
+
+
+def like_ours(module: Any, dy: torch.Tensor) -> torch.Tensor:
+    """dY (…, N) as the node behind `module` (see `apply_normed`) would have written it if it were ours: with room for
+    dS."""
+    group = getattr(module, MARK).group
+    out = with_spare_columns(dy.shape, group.p, dy)
+    return out.copy_(dy)
+
+
 def remove_linears(model: Any) -> None:
-    """Gives every linear that `apply_linears` changed its own forward and a contiguous weight back."""
+    """Gives every module that these functions changed its own forward and a contiguous weight back."""
     for module in model.modules():
         single = module.__dict__.pop(MARK, None)
         if single is not None:

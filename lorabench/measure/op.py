@@ -1,4 +1,4 @@
-"""An op: one linear as it lies in the middle of a model, instead of a whole training step.
+"""An op: one linear, or one behind an RMSNorm, as it lies in the middle of a model, instead of a whole training step.
 
 X (1, M, K) comes in and wants its gradient, dY (1, M, N) comes back; both are drawn once, from the seed, with unit
 variance. Forward is Y = linear(X). Backward makes dX and the adapter's gradients from dY. No loss is reduced: a pass
@@ -23,15 +23,18 @@ from lorabench.plan.workload import Batch
 
 
 class OneLinear(nn.Module):
-    """The base model of an op cell: nothing but a frozen linear without a bias, K -> N."""
+    """The base model of an op cell: nothing but a frozen linear without a bias, K -> N, with or without an RMSNorm
+    before it (torch's own, all weights one)."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         inputs, outputs = spec.config["in_features"], spec.config["out_features"]
         self.linear = nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
+        eps = spec.config.get("rms_norm_eps")
+        self.norm = None if eps is None else nn.RMSNorm(inputs, eps, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+        return self.linear(x if self.norm is None else self.norm(x))
 
 
 class OpStep(Step):

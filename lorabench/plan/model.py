@@ -99,15 +99,17 @@ class ModelSpec(BaseModel):
 
 
 def linear(name: str) -> dict[str, Any] | None:
-    """`linear-4096x14336` -> the fields of a ModelSpec: one frozen linear of 4096 inputs and 14336 outputs under LoRA.
-    None where the name is another's. Raises NameUnknown where it only begins like this."""
-    if not name.startswith(f"{LINEAR}-") or name.endswith((".yaml", ".yml")):
+    """`linear-4096x14336` -> the fields of a ModelSpec: one frozen linear of 4096 inputs and 14336 outputs under LoRA;
+    `norm-linear-4096x14336`: the same behind an RMSNorm, as a model has it. None where the name is another's. Raises
+    NameUnknown where it only begins like this."""
+    if not name.startswith((f"{LINEAR}-", f"norm-{LINEAR}-")) or name.endswith((".yaml", ".yml")):
         return None
-    match = re.fullmatch(rf"{LINEAR}-([1-9]\d*)x([1-9]\d*)", name)
+    match = re.fullmatch(rf"(norm-)?{LINEAR}-([1-9]\d*)x([1-9]\d*)", name)
     if not match:
         raise NameUnknown(f"no model named {name!r}; a single linear is {LINEAR}-INxOUT, such as {LINEAR}-4096x14336")
-    inputs, outputs = map(int, match.groups())
-    config = {"model_type": LINEAR, "in_features": inputs, "out_features": outputs}
+    config = {"model_type": LINEAR, "in_features": int(match[2]), "out_features": int(match[3])}
+    if match[1]:
+        config["rms_norm_eps"] = 1e-6
     return {"source": "a single linear, no published model", "config": config, "weights": "random"}
 
 

@@ -16,6 +16,7 @@ from lorabench.run.worker import Measurement
 
 K, N, ROWS = 24, 40, 32  # the helpers' workload has two samples of 16 tokens
 LINEAR = f"linear-{K}x{N}"
+NAMES = [f"base_model.model.linear.lora_{x}.default.weight" for x in "AB"]
 OURS = ["lora_addmm", "lora_kernels", {"lora_kernels": {"one_gemm": False}}]
 
 
@@ -41,13 +42,40 @@ def test_one_step_is_the_linear_and_all_its_gradients(toggle):
     wanted = {
         "the output Y": (x @ w.T + s * hidden @ b.T)[None],
         "the gradient dX": (dy @ w + ds @ a)[None],
-        "base_model.model.linear.lora_A.default.weight": ds.T @ x,
-        "base_model.model.linear.lora_B.default.weight": s * dy.T @ hidden,
+        NAMES[0]: ds.T @ x,
+        NAMES[1]: s * dy.T @ hidden,
     }
     assert found.gradients.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found.gradients[name], tensor.float(), rtol=1e-5, atol=1e-5, msg=name)
     assert found.loss == pytest.approx(wanted["the output Y"].square().mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("toggle", [None, *OURS], ids=str)
+def test_behind_a_norm_it_is_the_same_with_the_norm_s_gradient(toggle):
+    made = arm(*[toggle] * (toggle is not None), model=f"norm-{LINEAR}", dtype=torch.float64)
+    found = numerics.one_step(made)
+    made = arm(model=f"norm-{LINEAR}", dtype=torch.float64)
+    w, a, b, s = parts(made)
+    leaves = [made.step.x.detach().requires_grad_(), a, b]
+    normed = torch.nn.functional.rms_norm(leaves[0], (K,), eps=1e-6)
+    y = normed @ w.T + s * normed @ a.T @ b.T
+    wanted = [y.detach(), *torch.autograd.grad(y, leaves, made.step.dy)]
+    for name, tensor in zip(("the output Y", "the gradient dX", *NAMES), wanted, strict=True):
+        torch.testing.assert_close(found.gradients[name], tensor.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_behind_a_norm_ours_gets_its_gradient_with_room_and_the_bound_the_same_norm():
+    made = arm("lora_kernels", model=f"norm-{LINEAR}")
+    assert made.patched["lora_kernels"] == 2
+    assert made.step.dy.stride(-2) == N + 16 and op("lora_kernels").step.dy.is_contiguous()
+    assert torch.equal(made.step.dy, arm(model=f"norm-{LINEAR}").step.dy)
+    bare = arm("bare_linear", model=f"norm-{LINEAR}")
+    out = bare.step.forward(bare.step.batches[0])
+    w, *_ = parts(bare)
+    torch.testing.assert_close(out, torch.nn.functional.rms_norm(bare.step.x, (K,), eps=1e-6) @ w.T)
+    before = out.grad_fn.next_functions[0][0].next_functions[0][0].next_functions[0][0]  # views, the product, the norm
+    assert before.name() == "RMSNormBackward" and bare.patched["bare_linear"] == 2
 
 
 def test_a_trial_has_two_phases_and_leaves_the_adapter_alone():
