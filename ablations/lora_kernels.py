@@ -136,11 +136,11 @@ class LoraKernels(Kernel):
 
     def step(self, step: Step) -> Step:
         """Behind a norm, X is born where the GEMM wants it; so is then dY, which in a model comes from our kernels."""
-        base = step.model.get_base_model()  # type: ignore[operator]
-        if isinstance(step, OpStep) and base.norm is not None:
+        if isinstance(step, OpStep):
             from lorakernels.linear import like_ours
 
-            step.dy = like_ours(base, step.dy)
+            base = step.model.get_base_model()  # type: ignore[operator]
+            step.dy = step.dy if base.norm is None else like_ours(base, step.dy)
         return step
 
     def options(self) -> dict[str, Any]:

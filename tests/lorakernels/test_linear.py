@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lorakernels.linear import apply_linears, remove_linears
+from lorakernels.linear import apply_linears, apply_normed, remove_linears
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -70,6 +70,31 @@ def test_remove_gives_back_what_there_was(x):
     assert made.state_dict().keys() == state.keys()
     same(results(made, x), wanted)
     assert apply_linears(made).total == 2  # and once more
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(K, 1e-6), nn.Linear(K, N, bias=False)
+
+    def forward(self, x):
+        return self.linear(self.norm(x))
+
+
+@pytest.mark.parametrize("one_gemm", [True, False])
+def test_a_linear_behind_its_norm_is_one_node_and_can_be_undone(x, one_gemm):
+    torch.manual_seed(0)
+    made = get_peft_model(Normed().double(), LoraConfig(r=3, target_modules=["linear"])).double()
+    nn.init.normal_(made.get_parameter("base_model.model.linear.lora_B.default.weight"), 0, 0.3)
+    wanted, base = results(made, x), made.get_base_model()
+    assert apply_normed(base, one_gemm=one_gemm).counts == {"linear": 1, "rms_norm": 1}
+    same(results(made, x), wanted)
+    assert base(x).grad_fn.name() == "ProjectBackward"
+    with made.disable_adapter():
+        torch.testing.assert_close(base(x), base.linear.base_layer(base.norm(x)))
+    remove_linears(made)
+    assert base(x).grad_fn.name() != "ProjectBackward" and base.linear.base_layer.weight.is_contiguous()
+    same(results(made, x), wanted)
 
 
 def test_what_is_switched_off_or_merged_afterwards_is_peft_s(x):
