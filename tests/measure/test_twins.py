@@ -86,3 +86,11 @@ def test_the_next_cell_s_gate_computes_its_arms_alone(tmp_path, monkeypatch):
     built, verdict = gated(second, shared, monkeypatch)
     assert built == ["reference", "candidate"]
     assert (["gold", *built], verdict) == gated(second, fresh, monkeypatch)
+
+
+def test_a_cell_gated_without_dropout_has_twins_of_its_own(tmp_path, monkeypatch):
+    dropping = cells("ablations=[eager,lora_kernels]", "lora.lora_dropout=0.3")
+    first, second = (c for c in dropping if c.toggles)
+    gated(first, tmp_path, monkeypatch)
+    built, verdict = gated(second, tmp_path, monkeypatch)
+    assert built[0] == "gold" and verdict.passed
