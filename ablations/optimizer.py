@@ -1,4 +1,4 @@
-"""Slot `optimizer`: torch's three AdamW implementations and bitsandbytes' 8-bit and paged ones."""
+"""Slot `optimizer`: torch's three AdamW implementations, bitsandbytes' 8-bit and paged ones, and none at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from lorabench.measure.arm import Step, Wrapped
 from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
 
 
@@ -51,6 +52,36 @@ class AdamWFused(TorchAdamW):
     summary: ClassVar[str] = "torch AdamW in one kernel (fused=True), transformers' default"
     foreach: ClassVar[bool] = False
     fused: ClassVar[bool] = True
+
+
+class _ForwardBackward(Wrapped):
+    def __init__(self, inner: Step) -> None:
+        super().__init__(inner)
+        self.phases = ("forward", "backward")
+
+    def update(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptimizer(Ablation):
+    """Forward and backward alone, as benchmarks of kernels time them: their sum is the total, and nothing is learned.
+
+    In float16 it is also the only way to compare adapters in the compute dtype: AdamW's eps and its squared gradients
+    underflow there, and the first update is NaN.
+    """
+
+    name: ClassVar[str] = "no_optimizer"
+    slot: ClassVar[str] = "optimizer"
+    summary: ClassVar[str] = "forward and backward alone, no update"
+    excludes: ClassVar[dict[str, str]] = {"capture": "a captured step has an update"}
+    rank: ClassVar[int] = -1  # innermost: what wraps it takes its phases over
+
+    def step(self, step: Step) -> Step:
+        return _ForwardBackward(step)
+
+    def audit(self, evidence: Evidence) -> int:
+        return int("step" not in evidence.arm.step.phases)
 
 
 @dataclass(frozen=True, kw_only=True)

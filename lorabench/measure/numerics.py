@@ -74,7 +74,8 @@ def shorten(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def one_step(arm: Arm) -> Outcome:
-    """One whole step of a twin, with the optimizer's update checked against plain AdamW on the same gradients."""
+    """One whole step of a twin, with the optimizer's update, if it has one, checked against plain AdamW on the same
+    gradients."""
     arm.step.clear()
     loss, others = 0.0, {}
     for batch in arm.step.batches:
@@ -83,6 +84,8 @@ def one_step(arm: Arm) -> Outcome:
         loss += arm.step.loss_of(part.detach())
         others |= arm.step.compared(part)
     gradients = arm.gradients() | others
+    if "step" not in arm.step.phases:
+        return Outcome(loss, gradients, None)
     before = {n: p.detach().clone() for n, p in arm.adapters()}
     arm.step.update()
     return Outcome(loss, gradients, _update_error(arm, before, gradients))

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ablations import peers
+from ablations.liger import apply_liger
 from lorabench.measure.numerics import one_step
 from lorabench.plan import registry
 from lorabench.plan.ablation import Evidence, NotApplied, Unsupported, conflict
@@ -108,6 +109,29 @@ def test_axolotl_gets_the_architecture_and_all_three_switches(stand_in):
     made = arm("axolotl")
     assert seen == ["llama", ["lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"]]
     assert made.patched["axolotl"] == 3  # one site a layer here
+
+
+def liger_s_norm(self, hidden_states):
+    return hidden_states
+
+
+liger_s_norm.__module__ = "liger_kernel.ops"
+
+
+def test_liger_s_sites_count_in_a_second_model_too(stand_in):
+    seen = {}
+
+    def apply(model, rms_norm=True, swiglu=True):
+        seen["swiglu"] = swiglu
+        for layer in model.model.layers:
+            layer.input_layernorm.forward = types.MethodType(liger_s_norm, layer.input_layernorm)
+
+    monkey_patch = types.SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": apply})
+    stand_in(liger_kernel={"__path__": []}, liger_kernel__transformers={"monkey_patch": monkey_patch})
+    made = arm("liger")
+    assert (made.patched["liger"], seen["swiglu"]) == (3, True)
+    assert apply_liger(made.model, activation=False) == 3  # nothing changed, but all three run Liger's
+    assert seen["swiglu"] is False
 
 
 def test_a_layout_that_axolotl_does_not_know_is_unsupported_in_its_words(stand_in):
