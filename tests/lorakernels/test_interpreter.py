@@ -31,18 +31,18 @@ pytestmark = [
 ]
 
 
-def run(file: str, *arguments: str) -> None:
-    path = Path(__file__).with_name(file)
+def run(*arguments: str) -> None:
+    here = Path(__file__).parent
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", str(path), "-x", "-p", "no:cacheprovider", "-m", "not gpu", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=path.parents[2], timeout=900)
+    command = [sys.executable, "-m", "pytest", *arguments, "-x", "-p", "no:cacheprovider", "-m", "not gpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_triton_kernel_in_the_interpreter(name):
-    run(f"test_{name}.py")
+def test_triton_kernels_in_the_interpreter():
+    """All files in one process: each would spend longer on its imports than on its tests."""
+    run(*(f"test_{name}.py" for name in FILES))
 
 
 def test_whole_models_in_the_interpreter():
