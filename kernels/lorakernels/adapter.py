@@ -1,17 +1,23 @@
-"""An adapter into its places in the operand buffer: out_a = A, out_b = scale · B, cast on the way, in one launch.
+"""Adapters into their places in the operand buffers: out_a = A, out_b = scale · B, cast on the way, in one launch for
+all that are given.
 
 A: (r, K), B: (N, r), of any floating dtype; out_a: (r, K) and out_b: (N, r), strided views of the buffer. It runs for
-every adapter on every forward (see `projection.py`), so at small batches its launches count: one instead of two.
-Run: python -m pytest tests/lorakernels/test_adapter.py
+every adapter on every forward (see `projection.py`), so at small batches its launches count: one a decoder layer
+(`load_adapters`) instead of two an adapter. Run: python -m pytest tests/lorakernels/test_adapter.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from .runtime import cdiv, check, jit, tl, use_triton
+from .runtime import capturing, cdiv, check, jit, tl, use_triton
 
 BLOCK = 2048
+TL = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+# (A, B, scale, out_a, out_b) of one adapter.
+Item = tuple[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor]
 
 
 @jit
@@ -53,3 +59,72 @@ def load_adapter(a: torch.Tensor, b: torch.Tensor, scale: float, out_a: torch.Te
         a, b, out_a, out_b, a.shape[1], b.shape[1], a.numel(), b.numel(), out_a.stride(0), out_b.stride(0), blocks,
         scale, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
+
+
+@jit
+def _load_many_kernel(table_ptr, scale_ptr, item_ptr, IN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Program i copies a block of one matrix. item: (matrix, block of it); table: (from, to, elements, columns, row
+    stride of the target) a matrix, pointers as integers."""
+    i = tl.program_id(0)
+    matrix = tl.load(item_ptr + 2 * i)
+    e = tl.load(item_ptr + 2 * i + 1) * BLOCK + tl.arange(0, BLOCK)
+    entry = table_ptr + 5 * matrix
+    source = tl.load(entry).to(tl.pointer_type(IN))
+    target = tl.load(entry + 1).to(tl.pointer_type(OUT))
+    n, columns, row = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    x = tl.load(source + e, mask=e < n, other=0.0).to(tl.float32) * tl.load(scale_ptr + matrix)
+    tl.store(target + (e // columns) * row + e % columns, x.to(OUT), mask=e < n)
+
+
+class Loader:
+    """Loads the same adapters again and again: what a launch needs to know of them stays on the device until one of
+    them is another tensor, in another place, or of another scale."""
+
+    def __init__(self) -> None:
+        self._known: tuple = ()
+        self._plan: tuple | None = None
+        self._captured: list[tuple] = []  # plans that a CUDA graph reads on every replay: they must outlive a change
+
+    def load(self, items: Sequence[Item]) -> None:
+        """`load_adapter` for every item, in one launch where they are alike."""
+        known = tuple((a.data_ptr(), b.data_ptr(), a.shape, a.dtype, f, to.data_ptr()) for a, b, f, to, _ in items)
+        captured = bool(items) and capturing(items[0][0])
+        if known != self._known:
+            if captured:  # a table cannot be brought to the device inside a capture
+                return _one_by_one(items)
+            self._plan, self._known = _plan(items), known
+        if self._plan is None:
+            return _one_by_one(items)
+        if captured:
+            self._captured.append(self._plan)
+        table, scales, blocks, dtypes = self._plan
+        in_dtype, out_dtype = (getattr(tl, TL[d]) for d in dtypes)
+        _load_many_kernel[(blocks.shape[0],)](
+            table, scales, blocks, IN=in_dtype, OUT=out_dtype, BLOCK=BLOCK, num_warps=4
+        )
+
+
+def _one_by_one(items: Sequence[Item]) -> None:
+    for item in items:
+        load_adapter(*item)
+
+
+def _plan(items: Sequence[Item]) -> tuple | None:
+    """(table, scales, blocks, dtypes) on the device, or None where these adapters are not alike."""
+    pairs = [(t.detach(), out, f) for a, b, scale, x, y in items for t, out, f in ((a, x, 1.0), (b, y, scale))]
+    dtypes = {(t.dtype, out.dtype) for t, out, _ in pairs}
+    alike = len(dtypes) == 1 and all(t.is_contiguous() and out.stride(-1) == 1 for t, out, _ in pairs)
+    if not alike or not use_triton(*(t for t, _, _ in pairs), *(out for _, out, _ in pairs)):
+        return None
+    for a, b, _, out_a, out_b in items:
+        fits = out_a.shape == a.shape and out_b.shape == b.shape
+        check(fits, "A, B and their places differ", a=a, b=b, out=out_a, to=out_b)
+    device = pairs[0][0].device
+    rows = [(t.data_ptr(), out.data_ptr(), t.numel(), t.shape[1], out.stride(0)) for t, out, _ in pairs]
+    blocks = [(i, j) for i, row in enumerate(rows) for j in range(cdiv(row[2], BLOCK))]
+    return (
+        torch.tensor(rows, dtype=torch.int64, device=device),
+        torch.tensor([f for _, _, f in pairs], dtype=torch.float32, device=device),
+        torch.tensor(blocks, dtype=torch.int32, device=device),
+        dtypes.pop(),
+    )

@@ -11,6 +11,7 @@ Run: python -m pytest tests/lorakernels/test_fused.py
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from . import glu, tune
+from .adapter import Loader
 from .lora_grad import Source
 from .pack import pack_into, with_spare_columns
 from .projection import Operand, Projection
@@ -69,6 +71,18 @@ def compute_dtype(x: torch.Tensor, weight_dtype: torch.dtype) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return weight_dtype
+
+
+@contextlib.contextmanager
+def refreshed(groups: list[Projection], loader: Loader, x: torch.Tensor):
+    """Inside, the groups' operands hold today's adapters, brought there in one launch instead of one an adapter."""
+    dtype = compute_dtype(x, groups[0].compute_dtype)
+    try:
+        loader.load([item for g in groups for item in g.places(dtype) or ()])
+        yield
+    finally:
+        for g in groups:
+            g.stale()
 
 
 # ---- the operand [X | S] ---------------------------------------------------------------------------------------------

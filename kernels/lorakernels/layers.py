@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .fused import Heads, Norm, gated_mlp, project
+from .adapter import Loader
+from .fused import Heads, Norm, gated_mlp, project, refreshed
 from .projection import Projection
 from .rms_norm import rms_norm
 from .rope import rope
@@ -268,12 +269,18 @@ class LayerPlan:
     mlp: MLPPlan | None
     positional: list[str] = field(default_factory=list)
     own_checkpointing: bool = False
+    loader: Loader = field(default_factory=Loader)
 
     def ready(self) -> bool:
         here = self.module._modules
         same = here["self_attn"] is self.attention.module and (self.mlp is None or here["mlp"] is self.mlp.module)
         norms = all(quiet(m) and here[n] is m for n, (m, _) in self.norms.items())
         return same and norms and self.attention.ready() and (self.mlp is None or self.mlp.ready())
+
+    def groups(self) -> list[Projection]:
+        parts = [self.attention.qkv, self.attention.o]
+        parts += [self.mlp.gate_up, self.mlp.down] if self.mlp else []
+        return [g for part in parts for g in part.groups]
 
     def norm(self, name: str) -> dict:
         module, norm = self.norms[name]
@@ -312,7 +319,12 @@ def layer_forward(self, hidden_states, *args, **kwargs):
     return _layer(plan, hidden_states, **kwargs)
 
 
-def _layer(plan: LayerPlan, x, attention_mask=None, position_embeddings=None, past_key_values=None, **kwargs):
+def _layer(plan: LayerPlan, x, *args, **kwargs):
+    with refreshed(plan.groups(), plan.loader, x):
+        return _fused_layer(plan, x, *args, **kwargs)
+
+
+def _fused_layer(plan: LayerPlan, x, attention_mask=None, position_embeddings=None, past_key_values=None, **kwargs):
     sandwich = "pre_feedforward_layernorm" in plan.norms
     spare = plan.mlp.down.groups[0].p if plan.mlp else 0  # x is another layer's down projection, of the same rank
     q, k, v, x = query_key_value(

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from . import tune
-from .adapter import load_adapter
+from .adapter import Item, load_adapter
 from .dropout import draw_seed, dropout_into
 from .glu import MAX_FUSED_RANK
 from .linear_cross_entropy import mm_in
@@ -99,6 +99,8 @@ class Projection:
         self.buffer: Any = None
         self._scales: tuple[tuple, torch.Tensor] | None = None
         self._loaded: tuple = ()
+        self._operand: Operand | None = None  # of our own buffer
+        self._fresh = False  # `refreshed` has just loaded what the next `operand` would load
         if fp8 and not self.quantized:
             from .fp8 import FrozenFp8
 
@@ -155,7 +157,7 @@ class Projection:
         if self.owns_weights():
             for m in self.members:
                 m.weight.data = m.weight.data.clone(memory_format=torch.contiguous_format)
-        self.buffer = None
+        self.buffer = self._operand = None
         self._loaded = ()
 
     def operand(self, dtype: torch.dtype) -> Operand:
@@ -169,16 +171,33 @@ class Projection:
         if not self.quantized and self.members[0].weight.dtype == dtype:
             if not self.owns_weights():
                 self.adopt()
-            op = self._views(self.buffer)
-            self._load(op)
-            self._loaded = self._identity()
+            op = self._own()
+            if not self._fresh:
+                self._load(op)
+            self._fresh, self._loaded = False, self._identity()
             return op
         return self._scratch(dtype)
+
+    def stale(self) -> None:
+        """The next `operand` loads the adapters itself."""
+        self._fresh = False
+
+    def places(self, dtype: torch.dtype) -> list[Item] | None:
+        """The adapters and their places in the buffer, where today's weights lie there in dtype; else None."""
+        if self.quantized or self.fp8 is not None or self.members[0].weight.dtype != dtype or not self.owns_weights():
+            return None
+        self._fresh = True
+        op = self._own()
+        return [
+            (m.a, m.b, m.scale, op.a[cols], op.sb[rows, cols])
+            for m, (rows, cols) in zip(self.members, self._slices(), strict=True)
+            if m.a is not None
+        ]
 
     def operand_again(self, dtype: torch.dtype) -> Operand:
         """For backward: what forward used. Loaded once more only if another adapter has been there since."""
         if self.buffer is not None and self._loaded == self._identity() and self.members[0].weight.dtype == dtype:
-            return self._views(self.buffer)
+            return self._own()
         return self.operand(dtype)
 
     def _identity(self) -> tuple:
@@ -187,6 +206,12 @@ class Projection:
     def _views(self, full) -> Operand:
         n, k = self.n, self.k
         return Operand(full[:n, :k], full[:n, k:], full[n:, :k], full)
+
+    def _own(self) -> Operand:
+        """The views of our own buffer, made once: three views a forward and linear add up on the host."""
+        if self._operand is None or self._operand.full is not self.buffer:
+            self._operand = self._views(self.buffer)
+        return self._operand
 
     def _scratch(self, dtype: torch.dtype) -> Operand:
         """A buffer for this call only: quantized weights, and weights that autocast casts."""
@@ -215,6 +240,8 @@ class Projection:
         """Bias of all members, with scale · lora_B.bias added, or None."""
         if all(m.bias is None and m.lora_bias is None for m in self.members):
             return None
+        if len(self.members) == 1 and self.members[0].lora_bias is None:
+            return self.members[0].bias.to(dtype)
         parts = []
         for m in self.members:
             part = torch.zeros(m.shape[0], dtype=torch.float32, device=m.weight.device)

@@ -44,26 +44,34 @@ class LinearSite:
     member: Member
     parent: Any = None
 
+    def __post_init__(self) -> None:
+        self.leaf = self.name.rpartition(".")[2]
+
     def ready(self) -> bool:
-        """Reads A, B, scale and dropout anew; False if PEFT must run this forward (merged, hooked, switched …)."""
+        """Reads A, B, scale and dropout anew; False if PEFT must run this forward (merged, hooked, switched …).
+
+        It runs for every linear on every forward, so it reads modules' dictionaries: torch's own attribute look-up
+        costs a microsecond each, and small models wait for the host.
+        """
         module, member = self.module, self.member
-        if self.parent is not None and self.parent._modules.get(self.name.rpartition(".")[2]) is not module:
+        if self.parent is not None and self.parent._modules.get(self.leaf) is not module:
             return False  # unloaded: PEFT has put another module there
         if not (quiet(module) and (module is self.base or quiet(self.base))):
             return False
         if module is self.base:
             return True
-        if module.disable_adapters or module.merged:
+        if module._disable_adapters or module.merged_adapters:
             return False
-        active = [a for a in module.active_adapters if a in module.lora_A]
+        parts = module._modules
+        active = [a for a in module.active_adapters if a in parts["lora_A"]._modules]
         if active != ([] if self.adapter is None else [self.adapter]):
             return False
         if self.adapter is not None:
-            a, b = module.lora_A[self.adapter], module.lora_B[self.adapter]
-            drop = module.lora_dropout[self.adapter]
+            a, b, drop = (parts[name]._modules[self.adapter] for name in ("lora_A", "lora_B", "lora_dropout"))
             if not (quiet(a) and quiet(b)):
                 return False
-            member.a, member.b, member.lora_bias = a.weight, b.weight, b.bias
+            member.a, member.b = a._parameters["weight"], b._parameters["weight"]
+            member.lora_bias = b._parameters["bias"]
             member.scale = float(module.scaling[self.adapter])
             member.dropout = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
         if self.member.quantized is not None:

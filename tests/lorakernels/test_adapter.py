@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_checks import assert_close, poisoned
-from lorakernels.adapter import load_adapter, load_adapter_reference
+from lorakernels.adapter import Loader, load_adapter, load_adapter_reference
 
 
 @pytest.mark.parametrize("n, k, r", [(5, 7, 3), (1, 1, 1), (300, 20, 16), (8, 3000, 2)])
@@ -25,6 +25,34 @@ def test_transposed_parameters(device, dtype):
     load_adapter(a, b, 0.5, out_a, out_b)
     assert torch.equal(out_a, a)
     assert_close(out_b, b.float() * 0.5, dtype)
+
+
+@pytest.mark.parametrize("adapter", ["same", "float32"])
+def test_a_loader_loads_all_and_sees_every_change(adapter, device, dtype):
+    own = torch.float32 if adapter == "float32" else dtype
+    items = []
+    for n, k, r, scale in ((5, 7, 3, 1.5), (300, 20, 16, 2.0), (8, 3000, 2, 1.0)):
+        a, b = torch.randn(r, k, device=device).to(own), torch.randn(n, r, device=device).to(own)
+        buffer = poisoned(n + r, k + r + 2, dtype=dtype, device=device)
+        items.append((a, b, scale, buffer[n:, :k], buffer[:n, k : k + r]))
+
+    def check():
+        for a, b, scale, out_a, out_b in items:
+            wanted = load_adapter_reference(a, b, scale)
+            assert_close(out_a, wanted[0], dtype)
+            assert_close(out_b, wanted[1], dtype)
+            out_a.fill_(float("nan"))
+            out_b.fill_(float("nan"))
+
+    loader = Loader()
+    for _ in range(2):
+        loader.load(items)
+        check()
+    items[0][0].add_(1.0)  # in place
+    items[1] = (torch.randn_like(items[1][0]), *items[1][1:])  # another tensor
+    items[2] = (*items[2][:2], 3.0, *items[2][3:])  # another scale
+    loader.load(items)
+    check()
 
 
 def test_wrong_shapes():
