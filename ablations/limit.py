@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,17 @@ class _Limit(Wrapped):
         self.current.backward()
 
 
+class _Way(NamedTuple):
+    """How attention is computed: by which backend, and whether grouped heads are repeated for it."""
+
+    backend: SDPBackend
+    repeats: bool
+
+    @property
+    def label(self) -> str:
+        return self.backend.name + ", heads repeated" * self.repeats
+
+
 class _Shape:
     """The work of one batch of `batch` samples of `length` tokens: buffers, attention, and on a GPU two CUDA graphs,
     because a limit must not wait for the host."""
@@ -135,11 +146,11 @@ class _Shape:
         self.qkv = [draw(batch, length, n, size).transpose(1, 2).requires_grad_() for n in per]
         self.dout = draw(batch, length, heads, size).transpose(1, 2)
         self.outputs: list[Tensor] = []
-        found = self._backends()
-        self.backend = min(found, key=lambda b: found[b])
+        found = self._ways()
+        self.way = min(found, key=lambda way: found[way])
         self.notes: dict[str, Any] = {
-            "batch": batch, "length": length, "attention": self.backend.name,
-            "attention_ms": {b.name: round(ms, 4) for b, ms in found.items()},
+            "batch": batch, "length": length, "attention": self.way.label,
+            "attention_ms": {way.label: round(ms, 4) for way, ms in found.items()},
         }  # fmt: skip
         self.forward, self.backward = self._forward, self._backward
         if head.is_cuda:
@@ -147,32 +158,40 @@ class _Shape:
 
     def _attention(self) -> Tensor:
         q, k, v = self.qkv
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        groups = q.shape[1] // k.shape[1]
+        if self.way.repeats:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
 
-    def _backends(self) -> dict[SDPBackend, float]:
-        """Milliseconds of one attention, forward and backward, by backend; those that refuse the shape are left out."""
-        found = {}
+    def _ways(self) -> dict[_Way, float]:
+        """Milliseconds of one attention, forward and backward; a backend that refuses grouped heads gets them repeated,
+        and one that refuses the shape altogether is left out."""
+        grouped = self.qkv[0].shape[1] != self.qkv[1].shape[1]
+        found: dict[_Way, float] = {}
+
+        def once() -> None:
+            with sdpa_kernel(self.way.backend):
+                torch.autograd.grad(self._attention(), self.qkv, self.dout)
+
         for backend in BACKENDS:
             if backend is SDPBackend.MATH and found:
                 continue  # never the fastest, and it holds the scores: it may not even fit
-
-            def once(backend: SDPBackend = backend) -> None:
-                with sdpa_kernel(backend):
-                    torch.autograd.grad(self._attention(), self.qkv, self.dout)
-
-            try:
-                found[backend] = _median_ms(once, self.head.is_cuda)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:  # "No available kernel"
-                continue
+            for way in (_Way(backend, False), _Way(backend, True))[: 1 + grouped]:
+                self.way = way
+                try:
+                    found[way] = _median_ms(once, self.head.is_cuda)
+                    break
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError:  # "No available kernel"
+                    continue
         if not found:
             raise Unsupported("frozen_limit: no SDPA backend takes this model's shapes")
         return found
 
     def _forward(self) -> None:
         self.outputs.clear()
-        with sdpa_kernel(self.backend):
+        with sdpa_kernel(self.way.backend):
             for layer in self.layers:
                 self._product("qkv", layer["qkv"])
                 self.outputs.append(self._attention())
@@ -182,7 +201,7 @@ class _Shape:
 
     def _backward(self) -> None:
         self._input_gradient("head", self.head)
-        with sdpa_kernel(self.backend):
+        with sdpa_kernel(self.way.backend):
             for i, layer in reversed(list(enumerate(self.layers))):
                 for name in ("down", "gate_up", "o"):
                     self._input_gradient(name, layer[name])

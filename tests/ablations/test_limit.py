@@ -46,6 +46,23 @@ def test_the_products_are_those_of_the_model_s_own_weights(limit):
     assert all(x.abs().mean() > 0.1 for x in shape.x.values())  # zeros would make a GEMM look faster than it is
 
 
+def test_a_backend_that_refuses_grouped_heads_gets_them_repeated(monkeypatch):
+    plain = F.scaled_dot_product_attention
+
+    def picky(q, k, v, **kwargs):
+        if kwargs["enable_gqa"]:
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return plain(q, k, v, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", picky)
+    made = arm("frozen_limit")
+    run_trial(made)
+    (shape,) = made.step.shapes.values()
+    assert shape.notes["attention"].endswith("heads repeated")
+    q, k, v = shape.qkv
+    torch.testing.assert_close(shape._attention(), plain(q, k, v, is_causal=True, enable_gqa=True))
+
+
 def test_the_merged_weights_are_not_held_twice(limit):
     attention = limit.model.get_base_model().model.layers[1].self_attn
     storages = {getattr(attention, f"{n}_proj").base_layer.weight.untyped_storage().data_ptr() for n in "qkv"}
