@@ -1,0 +1,103 @@
+"""The script that trains with and without lorakernels: on a tiny random model, and its verdict on made-up curves."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+PATH = Path(__file__).parents[1] / "benchmarks" / "loss_curve.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("loss_curve", PATH)
+    module = sys.modules["loss_curve"] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """(model folder with a tokenizer of whole words, text of 40 rows)"""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {w: i for i, w in enumerate(["<unk>", "</s>", *(f"w{n}" for n in range(60))])}
+    tokenizer = Tokenizer(models.WordLevel(words, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path / "model")
+    config = LlamaConfig(
+        vocab_size=62, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=1, pad_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    random = np.random.default_rng(0)
+    rows = [" ".join(f"w{n}" for n in random.integers(0, 60, random.integers(5, 12))) for _ in range(40)]
+    lines = [json.dumps({"question": r, "answer": r}) + "\n" for r in rows]
+    (tmp_path / "text.jsonl").write_text("".join(lines))
+    return tmp_path / "model", tmp_path / "text.jsonl"
+
+
+def test_it_trains_compares_and_writes(script, inputs, tmp_path, capsys):
+    model, text = inputs
+    command = [str(text), "--weights", str(model), "--steps", "4", "--batch", "3", "--out", str(tmp_path / "out")]
+    assert script.main(command) == 0
+    assert "lorakernels, seed 1" in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "out" / "losses.csv").open()))
+    assert len(rows) == 4 and len(rows[0]) == 6
+    plain, ours, other = (
+        np.array([float(r[n]) for r in rows]) for n in ("peft, seed 0", "lorakernels, seed 0", "peft, seed 1")
+    )
+    assert abs(plain - ours).max() < 1e-3 * plain[0] < abs(plain - other).max()  # seeds see other samples
+    assert (abs(plain - ours) > 0).any(), "the same code ran twice"
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert found["passed"] and found["mean_distance"]["peft, seed 0, twice"] == 0
+    assert found["lorakernels_sites"]["mlp"] == 2 and found["settings"]["held_out_samples"] == 5
+    held_out = found["held_out_loss"]
+    assert held_out["peft, seed 0"] == held_out["peft, seed 0, again"] != held_out["peft, seed 1"]
+    assert held_out["lorakernels, seed 1"] == pytest.approx(held_out["peft, seed 1"], rel=1e-4)
+    assert (tmp_path / "out" / "loss_curve.png").stat().st_size > 10_000
+    with pytest.raises(SystemExit, match="has 40 rows"):
+        script.main([*command[:3], "--steps", "300"])
+
+
+def test_held_out_samples_are_trained_on_by_nobody(script, inputs):
+    model, text = inputs
+    train, held_out = script.samples(script.parse([str(text), "--weights", str(model), "--steps", "4"]))
+    assert len(train) == 35 and len(held_out) == 5
+    assert not {tuple(s.tokens) for s in train} & {tuple(s.tokens) for s in held_out}
+    batches = script.order(train, 1, steps=8, batch=4)
+    assert len(batches) == 8 and sum(b.real for b in batches) < sum(len(s.tokens) for s in train)
+
+
+def curves(script, off):
+    """Two seeds of PEFT 0.1 apart, and ours `off` from each."""
+    steps = np.linspace(3, 2, 40)
+    return {
+        run: (steps + 0.1 * run.seed + (off if run.ours else 0.0)).tolist()
+        for run in script.RUNS
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("off", "passed"), [(0.01, True), (-0.09, True), (0.11, False)])
+def test_the_verdict(script, off, passed):
+    found = script.verdict(curves(script, off), 10)
+    assert found["passed"] is passed
+    assert found["mean_distance"]["lorakernels and peft, seed 1"] == pytest.approx(abs(off))
+    assert found["mean_distance"]["peft, two seeds"] == pytest.approx(0.1)
+    assert found["mean_distance"]["peft, seed 0, twice"] == 0
+
+
+def test_one_wild_stretch_fails(script):
+    made = curves(script, 0.0)
+    wild = next(r for r in made if r.ours and r.seed == 1)
+    made[wild][20:32] = [x + 0.2 for x in made[wild][20:32]]
+    found = script.verdict(made, 10)
+    assert not found["passed"]
+    assert found["mean_distance"]["lorakernels and peft, seed 1"] < found["mean_distance"]["peft, two seeds"]
