@@ -71,9 +71,10 @@ def test_measured_memory_is_of_the_phase_that_the_claim_names(record):
 
 
 def test_a_claim_of_a_kernel_alone_stands_beside_single_linears_only(record):
-    step = record(["lora_kernels"], reference=("adapters_in_compute_dtype",), speedup=1.5)
-    linear = step.model_copy(update={"phases": {p: step.phases[p] for p in ("forward", "backward", "total")}})
-    assert not found([step], "lorafusion_kernels")
+    common = {"reference": ("adapters_in_compute_dtype",), "speedup": 1.5}
+    linear = record(["lora_kernels"], model="linear-8x8(r=3)", **common)
+    others = [record(["lora_kernels"], model=m, **common) for m in ("smollm2-135m", "norm-linear-8x8")]
+    assert not found(others, "lorafusion_kernels")
     average, best = found([linear], "lorafusion_kernels")
     assert (average.low, best.low, best.same_baseline) == (1.27, 1.39, True)
     assert claims.measured(linear, "kernel_speedup")[0] == pytest.approx(1.5, rel=0.05)
