@@ -3,7 +3,7 @@
 import lorakernels
 import pytest
 import torch
-from tiny_models import build, twin
+from tiny_models import batch, build, twin
 
 
 def train(model, folder, **kwargs):
@@ -43,3 +43,85 @@ def test_trainer(kwargs, tmp_path):
     assert abs(evaluated - wanted_evaluated) < tolerance * wanted_evaluated
     assert predictions.shape == wanted_predictions.shape == (2, 8, 101)
     assert (tmp_path / "ours" / "checkpoint-4" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_checkpointing": True}], ids=["plain", "gc"])
+def test_sft_trainer(kwargs, tmp_path):
+    """TRL's trainer, which computes entropy and accuracy from the logits beside the loss."""
+    pytest.importorskip("trl", reason="needs the package trl")
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from trl import SFTConfig, SFTTrainer
+
+    torch.manual_seed(0)
+    ids = [torch.randint(3, 101, (n,)).tolist() for n in (5, 9, 7, 12, 6, 8)]
+    # a fingerprint of its own: datasets would make one by pickling, which some versions of dill and pyarrow cannot
+    rows = Dataset(InMemoryTable.from_pydict({"input_ids": ids}), fingerprint="rows")
+
+    def train(model, folder):
+        arguments = SFTConfig(
+            str(folder), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, seed=1,
+            report_to=[], use_cpu=True, bf16=False, dataset_kwargs={"skip_prepare_dataset": True},
+            **{"gradient_checkpointing": False, **kwargs},
+        )  # fmt: skip
+        trainer = SFTTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer())
+        trainer.train()
+        return [e["loss"] for e in trainer.state.log_history if "loss" in e]
+
+    model = build("llama")
+    plain = twin(model)
+    assert lorakernels.apply(model).total > 0
+    losses, wanted = train(model, tmp_path / "ours"), train(plain, tmp_path / "plain")
+    assert len(losses) == 3 and losses[0] != losses[-1]
+    assert losses == pytest.approx(wanted, rel=1e-3)
+
+
+def tokenizer():
+    """A tokenizer of 101 whole words, for trainers that insist on one."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: n for n, word in enumerate(["<pad>", "<s>", "</s>", *map(str, range(98))])}
+    made = Tokenizer(models.WordLevel(words, "<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_grad_scaler_in_float16(device, reentrant):
+    """A float16 base with float32 adapters under autocast and torch's GradScaler, as Trainer runs fp16; with and
+    without checkpointing. The first scales overflow: those steps must be skipped, and the others learn as PEFT does."""
+    model = build("llama", torch.float16, autocast_adapter_dtype=True).to(device)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    data = {n: t.to(device) for n, t in batch(4, 12).items()}
+    plain = twin(model)
+    assert lorakernels.apply(model).total > 0
+
+    def train(model):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**28)
+        losses, scales = [], []
+        for _ in range(20):
+            with torch.autocast(device, torch.float16):
+                loss = model(**data, use_cache=False).loss
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+            scales.append(scaler.get_scale())
+        return losses, scales
+
+    def settled(losses, scales):
+        """The losses from the first step on that was not skipped."""
+        assert scales[0] == 2.0**27 and losses[0] == losses[1] and scales[-1] == scales[-6], scales
+        return losses[scales.index(scales[-1]) :]
+
+    ours, peft = train(model), train(plain)
+    assert 0.5 <= ours[1][-1] / peft[1][-1] <= 2  # the scale at which the last gradient overflows may be next door
+    got, wanted = settled(*ours), settled(*peft)
+    common = min(len(got), len(wanted))
+    assert got[:common] == pytest.approx(wanted[:common], rel=5e-3)
+    assert common >= 6 and got[common - 1] < 0.95 * got[0]
