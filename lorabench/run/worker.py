@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -85,7 +86,7 @@ class Failure(Exception):
 def main(job: Job, connection: Connection) -> None:
     """Entry of the process: own session (so that it can be killed with its children), own log, then the measurement."""
     os.setsid()
-    _die_with(job.sweep)
+    _die_with(job.sweep, job.twins)
     _redirect(job.log)
     try:
         measurement = Measurement(job, tell=lambda text: connection.send(("phase", text)))
@@ -99,8 +100,9 @@ def main(job: Job, connection: Connection) -> None:
         connection.close()
 
 
-def _die_with(sweep: int) -> None:
+def _die_with(sweep: int, twins: str) -> None:
     """A sweep that is killed must not leave a worker that disturbs the next one: wait, asleep, for its process to end.
+    Nor its temporary folder, which it could not delete itself.
 
     (Not by PR_SET_PDEATHSIG: a worker's parent is the fork server, which lives as long as its workers do.)
     """
@@ -108,6 +110,7 @@ def _die_with(sweep: int) -> None:
     def watch() -> None:
         with contextlib.suppress(OSError, AttributeError):  # pidfd: Linux only
             select.select([os.pidfd_open(sweep)], [], [])
+            shutil.rmtree(twins, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()

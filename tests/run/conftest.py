@@ -35,4 +35,5 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     site = folder / "site"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site, wheel]
     subprocess.run(command, check=True, capture_output=True)
-    return {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "200"}
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -55,8 +57,9 @@ def test_a_killed_sweep_continues_where_it_stopped(tmp_path):
 
 def test_a_worker_dies_with_its_sweep(plugin, tmp_path):
     args = [*ARGS[:4], "ablations=[hang]", "reference=[sdpa,adamw_foreach,padding,hang]", f"output={tmp_path}"]
+    temporary = Path(tempfile.mkdtemp())  # not below tmp_path, whose length is too much for a socket's name
     first = subprocess.Popen(
-        [sys.executable, "-m", "lorabench.sweep", *args], cwd=tmp_path, env=plugin,
+        [sys.executable, "-m", "lorabench.sweep", *args], cwd=tmp_path, env={**plugin, "TMPDIR": str(temporary)},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     deadline = time.monotonic() + 60
@@ -64,11 +67,14 @@ def test_a_worker_dies_with_its_sweep(plugin, tmp_path):
         time.sleep(0.05)
     workers = _workers(tmp_path)
     assert workers
+    assert list(temporary.glob("lorabench-twins-*"))
     first.send_signal(signal.SIGKILL)
     first.wait()
     while _workers(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _workers(tmp_path)
+    assert not list(temporary.glob("lorabench-twins-*"))
+    shutil.rmtree(temporary)
 
 
 def _workers(folder: Path) -> list[str]:
