@@ -1,0 +1,269 @@
+"""Every kernel of lorakernels at Llama-3.1-8B's shapes: time, bytes or operations at the least, share of the ceiling.
+
+    python benchmarks/kernel_table.py [--tokens 8192] [--json FILE]      # the table of kernels/README.md
+
+A kernel's time is the median over replays of a CUDA graph that holds it several times, with its inputs in turn from
+copies that together exceed the L2 cache, so neither launches nor cached inputs flatter it. The ceilings (a large copy,
+a large GEMM, sustained) are measured in the same process. "Least" counts every operand read once and every result
+written once. Without a GPU it runs small shapes by the wall clock, which shows no more than that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+
+import lorakernels.glu as glu
+import lorakernels.rms_norm as rms_norm
+import lorakernels.rope as rope
+import torch
+from lorakernels.adapter import Loader
+from lorakernels.dropout import draw_seed, dropout_into
+from lorakernels.linear_cross_entropy import loss_and_gradient_
+from lorakernels.lora_grad import a_gradient, tail_and_b
+from lorakernels.pack import pack_into
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+HEADS = (32, 8, 128) if CUDA else (4, 1, 8)  # of q, of k, size
+HIDDEN, KEYS = HEADS[0] * HEADS[2], HEADS[1] * HEADS[2]
+QKV = HIDDEN + 2 * KEYS
+WIDE, VOCABULARY = (14336, 128256) if CUDA else (64, 500)
+RANK, SPARE = 16, 64
+CACHE = 200 << 20 if CUDA else 1  # bytes that surely exceed L2
+DTYPE = torch.bfloat16
+SIZE = 2  # bytes an element of DTYPE
+
+
+@dataclass
+class Row:
+    """One line: microseconds, and either bytes at the least or operations."""
+
+    kernel: str
+    what: str
+    us: float
+    bytes: int = 0
+    flops: int = 0
+
+    def share(self, copy_gbs: float, tflops: float) -> float:
+        return self.bytes / self.us / 1e3 / copy_gbs if self.bytes else self.flops / self.us / 1e6 / tflops
+
+
+def timed(make: Callable[[], Callable[[], Any]], footprint: int, replays: int = 15) -> float:
+    """Microseconds a call. `make` returns a call on inputs of its own, `footprint` bytes of them."""
+    calls = [make() for _ in range(max(2, min(32, -(-CACHE // footprint))))]
+
+    def once() -> None:
+        for call in calls:
+            call()
+
+    once()
+    once()
+    times = []
+    if not CUDA:
+        for _ in range(3):
+            began = time.perf_counter()
+            once()
+            times.append(1e6 * (time.perf_counter() - began) / len(calls))
+        return statistics.median(times)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    for _ in range(replays + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end) / len(calls))
+    return statistics.median(times[3:])
+
+
+def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=dtype)
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device=DEVICE, dtype=DTYPE)
+
+
+def ceilings() -> tuple[float, float]:
+    """(GB/s of a large copy, read plus written; TFLOP/s of a large GEMM, back to back)."""
+    a = random(1 << (29 if CUDA else 16))
+    b = empty(a.numel())
+    copy = timed(lambda: lambda: b.copy_(a), CACHE)
+    m, n, k = (8192, 28672, 4096) if CUDA else (64, 64, 64)
+    x, w, y = random(m, k), random(n, k), empty(m, n)
+    gemm = timed(lambda: lambda: torch.mm(x, w.t(), out=y), CACHE, replays=60)
+    return 2 * a.numel() * SIZE / copy / 1e3, 2 * m * n * k / gemm / 1e6
+
+
+def bandwidth_rows(m: int) -> list[Row]:
+    """Kernels that move bytes. m: tokens."""
+    rows: list[Row] = []
+
+    def add(kernel: str, what: str, elements: int, make: Callable[[], Callable[[], Any]]) -> None:
+        rows.append(Row(kernel, what, timed(make, elements * SIZE), bytes=elements * SIZE))
+        if CUDA:
+            torch.cuda.empty_cache()
+
+    def norm_forward():
+        x, r, h, w = random(m, HIDDEN), random(m, HIDDEN), random(m, HIDDEN), random(HIDDEN)
+        y = empty(m, HIDDEN + SPARE)[:, :HIDDEN]
+        return lambda: rms_norm.forward_into(x, r, w, 1e-6, 0.0, y, h)
+
+    def norm_backward():
+        dy, h, d, w = random(m, HIDDEN), random(m, HIDDEN), random(m, HIDDEN), random(HIDDEN)
+        rstd, dx = random(m, dtype=torch.float32).abs(), empty(m, HIDDEN)
+        return lambda: rms_norm.backward_into(dy, h, w, rstd, 0.0, d, dx)
+
+    def turned(backward: bool):
+        size = HEADS[2]
+        cos, sin = random(1, m // 4, size), random(1, m // 4, size)
+
+        def make():
+            y = random(m, QKV + SPARE).view(4, m // 4, QKV + SPARE)
+            q, k, v = (t.unflatten(-1, (-1, size)) for t in y[..., :QKV].split([HIDDEN, KEYS, KEYS], -1))
+            if not backward:
+                return lambda: rope.rotate_into(q, k, cos, sin, q, k)
+            dq, dk, dv = (random(*t.shape) for t in (q, k, v))
+            return lambda: rope.rotate_into(dq, dk, cos, sin, q, k, v=dv, out_v=v, backward=True)
+
+        return make
+
+    def glu_forward(act: str):
+        def make():
+            gate_up, h = random(m, 2 * WIDE), empty(m, WIDE + SPARE)
+            return lambda: glu.forward_into(gate_up[:, :WIDE], gate_up[:, WIDE:], h[:, :WIDE], act)
+
+        return make
+
+    def glu_backward(act: str):
+        def make():
+            gate_up, dh = random(m, 2 * WIDE + SPARE), random(m, WIDE)
+            gate, up = gate_up[:, :WIDE], gate_up[:, WIDE : 2 * WIDE]
+            return lambda: glu.backward_into(gate, up, dh, gate, up, act, h_into_grad=True)
+
+        return make
+
+    def packing():
+        x, a, out = random(m, HIDDEN), random(SPARE, HIDDEN), empty(m, HIDDEN + SPARE)
+        return lambda: pack_into(x, a, out)
+
+    def tail(widths: list[int]):
+        def make():
+            n = sum(widths)
+            d, sb, s = random(m, n + SPARE), random(n, SPARE), random(m, SPARE)
+            return lambda: tail_and_b(d, sb, s, widths, RANK)
+
+        return make
+
+    def a_grad():
+        ds, h, w = random(m, 2 * RANK), random(m, HIDDEN), random(HIDDEN)
+        rstd = random(m, dtype=torch.float32).abs()
+        return lambda: a_gradient(ds, h, rstd, w, 0.0, "one_read_narrow")
+
+    def loss():
+        z = random(m // 8, VOCABULARY)
+        target = torch.randint(0, VOCABULARY, (m // 8,), device=DEVICE)
+        return lambda: loss_and_gradient_(z, target)
+
+    def drop():
+        x, out, seed = (
+            random(m, HIDDEN),
+            empty(m, HIDDEN),
+            draw_seed(torch.device(DEVICE)),
+        )
+        return lambda: dropout_into(x, seed, 0.1, out)
+
+    def load():
+        items = []
+        for n, k in linears:
+            buffer = empty(n + RANK, k + RANK)
+            items.append((random(RANK, k), random(n, RANK), 2.0, buffer[n:, :k], buffer[:n, k:]))
+        loader = Loader()
+        return lambda: loader.load(items)
+
+    linears = [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, HIDDEN)]
+    linears += [(WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]
+    adapters = RANK * sum(n + k for n, k in linears)
+    add("rms_norm", "forward, with the residual added", 4 * m * HIDDEN, norm_forward)
+    add("rms_norm", "backward, with the residual's gradient", 4 * m * HIDDEN, norm_backward)
+    add("rope", "forward, q and k in place", 2 * m * (HIDDEN + KEYS), turned(False))
+    add("rope", "backward, into [dq ∣ dk ∣ dv]", 2 * m * QKV, turned(True))
+    add("swiglu", "forward", 3 * m * WIDE, glu_forward("silu"))
+    add("swiglu", "backward, h again", 6 * m * WIDE, glu_backward("silu"))
+    add("geglu (erf)", "forward", 3 * m * WIDE, glu_forward("gelu"))
+    add("geglu (erf)", "backward, h again", 6 * m * WIDE, glu_backward("gelu"))
+    add("geglu (tanh)", "backward, h again", 6 * m * WIDE, glu_backward("gelu_tanh"))
+    add("pack", "[x ∣ x·Aᵀ], attention's output", 2 * m * HIDDEN, packing)
+    if CUDA:  # Triton only: elsewhere `Projection` takes library calls
+        add("lora_grad", "dS and dB of o or down", m * HIDDEN, tail([HIDDEN]))
+        add("lora_grad", "dS and dB of q, k, v", m * QKV, tail([HIDDEN, KEYS, KEYS]))
+        add("lora_grad", "dS and dB of gate and up", 2 * m * WIDE, tail([WIDE, WIDE]))
+        add("lora_grad", "dA behind a norm (two members)", m * HIDDEN, a_grad)
+    add("linear_cross_entropy", "loss and gradient of a chunk's logits", 2 * (m // 8) * VOCABULARY, loss)
+    add("dropout", "mask from a seed", 2 * m * HIDDEN, drop)
+    add("adapter", "a layer's seven adapters into their places", 2 * adapters, load)
+    return rows
+
+
+def gemm_rows(m: int) -> list[Row]:
+    """One library GEMM over concatenated operands, beside the bare frozen GEMM; operations of the frozen part only."""
+    rows = []
+    shapes = {"q, k, v": (QKV, HIDDEN), "o": (HIDDEN, HIDDEN), "gate, up": (2 * WIDE, HIDDEN), "down": (HIDDEN, WIDE)}
+    for name, (n, k) in shapes.items():
+        w, x, d = random(n + SPARE, k + SPARE), random(m, k + SPARE), random(m, n + SPARE)
+        bare_w, bare_x, bare_d = w[:n, :k].contiguous(), x[:, :k].contiguous(), d[:, :n].contiguous()
+        calls = {
+            f"{name}: frozen, forward": lambda bx=bare_x, bw=bare_w: bx @ bw.t(),
+            f"{name}: [X ∣ S]·[W ∣ sB]ᵀ": lambda x=x, w=w, n=n: x @ w[:n].t(),
+            f"{name}: frozen, backward": lambda bd=bare_d, bw=bare_w: bd @ bw,
+            f"{name}: [dY ∣ dS]·[W ; A]": lambda d=d, w=w, k=k: d @ w[:, :k],
+        }
+        times: dict[str, list[float]] = {what: [] for what in calls}
+        for _ in range(3):  # in turns: the power cap makes the clock drift
+            for what, call in calls.items():
+                times[what].append(timed(lambda call=call: call, CACHE, replays=8))
+        rows += [Row("projection", what, statistics.median(t), flops=2 * m * n * k) for what, t in times.items()]
+    return rows
+
+
+def markdown(rows: list[Row], copy_gbs: float, tflops: float) -> str:
+    out = [f"Ceilings: {copy_gbs:.0f} GB/s copied, {tflops:.0f} TFLOP/s.", ""]
+    out += ["| kernel | what | least | µs | rate | of the ceiling |", "|---|---|---|---|---|---|"]
+    for r in rows:
+        least = f"{r.bytes / 2**20:.0f} MiB" if r.bytes else f"{r.flops / 1e12:.2f} TFLOP"
+        rate = f"{r.bytes / r.us / 1e3:.0f} GB/s" if r.bytes else f"{r.flops / r.us / 1e6:.0f} TFLOP/s"
+        out.append(
+            f"| `{r.kernel}` | {r.what} | {least} | {r.us:.1f} | {rate} | {100 * r.share(copy_gbs, tflops):.0f} % |"
+        )
+    return "\n".join(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192 if CUDA else 64, help="a multiple of 32")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    copy_gbs, tflops = ceilings()
+    rows = bandwidth_rows(arguments.tokens) + gemm_rows(arguments.tokens)
+    print(torch.cuda.get_device_name() if CUDA else "CPU", "torch", torch.__version__)
+    print(markdown(rows, copy_gbs, tflops))
+    if arguments.json:
+        found = {"copy_gbs": copy_gbs, "tflops": tflops, "rows": [asdict(r) for r in rows]}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
