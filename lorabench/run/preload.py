@@ -10,8 +10,6 @@ import rich.table  # noqa: F401
 import torch
 import torch.profiler
 import transformers  # noqa: F401
-from transformers import AutoModelForCausalLM  # noqa: F401
-from transformers.models.llama import modeling_llama  # noqa: F401
 
 import lorabench.measure.arm
 import lorabench.measure.memory
@@ -25,11 +23,16 @@ import lorabench.plan.compose  # with the next lines: what lorabench.sweep impor
 import lorabench.run.store
 import lorabench.run.worker  # noqa: F401
 
-if find_spec("bitsandbytes") is None:
+# Two packages ask the driver for the GPU when they are imported, which spoils every fork, and are imported where they
+# are installed: torchao by transformers' models (its kernels look for Triton), bitsandbytes by peft. What takes most of
+# peft's time is torch's compiler (1.1 of 1.2 s), which asks nobody; the rest is left to each worker.
+models = find_spec("torchao") is None
+if models:
+    from transformers import AutoModelForCausalLM  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+if models and find_spec("bitsandbytes") is None:
     import peft  # noqa: F401
 else:
-    # peft would import bitsandbytes, and that asks the driver for the GPU, which spoils every fork. What takes its time
-    # there is torch's compiler (1.1 of 1.2 s), which asks nobody; the rest is left to each worker.
     import torch._inductor.compile_fx  # noqa: F401
 
 # What was imported stays: a worker that collects garbage need not walk it (0.15 s each time), and shares its pages.
