@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 NAMES = {
-    "polite": "Polite", "leaky": "Leaky", "shy": "Shy", "greedy": "Greedy", "hang": "Hang", "killed": "Killed",
+    "polite": "Polite", "leaky": "Leaky", "grumpy": "Grumpy", "greedy": "Greedy", "hang": "Hang", "killed": "Killed",
     "raises": "Raises", "wrong": "Wrong", "deep_wrong": "DeepWrong", "nothing": "Nothing", "refuses": "Refuses",
     "absent": "Absent", "broken": "DoesNotExist",
 }  # fmt: skip

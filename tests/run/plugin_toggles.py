@@ -29,10 +29,9 @@ class Leaky(Polite):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shy(Polite):
-    name: ClassVar[str] = "shy"
-    slot: ClassVar[str] = "shy"
-    excludes: ClassVar[dict] = {"third_party": "it is shy"}
+class Grumpy(Polite):
+    name: ClassVar[str] = "grumpy"
+    excludes: ClassVar[dict] = {"attention": "it wants to be alone"}
 
 
 @dataclass(frozen=True, kw_only=True)

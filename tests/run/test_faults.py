@@ -27,10 +27,12 @@ def record(key: str = "k", **fields) -> Record:
     return Record(**{**base, "status": "unsupported", "reason": "why", **fields})
 
 
-def test_a_killed_sweep_continues_where_it_stopped(tmp_path):
+def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
+    """One of its toggles kills its worker: resume=true leaves that record alone, resume=failed measures it again."""
+    args = [*ARGS[:4], "ablations=[eager,sdpa_math,killed,adamw]", f"output={tmp_path}"]
     path = tmp_path / "records.jsonl"
-    command = [sys.executable, "-m", "lorabench.sweep", *ARGS, f"output={tmp_path}"]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    command = [sys.executable, "-m", "lorabench.sweep", *args]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path, env=plugin)
     deadline = time.monotonic() + 120
     while not (path.exists() and path.read_bytes().count(b"\n") >= 2):
         assert time.monotonic() < deadline and first.poll() is None
@@ -40,18 +42,22 @@ def test_a_killed_sweep_continues_where_it_stopped(tmp_path):
     before = path.read_bytes()
     with open(path, "ab") as file:
         file.write(b'{"schema": 1, "key": "ha')
-    again = sweep(*ARGS, f"output={tmp_path}", cwd=tmp_path)
+    again = sweep(*args, cwd=tmp_path, env=plugin)
     assert again.returncode == 0, again.stderr
     assert "half written" in again.stdout
     assert "already recorded" in again.stdout
     after = path.read_bytes()
     assert after.startswith(before)
-    keys = [r.key for r in read_records(tmp_path)]
-    assert after.count(b"\n") == len(keys) == len(set(keys)) == 5  # nothing lost, nothing measured twice
+    records = read_records(tmp_path)
+    assert after.count(b"\n") == len(records) == 5  # nothing lost, nothing measured twice
+    assert [r.status for r in records].count("crash") == 1
     assert (tmp_path / "records.jsonl.fragment").read_bytes() == b'{"schema": 1, "key": "ha\n'
-    third = sweep(*ARGS, f"output={tmp_path}", cwd=tmp_path)
-    assert third.returncode == 0 and path.read_bytes() == after
-    anew = sweep(*ARGS, "resume=false", f"output={tmp_path}", cwd=tmp_path)
+    third = sweep(*args, "resume=failed", cwd=tmp_path, env=plugin)
+    assert third.returncode == 0
+    new = path.read_bytes().removeprefix(after)
+    assert new.count(b"\n") == 1 and Record.model_validate_json(new).ablations == ["killed"]
+    assert {r.key for r in read_records(tmp_path)} == {r.key for r in records}
+    anew = sweep(*args, "resume=false", cwd=tmp_path, env=plugin)
     assert anew.returncode == 2 and "already holds 5 records" in anew.stderr
 
 
@@ -198,14 +204,6 @@ def test_the_last_record_of_a_key_counts(tmp_path):
 def test_the_status_decides_which_fields_exist(fields, says):
     with pytest.raises(ValueError, match=says):
         record(**fields)
-
-
-def test_resume_failed_measures_failures_again(plugin, tmp_path):
-    args = [*ARGS[:4], "ablations=[killed]", f"output={tmp_path}"]
-    assert sweep(*args, cwd=tmp_path, env=plugin).returncode == 0
-    assert sweep(*args, "resume=failed", cwd=tmp_path, env=plugin).returncode == 0
-    lines = (tmp_path / "records.jsonl").read_bytes().count(b"\n")
-    assert lines == 3 and len(read_records(tmp_path)) == 2
 
 
 def test_titles_name_what_is_compared():

@@ -10,7 +10,7 @@ from helpers import sweep
 from lorabench.run.store import read_records
 
 TOGGLES = (
-    "polite,leaky,greedy,hang,killed,raises,wrong,deep_wrong,nothing,refuses,absent,"
+    "polite,leaky,grumpy,greedy,hang,killed,raises,wrong,deep_wrong,nothing,refuses,absent,"
     "{polite:{times:2}}"
 )  # fmt: skip
 COMMON = ("models=[tiny-llama]", "workload=2x16", "trials=3", "warmup=1", "timeout_s=12")
@@ -27,7 +27,7 @@ def outcomes(plugin, tmp_path_factory):
 
 def test_a_failing_cell_never_stops_the_sweep(outcomes):
     done, records, folder = outcomes
-    assert len(records) == 13
+    assert len(records) == 14
     assert (folder / "report.html").exists() and (folder / "summary.md").exists()
     assert "Traceback" not in done.stderr
 
@@ -50,6 +50,7 @@ def test_a_global_patch_is_measured_in_processes_of_its_own(outcomes):
 @pytest.mark.parametrize(
     ("toggle", "status", "reason", "arm"),
     [
+        ("grumpy", "conflict", "grumpy excludes sdpa: it wants to be alone", None),
         ("greedy", "oom", "ran out of memory", "candidate"),
         ("hang", "timeout", "no result after 12 s; it was numerics gate", None),
         ("killed", "crash", "killed by SIGKILL", None),
@@ -80,11 +81,7 @@ def test_wrong_numerics_carry_what_was_found(outcomes):
     assert numerics.grad_error == pytest.approx(0.5, rel=1e-3)
 
 
-def test_a_conflict_and_a_broken_plugin(plugin, tmp_path):
-    done = sweep(*COMMON, "ablations=[polite,shy]", "design=ladder", f"output={tmp_path}", cwd=tmp_path, env=plugin)
-    assert done.returncode == 0, done.stderr
-    both = next(r for r in read_records(tmp_path) if len(r.ablations) == 2)
-    assert (both.status, both.reason) == ("conflict", "shy excludes polite: it is shy")
+def test_a_broken_plugin_is_one_line(plugin, tmp_path):
     broken = sweep(*COMMON, "ablations=[broken]", cwd=tmp_path, env=plugin)
     assert broken.returncode == 2 and "the ablation broken" in broken.stderr and "Traceback" not in broken.stderr
 
