@@ -86,20 +86,20 @@ def refreshed(groups: list[Projection], loader: Loader, x: torch.Tensor):
 
 
 # ---- the operand [X | S] ---------------------------------------------------------------------------------------------
-def _fill(x, residual, h, norm, weight, groups: list[Projection], ops: list[Operand], seeds, dtype):
+def _fill(x, residual, h, again, norm, weight, groups: list[Projection], ops: list[Operand], seeds, dtype):
     """(buffer with X, rstd, S of each group); a single group's S lies behind X already."""
     first, m = groups[0], x.shape[0]
     k = first.k
     buffer = torch.empty(m, k + max(g.p for g in groups), dtype=dtype, device=x.device)
     single = len(groups) == 1 and first.p > 0 and seeds[0] is None
     if single:
-        rstd = _fill_fused(x, residual, h, norm, weight, ops[0].a, buffer)
+        rstd = _fill_fused(x, residual, h, again, norm, weight, ops[0].a, buffer)
         return buffer, rstd, [buffer[:, k:]]
     rstd = None
     if norm is None:
         buffer[:, :k].copy_(x)
     else:
-        rstd = norm_into(x, residual, weight, norm.eps, norm.offset, buffer[:, :k], h)
+        rstd = norm_into(x, residual, weight, norm.eps, norm.offset, buffer[:, :k], h, again)
     out = []
     for g, op, seed in zip(groups, ops, seeds, strict=True):
         s = torch.empty(m, g.p, dtype=dtype, device=x.device)
@@ -108,20 +108,20 @@ def _fill(x, residual, h, norm, weight, groups: list[Projection], ops: list[Oper
     return buffer, rstd, out
 
 
-def _fill_fused(x, residual, h, norm, weight, a, buffer):
+def _fill_fused(x, residual, h, again, norm, weight, a, buffer):
     k = x.shape[1]
 
     def plain():
         if norm is None:
             return pack_into(x, a, buffer, None)
-        rstd = norm_into(x, residual, weight, norm.eps, norm.offset, buffer[:, :k], h)
+        rstd = norm_into(x, residual, weight, norm.eps, norm.offset, buffer[:, :k], h, again)
         torch.mm(buffer[:, :k], a.t(), out=buffer[:, k:])
         return rstd
 
     def fused(tile):
         if norm is None:
             return pack_into(x, a, buffer, tile)
-        return norm_lora_into(x, residual, weight, norm.eps, norm.offset, buffer, a, h, tile)
+        return norm_lora_into(x, residual, weight, norm.eps, norm.offset, buffer, a, h, tile, again)
 
     forms = {**{tile: partial(fused, tile) for tile in TILES}, "plain": plain}
     key = (tune.bucket(x.shape[0]), k, a.shape[0], buffer.dtype, residual is not None)
@@ -171,7 +171,7 @@ class Project(torch.autograd.Function):
             if norm is None and not any(g.p for g in groups) and flat.dtype == dtype:
                 buffer, rstd, s_list = flat, None, [flat[:, :0]] * len(groups)
             else:
-                buffer, rstd, s_list = _fill(flat, None, None, norm, norm_weight, groups, ops, seeds, dtype)
+                buffer, rstd, s_list = _fill(flat, None, None, None, norm, norm_weight, groups, ops, seeds, dtype)
             y = _outputs(groups, ops, buffer, s_list)
             kept_s = [g.scale_columns(s) for g, s in zip(groups, s_list, strict=True)]
             outs, raw = _split_heads(y, x, heads, cos, sin, wq, wk)
@@ -298,7 +298,9 @@ class GatedMLP(torch.autograd.Function):
             ops, op_down = [g.operand(dtype) for g in groups], down.operand(dtype)
             seeds = [g.seeds(x.device) if call["training"] else None for g in (*groups, down)]
             h = flat if res is None else torch.empty(flat.shape, dtype=torch.result_type(flat, res), device=x.device)
-            buffer, rstd, s_list = _fill(flat, res, h, norm, norm_weight, groups, ops, seeds[:-1], dtype)
+            # The down projection adds to a second copy of h, which the norm writes on its way.
+            total = torch.empty_like(h) if call["add"] and res is not None and h.dtype == dtype else None
+            buffer, rstd, s_list = _fill(flat, res, h, total, norm, norm_weight, groups, ops, seeds[:-1], dtype)
             # One group's output gets the spare columns of its gradient, which backward writes over it.
             wide = None
             if len(groups) == 1:
@@ -307,7 +309,7 @@ class GatedMLP(torch.autograd.Function):
             kept_s = [g.scale_columns(s) for g, s in zip(groups, s_list, strict=True)]
             del buffer, s_list  # the widest operand comes next
             packed = _activate(gate_up, call["act"], down, op_down, seeds[-1])
-            out = _down(packed, h, down, op_down, call["add"])
+            out = _down(packed, h, total, down, op_down, call["add"])
             kept_s.append(down.scale_columns(packed[:, down.k :]))
         ctx.call, ctx.shape, ctx.dtypes = call, x.shape, (x.dtype, None if residual is None else residual.dtype)
         ctx.save_for_backward(h, norm_weight, rstd, gate_up if wide is None else wide, *kept_s, *seeds, *parameters)
@@ -376,9 +378,11 @@ def _activate(gate_up, act, down, op_down, seed):
     return packed
 
 
-def _down(packed, h, down, op_down, add: bool):
+def _down(packed, h, total, down, op_down, add: bool):
     if not add:
         return down.forward(packed, op_down)
+    if total is not None:
+        return down.forward(packed, op_down, out=total, residual=total)
     if h.dtype == packed.dtype:
         return down.forward(packed, op_down, residual=h)
     return h + down.forward(packed, op_down)

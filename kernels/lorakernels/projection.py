@@ -290,23 +290,35 @@ class Projection:
                 out[:, cols] = self._dropped_input(x, i, seeds) @ op.a[cols].t()
 
     # ---- the products -----------------------------------------------------------------------------------------------
-    def forward(self, xs, op: Operand, out=None, residual=None) -> torch.Tensor:
-        """Y of the packed xs = [X | S] (M, K + p); written to out, added to residual, where given."""
+    def forward(self, xs, op: Operand, out: Any = None, residual=None) -> torch.Tensor:
+        """Y of the packed xs = [X | S] (M, K + p); written to out, added to residual, where given. residual may be out
+        itself."""
         bias = self.total_bias(xs.dtype)
         x, s, m = xs[:, : self.k], xs[:, self.k :], xs.shape[0]
+        in_place = out is not None and residual is out
 
-        def one():
-            return _product(xs, op.full[: self.n].t(), bias, out, residual)
+        def one(into):
+            return _product(xs, op.full[: self.n].t(), bias, into, into if in_place else residual)
 
-        def addmm():
-            y = _product(x, op.w.t(), bias, out, residual) if self.fp8 is None else self._fp8(x, bias, out, residual)
+        def addmm(into):
+            added = into if in_place else residual
+            y = _product(x, op.w.t(), bias, into, added) if self.fp8 is None else self._fp8(x, bias, into, added)
             return y.addmm_(s, op.sb.t()) if self.p else y
 
         if op.full is None or not self.p:
-            return addmm()
+            return addmm(out)
         forms = {"one": one, "addmm": addmm} if self.one_gemm else {"addmm": addmm}
         key = (tune.bucket(m), self.k, self.n, self.p, xs.dtype, residual is not None)
-        return forms[tune.pick("forward", key, forms, xs.device)]()
+        # Measuring runs every form several times, which must not add to the result several times.
+        spare: list[torch.Tensor] = []
+
+        def trial(form):
+            if in_place and not spare:
+                spare.append(torch.clone(out))
+            return form(spare[0] if in_place else out)
+
+        picked = tune.pick("forward", key, {name: partial(trial, form) for name, form in forms.items()}, xs.device)
+        return forms[picked](out)
 
     def _fp8(self, x, bias, out, residual):
         y = self.fp8.forward(x)

@@ -33,8 +33,8 @@ def rms_norm_reference(x, weight, eps: float = 1e-6, offset: float = 0.0, residu
 
 @jit
 def _forward_kernel(
-    x_ptr, r_ptr, h_ptr, w_ptr, y_ptr, rstd_ptr, m, n, x_row, r_row, h_row, y_row, eps, offset,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, m, n, x_row, r_row, h_row, c_row, y_row, eps, offset,
+    ADD: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -45,6 +45,8 @@ def _forward_kernel(
         # What backward and the next residual see is the rounded sum; the norm must be of the same numbers.
         rounded = x.to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + row[:, None] * h_row + col[None, :], rounded, mask=inside)
+        if COPY:
+            tl.store(c_ptr + row[:, None] * c_row + col[None, :], rounded, mask=inside)
         x = rounded.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / n + eps)
     w = tl.load(w_ptr + col, mask=col < n, other=0.0).to(tl.float32) + offset
@@ -55,8 +57,9 @@ def _forward_kernel(
 
 @jit
 def _forward_lora_kernel(
-    x_ptr, r_ptr, h_ptr, w_ptr, y_ptr, rstd_ptr, a_ptr, m, n, x_row, r_row, h_row, y_row, a_row, n_spare, eps, offset,
-    ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, a_ptr, m, n,
+    x_row, r_row, h_row, c_row, y_row, a_row, n_spare, eps, offset,
+    ADD: tl.constexpr, COPY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Two walks over a block of rows: the sum of squares, then y and S. The second finds its rows in L2."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -69,6 +72,8 @@ def _forward_lora_kernel(
             x += tl.load(r_ptr + row[:, None] * r_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
             rounded = x.to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + row[:, None] * h_row + col[None, :], rounded, mask=inside)
+            if COPY:
+                tl.store(c_ptr + row[:, None] * c_row + col[None, :], rounded, mask=inside)
             x = rounded.to(tl.float32)
         squares += tl.sum(x * x, axis=1)
     rstd = 1.0 / tl.sqrt(squares / n + eps)
@@ -124,29 +129,36 @@ def _warps(block: int) -> int:
     return 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
-def forward_into(x, residual, weight, eps, offset, y, h: Any = None) -> torch.Tensor:
-    """Writes y (and h = x + residual where there is a residual) and returns rstd. All (M, K)."""
+def forward_into(x, residual, weight, eps, offset, y, h: Any = None, again: Any = None) -> torch.Tensor:
+    """Writes y (and h = x + residual where there is a residual, and once more to `again`) and returns rstd. All (M, K).
+
+    again: for a GEMM that is to add to h while h itself is kept; `addmm` would copy it in a launch of its own.
+    """
     m, n = x.shape
     check(n <= MAX_COLUMNS, f"RMSNorm takes at most {MAX_COLUMNS} columns", x=x)
     others = [t for t in (weight, y, residual) if t is not None]
     if not use_triton(x, *others):
-        return _forward_torch(x, residual, weight, eps, offset, y, h)
+        return _forward_torch(x, residual, weight, eps, offset, y, h, again)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     block = next_power_of_2(n)
     n_rows = max(1, 1024 // block)
     r, hh = (x, x) if residual is None else (residual, h)
+    c = hh if again is None else again
     _forward_kernel[(cdiv(m, n_rows),)](
-        x, r, hh, weight, y, rstd, m, n, x.stride(0), r.stride(0), hh.stride(0), y.stride(0), eps, offset,
-        ADD=residual is not None, ROWS=n_rows, BLOCK=block, num_warps=_warps(block),
+        x, r, hh, c, weight, y, rstd, m, n,
+        x.stride(0), r.stride(0), hh.stride(0), c.stride(0), y.stride(0), eps, offset,
+        ADD=residual is not None, COPY=again is not None, ROWS=n_rows, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return rstd
 
 
-def _forward_torch(x, residual, weight, eps, offset, y, h) -> torch.Tensor:
+def _forward_torch(x, residual, weight, eps, offset, y, h, again) -> torch.Tensor:
     dtype = working_dtype(x)
     if residual is not None:
         h.copy_(x.to(dtype) + residual.to(dtype))
         x = h
+        if again is not None:
+            again.copy_(h)
     wide = x.to(dtype)
     rstd = torch.rsqrt(wide.pow(2).mean(-1) + eps)
     y.copy_(wide * rstd[:, None] * (weight.to(dtype) + offset))
@@ -154,25 +166,27 @@ def _forward_torch(x, residual, weight, eps, offset, y, h) -> torch.Tensor:
 
 
 def forward_lora_into(
-    x, residual, weight, eps, offset, buffer, lora_a, h: Any = None, tile: str = "fused"
+    x, residual, weight, eps, offset, buffer, lora_a, h: Any = None, tile: str = "fused", again: Any = None
 ) -> torch.Tensor:
-    """buffer = [y | y · lora_aᵀ], (M, K + p) for lora_a (p, K), in one launch; returns rstd."""
+    """buffer = [y | y · lora_aᵀ], (M, K + p) for lora_a (p, K), in one launch; the rest as in `forward_into`."""
     m, n = x.shape
     p = lora_a.shape[0]
     check(
         buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
     )
     if not use_triton(x, weight, buffer, lora_a) or p > MAX_FUSED_RANK:
-        rstd = forward_into(x, residual, weight, eps, offset, buffer[:, :n], h)
+        rstd = forward_into(x, residual, weight, eps, offset, buffer[:, :n], h, again)
         torch.mm(buffer[:, :n], lora_a.t(), out=buffer[:, n:])
         return rstd
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     r, hh = (x, x) if residual is None else (residual, h)
+    c = hh if again is None else again
     bm, bn, warps, stages = tile_of(tile, buffer)
     _forward_lora_kernel[(cdiv(m, bm),)](
-        x, r, hh, weight, buffer, rstd, lora_a, m, n,
-        x.stride(0), r.stride(0), hh.stride(0), buffer.stride(0), lora_a.stride(0), p, eps, offset,
-        ADD=residual is not None, BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps, num_stages=stages,
+        x, r, hh, c, weight, buffer, rstd, lora_a, m, n,
+        x.stride(0), r.stride(0), hh.stride(0), c.stride(0), buffer.stride(0), lora_a.stride(0), p, eps, offset,
+        ADD=residual is not None, COPY=again is not None, BM=bm, BN=bn, R=max(16, next_power_of_2(p)),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return rstd
 

@@ -167,6 +167,23 @@ def test_any_shape(m, k, sizes, seed):
     compare(members, [Projection(members)], torch.randn(m, k, dtype=torch.float64))
 
 
+def test_measuring_the_forms_adds_to_the_result_once(monkeypatch):
+    """The result may be the very tensor that is added to; measuring runs every form, on a copy of it."""
+    group, x = Projection([member("a", 6, 20, 4)]), torch.randn(5, 20, dtype=torch.float64)
+    op, total = group.operand(torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    xs = torch.cat((x, x @ op.a.t()), 1)
+    wanted = total + plain(group.members, x)
+
+    def measured(name, key, forms, device):
+        for run in forms.values():
+            run()
+        return "addmm"
+
+    monkeypatch.setattr(tune, "pick", measured)
+    assert group.forward(xs, op, out=total, residual=total) is total
+    assert_close(total, wanted, torch.float64)
+
+
 def test_gradcheck():
     members = [member("a", 4, 5, 2, lora_bias=True), member("b", 3, 5, 0)]
     group, x = Projection(members), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)

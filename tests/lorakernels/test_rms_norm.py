@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned, strided
-from lorakernels.rms_norm import forward_lora_into, rms_norm, rms_norm_reference
+from lorakernels.rms_norm import forward_into, forward_lora_into, rms_norm, rms_norm_reference
 from lorakernels.runtime import TILES
 
 
@@ -42,7 +42,8 @@ def test_lora_columns(p, with_residual, tile, device, dtype):
     weight, a = torch.randn(n, device=device).to(dtype), torch.randn(p, n, device=device).to(dtype)
     buffer = poisoned(m, n + p, dtype=dtype, device=device)
     h = poisoned(m, n, dtype=dtype, device=device)
-    rstd = forward_lora_into(x, residual, weight, 1e-5, 0.0, buffer, a, h if with_residual else None, tile)
+    again = strided(poisoned(m, n, dtype=dtype, device=device)) if with_residual else None
+    rstd = forward_lora_into(x, residual, weight, 1e-5, 0.0, buffer, a, h if with_residual else None, tile, again)
     wanted = rms_norm_reference(x, weight, 1e-5, 0.0, residual)
     wanted_y, wanted_h = wanted if with_residual else (wanted, x)
     assert_close(buffer[:, :n], wanted_y, dtype, 2)
@@ -50,6 +51,15 @@ def test_lora_columns(p, with_residual, tile, device, dtype):
     assert_close(rstd, torch.rsqrt(wanted_h.float().pow(2).mean(-1) + 1e-5), dtype)
     if with_residual:
         assert_close(h, wanted_h, dtype)
+        assert torch.equal(again, h)
+
+
+def test_the_sum_is_written_twice_where_asked_for(device, dtype):
+    x, residual = (torch.randn(5, 48, device=device).to(dtype) for _ in range(2))
+    y, h, again = (poisoned(5, 48, dtype=dtype, device=device) for _ in range(3))
+    forward_into(x, residual, torch.ones(48, device=device, dtype=dtype), 1e-5, 0.0, y, h, again)
+    assert_close(h, x.float() + residual.float(), dtype)
+    assert torch.equal(again, h) and again.data_ptr() != h.data_ptr()
 
 
 def test_inputs_are_left_alone(device, dtype):
