@@ -1,0 +1,97 @@
+"""Every kernel once, small and ragged, and a whole tiny model, for compute-sanitizer: accesses, not values.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \\
+        python tests/lorakernels/memcheck.py
+
+Without torch's caching allocator every tensor is an allocation of its own, so a byte beside it is an error that
+memcheck sees. Shapes are no multiple of any tile. Without a GPU it runs the torch paths, which shows that it runs.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import lorakernels
+import torch
+from lorakernels import tune
+from lorakernels.adapter import Loader
+from lorakernels.dropout import draw_seed, dropout_into
+from lorakernels.glu import ACTIVATIONS, forward_lora_into, gated
+from lorakernels.linear_cross_entropy import linear_cross_entropy
+from lorakernels.lora_grad import A_TILES, TAIL_TILES, a_gradient, tail_and_b, tail_fits
+from lorakernels.nf4 import dequantize_into
+from lorakernels.pack import pack_into
+from lorakernels.rms_norm import forward_lora_into as norm_lora_into
+from lorakernels.rms_norm import rms_norm
+from lorakernels.rope import rope
+from lorakernels.runtime import TILES
+from tiny_models import batch, build, step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+M, N, K, P = 37, 75, 130, 5
+
+
+def random(*shape: int, dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_(grad)
+
+
+def kernels(dtype: torch.dtype) -> None:
+    """All kernels, forward and backward, in one dtype."""
+
+    def new(*shape: int, grad: bool = False) -> torch.Tensor:
+        return random(*shape, dtype=dtype, grad=grad)
+
+    for act in ACTIVATIONS:
+        gated(new(M, N, grad=True), new(M, N, grad=True), act).sum().backward()
+        for tile in TILES:
+            forward_lora_into(new(M, N), new(M, N), new(M, N + P), new(P, N), act, tile)
+    y, h = rms_norm(new(M, K, grad=True), new(K, grad=True), residual=new(M, K, grad=True))
+    (y.sum() + h.sum()).backward()
+    for tile in TILES:
+        norm_lora_into(new(M, K), new(M, K), new(K), 1e-6, 0.0, new(M, K + P), new(P, K), new(M, K), tile, new(M, K))
+        pack_into(new(M, K), new(P, K), new(M, K + P), tile)
+    q, k = rope(new(2, 3, 7, 10, grad=True), new(2, 1, 7, 10, grad=True), new(1, 7, 10), new(1, 7, 10))
+    (q.sum() + k.sum()).backward()
+    target = torch.randint(0, 501, (M,), device=DEVICE)
+    for cap in (None, 30.0):
+        linear_cross_entropy(new(M, K, grad=True), new(501, K), target, softcap=cap, chunk=16).backward()
+    dropout_into(new(M, K), draw_seed(torch.device(DEVICE)), 0.3, new(M, K))
+    d = new(M, 192 + 3 * P)
+    if tail_fits(d, [64, 64, 64], [P] * 3):
+        for tile in TAIL_TILES:
+            tail_and_b(d, new(192, 3 * P), new(M, 3 * P), [64, 64, 64], P, tile)
+            tail_and_b(new(M, N + P), new(N, P), new(M, P), [N], P, tile)
+        for tile in A_TILES:
+            a_gradient(new(M, P), new(M, K), torch.rand(M, device=DEVICE), new(K), 0.0, tile)
+    items = []
+    for n, r in ((N, 3), (K, 7)):
+        buffer = new(n + r, K + r)
+        items.append((new(r, K), new(n, r), 2.0, buffer[n:, :K], buffer[:n, K:]))
+    Loader().load(items)
+    state = SimpleNamespace(
+        shape=(N, 128), code=torch.linspace(-1, 1, 16, device=DEVICE), blocksize=64, state2=None, offset=None,
+        absmax=torch.rand(N * 2, device=DEVICE),
+    )  # fmt: skip
+    packed = torch.randint(256, (N * 64, 1), dtype=torch.uint8, device=DEVICE)
+    dequantize_into(packed, state, new(N, 128 + P)[:, :128])
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        kernels(dtype)
+        print("kernels", dtype, flush=True)
+    data = {n: t.to(DEVICE) for n, t in batch(3, 13).items()}
+    for form in ("one", "addmm"):
+        tune.force(form)
+        model = build("llama", torch.bfloat16, lora_dropout=0.1).to(DEVICE)
+        print(lorakernels.apply(model), flush=True)
+        step(model, data)
+    tune.force(None)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    print("all ran on", DEVICE)
+
+
+if __name__ == "__main__":
+    main()
