@@ -1,7 +1,9 @@
 """Which of two forms to take: measured once for a shape on the GPU that runs, remembered for the process.
 
-`pick("qkv", (M, K, N), {"one": f, "addmm": g})` times f and g and returns the faster one's name. While a CUDA graph is
-captured nothing can be timed, so a shape met there for the first time gets the first form: warm up before capturing.
+`pick("qkv", (M, K, N), {"one": f, "addmm": g})` times f and g and returns the faster one's name. It is the device's time
+that counts, with the launches queued beforehand: where the host is the slower of the two, a CUDA graph is the remedy,
+and it too replays by the device's time. While a CUDA graph is captured nothing can be timed, so a shape met there for
+the first time gets the first form: warm up before capturing.
 On a CPU the first form is taken. `force("addmm")` fixes the answer (tests, ablations); `force(None)` measures again.
 """
 
@@ -18,6 +20,7 @@ from .runtime import next_power_of_2
 _chosen: dict[tuple, str] = {}
 _forced: str | None = None
 ROUNDS = 5
+HEAD_START = 1_000_000  # cycles (half a millisecond) that the device waits while a form is launched
 
 
 def force(name: str | None) -> None:
@@ -66,6 +69,7 @@ def _fastest(forms: Mapping[str, Callable[[], Any]]) -> str:
     for _ in range(ROUNDS):  # in turns, so that a change of clock meets all of them
         for name, run in forms.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(HEAD_START)
             start.record()
             run()
             end.record()
