@@ -1,9 +1,9 @@
 """Which of two forms to take: measured once for a shape on the GPU that runs, remembered for the process.
 
-`pick("qkv", (M, K, N), {"one": f, "addmm": g})` times f and g and returns the faster one's name. It is the device's time
-that counts, with the launches queued beforehand: where the host is the slower of the two, a CUDA graph is the remedy,
-and it too replays by the device's time. While a CUDA graph is captured nothing can be timed, so a shape met there for
-the first time gets the first form: warm up before capturing.
+`pick("qkv", (M, K, N), {"one": f, "addmm": g})` times f and g and returns the faster one's name. It is the device's
+time that counts, with the launches queued beforehand: where the host is the slower of the two, a CUDA graph is the
+remedy, and it too replays by the device's time. While a CUDA graph is captured nothing can be timed, so a shape met
+there for the first time gets the first form: warm up before capturing.
 On a CPU the first form is taken. `force("addmm")` fixes the answer (tests, ablations); `force(None)` measures again.
 """
 
