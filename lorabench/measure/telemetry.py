@@ -17,7 +17,9 @@ from lorabench.measure.trial import Trial
 from lorabench.run.record import Telemetry
 
 EVERY_S = 0.05
-SLOW_CLOCK = 0.9  # a trial whose clock is below this share of the cell's median clock was disturbed
+# A trial whose clock is below this share of what its own arm usually has was disturbed. Of its own arm: under the power
+# cap an arm that does more arithmetic a second runs at a lower clock, always.
+SLOW_CLOCK = 0.9
 # nvmlClocksEventReasons (NVML reference): the power cap acts in any long GEMM and is no disturbance; heat and hardware
 # slowdowns are.
 REASONS = {
@@ -76,7 +78,7 @@ class Sampler:
                 self._foreign.add(f"pid {process.pid}, {(process.usedGpuMemory or 0) >> 20} MiB")
 
     def summary(self, rounds: Sequence[Sequence[Trial]]) -> Telemetry:
-        """`rounds[i]` are the trials of round i, of whichever arms ran in it."""
+        """`rounds[i]` are the trials of round i, one an arm, the arms always in the same order."""
         load = os.getloadavg()[0]
         if not self._samples:
             return Telemetry(load_average=load)
@@ -84,11 +86,11 @@ class Sampler:
         seen = 0
         for mask in reasons:
             seen |= mask
-        usual = statistics.median(clock)
+        usual = [self._usual_clock(trials) for trials in zip(*rounds, strict=True)]
         disturbed = [
             number
             for number, trials in enumerate(rounds)
-            if any(self._disturbed(t.began, t.ended, usual) for t in trials)
+            if any(self._disturbed(t, clock) for t, clock in zip(trials, usual, strict=True))
         ]
         return Telemetry(
             sm_clock_mhz=_spread(clock),
@@ -100,8 +102,16 @@ class Sampler:
             load_average=load,
         )
 
-    def _disturbed(self, began: float, ended: float, usual: float) -> bool:
-        inside = [s for s in self._samples if began <= s[0] <= ended]
+    def _inside(self, trial: Trial) -> list[tuple[float, float, float, float, int]]:
+        return [s for s in self._samples if trial.began <= s[0] <= trial.ended]
+
+    def _usual_clock(self, trials: Sequence[Trial]) -> float:
+        """Median SM clock of one arm's trials, MHz; 0 where no sample fell into one."""
+        clocks = [s[1] for t in trials for s in self._inside(t)]
+        return statistics.median(clocks) if clocks else 0.0
+
+    def _disturbed(self, trial: Trial, usual: float) -> bool:
+        inside = self._inside(trial)
         return any(s[4] & DISTURBING for s in inside) or (
             bool(inside) and statistics.median(s[1] for s in inside) < SLOW_CLOCK * usual
         )

@@ -51,6 +51,10 @@ GLOSSARY = {
 }
 
 
+# What a row says at a glance, from left to right; the other columns are folded away below it.
+GLANCE = ("toggles", "total", "forward", "backward", "step", "of_limit", "time", "memory", "verdict")
+
+
 def page(records: Sequence[Record], sessions: Sequence[Session] = (), plots: dict[str, bytes] | None = None) -> str:
     """The page as text. plots: file name → PNG. Everything shown is escaped."""
     found = grouped(records, sessions)
@@ -66,8 +70,10 @@ def page(records: Sequence[Record], sessions: Sequence[Session] = (), plots: dic
         counts=_counts(records),
         overhead=f"{100 * share:.0f} %" if math.isfinite(share) else "",
         wall=number(sum(r.cost.wall for r in records if r.cost) / 60),
-        headings=[HEADINGS[c] for c in columns],
-        columns=columns,
+        headings=HEADINGS,
+        columns=[c for c in GLANCE if c in columns],
+        more=["toggles", *(c for c in columns if c not in GLANCE)],
+        where=_where(sessions),
         groups=list(zip(found, details, strict=True)),
         plots=[(name, CAPTIONS[name], base64.b64encode(png).decode()) for name, png in (plots or {}).items()],
         claims=claim_tables(records),
@@ -79,6 +85,17 @@ def page(records: Sequence[Record], sessions: Sequence[Session] = (), plots: dic
 def _counts(records: Sequence[Record]) -> str:
     statuses = [r.status for r in records]
     return ", ".join(f"{statuses.count(s)} {s}" for s in dict.fromkeys(statuses)) or "no records"
+
+
+def _where(sessions: Sequence[Session]) -> str:
+    """Machines, torch and commits of all sessions in one line; '' if nothing is known."""
+    machines = [s.get("machine") or {} for s in sessions]
+    names = dict.fromkeys(str(m["name"]) for m in machines if m.get("name"))
+    versions = dict.fromkeys(v for m in machines if (v := (m.get("packages") or {}).get("torch")))
+    commits = dict.fromkeys(s["commit"][:7] for s in sessions if s.get("commit"))
+    torch = f"torch {' and '.join(versions)}" if versions else ""
+    commit = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}" if commits else ""
+    return ", ".join(filter(None, (" and ".join(names), torch, commit)))
 
 
 def _session(session: Session) -> dict[str, str]:

@@ -68,7 +68,10 @@ def _legend(figure: Figure, handles: Sequence[Any]) -> None:
 
 def _rows(ax: Axes, title: str, labels: Sequence[str]) -> None:
     ax.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
-    ax.set_yticks(range(len(labels)), [short(x) for x in labels], fontsize=SMALL)
+    ticks = ax.set_yticks(range(len(labels)), [short(x) for x in labels], fontsize=SMALL)
+    for tick in ticks:  # two lines have to fit a row
+        if "\n" in tick.label1.get_text():
+            tick.label1.set(fontsize=0.8 * SMALL, linespacing=0.95)
     ax.set_ylim(len(labels) - 0.4, -0.6)
     ax.tick_params(axis="x", labelsize=SMALL)
     ax.tick_params(axis="y", length=0)
@@ -77,10 +80,15 @@ def _rows(ax: Axes, title: str, labels: Sequence[str]) -> None:
     ax.set_axisbelow(True)
 
 
-def short(label: str, longest: int = 36) -> str:
-    """A row's name that fits beside the axis: of many toggles the last one, which tells a ladder's rungs apart."""
+def short(label: str, longest: int = 40) -> str:
+    """A row's name that fits beside the axis, on two lines if need be; of many toggles the last one, which tells a
+    ladder's rungs apart."""
     names = label.split(" + ")
-    if len(label) > longest and len(names) > 1:
+    for i in range(len(names), 0, -1):  # as many as fit on the first line
+        first, second = " + ".join(names[:i]), " + ".join(names[i:])
+        if max(len(first) + 2, len(second)) <= longest:
+            return f"{first} +\n{second}" if second else first
+    if len(names) > 1:
         label = f"{len(names) - 1} more + {names[-1]}"
     return label if len(label) <= longest else label[: longest - 1] + "…"
 

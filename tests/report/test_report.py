@@ -9,6 +9,7 @@ import pytest
 
 from lorabench.report import load_results, page, plots, write_report
 from lorabench.report.__main__ import main
+from lorabench.report.plots import short
 
 TEXTS = {"summary.csv", "summary.md", "summary.tex", "report.html"}
 PNG = b"\x89PNG"
@@ -43,7 +44,8 @@ def test_full_sweep_writes_every_file_and_nothing_else(tmp_path, sweep, record, 
     assert (run / "records.jsonl").read_bytes() == before
     assert plt.get_fignums() == []  # pyplot never heard of our figures
     html = (run / "report.html").read_text()
-    assert [link for link in Tags(html).links if not link.startswith("data:image/png;base64,")] == []
+    # Nothing is fetched: pictures are in the page, and the one link leads to another part of it.
+    assert {link for link in Tags(html).links if not link.startswith("data:image/png;base64,")} == {"#where"}
     assert "http" not in re.sub(r"base64,[^\"]*", "", html)
     assert html.count("data:image/png") == len(plots.NAMES)
     text = " ".join(Tags(html).text.split())
@@ -112,3 +114,21 @@ def test_a_broken_environment_is_one_clear_error(tmp_path, record, folder, capsy
         assert main([str(run)]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 4 and all("environment.json is not an environment file" in e for e in errors)
+
+
+def test_results_come_first_and_what_does_not_fit_a_screen_is_folded_away(record, session):
+    html = page.page([record([]), record(["a"])], [session(), session("s2")])
+    assert html.index("<h2>Results</h2>") < html.index('<h2 id="where">')
+    first, rest = html.split("<summary>More columns", 1)
+    assert "verdict" in first and "real tokens/s" not in first and "real tokens/s" in rest
+    assert html.count("<details><summary>", html.index('id="where"'), html.index("What the words mean")) == 2
+
+
+def test_a_plots_label_names_what_tells_rows_apart():
+    low = "adapters_in_compute_dtype"
+    assert short(low) == low
+    assert short(f"lora_kernels + {low} + cuda_graph") == f"lora_kernels +\n{low} + cuda_graph"
+    assert short(f"liger + {low}") == f"liger + {low}"
+    rungs = [f"rung_number_{i}" for i in range(9)]
+    assert short(" + ".join(rungs)) == "8 more + rung_number_8"
+    assert len(short("x" * 60)) == 40
