@@ -137,7 +137,8 @@ class Unsloth(Peer):
 
     It has its own loader, attention, norms, RoPE and chunked loss, compiles blocks where it sees fit, and keeps the
     adapters in float32. Its loader gets the model from us instead of from a file, so that nothing is written but a
-    configuration and a tokenizer.
+    configuration and a tokenizer. With `nf4_base` that model is in 4 bits already: its loader is not asked to quantize
+    (`load_in_4bit` decides nothing else), and its kernels go by the weights.
     """
 
     name: ClassVar[str] = "unsloth"

@@ -148,11 +148,19 @@ def build(
     for ablation in ordered:
         ablation.load(load)
         ablation.adapt(adapt)
-    base = partial(_base_model, spec, load, device, layers)
+
+    def base() -> nn.Module:
+        made = _base_model(spec, load, device, layers)
+        if spec.weights == "random":
+            _fill(made, dtype, seed, adapters=False)
+        for ablation in ordered:
+            ablation.prepare(made, upcast=upcast)
+        return made
+
     blueprint = Blueprint(spec.hf_config(layers), dtype, adapt, base)
     own = (a.build(blueprint) for a in ordered)
     model = next((m for m in own if m is not None), None) or _with_adapter(base(), adapt)
-    _fill(model, dtype, seed, frozen=spec.weights == "random")
+    _fill(model, dtype, seed, adapters=True)
     if upcast:
         model.float()
     model.train()
@@ -228,8 +236,8 @@ def _with_adapter(base: Any, adapt: dict[str, Any]) -> nn.Module:
     return get_peft_model(base, LoraConfig(**config), **adapt)
 
 
-def _fill(model: nn.Module, dtype: torch.dtype, seed: int, *, frozen: bool) -> None:
-    """Draw adapters, and frozen weights where they are random, each from a generator seeded by its own name.
+def _fill(model: nn.Module, dtype: torch.dtype, seed: int, *, adapters: bool) -> None:
+    """Draw the adapters, or everything else, each tensor from a generator seeded by its own name.
 
     Values are rounded to the compute dtype first, so that float32 and bfloat16 adapters, and the gate's float32 gold,
     start from the very same numbers. Norm weights stay as the model made them.
@@ -237,7 +245,7 @@ def _fill(model: nn.Module, dtype: torch.dtype, seed: int, *, frozen: bool) -> N
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             std = _std(name, tensor)
-            if std is None or not (tensor.requires_grad or frozen):
+            if std is None or ("lora_" in name) != adapters:
                 continue
             generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             drawn = torch.empty(tensor.shape, device=tensor.device, dtype=torch.float32)

@@ -1,7 +1,8 @@
 """The gate's gold and plain twins, kept between the cells of a sweep: all that differ only in their toggles share them.
 
 They lie in a temporary folder of the sweep, which deletes it at its end: a safetensors file (nothing is unpickled) for
-each model, workload, seed and precision. Always computed before any toggle has patched anything in that process.
+each model (and how it holds its frozen weights), workload, seed and precision. Always computed before any toggle has
+patched anything in that process.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lorabench.measure.numerics import Outcome
+from lorabench.plan.ablation import Ablation
 from lorabench.plan.model import ModelSpec
 from lorabench.plan.workload import Workload
 
 
-def path(folder: str, spec: ModelSpec, workload: Workload, seed: int, dtype: torch.dtype) -> Path:
-    """The file of these twins. Device and library versions are the sweep's, and so is the folder."""
-    content = [spec.model_dump(mode="json"), workload.model_dump(mode="json"), seed, str(dtype)]
+def path(
+    folder: str, spec: ModelSpec, workload: Workload, seed: int, dtype: torch.dtype, loading: Sequence[Ablation] = ()
+) -> Path:
+    """The file of these twins. Device and library versions are the sweep's, and so is the folder. `loading`: toggles
+    that the twins have too."""
+    models = [spec.model_dump(mode="json"), [[a.name, asdict(a)] for a in loading]]
+    content = [*models, workload.model_dump(mode="json"), seed, str(dtype)]
     return Path(folder) / f"{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}.safetensors"
 
 

@@ -2,7 +2,7 @@
 
 A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
 and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
-load, adapt, build, patch, batch, optimize, step; `audit` then proves that the toggle engaged.
+load, adapt, prepare, build, patch, batch, optimize, step; `audit` then proves that the toggle engaged.
 docs/add-an-ablation.md walks through one.
 """
 
@@ -75,7 +75,7 @@ class Blueprint:
     config: Any  # transformers' configuration, of the depth that is wanted
     dtype: torch.dtype
     adapter: Mapping[str, Any]  # as `adapt` left it
-    base: Callable[[], torch.nn.Module]
+    base: Callable[[], torch.nn.Module]  # weights drawn or read, and every toggle's `prepare` done
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,12 @@ class Ablation:
         """Change the keyword arguments of `peft.get_peft_model` (`autocast_adapter_dtype`) and, under the key
         "config", those of `peft.LoraConfig`, in place."""
 
+    def prepare(self, base: torch.nn.Module, *, upcast: bool) -> None:
+        """Change transformers' model in place, its weights drawn or read, before an adapter is put on. `upcast`: it
+        is for the gate's gold and will be turned to float32; leave it plain, with the numbers that it would have."""
+
     def build(self, blueprint: Blueprint) -> torch.nn.Module | None:
-        """Make the PEFT model with a loader of one's own, its tensors under PEFT's names: random weights are drawn
+        """Make the PEFT model with a loader of one's own, its tensors under PEFT's names: the adapters are drawn
         afterwards, each by its name. None: leave it to another toggle or to `peft.get_peft_model`."""
         return None
 

@@ -67,6 +67,12 @@ class Cell:
         """Whether a toggle's patch reaches beyond its own model, so that the arms must not share a process."""
         return any(a.global_patch for a in (*self.reference, *self.candidate))
 
+    @property
+    def loading(self) -> tuple[Ablation, ...]:
+        """How both arms alike hold their frozen weights (slot `loading`). It is then part of the model and not under
+        test: the gate's gold has the same weights, and nothing is tolerated for their sake."""
+        return tuple(a for a in self.reference if a.slot == "loading" and a in self.candidate)
+
     def arm(self, name: str) -> tuple[Ablation, ...]:
         return self.reference if name == "reference" else self.candidate
 

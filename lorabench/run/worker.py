@@ -211,8 +211,9 @@ class Measurement:
         with self._seconds("gate"):
             self.tell("numerics gate")
             self.now = "gold"
-            file = twins.path(self.job.twins, spec, self.cell.workload, self.cell.seed, self.dtype)
-            gold, low = twins.kept(file, self.device, partial(self._gold_and_low, make))
+            loading = self.cell.loading
+            file = twins.path(self.job.twins, spec, self.cell.workload, self.cell.seed, self.dtype, loading)
+            gold, low = twins.kept(file, self.device, partial(self._gold_and_low, make, loading))
             for name in self.job.arms:
                 self.now = name
                 ablations = self.cell.arm(name)
@@ -222,19 +223,20 @@ class Measurement:
                     self.result.arms[name].numerics = self.result.arms["reference"].numerics
                     continue  # the reference against itself: one verdict serves both
                 got = numerics.twin(make, name, ablations, upcast=False)
-                self.result.arms[name].numerics = verdict = numerics.judge(gold, low, got, self.dtype, ablations)
+                judged = [a for a in ablations if a not in loading]
+                self.result.arms[name].numerics = verdict = numerics.judge(gold, low, got, self.dtype, judged)
                 if not verdict.passed:
                     raise Failure("wrong_numerics", f"{name}: {numerics.explain(verdict)}", name)
             del gold, low, got
             self._free()
 
-    def _gold_and_low(self, make: Callable[..., Any]) -> tuple[Any, Any]:
+    def _gold_and_low(self, make: Callable[..., Any], loading: Sequence[Ablation]) -> tuple[Any, Any]:
         import torch
 
         from lorabench.measure.numerics import twin
 
-        gold = twin(make, "gold", (), upcast=True)
-        return gold, gold if self.dtype == torch.float32 else twin(make, "plain", (), upcast=False)
+        gold = twin(make, "gold", loading, upcast=True)
+        return gold, gold if self.dtype == torch.float32 else twin(make, "plain", loading, upcast=False)
 
     def _free(self) -> None:
         import torch

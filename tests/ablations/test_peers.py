@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from lorabench.plan import registry
 from lorabench.plan.ablation import Evidence, NotApplied, Unsupported, conflict
 from lorabench.plan.design import Cell
 
+NEEDS_BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs the package bitsandbytes")
 NAMES = ("axolotl", "axolotl_liger", "unsloth")
 
 
@@ -52,12 +54,13 @@ class FastLanguageModel:
         return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config))
 
 
-def test_unsloth_s_loader_gets_our_model_and_its_gradients_are_comparable(stand_in, monkeypatch, tmp_path):
+@pytest.mark.parametrize("loading", [(), pytest.param(("nf4_base",), marks=NEEDS_BITSANDBYTES)])
+def test_unsloth_s_loader_gets_our_model_and_its_gradients_are_comparable(stand_in, monkeypatch, tmp_path, loading):
     stand_in(unsloth={"FastLanguageModel": FastLanguageModel})
     monkeypatch.setenv("UNSLOTH_COMPILE_LOCATION", str(tmp_path))
     monkeypatch.setenv("UNSLOTH_DISABLE_STATISTICS", "1")
     original = AutoModelForCausalLM.from_pretrained
-    ours, plain = (one_step(arm("sdpa", "adamw", *more, layers=2)) for more in (["unsloth"], []))
+    ours, plain = (one_step(arm("sdpa", "adamw", *loading, *more, layers=2)) for more in (["unsloth"], []))
     assert ours.loss == plain.loss
     assert ours.gradients.keys() == plain.gradients.keys()
     for name, gradient in plain.gradients.items():

@@ -40,7 +40,7 @@ def test_another_seed_gives_other_weights():
     name, first = next(iter(tensors(spec).items()))
     from lorabench.measure.arm import _fill
 
-    _fill(spec.model, torch.float32, 1, frozen=True)
+    _fill(spec.model, torch.float32, 1, adapters=False)
     assert not torch.equal(arm(*PEFT).model.get_parameter(name), first)
 
 

@@ -1,6 +1,7 @@
 """The gate: it passes what is right, and catches a gradient, a loss, an update or a tensor that is not."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,14 @@ def test_full_arms_must_agree_unless_dropout_makes_them_differ():
     norm = agree(verdict, First(2.0, 1.0), First(2.0, 1.1), torch.float32, 0.0)
     assert not norm.passed and "gradient norms differ" in explain(norm)
     assert agree(verdict, First(2.0, 1.0), First(9.0, 1.0), torch.float32, 0.1).passed
+
+
+def test_the_full_arms_are_held_no_tighter_than_a_declared_tolerance():
+    four_bits = SimpleNamespace(tolerance=Tolerance(words="4 bits", grad=0.5, loss=0.05))
+    verdict = judge(*outcomes(torch.float32, *PEFT), torch.float32, [four_bits])
+    assert agree(verdict, First(2.0, 1.0), First(2.08, 1.4), torch.float32, 0.0).passed
+    assert not agree(verdict, First(2.0, 1.0), First(2.12, 1.0), torch.float32, 0.0).passed
+    assert not agree(verdict, First(2.0, 1.0), First(2.0, 1.6), torch.float32, 0.0).passed
 
 
 def test_dropout_is_compared_under_one_shared_mask():

@@ -55,9 +55,14 @@ def test_one_file_for_all_that_differ_in_their_toggles_alone():
         cell = cells(*overrides, "ablations=[eager]")[1]
         return twins.path("folder", cell.model, cell.workload, seed, dtype)
 
-    same = [file(), file("reference=peft_low"), file("trials=7")]
+    def over(base):
+        cell = cells(f"reference=[sdpa,{base}]", "ablations=[eager]")[1]
+        return twins.path("folder", cell.model, cell.workload, 0, torch.float32, cell.loading)
+
+    same = [file(), file("reference=peft_low"), file("trials=7"), over("padding")]
     other = [
         file(seed=1), file(dtype=torch.bfloat16), file("workload=2x17"), file("lora.r=4"), file("models=[tiny-gemma]"),
+        over("nf4_base"), over("{nf4_base:{bnb_4bit_use_double_quant:false}}"),
     ]  # fmt: skip
     assert len(set(same)) == 1
     assert len({same[0], *other}) == 1 + len(other)

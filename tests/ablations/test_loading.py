@@ -1,0 +1,187 @@
+"""The base in 4 bits: the numbers of every other arm, quantized; PEFT's own layers on it; a gate that stays tight where
+both arms have it; our kernels over it. On the CPU, through bitsandbytes' CPU code."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import PEFT, arm, cells
+from torch import nn
+
+from ablations.loading import Nf4Base, quantized_weights
+from lorabench.measure import numerics
+from lorabench.measure.numerics import one_step
+from lorabench.plan.ablation import Evidence, conflict
+from lorabench.run.worker import ArmResult, Failure, Job, Measurement
+
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
+
+LINEARS = 3 * 7  # tiny-llama: three layers, seven linears
+SINGLE = {"nf4_base": {"bnb_4bit_use_double_quant": False}}
+
+
+def base(made):
+    return made.model.get_base_model()
+
+
+def linears(made):
+    """(name, the linear below the adapter) of everything but the head."""
+    for name, module in base(made).model.named_modules():
+        if hasattr(module, "lora_A"):
+            yield name, module.base_layer
+
+
+@pytest.mark.parametrize("toggle", ["nf4_base", SINGLE])
+def test_every_linear_is_what_the_dense_arm_has_in_4_bits(toggle):
+    dense, ours = arm(*PEFT, dtype=torch.bfloat16), arm(*PEFT, toggle, dtype=torch.bfloat16)
+    double = toggle == "nf4_base"
+    for (name, plain), (_, module) in zip(linears(dense), linears(ours), strict=True):
+        packed, state = bitsandbytes.functional.quantize_4bit(
+            plain.weight.data, quant_type="nf4", compress_statistics=double
+        )
+        assert torch.equal(module.weight, packed), name
+        assert (module.weight.quant_state.nested, module.compute_dtype) == (double, torch.bfloat16)
+        assert torch.equal(module.weight.quant_state.absmax, state.absmax)
+        assert not module.weight.requires_grad
+    rest = {n: p for n, p in base(ours).named_parameters() if "proj" not in n}
+    assert len(rest) == 1 + 1 + 2 * 3 + 1  # embedding, head, norms
+    assert all(torch.equal(p, base(dense).get_parameter(n)) for n, p in rest.items())
+    assert type(base(ours).lm_head) is nn.Linear
+    evidence = Evidence(ours, None, None)
+    assert Nf4Base().audit(evidence) == LINEARS
+    assert Nf4Base().notes(evidence)["nf4_base"]["kinds"] == [("nf4", double, 64, "torch.bfloat16")]
+    assert Nf4Base().audit(Evidence(dense, None, None)) == 0
+
+
+@pytest.mark.parametrize("precision", [(), ("adapters_in_compute_dtype",)])
+def test_peft_puts_its_own_4_bit_layers_on_it(precision):
+    from peft.tuners.lora.bnb import Linear4bit
+
+    made = arm(*PEFT, "nf4_base", *precision, dtype=torch.bfloat16)
+    layers = [m for m in made.model.modules() if hasattr(m, "lora_A")]
+    assert len(layers) == LINEARS and all(type(m) is Linear4bit for m in layers)
+    assert {p.dtype for _, p in made.adapters()} == {torch.bfloat16 if precision else torch.float32}
+
+
+def test_biases_stay_as_they_are():
+    dense, ours = (arm(*PEFT, *more, model="tiny-qwen2") for more in ([], ["nf4_base"]))
+    pairs = [(a.bias, b.bias) for (_, a), (_, b) in zip(linears(dense), linears(ours), strict=True)]
+    assert sum(a is not None for a, _ in pairs) == 3 * 3
+    assert all(b is None if a is None else torch.equal(a, b) for a, b in pairs)
+
+
+def test_given_weights_are_quantized_as_they_are(tmp_path):
+    dense = arm(*PEFT)
+    base(dense).get_parameter("model.norm.weight").data.fill_(1.5)
+    plain = dense.model.unload()
+    plain.save_pretrained(tmp_path)
+    ours = arm(*PEFT, "nf4_base", overrides=(f"weights={tmp_path}",))
+    packed, _ = bitsandbytes.functional.quantize_4bit(
+        plain.get_submodule("model.layers.1.mlp.down_proj").weight.data, quant_type="nf4", compress_statistics=True
+    )
+    assert torch.equal(base(ours).get_submodule("model.layers.1.mlp.down_proj.base_layer").weight, packed)
+    assert base(ours).get_parameter("model.norm.weight").eq(1.5).all()
+
+
+def test_the_gold_is_float32_over_the_same_numbers():
+    gold, low = (arm(*PEFT, "nf4_base", dtype=torch.bfloat16, upcast=u) for u in (True, False))
+    assert {p.dtype for p in gold.model.parameters()} == {torch.float32}
+    assert not quantized_weights(gold.model)
+    for (name, plain), (_, module) in zip(linears(gold), linears(low), strict=True):
+        wanted = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        assert type(plain) is nn.Linear and torch.equal(plain.weight, wanted.float()), name
+
+
+def gated(cell, folder):
+    """The gate of one cell in this process: the candidate's verdict, with the full arms' agreement left out."""
+    machine = SimpleNamespace(device="cpu", dtype=lambda wanted: wanted)
+    job = Job(
+        cell, machine, ("reference", "candidate"), rounds=1, gate=True, ceiling_tflops=None, log="", twins=str(folder),
+        spawned=0.0, sweep=0,
+    )  # fmt: skip
+    measurement = Measurement(job, tell=lambda text: None)
+    measurement.result.arms = {name: ArmResult() for name in job.arms}
+    measurement.gate()
+    return measurement.result.arms["candidate"].numerics
+
+
+def cell(*overrides, dtype="bfloat16"):
+    return next(c for c in cells(f"dtype={dtype}", *overrides) if c.toggles)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_both_arms_have_it_kernels_are_judged_as_tightly_as_over_dense_weights(dtype, tmp_path):
+    verdict = gated(cell("reference=peft_nf4", "ablations=[lora_kernels]", dtype=dtype), tmp_path)
+    dense = gated(cell("ablations=[lora_kernels]", dtype=dtype), tmp_path)
+    assert verdict.passed and verdict.tolerance is None
+    assert verdict.grad_allowed < 1.5 * dense.grad_allowed < 0.06
+    assert len(list(tmp_path.iterdir())) == 2  # dense twins are not those of the quantized base
+
+
+def test_a_kernel_that_is_wrong_by_a_tenth_over_the_same_base_does_not_pass(tmp_path, monkeypatch):
+    from ablations.lora_kernels import LoraKernels
+
+    def wrong(self, model):
+        sites = [m for m in model.modules() if hasattr(m, "lora_A")]
+        for site in sites:
+            site.scaling["default"] *= 1.1
+        return len(sites)
+
+    monkeypatch.setattr(LoraKernels, "patch", wrong)
+    with pytest.raises(Failure, match="candidate: the gradient of"):
+        gated(cell("reference=peft_nf4", "ablations=[lora_kernels]"), tmp_path)
+
+
+@pytest.mark.parametrize("reference", ["peft", "[sdpa,padding,{nf4_base:{bnb_4bit_use_double_quant:false}}]"])
+def test_against_another_base_it_is_tolerated_and_says_so(reference, tmp_path, monkeypatch):
+    """Whether the reference is dense or quantized in another way, the gold is dense."""
+    golds, plain = [], numerics.twin
+
+    def twin(make, name, ablations, **kwargs):
+        golds.append((name, ablations))
+        return plain(make, name, ablations, **kwargs)
+
+    monkeypatch.setattr(numerics, "twin", twin)
+    verdict = gated(cell(f"reference={reference}", "ablations=[nf4_base]", dtype="float32"), tmp_path)
+    assert golds[0] == ("gold", ())
+    assert verdict.passed and verdict.tolerance == "frozen weights in 4 bits"
+    assert 0.05 < verdict.grad_error < verdict.grad_allowed == Nf4Base.tolerance.grad
+
+
+def test_our_kernels_change_as_many_sites_and_keep_no_expanded_weight(monkeypatch):
+    from lorakernels.projection import Projection
+
+    expanded, plain = [], Projection._scratch
+
+    def scratch(self, dtype):
+        operand = plain(self, dtype)
+        expanded.append(weakref.ref(operand.full))
+        return operand
+
+    monkeypatch.setattr(Projection, "_scratch", scratch)
+    toggles = (*PEFT, "lora_kernels", "adapters_in_compute_dtype")
+    dense = arm(*toggles, dtype=torch.bfloat16)
+    ours = arm(*toggles, "nf4_base", dtype=torch.bfloat16)
+    assert ours.patched["lora_kernels"] == dense.patched["lora_kernels"] > 0
+    loss = ours.step.forward(ours.step.batches[0])
+    gc.collect()
+    assert len(expanded) == 3 * 4  # qkv, o, gate and up, down
+    assert not any(full() is not None for full in expanded)
+    ours.step.backward(loss)
+    assert len(expanded) == 2 * 3 * 4  # made again
+
+
+def test_checkpointing_over_it_changes_nothing():
+    plain, again = (one_step(arm(*PEFT, "nf4_base", *more)) for more in ([], ["gradient_checkpointing"]))
+    for name, gradient in plain.gradients.items():
+        torch.testing.assert_close(again.gradients[name], gradient)
+
+
+def test_what_cannot_go_with_it():
+    from ablations.limit import FrozenLimit
+    from ablations.lora_kernels import Fp8Base
+
+    for other in (Fp8Base(), FrozenLimit()):
+        assert "nf4_base excludes" in str(conflict([Nf4Base(), other]))
