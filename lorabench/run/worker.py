@@ -129,6 +129,11 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0][:500]
 
 
+def _shortage(error: BaseException) -> str:
+    """What was asked for and what was free; torch's advice on its allocator is left out."""
+    return _first_line(error).partition(" Including non-PyTorch")[0].removeprefix("CUDA out of memory. ")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's own exception on a GPU; on a CPU its allocator raises a RuntimeError that only its text tells apart."""
     import torch
@@ -175,7 +180,7 @@ class Measurement:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._fail("oom", f"the {self.now} ran out of memory: {_first_line(error)}", self.now)
+            self._fail("oom", f"the {self.now} ran out of memory: {_shortage(error)}", self.now)
             self.result.resident = len(self.arms) + (self.now not in self.arms) > 1
         return self.result
 
