@@ -33,7 +33,8 @@ usage: python -m lorabench.sweep [key=value ...]        (Hydra's override gramma
 
 what is measured
   models=[NAME,...]        NAME, NAME@WORKLOAD, a YAML file, or {{NAME:{{r:8,...}}}} with an adapter of its own; also
-                           a single linear: linear-4096x14336          {models}
+                           a single linear: linear-4096x14336. Known:
+                           {models}
   workload=NAME            BATCHxLENGTH (4x2048), auto, a name, or {{NAME:{{field:value}}}}
                            {workloads}
   weights=random           or a hub name, a local folder, smollm2-135m-instruct
