@@ -24,6 +24,7 @@ from unittest.mock import patch
 from torch import nn
 
 from ablations.liger import NO_CAPTURE, apply_liger
+from ablations.lora_kernels import SLOTS
 from lorabench.plan.ablation import Ablation, Blueprint, Evidence, NotApplied, Requires, Unsupported
 
 INSTALL = "pip install 'lorabench[peers]'"
@@ -102,7 +103,7 @@ class AxolotlLiger(Axolotl):
     summary: ClassVar[str] = "Axolotl's LoRA kernels with Liger's norm, RoPE and fused linear cross-entropy"
     requires: ClassVar[Requires] = _needs(AXOLOTL_FAMILIES, "axolotl", "addict", "bitsandbytes", "liger_kernel")
     excludes: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("mlp", "qkv", "o", "norm", "rope", "loss"), SAME_SITES),
+        **dict.fromkeys(SLOTS, SAME_SITES),
         "cuda_graph": NO_CAPTURE,
     }
     distributions: ClassVar[tuple[str, ...]] = ("axolotl", "liger-kernel")
@@ -145,7 +146,7 @@ class Unsloth(Peer):
     summary: ClassVar[str] = "Unsloth's FastLanguageModel, without its gradient checkpointing"
     requires: ClassVar[Requires] = _needs(UNSLOTH_FAMILIES, "unsloth", "unsloth_zoo", "bitsandbytes")
     excludes: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("mlp", "qkv", "o", "norm", "rope", "loss"), SAME_SITES),
+        **dict.fromkeys(SLOTS, SAME_SITES),
         "adapter_dtype": "Unsloth keeps its adapters in float32; measure it with reference=peft",
         "compilation": "Unsloth compiles its blocks itself",
         "checkpointing": "Unsloth has its own, which is left off here",

@@ -13,14 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 import lorakernels.glu as glu
 import lorakernels.rms_norm as rms_norm
@@ -31,6 +28,8 @@ from lorakernels.dropout import draw_seed, dropout_into
 from lorakernels.linear_cross_entropy import loss_and_gradient_
 from lorakernels.lora_grad import a_gradient, tail_and_b
 from lorakernels.pack import pack_into
+
+from lorabench.measure.roofline import ceilings
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -94,17 +93,6 @@ def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
 
 def empty(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device=DEVICE, dtype=DTYPE)
-
-
-def ceilings() -> tuple[float, float]:
-    """(GB/s of a large copy, read plus written; TFLOP/s of a large GEMM, back to back)."""
-    a = random(1 << (29 if CUDA else 16))
-    b = empty(a.numel())
-    copy = timed(lambda: lambda: b.copy_(a), CACHE)
-    m, n, k = (8192, 28672, 4096) if CUDA else (64, 64, 64)
-    x, w, y = random(m, k), random(n, k), empty(m, n)
-    gemm = timed(lambda: lambda: torch.mm(x, w.t(), out=y), CACHE, replays=60)
-    return 2 * a.numel() * SIZE / copy / 1e3, 2 * m * n * k / gemm / 1e6
 
 
 def bandwidth_rows(m: int) -> list[Row]:
@@ -256,13 +244,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    copy_gbs, tflops = ceilings()
+    found = ceilings(torch.device(DEVICE), DTYPE)
+    copy_gbs, (tflops,) = found["copy_gbs"], found["gemm_tflops"].values()
     rows = bandwidth_rows(arguments.tokens) + gemm_rows(arguments.tokens)
     print(torch.cuda.get_device_name() if CUDA else "CPU", "torch", torch.__version__)
     print(markdown(rows, copy_gbs, tflops))
     if arguments.json:
-        found = {"copy_gbs": copy_gbs, "tflops": tflops, "rows": [asdict(r) for r in rows]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        out = {"copy_gbs": copy_gbs, "tflops": tflops, "rows": [asdict(r) for r in rows]}
+        arguments.json.write_text(json.dumps(out, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,12 +17,26 @@ from lorabench.plan import registry
 from lorabench.plan.compose import DEFAULTS, SweepConfig, load_config, plan
 from lorabench.plan.design import Cell
 from lorabench.plan.workload import Sample, Workload
+from lorabench.run.record import ARMS
+from lorabench.run.worker import ArmResult, Job, Measurement
 
 PEFT = ("sdpa", "adamw_foreach", "padding")
 
 
 def config(*overrides: str) -> SweepConfig:
     return load_config(list(overrides))
+
+
+def gate_of(cell: Cell, folder: Path, dtype: Callable[[str], str]) -> Measurement:
+    """A measurement of the cell in this process, its numerics gate not yet run. folder: of the kept twins; dtype: the
+    machine's answer to the dtype that a model wants."""
+    machine: Any = SimpleNamespace(device="cpu", dtype=dtype)
+    job = Job(
+        cell, machine, ARMS, rounds=1, gate=True, ceiling_tflops=None, log="", twins=str(folder), spawned=0.0, sweep=0
+    )
+    measurement = Measurement(job, tell=lambda text: None)
+    measurement.result.arms = {name: ArmResult() for name in ARMS}
+    return measurement
 
 
 def cells(*overrides: str) -> list[Cell]:

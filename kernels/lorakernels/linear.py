@@ -58,7 +58,8 @@ def apply_linears(model: Any, *, one_gemm: bool = True) -> Report:
                 continue
             path = f"{name}.{child}" if name else child
             try:
-                _bind(_Single(linear_site(path, parent), one_gemm))
+                single = _Single(linear_site(path, parent), one_gemm)
+                _bind(module, single, _forward)
             except NotFused as reason:
                 report.left.append(Left(path, "linear", str(reason)))
             else:
@@ -66,10 +67,9 @@ def apply_linears(model: Any, *, one_gemm: bool = True) -> Report:
     return report
 
 
-def _bind(single: _Single) -> None:
-    module = single.site.module
+def _bind(module: Any, single: _Single, forward: Any) -> None:
     setattr(module, MARK, single)
-    module.forward = _forward.__get__(module)
+    module.forward = forward.__get__(module)
     single.group.adopt()
 
 
@@ -91,9 +91,7 @@ def apply_normed(module: Any, norm: str = "norm", linear: str = "linear", *, one
         parts = {"norm": Norm(rms.eps), "norm_weight": rms.weight}
         return project(x, [single.group], training=self.training, **parts).to(x.dtype)
 
-    setattr(module, MARK, single)
-    module.forward = forward.__get__(module)
-    single.group.adopt()
+    _bind(module, single, forward)
     return Report([Change(linear, ("linear", "rms_norm"))])
 
 

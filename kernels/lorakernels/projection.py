@@ -187,7 +187,10 @@ class Projection:
         if self.quantized or self.fp8 is not None or self.members[0].weight.dtype != dtype or not self.owns_weights():
             return None
         self._fresh = True
-        op = self._own()
+        return self._items(self._own())
+
+    def _items(self, op: Operand) -> list[Item]:
+        """Every adapter with its place in the operand."""
         return [
             (m.a, m.b, m.scale, op.a[cols], op.sb[rows, cols])
             for m, (rows, cols) in zip(self.members, self._slices(), strict=True)
@@ -232,9 +235,8 @@ class Projection:
 
     def _load(self, op: Operand) -> None:
         with torch.no_grad():
-            for m, rows, cols in zip(self.members, self.row_slices(), self.rank_slices(), strict=True):
-                if m.a is not None:
-                    load_adapter(m.a, m.b, m.scale, op.a[cols], op.sb[rows, cols])
+            for item in self._items(op):
+                load_adapter(*item)
 
     def total_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Bias of all members, with scale · lora_B.bias added, or None."""
@@ -354,7 +356,7 @@ class Projection:
             elif m.rank:
                 dx.addmm_(ds[:, cols], op.a[cols])
 
-    def pack_gradient(self, dy, op: Operand, scaled_s=None):
+    def pack_gradient(self, dy, op: Operand, scaled_s):
         """([dY | dS], dB or None) of a gradient (…, N) that lies elsewhere, unless it came with spare columns."""
         d = spare_columns(dy, self.n + self.p, op.sb.dtype)
         if d is None:
@@ -365,31 +367,27 @@ class Projection:
                 d = wide
         return d, self.gradient_tail(d, op, scaled_s)
 
-    def gradient_tail(self, d, op: Operand, scaled_s=None) -> torch.Tensor | None:
-        """Writes dS behind the dY that already lies in d. With scaled_s (M, p) it may return dB of all members
-        (N, r) in float32, where one read of dY for both is faster; else None."""
+    def gradient_tail(self, d, op: Operand, scaled_s) -> torch.Tensor | None:
+        """Writes dS behind the dY that already lies in d. Where one read of dY for both is faster it returns dB of all
+        members too, (N, r) in float32; else None. scaled_s: (M, p)."""
         if not self.p:
             return None
-
-        def plain():
-            torch.mm(d[:, : self.n], op.sb, out=d[:, self.n :])
-
-        forms: dict[str, Any] = {"plain": plain}
+        library = partial(torch.mm, d[:, : self.n], op.sb, out=d[:, self.n :])
         widths, ranks = [m.shape[0] for m in self.members], [m.rank for m in self.members]
-        if scaled_s is not None and tail_fits(d, widths, ranks):
-            one_read = partial(tail_and_b, d, op.sb, scaled_s, widths, ranks[0])
-            both = {t: partial(one_read, t) for t in TAIL_TILES}
+        one_read: dict[str, Any] = {}
+        if tail_fits(d, widths, ranks):
+            one_read = {t: partial(tail_and_b, d, op.sb, scaled_s, widths, ranks[0], t) for t in TAIL_TILES}
 
-            def library():
-                plain()
-                return [mm_in(d[:, r].t(), scaled_s[:, c], torch.float32) for r, c in self._slices()]
+        def library_with_b():  # what the library's dS costs when dB's own products come later
+            library()
+            return [mm_in(d[:, r].t(), scaled_s[:, c], torch.float32) for r, c in self._slices()]
 
-            key = (tune.bucket(d.shape[0]), self.n, self.p, len(widths), d.dtype)
-            form = tune.pick("tail and b", key, both | {"plain": library}, d.device)
-            forms |= both
-        else:
-            form = "plain"
-        return forms[form]()
+        key = (tune.bucket(d.shape[0]), self.n, self.p, len(widths), d.dtype)
+        form = tune.pick("tail and b", key, one_read | {"plain": library_with_b}, d.device)
+        if form in one_read:
+            return one_read[form]()
+        library()
+        return None
 
     def a_gradients(self, ds, source: Source) -> torch.Tensor:
         """dA (rank, K) of all members, of their common input; its dtype is A's. ds: (M, rank)."""

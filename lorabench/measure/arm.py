@@ -236,6 +236,11 @@ def _with_adapter(base: Any, adapt: dict[str, Any]) -> nn.Module:
     return get_peft_model(base, LoraConfig(**config), **adapt)
 
 
+def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """A generator of its own for whatever bears this name: the same draw in every arm, whatever else is drawn."""
+    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+
+
 def _fill(model: nn.Module, dtype: torch.dtype, seed: int, *, adapters: bool) -> None:
     """Draw the adapters, or everything else, each tensor from a generator seeded by its own name.
 
@@ -247,7 +252,7 @@ def _fill(model: nn.Module, dtype: torch.dtype, seed: int, *, adapters: bool) ->
             std = _std(name, tensor)
             if std is None or ("lora_" in name) != adapters:
                 continue
-            generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+            generator = named_generator(seed, name, tensor.device)
             drawn = torch.empty(tensor.shape, device=tensor.device, dtype=torch.float32)
             tensor.copy_(drawn.normal_(0.0, std, generator=generator).to(dtype))
 

@@ -11,13 +11,12 @@ been launched, so that the times have no launch latency in them (a captured arm'
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lorabench.measure.arm import Step
+from lorabench.measure.arm import Step, named_generator
 from lorabench.plan.model import ModelSpec
 from lorabench.plan.workload import Batch
 
@@ -50,7 +49,7 @@ class OpStep(Step):
         real, padded = sum(b.real for b in batches), sum(b.padded for b in batches)
 
         def draw(name: str, width: int) -> Tensor:
-            generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+            generator = named_generator(seed, name, device)
             drawn = torch.randn(1, real + padded, width, generator=generator, device=device)
             return drawn.to(rounded).to(dtype)
 

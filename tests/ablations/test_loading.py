@@ -3,18 +3,17 @@ both arms have it; our kernels over it. On the CPU, through bitsandbytes' CPU co
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import PEFT, arm, cells
+from helpers import PEFT, arm, cells, gate_of
 from torch import nn
 
 from ablations.loading import Nf4Base, quantized_weights
 from lorabench.measure import numerics
 from lorabench.measure.numerics import one_step
 from lorabench.plan.ablation import Evidence, conflict
-from lorabench.run.worker import ArmResult, Failure, Job, Measurement
+from lorabench.run.worker import Failure
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
 
@@ -96,13 +95,7 @@ def test_the_gold_is_float32_over_the_same_numbers():
 
 def gated(cell, folder):
     """The gate of one cell in this process: the candidate's verdict, with the full arms' agreement left out."""
-    machine = SimpleNamespace(device="cpu", dtype=lambda wanted: wanted)
-    job = Job(
-        cell, machine, ("reference", "candidate"), rounds=1, gate=True, ceiling_tflops=None, log="", twins=str(folder),
-        spawned=0.0, sweep=0,
-    )  # fmt: skip
-    measurement = Measurement(job, tell=lambda text: None)
-    measurement.result.arms = {name: ArmResult() for name in job.arms}
+    measurement = gate_of(cell, folder, dtype=lambda wanted: wanted)
     measurement.gate()
     return measurement.result.arms["candidate"].numerics
 

@@ -1,17 +1,13 @@
 """The gate's gold and plain twins are computed once, and what comes out of the file is what was put in."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from helpers import arm, cells
+from helpers import arm, cells, gate_of
 
 from lorabench.measure import numerics, twins
 from lorabench.measure.numerics import twin
-from lorabench.run.worker import ArmResult, Job, Measurement
 
 DEVICE = torch.device("cpu")
-MACHINE = SimpleNamespace(device="cpu", dtype=lambda wanted: "float32")
 
 
 def computed(dtype):
@@ -71,12 +67,7 @@ def test_one_file_for_all_that_differ_in_their_toggles_alone():
 def gated(cell, folder, monkeypatch):
     """(twins built, the candidate's verdict) of the gate of one cell."""
     built, plain = [], numerics.twin
-    job = Job(
-        cell, MACHINE, ("reference", "candidate"), rounds=1, gate=True, ceiling_tflops=None, log="", twins=str(folder),
-        spawned=0.0, sweep=0,
-    )  # fmt: skip
-    measurement = Measurement(job, tell=lambda text: None)
-    measurement.result.arms = {name: ArmResult() for name in job.arms}
+    measurement = gate_of(cell, folder, dtype=lambda wanted: "float32")
     with monkeypatch.context() as patch:
         patch.setattr(numerics, "twin", lambda make, name, *a, **k: built.append(name) or plain(make, name, *a, **k))
         measurement.gate()
