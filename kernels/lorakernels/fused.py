@@ -20,6 +20,7 @@ import torch
 
 from . import glu, tune
 from .adapter import Loader
+from .linear_cross_entropy import mm_in
 from .lora_grad import Source
 from .pack import pack_into, with_spare_columns
 from .projection import Operand, Projection
@@ -27,7 +28,7 @@ from .rms_norm import backward_into as norm_backward_into
 from .rms_norm import forward_into as norm_into
 from .rms_norm import forward_lora_into as norm_lora_into
 from .rope import rotate_into
-from .runtime import TILES, check, rows
+from .runtime import TILES, check, rows, use_triton
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _fill(x, residual, h, again, norm, weight, groups: list[Projection], ops: li
     buffer = torch.empty(m, k + max(g.p for g in groups), dtype=dtype, device=x.device)
     single = len(groups) == 1 and first.p > 0 and seeds[0] is None
     if single:
-        rstd = _fill_fused(x, residual, h, again, norm, weight, ops[0].a, buffer)
+        rstd = _fill_fused(x, residual, h, again, norm, weight, ops[0].a, first.rank, buffer)
         return buffer, rstd, [buffer[:, k:]]
     rstd = None
     if norm is None:
@@ -108,7 +109,7 @@ def _fill(x, residual, h, again, norm, weight, groups: list[Projection], ops: li
     return buffer, rstd, out
 
 
-def _fill_fused(x, residual, h, again, norm, weight, a, buffer):
+def _fill_fused(x, residual, h, again, norm, weight, a, rank, buffer):
     k = x.shape[1]
 
     def plain():
@@ -120,11 +121,11 @@ def _fill_fused(x, residual, h, again, norm, weight, a, buffer):
 
     def fused(tile):
         if norm is None:
-            return pack_into(x, a, buffer, tile)
-        return norm_lora_into(x, residual, weight, norm.eps, norm.offset, buffer, a, h, tile, again)
+            return pack_into(x, a, buffer, tile, rank)
+        return norm_lora_into(x, residual, weight, norm.eps, norm.offset, buffer, a, h, tile, again, rank)
 
     forms = {**{tile: partial(fused, tile) for tile in TILES}, "plain": plain}
-    key = (tune.bucket(x.shape[0]), k, a.shape[0], buffer.dtype, residual is not None)
+    key = (tune.bucket(x.shape[0]), k, rank, buffer.dtype, residual is not None)
     return forms[tune.pick("norm" if norm else "pack", key, forms, x.device)]()
 
 
@@ -335,10 +336,11 @@ class GatedMLP(torch.autograd.Function):
             ops, op_down = [g.operand_again(dtype) for g in groups], down.operand_again(dtype)
             d_down, db_down = down.pack_gradient(grad, op_down, kept_s[-1])
             dh = down.backward_input(d_down, op_down, seeds[-1])
-            tails = _activation_backward(gate_up, dh, call["act"], groups, ops, kept_s)
             needed = list(ctx.needs_input_grad[n_in - n_down :])
-            source = Source(dh, dtype)  # which now holds act(gate) * up
-            last = down.parameter_gradients(d_down, kept_s[-1], db_down, needed, source, seeds[-1])
+            ds_down = d_down[:, down.n : down.n + down.rank] if down.rank and needed[0] and seeds[-1] is None else None
+            tails, da_down = _activation_backward(gate_up, dh, call["act"], groups, ops, kept_s, ds_down)
+            source = Source(dh, dtype)  # which, without da_down, now holds act(gate) * up
+            last = down.parameter_gradients(d_down, kept_s[-1], db_down, needed, source, seeds[-1], da_down)
             del dh, d_down, source
             with_dx = any(ctx.needs_input_grad[1:4])
             source = Source(h, dtype, call["norm"], rstd, weight)
@@ -373,7 +375,9 @@ def _activate(gate_up, act, down, op_down, seed):
 
     forms = {"plain": plain}
     if down.p and seed is None:
-        forms = {t: partial(glu.forward_lora_into, gate, up, packed, op_down.a, act, t) for t in TILES} | forms
+        forms = {
+            t: partial(glu.forward_lora_into, gate, up, packed, op_down.a, act, t, down.rank) for t in TILES
+        } | forms
     forms[tune.pick("glu", (tune.bucket(m), width, down.p, act, packed.dtype), forms, packed.device)]()
     return packed
 
@@ -394,9 +398,12 @@ def _may_overwrite() -> bool:
     return not keeps()
 
 
-def _activation_backward(gate_up, dh, act, groups, ops, kept_s):
-    """([d gate, d up | dS], dB or None) of each group; dh is overwritten with act(gate)·up, and with one group gate_up
-    (that came with spare columns) with its gradient, where nobody will ask for it again."""
+def _activation_backward(gate_up, dh, act, groups, ops, kept_s, ds_down):
+    """(([d gate, d up | dS], dB or None) of each group, dA of the down projection or None).
+
+    ds_down: (M, rank) if dA is wanted. Where one pass for both is faster it comes from there; otherwise it is None and
+    dh is overwritten with act(gate)·up. With one group gate_up (that came with spare columns) is overwritten with its
+    gradient, where nobody will ask for it again."""
     m, width = dh.shape
     gate, up = gate_up[:, :width], gate_up[:, width : 2 * width]
     if len(groups) > 1:
@@ -405,8 +412,36 @@ def _activation_backward(gate_up, dh, act, groups, ops, kept_s):
     else:
         ds = [gate_up if _may_overwrite() else torch.empty_like(gate_up)]
         parts = ds[0][:, :width], ds[0][:, width : 2 * width]
-    glu.backward_into(gate, up, dh, *parts, act, h_into_grad=True)
-    return [(d, g.gradient_tail(d, op, s)) for g, op, d, s in zip(groups, ops, ds, kept_s, strict=False)]
+    da = None
+    if ds_down is None or ds_down.shape[1] > glu.MAX_A_RANK or not use_triton(dh, ds_down):
+        glu.backward_into(gate, up, dh, *parts, act, h_into_grad=True)
+    else:
+        da = _backward_with_a(gate, up, dh, parts, ds_down, act)
+    return [(d, g.gradient_tail(d, op, s)) for g, op, d, s in zip(groups, ops, ds, kept_s, strict=False)], da
+
+
+def _backward_with_a(gate, up, dh, parts, ds_down, act):
+    """dA of the down projection, in one pass with the activation's backward where that is the faster way."""
+
+    def plain(grad, into):
+        glu.backward_into(gate, up, grad, *into, act, h_into_grad=True)
+        return mm_in(ds_down.t(), grad, torch.float32)
+
+    def one_pass(tile, grad, into):
+        return glu.backward_a_into(gate, up, grad, *into, ds_down, act, tile)
+
+    forms = {**{tile: partial(one_pass, tile) for tile in glu.A_TILES}, "plain": plain}
+    spare: list[torch.Tensor] = []
+
+    def trial(form):
+        # Both ways overwrite what they read, and measuring runs them several times.
+        if not spare:
+            spare.extend((dh.clone(), torch.empty_like(gate), torch.empty_like(up)))
+        return form(spare[0], spare[1:])
+
+    key = (tune.bucket(dh.shape[0]), dh.shape[1], ds_down.shape[1], act, dh.dtype)
+    picked = tune.pick("glu backward", key, {name: partial(trial, form) for name, form in forms.items()}, dh.device)
+    return forms[picked](dh, parts)
 
 
 def gated_mlp(

@@ -4,8 +4,9 @@ gate, up: (M, I), any row stride, last dimension contiguous. h: (M, I), also int
 Forward reads 2 and writes 1 element, backward reads 3 and writes 2 (3 with h recomputed): nothing is saved but gate and
 up. All arithmetic is in float32 and is rounded once, on the way out.
 
-With `lora_a` (R, I) the same launch leaves S = h · Aᵀ behind h, because the down projection's LoRA wants it and h is
-in registers anyway. Run: python -m pytest tests/lorakernels/test_swiglu.py tests/lorakernels/test_geglu.py
+The down projection's LoRA wants h twice, and both times h is in registers anyway: `forward_lora_into` leaves S = h · Aᵀ
+behind h in the same launch, `backward_a_into` makes dA = dSᵀ · h, so that backward neither writes h nor reads it.
+Run: python -m pytest tests/lorakernels/test_swiglu.py tests/lorakernels/test_geglu.py
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from .runtime import cdiv, check, jit, next_power_of_2, tile_of, tl, use_triton, working_dtype
+from .runtime import cdiv, check, jit, next_power_of_2, store_s, tile_of, tl, use_triton, working_dtype
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # Above this many columns S would not stay in registers beside the tile; a library GEMM is then the better way.
 MAX_FUSED_RANK = 128
+# Backward with dA of the down projection: (rows, columns, warps, stages, steps). Low tiles: three inputs, two outputs and
+# h share the registers, and with 16 rows all of them stay there.
+A_TILES = {"with_a": (16, 128, 4, 3, 16), "with_a_narrow": (16, 64, 4, 3, 32)}
+MAX_A_RANK = 64
 
 
 def activation(gate: torch.Tensor, act: str) -> torch.Tensor:
@@ -77,10 +82,10 @@ def _forward_kernel(g_ptr, u_ptr, h_ptr, n, g_row, u_row, h_row, ACT: tl.constex
 
 @jit
 def _forward_lora_kernel(
-    g_ptr, u_ptr, h_ptr, a_ptr, m, n, g_row, u_row, h_row, a_row, n_spare,
+    g_ptr, u_ptr, h_ptr, a_ptr, m, n, g_row, u_row, h_row, a_row, rank, p,
     ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows walks over all columns; S = h Aᵀ grows in registers and lands in the columns n … n + n_spare."""
+    """A block of rows walks over all columns; S = h Aᵀ grows in registers and lands in the columns n … n + p."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     r = tl.arange(0, R)
     acc = tl.zeros((BM, R), tl.float32)
@@ -92,12 +97,9 @@ def _forward_lora_kernel(
         a, _ = _act(g, ACT)
         h = (a * u).to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + row[:, None] * h_row + col[None, :], h, mask=inside)
-        w = tl.load(
-            a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < n_spare), other=0.0
-        )
+        w = tl.load(a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(h, w, acc, input_precision="ieee")
-    spare = (row[:, None] < m) & (r[None, :] < n_spare)
-    tl.store(h_ptr + row[:, None] * h_row + n + r[None, :], acc.to(h_ptr.dtype.element_ty), mask=spare)
+    store_s(h_ptr + row[:, None] * h_row + n, acc, row[:, None] < m, p, BM, R)
 
 
 @jit
@@ -118,6 +120,31 @@ def _backward_kernel(
         tl.store(h_ptr + row * h_row + col, (a * u).to(h_ptr.dtype.element_ty), mask=inside)
 
 
+@jit
+def _backward_a_kernel(
+    g_ptr, u_ptr, dh_ptr, dg_ptr, du_ptr, ds_ptr, da_ptr, m, n, rank, g_row, u_row, dh_row, dg_row, du_row, ds_row,
+    ACT: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """STEPS · BM rows times BN columns; dA of these columns grows in registers."""
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    r = tl.arange(0, R)
+    acc = tl.zeros((R, BN), tl.float32)
+    for i in range(STEPS):
+        row = ((tl.program_id(1) * STEPS + i) * BM + tl.arange(0, BM)).to(tl.int64)
+        inside = (row[:, None] < m) & (col[None, :] < n)
+        g = tl.load(g_ptr + row[:, None] * g_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(u_ptr + row[:, None] * u_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        dh = tl.load(dh_ptr + row[:, None] * dh_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        narrow = (row[:, None] < m) & (r[None, :] < rank)
+        ds = tl.load(ds_ptr + row[:, None] * ds_row + r[None, :], mask=narrow, other=0.0)
+        a, d = _act(g, ACT)
+        tl.store(dg_ptr + row[:, None] * dg_row + col[None, :], (dh * u * d).to(dg_ptr.dtype.element_ty), mask=inside)
+        tl.store(du_ptr + row[:, None] * du_row + col[None, :], (dh * a).to(du_ptr.dtype.element_ty), mask=inside)
+        acc = tl.dot(tl.trans(ds), (a * u).to(ds_ptr.dtype.element_ty), acc, input_precision="ieee")
+    known = (r[:, None] < rank) & (col[None, :] < n)
+    tl.atomic_add(da_ptr + r[:, None].to(tl.int64) * n + col[None, :], acc, mask=known, sem="relaxed")
+
+
 def forward_into(gate, up, out, act: str) -> None:
     """out[:, :I] = act(gate) * up; out may be a slice of a wider buffer."""
     if not use_triton(gate, up, out):
@@ -130,21 +157,25 @@ def forward_into(gate, up, out, act: str) -> None:
     )
 
 
-def forward_lora_into(gate, up, buffer, lora_a, act: str, tile: str = "fused") -> None:
-    """buffer = [h | h · lora_aᵀ] in one launch; lora_a (p, I) with p spare columns in buffer, p <= MAX_FUSED_RANK."""
+def forward_lora_into(gate, up, buffer, lora_a, act: str, tile: str = "fused", rank: int | None = None) -> None:
+    """buffer = [h | h · lora_aᵀ] in one launch; lora_a (p, I) with p spare columns in buffer, p <= MAX_FUSED_RANK.
+
+    rank: how many rows of lora_a can differ from zero, all of them if not given: the kernel reads no others.
+    """
     m, n = gate.shape
     p = lora_a.shape[0]
+    rank = p if rank is None else rank
     check(
         buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
     )
-    if not use_triton(gate, up, buffer, lora_a) or p > MAX_FUSED_RANK:
+    if not use_triton(gate, up, buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
         forward_into(gate, up, buffer[:, :n], act)
         torch.mm(buffer[:, :n], lora_a.t(), out=buffer[:, n:])
         return
     bm, bn, warps, stages = tile_of(tile, gate)
     _forward_lora_kernel[(cdiv(m, bm),)](
-        gate, up, buffer, lora_a, m, n, gate.stride(0), up.stride(0), buffer.stride(0), lora_a.stride(0), p,
-        ACT=ACTIVATIONS[act], BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps, num_stages=stages,
+        gate, up, buffer, lora_a, m, n, gate.stride(0), up.stride(0), buffer.stride(0), lora_a.stride(0), rank, p,
+        ACT=ACTIVATIONS[act], BM=bm, BN=bn, R=max(16, next_power_of_2(rank)), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -171,6 +202,28 @@ def backward_into(gate, up, grad, d_gate, d_up, act: str, h_into_grad: bool = Fa
         gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), grad.stride(0),
         ACT=ACTIVATIONS[act], WITH_H=h_into_grad, BLOCK=block, num_warps=4,
     )  # fmt: skip
+
+
+def backward_a_into(gate, up, grad, d_gate, d_up, ds, act: str, tile: str = "with_a") -> torch.Tensor:
+    """Writes d_gate and d_up, also over gate and up themselves; returns dA = dsᵀ · h (rank, I) in float32.
+
+    ds: (M, rank), in the dtype that h is rounded to; rank <= MAX_A_RANK. tile is a key of A_TILES."""
+    m, n = gate.shape
+    rank = ds.shape[1]
+    check(ds.shape[0] == m and grad.shape == gate.shape, "ds, grad and gate do not fit", ds=ds, grad=grad, gate=gate)
+    if not use_triton(gate, up, grad, d_gate, ds) or rank > MAX_A_RANK:
+        h, wide = reference(gate, up, act).to(ds.dtype), working_dtype(ds)
+        backward_into(gate, up, grad, d_gate, d_up, act)
+        return ds.t().to(wide) @ h.to(wide)
+    bm, bn, warps, stages, steps = A_TILES[tile]
+    da = torch.zeros(rank, n, dtype=torch.float32, device=gate.device)
+    _backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
+        gate, up, grad, d_gate, d_up, ds, da, m, n, rank,
+        gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), ds.stride(0),
+        ACT=ACTIVATIONS[act], STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(rank)),
+        num_warps=warps, num_stages=stages if gate.element_size() < 4 else 1,
+    )  # fmt: skip
+    return da
 
 
 class GatedActivation(torch.autograd.Function):

@@ -24,10 +24,20 @@ from .runtime import cdiv, check, jit, next_power_of_2, tl, use_triton, working_
 
 MAX_RANK = 64  # of one member: above it the accumulators leave the registers
 BLOCK = 64  # columns a step; the steps of a program have to end where a member ends
-# (rows, most steps of a program): few long programs for many rows, many short ones for few.
-TAIL_TILES = {"one_read": (128, 16), "one_read_short": (128, 3), "one_read_small": (64, 2)}
+# (rows, columns, most steps of a program, whether it walks down the rows): few long programs for many rows, many short
+# ones for few. Across the columns dS grows in registers and dB by atomic adds, down the rows it is the other way round.
+TAIL_TILES = {
+    "one_read": (128, BLOCK, 16, False),
+    "one_read_short": (128, BLOCK, 3, False),
+    "one_read_small": (64, BLOCK, 2, False),
+    "one_read_down": (64, 4 * BLOCK, 16, True),
+}
 # (rows, columns, warps, stages, most steps of a program)
-A_TILES = {"one_read": (128, 128, 8, 2, 8), "one_read_narrow": (64, 64, 4, 3, 4)}
+A_TILES = {
+    "one_read": (64, 128, 4, 3, 16),
+    "one_read_square": (128, 128, 4, 3, 8),
+    "one_read_narrow": (64, 64, 4, 3, 4),
+}
 
 
 def tail_and_b_reference(dy, sb, s):
@@ -71,11 +81,38 @@ def _tail_and_b_kernel(
 
 
 @jit
+def _tail_and_b_down_kernel(
+    dy_ptr, sb_ptr, s_ptr, ds_ptr, db_ptr, m, n, end_0, end_1, rank, dy_row, sb_row, s_row, ds_row,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """STEPS · BM rows times BN columns, all of one member: sB is read once, dB is added once."""
+    first = tl.program_id(0) * BN
+    col = first + tl.arange(0, BN)
+    r = tl.arange(0, R)
+    skip = tl.where(first >= end_0, rank, 0) + tl.where(first >= end_1, rank, 0)
+    known = (col[:, None] < n) & (r[None, :] < rank)
+    sb = tl.load(sb_ptr + col[:, None].to(tl.int64) * sb_row + skip + r[None, :], mask=known, other=0.0)
+    acc = tl.zeros((R, BN), tl.float32)
+    for i in range(STEPS):
+        row = ((tl.program_id(1) * STEPS + i) * BM + tl.arange(0, BM)).to(tl.int64)
+        inside = (row[:, None] < m) & (col[None, :] < n)
+        dy = tl.load(dy_ptr + row[:, None] * dy_row + col[None, :], mask=inside, other=0.0)
+        narrow = (row[:, None] < m) & (r[None, :] < rank)
+        s = tl.load(s_ptr + row[:, None] * s_row + skip + r[None, :], mask=narrow, other=0.0)
+        ds = tl.dot(dy, sb, input_precision="ieee")
+        tl.atomic_add(ds_ptr + row[:, None] * ds_row + skip + r[None, :], ds, mask=narrow, sem="relaxed")
+        acc = tl.dot(tl.trans(s), dy, acc, input_precision="ieee")
+    mine = (r[:, None] < rank) & (col[None, :] < n)
+    tl.atomic_add(db_ptr + col[None, :].to(tl.int64) * rank + r[:, None], acc, mask=mine, sem="relaxed")
+
+
+@jit
 def _a_kernel(
     h_ptr, w_ptr, rstd_ptr, ds_ptr, da_ptr, m, n, rank, h_row, ds_row, offset,
-    NORM: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    NORM: tl.constexpr, ON_H: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """STEPS · BM rows times BN columns of X, made from h where NORM."""
+    """STEPS · BM rows times BN columns of X. Behind a norm, X is made from h in registers (ON_H), or rstd goes to the
+    narrow dS and w to the result."""
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     r = tl.arange(0, R)
     acc = tl.zeros((BN, R), tl.float32)
@@ -84,20 +121,26 @@ def _a_kernel(
         row = ((tl.program_id(1) * STEPS + i) * BM + tl.arange(0, BM)).to(tl.int64)
         inside = (row[:, None] < m) & (col[None, :] < n)
         x = tl.load(h_ptr + row[:, None] * h_row + col[None, :], mask=inside, other=0.0)
-        if NORM:
-            rstd = tl.load(rstd_ptr + row, mask=row < m, other=0.0)
-            x = (x.to(tl.float32) * rstd[:, None] * w[None, :]).to(ds_ptr.dtype.element_ty)
         narrow = (row[:, None] < m) & (r[None, :] < rank)
         ds = tl.load(ds_ptr + row[:, None] * ds_row + r[None, :], mask=narrow, other=0.0)
-        acc = tl.dot(tl.trans(x), ds, acc, input_precision="ieee")
+        if NORM:
+            rstd = tl.load(rstd_ptr + row, mask=row < m, other=0.0)
+            if ON_H:
+                x = x.to(tl.float32) * rstd[:, None] * w[None, :]
+            else:
+                ds = (ds.to(tl.float32) * rstd[:, None]).to(ds_ptr.dtype.element_ty)
+        acc = tl.dot(tl.trans(x.to(ds_ptr.dtype.element_ty)), ds, acc, input_precision="ieee")
+    if NORM and not ON_H:
+        acc = acc * w[:, None]
     known = (col[:, None] < n) & (r[None, :] < rank)
     tl.atomic_add(da_ptr + r[None, :].to(tl.int64) * n + col[:, None], acc, mask=known, sem="relaxed")
 
 
-def tail_fits(d: torch.Tensor, widths: list[int], ranks: list[int]) -> bool:
-    """One read gives both if the members (their widths of dY, their ranks) are of one rank and end on a block."""
-    even = len(widths) == 1 or math.gcd(*widths) % BLOCK == 0
-    return len(widths) <= 3 and even and len(set(ranks)) == 1 and 0 < ranks[0] <= MAX_RANK and use_triton(d)
+def tails_that_fit(d: torch.Tensor, widths: list[int], ranks: list[int]) -> list[str]:
+    """Tiles that give both, for members (their widths of dY, their ranks) of one rank that end where a tile ends."""
+    if len(widths) > 3 or len(set(ranks)) > 1 or not 0 < ranks[0] <= MAX_RANK or not use_triton(d):
+        return []
+    return [t for t, (_, bn, *_) in TAIL_TILES.items() if len(widths) == 1 or math.gcd(*widths) % bn == 0]
 
 
 def tail_and_b(
@@ -105,20 +148,25 @@ def tail_and_b(
 ):
     """Writes dS = dY · sB into the last p columns of d (M, N + p); returns dB (N, rank) in float32.
 
-    sb: (N, p), s: (M, p), each member's rank columns beside the one before. Needs `tail_fits`.
+    sb: (N, p), s: (M, p), each member's rank columns beside the one before. Needs one of `tails_that_fit`.
     """
     m, n, p = d.shape[0], sum(widths), sb.shape[1]
     check(d.shape[1] == n + p and sb.shape[0] == n and s.shape == (m, p), "d, sB and S do not fit", d=d, sb=sb, s=s)
-    bm, most = TAIL_TILES[tile]
-    unit = math.gcd(*widths) if len(widths) > 1 else cdiv(n, BLOCK) * BLOCK
-    steps = next(i for i in range(most, 0, -1) if len(widths) == 1 or unit % (BLOCK * i) == 0)
+    bm, bn, most, down = TAIL_TILES[tile]
     ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
     end_0, end_1 = (*ends, n, n)[:2] if ends else (n, n)
-    ds = torch.zeros(m, p, dtype=torch.float32, device=d.device)
-    db = torch.zeros(n, rank, dtype=torch.float32, device=d.device)
-    _tail_and_b_kernel[(cdiv(m, bm), cdiv(n, BLOCK * steps))](
+    both = torch.zeros(m * p + n * rank, dtype=torch.float32, device=d.device)  # one fill
+    ds, db = both[: m * p].view(m, p), both[m * p :].view(n, rank)
+    if down:
+        kernel, steps = _tail_and_b_down_kernel, most
+        grid = cdiv(n, bn), cdiv(m, bm * steps)
+    else:
+        unit = math.gcd(*widths)
+        steps = next(i for i in range(most, 0, -1) if len(widths) == 1 or unit % (bn * i) == 0)
+        kernel, grid = _tail_and_b_kernel, (cdiv(m, bm), cdiv(n, bn * steps))
+    kernel[grid](
         d, sb, s, ds, db, m, n, end_0, end_1, rank, d.stride(0), sb.stride(0), s.stride(0), ds.stride(0),
-        STEPS=steps, BM=bm, BN=BLOCK, R=max(16, next_power_of_2(rank)), num_warps=4, num_stages=_stages(d, 3),
+        STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(rank)), num_warps=4, num_stages=_stages(d, 3),
     )  # fmt: skip
     d[:, n:].copy_(ds)
     return db
@@ -134,9 +182,10 @@ def a_gradient(
     bm, bn, warps, stages, steps = A_TILES[tile]
     da = torch.zeros(p, n, dtype=torch.float32, device=h.device)
     norm = rstd is not None
+    on_h = norm and ds.dtype == torch.float16  # there rstd · dS could overflow
     _a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
         h, weight if norm else h, rstd if norm else h, ds, da, m, n, p, h.stride(0), ds.stride(0), offset,
-        NORM=norm, STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps,
+        NORM=norm, ON_H=on_h, STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps,
         num_stages=_stages(ds, stages),
     )  # fmt: skip
     return da

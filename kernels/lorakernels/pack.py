@@ -10,10 +10,12 @@ tests/lorakernels/test_pack.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .glu import MAX_FUSED_RANK
-from .runtime import cdiv, check, jit, next_power_of_2, tile_of, tl, use_triton
+from .runtime import cdiv, check, jit, next_power_of_2, store_s, tile_of, tl, use_triton
 
 
 def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -23,8 +25,9 @@ def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 @jit
 def _pack_kernel(
-    x_ptr, a_ptr, y_ptr, m, n, p, x_row, a_row, a_col, y_row, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr
-):
+    x_ptr, a_ptr, y_ptr, m, n, rank, p, x_row, a_row, a_col, y_row,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     r = tl.arange(0, R)
     acc = tl.zeros((BM, R), tl.float32)
@@ -34,26 +37,31 @@ def _pack_kernel(
         x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=inside, other=0.0).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + row[:, None] * y_row + col[None, :], x, mask=inside)
         spot = a_ptr + r[None, :].to(tl.int64) * a_row + col[:, None].to(tl.int64) * a_col
-        a = tl.load(spot, mask=(col[:, None] < n) & (r[None, :] < p), other=0.0)
+        a = tl.load(spot, mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(x, a, acc, input_precision="ieee")
-    spare = (row[:, None] < m) & (r[None, :] < p)
-    tl.store(y_ptr + row[:, None] * y_row + n + r[None, :], acc.to(y_ptr.dtype.element_ty), mask=spare)
+    store_s(y_ptr + row[:, None] * y_row + n, acc, row[:, None] < m, p, BM, R)
 
 
-def pack_into(x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, tile: str | None = "fused") -> None:
-    """out = [x | x · aᵀ]; tile is a key of TILES, None takes a copy and a library GEMM instead of the kernel."""
+def pack_into(
+    x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, tile: str | None = "fused", rank: Any = None
+) -> None:
+    """out = [x | x · aᵀ]; tile is a key of TILES, None takes a copy and a library GEMM instead of the kernel.
+
+    rank: how many rows of a can differ from zero, all of them if not given: the kernel reads no others.
+    """
     m, n = x.shape
     p = a.shape[0]
     check(a.shape[1] == n and out.shape == (m, n + p), "x, a and out do not fit", x=x, a=a, out=out)
-    if tile is None or not 0 < p <= MAX_FUSED_RANK or not use_triton(x, a, out) or x.stride(-1) != 1:
+    rank = p if rank is None else rank
+    if tile is None or not 0 < rank <= MAX_FUSED_RANK or not use_triton(x, a, out) or x.stride(-1) != 1:
         out[:, :n].copy_(x)
         if p:
             torch.mm(out[:, :n], a.t(), out=out[:, n:])
         return
     bm, bn, warps, stages = tile_of(tile, out)
     _pack_kernel[(cdiv(m, bm),)](
-        x, a, out, m, n, p, x.stride(0), a.stride(0), a.stride(1), out.stride(0),
-        BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps, num_stages=stages,
+        x, a, out, m, n, rank, p, x.stride(0), a.stride(0), a.stride(1), out.stride(0),
+        BM=bm, BN=bn, R=max(16, next_power_of_2(rank)), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from .adapter import Item, load_adapter
 from .dropout import draw_seed, dropout_into
 from .glu import MAX_FUSED_RANK
 from .linear_cross_entropy import mm_in
-from .lora_grad import A_TILES, TAIL_TILES, Source, a_gradient, tail_and_b, tail_fits
+from .lora_grad import A_TILES, Source, a_gradient, tail_and_b, tails_that_fit
 from .pack import spare_columns
 from .runtime import check, round_up, use_triton
 from .runtime import rows as flat_rows
@@ -374,9 +374,8 @@ class Projection:
             return None
         library = partial(torch.mm, d[:, : self.n], op.sb, out=d[:, self.n :])
         widths, ranks = [m.shape[0] for m in self.members], [m.rank for m in self.members]
-        one_read: dict[str, Any] = {}
-        if tail_fits(d, widths, ranks):
-            one_read = {t: partial(tail_and_b, d, op.sb, scaled_s, widths, ranks[0], t) for t in TAIL_TILES}
+        fitting = tails_that_fit(d, widths, ranks)
+        one_read: dict[str, Any] = {t: partial(tail_and_b, d, op.sb, scaled_s, widths, ranks[0], t) for t in fitting}
 
         def library_with_b():  # what the library's dS costs when dB's own products come later
             library()
@@ -411,12 +410,14 @@ class Projection:
     def _slices(self) -> list[tuple[slice, slice]]:
         return list(zip(self.row_slices(), self.rank_slices(), strict=True))
 
-    def parameter_gradients(self, d, scaled_s, db_all, needed: list[bool], source: Any, seeds=None) -> list:
+    def parameter_gradients(
+        self, d, scaled_s, db_all, needed: list[bool], source: Any, seeds=None, da_all: Any = None
+    ) -> list:
         """Gradients in the order of `parameters`, member by member. d: [dY | dS], db_all: what `gradient_tail` gave;
         needed: four of autograd's flags a member; source: the input as a Source, None where no member has an adapter;
-        seeds: of dropout, which makes each member see its own input."""
-        da_all = None
-        if seeds is None and any(n and m.a is not None for n, m in zip(needed[::4], self.members, strict=True)):
+        seeds: of dropout, which makes each member see its own input; da_all: dA of all members where it is known."""
+        wanted = da_all is None and seeds is None
+        if wanted and any(n and m.a is not None for n, m in zip(needed[::4], self.members, strict=True)):
             da_all = self.a_gradients(d[:, self.n : self.n + self.rank], source)
         if db_all is not None:
             db_all = db_all.to(next(m.b.dtype for m in self.members if m.b is not None))

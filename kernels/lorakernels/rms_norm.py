@@ -18,7 +18,19 @@ from typing import Any
 import torch
 
 from .glu import MAX_FUSED_RANK
-from .runtime import cdiv, check, jit, multiprocessors, next_power_of_2, rows, tile_of, tl, use_triton, working_dtype
+from .runtime import (
+    cdiv,
+    check,
+    jit,
+    multiprocessors,
+    next_power_of_2,
+    rows,
+    store_s,
+    tile_of,
+    tl,
+    use_triton,
+    working_dtype,
+)
 
 MAX_COLUMNS = 65536  # one row has to fit a program's registers
 
@@ -58,7 +70,7 @@ def _forward_kernel(
 @jit
 def _forward_lora_kernel(
     x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, a_ptr, m, n,
-    x_row, r_row, h_row, c_row, y_row, a_row, n_spare, eps, offset,
+    x_row, r_row, h_row, c_row, y_row, a_row, rank, p, eps, offset,
     ADD: tl.constexpr, COPY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Two walks over a block of rows: the sum of squares, then y and S. The second finds its rows in L2."""
@@ -91,12 +103,9 @@ def _forward_lora_kernel(
         w = tl.load(w_ptr + col, mask=col < n, other=0.0).to(tl.float32) + offset
         y = (x * rstd[:, None] * w[None, :]).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + row[:, None] * y_row + col[None, :], y, mask=inside)
-        a = tl.load(
-            a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < n_spare), other=0.0
-        )
+        a = tl.load(a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(y, a, acc, input_precision="ieee")
-    spare = (row[:, None] < m) & (r[None, :] < n_spare)
-    tl.store(y_ptr + row[:, None] * y_row + n + r[None, :], acc.to(y_ptr.dtype.element_ty), mask=spare)
+    store_s(y_ptr + row[:, None] * y_row + n, acc, row[:, None] < m, p, BM, R)
 
 
 @jit
@@ -166,15 +175,20 @@ def _forward_torch(x, residual, weight, eps, offset, y, h, again) -> torch.Tenso
 
 
 def forward_lora_into(
-    x, residual, weight, eps, offset, buffer, lora_a, h: Any = None, tile: str = "fused", again: Any = None
-) -> torch.Tensor:
-    """buffer = [y | y · lora_aᵀ], (M, K + p) for lora_a (p, K), in one launch; the rest as in `forward_into`."""
+    x, residual, weight, eps, offset, buffer, lora_a, h: Any = None, tile: str = "fused", again: Any = None,
+    rank: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """buffer = [y | y · lora_aᵀ], (M, K + p) for lora_a (p, K), in one launch; the rest as in `forward_into`.
+
+    rank: how many rows of lora_a can differ from zero, all of them if not given: the kernel reads no others.
+    """
     m, n = x.shape
     p = lora_a.shape[0]
+    rank = p if rank is None else rank
     check(
         buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
     )
-    if not use_triton(x, weight, buffer, lora_a) or p > MAX_FUSED_RANK:
+    if not use_triton(x, weight, buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
         rstd = forward_into(x, residual, weight, eps, offset, buffer[:, :n], h, again)
         torch.mm(buffer[:, :n], lora_a.t(), out=buffer[:, n:])
         return rstd
@@ -184,8 +198,8 @@ def forward_lora_into(
     bm, bn, warps, stages = tile_of(tile, buffer)
     _forward_lora_kernel[(cdiv(m, bm),)](
         x, r, hh, c, weight, buffer, rstd, lora_a, m, n,
-        x.stride(0), r.stride(0), hh.stride(0), c.stride(0), buffer.stride(0), lora_a.stride(0), p, eps, offset,
-        ADD=residual is not None, COPY=again is not None, BM=bm, BN=bn, R=max(16, next_power_of_2(p)),
+        x.stride(0), r.stride(0), hh.stride(0), c.stride(0), buffer.stride(0), lora_a.stride(0), rank, p, eps, offset,
+        ADD=residual is not None, COPY=again is not None, BM=bm, BN=bn, R=max(16, next_power_of_2(rank)),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return rstd

@@ -16,15 +16,16 @@ import torch
 from lorakernels import tune
 from lorakernels.adapter import Loader
 from lorakernels.dropout import draw_seed, dropout_into
-from lorakernels.glu import ACTIVATIONS, forward_lora_into, gated
+from lorakernels.glu import A_TILES as GLU_A_TILES
+from lorakernels.glu import ACTIVATIONS, backward_a_into, forward_lora_into, gated
 from lorakernels.linear_cross_entropy import linear_cross_entropy
-from lorakernels.lora_grad import A_TILES, TAIL_TILES, a_gradient, tail_and_b, tail_fits
+from lorakernels.lora_grad import A_TILES, a_gradient, tail_and_b, tails_that_fit
 from lorakernels.nf4 import dequantize_into
 from lorakernels.pack import pack_into
 from lorakernels.rms_norm import forward_lora_into as norm_lora_into
 from lorakernels.rms_norm import rms_norm
 from lorakernels.rope import rope
-from lorakernels.runtime import TILES
+from lorakernels.runtime import TILES, use_triton
 from tiny_models import batch, build, step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,12 +45,15 @@ def kernels(dtype: torch.dtype) -> None:
     for act in ACTIVATIONS:
         gated(new(M, N, grad=True), new(M, N, grad=True), act).sum().backward()
         for tile in TILES:
-            forward_lora_into(new(M, N), new(M, N), new(M, N + P), new(P, N), act, tile)
+            forward_lora_into(new(M, N), new(M, N), new(M, N + P), new(P, N), act, tile, P - 1)
+        for tile in GLU_A_TILES:
+            gate, up = new(M, N), new(M, N)
+            backward_a_into(gate, up, new(M, N), gate, up, new(M, P), act, tile)
     y, h = rms_norm(new(M, K, grad=True), new(K, grad=True), residual=new(M, K, grad=True))
     (y.sum() + h.sum()).backward()
     for tile in TILES:
-        norm_lora_into(new(M, K), new(M, K), new(K), 1e-6, 0.0, new(M, K + P), new(P, K), new(M, K), tile, new(M, K))
-        pack_into(new(M, K), new(P, K), new(M, K + P), tile)
+        norm_lora_into(new(M, K), new(M, K), new(K), 1e-6, 0.0, new(M, K + P), new(P, K), new(M, K), tile, new(M, K), 3)
+        pack_into(new(M, K), new(P, K), new(M, K + P), tile, 3)
     q, k = rope(new(2, 3, 7, 10, grad=True), new(2, 1, 7, 10, grad=True), new(1, 7, 10), new(1, 7, 10))
     (q.sum() + k.sum()).backward()
     target = torch.randint(0, 501, (M,), device=DEVICE)
@@ -57,10 +61,11 @@ def kernels(dtype: torch.dtype) -> None:
         linear_cross_entropy(new(M, K, grad=True), new(501, K), target, softcap=cap, chunk=16).backward()
     dropout_into(new(M, K), draw_seed(torch.device(DEVICE)), 0.3, new(M, K))
     d = new(M, 192 + 3 * P)
-    if tail_fits(d, [64, 64, 64], [P] * 3):
-        for tile in TAIL_TILES:
-            tail_and_b(d, new(192, 3 * P), new(M, 3 * P), [64, 64, 64], P, tile)
-            tail_and_b(new(M, N + P), new(N, P), new(M, P), [N], P, tile)
+    for tile in tails_that_fit(d, [64, 64, 64], [P] * 3):
+        tail_and_b(d, new(192, 3 * P), new(M, 3 * P), [64, 64, 64], P, tile)
+    for tile in tails_that_fit(d, [N], [P]):
+        tail_and_b(new(M, N + P), new(N, P), new(M, P), [N], P, tile)
+    if use_triton(d):
         for tile in A_TILES:
             a_gradient(new(M, P), new(M, K), torch.rand(M, device=DEVICE), new(K), 0.0, tile)
     items = []

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned, strided
 from lorakernels.pack import pack_into, pack_reference, spare_columns, with_spare_columns
-from lorakernels.runtime import TILES
+from lorakernels.runtime import TILES, use_triton
 
 
 @pytest.mark.parametrize("m, n, p", [(1, 1, 1), (37, 70, 5), (33, 64, 16), (5, 30, 130), (4, 8, 0)])
@@ -20,6 +20,19 @@ def test_pack(m, n, p, tile, device, dtype):
         assert torch.equal(out[:, :n], x)
         if p:
             assert_close(out[:, n:], wanted[:, n:], dtype, 2)
+
+
+@pytest.mark.parametrize("rank, p", [(1, 64), (16, 64), (40, 48)])
+def test_rows_beyond_the_rank_are_not_read(rank, p, device, dtype):
+    x, a = torch.randn(37, 70, device=device).to(dtype), torch.zeros(p, 70, device=device, dtype=dtype)
+    a[:rank] = torch.randn(rank, 70, device=device)
+    wanted = pack_reference(x, a)
+    if use_triton(x, a):
+        a[rank:] = float("nan")
+    out = poisoned(37, 70 + p, dtype=dtype, device=device)
+    pack_into(x, a, out, rank=rank)
+    assert_close(out[:, 70:], wanted[:, 70:], dtype, 2)
+    assert not out[:, 70 + rank :].any()
 
 
 @given(m=st.integers(0, 6), n=st.integers(1, 40), p=st.integers(0, 9))
