@@ -63,8 +63,7 @@ def test_backward_leaves_h_in_the_gradient(act, device, dtype):
 
 @pytest.mark.parametrize("act", glu.ACTIVATIONS)
 @pytest.mark.parametrize("tile", glu.A_TILES)
-@pytest.mark.parametrize("m, n, rank", [(1, 1, 1), (37, 75, 5), (300, 130, 16), (20, 40, 64), (9, 30, 65)])
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("m, n, rank, in_place", [(1, 1, 1, False), (300, 130, 16, True), (9, 30, 65, True)])
 def test_backward_with_a(act, tile, m, n, rank, in_place, device, dtype):
     wide, grad = torch.randn(m, 2 * n + 4, device=device).to(dtype), torch.randn(m, n, device=device).to(dtype)
     gate, up, ds = wide[:, :n], wide[:, n : 2 * n], strided(torch.randn(m, rank, device=device).to(dtype))
