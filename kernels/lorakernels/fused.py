@@ -416,19 +416,19 @@ def _activation_backward(gate_up, dh, act, groups, ops, kept_s, ds_down):
     if ds_down is None or ds_down.shape[1] > glu.MAX_A_RANK or not use_triton(dh, ds_down):
         glu.backward_into(gate, up, dh, *parts, act, h_into_grad=True)
     else:
-        da = _backward_with_a(gate, up, dh, parts, ds_down, act)
+        da = _backward_with_a(gate, up, dh, parts, ds_down, act, in_place=ds[0] is gate_up)
     return [(d, g.gradient_tail(d, op, s)) for g, op, d, s in zip(groups, ops, ds, kept_s, strict=False)], da
 
 
-def _backward_with_a(gate, up, dh, parts, ds_down, act):
+def _backward_with_a(gate, up, dh, parts, ds_down, act, in_place: bool):
     """dA of the down projection, in one pass with the activation's backward where that is the faster way."""
 
-    def plain(grad, into):
-        glu.backward_into(gate, up, grad, *into, act, h_into_grad=True)
-        return mm_in(ds_down.t(), grad, torch.float32)
+    def plain(gate, up, dh, d_gate, d_up):
+        glu.backward_into(gate, up, dh, d_gate, d_up, act, h_into_grad=True)
+        return mm_in(ds_down.t(), dh, torch.float32)
 
-    def one_pass(tile, grad, into):
-        return glu.backward_a_into(gate, up, grad, *into, ds_down, act, tile)
+    def one_pass(tile, gate, up, dh, d_gate, d_up):
+        return glu.backward_a_into(gate, up, dh, d_gate, d_up, ds_down, act, tile)
 
     forms = {**{tile: partial(one_pass, tile) for tile in glu.A_TILES}, "plain": plain}
     spare: list[torch.Tensor] = []
@@ -436,12 +436,17 @@ def _backward_with_a(gate, up, dh, parts, ds_down, act):
     def trial(form):
         # Both ways overwrite what they read, and measuring runs them several times.
         if not spare:
-            spare.extend((dh.clone(), torch.empty_like(gate), torch.empty_like(up)))
-        return form(spare[0], spare[1:])
+            m, width = gate.shape
+            spare.append(torch.zeros_like(dh))
+            if in_place:
+                wide = gate.new_zeros(m, gate.stride(0))
+                spare.extend((wide[:, :width], wide[:, width : 2 * width]))
+        read = spare[1:] or [gate, up]
+        return form(*read, spare[0], *(read if in_place else parts))
 
     key = (tune.bucket(dh.shape[0]), dh.shape[1], ds_down.shape[1], act, dh.dtype)
     picked = tune.pick("glu backward", key, {name: partial(trial, form) for name, form in forms.items()}, dh.device)
-    return forms[picked](dh, parts)
+    return forms[picked](gate, up, dh, *parts)
 
 
 def gated_mlp(

@@ -19,9 +19,9 @@ from .runtime import cdiv, check, jit, next_power_of_2, store_s, tile_of, tl, us
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # Above this many columns S would not stay in registers beside the tile; a library GEMM is then the better way.
 MAX_FUSED_RANK = 128
-# Backward with dA of the down projection: (rows, columns, warps, stages, steps). Low tiles: three inputs, two outputs
+# Backward with dA of the down projection: (rows, columns, warps, stages, steps). A low tile: three inputs, two outputs
 # and h share the registers, and with 16 rows all of them stay there.
-A_TILES = {"with_a": (16, 128, 4, 3, 16), "with_a_narrow": (16, 64, 4, 3, 32)}
+A_TILES = {"with_a": (16, 128, 4, 3, 8)}
 MAX_A_RANK = 64
 
 
