@@ -1,18 +1,22 @@
 """Dropout whose mask is drawn again from its seed instead of being kept: y = x · keep / (1 - p), keep = u(seed, i) >=
-p.
+p; and LoRA's products with it, which make the mask in registers, so that dropout(x) is never written:
 
-x: (M, K), any row stride; the mask depends on the logical index i = row · K + column and on the seed alone, so forward,
-backward and a recomputation see the same one. seed: one int64 *on the device*, drawn with torch's own generator: it
-costs no synchronization, follows torch.manual_seed and checkpointing's saved states, and changes with each replay of a
-CUDA graph. On a GPU the mask is Triton's Philox; on a CPU it is torch's generator. Run: python -m pytest
-tests/lorakernels/test_dropout.py
+    S = dropout(x) · Aᵀ      (`product_into`)          dX += dropout(dS · A)      (`add_product_into`)
+
+(dA = dSᵀ · dropout(x) is `lora_grad.a_gradient`.) x, dX: (M, K), any row stride; A: (r, K); S, dS: (M, r). The mask
+depends on the logical position (row, column) and on the seed alone, so forward, backward and a recomputation see the
+same one. seed: one int64 *on the device*, drawn with torch's own generator: it costs no synchronization, follows
+torch.manual_seed and checkpointing's saved states, and changes with each replay of a CUDA graph. On a GPU the mask is
+Philox with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), of which 16 bits go to an
+element: one call serves eight, because the generator, not the memory, is what a naive mask costs. On a CPU it is
+torch's generator. Run: python -m pytest tests/lorakernels/test_dropout.py
 """
 
 from __future__ import annotations
 
 import torch
 
-from .runtime import cdiv, check, jit, next_power_of_2, rows, tl, use_triton, working_dtype
+from .runtime import cdiv, check, jit, next_power_of_2, rows, tile_of, tl, use_triton, working_dtype
 
 
 def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
@@ -26,37 +30,132 @@ def keep_reference(shape, seed: torch.Tensor, p: float) -> torch.Tensor:
 
 
 @jit
-def _keep(seed_ptr, row, col, n, p):
-    return tl.rand(tl.load(seed_ptr), (row * n + col).to(tl.uint32)) >= p
+def keep_tile(seed, row, start, n, threshold, BM: tl.constexpr, BN: tl.constexpr):
+    """The mask (BM, BN) of the columns start … start + BN, both multiples of 8. row: (BM,); threshold: p · 2¹⁶."""
+    group = start // 8 + tl.arange(0, BN // 8)
+    words = tl.randint4x(seed, (row[:, None] * ((n + 7) // 8) + group[None, :]).to(tl.uint32), n_rounds=7)
+    words = tl.join(tl.join(words[0], words[1]), tl.join(words[2], words[3]))
+    halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
+    return tl.reshape(halves, (BM, BN)) >= threshold
 
 
 @jit
-def _dropout_kernel(x_ptr, y_ptr, seed_ptr, n, x_row, y_row, p, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """y = mask · x / (1 - p), or y += that."""
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = col < n
-    x = tl.load(x_ptr + row * x_row + col, mask=inside, other=0.0).to(tl.float32)
-    y = tl.where(_keep(seed_ptr, row, col, n, p), x / (1.0 - p), 0.0)
+def _dropout_kernel(
+    x_ptr, y_ptr, seed_ptr, m, n, x_row, y_row, threshold, scale,
+    ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """y = mask · x · scale, or y += that."""
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    start = tl.program_id(1) * BN
+    col = start + tl.arange(0, BN)
+    inside = (row[:, None] < m) & (col[None, :] < n)
+    x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.where(keep_tile(tl.load(seed_ptr), row, start, n, threshold, BM, BN), x * scale, 0.0)
     if ADD:
-        y += tl.load(y_ptr + row * y_row + col, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * y_row + col, y.to(y_ptr.dtype.element_ty), mask=inside)
+        y += tl.load(y_ptr + row[:, None] * y_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row[:, None] * y_row + col[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _product_kernel(
+    x_ptr, a_ptr, seed_ptr, s_ptr, m, n, rank, x_row, a_row, s_row, threshold, scale,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    r = tl.arange(0, R)
+    seed = tl.load(seed_ptr)
+    acc = tl.zeros((BM, R), tl.float32)
+    for start in range(0, n, BN):
+        col = start + tl.arange(0, BN)
+        inside = (row[:, None] < m) & (col[None, :] < n)
+        x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=inside, other=0.0)
+        x = tl.where(keep_tile(seed, row, start, n, threshold, BM, BN), x, 0.0).to(a_ptr.dtype.element_ty)
+        known = (col[:, None] < n) & (r[None, :] < rank)
+        a = tl.load(a_ptr + r[None, :].to(tl.int64) * a_row + col[:, None], mask=known, other=0.0)
+        acc = tl.dot(x, a, acc, input_precision="ieee")
+    spot = s_ptr + row[:, None] * s_row + r[None, :]
+    tl.store(spot, (acc * scale).to(s_ptr.dtype.element_ty), mask=(row[:, None] < m) & (r[None, :] < rank))
+
+
+@jit
+def _add_product_kernel(
+    ds_ptr, a_ptr, seed_ptr, dx_ptr, m, n, rank, ds_row, a_row, dx_row, threshold, scale,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    start = tl.program_id(1) * BN
+    col = start + tl.arange(0, BN)
+    r = tl.arange(0, R)
+    narrow = (row[:, None] < m) & (r[None, :] < rank)
+    ds = tl.load(ds_ptr + row[:, None] * ds_row + r[None, :], mask=narrow, other=0.0)
+    known = (r[:, None] < rank) & (col[None, :] < n)
+    a = tl.load(a_ptr + r[:, None].to(tl.int64) * a_row + col[None, :], mask=known, other=0.0)
+    new = tl.dot(ds, a, input_precision="ieee") * scale
+    inside = (row[:, None] < m) & (col[None, :] < n)
+    spot = dx_ptr + row[:, None] * dx_row + col[None, :]
+    dx = tl.load(spot, mask=inside, other=0.0).to(tl.float32)
+    dx += tl.where(keep_tile(tl.load(seed_ptr), row, start, n, threshold, BM, BN), new, 0.0)
+    tl.store(spot, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+MAX_RANK = 64  # of the fused products: above it the tile of A leaves the registers
+
+
+def threshold_and_scale(p: float) -> tuple[int, float]:
+    """(p · 2¹⁶, 1 / (1 - p)), as the kernels take them. With p = 1 nothing is kept, whatever the scale."""
+    return round(p * 65536), 1.0 / (1.0 - p) if p < 1 else 0.0
+
+
+def _dropped(x: torch.Tensor, seed, p: float) -> torch.Tensor:
+    """dropout(x) of the torch path, in its working dtype."""
+    _, scale = threshold_and_scale(p)
+    return torch.where(keep_reference(x.shape, seed, p), x.to(working_dtype(x)) * scale, 0)
 
 
 def dropout_into(x, seed, p: float, out, add: bool = False) -> None:
     """out = dropout(x), or out += dropout(x) with add. Both (M, K)."""
     check(out.shape == x.shape and x.dim() == 2, "out and x differ", x=x, out=out)
     if not use_triton(x, out):
-        wide = x.to(working_dtype(x))
-        y = torch.where(keep_reference(x.shape, seed, p), wide / (1 - p) if p < 1 else torch.zeros_like(wide), 0)
+        y = _dropped(x, seed, p)
         out.copy_(out + y if add else y)
         return
     m, n = x.shape
-    block = min(1024, next_power_of_2(n))
-    # p == 1 would divide zero by zero; no element is kept then, so any smaller divisor gives the same zeros.
-    _dropout_kernel[(m, cdiv(n, block))](
-        x, out, seed, n, x.stride(0), out.stride(0), min(p, 1.0), ADD=add, BLOCK=block, num_warps=4
+    bn = min(512, max(16, next_power_of_2(n)))
+    _dropout_kernel[(cdiv(m, 4), cdiv(n, bn))](
+        x, out, seed, m, n, x.stride(0), out.stride(0), *threshold_and_scale(p), ADD=add, BM=4, BN=bn, num_warps=4
     )
+
+
+def product_into(x, a, seed, p: float, s, tile: str | None = "fused") -> None:
+    """s (M, r) = dropout(x) · aᵀ. tile is a key of TILES; None, and a rank above MAX_RANK, take a library product."""
+    m, n = x.shape
+    rank = a.shape[0]
+    check(a.shape[1] == n and s.shape == (m, rank), "x, a and s do not fit", x=x, a=a, s=s)
+    if tile is None or rank > MAX_RANK or not use_triton(x, a, s):
+        out = torch.empty(x.shape, dtype=a.dtype, device=x.device)
+        dropout_into(x, seed, p, out)
+        s.copy_(out @ a.t())
+        return
+    bm, bn, warps, stages = tile_of(tile, x)
+    _product_kernel[(cdiv(m, bm),)](
+        x, a, seed, s, m, n, rank, x.stride(0), a.stride(0), s.stride(0), *threshold_and_scale(p),
+        BM=bm, BN=bn, R=max(16, next_power_of_2(rank)), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def add_product_into(ds, a, seed, p: float, dx, *, fused: bool = True) -> None:
+    """dx (M, K) += dropout(ds · a), with the mask of x. Not fused, and with a rank above MAX_RANK, it takes a library
+    product."""
+    m, n = dx.shape
+    rank = a.shape[0]
+    check(a.shape[1] == n and ds.shape == (m, rank), "ds, a and dx do not fit", ds=ds, a=a, dx=dx)
+    if not fused or rank > MAX_RANK or not use_triton(ds, a, dx):
+        dropout_into(ds @ a, seed, p, dx, add=True)
+        return
+    _add_product_kernel[(cdiv(m, 32), cdiv(n, 128))](
+        ds, a, seed, dx, m, n, rank, ds.stride(0), a.stride(0), dx.stride(0), *threshold_and_scale(p),
+        BM=32, BN=128, R=max(16, next_power_of_2(rank)), num_warps=4,
+    )  # fmt: skip
 
 
 class Dropout(torch.autograd.Function):

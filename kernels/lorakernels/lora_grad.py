@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .dropout import keep_tile, threshold_and_scale
 from .rms_norm import forward_into as norm_into
 from .runtime import cdiv, check, jit, next_power_of_2, tl, use_triton, working_dtype
 
@@ -108,15 +109,17 @@ def _tail_and_b_down_kernel(
 
 @jit
 def _a_kernel(
-    h_ptr, w_ptr, rstd_ptr, ds_ptr, da_ptr, m, n, rank, h_row, ds_row, offset,
-    NORM: tl.constexpr, ON_H: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    h_ptr, w_ptr, rstd_ptr, ds_ptr, seed_ptr, da_ptr, m, n, rank, h_row, ds_row, offset, threshold, scale,
+    NORM: tl.constexpr, ON_H: tl.constexpr, DROP: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """STEPS · BM rows times BN columns of X. Behind a norm, X is made from h in registers (ON_H), or rstd goes to the
-    narrow dS and w to the result."""
+    narrow dS and w to the result. DROP: dropout(X)."""
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     r = tl.arange(0, R)
     acc = tl.zeros((BN, R), tl.float32)
     w = tl.load(w_ptr + col, mask=col < n, other=0.0).to(tl.float32) + offset
+    seed = tl.load(seed_ptr) if DROP else 0
     for i in range(STEPS):
         row = ((tl.program_id(1) * STEPS + i) * BM + tl.arange(0, BM)).to(tl.int64)
         inside = (row[:, None] < m) & (col[None, :] < n)
@@ -129,9 +132,13 @@ def _a_kernel(
                 x = x.to(tl.float32) * rstd[:, None] * w[None, :]
             else:
                 ds = (ds.to(tl.float32) * rstd[:, None]).to(ds_ptr.dtype.element_ty)
+        if DROP:
+            x = tl.where(keep_tile(seed, row, tl.program_id(0) * BN, n, threshold, BM, BN), x, 0.0)
         acc = tl.dot(tl.trans(x.to(ds_ptr.dtype.element_ty)), ds, acc, input_precision="ieee")
     if NORM and not ON_H:
         acc = acc * w[:, None]
+    if DROP:
+        acc = acc * scale
     known = (col[:, None] < n) & (r[None, :] < rank)
     tl.atomic_add(da_ptr + r[None, :].to(tl.int64) * n + col[:, None], acc, mask=known, sem="relaxed")
 
@@ -173,9 +180,11 @@ def tail_and_b(
 
 
 def a_gradient(
-    ds: torch.Tensor, h: torch.Tensor, rstd: Any = None, weight: Any = None, offset: float = 0.0, tile: str = "one_read"
-):
-    """dA = dSᵀ · X (p, K) in float32; X is h, or rstd · h · (weight + offset) where rstd (M,) is given. ds: (M, p)."""
+    ds: torch.Tensor, h: torch.Tensor, rstd: Any = None, weight: Any = None, offset: float = 0.0,
+    tile: str = "one_read", seed: Any = None, dropout: float = 0.0,
+):  # fmt: skip
+    """dA = dSᵀ · X (p, K) in float32; X is h, or rstd · h · (weight + offset) where rstd (M,) is given, and then
+    dropout(X) where a seed is. ds: (M, p)."""
     m, n = h.shape
     p = ds.shape[1]
     check(ds.shape[0] == m, "ds and h differ in rows", ds=ds, h=h)
@@ -184,9 +193,10 @@ def a_gradient(
     norm = rstd is not None
     on_h = norm and ds.dtype == torch.float16  # there rstd · dS could overflow
     _a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
-        h, weight if norm else h, rstd if norm else h, ds, da, m, n, p, h.stride(0), ds.stride(0), offset,
-        NORM=norm, ON_H=on_h, STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(p)), num_warps=warps,
-        num_stages=_stages(ds, stages),
+        h, weight if norm else h, rstd if norm else h, ds, h if seed is None else seed, da,
+        m, n, p, h.stride(0), ds.stride(0), offset, *threshold_and_scale(dropout),
+        NORM=norm, ON_H=on_h, DROP=seed is not None, STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(p)),
+        num_warps=warps, num_stages=_stages(ds, stages),
     )  # fmt: skip
     return da
 

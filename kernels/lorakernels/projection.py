@@ -25,12 +25,12 @@ from torch import nn
 
 from . import tune
 from .adapter import Item, load_adapter
-from .dropout import draw_seed, dropout_into
+from .dropout import add_product_into, draw_seed, dropout_into, product_into
 from .glu import MAX_FUSED_RANK
 from .linear_cross_entropy import mm_in
 from .lora_grad import A_TILES, Source, a_gradient, tail_and_b, tails_that_fit
 from .pack import spare_columns
-from .runtime import check, round_up, use_triton
+from .runtime import TILES, check, round_up, use_triton
 from .runtime import rows as flat_rows
 
 
@@ -271,14 +271,6 @@ class Projection:
         """A seed a member: PEFT draws one mask for each projection, so these do too."""
         return draw_seed(device, len(self.members)) if self.dropped else None
 
-    def _dropped_input(self, x, i, seeds):
-        m = self.members[i]
-        if m.dropout == 0:
-            return x
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        dropout_into(x, seeds[i : i + 1], m.dropout, out)
-        return out
-
     def lora_input(self, x, op: Operand, seeds, out) -> None:
         """out (M, p) = S = dropout(x) · Aᵀ, member by member where their masks differ."""
         if not self.p:
@@ -287,9 +279,13 @@ class Projection:
             torch.mm(x, op.a.t(), out=out)
             return
         out.zero_()
-        for i, cols in enumerate(self.rank_slices()):
-            if self.members[i].rank:
-                out[:, cols] = self._dropped_input(x, i, seeds) @ op.a[cols].t()
+        for i, (m, cols) in enumerate(zip(self.members, self.rank_slices(), strict=True)):
+            if m.rank:
+                arguments = x, op.a[cols], seeds[i : i + 1], m.dropout, out[:, cols]
+                tiles = {**{t: t for t in TILES}, "plain": None}
+                forms = {name: partial(product_into, *arguments, tile) for name, tile in tiles.items()}
+                key = (tune.bucket(x.shape[0]), self.k, m.rank, x.dtype)
+                forms[tune.pick("dropped product", key, forms, x.device)]()
 
     # ---- the products -----------------------------------------------------------------------------------------------
     def forward(self, xs, op: Operand, out: Any = None, residual=None) -> torch.Tensor:
@@ -350,11 +346,24 @@ class Projection:
         return dx
 
     def _add_dropped(self, dx, ds, op, seeds) -> None:
+        spare: list[torch.Tensor] = []
+
+        def trial(form):
+            if not spare:  # measuring adds several times
+                spare.append(torch.zeros_like(dx))
+            form(spare[0])
+
         for i, (m, cols) in enumerate(zip(self.members, self.rank_slices(), strict=True)):
-            if m.rank and m.dropout:
-                dropout_into(ds[:, cols] @ op.a[cols], seeds[i : i + 1], m.dropout, dx, add=True)
-            elif m.rank:
-                dx.addmm_(ds[:, cols], op.a[cols])
+            if not m.rank:
+                continue
+            arguments = ds[:, cols], op.a[cols], seeds[i : i + 1], m.dropout
+            forms = {
+                "fused": partial(add_product_into, *arguments),
+                "plain": partial(add_product_into, *arguments, fused=False),
+            }
+            key = (tune.bucket(dx.shape[0]), self.k, m.rank, dx.dtype)
+            trials = {name: partial(trial, form) for name, form in forms.items()}
+            forms[tune.pick("dropped sum", key, trials, dx.device)](dx)
 
     def pack_gradient(self, dy, op: Operand, scaled_s):
         """([dY | dS], dB or None) of a gradient (…, N) that lies elsewhere, unless it came with spare columns."""
@@ -388,11 +397,14 @@ class Projection:
         library()
         return None
 
-    def a_gradients(self, ds, source: Source) -> torch.Tensor:
-        """dA (rank, K) of all members, of their common input; its dtype is A's. ds: (M, rank)."""
+    def a_gradients(self, ds, source: Source, seed: Any = None, dropout: float = 0.0) -> torch.Tensor:
+        """dA (r, K) of dS (M, r) and the input, with dropout where a seed is given; its dtype is A's."""
         dtype = next(m.a.dtype for m in self.members if m.a is not None)
+        rank = ds.shape[1]
 
         def library():
+            if seed is not None:
+                return mm_in(ds.t(), _dropped(source.tensor(), seed, dropout), dtype)
             if source.norm is None or ds.dtype == torch.float16:
                 return mm_in(ds.t(), source.tensor(), dtype)
             # As X = rstd · h · w, dA = w · ((rstd · dS)ᵀ · h): X is not even made. In float16 rstd · dS could overflow.
@@ -400,18 +412,18 @@ class Projection:
             return mm_in(scaled.t(), source.h.to(ds.dtype), dtype) * (source.weight + source.norm.offset)
 
         forms: dict[str, Any] = {"plain": library}
-        if self.rank <= MAX_FUSED_RANK and use_triton(source.h, ds):
+        if rank <= MAX_FUSED_RANK and use_triton(source.h, ds):
             norm = source.norm
             parts = (source.rstd, source.weight, norm.offset) if norm else (None, None, 0.0)
-            forms = {t: partial(a_gradient, ds, source.h, *parts, t) for t in A_TILES} | forms
-        key = (tune.bucket(ds.shape[0]), self.k, self.rank, ds.dtype, source.norm is not None)
+            forms = {t: partial(a_gradient, ds, source.h, *parts, t, seed, dropout) for t in A_TILES} | forms
+        key = (tune.bucket(ds.shape[0]), self.k, rank, ds.dtype, source.norm is not None, seed is not None)
         return forms[tune.pick("a gradient", key, forms, ds.device)]().to(dtype)
 
     def _slices(self) -> list[tuple[slice, slice]]:
         return list(zip(self.row_slices(), self.rank_slices(), strict=True))
 
     def parameter_gradients(
-        self, d, scaled_s, db_all, needed: list[bool], source: Any, seeds=None, da_all: Any = None
+        self, d, scaled_s, db_all, needed: list[bool], source: Any, seeds: Any = None, da_all: Any = None
     ) -> list:
         """Gradients in the order of `parameters`, member by member. d: [dY | dS], db_all: what `gradient_tail` gave;
         needed: four of autograd's flags a member; source: the input as a Source, None where no member has an adapter;
@@ -430,7 +442,7 @@ class Projection:
                     da = da_all[cols].to(m.a.dtype)
                 else:
                     ds = d[:, self.n + cols.start : self.n + cols.stop]
-                    da = mm_in(ds.t(), self._dropped_input(source.tensor(), i, seeds), m.a.dtype)
+                    da = self.a_gradients(ds, source, seeds[i : i + 1], m.dropout).to(m.a.dtype)
             if need_b and m.b is not None:
                 db = mm_in(dy.t(), scaled_s[:, cols], m.b.dtype) if db_all is None else db_all[rows].to(m.b.dtype)
             total: Any = None
@@ -439,6 +451,12 @@ class Projection:
             dlb = (total * m.scale).to(m.lora_bias.dtype) if need_lora_bias and m.lora_bias is not None else None
             out += [da, db, dlb, total.to(m.bias.dtype) if need_bias and m.bias is not None else None]
         return out
+
+
+def _dropped(x, seed, p: float) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dropout_into(x, seed, p, out)
+    return out
 
 
 def _product(x, wt, bias, out, residual):

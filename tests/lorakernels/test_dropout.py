@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from kernel_checks import assert_close, strided
-from lorakernels.dropout import draw_seed, dropout, dropout_into
+from kernel_checks import assert_close, poisoned, strided
+from lorakernels.dropout import add_product_into, draw_seed, dropout, dropout_into, product_into
+from lorakernels.lora_grad import a_gradient
+from lorakernels.runtime import TILES, use_triton
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
@@ -28,6 +30,41 @@ def test_share_and_seeds(device):
     assert abs((masks[0] & masks[1]).float().mean().item() - 0.49) < 0.02, "two seeds must be independent"
 
 
+def test_neighbours_are_independent(device):
+    """Eight elements share one call of the generator; none of them may follow from another."""
+    mask = (dropout(torch.ones(256, 64, device=device), torch.tensor([3], device=device), 0.5) != 0).float() - 0.5
+    mask = mask.view(-1, 8) * 2
+    correlation = mask.t() @ mask / len(mask)
+    assert (correlation - torch.eye(8, device=device)).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("m, n, rank", [(1, 1, 1), (37, 75, 5), (70, 200, 64), (9, 30, 65)])
+def test_products(p, m, n, rank, device, dtype):
+    """Every product sees the mask that `dropout_into` makes."""
+    x, a = strided(torch.randn(m, n, device=device).to(dtype)), torch.randn(rank, n, device=device).to(dtype)
+    seed, dropped = draw_seed(x.device), torch.empty(m, n, device=device)
+    dropout_into(x.float(), seed, p, dropped)
+    for tile in (*TILES, None):
+        wide = poisoned(m, rank + 3, dtype=dtype, device=device)
+        product_into(x, a, seed, p, wide[:, :rank], tile)
+        assert_close(wide[:, :rank], dropped @ a.float().t(), dtype, 4)
+        assert wide[:, rank:].isnan().all()
+    ds, before = strided(torch.randn(m, rank, device=device).to(dtype)), torch.randn(m, n, device=device).to(dtype)
+    added = torch.empty(m, n, device=device)
+    dropout_into(ds.float() @ a.float(), seed, p, added)
+    for fused in (True, False):
+        dx = before.clone()
+        add_product_into(ds, a, seed, p, dx, fused=fused)
+        assert_close(dx, before.float() + added, dtype, 4)
+    if use_triton(x, ds):
+        rstd, weight = torch.rand(m, device=device) + 0.1, torch.randn(n, device=device).to(dtype)
+        assert_close(a_gradient(ds, x, seed=seed, dropout=p), ds.float().t() @ dropped, torch.float32, 10)
+        behind_norm = a_gradient(ds, x, rstd, weight, 1.0, "one_read_narrow", seed, p)
+        wanted = ds.float().t() @ (dropped * rstd[:, None] * (weight.float() + 1))
+        assert_close(behind_norm, wanted, dtype, 10)
+
+
 def test_add_and_strides(device, dtype):
     x, seed = torch.randn(6, 30, device=device).to(dtype), torch.tensor([5], device=device)
     out = torch.ones(6, 30, device=device).to(dtype)
@@ -44,6 +81,9 @@ def test_seed_follows_manual_seed(device):
 
 
 def test_wrong_arguments():
+    for call in (product_into, add_product_into):
+        with pytest.raises(ValueError, match="do not fit"):
+            call(torch.zeros(2, 3), torch.zeros(1, 4), torch.tensor([1]), 0.5, torch.zeros(2, 1))
     with pytest.raises(ValueError, match="between 0 and 1"):
         dropout(torch.zeros(1, 1), torch.tensor([1]), 1.5)
     with pytest.raises(ValueError, match="seed"):
