@@ -442,7 +442,8 @@ class Projection:
                     da = da_all[cols].to(m.a.dtype)
                 else:
                     ds = d[:, self.n + cols.start : self.n + cols.stop]
-                    da = self.a_gradients(ds, source, seeds[i : i + 1], m.dropout).to(m.a.dtype)
+                    seed = None if seeds is None else seeds[i : i + 1]
+                    da = self.a_gradients(ds, source, seed, m.dropout).to(m.a.dtype)
             if need_b and m.b is not None:
                 db = mm_in(dy.t(), scaled_s[:, cols], m.b.dtype) if db_all is None else db_all[rows].to(m.b.dtype)
             total: Any = None

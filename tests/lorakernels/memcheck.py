@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import lorakernels
 import torch
 from lorakernels import tune
-from lorakernels.adapter import Loader
-from lorakernels.dropout import draw_seed, dropout_into
+from lorakernels.adapter import Loader, load_adapter
+from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
 from lorakernels.glu import A_TILES as GLU_A_TILES
 from lorakernels.glu import ACTIVATIONS, backward_a_into, forward_lora_into, gated
 from lorakernels.linear_cross_entropy import linear_cross_entropy
@@ -59,7 +59,11 @@ def kernels(dtype: torch.dtype) -> None:
     target = torch.randint(0, 501, (M,), device=DEVICE)
     for cap in (None, 30.0):
         linear_cross_entropy(new(M, K, grad=True), new(501, K), target, softcap=cap, chunk=16).backward()
-    dropout_into(new(M, K), draw_seed(torch.device(DEVICE)), 0.3, new(M, K))
+    seed = draw_seed(torch.device(DEVICE))
+    dropout_into(new(M, K), seed, 0.3, new(M, K))
+    for tile in TILES:
+        product_into(new(M, K), new(P, K), seed, 0.3, new(M, 2 * P)[:, :P], tile)
+    add_product_into(new(M, P), new(P, K), seed, 0.3, new(M, K))
     d = new(M, 192 + 3 * P)
     for tile in tails_that_fit(d, [64, 64, 64], [P] * 3):
         tail_and_b(d, new(192, 3 * P), new(M, 3 * P), [64, 64, 64], P, tile)
@@ -68,11 +72,13 @@ def kernels(dtype: torch.dtype) -> None:
     if use_triton(d):
         for tile in A_TILES:
             a_gradient(new(M, P), new(M, K), torch.rand(M, device=DEVICE), new(K), 0.0, tile)
+            a_gradient(new(M, P), new(M, K), tile=tile, seed=seed, dropout=0.3)
     items = []
     for n, r in ((N, 3), (K, 7)):
         buffer = new(n + r, K + r)
         items.append((new(r, K), new(n, r), 2.0, buffer[n:, :K], buffer[:n, K:]))
     Loader().load(items)
+    load_adapter(*items[0])
     state = SimpleNamespace(
         shape=(N, 128), code=torch.linspace(-1, 1, 16, device=DEVICE), blocksize=64, state2=None, offset=None,
         absmax=torch.rand(N * 2, device=DEVICE),
