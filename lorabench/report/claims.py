@@ -103,7 +103,10 @@ def match(records: Sequence[Record], sources: Sequence[Source] | None = None) ->
 def _match(source: Source, claim: Claim, record: Record) -> Match | None:
     if claim.model and claim.model != record.model.lower():
         return None
-    if claim.quantity == "kernel_speedup" and not record.model.startswith(f"{LINEAR}-"):
+    # A kernel's own speed stands beside single linears and nothing else does: a whole model's speed says nothing there.
+    if record.model.startswith(f"norm-{LINEAR}-"):
+        return None
+    if record.model.startswith(f"{LINEAR}-") != (claim.quantity == "kernel_speedup"):
         return None
     tested, base = _names(record.ablations), _names(record.reference)
     removed = set(claim.reference) - set(claim.candidate)

@@ -76,6 +76,7 @@ def test_a_claim_of_a_kernel_alone_stands_beside_single_linears_only(record):
     others = [record(["lora_kernels"], model=m, **common) for m in ("smollm2-135m", "norm-linear-8x8")]
     assert not found(others, "lorafusion_kernels")
     average, best = found([linear], "lorafusion_kernels")
+    assert len(found([linear])) == 2  # and nothing that was said of whole models
     assert (average.low, best.low, best.same_baseline) == (1.27, 1.39, True)
     assert claims.measured(linear, "kernel_speedup")[0] == pytest.approx(1.5, rel=0.05)
     assert claims.outcome(best) == "above"
