@@ -151,7 +151,7 @@ def bandwidth_rows(m: int) -> list[Row]:
         def make():
             n = sum(widths)
             d, sb, s = random(m, n + SPARE), random(n, SPARE), random(m, SPARE)
-            return lambda: tail_and_b(d, sb, s, widths, RANK)
+            return lambda: tail_and_b(d[:, :n], d[:, n:], sb, s, widths, RANK)
 
         return make
 

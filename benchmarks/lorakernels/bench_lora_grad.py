@@ -20,7 +20,10 @@ def test_tail_and_b(form, site, time, tensor, shapes):
         torch.mm(d[:, :n], sb, out=d[:, n:])
         return d[:, :n].t() @ s
 
-    time(library if form == "library" else lambda: tail_and_b(d, sb, s, [n], r, form), m * n * d.element_size())
+    time(
+        library if form == "library" else lambda: tail_and_b(d[:, :n], d[:, n:], sb, s, [n], r, form),
+        m * n * d.element_size(),
+    )
 
 
 @pytest.mark.parametrize("form", [*A_TILES, "library"])

@@ -145,17 +145,37 @@ def _outputs(groups, ops, buffer, s_list, out=None):
     return y
 
 
+def _from_elsewhere(x, group, op, seed):
+    """(Y, S) of an X that somebody else wrote, attention say. It is copied in front of S only where the one GEMM that
+    this allows is measured to be worth it."""
+
+    def packed():
+        buffer, _, (s,) = _fill(x, None, None, None, None, None, [group], [op], [seed], x.dtype)
+        return _outputs([group], [op], buffer, [s]), s
+
+    def apart():
+        s = torch.empty(x.shape[0], group.p, dtype=x.dtype, device=x.device)
+        group.lora_input(x, op, seed, s)
+        return group.forward_apart(x, s, op), s
+
+    if op.full is None or not group.p or not group.one_gemm:
+        return apart()  # nothing would read the two as one
+    key = (tune.bucket(x.shape[0]), group.k, group.n, group.p, x.dtype, seed is not None)
+    forms = {"packed": packed, "apart": apart}
+    return forms[tune.pick("from elsewhere", key, forms, x.device)]()
+
+
 def _gradients(groups, ops, tails, kept_s, seeds, needed, source: Source | None, with_dx: bool):
-    """(dX or None, gradients of all parameters) of groups that share an input; tails: ([dY | dS], dB or None) each."""
+    """(dX or None, gradients of all parameters) of groups that share an input; tails: a Gradient each."""
     out, at = [], 0
-    for g, (d, db), s, seed in zip(groups, tails, kept_s, seeds, strict=True):
-        out += g.parameter_gradients(d, s, db, needed[at : at + 4 * len(g.members)], source, seed)
+    for g, tail, s, seed in zip(groups, tails, kept_s, seeds, strict=True):
+        out += g.parameter_gradients(tail, s, needed[at : at + 4 * len(g.members)], source, seed)
         at += 4 * len(g.members)
     if not with_dx:
         return None, out
     dx = None
-    for g, op, (d, _), seed in zip(groups, ops, tails, seeds, strict=True):
-        part = g.backward_input(d, op, seed)
+    for g, op, tail, seed in zip(groups, ops, tails, seeds, strict=True):
+        part = g.backward_input(tail, op, seed)
         dx = part if dx is None else dx.add_(part)
     return dx, out
 
@@ -169,11 +189,13 @@ class Project(torch.autograd.Function):
             flat = rows(x)
             ops = [g.operand(dtype) for g in groups]
             seeds = [g.seeds(x.device) if call["training"] else None for g in groups]
-            if norm is None and not any(g.p for g in groups) and flat.dtype == dtype:
-                buffer, rstd, s_list = flat, None, [flat[:, :0]] * len(groups)
+            rstd = None
+            if norm is None and len(groups) == 1 and flat.dtype == dtype:
+                y, s = _from_elsewhere(flat, groups[0], ops[0], seeds[0])
+                s_list = [s]
             else:
                 buffer, rstd, s_list = _fill(flat, None, None, None, norm, norm_weight, groups, ops, seeds, dtype)
-            y = _outputs(groups, ops, buffer, s_list)
+                y = _outputs(groups, ops, buffer, s_list)
             kept_s = [g.scale_columns(s) for g, s in zip(groups, s_list, strict=True)]
             outs, raw = _split_heads(y, x, heads, cos, sin, wq, wk)
         ctx.call, ctx.shape = call, x.shape
@@ -195,8 +217,8 @@ class Project(torch.autograd.Function):
             return (None,) * (7 + len(ctx.needs_input_grad[7:]))
         with torch.autocast(device.type, enabled=False):
             ops = [g.operand_again(dtype) for g in groups]
-            tails = _output_gradients(d_outs, ctx, groups, ops, kept_s, raw, cos, sin, wq, wk, device)
             with_dx = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+            tails = _output_gradients(d_outs, ctx, groups, ops, kept_s, seeds, with_dx, raw, cos, sin, wq, wk, device)
             source = None if x is None else Source(x, dtype, call["norm"], rstd, weight)
             needed = list(ctx.needs_input_grad[7:])
             dx, d_parameters = _gradients(groups, ops, tails, kept_s, seeds, needed, source, with_dx)
@@ -221,8 +243,8 @@ def _split_heads(y, x, heads, cos, sin, wq, wk):
     return (q, k, v), y if norms else None
 
 
-def _output_gradients(d_outs, ctx, groups, ops, kept_s, raw, cos, sin, wq, wk, device):
-    """([dY | dS], dB or None) of each group."""
+def _output_gradients(d_outs, ctx, groups, ops, kept_s, seeds, with_dx, raw, cos, sin, wq, wk, device):
+    """A Gradient of each group."""
     heads, dtype, m = ctx.call["heads"], ctx.call["dtype"], ctx.shape[:-1].numel()
     single = len(groups) == 1
     if heads is None:
@@ -230,15 +252,16 @@ def _output_gradients(d_outs, ctx, groups, ops, kept_s, raw, cos, sin, wq, wk, d
         n = sum(g.n for g in groups)
         dy = torch.zeros(m, n, dtype=dtype, device=device) if dy is None else dy
         if single:
-            return [groups[0].pack_gradient(dy, ops[0], kept_s[0])]
+            return [groups[0].gradient(dy, ops[0], kept_s[0], seeds[0], with_dx)]
         wide = rows(dy)
     else:
         wide = torch.empty(m, sum(heads.widths) + (groups[0].p if single else 0), dtype=dtype, device=device)
         _heads_backward(d_outs, heads, heads.split(wide, ctx.shape[:-1]), raw, cos, sin, wq, wk, ctx.shape[:-1])
         if single:
-            return [(wide, groups[0].gradient_tail(wide, ops[0], kept_s[0]))]
+            return [groups[0].gradient_of(wide, ops[0], kept_s[0])]
     parts = wide.split([g.n for g in groups], -1)
-    return [g.pack_gradient(*each) for g, *each in zip(groups, parts, ops, kept_s, strict=True)]
+    each = zip(groups, parts, ops, kept_s, seeds, strict=True)
+    return [g.gradient(dy, op, s, seed, with_dx) for g, dy, op, s, seed in each]
 
 
 def _heads_backward(d_outs, heads, into, raw, cos, sin, wq, wk, lead) -> None:
@@ -334,13 +357,13 @@ class GatedMLP(torch.autograd.Function):
         n_down = 4 * len(down.members)
         with _no_autocast(grad):
             ops, op_down = [g.operand_again(dtype) for g in groups], down.operand_again(dtype)
-            d_down, db_down = down.pack_gradient(grad, op_down, kept_s[-1])
+            d_down = down.gradient(grad, op_down, kept_s[-1], seeds[-1])
             dh = down.backward_input(d_down, op_down, seeds[-1])
             needed = list(ctx.needs_input_grad[n_in - n_down :])
-            ds_down = d_down[:, down.n : down.n + down.rank] if down.rank and needed[0] and seeds[-1] is None else None
+            ds_down = d_down.ds[:, : down.rank] if down.rank and needed[0] and seeds[-1] is None else None
             tails, da_down = _activation_backward(gate_up, dh, call["act"], groups, ops, kept_s, ds_down)
             source = Source(dh, dtype)  # which, without da_down, now holds act(gate) * up
-            last = down.parameter_gradients(d_down, kept_s[-1], db_down, needed, source, seeds[-1], da_down)
+            last = down.parameter_gradients(d_down, kept_s[-1], needed, source, seeds[-1], da_down)
             del dh, d_down, source
             with_dx = any(ctx.needs_input_grad[1:4])
             source = Source(h, dtype, call["norm"], rstd, weight)
@@ -399,7 +422,7 @@ def _may_overwrite() -> bool:
 
 
 def _activation_backward(gate_up, dh, act, groups, ops, kept_s, ds_down):
-    """(([d gate, d up | dS], dB or None) of each group, dA of the down projection or None).
+    """(a Gradient of each group, dA of the down projection or None).
 
     ds_down: (M, rank) if dA is wanted. Where one pass for both is faster it comes from there; otherwise it is None and
     dh is overwritten with act(gate)·up. With one group gate_up (that came with spare columns) is overwritten with its
@@ -417,7 +440,7 @@ def _activation_backward(gate_up, dh, act, groups, ops, kept_s, ds_down):
         glu.backward_into(gate, up, dh, *parts, act, h_into_grad=True)
     else:
         da = _backward_with_a(gate, up, dh, parts, ds_down, act, in_place=ds[0] is gate_up)
-    return [(d, g.gradient_tail(d, op, s)) for g, op, d, s in zip(groups, ops, ds, kept_s, strict=False)], da
+    return [g.gradient_of(d, op, s) for g, op, d, s in zip(groups, ops, ds, kept_s, strict=False)], da
 
 
 def _backward_with_a(gate, up, dh, parts, ds_down, act, in_place: bool):

@@ -14,11 +14,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from .runtime import cdiv, check, jit, next_power_of_2, store_s, tile_of, tl, use_triton, working_dtype
+from .pack import store_s
+from .runtime import MAX_FUSED_RANK, cdiv, check, jit, next_power_of_2, tile_of, tl, use_triton, working_dtype
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-# Above this many columns S would not stay in registers beside the tile; a library GEMM is then the better way.
-MAX_FUSED_RANK = 128
 # Backward with dA of the down projection: (rows, columns, warps, stages, steps). A low tile: three inputs, two outputs
 # and h share the registers, and with 16 rows all of them stay there.
 A_TILES = {"with_a": (16, 128, 4, 3, 8)}

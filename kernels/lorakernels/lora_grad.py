@@ -1,9 +1,9 @@
 """The gradients of LoRA's own matrices, each from one read of the wide tensor that it needs:
 
-    dS = dY · sB   and   dB = dYᵀ · sS     (`tail_and_b`: dS lands behind dY, dB is returned)
+    dS = dY · sB   and   dB = dYᵀ · sS     (`tail_and_b`)
     dA = dSᵀ · X                           (`a_gradient`: X itself, or the input of the norm that made X)
 
-dY: (M, N) with spare columns behind it, sB: (N, p), S: (M, p), X: (M, K), dB: (N, r), dA: (p, K). These products are
+dY: (M, N), sB: (N, p), S: (M, p), X: (M, K), dB: (N, r), dA: (p, K). These products are
 hundreds of times longer than wide, so reading dY or X is all they cost; as library calls dS and dB read dY twice, q, k
 and v want three products each, and a sum over 8192 rows is split and added up by a further launch. Both results grow
 in float32 through atomic adds: the last bits differ from run to run, as those of the attention's backward do.
@@ -143,26 +143,28 @@ def _a_kernel(
     tl.atomic_add(da_ptr + r[None, :].to(tl.int64) * n + col[:, None], acc, mask=known, sem="relaxed")
 
 
-def tails_that_fit(d: torch.Tensor, widths: list[int], ranks: list[int]) -> list[str]:
+def tails_that_fit(dy: torch.Tensor, widths: list[int], ranks: list[int]) -> list[str]:
     """Tiles that give both, for members (their widths of dY, their ranks) of one rank that end where a tile ends."""
-    if len(widths) > 3 or len(set(ranks)) > 1 or not 0 < ranks[0] <= MAX_RANK or not use_triton(d):
+    if len(widths) > 3 or len(set(ranks)) > 1 or not 0 < ranks[0] <= MAX_RANK or not use_triton(dy):
         return []
     return [t for t, (_, bn, *_) in TAIL_TILES.items() if len(widths) == 1 or math.gcd(*widths) % bn == 0]
 
 
 def tail_and_b(
-    d: torch.Tensor, sb: torch.Tensor, s: torch.Tensor, widths: list[int], rank: int, tile: str = "one_read"
-):
-    """Writes dS = dY · sB into the last p columns of d (M, N + p); returns dB (N, rank) in float32.
+    dy: torch.Tensor, out: torch.Tensor, sb: torch.Tensor, s: torch.Tensor, widths: list[int], rank: int,
+    tile: str = "one_read",
+):  # fmt: skip
+    """Writes dS = dY · sB to out (M, p), which may lie behind dY; returns dB (N, rank) in float32.
 
     sb: (N, p), s: (M, p), each member's rank columns beside the one before. Needs one of `tails_that_fit`.
     """
-    m, n, p = d.shape[0], sum(widths), sb.shape[1]
-    check(d.shape[1] == n + p and sb.shape[0] == n and s.shape == (m, p), "d, sB and S do not fit", d=d, sb=sb, s=s)
+    m, n, p = dy.shape[0], sum(widths), sb.shape[1]
+    fits = dy.shape[1] == n == sb.shape[0] and s.shape == out.shape == (m, p)
+    check(fits, "dY, dS, sB and S do not fit", dy=dy, out=out, sb=sb, s=s)
     bm, bn, most, down = TAIL_TILES[tile]
     ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
     end_0, end_1 = (*ends, n, n)[:2] if ends else (n, n)
-    both = torch.zeros(m * p + n * rank, dtype=torch.float32, device=d.device)  # one fill
+    both = torch.zeros(m * p + n * rank, dtype=torch.float32, device=dy.device)  # one fill
     ds, db = both[: m * p].view(m, p), both[m * p :].view(n, rank)
     if down:
         kernel, steps = _tail_and_b_down_kernel, most
@@ -172,10 +174,10 @@ def tail_and_b(
         steps = next(i for i in range(most, 0, -1) if len(widths) == 1 or unit % (bn * i) == 0)
         kernel, grid = _tail_and_b_kernel, (cdiv(m, bm), cdiv(n, bn * steps))
     kernel[grid](
-        d, sb, s, ds, db, m, n, end_0, end_1, rank, d.stride(0), sb.stride(0), s.stride(0), ds.stride(0),
-        STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(rank)), num_warps=4, num_stages=_stages(d, 3),
+        dy, sb, s, ds, db, m, n, end_0, end_1, rank, dy.stride(0), sb.stride(0), s.stride(0), ds.stride(0),
+        STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(rank)), num_warps=4, num_stages=_stages(dy, 3),
     )  # fmt: skip
-    d[:, n:].copy_(ds)
+    out.copy_(ds)
     return db
 
 

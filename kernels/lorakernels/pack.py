@@ -14,13 +14,22 @@ from typing import Any
 
 import torch
 
-from .glu import MAX_FUSED_RANK
-from .runtime import cdiv, check, jit, next_power_of_2, store_s, tile_of, tl, use_triton
+from .runtime import MAX_FUSED_RANK, cdiv, check, jit, next_power_of_2, tile_of, tl, use_triton
 
 
 def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """[x | x · Aᵀ] in float32."""
     return torch.cat((x.float(), x.float() @ a.float().t()), 1)
+
+
+@jit
+def store_s(y, acc, rows_inside, p, BM: tl.constexpr, R: tl.constexpr):
+    """S (BM, R) into the p spare columns that begin at the pointers y (BM, 1); zeros into those beyond R."""
+    r = tl.arange(0, R)
+    dtype = y.dtype.element_ty
+    tl.store(y + r[None, :], acc.to(dtype), mask=rows_inside & (r[None, :] < p))
+    for start in range(R, p, R):
+        tl.store(y + start + r[None, :], tl.zeros((BM, R), dtype), mask=rows_inside & (start + r[None, :] < p))
 
 
 @jit

@@ -26,11 +26,10 @@ from torch import nn
 from . import tune
 from .adapter import Item, load_adapter
 from .dropout import add_product_into, draw_seed, dropout_into, product_into
-from .glu import MAX_FUSED_RANK
 from .linear_cross_entropy import mm_in
 from .lora_grad import A_TILES, Source, a_gradient, tail_and_b, tails_that_fit
 from .pack import spare_columns
-from .runtime import TILES, check, round_up, use_triton
+from .runtime import MAX_FUSED_RANK, TILES, check, round_up, use_triton
 from .runtime import rows as flat_rows
 
 
@@ -80,6 +79,17 @@ class Operand:
     sb: torch.Tensor
     a: torch.Tensor
     full: Any
+
+
+@dataclass
+class Gradient:
+    """dY (M, N) and dS (M, p) of one projection. both: [dY | dS] where they lie side by side, else None; db: dB of all
+    members (N, r) in float32 where the read that made dS gave it, else None."""
+
+    dy: torch.Tensor
+    ds: torch.Tensor
+    both: Any = None
+    db: Any = None
 
 
 class Projection:
@@ -288,20 +298,24 @@ class Projection:
                 forms[tune.pick("dropped product", key, forms, x.device)]()
 
     # ---- the products -----------------------------------------------------------------------------------------------
+    def forward_apart(self, x, s, op: Operand, out: Any = None, residual=None) -> torch.Tensor:
+        """Y of x (M, K) and S (M, p) wherever they lie: the frozen GEMM, and S · (sB)ᵀ added in place."""
+        bias = self.total_bias(x.dtype)
+        y = _product(x, op.w.t(), bias, out, residual) if self.fp8 is None else self._fp8(x, bias, out, residual)
+        return y.addmm_(s, op.sb.t()) if self.p else y
+
     def forward(self, xs, op: Operand, out: Any = None, residual=None) -> torch.Tensor:
         """Y of the packed xs = [X | S] (M, K + p); written to out, added to residual, where given. residual may be out
         itself."""
-        bias = self.total_bias(xs.dtype)
-        x, s, m = xs[:, : self.k], xs[:, self.k :], xs.shape[0]
+        m = xs.shape[0]
         in_place = out is not None and residual is out
 
         def one(into):
+            bias = self.total_bias(xs.dtype)
             return _product(xs, op.full[: self.n].t(), bias, into, into if in_place else residual)
 
         def addmm(into):
-            added = into if in_place else residual
-            y = _product(x, op.w.t(), bias, into, added) if self.fp8 is None else self._fp8(x, bias, into, added)
-            return y.addmm_(s, op.sb.t()) if self.p else y
+            return self.forward_apart(xs[:, : self.k], xs[:, self.k :], op, into, into if in_place else residual)
 
         if op.full is None or not self.p:
             return addmm(out)
@@ -324,12 +338,12 @@ class Projection:
         y = y if residual is None else y.add_(residual)
         return y if out is None else out.copy_(y)
 
-    def backward_input(self, d, op: Operand, seeds) -> torch.Tensor:
-        """dX (M, K) of the packed d = [dY | dS] (M, N + p)."""
-        dy, ds = d[:, : self.n], d[:, self.n :]
+    def backward_input(self, gradient: Gradient, op: Operand, seeds) -> torch.Tensor:
+        """dX (M, K)."""
+        dy, ds, both = gradient.dy, gradient.ds, gradient.both
 
         def one():
-            return d @ op.full[:, : self.k]
+            return both @ op.full[:, : self.k]
 
         def addmm():
             dx = dy @ op.w if self.fp8 is None else self.fp8.backward(dy)
@@ -338,9 +352,9 @@ class Projection:
         if op.full is None or not self.p or seeds is not None:
             dx = addmm()
         else:
-            forms = {"one": one, "addmm": addmm} if self.one_gemm else {"addmm": addmm}
-            key = (tune.bucket(d.shape[0]), self.k, self.n, self.p, d.dtype)
-            dx = forms[tune.pick("backward", key, forms, d.device)]()
+            forms = {"one": one, "addmm": addmm} if self.one_gemm and both is not None else {"addmm": addmm}
+            key = (tune.bucket(dy.shape[0]), self.k, self.n, self.p, dy.dtype)
+            dx = forms[tune.pick("backward", key, forms, dy.device)]()
         if seeds is not None:
             self._add_dropped(dx, ds, op, seeds)
         return dx
@@ -365,33 +379,60 @@ class Projection:
             trials = {name: partial(trial, form) for name, form in forms.items()}
             forms[tune.pick("dropped sum", key, trials, dx.device)](dx)
 
-    def pack_gradient(self, dy, op: Operand, scaled_s):
-        """([dY | dS], dB or None) of a gradient (…, N) that lies elsewhere, unless it came with spare columns."""
-        d = spare_columns(dy, self.n + self.p, op.sb.dtype)
-        if d is None:
-            d = flat_rows(dy).to(op.sb.dtype)
-            if self.p:
-                wide = torch.empty(d.shape[0], self.n + self.p, dtype=d.dtype, device=d.device)
-                wide[:, : self.n].copy_(d)
-                d = wide
-        return d, self.gradient_tail(d, op, scaled_s)
+    def gradient(self, dy, op: Operand, scaled_s, seeds: Any = None, with_dx: bool = True) -> Gradient:
+        """Of a dY (…, N) that lies anywhere. Unless it came with spare columns it is copied in front of dS only where
+        the one GEMM that this allows is measured to be worth it. scaled_s: (M, p)."""
+        wide = spare_columns(dy, self.n + self.p, op.sb.dtype)
+        if wide is not None:
+            return self.gradient_of(wide, op, scaled_s)
+        flat = flat_rows(dy).to(op.sb.dtype)
+        if not self.p:
+            return Gradient(flat, flat[:, self.n :])
 
-    def gradient_tail(self, d, op: Operand, scaled_s) -> torch.Tensor | None:
-        """Writes dS behind the dY that already lies in d. Where one read of dY for both is faster it returns dB of all
-        members too, (N, r) in float32; else None. scaled_s: (M, p)."""
+        def empty(columns):
+            return torch.empty(flat.shape[0], columns, dtype=flat.dtype, device=flat.device)
+
+        def packed():
+            wide = empty(self.n + self.p)
+            wide[:, : self.n].copy_(flat)
+            return self.gradient_of(wide, op, scaled_s)
+
+        def apart():
+            ds = empty(self.p)
+            return Gradient(flat, ds, None, self._tail(flat, ds, op, scaled_s))
+
+        if op.full is None or seeds is not None or not with_dx or not self.one_gemm:
+            return apart()  # nothing would read the two as one
+        forms = {"packed": packed, "apart": apart}
+        trials = {
+            name: partial(lambda form: self.backward_input(form(), op, None), form) for name, form in forms.items()
+        }
+        key = (tune.bucket(flat.shape[0]), self.k, self.n, self.p, flat.dtype)
+        return forms[tune.pick("gradient", key, trials, flat.device)]()
+
+    def gradient_of(self, wide, op: Operand, scaled_s) -> Gradient:
+        """Of a dY that lies in the first columns of wide (M, N + p); dS is written behind it."""
+        dy, ds = wide[:, : self.n], wide[:, self.n :]
+        return Gradient(dy, ds, wide, self._tail(dy, ds, op, scaled_s))
+
+    def _tail(self, dy, ds, op: Operand, scaled_s) -> torch.Tensor | None:
+        """Writes dS = dY · sB. Where one read of dY for both is faster it returns dB of all members too, (N, r) in
+        float32; else None."""
         if not self.p:
             return None
-        library = partial(torch.mm, d[:, : self.n], op.sb, out=d[:, self.n :])
+        library = partial(torch.mm, dy, op.sb, out=ds)
         widths, ranks = [m.shape[0] for m in self.members], [m.rank for m in self.members]
-        fitting = tails_that_fit(d, widths, ranks)
-        one_read: dict[str, Any] = {t: partial(tail_and_b, d, op.sb, scaled_s, widths, ranks[0], t) for t in fitting}
+        fitting = tails_that_fit(dy, widths, ranks)
+        one_read: dict[str, Any] = {
+            t: partial(tail_and_b, dy, ds, op.sb, scaled_s, widths, ranks[0], t) for t in fitting
+        }
 
         def library_with_b():  # what the library's dS costs when dB's own products come later
             library()
-            return [mm_in(d[:, r].t(), scaled_s[:, c], torch.float32) for r, c in self._slices()]
+            return [mm_in(dy[:, r].t(), scaled_s[:, c], torch.float32) for r, c in self._slices()]
 
-        key = (tune.bucket(d.shape[0]), self.n, self.p, len(widths), d.dtype)
-        form = tune.pick("tail and b", key, one_read | {"plain": library_with_b}, d.device)
+        key = (tune.bucket(dy.shape[0]), self.n, self.p, len(widths), dy.dtype)
+        form = tune.pick("tail and b", key, one_read | {"plain": library_with_b}, dy.device)
         if form in one_read:
             return one_read[form]()
         library()
@@ -423,27 +464,27 @@ class Projection:
         return list(zip(self.row_slices(), self.rank_slices(), strict=True))
 
     def parameter_gradients(
-        self, d, scaled_s, db_all, needed: list[bool], source: Any, seeds: Any = None, da_all: Any = None
+        self, gradient: Gradient, scaled_s, needed: list[bool], source: Any, seeds: Any = None, da_all: Any = None
     ) -> list:
-        """Gradients in the order of `parameters`, member by member. d: [dY | dS], db_all: what `gradient_tail` gave;
-        needed: four of autograd's flags a member; source: the input as a Source, None where no member has an adapter;
-        seeds: of dropout, which makes each member see its own input; da_all: dA of all members where it is known."""
+        """Gradients in the order of `parameters`, member by member. needed: four of autograd's flags a member; source:
+        the input as a Source, None where no member has an adapter; seeds: of dropout, which makes each member see its
+        own input; da_all: dA of all members where it is known."""
+        ds_all, db_all = gradient.ds, gradient.db
         wanted = da_all is None and seeds is None
         if wanted and any(n and m.a is not None for n, m in zip(needed[::4], self.members, strict=True)):
-            da_all = self.a_gradients(d[:, self.n : self.n + self.rank], source)
+            da_all = self.a_gradients(ds_all[:, : self.rank], source)
         if db_all is not None:
             db_all = db_all.to(next(m.b.dtype for m in self.members if m.b is not None))
         out: list[torch.Tensor | None] = []
         for i, (m, (rows, cols)) in enumerate(zip(self.members, self._slices(), strict=True)):
             need_a, need_b, need_lora_bias, need_bias = needed[4 * i : 4 * i + 4]
-            dy, da, db = d[:, rows], None, None
+            dy, da, db = gradient.dy[:, rows], None, None
             if need_a and m.a is not None:
                 if da_all is not None:
                     da = da_all[cols].to(m.a.dtype)
                 else:
-                    ds = d[:, self.n + cols.start : self.n + cols.stop]
                     seed = None if seeds is None else seeds[i : i + 1]
-                    da = self.a_gradients(ds, source, seed, m.dropout).to(m.a.dtype)
+                    da = self.a_gradients(ds_all[:, cols], source, seed, m.dropout).to(m.a.dtype)
             if need_b and m.b is not None:
                 db = mm_in(dy.t(), scaled_s[:, cols], m.b.dtype) if db_all is None else db_all[rows].to(m.b.dtype)
             total: Any = None
@@ -469,4 +510,4 @@ def _product(x, wt, bias, out, residual):
     return torch.mm(x, wt, out=out) if out is not None else torch.mm(x, wt)
 
 
-__all__ = ["Member", "Operand", "Projection"]
+__all__ = ["Gradient", "Member", "Operand", "Projection"]

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from .glu import MAX_FUSED_RANK
+from .pack import store_s
 from .runtime import (
+    MAX_FUSED_RANK,
     cdiv,
     check,
     jit,
     multiprocessors,
     next_power_of_2,
     rows,
-    store_s,
     tile_of,
     tl,
     use_triton,

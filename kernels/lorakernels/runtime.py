@@ -35,22 +35,14 @@ TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tiles (rows, columns, warps, stages) of kernels that walk a block of rows with S = X · Aᵀ in registers. Which is best
 # depends on the number of rows: few large blocks leave multiprocessors idle, many small ones read A more often.
 TILES = {"fused": (64, 128, 4, 4), "fused_wide": (32, 128, 8, 3), "fused_small": (16, 128, 4, 4)}
+# Above this many columns S would not stay in registers beside the tile; a library GEMM is then the better way.
+MAX_FUSED_RANK = 128
 
 
 def tile_of(name: str, tensor: torch.Tensor) -> tuple[int, int, int, int]:
     """(rows, columns, warps, stages). Float32 tiles are too large for several stages."""
     bm, bn, warps, stages = TILES[name]
     return bm, bn, warps, stages if tensor.element_size() < 4 else 1
-
-
-@jit
-def store_s(y, acc, rows_inside, p, BM: tl.constexpr, R: tl.constexpr):
-    """S (BM, R) into the p spare columns that begin at the pointers y (BM, 1); zeros into those beyond R."""
-    r = tl.arange(0, R)
-    dtype = y.dtype.element_ty
-    tl.store(y + r[None, :], acc.to(dtype), mask=rows_inside & (r[None, :] < p))
-    for start in range(R, p, R):
-        tl.store(y + start + r[None, :], tl.zeros((BM, R), dtype), mask=rows_inside & (start + r[None, :] < p))
 
 
 def use_triton(*tensors: torch.Tensor) -> bool:

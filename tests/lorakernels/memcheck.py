@@ -66,9 +66,9 @@ def kernels(dtype: torch.dtype) -> None:
     add_product_into(new(M, P), new(P, K), seed, 0.3, new(M, K))
     d = new(M, 192 + 3 * P)
     for tile in tails_that_fit(d, [64, 64, 64], [P] * 3):
-        tail_and_b(d, new(192, 3 * P), new(M, 3 * P), [64, 64, 64], P, tile)
+        tail_and_b(d[:, :192], d[:, 192:], new(192, 3 * P), new(M, 3 * P), [64, 64, 64], P, tile)
     for tile in tails_that_fit(d, [N], [P]):
-        tail_and_b(new(M, N + P), new(N, P), new(M, P), [N], P, tile)
+        tail_and_b(new(M, N), new(M, P), new(N, P), new(M, P), [N], P, tile)
     if use_triton(d):
         for tile in A_TILES:
             a_gradient(new(M, P), new(M, K), torch.rand(M, device=DEVICE), new(K), 0.0, tile)

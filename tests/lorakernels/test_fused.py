@@ -76,14 +76,14 @@ def test_a_gradient_with_spare_columns_is_used_where_it_lies():
     first, second = Projection([member("a", 12, 20, 4)]), Projection([member("b", 6, 12, 2)])
     x, weight = torch.randn(5, 20, dtype=F64, requires_grad=True), torch.rand(12, dtype=F64)
     packed = []
-    original = first.pack_gradient
-    first.pack_gradient = lambda dy, *rest: packed.append((dy, original(dy, *rest))) or packed[-1][1]
+    original = first.gradient
+    first.gradient = lambda dy, *rest: packed.append((dy, original(dy, *rest))) or packed[-1][1]
     y = project(project(x, [first]), [second], norm=Norm(1e-6), norm_weight=weight, spare=first.p)
     wanted = plain(second.members, rms_norm_reference(plain(first.members, x), weight, 1e-6))
     inputs = [x, *leaves([*first.members, *second.members])]
     check_all([y], [wanted], inputs, inputs)
-    ((dy, (d, _)),) = packed
-    assert d.data_ptr() == dy.data_ptr() and d.shape == (5, 12 + first.p)
+    ((dy, gradient),) = packed
+    assert gradient.both.data_ptr() == dy.data_ptr() and gradient.both.shape == (5, 12 + first.p)
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])

@@ -41,7 +41,7 @@ def test_tail_and_b(widths, rank, m, tile, device, dtype):
     if tile not in tails_that_fit(d, widths, [rank] * len(widths)):
         assert len(widths) > 1 and TAIL_TILES[tile][1] > 64
         pytest.skip("members that end inside a tile")
-    db = tail_and_b(d, sb, s, widths, rank, tile)
+    db = tail_and_b(d[:, :n], d[:, n:], sb, s, widths, rank, tile)
     wanted_ds, wanted_db = tail_and_b_reference(d[:, :n], sb, s)
     assert_close(d[:, n:], wanted_ds, dtype, 2)
     for i in range(len(widths)):
@@ -81,6 +81,6 @@ def test_source_makes_the_norm_again():
 
 def test_wrong_shapes():
     with pytest.raises(ValueError, match=r"\(4, 9\)"):
-        tail_and_b(torch.zeros(4, 9), torch.zeros(8, 2), torch.zeros(4, 2), [8], 2)
+        tail_and_b(torch.zeros(4, 9), torch.zeros(4, 2), torch.zeros(8, 2), torch.zeros(4, 2), [8], 2)
     with pytest.raises(ValueError, match="rows"):
         a_gradient(torch.zeros(4, 2), torch.zeros(5, 8))

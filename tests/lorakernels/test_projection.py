@@ -54,7 +54,7 @@ def compare(members, groups, x, dtype=torch.float64, times=1.0, seeds=None, **kw
         assert_close(a, b, dtype, times)
 
 
-@pytest.mark.parametrize("form", ["one", "addmm"])
+@pytest.mark.parametrize("form", ["one", "addmm", "apart"])
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (1, 0, 7), (0, 0, 0), (3, 17, 256), (0, 5, 0)])
 def test_every_gradient(form, merged, ranks):
@@ -97,6 +97,19 @@ def test_dropout_with_a_mask_for_each_projection(merged, monkeypatch):
 
     monkeypatch.setattr(Projection, "seeds", fixed)
     compare(members, groups, torch.randn(7, 10, dtype=torch.float64), seeds=seeds)
+
+
+def test_only_what_the_one_gemm_needs_is_copied(monkeypatch):
+    """X and dY from elsewhere stay where they are if no GEMM reads them beside S and dS."""
+    group, dy = Projection([member("a", 6, 10, 2)]), torch.randn(5, 6, dtype=torch.float64)
+    op, s = group.operand(torch.float64), torch.randn(5, group.p, dtype=torch.float64)
+    assert group.gradient(dy, op, s).both is not None
+    seeds = torch.tensor([1])
+    for apart in (group.gradient(dy, op, s, seeds), group.gradient(dy, op, s, None, False)):
+        assert apart.both is None and apart.dy.data_ptr() == dy.data_ptr()
+        assert_close(apart.ds, dy @ op.sb, torch.float64)
+    monkeypatch.setattr(tune, "pick", lambda name, key, forms, device: list(forms)[-1])
+    assert group.gradient(dy, op, s).both is None
 
 
 def test_dropout_is_off_in_evaluation_and_random_in_training():
