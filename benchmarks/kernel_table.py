@@ -24,7 +24,7 @@ import lorakernels.rms_norm as rms_norm
 import lorakernels.rope as rope
 import torch
 from lorakernels.adapter import Loader
-from lorakernels.dropout import draw_seed, dropout_into
+from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
 from lorakernels.linear_cross_entropy import loss_and_gradient_
 from lorakernels.lora_grad import a_gradient, tail_and_b
 from lorakernels.pack import pack_into
@@ -143,22 +143,27 @@ def bandwidth_rows(m: int) -> list[Row]:
 
         return make
 
+    def glu_backward_with_a():
+        gate_up, dh, ds = random(m, 2 * WIDE + SPARE), random(m, WIDE), random(m, RANK)
+        gate, up = gate_up[:, :WIDE], gate_up[:, WIDE : 2 * WIDE]
+        return lambda: glu.backward_a_into(gate, up, dh, gate, up, ds, "silu")
+
     def packing():
         x, a, out = random(m, HIDDEN), random(SPARE, HIDDEN), empty(m, HIDDEN + SPARE)
-        return lambda: pack_into(x, a, out)
+        return lambda: pack_into(x, a, out, rank=RANK)
 
-    def tail(widths: list[int]):
+    def tail(widths: list[int], tile: str):
         def make():
             n = sum(widths)
             d, sb, s = random(m, n + SPARE), random(n, SPARE), random(m, SPARE)
-            return lambda: tail_and_b(d[:, :n], d[:, n:], sb, s, widths, RANK)
+            return lambda: tail_and_b(d[:, :n], d[:, n:], sb, s, widths, RANK, tile)
 
         return make
 
     def a_grad():
         ds, h, w = random(m, 2 * RANK), random(m, HIDDEN), random(HIDDEN)
         rstd = random(m, dtype=torch.float32).abs()
-        return lambda: a_gradient(ds, h, rstd, w, 0.0, "one_read_narrow")
+        return lambda: a_gradient(ds, h, rstd, w)
 
     def loss():
         z = random(m // 8, VOCABULARY)
@@ -172,6 +177,14 @@ def bandwidth_rows(m: int) -> list[Row]:
             draw_seed(torch.device(DEVICE)),
         )
         return lambda: dropout_into(x, seed, 0.1, out)
+
+    def dropped_product():
+        x, a, s, seed = random(m, HIDDEN), random(RANK, HIDDEN), empty(m, RANK), draw_seed(torch.device(DEVICE))
+        return lambda: product_into(x, a, seed, 0.1, s, "fused_small")
+
+    def dropped_sum():
+        ds, a, dx, seed = random(m, RANK), random(RANK, HIDDEN), random(m, HIDDEN), draw_seed(torch.device(DEVICE))
+        return lambda: add_product_into(ds, a, seed, 0.1, dx)
 
     def load():
         items = []
@@ -190,17 +203,20 @@ def bandwidth_rows(m: int) -> list[Row]:
     add("rope", "backward, into [dq ∣ dk ∣ dv]", 2 * m * QKV, turned(True))
     add("swiglu", "forward", 3 * m * WIDE, glu_forward("silu"))
     add("swiglu", "backward, h again", 6 * m * WIDE, glu_backward("silu"))
+    add("swiglu", "backward, with dA of down", 5 * m * WIDE, glu_backward_with_a)
     add("geglu (erf)", "forward", 3 * m * WIDE, glu_forward("gelu"))
     add("geglu (erf)", "backward, h again", 6 * m * WIDE, glu_backward("gelu"))
     add("geglu (tanh)", "backward, h again", 6 * m * WIDE, glu_backward("gelu_tanh"))
     add("pack", "[x ∣ x·Aᵀ], attention's output", 2 * m * HIDDEN, packing)
     if CUDA:  # Triton only: elsewhere `Projection` takes library calls
-        add("lora_grad", "dS and dB of o or down", m * HIDDEN, tail([HIDDEN]))
-        add("lora_grad", "dS and dB of q, k, v", m * QKV, tail([HIDDEN, KEYS, KEYS]))
-        add("lora_grad", "dS and dB of gate and up", 2 * m * WIDE, tail([WIDE, WIDE]))
+        add("lora_grad", "dS and dB of o or down", m * HIDDEN, tail([HIDDEN], "one_read"))
+        add("lora_grad", "dS and dB of q, k, v", m * QKV, tail([HIDDEN, KEYS, KEYS], "one_read_down"))
+        add("lora_grad", "dS and dB of gate and up", 2 * m * WIDE, tail([WIDE, WIDE], "one_read_down"))
         add("lora_grad", "dA behind a norm (two members)", m * HIDDEN, a_grad)
     add("linear_cross_entropy", "loss and gradient of a chunk's logits", 2 * (m // 8) * VOCABULARY, loss)
     add("dropout", "mask from a seed", 2 * m * HIDDEN, drop)
+    add("dropout", "S = dropout(x)·Aᵀ", m * HIDDEN, dropped_product)
+    add("dropout", "dX += dropout(dS·A)", 2 * m * HIDDEN, dropped_sum)
     add("adapter", "a layer's seven adapters into their places", 2 * adapters, load)
     return rows
 

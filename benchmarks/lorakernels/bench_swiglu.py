@@ -1,6 +1,9 @@
 """SwiGLU against torch's two operations. Run: python -m pytest benchmarks/lorakernels/bench_swiglu.py"""
 
+from functools import partial
+
 import pytest
+from lorakernels.glu import backward_a_into, backward_into
 from lorakernels.swiglu import swiglu
 from torch.nn import functional as F
 
@@ -10,3 +13,17 @@ def test_swiglu(form, time, phase, tensor, shapes):
     gate, up = (tensor(shapes["tokens"], shapes["wide"], grad=True) for _ in range(2))
     function = {"ours": lambda: swiglu(gate, up), "torch": lambda: F.silu(gate) * up}[form]
     time(phase(function, (gate, up)), 3 * gate.numel() * gate.element_size())
+
+
+@pytest.mark.parametrize("form", ["one pass", "two"])
+def test_backward_with_a(form, time, tensor, shapes):
+    """The gradients of gate and up, and dA of the down projection."""
+    gate, up, dh = (tensor(shapes["tokens"], shapes["wide"]) for _ in range(3))
+    ds = tensor(shapes["tokens"], shapes["rank"])
+
+    def two():
+        backward_into(gate, up, dh, gate, up, "silu", h_into_grad=True)
+        return ds.t() @ dh
+
+    one = partial(backward_a_into, gate, up, dh, gate, up, ds, "silu")
+    time(two if form == "two" else one, 5 * gate.numel() * gate.element_size())
