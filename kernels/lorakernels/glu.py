@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from .fast_math import exp, sigmoid, tanh
 from .pack import store_s
 from .runtime import MAX_FUSED_RANK, cdiv, check, jit, next_power_of_2, tile_of, tl, use_triton, working_dtype
 
@@ -52,17 +53,16 @@ def reference(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
 def _act(g, ACT: tl.constexpr):
     """(act(g), act'(g)) of a float32 tile."""
     if ACT == 0:
-        s = 1.0 / (1.0 + tl.exp(-g))
+        s = sigmoid(g)
         a = g * s
-        d = s * (1.0 + g * (1.0 - s))
+        d = s + a * (1.0 - s)
     elif ACT == 1:
         cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
         a = g * cdf
-        d = cdf + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+        d = cdf + g * 0.3989422804014327 * exp(-0.5 * g * g)
     else:
         z = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-        # tanh through a sigmoid of 2z: the exponential of a large negative number is 0, never inf/inf.
-        t = 2.0 / (1.0 + tl.exp(-2.0 * z)) - 1.0
+        t = tanh(z)
         a = 0.5 * g * (1.0 + t)
         d = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * g * g)
     return a, d

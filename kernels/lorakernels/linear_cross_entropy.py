@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from .fast_math import exp, tanh
 from .runtime import cdiv, check, jit, next_power_of_2, rows, tl, use_triton, working_dtype
 
 CHUNK_BYTES = 256 << 20  # of logits; 1024 rows at Llama 3's vocabulary: dX still fills the GPU with tiles
@@ -53,31 +54,31 @@ def _loss_kernel(
     for start in range(0, n, LANES * EACH):
         z = tl.load(z_ptr + start + spot, mask=start + spot < n, other=float("-inf")).to(tl.float32)
         if CAP:
-            t = 2.0 / (1.0 + tl.exp(-2.0 * z / cap)) - 1.0
-            z = tl.where(start + spot < n, cap * t, float("-inf"))
+            z = tl.where(start + spot < n, cap * tanh(z / cap), float("-inf"))
         new = tl.maximum(top, tl.max(z, axis=1))
         # A lane may have met nothing but padding so far: -inf - -inf is NaN, so it subtracts 0.
         safe = tl.where(new > float("-inf"), new, 0.0)
-        total = total * tl.exp(top - safe) + tl.sum(tl.exp(z - safe[:, None]), axis=1)
+        total = total * exp(top - safe) + tl.sum(exp(z - safe[:, None]), axis=1)
         top = new
     peak = tl.max(top, axis=0)
     # Differences from the peak throughout: at logits of 1e4 a float32 logsumexp is off by 1e-3.
-    total_sum = tl.sum(total * tl.exp(top - peak), axis=0)
+    total_sum = tl.sum(total * exp(top - peak), axis=0)
     at_target = tl.load(z_ptr + tl.where(kept, target, 0)).to(tl.float32)
     if CAP:
-        at_target = cap * (2.0 / (1.0 + tl.exp(-2.0 * at_target / cap)) - 1.0)
+        at_target = cap * tanh(at_target / cap)
     tl.debug_barrier()  # every thread has read the target's logit before one of them overwrites it
     tl.store(loss_ptr + row, tl.where(kept, (peak - at_target) + tl.log(total_sum), 0.0))  # pyright: ignore[reportOperatorIssue]
     if WITH_GRAD:
+        share = 1.0 / total_sum
         for start in range(0, n, LANES * EACH):
             inside = start + spot < n
             z = tl.load(z_ptr + start + spot, mask=inside, other=0.0).to(tl.float32)
             slope = 1.0
             if CAP:
-                t = 2.0 / (1.0 + tl.exp(-2.0 * z / cap)) - 1.0
+                t = tanh(z / cap)
                 z = cap * t
                 slope = 1.0 - t * t
-            g = (tl.exp(z - peak) / total_sum - tl.where(start + spot == target, 1.0, 0.0)) * slope
+            g = (exp(z - peak) * share - tl.where(start + spot == target, 1.0, 0.0)) * slope
             # where, not a product: an ignored row may hold infinities, and 0 * inf is NaN.
             tl.store(z_ptr + start + spot, tl.where(kept, g, 0.0).to(z_ptr.dtype.element_ty), mask=inside)
 

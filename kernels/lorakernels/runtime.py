@@ -23,7 +23,7 @@ if TYPE_CHECKING or torch.version.cuda is not None or INTERPRET:
 else:
     # torch.version, not torch.cuda.is_available(): asking for devices would touch the driver in a fork server.
     triton = None
-    tl = SimpleNamespace(constexpr=object)
+    tl = SimpleNamespace(constexpr=lambda value: value)
 
     def jit(function: Any) -> Any:
         return function

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 FILES = [
+    "fast_math",
     "swiglu",
     "geglu",
     "rms_norm",
