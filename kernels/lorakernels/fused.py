@@ -87,46 +87,61 @@ def refreshed(groups: list[Projection], loader: Loader, x: torch.Tensor):
 
 
 # ---- the operand [X | S] ---------------------------------------------------------------------------------------------
-def _fill(x, residual, h, again, norm, weight, groups: list[Projection], ops: list[Operand], seeds, dtype):
+@dataclass
+class Incoming:
+    """The rows (M, K) that come into a node. Its X is x itself, or norm(x + residual); that sum is then written to h,
+    and once more to `again` where that is given."""
+
+    x: torch.Tensor
+    norm: Norm | None = None
+    weight: Any = None
+    residual: Any = None
+    h: Any = None
+    again: Any = None
+
+    def write(self, x_out) -> Any:
+        """X into x_out (M, K); returns rstd, None without a norm."""
+        if self.norm is None:
+            x_out.copy_(self.x)
+            return None
+        norm = self.norm
+        return norm_into(self.x, self.residual, self.weight, norm.eps, norm.offset, x_out, self.h, self.again)
+
+    def write_with_s(self, buffer, a, rank: int) -> Any:
+        """[X | X · Aᵀ] into buffer (M, K + p), in one launch or in two, whichever is faster; returns rstd."""
+        x, norm, k = self.x, self.norm, self.x.shape[1]
+
+        def plain():
+            rstd = self.write(buffer[:, :k])
+            torch.mm(buffer[:, :k], a.t(), out=buffer[:, k:])
+            return rstd
+
+        def fused(tile):
+            if norm is None:
+                return pack_into(x, a, buffer, tile, rank)
+            arguments = x, self.residual, self.weight, norm.eps, norm.offset, buffer, a, self.h, tile, self.again
+            return norm_lora_into(*arguments, rank)
+
+        forms = {**{tile: partial(fused, tile) for tile in TILES}, "plain": plain}
+        key = (tune.bucket(x.shape[0]), k, rank, buffer.dtype, self.residual is not None)
+        return forms[tune.pick("norm" if norm else "pack", key, forms, x.device)]()
+
+
+def _fill(incoming: Incoming, groups: list[Projection], ops: list[Operand], seeds, dtype):
     """(buffer with X, rstd, S of each group); a single group's S lies behind X already."""
-    first, m = groups[0], x.shape[0]
-    k = first.k
+    x, first = incoming.x, groups[0]
+    m, k = x.shape[0], first.k
     buffer = torch.empty(m, k + max(g.p for g in groups), dtype=dtype, device=x.device)
-    single = len(groups) == 1 and first.p > 0 and seeds[0] is None
-    if single:
-        rstd = _fill_fused(x, residual, h, again, norm, weight, ops[0].a, first.rank, buffer)
+    if len(groups) == 1 and first.p > 0 and seeds[0] is None:
+        rstd = incoming.write_with_s(buffer, ops[0].a, first.rank)
         return buffer, rstd, [buffer[:, k:]]
-    rstd = None
-    if norm is None:
-        buffer[:, :k].copy_(x)
-    else:
-        rstd = norm_into(x, residual, weight, norm.eps, norm.offset, buffer[:, :k], h, again)
+    rstd = incoming.write(buffer[:, :k])
     out = []
     for g, op, seed in zip(groups, ops, seeds, strict=True):
         s = torch.empty(m, g.p, dtype=dtype, device=x.device)
         g.lora_input(buffer[:, :k], op, seed, s)
         out.append(s)
     return buffer, rstd, out
-
-
-def _fill_fused(x, residual, h, again, norm, weight, a, rank, buffer):
-    k = x.shape[1]
-
-    def plain():
-        if norm is None:
-            return pack_into(x, a, buffer, None)
-        rstd = norm_into(x, residual, weight, norm.eps, norm.offset, buffer[:, :k], h, again)
-        torch.mm(buffer[:, :k], a.t(), out=buffer[:, k:])
-        return rstd
-
-    def fused(tile):
-        if norm is None:
-            return pack_into(x, a, buffer, tile, rank)
-        return norm_lora_into(x, residual, weight, norm.eps, norm.offset, buffer, a, h, tile, again, rank)
-
-    forms = {**{tile: partial(fused, tile) for tile in TILES}, "plain": plain}
-    key = (tune.bucket(x.shape[0]), k, rank, buffer.dtype, residual is not None)
-    return forms[tune.pick("norm" if norm else "pack", key, forms, x.device)]()
 
 
 def _outputs(groups, ops, buffer, s_list, out=None):
@@ -150,7 +165,7 @@ def _from_elsewhere(x, group, op, seed):
     this allows is measured to be worth it."""
 
     def packed():
-        buffer, _, (s,) = _fill(x, None, None, None, None, None, [group], [op], [seed], x.dtype)
+        buffer, _, (s,) = _fill(Incoming(x), [group], [op], [seed], x.dtype)
         return _outputs([group], [op], buffer, [s]), s
 
     def apart():
@@ -194,7 +209,7 @@ class Project(torch.autograd.Function):
                 y, s = _from_elsewhere(flat, groups[0], ops[0], seeds[0])
                 s_list = [s]
             else:
-                buffer, rstd, s_list = _fill(flat, None, None, None, norm, norm_weight, groups, ops, seeds, dtype)
+                buffer, rstd, s_list = _fill(Incoming(flat, norm, norm_weight), groups, ops, seeds, dtype)
                 y = _outputs(groups, ops, buffer, s_list)
             kept_s = [g.scale_columns(s) for g, s in zip(groups, s_list, strict=True)]
             outs, raw = _split_heads(y, x, heads, cos, sin, wq, wk)
@@ -324,7 +339,8 @@ class GatedMLP(torch.autograd.Function):
             h = flat if res is None else torch.empty(flat.shape, dtype=torch.result_type(flat, res), device=x.device)
             # The down projection adds to a second copy of h, which the norm writes on its way.
             total = torch.empty_like(h) if call["add"] and res is not None and h.dtype == dtype else None
-            buffer, rstd, s_list = _fill(flat, res, h, total, norm, norm_weight, groups, ops, seeds[:-1], dtype)
+            incoming = Incoming(flat, norm, norm_weight, res, h, total)
+            buffer, rstd, s_list = _fill(incoming, groups, ops, seeds[:-1], dtype)
             # One group's output gets the spare columns of its gradient, which backward writes over it.
             wide = None
             if len(groups) == 1:
