@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from .runtime import cdiv, check, jit, next_power_of_2, rows, tile_of, tl, use_triton, working_dtype
+from .runtime import cdiv, check, jit, next_power_of_2, rank_tile, rows, tile_of, tl, use_triton, working_dtype
 
 
 def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
@@ -106,17 +106,12 @@ def threshold_and_scale(p: float) -> tuple[int, float]:
     return round(p * 65536), 1.0 / (1.0 - p) if p < 1 else 0.0
 
 
-def _dropped(x: torch.Tensor, seed, p: float) -> torch.Tensor:
-    """dropout(x) of the torch path, in its working dtype."""
-    _, scale = threshold_and_scale(p)
-    return torch.where(keep_reference(x.shape, seed, p), x.to(working_dtype(x)) * scale, 0)
-
-
 def dropout_into(x, seed, p: float, out, add: bool = False) -> None:
     """out = dropout(x), or out += dropout(x) with add. Both (M, K)."""
     check(out.shape == x.shape and x.dim() == 2, "out and x differ", x=x, out=out)
     if not use_triton(x, out):
-        y = _dropped(x, seed, p)
+        _, scale = threshold_and_scale(p)
+        y = torch.where(keep_reference(x.shape, seed, p), x.to(working_dtype(x)) * scale, 0)
         out.copy_(out + y if add else y)
         return
     m, n = x.shape
@@ -126,20 +121,25 @@ def dropout_into(x, seed, p: float, out, add: bool = False) -> None:
     )
 
 
+def dropped(x, seed, p: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """dropout(x) of x (M, K), in dtype or that of x."""
+    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    dropout_into(x, seed, p, out)
+    return out
+
+
 def product_into(x, a, seed, p: float, s, tile: str | None = "fused") -> None:
     """s (M, r) = dropout(x) · aᵀ. tile is a key of TILES; None, and a rank above MAX_RANK, take a library product."""
     m, n = x.shape
     rank = a.shape[0]
     check(a.shape[1] == n and s.shape == (m, rank), "x, a and s do not fit", x=x, a=a, s=s)
     if tile is None or rank > MAX_RANK or not use_triton(x, a, s):
-        out = torch.empty(x.shape, dtype=a.dtype, device=x.device)
-        dropout_into(x, seed, p, out)
-        s.copy_(out @ a.t())
+        s.copy_(dropped(x, seed, p, a.dtype) @ a.t())
         return
     bm, bn, warps, stages = tile_of(tile, x)
     _product_kernel[(cdiv(m, bm),)](
         x, a, seed, s, m, n, rank, x.stride(0), a.stride(0), s.stride(0), *threshold_and_scale(p),
-        BM=bm, BN=bn, R=max(16, next_power_of_2(rank)), num_warps=warps, num_stages=stages,
+        BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def add_product_into(ds, a, seed, p: float, dx, *, fused: bool = True) -> None:
         return
     _add_product_kernel[(cdiv(m, 32), cdiv(n, 128))](
         ds, a, seed, dx, m, n, rank, ds.stride(0), a.stride(0), dx.stride(0), *threshold_and_scale(p),
-        BM=32, BN=128, R=max(16, next_power_of_2(rank)), num_warps=4,
+        BM=32, BN=128, R=rank_tile(rank), num_warps=4,
     )  # fmt: skip
 
 

@@ -470,21 +470,16 @@ def _backward_with_a(gate, up, dh, parts, ds_down, act, in_place: bool):
         return glu.backward_a_into(gate, up, dh, d_gate, d_up, ds_down, act, tile)
 
     forms = {**{tile: partial(one_pass, tile) for tile in glu.A_TILES}, "plain": plain}
-    spare: list[torch.Tensor] = []
 
-    def trial(form):
-        # Both ways overwrite what they read, and measuring runs them several times.
-        if not spare:
-            m, width = gate.shape
-            spare.append(torch.zeros_like(dh))
-            if in_place:
-                wide = gate.new_zeros(m, gate.stride(0))
-                spare.extend((wide[:, :width], wide[:, width : 2 * width]))
-        read = spare[1:] or [gate, up]
-        return form(*read, spare[0], *(read if in_place else parts))
+    def spare():
+        if not in_place:
+            return gate, up, torch.zeros_like(dh), *parts
+        wide = gate.new_zeros(len(gate), gate.stride(0))
+        both = wide[:, : gate.shape[1]], wide[:, gate.shape[1] : 2 * gate.shape[1]]
+        return *both, torch.zeros_like(dh), *both
 
     key = (tune.bucket(dh.shape[0]), dh.shape[1], ds_down.shape[1], act, dh.dtype)
-    picked = tune.pick("glu backward", key, {name: partial(trial, form) for name, form in forms.items()}, dh.device)
+    picked = tune.pick("glu backward", key, tune.on_spare(forms, spare), dh.device)
     return forms[picked](gate, up, dh, *parts)
 
 

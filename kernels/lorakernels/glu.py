@@ -16,7 +16,19 @@ from torch.nn import functional as F
 
 from .fast_math import exp, sigmoid, tanh
 from .pack import store_s
-from .runtime import MAX_FUSED_RANK, cdiv, check, jit, next_power_of_2, tile_of, tl, use_triton, working_dtype
+from .runtime import (
+    MAX_FUSED_RANK,
+    cdiv,
+    check,
+    jit,
+    next_power_of_2,
+    rank_tile,
+    stages_of,
+    tile_of,
+    tl,
+    use_triton,
+    working_dtype,
+)
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # Backward with dA of the down projection: (rows, columns, warps, stages, steps). A low tile: three inputs, two outputs
@@ -174,7 +186,7 @@ def forward_lora_into(gate, up, buffer, lora_a, act: str, tile: str = "fused", r
     bm, bn, warps, stages = tile_of(tile, gate)
     _forward_lora_kernel[(cdiv(m, bm),)](
         gate, up, buffer, lora_a, m, n, gate.stride(0), up.stride(0), buffer.stride(0), lora_a.stride(0), rank, p,
-        ACT=ACTIVATIONS[act], BM=bm, BN=bn, R=max(16, next_power_of_2(rank)), num_warps=warps, num_stages=stages,
+        ACT=ACTIVATIONS[act], BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -219,8 +231,8 @@ def backward_a_into(gate, up, grad, d_gate, d_up, ds, act: str, tile: str = "wit
     _backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
         gate, up, grad, d_gate, d_up, ds, da, m, n, rank,
         gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), ds.stride(0),
-        ACT=ACTIVATIONS[act], STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(rank)),
-        num_warps=warps, num_stages=stages if gate.element_size() < 4 else 1,
+        ACT=ACTIVATIONS[act], STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
+        num_warps=warps, num_stages=stages_of(gate, stages),
     )  # fmt: skip
     return da
 

@@ -21,7 +21,7 @@ import torch
 
 from .dropout import keep_tile, threshold_and_scale
 from .rms_norm import forward_into as norm_into
-from .runtime import cdiv, check, jit, next_power_of_2, tl, use_triton, working_dtype
+from .runtime import cdiv, check, jit, rank_tile, stages_of, tl, use_triton, working_dtype
 
 MAX_RANK = 64  # of one member: above it the accumulators leave the registers
 BLOCK = 64  # columns a step; the steps of a program have to end where a member ends
@@ -175,7 +175,7 @@ def tail_and_b(
         kernel, grid = _tail_and_b_kernel, (cdiv(m, bm), cdiv(n, bn * steps))
     kernel[grid](
         dy, sb, s, ds, db, m, n, end_0, end_1, rank, dy.stride(0), sb.stride(0), s.stride(0), ds.stride(0),
-        STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(rank)), num_warps=4, num_stages=_stages(dy, 3),
+        STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=4, num_stages=stages_of(dy, 3),
     )  # fmt: skip
     out.copy_(ds)
     return db
@@ -197,8 +197,8 @@ def a_gradient(
     _a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
         h, weight if norm else h, rstd if norm else h, ds, h if seed is None else seed, da,
         m, n, p, h.stride(0), ds.stride(0), offset, *threshold_and_scale(dropout),
-        NORM=norm, ON_H=on_h, DROP=seed is not None, STEPS=steps, BM=bm, BN=bn, R=max(16, next_power_of_2(p)),
-        num_warps=warps, num_stages=_stages(ds, stages),
+        NORM=norm, ON_H=on_h, DROP=seed is not None, STEPS=steps, BM=bm, BN=bn, R=rank_tile(p),
+        num_warps=warps, num_stages=stages_of(ds, stages),
     )  # fmt: skip
     return da
 
@@ -224,8 +224,3 @@ class Source:
                 self._made = torch.empty(self.h.shape, dtype=self.dtype, device=self.h.device)
                 norm_into(self.h, None, self.weight, self.norm.eps, self.norm.offset, self._made)
         return self._made
-
-
-def _stages(tensor: torch.Tensor, wanted: int) -> int:
-    """Float32 tiles are too large for several stages."""
-    return wanted if tensor.element_size() < 4 else 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .runtime import MAX_FUSED_RANK, cdiv, check, jit, next_power_of_2, tile_of, tl, use_triton
+from .runtime import MAX_FUSED_RANK, cdiv, check, jit, rank_tile, tile_of, tl, use_triton
 
 
 def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ def pack_into(
     bm, bn, warps, stages = tile_of(tile, out)
     _pack_kernel[(cdiv(m, bm),)](
         x, a, out, m, n, rank, p, x.stride(0), a.stride(0), a.stride(1), out.stride(0),
-        BM=bm, BN=bn, R=max(16, next_power_of_2(rank)), num_warps=warps, num_stages=stages,
+        BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 

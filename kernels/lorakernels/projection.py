@@ -25,7 +25,7 @@ from torch import nn
 
 from . import tune
 from .adapter import Item, load_adapter
-from .dropout import add_product_into, draw_seed, dropout_into, product_into
+from .dropout import add_product_into, draw_seed, dropped, product_into
 from .linear_cross_entropy import mm_in
 from .lora_grad import A_TILES, Source, a_gradient, tail_and_b, tails_that_fit
 from .pack import spare_columns
@@ -321,16 +321,8 @@ class Projection:
             return addmm(out)
         forms = {"one": one, "addmm": addmm} if self.one_gemm else {"addmm": addmm}
         key = (tune.bucket(m), self.k, self.n, self.p, xs.dtype, residual is not None)
-        # Measuring runs every form several times, which must not add to the result several times.
-        spare: list[torch.Tensor] = []
-
-        def trial(form):
-            if in_place and not spare:
-                spare.append(torch.clone(out))
-            return form(spare[0] if in_place else out)
-
-        picked = tune.pick("forward", key, {name: partial(trial, form) for name, form in forms.items()}, xs.device)
-        return forms[picked](out)
+        trials = tune.on_spare(forms, lambda: (torch.clone(out) if in_place else out,))
+        return forms[tune.pick("forward", key, trials, xs.device)](out)
 
     def _fp8(self, x, bias, out, residual):
         y = self.fp8.forward(x)
@@ -360,13 +352,6 @@ class Projection:
         return dx
 
     def _add_dropped(self, dx, ds, op, seeds) -> None:
-        spare: list[torch.Tensor] = []
-
-        def trial(form):
-            if not spare:  # measuring adds several times
-                spare.append(torch.zeros_like(dx))
-            form(spare[0])
-
         for i, (m, cols) in enumerate(zip(self.members, self.rank_slices(), strict=True)):
             if not m.rank:
                 continue
@@ -376,7 +361,7 @@ class Projection:
                 "plain": partial(add_product_into, *arguments, fused=False),
             }
             key = (tune.bucket(dx.shape[0]), self.k, m.rank, dx.dtype)
-            trials = {name: partial(trial, form) for name, form in forms.items()}
+            trials = tune.on_spare(forms, lambda: (torch.zeros_like(dx),))
             forms[tune.pick("dropped sum", key, trials, dx.device)](dx)
 
     def gradient(self, dy, op: Operand, scaled_s, seeds: Any = None, with_dx: bool = True) -> Gradient:
@@ -445,7 +430,7 @@ class Projection:
 
         def library():
             if seed is not None:
-                return mm_in(ds.t(), _dropped(source.tensor(), seed, dropout), dtype)
+                return mm_in(ds.t(), dropped(source.tensor(), seed, dropout), dtype)
             if source.norm is None or ds.dtype == torch.float16:
                 return mm_in(ds.t(), source.tensor(), dtype)
             # As X = rstd · h · w, dA = w · ((rstd · dS)ᵀ · h): X is not even made. In float16 rstd · dS could overflow.
@@ -493,12 +478,6 @@ class Projection:
             dlb = (total * m.scale).to(m.lora_bias.dtype) if need_lora_bias and m.lora_bias is not None else None
             out += [da, db, dlb, total.to(m.bias.dtype) if need_bias and m.bias is not None else None]
         return out
-
-
-def _dropped(x, seed, p: float) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dropout_into(x, seed, p, out)
-    return out
 
 
 def _product(x, wt, bias, out, residual):

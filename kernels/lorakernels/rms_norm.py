@@ -25,6 +25,7 @@ from .runtime import (
     jit,
     multiprocessors,
     next_power_of_2,
+    rank_tile,
     rows,
     tile_of,
     tl,
@@ -199,7 +200,7 @@ def forward_lora_into(
     _forward_lora_kernel[(cdiv(m, bm),)](
         x, r, hh, c, weight, buffer, rstd, lora_a, m, n,
         x.stride(0), r.stride(0), hh.stride(0), c.stride(0), buffer.stride(0), lora_a.stride(0), rank, p, eps, offset,
-        ADD=residual is not None, COPY=again is not None, BM=bm, BN=bn, R=max(16, next_power_of_2(rank)),
+        ADD=residual is not None, COPY=again is not None, BM=bm, BN=bn, R=rank_tile(rank),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return rstd

@@ -40,9 +40,19 @@ MAX_FUSED_RANK = 128
 
 
 def tile_of(name: str, tensor: torch.Tensor) -> tuple[int, int, int, int]:
-    """(rows, columns, warps, stages). Float32 tiles are too large for several stages."""
+    """(rows, columns, warps, stages)."""
     bm, bn, warps, stages = TILES[name]
-    return bm, bn, warps, stages if tensor.element_size() < 4 else 1
+    return bm, bn, warps, stages_of(tensor, stages)
+
+
+def stages_of(tensor: torch.Tensor, wanted: int) -> int:
+    """Float32 tiles are too large for several stages."""
+    return wanted if tensor.element_size() < 4 else 1
+
+
+def rank_tile(rank: int) -> int:
+    """The columns of a tile that holds rank of them: a power of two, and what tl.dot takes at the least."""
+    return max(16, next_power_of_2(rank))
 
 
 def use_triton(*tensors: torch.Tensor) -> bool:

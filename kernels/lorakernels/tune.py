@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,19 @@ def pick(name: str, key: tuple, forms: Mapping[str, Callable[[], Any]], device: 
             return first
         _chosen[full] = _fastest(forms)
     return _chosen[full]
+
+
+def on_spare(forms: Mapping[str, Callable[..., Any]], make: Callable[[], tuple]) -> dict[str, Callable[[], Any]]:
+    """Trials for `pick` of forms that write over what they read or add to it, which measuring would do several times:
+    they are called with what `make` gives, which is made once, and only if anything is measured."""
+    made: list[tuple] = []
+
+    def trial(form: Callable[..., Any]) -> Any:
+        if not made:
+            made.append(make())
+        return form(*made[0])
+
+    return {name: partial(trial, form) for name, form in forms.items()}
 
 
 def _runs(run: Callable[[], Any]) -> bool:

@@ -44,12 +44,12 @@ class Driver:
 
 def main(capability: str, dtype: str) -> None:
     triton.runtime.driver.set_active(Driver(int(capability)))
-    compiled: set[str] = set()
+    compiled: set[Any] = set()  # the functions: two modules have kernels of the same name
 
     def launch(self: Any, grid: Any) -> Any:
         def compile_only(*args: Any, **kwargs: Any) -> None:
             self.run(*args, grid=grid, warmup=True, **kwargs)
-            compiled.add(self.__name__)
+            compiled.add(self)
 
         return compile_only
 
@@ -61,11 +61,12 @@ def main(capability: str, dtype: str) -> None:
     ]:
         if hasattr(module, "use_triton"):
             module.use_triton = lambda *tensors: tensors[0].numel() > 0  # type: ignore[attr-defined]
-        kernels |= {n for n, f in vars(module).items() if isinstance(f, JITFunction) and n.endswith("_kernel")}
+        kernels |= {f for n, f in vars(module).items() if isinstance(f, JITFunction) and n.endswith("_kernel")}
     memcheck.kernels(getattr(torch, dtype))
     missing = kernels - compiled
     if missing:
-        raise SystemExit(f"memcheck.py launches no {', '.join(sorted(missing))}")
+        names = sorted(f"{f.fn.__module__}.{f.fn.__name__}" for f in missing)
+        raise SystemExit(f"memcheck.py launches no {', '.join(names)}")
     print(f"compiled {len(compiled)} kernels for compute capability {capability}, {dtype}")
 
 
