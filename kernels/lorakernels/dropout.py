@@ -16,7 +16,19 @@ from __future__ import annotations
 
 import torch
 
-from .runtime import cdiv, check, jit, next_power_of_2, rank_tile, rows, tile_of, tl, use_triton, working_dtype
+from .runtime import (
+    cdiv,
+    check,
+    jit,
+    next_power_of_2,
+    rank_tile,
+    rows,
+    tensor_cores,
+    tile_of,
+    tl,
+    use_triton,
+    working_dtype,
+)
 
 
 def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
@@ -133,7 +145,7 @@ def product_into(x, a, seed, p: float, s, tile: str | None = "fused") -> None:
     m, n = x.shape
     rank = a.shape[0]
     check(a.shape[1] == n and s.shape == (m, rank), "x, a and s do not fit", x=x, a=a, s=s)
-    if tile is None or rank > MAX_RANK or not use_triton(x, a, s):
+    if tile is None or rank > MAX_RANK or not use_triton(x, s) or not tensor_cores(a):
         s.copy_(dropped(x, seed, p, a.dtype) @ a.t())
         return
     bm, bn, warps, stages = tile_of(tile, x)
@@ -149,7 +161,7 @@ def add_product_into(ds, a, seed, p: float, dx, *, fused: bool = True) -> None:
     m, n = dx.shape
     rank = a.shape[0]
     check(a.shape[1] == n and ds.shape == (m, rank), "ds, a and dx do not fit", ds=ds, a=a, dx=dx)
-    if not fused or rank > MAX_RANK or not use_triton(ds, a, dx):
+    if not fused or rank > MAX_RANK or not use_triton(dx) or not tensor_cores(ds, a):
         dropout_into(ds @ a, seed, p, dx, add=True)
         return
     _add_product_kernel[(cdiv(m, 32), cdiv(n, 128))](

@@ -2,9 +2,9 @@
 
 Triton writes tl.exp and a division out so that subnormal numbers come out right: some fifteen instructions an element
 more. At the clock that is left beside GEMMs an elementwise kernel is as much arithmetic as bytes (docs/lab-notes.md),
-and a subnormal probability or sigmoid is a zero to whoever reads it in bf16. So these flush subnormals, and are good to
-some 3 units in the last place of float32 elsewhere. In the interpreter, which knows no PTX, they are the plain
-formulas. Run: python -m pytest tests/lorakernels/test_fast_math.py
+and a subnormal probability or sigmoid is a zero to whoever reads it in bf16. So these flush subnormals. Elsewhere they
+are good to some 3 units in the last place of float32, or to |x| · 2⁻²⁴ where that is more. In the interpreter, which
+knows no PTX, they are the plain formulas. Run: python -m pytest tests/lorakernels/test_fast_math.py
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ from .adapter import Loader
 from .linear_cross_entropy import mm_in
 from .lora_grad import Source
 from .pack import pack_into, with_spare_columns
-from .projection import Operand, Projection
+from .projection import Operand, Projection, Saved, sums_of
 from .rms_norm import backward_into as norm_backward_into
 from .rms_norm import forward_into as norm_into
 from .rms_norm import forward_lora_into as norm_lora_into
 from .rope import rotate_into
-from .runtime import TILES, check, rows, use_triton
+from .runtime import TILES, check, rows, tensor_cores
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class Incoming:
             arguments = x, self.residual, self.weight, norm.eps, norm.offset, buffer, a, self.h, tile, self.again
             return norm_lora_into(*arguments, rank)
 
-        forms = {**{tile: partial(fused, tile) for tile in TILES}, "plain": plain}
+        forms: dict[str, Any] = {tile: partial(fused, tile) for tile in TILES} if tensor_cores(buffer, a) else {}
+        forms["plain"] = plain
         key = (tune.bucket(x.shape[0]), k, rank, buffer.dtype, self.residual is not None)
         return forms[tune.pick("norm" if norm else "pack", key, forms, x.device)]()
 
@@ -180,19 +181,30 @@ def _from_elsewhere(x, group, op, seed):
     return forms[tune.pick("from elsewhere", key, forms, x.device)]()
 
 
-def _gradients(groups, ops, tails, kept_s, seeds, needed, source: Source | None, with_dx: bool):
+def _saved(groups, ops, kept_s, seeds, m: int, device) -> list[Saved]:
+    """What the backward of each projection of a node starts from; they share the room for their sums."""
+    sums = sums_of(groups, m, device)
+    return [Saved(*parts, sums) for parts in zip(ops, kept_s, seeds, strict=True)]
+
+
+def _gradients(groups, saved, tails, needed, source: Source | None, with_dx: bool):
     """(dX or None, gradients of all parameters) of groups that share an input; tails: a Gradient each."""
-    out, at = [], 0
-    for g, tail, s, seed in zip(groups, tails, kept_s, seeds, strict=True):
-        out += g.parameter_gradients(tail, s, needed[at : at + 4 * len(g.members)], source, seed)
-        at += 4 * len(g.members)
+    out: list[Any] = []
+    for g, kept, tail in zip(groups, saved, tails, strict=True):
+        out += g.parameter_gradients(tail, kept, needed[len(out) : len(out) + 4 * len(g.members)], source)
     if not with_dx:
         return None, out
     dx = None
-    for g, op, tail, seed in zip(groups, ops, tails, seeds, strict=True):
-        part = g.backward_input(tail, op, seed)
+    for g, kept, tail in zip(groups, saved, tails, strict=True):
+        part = g.backward_input(tail, kept)
         dx = part if dx is None else dx.add_(part)
     return dx, out
+
+
+def _as_parameters(gradients, parameters, saved) -> list[Any]:
+    """The gradients in their parameters' dtypes; the node's sums are cast in one launch."""
+    sums = saved[0].sums
+    return [None if p is None else sums.cast(g, p.dtype) for g, p in zip(gradients, parameters, strict=True)]
 
 
 # ---- one input, several projections ----------------------------------------------------------------------------------
@@ -212,7 +224,9 @@ class Project(torch.autograd.Function):
                 buffer, rstd, s_list = _fill(Incoming(flat, norm, norm_weight), groups, ops, seeds, dtype)
                 y = _outputs(groups, ops, buffer, s_list)
             kept_s = [g.scale_columns(s) for g, s in zip(groups, s_list, strict=True)]
-            outs, raw = _split_heads(y, x, heads, cos, sin, wq, wk)
+            outs, raw = (y.view(*x.shape[:-1], y.shape[-1]),), None
+            if heads is not None:
+                outs, raw = Rotation(heads, cos, sin, wq, wk).forward(y, x.shape[:-1])
         ctx.call, ctx.shape = call, x.shape
         kept_x = flat if norm is not None or any(g.p for g in groups) else None
         ctx.save_for_backward(kept_x, norm_weight, rstd, cos, sin, wq, wk, raw, *kept_s, *seeds, *parameters)
@@ -224,7 +238,8 @@ class Project(torch.autograd.Function):
     def backward(ctx, *grads):
         call, groups, dtype = ctx.call, ctx.call["groups"], ctx.call["dtype"]
         x, weight, rstd, cos, sin, wq, wk, raw, *rest = ctx.saved_tensors
-        kept_s, seeds = rest[: len(groups)], rest[len(groups) : 2 * len(groups)]
+        n = len(groups)
+        kept_s, seeds, parameters = rest[:n], rest[n : 2 * n], rest[2 * n :]
         d_pass = grads[-1] if call["pass_through"] else None
         d_outs = grads[:-1] if call["pass_through"] else grads
         device = next((g.device for g in grads if g is not None), None)
@@ -232,11 +247,13 @@ class Project(torch.autograd.Function):
             return (None,) * (7 + len(ctx.needs_input_grad[7:]))
         with torch.autocast(device.type, enabled=False):
             ops = [g.operand_again(dtype) for g in groups]
+            saved = _saved(groups, ops, kept_s, seeds, ctx.shape[:-1].numel(), device)
             with_dx = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-            tails = _output_gradients(d_outs, ctx, groups, ops, kept_s, seeds, with_dx, raw, cos, sin, wq, wk, device)
+            rotation = None if call["heads"] is None else Rotation(call["heads"], cos, sin, wq, wk)
+            tails = _output_gradients(d_outs, groups, saved, with_dx, rotation, raw, ctx.shape[:-1])
             source = None if x is None else Source(x, dtype, call["norm"], rstd, weight)
-            needed = list(ctx.needs_input_grad[7:])
-            dx, d_parameters = _gradients(groups, ops, tails, kept_s, seeds, needed, source, with_dx)
+            dx, d_parameters = _gradients(groups, saved, tails, list(ctx.needs_input_grad[7:]), source, with_dx)
+            d_parameters = _as_parameters(d_parameters, parameters, saved)
             d_weight = None
             if with_dx:
                 spare, with_dw = call["spare"], ctx.needs_input_grad[2]
@@ -244,53 +261,64 @@ class Project(torch.autograd.Function):
         return None, dx, d_weight, None, None, None, None, *d_parameters
 
 
-def _split_heads(y, x, heads, cos, sin, wq, wk):
-    """(outputs, raw): q, k, v rotated in place in y; with head norms q and k get a place of their own, y is kept."""
-    if heads is None:
-        return (y.view(*x.shape[:-1], y.shape[-1]),), None
-    q, k, v = heads.split(y, x.shape[:-1])
-    norms = (wq, wk) if heads.norm_eps is not None else None
-    if heads.rotate:
-        out_q = torch.empty(q.shape, dtype=q.dtype, device=q.device) if norms else q
-        out_k = torch.empty(k.shape, dtype=k.dtype, device=k.device) if norms else k
-        rotate_into(q, k, cos, sin, out_q, out_k, norms=norms, eps=heads.norm_eps or 0.0)
-        q, k = out_q, out_k
-    return (q, k, v), y if norms else None
+@dataclass
+class Rotation:
+    """What happens to q and k: the heads' layout, cos and sin of RoPE, the weights of the head norms or None."""
+
+    heads: Heads
+    cos: Any
+    sin: Any
+    wq: Any = None
+    wk: Any = None
+
+    @property
+    def norms(self):
+        return None if self.heads.norm_eps is None else (self.wq, self.wk)
+
+    def forward(self, y, lead) -> tuple[tuple, Any]:
+        """(q, k, v), rotated in place in y (M, N); and raw: with head norms q and k get a place of their own, y is
+        kept."""
+        q, k, v = self.heads.split(y, lead)
+        if self.heads.rotate:
+            out_q = torch.empty(q.shape, dtype=q.dtype, device=q.device) if self.norms else q
+            out_k = torch.empty(k.shape, dtype=k.dtype, device=k.device) if self.norms else k
+            eps = self.heads.norm_eps or 0.0
+            rotate_into(q, k, self.cos, self.sin, out_q, out_k, norms=self.norms, eps=eps)
+            q, k = out_q, out_k
+        return (q, k, v), y if self.norms else None
+
+    def backward(self, d_outs, wide, raw, lead) -> None:
+        """The gradients of q, k, v into the first columns of wide (M, at least N)."""
+        into = self.heads.split(wide, lead)
+        dq, dk, dv = (torch.zeros_like(t) if d is None else d for d, t in zip(d_outs, into, strict=True))
+        if not self.heads.rotate:
+            for d, t in zip((dq, dk, dv), into, strict=True):
+                t.copy_(d)
+            return
+        raw = None if raw is None else self.heads.split(raw, lead)[:2]
+        rotate_into(
+            dq, dk, self.cos, self.sin, into[0], into[1], v=dv, out_v=into[2], raw=raw, norms=self.norms,
+            eps=self.heads.norm_eps or 0.0, backward=True,
+        )  # fmt: skip
 
 
-def _output_gradients(d_outs, ctx, groups, ops, kept_s, seeds, with_dx, raw, cos, sin, wq, wk, device):
+def _output_gradients(d_outs, groups, saved, with_dx: bool, rotation: Rotation | None, raw, lead) -> list:
     """A Gradient of each group."""
-    heads, dtype, m = ctx.call["heads"], ctx.call["dtype"], ctx.shape[:-1].numel()
+    like, m, n = saved[0].op.sb, lead.numel(), sum(g.n for g in groups)
     single = len(groups) == 1
-    if heads is None:
+    if rotation is None:
         dy = d_outs[0]
-        n = sum(g.n for g in groups)
-        dy = torch.zeros(m, n, dtype=dtype, device=device) if dy is None else dy
+        dy = torch.zeros(m, n, dtype=like.dtype, device=like.device) if dy is None else dy
         if single:
-            return [groups[0].gradient(dy, ops[0], kept_s[0], seeds[0], with_dx)]
+            return [groups[0].gradient(dy, saved[0], with_dx)]
         wide = rows(dy)
     else:
-        wide = torch.empty(m, sum(heads.widths) + (groups[0].p if single else 0), dtype=dtype, device=device)
-        _heads_backward(d_outs, heads, heads.split(wide, ctx.shape[:-1]), raw, cos, sin, wq, wk, ctx.shape[:-1])
+        wide = torch.empty(m, n + (groups[0].p if single else 0), dtype=like.dtype, device=like.device)
+        rotation.backward(d_outs, wide, raw, lead)
         if single:
-            return [groups[0].gradient_of(wide, ops[0], kept_s[0])]
+            return [groups[0].gradient_of(wide, saved[0])]
     parts = wide.split([g.n for g in groups], -1)
-    each = zip(groups, parts, ops, kept_s, seeds, strict=True)
-    return [g.gradient(dy, op, s, seed, with_dx) for g, dy, op, s, seed in each]
-
-
-def _heads_backward(d_outs, heads, into, raw, cos, sin, wq, wk, lead) -> None:
-    dq, dk, dv = (torch.zeros_like(t) if d is None else d for d, t in zip(d_outs, into, strict=True))
-    if not heads.rotate:
-        for d, t in zip((dq, dk, dv), into, strict=True):
-            t.copy_(d)
-        return
-    norms = (wq, wk) if heads.norm_eps is not None else None
-    raw = None if raw is None else heads.split(raw, lead)[:2]
-    rotate_into(
-        dq, dk, cos, sin, into[0], into[1], v=dv, out_v=into[2], raw=raw, norms=norms, eps=heads.norm_eps or 0.0,
-        backward=True,
-    )  # fmt: skip
+    return [g.gradient(dy, kept, with_dx) for g, dy, kept in zip(groups, parts, saved, strict=True)]
 
 
 def _norm_backward(dn, h, weight, rstd, norm, d_residual, shape, spare: int, with_dw: bool):
@@ -369,22 +397,24 @@ class GatedMLP(torch.autograd.Function):
             grad = torch.zeros(*ctx.shape[:-1], down.n, dtype=dtype, device=d_pass.device)
         h, weight, rstd, gate_up, *rest = ctx.saved_tensors
         n = len(groups) + 1
-        kept_s, seeds = rest[:n], rest[n : 2 * n]
+        kept_s, seeds, parameters = rest[:n], rest[n : 2 * n], rest[2 * n :]
         n_down = 4 * len(down.members)
         with _no_autocast(grad):
-            ops, op_down = [g.operand_again(dtype) for g in groups], down.operand_again(dtype)
-            d_down = down.gradient(grad, op_down, kept_s[-1], seeds[-1])
-            dh = down.backward_input(d_down, op_down, seeds[-1])
+            ops = [g.operand_again(dtype) for g in (*groups, down)]
+            *saved, kept = _saved((*groups, down), ops, kept_s, seeds, h.shape[0], grad.device)
+            d_down = down.gradient(grad, kept)
+            dh = down.backward_input(d_down, kept)
             needed = list(ctx.needs_input_grad[n_in - n_down :])
-            ds_down = d_down.ds[:, : down.rank] if down.rank and needed[0] and seeds[-1] is None else None
-            tails, da_down = _activation_backward(gate_up, dh, call["act"], groups, ops, kept_s, ds_down)
+            ds_down = d_down.ds[:, : down.rank] if down.rank and needed[0] and kept.seeds is None else None
+            tails, da_down = _activation_backward(gate_up, dh, call["act"], groups, saved, ds_down)
             source = Source(dh, dtype)  # which, without da_down, now holds act(gate) * up
-            last = down.parameter_gradients(d_down, kept_s[-1], needed, source, seeds[-1], da_down)
+            last = down.parameter_gradients(d_down, kept, needed, source, da_down)
             del dh, d_down, source
             with_dx = any(ctx.needs_input_grad[1:4])
             source = Source(h, dtype, call["norm"], rstd, weight)
             needed = list(ctx.needs_input_grad[4 : n_in - n_down])
-            d_x, first = _gradients(groups, ops, tails, kept_s[:-1], seeds[:-1], needed, source, with_dx)
+            d_x, first = _gradients(groups, saved, tails, needed, source, with_dx)
+            d_parameters = _as_parameters([*first, *last], parameters, saved)
             d_weight = None
             if with_dx:
                 d_residual = d_pass
@@ -394,7 +424,7 @@ class GatedMLP(torch.autograd.Function):
                 d_x, d_weight = _norm_backward(
                     d_x, h, weight, rstd, call["norm"], d_residual, ctx.shape, down.p, with_dw
                 )
-        return None, _as(d_x, ctx.dtypes[0]), _as(d_x, ctx.dtypes[1]), d_weight, *first, *last
+        return None, _as(d_x, ctx.dtypes[0]), _as(d_x, ctx.dtypes[1]), d_weight, *d_parameters
 
 
 def _as(grad, dtype):
@@ -413,7 +443,7 @@ def _activate(gate_up, act, down, op_down, seed):
         down.lora_input(packed[:, :width], op_down, seed, packed[:, width:])
 
     forms = {"plain": plain}
-    if down.p and seed is None:
+    if down.p and seed is None and tensor_cores(packed, op_down.a):
         forms = {
             t: partial(glu.forward_lora_into, gate, up, packed, op_down.a, act, t, down.rank) for t in TILES
         } | forms
@@ -437,7 +467,7 @@ def _may_overwrite() -> bool:
     return not keeps()
 
 
-def _activation_backward(gate_up, dh, act, groups, ops, kept_s, ds_down):
+def _activation_backward(gate_up, dh, act, groups, saved, ds_down):
     """(a Gradient of each group, dA of the down projection or None).
 
     ds_down: (M, rank) if dA is wanted. Where one pass for both is faster it comes from there; otherwise it is None and
@@ -452,14 +482,14 @@ def _activation_backward(gate_up, dh, act, groups, ops, kept_s, ds_down):
         ds = [gate_up if _may_overwrite() else torch.empty_like(gate_up)]
         parts = ds[0][:, :width], ds[0][:, width : 2 * width]
     da = None
-    if ds_down is None or ds_down.shape[1] > glu.MAX_A_RANK or not use_triton(dh, ds_down):
+    if ds_down is None or ds_down.shape[1] > glu.MAX_A_RANK or not tensor_cores(dh, ds_down):
         glu.backward_into(gate, up, dh, *parts, act, h_into_grad=True)
     else:
-        da = _backward_with_a(gate, up, dh, parts, ds_down, act, in_place=ds[0] is gate_up)
-    return [g.gradient_of(d, op, s) for g, op, d, s in zip(groups, ops, ds, kept_s, strict=False)], da
+        da = _backward_with_a(gate, up, dh, parts, ds_down, act, saved[0].sums, in_place=ds[0] is gate_up)
+    return [g.gradient_of(d, kept) for g, d, kept in zip(groups, ds, saved, strict=True)], da
 
 
-def _backward_with_a(gate, up, dh, parts, ds_down, act, in_place: bool):
+def _backward_with_a(gate, up, dh, parts, ds_down, act, sums, in_place: bool):
     """dA of the down projection, in one pass with the activation's backward where that is the faster way."""
 
     def plain(gate, up, dh, d_gate, d_up):
@@ -467,7 +497,7 @@ def _backward_with_a(gate, up, dh, parts, ds_down, act, in_place: bool):
         return mm_in(ds_down.t(), dh, torch.float32)
 
     def one_pass(tile, gate, up, dh, d_gate, d_up):
-        return glu.backward_a_into(gate, up, dh, d_gate, d_up, ds_down, act, tile)
+        return glu.backward_a_into(gate, up, dh, d_gate, d_up, ds_down, act, tile, sums)
 
     forms = {**{tile: partial(one_pass, tile) for tile in glu.A_TILES}, "plain": plain}
 

@@ -24,11 +24,13 @@ from .runtime import (
     next_power_of_2,
     rank_tile,
     stages_of,
+    tensor_cores,
     tile_of,
     tl,
     use_triton,
     working_dtype,
 )
+from .sums import Sums, gradient_room
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # Backward with dA of the down projection: (rows, columns, warps, stages, steps). A low tile: three inputs, two outputs
@@ -179,7 +181,7 @@ def forward_lora_into(gate, up, buffer, lora_a, act: str, tile: str = "fused", r
     check(
         buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
     )
-    if not use_triton(gate, up, buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
+    if not use_triton(gate, up) or not tensor_cores(buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
         forward_into(gate, up, buffer[:, :n], act)
         torch.mm(buffer[:, :n], lora_a.t(), out=buffer[:, n:])
         return
@@ -215,19 +217,21 @@ def backward_into(gate, up, grad, d_gate, d_up, act: str, h_into_grad: bool = Fa
     )  # fmt: skip
 
 
-def backward_a_into(gate, up, grad, d_gate, d_up, ds, act: str, tile: str = "with_a") -> torch.Tensor:
+def backward_a_into(
+    gate, up, grad, d_gate, d_up, ds, act: str, tile: str = "with_a", sums: Sums | None = None
+) -> torch.Tensor:
     """Writes d_gate and d_up, also over gate and up themselves; returns dA = dsᵀ · h (rank, I) in float32.
 
     ds: (M, rank), in the dtype that h is rounded to; rank <= MAX_A_RANK. tile is a key of A_TILES."""
     m, n = gate.shape
     rank = ds.shape[1]
     check(ds.shape[0] == m and grad.shape == gate.shape, "ds, grad and gate do not fit", ds=ds, grad=grad, gate=gate)
-    if not use_triton(gate, up, grad, d_gate, ds) or rank > MAX_A_RANK:
+    if not use_triton(gate, up, grad, d_gate) or not tensor_cores(ds) or rank > MAX_A_RANK:
         h, wide = reference(gate, up, act).to(ds.dtype), working_dtype(ds)
         backward_into(gate, up, grad, d_gate, d_up, act)
         return ds.t().to(wide) @ h.to(wide)
     bm, bn, warps, stages, steps = A_TILES[tile]
-    da = torch.zeros(rank, n, dtype=torch.float32, device=gate.device)
+    da = gradient_room(sums, rank, n, gate.device)
     _backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
         gate, up, grad, d_gate, d_up, ds, da, m, n, rank,
         gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), ds.stride(0),

@@ -21,17 +21,19 @@ import torch
 
 from .dropout import keep_tile, threshold_and_scale
 from .rms_norm import forward_into as norm_into
-from .runtime import cdiv, check, jit, rank_tile, stages_of, tl, use_triton, working_dtype
+from .runtime import cdiv, check, jit, rank_tile, stages_of, tensor_cores, tl, working_dtype
+from .sums import Sums, gradient_room
 
 MAX_RANK = 64  # of one member: above it the accumulators leave the registers
 BLOCK = 64  # columns a step; the steps of a program have to end where a member ends
-# (rows, columns, most steps of a program, whether it walks down the rows): few long programs for many rows, many short
-# ones for few. Across the columns dS grows in registers and dB by atomic adds, down the rows it is the other way round.
+# (rows, columns, warps, stages, most steps of a program, whether it walks down the rows): few long programs for many
+# rows, many short ones for few. Across the columns dS grows in registers and dB by atomic adds, down the rows it is the
+# other way round.
 TAIL_TILES = {
-    "one_read": (128, BLOCK, 16, False),
-    "one_read_short": (128, BLOCK, 3, False),
-    "one_read_small": (64, BLOCK, 2, False),
-    "one_read_down": (64, 4 * BLOCK, 16, True),
+    "one_read": (128, BLOCK, 4, 3, 16, False),
+    "one_read_short": (128, BLOCK, 4, 3, 3, False),
+    "one_read_small": (64, BLOCK, 4, 3, 2, False),
+    "one_read_down": (64, 4 * BLOCK, 4, 3, 16, True),
 }
 # (rows, columns, warps, stages, most steps of a program)
 A_TILES = {
@@ -145,27 +147,28 @@ def _a_kernel(
 
 def tails_that_fit(dy: torch.Tensor, widths: list[int], ranks: list[int]) -> list[str]:
     """Tiles that give both, for members (their widths of dY, their ranks) of one rank that end where a tile ends."""
-    if len(widths) > 3 or len(set(ranks)) > 1 or not 0 < ranks[0] <= MAX_RANK or not use_triton(dy):
+    if len(widths) > 3 or len(set(ranks)) > 1 or not 0 < ranks[0] <= MAX_RANK or not tensor_cores(dy):
         return []
     return [t for t, (_, bn, *_) in TAIL_TILES.items() if len(widths) == 1 or math.gcd(*widths) % bn == 0]
 
 
 def tail_and_b(
     dy: torch.Tensor, out: torch.Tensor, sb: torch.Tensor, s: torch.Tensor, widths: list[int], rank: int,
-    tile: str = "one_read",
+    tile: str = "one_read", sums: Sums | None = None,
 ):  # fmt: skip
     """Writes dS = dY · sB to out (M, p), which may lie behind dY; returns dB (N, rank) in float32.
 
-    sb: (N, p), s: (M, p), each member's rank columns beside the one before. Needs one of `tails_that_fit`.
+    sb: (N, p), s: (M, p), each member's rank columns beside the one before; sums: where to put both. Needs one of
+    `tails_that_fit`.
     """
     m, n, p = dy.shape[0], sum(widths), sb.shape[1]
     fits = dy.shape[1] == n == sb.shape[0] and s.shape == out.shape == (m, p)
     check(fits, "dY, dS, sB and S do not fit", dy=dy, out=out, sb=sb, s=s)
-    bm, bn, most, down = TAIL_TILES[tile]
+    bm, bn, warps, stages, most, down = TAIL_TILES[tile]
     ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
     end_0, end_1 = (*ends, n, n)[:2] if ends else (n, n)
-    both = torch.zeros(m * p + n * rank, dtype=torch.float32, device=dy.device)  # one fill
-    ds, db = both[: m * p].view(m, p), both[m * p :].view(n, rank)
+    sums = Sums(dy.device, n * rank, m * p) if sums is None else sums
+    ds, db = sums.scratch(m, p), sums.gradient(n, rank)
     if down:
         kernel, steps = _tail_and_b_down_kernel, most
         grid = cdiv(n, bn), cdiv(m, bm * steps)
@@ -175,7 +178,7 @@ def tail_and_b(
         kernel, grid = _tail_and_b_kernel, (cdiv(m, bm), cdiv(n, bn * steps))
     kernel[grid](
         dy, sb, s, ds, db, m, n, end_0, end_1, rank, dy.stride(0), sb.stride(0), s.stride(0), ds.stride(0),
-        STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=4, num_stages=stages_of(dy, 3),
+        STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages_of(dy, stages),
     )  # fmt: skip
     out.copy_(ds)
     return db
@@ -183,15 +186,15 @@ def tail_and_b(
 
 def a_gradient(
     ds: torch.Tensor, h: torch.Tensor, rstd: Any = None, weight: Any = None, offset: float = 0.0,
-    tile: str = "one_read", seed: Any = None, dropout: float = 0.0,
+    tile: str = "one_read", seed: Any = None, dropout: float = 0.0, sums: Sums | None = None,
 ):  # fmt: skip
     """dA = dSᵀ · X (p, K) in float32; X is h, or rstd · h · (weight + offset) where rstd (M,) is given, and then
-    dropout(X) where a seed is. ds: (M, p)."""
+    dropout(X) where a seed is. ds: (M, p); sums: where to put it."""
     m, n = h.shape
     p = ds.shape[1]
     check(ds.shape[0] == m, "ds and h differ in rows", ds=ds, h=h)
     bm, bn, warps, stages, steps = A_TILES[tile]
-    da = torch.zeros(p, n, dtype=torch.float32, device=h.device)
+    da = gradient_room(sums, p, n, h.device)
     norm = rstd is not None
     on_h = norm and ds.dtype == torch.float16  # there rstd · dS could overflow
     _a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .runtime import MAX_FUSED_RANK, cdiv, check, jit, rank_tile, tile_of, tl, use_triton
+from .runtime import MAX_FUSED_RANK, cdiv, check, jit, rank_tile, tensor_cores, tile_of, tl, use_triton
 
 
 def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,13 @@ def pack_into(
     p = a.shape[0]
     check(a.shape[1] == n and out.shape == (m, n + p), "x, a and out do not fit", x=x, a=a, out=out)
     rank = p if rank is None else rank
-    if tile is None or not 0 < rank <= MAX_FUSED_RANK or not use_triton(x, a, out) or x.stride(-1) != 1:
+    if (
+        tile is None
+        or not 0 < rank <= MAX_FUSED_RANK
+        or not use_triton(x)
+        or not tensor_cores(a, out)
+        or x.stride(-1) != 1
+    ):
         out[:, :n].copy_(x)
         if p:
             torch.mm(out[:, :n], a.t(), out=out[:, n:])

@@ -29,8 +29,9 @@ from .dropout import add_product_into, draw_seed, dropped, product_into
 from .linear_cross_entropy import mm_in
 from .lora_grad import A_TILES, Source, a_gradient, tail_and_b, tails_that_fit
 from .pack import spare_columns
-from .runtime import MAX_FUSED_RANK, TILES, check, round_up, use_triton
+from .runtime import MAX_FUSED_RANK, TILES, check, round_up, tensor_cores, use_triton
 from .runtime import rows as flat_rows
+from .sums import Sums
 
 
 @dataclass
@@ -79,6 +80,17 @@ class Operand:
     sb: torch.Tensor
     a: torch.Tensor
     full: Any
+
+
+@dataclass
+class Saved:
+    """What one projection's backward starts from: the operand that forward used, its sS (M, p), the seeds of its
+    dropout or None, and where the float32 sums of the gradients go (None: into tensors of their own)."""
+
+    op: Operand
+    scaled_s: torch.Tensor
+    seeds: Any = None
+    sums: Sums | None = None
 
 
 @dataclass
@@ -292,7 +304,7 @@ class Projection:
         for i, (m, cols) in enumerate(zip(self.members, self.rank_slices(), strict=True)):
             if m.rank:
                 arguments = x, op.a[cols], seeds[i : i + 1], m.dropout, out[:, cols]
-                tiles = {**{t: t for t in TILES}, "plain": None}
+                tiles = {**({t: t for t in TILES} if tensor_cores(x, op.a) else {}), "plain": None}
                 forms = {name: partial(product_into, *arguments, tile) for name, tile in tiles.items()}
                 key = (tune.bucket(x.shape[0]), self.k, m.rank, x.dtype)
                 forms[tune.pick("dropped product", key, forms, x.device)]()
@@ -330,9 +342,10 @@ class Projection:
         y = y if residual is None else y.add_(residual)
         return y if out is None else out.copy_(y)
 
-    def backward_input(self, gradient: Gradient, op: Operand, seeds) -> torch.Tensor:
+    def backward_input(self, gradient: Gradient, saved: Saved) -> torch.Tensor:
         """dX (M, K)."""
         dy, ds, both = gradient.dy, gradient.ds, gradient.both
+        op, seeds = saved.op, saved.seeds
 
         def one():
             return both @ op.full[:, : self.k]
@@ -356,20 +369,20 @@ class Projection:
             if not m.rank:
                 continue
             arguments = ds[:, cols], op.a[cols], seeds[i : i + 1], m.dropout
-            forms = {
-                "fused": partial(add_product_into, *arguments),
-                "plain": partial(add_product_into, *arguments, fused=False),
-            }
+            forms = {"plain": partial(add_product_into, *arguments, fused=False)}
+            if tensor_cores(ds, op.a):
+                forms = {"fused": partial(add_product_into, *arguments)} | forms
             key = (tune.bucket(dx.shape[0]), self.k, m.rank, dx.dtype)
             trials = tune.on_spare(forms, lambda: (torch.zeros_like(dx),))
             forms[tune.pick("dropped sum", key, trials, dx.device)](dx)
 
-    def gradient(self, dy, op: Operand, scaled_s, seeds: Any = None, with_dx: bool = True) -> Gradient:
+    def gradient(self, dy, saved: Saved, with_dx: bool = True) -> Gradient:
         """Of a dY (…, N) that lies anywhere. Unless it came with spare columns it is copied in front of dS only where
-        the one GEMM that this allows is measured to be worth it. scaled_s: (M, p)."""
+        the one GEMM that this allows is measured to be worth it."""
+        op = saved.op
         wide = spare_columns(dy, self.n + self.p, op.sb.dtype)
         if wide is not None:
-            return self.gradient_of(wide, op, scaled_s)
+            return self.gradient_of(wide, saved)
         flat = flat_rows(dy).to(op.sb.dtype)
         if not self.p:
             return Gradient(flat, flat[:, self.n :])
@@ -380,36 +393,35 @@ class Projection:
         def packed():
             wide = empty(self.n + self.p)
             wide[:, : self.n].copy_(flat)
-            return self.gradient_of(wide, op, scaled_s)
+            return self.gradient_of(wide, saved)
 
         def apart():
             ds = empty(self.p)
-            return Gradient(flat, ds, None, self._tail(flat, ds, op, scaled_s))
+            return Gradient(flat, ds, None, self._tail(flat, ds, saved))
 
-        if op.full is None or seeds is not None or not with_dx or not self.one_gemm:
+        if op.full is None or saved.seeds is not None or not with_dx or not self.one_gemm:
             return apart()  # nothing would read the two as one
         forms = {"packed": packed, "apart": apart}
-        trials = {
-            name: partial(lambda form: self.backward_input(form(), op, None), form) for name, form in forms.items()
-        }
+        trials = {name: partial(lambda form: self.backward_input(form(), saved), form) for name, form in forms.items()}
         key = (tune.bucket(flat.shape[0]), self.k, self.n, self.p, flat.dtype)
         return forms[tune.pick("gradient", key, trials, flat.device)]()
 
-    def gradient_of(self, wide, op: Operand, scaled_s) -> Gradient:
+    def gradient_of(self, wide, saved: Saved) -> Gradient:
         """Of a dY that lies in the first columns of wide (M, N + p); dS is written behind it."""
         dy, ds = wide[:, : self.n], wide[:, self.n :]
-        return Gradient(dy, ds, wide, self._tail(dy, ds, op, scaled_s))
+        return Gradient(dy, ds, wide, self._tail(dy, ds, saved))
 
-    def _tail(self, dy, ds, op: Operand, scaled_s) -> torch.Tensor | None:
+    def _tail(self, dy, ds, saved: Saved) -> torch.Tensor | None:
         """Writes dS = dY · sB. Where one read of dY for both is faster it returns dB of all members too, (N, r) in
         float32; else None."""
         if not self.p:
             return None
-        library = partial(torch.mm, dy, op.sb, out=ds)
+        sb, scaled_s = saved.op.sb, saved.scaled_s
+        library = partial(torch.mm, dy, sb, out=ds)
         widths, ranks = [m.shape[0] for m in self.members], [m.rank for m in self.members]
         fitting = tails_that_fit(dy, widths, ranks)
         one_read: dict[str, Any] = {
-            t: partial(tail_and_b, dy, ds, op.sb, scaled_s, widths, ranks[0], t) for t in fitting
+            t: partial(tail_and_b, dy, ds, sb, scaled_s, widths, ranks[0], t, saved.sums) for t in fitting
         }
 
         def library_with_b():  # what the library's dS costs when dB's own products come later
@@ -423,8 +435,8 @@ class Projection:
         library()
         return None
 
-    def a_gradients(self, ds, source: Source, seed: Any = None, dropout: float = 0.0) -> torch.Tensor:
-        """dA (r, K) of dS (M, r) and the input, with dropout where a seed is given; its dtype is A's."""
+    def a_gradients(self, ds, source: Source, sums=None, seed: Any = None, dropout: float = 0.0) -> torch.Tensor:
+        """dA (r, K) of dS (M, r) and the input, with dropout where a seed is given, in A's dtype or in float32."""
         dtype = next(m.a.dtype for m in self.members if m.a is not None)
         rank = ds.shape[1]
 
@@ -438,46 +450,51 @@ class Projection:
             return mm_in(scaled.t(), source.h.to(ds.dtype), dtype) * (source.weight + source.norm.offset)
 
         forms: dict[str, Any] = {"plain": library}
-        if rank <= MAX_FUSED_RANK and use_triton(source.h, ds):
+        if rank <= MAX_FUSED_RANK and use_triton(source.h) and tensor_cores(ds):
             norm = source.norm
             parts = (source.rstd, source.weight, norm.offset) if norm else (None, None, 0.0)
-            forms = {t: partial(a_gradient, ds, source.h, *parts, t, seed, dropout) for t in A_TILES} | forms
+            forms = {t: partial(a_gradient, ds, source.h, *parts, t, seed, dropout, sums) for t in A_TILES} | forms
         key = (tune.bucket(ds.shape[0]), self.k, rank, ds.dtype, source.norm is not None, seed is not None)
-        return forms[tune.pick("a gradient", key, forms, ds.device)]().to(dtype)
+        return forms[tune.pick("a gradient", key, forms, ds.device)]()
 
     def _slices(self) -> list[tuple[slice, slice]]:
         return list(zip(self.row_slices(), self.rank_slices(), strict=True))
 
     def parameter_gradients(
-        self, gradient: Gradient, scaled_s, needed: list[bool], source: Any, seeds: Any = None, da_all: Any = None
+        self, gradient: Gradient, saved: Saved, needed: list[bool], source: Any, da_all: Any = None
     ) -> list:
-        """Gradients in the order of `parameters`, member by member. needed: four of autograd's flags a member; source:
-        the input as a Source, None where no member has an adapter; seeds: of dropout, which makes each member see its
-        own input; da_all: dA of all members where it is known."""
-        ds_all, db_all = gradient.ds, gradient.db
+        """Gradients in the order of `parameters`, member by member; those of A and B may still be float32 sums. needed:
+        four of autograd's flags a member; source: the input as a Source, None where no member has an adapter; da_all:
+        dA of all members where it is known. Dropout makes each member see its own input."""
+        seeds, sums = saved.seeds, saved.sums
         wanted = da_all is None and seeds is None
         if wanted and any(n and m.a is not None for n, m in zip(needed[::4], self.members, strict=True)):
-            da_all = self.a_gradients(ds_all[:, : self.rank], source)
-        if db_all is not None:
-            db_all = db_all.to(next(m.b.dtype for m in self.members if m.b is not None))
+            da_all = self.a_gradients(gradient.ds[:, : self.rank], source, sums)
         out: list[torch.Tensor | None] = []
         for i, (m, (rows, cols)) in enumerate(zip(self.members, self._slices(), strict=True)):
             need_a, need_b, need_lora_bias, need_bias = needed[4 * i : 4 * i + 4]
             dy, da, db = gradient.dy[:, rows], None, None
             if need_a and m.a is not None:
                 if da_all is not None:
-                    da = da_all[cols].to(m.a.dtype)
+                    da = da_all[cols]
                 else:
                     seed = None if seeds is None else seeds[i : i + 1]
-                    da = self.a_gradients(ds_all[:, cols], source, seed, m.dropout).to(m.a.dtype)
+                    da = self.a_gradients(gradient.ds[:, cols], source, sums, seed, m.dropout)
             if need_b and m.b is not None:
-                db = mm_in(dy.t(), scaled_s[:, cols], m.b.dtype) if db_all is None else db_all[rows].to(m.b.dtype)
+                known = gradient.db is not None
+                db = gradient.db[rows] if known else mm_in(dy.t(), saved.scaled_s[:, cols], m.b.dtype)
             total: Any = None
             if need_lora_bias or need_bias:
                 total = dy.sum(0, dtype=torch.promote_types(torch.float32, dy.dtype))
             dlb = (total * m.scale).to(m.lora_bias.dtype) if need_lora_bias and m.lora_bias is not None else None
             out += [da, db, dlb, total.to(m.bias.dtype) if need_bias and m.bias is not None else None]
         return out
+
+
+def sums_of(projections: list[Projection], m: int, device: torch.device) -> Sums:
+    """Room for dS of m rows, dB and dA of all members of these projections."""
+    gradients = sum(g.rank * g.k + g.n * max(x.rank for x in g.members) for g in projections)
+    return Sums(device, gradients, sum(m * g.p for g in projections))
 
 
 def _product(x, wt, bias, out, residual):
@@ -489,4 +506,4 @@ def _product(x, wt, bias, out, residual):
     return torch.mm(x, wt, out=out) if out is not None else torch.mm(x, wt)
 
 
-__all__ = ["Gradient", "Member", "Operand", "Projection"]
+__all__ = ["Gradient", "Member", "Operand", "Projection", "Saved", "sums_of"]

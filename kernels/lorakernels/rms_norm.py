@@ -27,6 +27,7 @@ from .runtime import (
     next_power_of_2,
     rank_tile,
     rows,
+    tensor_cores,
     tile_of,
     tl,
     use_triton,
@@ -189,7 +190,7 @@ def forward_lora_into(
     check(
         buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
     )
-    if not use_triton(x, weight, buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
+    if not use_triton(x, weight) or not tensor_cores(buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
         rstd = forward_into(x, residual, weight, eps, offset, buffer[:, :n], h, again)
         torch.mm(buffer[:, :n], lora_a.t(), out=buffer[:, n:])
         return rstd

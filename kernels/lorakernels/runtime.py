@@ -66,6 +66,12 @@ def use_triton(*tensors: torch.Tensor) -> bool:
     return first.is_cuda and triton is not None
 
 
+def tensor_cores(*operands: torch.Tensor) -> bool:
+    """True if a Triton kernel with a dot of these is worth a trial: dots of float32 are kept exact, so they have no
+    tensor cores, and Triton takes a quarter of a minute to compile one. The interpreter runs them all."""
+    return use_triton(*operands) and (INTERPRET or all(t.element_size() < 4 for t in operands))
+
+
 def capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -5,7 +5,7 @@ import torch
 from kernel_checks import assert_close, poisoned, strided
 from lorakernels.dropout import add_product_into, draw_seed, dropout, dropout_into, product_into
 from lorakernels.lora_grad import a_gradient
-from lorakernels.runtime import TILES, use_triton
+from lorakernels.runtime import TILES, tensor_cores
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
@@ -57,7 +57,7 @@ def test_products(p, m, n, rank, device, dtype):
         dx = before.clone()
         add_product_into(ds, a, seed, p, dx, fused=fused)
         assert_close(dx, before.float() + added, dtype, 4)
-    if use_triton(x, ds):
+    if tensor_cores(x, ds):
         rstd, weight = torch.rand(m, device=device) + 0.1, torch.randn(n, device=device).to(dtype)
         assert_close(a_gradient(ds, x, seed=seed, dropout=p), ds.float().t() @ dropped, torch.float32, 10)
         behind_norm = a_gradient(ds, x, rstd, weight, 1.0, "one_read_narrow", seed, p)

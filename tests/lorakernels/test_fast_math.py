@@ -25,5 +25,7 @@ def test_against_float64(device):
     wide = x.double()
     for mine, wanted in zip(got, (torch.exp(wide), torch.sigmoid(wide), torch.tanh(wide)), strict=True):
         finite = wanted < 3e38
-        assert torch.allclose(mine[finite].double(), wanted[finite], rtol=2e-6, atol=2e-7)
+        # x · log2 e is rounded once, which is |x| · 2⁻²⁴ of the result
+        bound = (1e-6 + 1e-7 * wide.abs().clamp(max=100)) * wanted.abs() + 2e-7
+        assert ((mine.double() - wanted).abs() <= bound)[finite].all()
         assert mine[~finite].isinf().all()

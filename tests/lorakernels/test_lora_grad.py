@@ -14,13 +14,13 @@ from lorakernels.lora_grad import (
     tails_that_fit,
 )
 from lorakernels.rms_norm import forward_into
-from lorakernels.runtime import use_triton
+from lorakernels.runtime import tensor_cores
 
 
 def on_triton(tensor):
     """These kernels have no torch path of their own: `Projection` takes library calls there."""
-    if not use_triton(tensor):
-        pytest.skip("runs in Triton only: see test_interpreter.py and -m gpu")
+    if not tensor_cores(tensor):
+        pytest.skip("runs in Triton only, on a GPU in 16 bits: see test_interpreter.py and -m gpu")
 
 
 @pytest.mark.parametrize(

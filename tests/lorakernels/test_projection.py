@@ -1,5 +1,7 @@
 """LoRA as one GEMM over concatenated operands, against the formula in float64: every gradient, any rank, any mix."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from kernel_checks import assert_close
 from lorakernels import tune
 from lorakernels.dropout import dropout
 from lorakernels.fused import project
-from lorakernels.projection import Member, Projection
+from lorakernels.projection import Member, Projection, Saved
 from torch import nn
 
 
@@ -102,14 +104,14 @@ def test_dropout_with_a_mask_for_each_projection(merged, monkeypatch):
 def test_only_what_the_one_gemm_needs_is_copied(monkeypatch):
     """X and dY from elsewhere stay where they are if no GEMM reads them beside S and dS."""
     group, dy = Projection([member("a", 6, 10, 2)]), torch.randn(5, 6, dtype=torch.float64)
-    op, s = group.operand(torch.float64), torch.randn(5, group.p, dtype=torch.float64)
-    assert group.gradient(dy, op, s).both is not None
-    seeds = torch.tensor([1])
-    for apart in (group.gradient(dy, op, s, seeds), group.gradient(dy, op, s, None, False)):
+    saved = Saved(group.operand(torch.float64), torch.randn(5, group.p, dtype=torch.float64))
+    assert group.gradient(dy, saved).both is not None
+    dropped = replace(saved, seeds=torch.tensor([1]))
+    for apart in (group.gradient(dy, dropped), group.gradient(dy, saved, with_dx=False)):
         assert apart.both is None and apart.dy.data_ptr() == dy.data_ptr()
-        assert_close(apart.ds, dy @ op.sb, torch.float64)
+        assert_close(apart.ds, dy @ saved.op.sb, torch.float64)
     monkeypatch.setattr(tune, "pick", lambda name, key, forms, device: list(forms)[-1])
-    assert group.gradient(dy, op, s).both is None
+    assert group.gradient(dy, saved).both is None
 
 
 def test_dropout_is_off_in_evaluation_and_random_in_training():
