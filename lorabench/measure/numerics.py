@@ -194,7 +194,8 @@ def first_step(arm: Arm, run: Callable[[Arm], Trial]) -> First:
     trial = run(arm)
     norms = [p.grad.detach().float().norm() for _, p in arm.adapters() if p.grad is not None]
     norm = torch.stack(norms).norm() if norms else torch.zeros(())
-    return First(trial.loss, float(norm))
+    still_scaled = 1.0 if "step" in arm.step.phases else arm.step.loss_scale
+    return First(trial.loss, float(norm) / still_scaled)
 
 
 def agree(numerics: Numerics, reference: First, candidate: First, dtype: torch.dtype, dropout: float) -> Numerics:

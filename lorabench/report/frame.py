@@ -23,6 +23,8 @@ from lorabench.run.store import ENVIRONMENT, RecordError, read_records
 GIB = 2**30
 ARMS = ("reference", "candidate")
 FORWARD_BACKWARD = "forward + backward"
+# Cells whose references are further apart than this were measured on machines too unlike for a ratio of their ratios.
+REFERENCES_APART = 0.10
 OF_LIMIT = ("", "_low", "_high", "_forward", "_forward_low", "_forward_high")
 Session = dict[str, Any]
 
@@ -105,7 +107,8 @@ def phase_speedup(record: Record, phase: str) -> stats.Speedup | None:
 
 def of_limit(record: Record, records: Sequence[Record], phase: str = FORWARD_BACKWARD) -> stats.Speedup | None:
     """The limit's time / this candidate's in `phase`, of the same model, workload and reference; None without one.
-    The two were never in one cell: it is the ratio of their speed-ups over the reference, each measured in pairs.
+    The two were never in one cell: it is the ratio of their speed-ups over the reference, each measured in pairs. None
+    too where that reference was not equally fast in both, as a host-bound one is not on another host.
     """
     alike = lambda r: (r.model, r.workload, frozenset(r.reference)) == (  # noqa: E731
         record.model, record.workload, frozenset(record.reference),
@@ -114,11 +117,18 @@ def of_limit(record: Record, records: Sequence[Record], phase: str = FORWARD_BAC
     if limit is None or record.limit or record.status != "ok":
         return None
     (ours, n), (bound, m) = _logs(record, phase), _logs(limit, phase)
-    if not n or not m:
+    if not n or not m or abs(math.log(_reference(record, phase) / _reference(limit, phase))) > REFERENCES_APART:
         return None
     share = ours - bound  # cells are independent, so their replicates are subtracted one by one
     low, high = np.quantile(share[1:], stats.tails(min(n, m)))
     return stats.Speedup(*(math.exp(x) for x in (share[0], min(low, share[0]), max(high, share[0]))))
+
+
+def _reference(record: Record, phase: str) -> float:
+    """Median milliseconds of the reference; `_logs` has found its trials."""
+    trials = trials_of(record, phase)
+    assert trials is not None and trials.reference_ms
+    return float(np.median(trials.reference_ms))
 
 
 def _logs(record: Record, phase: str) -> tuple[Any, int]:

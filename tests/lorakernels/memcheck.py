@@ -25,7 +25,7 @@ from lorakernels.pack import pack_into
 from lorakernels.rms_norm import forward_lora_into as norm_lora_into
 from lorakernels.rms_norm import rms_norm
 from lorakernels.rope import rope
-from lorakernels.runtime import TILES, use_triton
+from lorakernels.runtime import TILES, tensor_cores
 from tiny_models import batch, build, step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,7 +69,7 @@ def kernels(dtype: torch.dtype) -> None:
         tail_and_b(d[:, :192], d[:, 192:], new(192, 3 * P), new(M, 3 * P), [64, 64, 64], P, tile)
     for tile in tails_that_fit(d, [N], [P]):
         tail_and_b(new(M, N), new(M, P), new(N, P), new(M, P), [N], P, tile)
-    if use_triton(d):
+    if tensor_cores(d):
         for tile in A_TILES:
             a_gradient(new(M, P), new(M, K), torch.rand(M, device=DEVICE), new(K), 0.0, tile)
             a_gradient(new(M, P), new(M, K), tile=tile, seed=seed, dropout=0.3)

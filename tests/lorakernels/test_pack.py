@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned, strided
 from lorakernels.pack import pack_into, pack_reference, spare_columns, with_spare_columns
-from lorakernels.runtime import TILES, use_triton
+from lorakernels.runtime import TILES, tensor_cores
 
 
 @pytest.mark.parametrize("m, n, p", [(1, 1, 1), (37, 70, 5), (33, 64, 16), (5, 30, 130), (4, 8, 0)])
@@ -27,7 +27,7 @@ def test_rows_beyond_the_rank_are_not_read(rank, p, device, dtype):
     x, a = torch.randn(37, 70, device=device).to(dtype), torch.zeros(p, 70, device=device, dtype=dtype)
     a[:rank] = torch.randn(rank, 70, device=device)
     wanted = pack_reference(x, a)
-    if use_triton(x, a):
+    if tensor_cores(x, a):
         a[rank:] = float("nan")
     out = poisoned(37, 70 + p, dtype=dtype, device=device)
     pack_into(x, a, out, rank=rank)

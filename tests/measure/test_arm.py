@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import PEFT, arm, random_samples
 
-from lorabench.measure.numerics import one_step
+from lorabench.measure.numerics import first_step, one_step
 from lorabench.measure.trial import run_rounds, run_trial, warm_up
 from lorabench.plan.workload import Workload
 
@@ -42,6 +42,32 @@ def test_another_seed_gives_other_weights():
 
     _fill(spec.model, torch.float32, 1, adapters=False)
     assert not torch.equal(arm(*PEFT).model.get_parameter(name), first)
+
+
+def test_float16_starts_backward_from_the_summed_loss():
+    """… and hands out, and learns from, the gradients of the mean."""
+    low, gold = arm(*PEFT, dtype=torch.float16), arm(*PEFT, dtype=torch.float16, upcast=True)
+    items = low.step.items
+    assert items / 2 < low.step.loss_scale <= items and low.step.loss_scale.is_integer()
+    assert arm(*PEFT).step.loss_scale == arm(*PEFT, dtype=torch.bfloat16).step.loss_scale == 1
+    got, wanted = one_step(low), one_step(gold)
+    for name, gradient in wanted.gradients.items():
+        assert (got.gradients[name] - gradient).norm() < 0.02 * gradient.norm(), name
+    assert got.update_error is not None and got.update_error < 1e-3
+    loss = low.step.forward(low.step.batches[0])
+    low.step.clear()
+    low.step.backward(loss)
+    name, parameter = next(low.adapters())
+    assert torch.equal(parameter.grad.float() / low.step.loss_scale, low.gradients()[name])
+    scaled = parameter.grad.clone()
+    low.step.update()
+    assert torch.allclose(parameter.grad, scaled / low.step.loss_scale)
+
+
+def test_gradient_norms_of_scaled_arms_are_those_of_the_mean():
+    stepped, not_stepped = arm(*PEFT, dtype=torch.float16), arm("sdpa", "no_optimizer", "padding", dtype=torch.float16)
+    one, other = first_step(stepped, run_trial), first_step(not_stepped, run_trial)
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma", "gemma2"])

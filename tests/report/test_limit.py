@@ -59,6 +59,21 @@ def test_only_a_limit_of_the_same_cell_counts(record, with_limit):
         assert of_limit(record(["a"], **change), [bound]) is None
 
 
+def test_references_of_unlike_machines_give_no_share(record, with_limit):
+    """A host-bound reference on a slower host: its ratio says nothing about a limit that was measured elsewhere."""
+    bound, cell = with_limit()[0], record(["a"], speedup=1.6)
+    assert of_limit(cell, [bound])
+    slower = {p: _times(t, 1.2) for p, t in cell.phases.items()}
+    assert of_limit(cell.model_copy(update={"phases": slower}), [bound]) is None
+    nearly = {p: _times(t, 1.05) for p, t in cell.phases.items()}
+    assert of_limit(cell.model_copy(update={"phases": nearly}), [bound])
+
+
+def _times(phase, factor):
+    scaled = {f"{arm}_ms": [factor * ms for ms in getattr(phase, f"{arm}_ms")] for arm in ("reference", "candidate")}
+    return phase.model_copy(update=scaled)
+
+
 def test_the_limit_is_the_last_row_and_has_no_verdict_memory_or_gate(with_limit):
     records = with_limit()
     rows = md_rows(tables.markdown(records), "smollm2-135m @ alpaca")
