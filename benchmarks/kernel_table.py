@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lorakernels.glu as glu
@@ -25,10 +26,15 @@ import lorakernels.rope as rope
 import torch
 from lorakernels.adapter import Loader
 from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
+from lorakernels.fp8 import FrozenFp8, supported
 from lorakernels.linear_cross_entropy import loss_and_gradient_
 from lorakernels.lora_grad import a_gradient, tail_and_b
+from lorakernels.nf4 import dequantize_into
 from lorakernels.pack import pack_into
+from lorakernels.projection import Member
+from lorakernels.runtime import tensor_cores
 
+from lorabench.measure.machine import describe
 from lorabench.measure.roofline import ceilings
 
 CUDA = torch.cuda.is_available()
@@ -45,10 +51,13 @@ SIZE = 2  # bytes an element of DTYPE
 
 @dataclass
 class Row:
-    """One line: microseconds, and either bytes at the least or operations."""
+    """One line: what it computes, the formula of its least (elements moved), what it moves besides, microseconds, and
+    either bytes at the least or operations."""
 
     kernel: str
-    what: str
+    computes: str
+    least: str
+    besides: str
     us: float
     bytes: int = 0
     flops: int = 0
@@ -99,8 +108,10 @@ def bandwidth_rows(m: int) -> list[Row]:
     """Kernels that move bytes. m: tokens."""
     rows: list[Row] = []
 
-    def add(kernel: str, what: str, elements: int, make: Callable[[], Callable[[], Any]]) -> None:
-        rows.append(Row(kernel, what, timed(make, elements * SIZE), bytes=elements * SIZE))
+    def add(
+        kernel: str, computes: str, least: str, elements: int, make: Callable[[], Callable[[], Any]], besides: str = ""
+    ) -> None:
+        rows.append(Row(kernel, computes, least, besides, timed(make, elements * SIZE), bytes=elements * SIZE))
         if CUDA:
             torch.cuda.empty_cache()
 
@@ -108,6 +119,11 @@ def bandwidth_rows(m: int) -> list[Row]:
         x, r, h, w = random(m, HIDDEN), random(m, HIDDEN), random(m, HIDDEN), random(HIDDEN)
         y = empty(m, HIDDEN + SPARE)[:, :HIDDEN]
         return lambda: rms_norm.forward_into(x, r, w, 1e-6, 0.0, y, h)
+
+    def norm_with_s():
+        x, r, h, w, a = random(m, HIDDEN), random(m, HIDDEN), random(m, HIDDEN), random(HIDDEN), random(SPARE, HIDDEN)
+        buffer = empty(m, HIDDEN + SPARE)
+        return lambda: rms_norm.forward_lora_into(x, r, w, 1e-6, 0.0, buffer, a, h, "fused_small", rank=2 * RANK)
 
     def norm_backward():
         dy, h, d, w = random(m, HIDDEN), random(m, HIDDEN), random(m, HIDDEN), random(HIDDEN)
@@ -134,6 +150,10 @@ def bandwidth_rows(m: int) -> list[Row]:
             return lambda: glu.forward_into(gate_up[:, :WIDE], gate_up[:, WIDE:], h[:, :WIDE], act)
 
         return make
+
+    def glu_forward_with_s():
+        gate_up, buffer, a = random(m, 2 * WIDE), empty(m, WIDE + SPARE), random(SPARE, WIDE)
+        return lambda: glu.forward_lora_into(gate_up[:, :WIDE], gate_up[:, WIDE:], buffer, a, "silu", "fused", RANK)
 
     def glu_backward(act: str):
         def make():
@@ -186,6 +206,14 @@ def bandwidth_rows(m: int) -> list[Row]:
         ds, a, dx, seed = random(m, RANK), random(RANK, HIDDEN), random(m, HIDDEN), draw_seed(torch.device(DEVICE))
         return lambda: add_product_into(ds, a, seed, 0.1, dx)
 
+    def expand():
+        n, k = HIDDEN, WIDE
+        blocks = n * k // 64
+        packed, out = torch.randint(256, (n * k // 2, 1), dtype=torch.uint8, device=DEVICE), empty(n, k + SPARE)[:, :k]
+        code, scales = torch.linspace(-1, 1, 16, device=DEVICE), torch.rand(blocks, device=DEVICE)
+        state = SimpleNamespace(shape=(n, k), code=code, absmax=scales, blocksize=64, state2=None, offset=None)
+        return lambda: dequantize_into(packed, state, out)
+
     def load():
         items = []
         for n, k in linears:
@@ -197,27 +225,40 @@ def bandwidth_rows(m: int) -> list[Row]:
     linears = [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, HIDDEN)]
     linears += [(WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]
     adapters = RANK * sum(n + k for n, k in linears)
-    add("rms_norm", "forward, with the residual added", 4 * m * HIDDEN, norm_forward)
-    add("rms_norm", "backward, with the residual's gradient", 4 * m * HIDDEN, norm_backward)
-    add("rope", "forward, q and k in place", 2 * m * (HIDDEN + KEYS), turned(False))
-    add("rope", "backward, into [dq ∣ dk ∣ dv]", 2 * m * QKV, turned(True))
-    add("swiglu", "forward", 3 * m * WIDE, glu_forward("silu"))
-    add("swiglu", "backward, h again", 6 * m * WIDE, glu_backward("silu"))
-    add("swiglu", "backward, with dA of down", 5 * m * WIDE, glu_backward_with_a)
-    add("geglu (erf)", "forward", 3 * m * WIDE, glu_forward("gelu"))
-    add("geglu (erf)", "backward, h again", 6 * m * WIDE, glu_backward("gelu"))
-    add("geglu (tanh)", "backward, h again", 6 * m * WIDE, glu_backward("gelu_tanh"))
-    add("pack", "[x ∣ x·Aᵀ], attention's output", 2 * m * HIDDEN, packing)
-    if CUDA:  # Triton only: elsewhere `Projection` takes library calls
-        add("lora_grad", "dS and dB of o or down", m * HIDDEN, tail([HIDDEN], "one_read"))
-        add("lora_grad", "dS and dB of q, k, v", m * QKV, tail([HIDDEN, KEYS, KEYS], "one_read_down"))
-        add("lora_grad", "dS and dB of gate and up", 2 * m * WIDE, tail([WIDE, WIDE], "one_read_down"))
-        add("lora_grad", "dA behind a norm (two members)", m * HIDDEN, a_grad)
-    add("linear_cross_entropy", "loss and gradient of a chunk's logits", 2 * (m // 8) * VOCABULARY, loss)
-    add("dropout", "mask from a seed", 2 * m * HIDDEN, drop)
-    add("dropout", "S = dropout(x)·Aᵀ", m * HIDDEN, dropped_product)
-    add("dropout", "dX += dropout(dS·A)", 2 * m * HIDDEN, dropped_sum)
-    add("adapter", "a layer's seven adapters into their places", 2 * adapters, load)
+    a_again, by_atomics = "A once a block of rows", "float32 sums of dS and dB, by atomic adds"
+    add("rms_norm", "h = x + r, y = h·rstd·w", "4·M·H", 4 * m * HIDDEN, norm_forward)
+    add("rms_norm", "h, and [y ∣ y·Aᵀ]", "4·M·H", 4 * m * HIDDEN, norm_with_s, f"x and r once more; {a_again}")
+    add("rms_norm", "dh, with the residual's gradient", "4·M·H", 4 * m * HIDDEN, norm_backward)
+    add("rope", "q and k rotated in place", "2·M·N", 2 * m * (HIDDEN + KEYS), turned(False))
+    add("rope", "[dq ∣ dk ∣ dv]", "2·M·N", 2 * m * QKV, turned(True))
+    add("swiglu", "h = silu(gate)·up", "3·M·I", 3 * m * WIDE, glu_forward("silu"))
+    add("swiglu", "[h ∣ h·Aᵀ]", "3·M·I", 3 * m * WIDE, glu_forward_with_s, a_again)
+    add("swiglu", "d gate, d up, and h again", "6·M·I", 6 * m * WIDE, glu_backward("silu"))
+    add("swiglu", "d gate, d up, and dA = dSᵀ·h of down", "5·M·I", 5 * m * WIDE, glu_backward_with_a)
+    add("geglu", "h = gelu(gate)·up, by erf", "3·M·I", 3 * m * WIDE, glu_forward("gelu"))
+    add("geglu", "d gate, d up, and h again, by erf", "6·M·I", 6 * m * WIDE, glu_backward("gelu"))
+    add("geglu", "the same by tanh", "6·M·I", 6 * m * WIDE, glu_backward("gelu_tanh"))
+    add("pack", "[x ∣ x·Aᵀ], attention's output", "2·M·H", 2 * m * HIDDEN, packing, a_again)
+    if tensor_cores(empty(1, 1)):  # Triton only: elsewhere `Projection` takes library calls
+        o, qkv, gate_up = [HIDDEN], [HIDDEN, KEYS, KEYS], [WIDE, WIDE]
+        add("lora_grad", "dS = dY·sB, dB = dYᵀ·sS of o or down", "M·H", m * HIDDEN, tail(o, "one_read"), by_atomics)
+        add("lora_grad", "the same of q, k, v", "M·N", m * QKV, tail(qkv, "one_read_down"), by_atomics)
+        add("lora_grad", "the same of gate and up", "2·M·I", 2 * m * WIDE, tail(gate_up, "one_read_down"), by_atomics)
+        add("lora_grad", "dA = dSᵀ·y of gate and up, y made again", "M·H", m * HIDDEN, a_grad)
+    chunk = m // 8
+    add("linear_cross_entropy", "a chunk's loss, its gradient over its logits", "2·m·V", 2 * chunk * VOCABULARY, loss)
+    add("dropout", "x·mask / (1 - p)", "2·M·H", 2 * m * HIDDEN, drop)
+    add("dropout", "S = dropout(x)·Aᵀ", "M·H", m * HIDDEN, dropped_product, a_again)
+    add("dropout", "dX += dropout(dS·A)", "2·M·H", 2 * m * HIDDEN, dropped_sum)
+    add(
+        "nf4",
+        "a weight out of 4 bits (down's)",
+        "N·K·(1 + ¼)",
+        WIDE * HIDDEN * 5 // 4,
+        expand,
+        "a scale for 64 elements",
+    )
+    add("adapter", "A and s·B of a layer into their places", "4·(r·K + N·r)", 2 * adapters, load)
     return rows
 
 
@@ -238,19 +279,40 @@ def gemm_rows(m: int) -> list[Row]:
         for _ in range(3):  # in turns: the power cap makes the clock drift
             for what, call in calls.items():
                 times[what].append(timed(lambda call=call: call, CACHE, replays=8))
-        rows += [Row("projection", what, statistics.median(t), flops=2 * m * n * k) for what, t in times.items()]
+        besides = "p more columns"
+        rows += [
+            Row(
+                "projection", what, "2·M·N·K", besides if "[" in what else "", statistics.median(t), flops=2 * m * n * k
+            )
+            for what, t in times.items()
+        ]
     return rows
+
+
+def fp8_row(m: int) -> list[Row]:
+    """gate and up's frozen GEMM in FP8, the quantization of X included, with its error on random operands."""
+    if supported(torch.device(DEVICE)):
+        return []
+    weight, x = random(2 * WIDE, HIDDEN), random(m, HIDDEN)
+    frozen = FrozenFp8([Member("gate_up", torch.nn.Parameter(weight, requires_grad=False))])
+    exact = x.float() @ weight.float().t()
+    error = float((frozen.forward(x).float() - exact).norm() / exact.norm())
+    us = timed(lambda: lambda: frozen.forward(x), CACHE, replays=8)
+    what = f"gate, up: X·Wᵀ of FP8 operands, {100 * error:.1f} % off"
+    return [Row("fp8", what, "2·M·N·K", "X twice, to quantize it", us, flops=4 * m * WIDE * HIDDEN)]
 
 
 def markdown(rows: list[Row], copy_gbs: float, tflops: float) -> str:
     out = [f"Ceilings: {copy_gbs:.0f} GB/s copied, {tflops:.0f} TFLOP/s.", ""]
-    out += ["| kernel | what | least | µs | rate | of the ceiling |", "|---|---|---|---|---|---|"]
+    out += [
+        "| kernel | computes | least | | besides | µs | rate | of the ceiling |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for r in rows:
-        least = f"{r.bytes / 2**20:.0f} MiB" if r.bytes else f"{r.flops / 1e12:.2f} TFLOP"
+        amount = f"{r.bytes / 2**20:.0f} MiB" if r.bytes else f"{r.flops / 1e12:.2f} TFLOP"
         rate = f"{r.bytes / r.us / 1e3:.0f} GB/s" if r.bytes else f"{r.flops / r.us / 1e6:.0f} TFLOP/s"
-        out.append(
-            f"| `{r.kernel}` | {r.what} | {least} | {r.us:.1f} | {rate} | {100 * r.share(copy_gbs, tflops):.0f} % |"
-        )
+        cells = [f"`{r.kernel}`", r.computes, r.least, amount, r.besides, f"{r.us:.1f}", rate]
+        out.append(f"| {' | '.join(cells)} | {100 * r.share(copy_gbs, tflops):.0f} % |")
     return "\n".join(out)
 
 
@@ -262,11 +324,12 @@ def main() -> None:
     torch.manual_seed(0)
     found = ceilings(torch.device(DEVICE), DTYPE)
     copy_gbs, (tflops,) = found["copy_gbs"], found["gemm_tflops"].values()
-    rows = bandwidth_rows(arguments.tokens) + gemm_rows(arguments.tokens)
+    rows = bandwidth_rows(arguments.tokens) + gemm_rows(arguments.tokens) + fp8_row(arguments.tokens)
     print(torch.cuda.get_device_name() if CUDA else "CPU", "torch", torch.__version__)
     print(markdown(rows, copy_gbs, tflops))
     if arguments.json:
-        out = {"copy_gbs": copy_gbs, "tflops": tflops, "rows": [asdict(r) for r in rows]}
+        machine = describe().model_dump(mode="json")
+        out = {"machine": machine, "copy_gbs": copy_gbs, "tflops": tflops, "rows": [asdict(r) for r in rows]}
         arguments.json.write_text(json.dumps(out, indent=1) + "\n")
 
 
