@@ -23,7 +23,7 @@ from .adapter import Loader
 from .linear_cross_entropy import mm_in
 from .lora_grad import Source
 from .pack import pack_into, with_spare_columns
-from .projection import Operand, Projection, Saved, sums_of
+from .projection import Gradient, Operand, Projection, Saved, sums_of
 from .rms_norm import backward_into as norm_backward_into
 from .rms_norm import forward_into as norm_into
 from .rms_norm import forward_lora_into as norm_lora_into
@@ -474,19 +474,51 @@ def _activation_backward(gate_up, dh, act, groups, saved, ds_down):
     dh is overwritten with act(gate)·up. With one group gate_up (that came with spare columns) is overwritten with its
     gradient, where nobody will ask for it again."""
     m, width = dh.shape
-    gate, up = gate_up[:, :width], gate_up[:, width : 2 * width]
     if len(groups) > 1:
         ds = [torch.empty(m, g.n + g.p, dtype=dh.dtype, device=dh.device) for g in groups]
         parts = ds[0][:, :width], ds[1][:, :width]
-    else:
-        ds = [gate_up if _may_overwrite() else torch.empty_like(gate_up)]
-        parts = ds[0][:, :width], ds[0][:, width : 2 * width]
-    da = None
+        da = _parts_backward(gate_up, dh, parts, act, ds_down, saved[0].sums, in_place=False)
+        return [g.gradient_of(d, kept) for g, d, kept in zip(groups, ds, saved, strict=True)], da
+    group, kept = groups[0], saved[0]
+    in_place = _may_overwrite()
+
+    def split(wide):
+        return wide[:, :width], wide[:, width : 2 * width]
+
+    def apart(wide, dh, into):
+        da = _parts_backward(wide, dh, split(into), act, ds_down, kept.sums, in_place=into is wide)
+        return group.gradient_of(into, kept), da
+
+    def whole(tile, wide, dh, into):
+        arguments = *split(wide), dh, into, ds_down, kept.op.sb, kept.scaled_s, act, tile, kept.sums
+        da, db = glu.backward_whole_into(*arguments)
+        return Gradient(into[:, : group.n], into[:, group.n :], into, db), da
+
+    forms: dict[str, Any] = {"apart": apart}
+    ranks, widths = [x.rank for x in group.members], [x.shape[0] for x in group.members]
+    if ds_down is not None and glu.whole_fits(ds_down, ranks, widths):
+        forms = {tile: partial(whole, tile) for tile in glu.WHOLE_TILES} | forms
+
+    def spare():
+        wide = torch.zeros_like(gate_up)
+        return wide, torch.zeros_like(dh), wide if in_place else torch.empty_like(gate_up)
+
+    key = (tune.bucket(m), width, group.rank, act, dh.dtype, in_place)
+    picked = tune.pick("gate and up backward", key, tune.on_spare(forms, spare), dh.device)
+    gradient, da = forms[picked](gate_up, dh, gate_up if in_place else torch.empty_like(gate_up))
+    return [gradient], da
+
+
+def _parts_backward(gate_up, dh, parts, act, ds_down, sums, in_place: bool):
+    """The activation's backward into parts; dA of the down projection where one pass for both is the faster way, else
+    None, and dh is overwritten with act(gate)·up."""
+    width = dh.shape[1]
+    gate, up = gate_up[:, :width], gate_up[:, width : 2 * width]
     if ds_down is None or ds_down.shape[1] > glu.MAX_A_RANK or not tensor_cores(dh, ds_down):
-        glu.backward_into(gate, up, dh, *parts, act, h_into_grad=True)
-    else:
-        da = _backward_with_a(gate, up, dh, parts, ds_down, act, saved[0].sums, in_place=ds[0] is gate_up)
-    return [g.gradient_of(d, kept) for g, d, kept in zip(groups, ds, saved, strict=True)], da
+        d_gate, d_up = parts
+        glu.backward_into(gate, up, dh, d_gate, d_up, act, h_into_grad=True)
+        return None
+    return _backward_with_a(gate, up, dh, parts, ds_down, act, sums, in_place)
 
 
 def _backward_with_a(gate, up, dh, parts, ds_down, act, sums, in_place: bool):

@@ -6,6 +6,8 @@ up. All arithmetic is in float32 and is rounded once, on the way out.
 
 The down projection's LoRA wants h twice, and both times h is in registers anyway: `forward_lora_into` leaves S = h · Aᵀ
 behind h in the same launch, `backward_a_into` makes dA = dSᵀ · h, so that backward neither writes h nor reads it.
+`backward_whole_into` also makes what LoRA of gate and up wants of their gradients, dS = dY · sB and dB = dYᵀ · sS, so
+that dY is not read again for them (`lora_grad.py` has these two alone).
 Run: python -m pytest tests/lorakernels/test_swiglu.py tests/lorakernels/test_geglu.py
 """
 
@@ -37,6 +39,8 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # and h share the registers, and with 16 rows all of them stay there.
 A_TILES = {"with_a": (16, 128, 4, 3, 8)}
 MAX_A_RANK = 64
+# The same with dS and dB of gate and up. More rows: at 64 a program's dS needs few enough atomic adds.
+WHOLE_TILES = {"whole": (64, 128, 8, 2, 4), "whole_small": (64, 64, 4, 2, 4)}
 
 
 def activation(gate: torch.Tensor, act: str) -> torch.Tensor:
@@ -135,13 +139,22 @@ def _backward_kernel(
 
 @jit
 def _backward_a_kernel(
-    g_ptr, u_ptr, dh_ptr, dg_ptr, du_ptr, ds_ptr, da_ptr, m, n, rank, g_row, u_row, dh_row, dg_row, du_row, ds_row,
-    ACT: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    g_ptr, u_ptr, dh_ptr, dg_ptr, du_ptr, ds_ptr, da_ptr, s_ptr, sb_ptr, tail_ptr, db_ptr,
+    m, n, rank, g_row, u_row, dh_row, dg_row, du_row, ds_row, s_row, sb_row, tail_row,
+    ACT: tl.constexpr, WHOLE: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """STEPS · BM rows times BN columns; dA of these columns grows in registers."""
+    """STEPS · BM rows times BN columns; dA of these columns grows in registers. WHOLE: dB of gate and of up too, and
+    their dS (tail) by atomic adds; s: their sS side by side; sb: (2 · n, 2 · rank), block-diagonal."""
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     r = tl.arange(0, R)
     acc = tl.zeros((R, BN), tl.float32)
+    if WHOLE:
+        acc_g, acc_u = tl.zeros((R, BN), tl.float32), tl.zeros((R, BN), tl.float32)
+        known = (col[:, None] < n) & (r[None, :] < rank)
+        sb_g = tl.load(sb_ptr + col[:, None].to(tl.int64) * sb_row + r[None, :], mask=known, other=0.0)
+        below = (n + col[:, None]).to(tl.int64)
+        sb_u = tl.load(sb_ptr + below * sb_row + rank + r[None, :], mask=known, other=0.0)
     for i in range(STEPS):
         row = ((tl.program_id(1) * STEPS + i) * BM + tl.arange(0, BM)).to(tl.int64)
         inside = (row[:, None] < m) & (col[None, :] < n)
@@ -151,11 +164,24 @@ def _backward_a_kernel(
         narrow = (row[:, None] < m) & (r[None, :] < rank)
         ds = tl.load(ds_ptr + row[:, None] * ds_row + r[None, :], mask=narrow, other=0.0)
         a, d = _act(g, ACT)
-        tl.store(dg_ptr + row[:, None] * dg_row + col[None, :], (dh * u * d).to(dg_ptr.dtype.element_ty), mask=inside)
-        tl.store(du_ptr + row[:, None] * du_row + col[None, :], (dh * a).to(du_ptr.dtype.element_ty), mask=inside)
+        dg, du = (dh * u * d).to(dg_ptr.dtype.element_ty), (dh * a).to(du_ptr.dtype.element_ty)
+        tl.store(dg_ptr + row[:, None] * dg_row + col[None, :], dg, mask=inside)
+        tl.store(du_ptr + row[:, None] * du_row + col[None, :], du, mask=inside)
         acc = tl.dot(tl.trans(ds), (a * u).to(ds_ptr.dtype.element_ty), acc, input_precision="ieee")
-    known = (r[:, None] < rank) & (col[None, :] < n)
-    tl.atomic_add(da_ptr + r[:, None].to(tl.int64) * n + col[None, :], acc, mask=known, sem="relaxed")
+        if WHOLE:
+            s_g = tl.load(s_ptr + row[:, None] * s_row + r[None, :], mask=narrow, other=0.0)
+            s_u = tl.load(s_ptr + row[:, None] * s_row + rank + r[None, :], mask=narrow, other=0.0)
+            acc_g = tl.dot(tl.trans(s_g), dg, acc_g, input_precision="ieee")
+            acc_u = tl.dot(tl.trans(s_u), du, acc_u, input_precision="ieee")
+            spot = tail_ptr + row[:, None] * tail_row + r[None, :]
+            tl.atomic_add(spot, tl.dot(dg, sb_g, input_precision="ieee"), mask=narrow, sem="relaxed")
+            tl.atomic_add(spot + rank, tl.dot(du, sb_u, input_precision="ieee"), mask=narrow, sem="relaxed")
+    mine = (r[:, None] < rank) & (col[None, :] < n)
+    tl.atomic_add(da_ptr + r[:, None].to(tl.int64) * n + col[None, :], acc, mask=mine, sem="relaxed")
+    if WHOLE:
+        tl.atomic_add(db_ptr + col[None, :].to(tl.int64) * rank + r[:, None], acc_g, mask=mine, sem="relaxed")
+        below = (n + col[None, :]).to(tl.int64)
+        tl.atomic_add(db_ptr + below * rank + r[:, None], acc_u, mask=mine, sem="relaxed")
 
 
 def forward_into(gate, up, out, act: str) -> None:
@@ -233,12 +259,49 @@ def backward_a_into(
     bm, bn, warps, stages, steps = A_TILES[tile]
     da = gradient_room(sums, rank, n, gate.device)
     _backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
-        gate, up, grad, d_gate, d_up, ds, da, m, n, rank,
-        gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), ds.stride(0),
-        ACT=ACTIVATIONS[act], STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
+        gate, up, grad, d_gate, d_up, ds, da, ds, ds, da, da, m, n, rank,
+        gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), ds.stride(0), 0, 0, 0,
+        ACT=ACTIVATIONS[act], WHOLE=False, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
         num_warps=warps, num_stages=stages_of(gate, stages),
     )  # fmt: skip
     return da
+
+
+def whole_fits(ds: torch.Tensor, ranks: list[int], widths: list[int]) -> bool:
+    """Whether `backward_whole_into` takes members of these ranks and widths beside a down projection's ds (M, rank)."""
+    return (
+        len(ranks) == 2
+        and ranks[0] == ranks[1] == ds.shape[1] <= MAX_A_RANK
+        and widths[0] == widths[1]
+        and tensor_cores(ds)
+    )
+
+
+def backward_whole_into(
+    gate, up, grad, wide, ds, sb, s, act: str, tile: str = "whole", sums: Sums | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """wide (M, 2·I + p) = [d gate ∣ d up ∣ dS], also over gate and up where they are its views; returns dA = dsᵀ · h
+    (rank, I) and dB (2·I, rank) in float32.
+
+    ds: (M, rank) of the down projection; sb (2·I, p) and s (M, p) as in `lora_grad.tail_and_b`, for two members of the
+    same rank and width. Needs `whole_fits`. tile is a key of WHOLE_TILES."""
+    m, n = gate.shape
+    rank, p = ds.shape[1], sb.shape[1]
+    fits = wide.shape == (m, 2 * n + p) and sb.shape[0] == 2 * n and s.shape == (m, p) and 2 * rank <= p
+    check(fits, "gate, the gradient, sB and S do not fit", gate=gate, wide=wide, sb=sb, s=s)
+    sums = Sums(gate.device, rank * n + 2 * n * rank, m * p) if sums is None else sums
+    da, db, tail = sums.gradient(rank, n), sums.gradient(2 * n, rank), sums.scratch(m, p)
+    bm, bn, warps, stages, steps = WHOLE_TILES[tile]
+    d_gate, d_up = wide[:, :n], wide[:, n : 2 * n]
+    _backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
+        gate, up, grad, d_gate, d_up, ds, da, s, sb, tail, db, m, n, rank,
+        gate.stride(0), up.stride(0), grad.stride(0), wide.stride(0), wide.stride(0), ds.stride(0),
+        s.stride(0), sb.stride(0), tail.stride(0),
+        ACT=ACTIVATIONS[act], WHOLE=True, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
+        num_warps=warps, num_stages=stages_of(gate, stages),
+    )  # fmt: skip
+    wide[:, 2 * n :].copy_(tail)
+    return da, db
 
 
 class GatedActivation(torch.autograd.Function):

@@ -17,7 +17,15 @@ from lorakernels import tune
 from lorakernels.adapter import Loader, load_adapter
 from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
 from lorakernels.glu import A_TILES as GLU_A_TILES
-from lorakernels.glu import ACTIVATIONS, backward_a_into, forward_lora_into, gated
+from lorakernels.glu import (
+    ACTIVATIONS,
+    WHOLE_TILES,
+    backward_a_into,
+    backward_whole_into,
+    forward_lora_into,
+    gated,
+    whole_fits,
+)
 from lorakernels.linear_cross_entropy import linear_cross_entropy
 from lorakernels.lora_grad import A_TILES, a_gradient, tail_and_b, tails_that_fit
 from lorakernels.nf4 import dequantize_into
@@ -49,6 +57,10 @@ def kernels(dtype: torch.dtype) -> None:
         for tile in GLU_A_TILES:
             gate, up = new(M, N), new(M, N)
             backward_a_into(gate, up, new(M, N), gate, up, new(M, P), act, tile)
+        wide, ds = new(M, 2 * N + 3 * P), new(M, P)
+        for tile in WHOLE_TILES if whole_fits(ds, [P, P], [N, N]) else ():
+            gate, up = wide[:, :N], wide[:, N : 2 * N]
+            backward_whole_into(gate, up, new(M, N), wide, ds, new(2 * N, 3 * P), new(M, 3 * P), act, tile)
     y, h = rms_norm(new(M, K, grad=True), new(K, grad=True), residual=new(M, K, grad=True))
     (y.sum() + h.sum()).backward()
     for tile in TILES:

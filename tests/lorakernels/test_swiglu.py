@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, gradients, poisoned, strided
 from lorakernels import glu
-from lorakernels.runtime import TILES
+from lorakernels.runtime import TILES, tensor_cores
 from lorakernels.swiglu import swiglu, swiglu_reference
 
 
@@ -75,6 +75,44 @@ def test_backward_with_a(act, tile, m, n, rank, in_place, device, dtype):
     assert_close(out[:, : 2 * n], wanted, dtype)
     assert_close(da, ds.float().t() @ h.float(), torch.float32, 10)
     assert torch.equal(grad, kept)
+
+
+@pytest.mark.parametrize("act", glu.ACTIVATIONS)
+@pytest.mark.parametrize("tile", glu.WHOLE_TILES)
+@pytest.mark.parametrize(
+    "m, n, rank, p, in_place", [(1, 1, 1, 2, False), (300, 130, 16, 48, True), (70, 150, 5, 16, True)]
+)
+def test_backward_with_everything_of_lora(act, tile, m, n, rank, p, in_place, device, dtype):
+    """d gate, d up, dA of down, dS and dB of gate and up from one pass."""
+    wide, grad = torch.randn(m, 2 * n + p, device=device).to(dtype), torch.randn(m, n, device=device).to(dtype)
+    gate, up, ds = wide[:, :n], wide[:, n : 2 * n], strided(torch.randn(m, rank, device=device).to(dtype))
+    if not glu.whole_fits(ds, [rank, rank], [n, n]):
+        pytest.skip("runs in Triton only, on a GPU in 16 bits: see test_interpreter.py and -m gpu")
+    sb, s = torch.zeros(2 * n, p, device=device, dtype=dtype), strided(torch.randn(m, p, device=device).to(dtype))
+    sb[:n, :rank] = torch.randn(n, rank, device=device)
+    sb[n:, rank : 2 * rank] = torch.randn(n, rank, device=device)
+    wanted, h = poisoned(m, 2 * n, dtype=dtype, device=device), grad.clone()
+    glu.backward_into(gate.clone(), up.clone(), h, wanted[:, :n], wanted[:, n:], act, h_into_grad=True)
+    into, kept = wide if in_place else poisoned(m, 2 * n + p, dtype=dtype, device=device), grad.clone()
+    da, db = glu.backward_whole_into(gate, up, grad, into, ds, sb, s, act, tile)
+    assert_close(into[:, : 2 * n], wanted, dtype)
+    assert_close(da, ds.float().t() @ h.float(), torch.float32, 10)
+    dy = into[:, : 2 * n].float()
+    assert_close(into[:, 2 * n :], dy @ sb.float(), dtype, 4)
+    both = torch.cat((dy[:, :n].t() @ s[:, :rank].float(), dy[:, n:].t() @ s[:, rank : 2 * rank].float()))
+    assert_close(db, both, torch.float32, 10)
+    assert torch.equal(grad, kept)
+
+
+def test_whole_is_for_two_members_alike(device):
+    ds = torch.randn(4, 3, device=device, dtype=torch.float16)
+    possible = tensor_cores(ds)
+    assert glu.whole_fits(ds, [3, 3], [8, 8]) == possible
+    for ranks, widths in (([3], [16]), ([3, 4], [8, 8]), ([2, 2], [8, 8]), ([3, 3], [8, 9]), ([3, 3, 3], [8, 8, 8])):
+        assert not glu.whole_fits(ds, ranks, widths)
+    with pytest.raises(ValueError, match="do not fit"):
+        x = torch.randn(4, 8)
+        glu.backward_whole_into(x, x, x, x, ds, torch.zeros(16, 6), torch.zeros(4, 6), "silu")
 
 
 @pytest.mark.parametrize("act", glu.ACTIVATIONS)
