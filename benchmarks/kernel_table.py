@@ -168,6 +168,12 @@ def bandwidth_rows(m: int) -> list[Row]:
         gate, up = gate_up[:, :WIDE], gate_up[:, WIDE : 2 * WIDE]
         return lambda: glu.backward_a_into(gate, up, dh, gate, up, ds, "silu")
 
+    def glu_backward_whole():
+        wide, dh, ds = random(m, 2 * WIDE + SPARE), random(m, WIDE), random(m, RANK)
+        sb, s = random(2 * WIDE, SPARE), random(m, SPARE)
+        gate, up = wide[:, :WIDE], wide[:, WIDE : 2 * WIDE]
+        return lambda: glu.backward_whole_into(gate, up, dh, wide, ds, sb, s, "silu")
+
     def packing():
         x, a, out = random(m, HIDDEN), random(SPARE, HIDDEN), empty(m, HIDDEN + SPARE)
         return lambda: pack_into(x, a, out, rank=RANK)
@@ -240,6 +246,8 @@ def bandwidth_rows(m: int) -> list[Row]:
     add("geglu", "the same by tanh", "6·M·I", 6 * m * WIDE, glu_backward("gelu_tanh"))
     add("pack", "[x ∣ x·Aᵀ], attention's output", "2·M·H", 2 * m * HIDDEN, packing, a_again)
     if tensor_cores(empty(1, 1)):  # Triton only: elsewhere `Projection` takes library calls
+        whole = "the same, and dS and dB of gate and up"
+        add("swiglu", whole, "5·M·I", 5 * m * WIDE, glu_backward_whole, by_atomics)
         o, qkv, gate_up = [HIDDEN], [HIDDEN, KEYS, KEYS], [WIDE, WIDE]
         add("lora_grad", "dS = dY·sB, dB = dYᵀ·sS of o or down", "M·H", m * HIDDEN, tail(o, "one_read"), by_atomics)
         add("lora_grad", "the same of q, k, v", "M·N", m * QKV, tail(qkv, "one_read_down"), by_atomics)
