@@ -477,20 +477,18 @@ def _activation_backward(gate_up, dh, act, groups, saved, ds_down):
     if len(groups) > 1:
         ds = [torch.empty(m, g.n + g.p, dtype=dh.dtype, device=dh.device) for g in groups]
         parts = ds[0][:, :width], ds[1][:, :width]
-        da = _parts_backward(gate_up, dh, parts, act, ds_down, saved[0].sums, in_place=False)
+        da = _parts_backward(gate_up, dh, parts, act, ds_down, saved[0].sums)
         return [g.gradient_of(d, kept) for g, d, kept in zip(groups, ds, saved, strict=True)], da
     group, kept = groups[0], saved[0]
-    in_place = _may_overwrite()
 
-    def split(wide):
-        return wide[:, :width], wide[:, width : 2 * width]
-
-    def apart(wide, dh, into):
-        da = _parts_backward(wide, dh, split(into), act, ds_down, kept.sums, in_place=into is wide)
+    def apart(dh, into):
+        parts = into[:, :width], into[:, width : 2 * width]
+        da = _parts_backward(gate_up, dh, parts, act, ds_down, kept.sums)
         return group.gradient_of(into, kept), da
 
-    def whole(tile, wide, dh, into):
-        arguments = *split(wide), dh, into, ds_down, kept.op.sb, kept.scaled_s, act, tile, kept.sums
+    def whole(tile, dh, into):
+        gate, up = gate_up[:, :width], gate_up[:, width : 2 * width]
+        arguments = gate, up, dh, into, ds_down, kept.op.sb, kept.scaled_s, act, tile, kept.sums
         da, db = glu.backward_whole_into(*arguments)
         return Gradient(into[:, : group.n], into[:, group.n :], into, db), da
 
@@ -499,17 +497,13 @@ def _activation_backward(gate_up, dh, act, groups, saved, ds_down):
     if ds_down is not None and glu.whole_fits(ds_down, ranks, widths):
         forms = {tile: partial(whole, tile) for tile in glu.WHOLE_TILES} | forms
 
-    def spare():
-        wide = torch.zeros_like(gate_up)
-        return wide, torch.zeros_like(dh), wide if in_place else torch.empty_like(gate_up)
-
-    key = (tune.bucket(m), width, group.rank, act, dh.dtype, in_place)
-    picked = tune.pick("gate and up backward", key, tune.on_spare(forms, spare), dh.device)
-    gradient, da = forms[picked](gate_up, dh, gate_up if in_place else torch.empty_like(gate_up))
+    trials = tune.on_spare(forms, lambda: (dh.clone(), torch.empty_like(gate_up)))
+    picked = tune.pick("gate and up backward", (tune.bucket(m), width, group.rank, act, dh.dtype), trials, dh.device)
+    gradient, da = forms[picked](dh, gate_up if _may_overwrite() else torch.empty_like(gate_up))
     return [gradient], da
 
 
-def _parts_backward(gate_up, dh, parts, act, ds_down, sums, in_place: bool):
+def _parts_backward(gate_up, dh, parts, act, ds_down, sums):
     """The activation's backward into parts; dA of the down projection where one pass for both is the faster way, else
     None, and dh is overwritten with act(gate)·up."""
     width = dh.shape[1]
@@ -518,31 +512,23 @@ def _parts_backward(gate_up, dh, parts, act, ds_down, sums, in_place: bool):
         d_gate, d_up = parts
         glu.backward_into(gate, up, dh, d_gate, d_up, act, h_into_grad=True)
         return None
-    return _backward_with_a(gate, up, dh, parts, ds_down, act, sums, in_place)
+    return _backward_with_a(gate, up, dh, parts, ds_down, act, sums)
 
 
-def _backward_with_a(gate, up, dh, parts, ds_down, act, sums, in_place: bool):
+def _backward_with_a(gate, up, dh, parts, ds_down, act, sums):
     """dA of the down projection, in one pass with the activation's backward where that is the faster way."""
 
-    def plain(gate, up, dh, d_gate, d_up):
+    def plain(dh, d_gate, d_up):
         glu.backward_into(gate, up, dh, d_gate, d_up, act, h_into_grad=True)
         return mm_in(ds_down.t(), dh, torch.float32)
 
-    def one_pass(tile, gate, up, dh, d_gate, d_up):
+    def one_pass(tile, dh, d_gate, d_up):
         return glu.backward_a_into(gate, up, dh, d_gate, d_up, ds_down, act, tile, sums)
 
     forms = {**{tile: partial(one_pass, tile) for tile in glu.A_TILES}, "plain": plain}
-
-    def spare():
-        if not in_place:
-            return gate, up, torch.zeros_like(dh), *parts
-        wide = gate.new_zeros(len(gate), gate.stride(0))
-        both = wide[:, : gate.shape[1]], wide[:, gate.shape[1] : 2 * gate.shape[1]]
-        return *both, torch.zeros_like(dh), *both
-
+    trials = tune.on_spare(forms, lambda: [dh.clone(), *(torch.empty_like(t) for t in parts)])
     key = (tune.bucket(dh.shape[0]), dh.shape[1], ds_down.shape[1], act, dh.dtype)
-    picked = tune.pick("glu backward", key, tune.on_spare(forms, spare), dh.device)
-    return forms[picked](gate, up, dh, *parts)
+    return forms[tune.pick("glu backward", key, trials, dh.device)](dh, *parts)
 
 
 def gated_mlp(

@@ -373,7 +373,7 @@ class Projection:
             if tensor_cores(ds, op.a):
                 forms = {"fused": partial(add_product_into, *arguments)} | forms
             key = (tune.bucket(dx.shape[0]), self.k, m.rank, dx.dtype)
-            trials = tune.on_spare(forms, lambda: (torch.zeros_like(dx),))
+            trials = tune.on_spare(forms, lambda: (dx.clone(),))
             forms[tune.pick("dropped sum", key, trials, dx.device)](dx)
 
     def gradient(self, dy, saved: Saved, with_dx: bool = True) -> Gradient:

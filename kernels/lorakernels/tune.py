@@ -2,7 +2,9 @@
 
 `pick("qkv", (M, K, N), {"one": f, "addmm": g})` times f and g and returns the faster one's name. It is the device's
 time that counts, with the launches queued beforehand: where the host is the slower of the two, a CUDA graph is the
-remedy, and it too replays by the device's time. While a CUDA graph is captured nothing can be timed, so a shape met
+remedy, and it too replays by the device's time. The device is kept as busy as it is in training: a GPU that has idled
+runs at a higher clock than the power cap leaves it later, which favours the form with more arithmetic. For the same
+reason trials get real data: zeros draw little. While a CUDA graph is captured nothing can be timed, so a shape met
 there for the first time gets the first form: warm up before capturing.
 On a CPU the first form is taken. `force("addmm")` fixes the answer (tests, ablations); `force(None)` measures again.
 """
@@ -10,7 +12,7 @@ On a CPU the first form is taken. `force("addmm")` fixes the answer (tests, abla
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +23,10 @@ from .runtime import next_power_of_2
 _chosen: dict[tuple, str] = {}
 _forced: str | None = None
 ROUNDS = 5
-HEAD_START = 1_000_000  # cycles (half a millisecond) that the device waits while a form is launched
+LOAD = (
+    4096,
+    8,
+)  # products of square matrices of this size, and how many: a millisecond or two while a form is launched
 
 
 def force(name: str | None) -> None:
@@ -49,14 +54,16 @@ def pick(name: str, key: tuple, forms: Mapping[str, Callable[[], Any]], device: 
     if full not in _chosen:
         if torch.cuda.is_current_stream_capturing():
             return first
-        _chosen[full] = _fastest(forms)
+        _chosen[full] = _fastest(forms, device)
     return _chosen[full]
 
 
-def on_spare(forms: Mapping[str, Callable[..., Any]], make: Callable[[], tuple]) -> dict[str, Callable[[], Any]]:
+def on_spare(
+    forms: Mapping[str, Callable[..., Any]], make: Callable[[], Sequence[Any]]
+) -> dict[str, Callable[[], Any]]:
     """Trials for `pick` of forms that write over what they read or add to it, which measuring would do several times:
     they are called with what `make` gives, which is made once, and only if anything is measured."""
-    made: list[tuple] = []
+    made: list[Sequence[Any]] = []
 
     def trial(form: Callable[..., Any]) -> Any:
         if not made:
@@ -77,13 +84,22 @@ def _runs(run: Callable[[], Any]) -> bool:
     return True
 
 
-def _fastest(forms: Mapping[str, Callable[[], Any]]) -> str:
+def _load(device: torch.device) -> Callable[[], Any]:
+    """Queues work that draws what a training step draws."""
+    size, times = LOAD
+    a = torch.randn(size, size, dtype=torch.float16, device=device)
+    out = torch.empty_like(a)
+    return lambda: [torch.mm(a, a, out=out) for _ in range(times)]
+
+
+def _fastest(forms: Mapping[str, Callable[[], Any]], device: torch.device) -> str:
     forms = {name: run for name, run in forms.items() if _runs(run)}  # compiles and warms up, too
+    load = _load(device)
     times: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(ROUNDS):  # in turns, so that a change of clock meets all of them
         for name, run in forms.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(HEAD_START)
+            load()
             start.record()
             run()
             end.record()
