@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .runtime import capturing, cdiv, check, jit, tl, use_triton
+from .runtime import capturing, cdiv, check, kernel, tl, use_triton
 
 BLOCK = 2048
 TL = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -20,7 +20,7 @@ TL = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloa
 Item = tuple[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor]
 
 
-@jit
+@kernel
 def _load_kernel(
     a_ptr, b_ptr, out_a_ptr, out_b_ptr, k, r, n_a, n_b, out_a_row, out_b_row, a_blocks, scale, BLOCK: tl.constexpr
 ):
@@ -61,7 +61,7 @@ def load_adapter(a: torch.Tensor, b: torch.Tensor, scale: float, out_a: torch.Te
     )  # fmt: skip
 
 
-@jit
+@kernel
 def _load_many_kernel(table_ptr, scale_ptr, item_ptr, IN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr):
     """Program i copies a block of one matrix. item: (matrix, block of it); table: (from, to, elements, columns, row
     stride of the target) a matrix, pointers as integers."""

@@ -20,6 +20,7 @@ from .runtime import (
     cdiv,
     check,
     jit,
+    kernel,
     next_power_of_2,
     rank_tile,
     rows,
@@ -51,7 +52,7 @@ def keep_tile(seed, row, start, n, threshold, BM: tl.constexpr, BN: tl.constexpr
     return tl.reshape(halves, (BM, BN)) >= threshold
 
 
-@jit
+@kernel
 def _dropout_kernel(
     x_ptr, y_ptr, seed_ptr, m, n, x_row, y_row, threshold, scale,
     ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -68,7 +69,7 @@ def _dropout_kernel(
     tl.store(y_ptr + row[:, None] * y_row + col[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@jit
+@kernel
 def _product_kernel(
     x_ptr, a_ptr, seed_ptr, s_ptr, m, n, rank, x_row, a_row, s_row, threshold, scale,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
@@ -89,7 +90,7 @@ def _product_kernel(
     tl.store(spot, (acc * scale).to(s_ptr.dtype.element_ty), mask=(row[:, None] < m) & (r[None, :] < rank))
 
 
-@jit
+@kernel
 def _add_product_kernel(
     ds_ptr, a_ptr, seed_ptr, dx_ptr, m, n, rank, ds_row, a_row, dx_row, threshold, scale,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,

@@ -55,16 +55,15 @@ class Heads:
 
     def split(self, y: torch.Tensor, lead: torch.Size) -> list[torch.Tensor]:
         """Views (B, S, H, D) of q, k, v in y (B·S, ≥ N)."""
-        y = y.unflatten(0, lead)
-        return [
-            t.unflatten(-1, (t.shape[-1] // self.size, self.size))
-            for t in y[..., : sum(self.widths)].split(self.widths, -1)
-        ]
+        parts = self.n_q, self.n_k, self.n_k
+        heads = y[:, : sum(parts) * self.size].unflatten(1, (sum(parts), self.size))
+        return list(heads.unflatten(0, lead).split(parts, 2))
 
 
-def _no_autocast(x: torch.Tensor):
+def _no_autocast(device: torch.device):
     """The functions fix their dtypes themselves; autocast inside would cast the parameters' gradients."""
-    return torch.autocast(x.device.type, enabled=False)
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
 
 
 def compute_dtype(x: torch.Tensor, weight_dtype: torch.dtype) -> torch.dtype:
@@ -212,7 +211,7 @@ class Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, x, norm_weight, cos, sin, wq, wk, *parameters):
         groups, norm, heads, dtype = call["groups"], call["norm"], call["heads"], call["dtype"]
-        with _no_autocast(x):
+        with _no_autocast(x.device):
             flat = rows(x)
             ops = [g.operand(dtype) for g in groups]
             seeds = [g.seeds(x.device) if call["training"] else None for g in groups]
@@ -245,7 +244,7 @@ class Project(torch.autograd.Function):
         device = next((g.device for g in grads if g is not None), None)
         if device is None:
             return (None,) * (7 + len(ctx.needs_input_grad[7:]))
-        with torch.autocast(device.type, enabled=False):
+        with _no_autocast(device):
             ops = [g.operand_again(dtype) for g in groups]
             saved = _saved(groups, ops, kept_s, seeds, ctx.shape[:-1].numel(), device)
             with_dx = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
@@ -360,7 +359,7 @@ class GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, x, residual, norm_weight, *parameters):
         groups, down, norm, dtype = call["groups"], call["down"], call["norm"], call["dtype"]
-        with _no_autocast(x):
+        with _no_autocast(x.device):
             flat, res = rows(x), None if residual is None else rows(residual)
             ops, op_down = [g.operand(dtype) for g in groups], down.operand(dtype)
             seeds = [g.seeds(x.device) if call["training"] else None for g in (*groups, down)]
@@ -399,7 +398,7 @@ class GatedMLP(torch.autograd.Function):
         n = len(groups) + 1
         kept_s, seeds, parameters = rest[:n], rest[n : 2 * n], rest[2 * n :]
         n_down = 4 * len(down.members)
-        with _no_autocast(grad):
+        with _no_autocast(grad.device):
             ops = [g.operand_again(dtype) for g in (*groups, down)]
             *saved, kept = _saved((*groups, down), ops, kept_s, seeds, h.shape[0], grad.device)
             d_down = down.gradient(grad, kept)

@@ -23,6 +23,7 @@ from .runtime import (
     cdiv,
     check,
     jit,
+    kernel,
     next_power_of_2,
     rank_tile,
     stages_of,
@@ -39,8 +40,8 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # and h share the registers, and with 16 rows all of them stay there.
 A_TILES = {"with_a": (16, 128, 4, 3, 8)}
 MAX_A_RANK = 64
-# The same with dS and dB of gate and up. 64 rows give its products of dY · sB tensor-core shapes of their own, and three
-# stages hide the barriers between them: of 16 tiles this one alone beats two launches (docs/lab-notes.md).
+# The same with dS and dB of gate and up. 64 rows let dY · sB run in shapes that the tensor cores have, and three stages
+# hide the barriers in between: of 16 tiles this one alone beats two launches (docs/lab-notes.md).
 WHOLE_TILES = {"whole": (64, 64, 4, 3, 4)}
 
 
@@ -87,7 +88,7 @@ def _act(g, ACT: tl.constexpr):
     return a, d
 
 
-@jit
+@kernel
 def _forward_kernel(g_ptr, u_ptr, h_ptr, n, g_row, u_row, h_row, ACT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -98,7 +99,7 @@ def _forward_kernel(g_ptr, u_ptr, h_ptr, n, g_row, u_row, h_row, ACT: tl.constex
     tl.store(h_ptr + row * h_row + col, (a * u).to(h_ptr.dtype.element_ty), mask=inside)
 
 
-@jit
+@kernel
 def _forward_lora_kernel(
     g_ptr, u_ptr, h_ptr, a_ptr, m, n, g_row, u_row, h_row, a_row, rank, p,
     ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
@@ -120,7 +121,7 @@ def _forward_lora_kernel(
     store_s(h_ptr + row[:, None] * h_row + n, acc, row[:, None] < m, p, BM, R)
 
 
-@jit
+@kernel
 def _backward_kernel(
     g_ptr, u_ptr, dh_ptr, dg_ptr, du_ptr, h_ptr, n, g_row, u_row, dh_row, dg_row, du_row, h_row,
     ACT: tl.constexpr, WITH_H: tl.constexpr, BLOCK: tl.constexpr,
@@ -138,7 +139,7 @@ def _backward_kernel(
         tl.store(h_ptr + row * h_row + col, (a * u).to(h_ptr.dtype.element_ty), mask=inside)
 
 
-@jit
+@kernel
 def _backward_a_kernel(
     g_ptr, u_ptr, dh_ptr, dg_ptr, du_ptr, ds_ptr, da_ptr, s_ptr, sb_ptr, tail_ptr, db_ptr,
     m, n, rank, g_row, u_row, dh_row, dg_row, du_row, ds_row, s_row, sb_row, tail_row,

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from .fast_math import exp, tanh
-from .runtime import cdiv, check, jit, next_power_of_2, rows, tl, use_triton, working_dtype
+from .runtime import cdiv, check, kernel, next_power_of_2, rows, tl, use_triton, working_dtype
 
 CHUNK_BYTES = 256 << 20  # of logits; 1024 rows at Llama 3's vocabulary: dX still fills the GPU with tiles
 
@@ -34,7 +34,7 @@ def linear_cross_entropy_reference(x, weight, target, bias=None, ignore_index=-1
     return total / ((target != ignore_index).sum() if num_items is None else num_items)
 
 
-@jit
+@kernel
 def _loss_kernel(
     z_ptr, target_ptr, loss_ptr, n, z_row, ignore_index, cap,
     CAP: tl.constexpr, WITH_GRAD: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,

@@ -21,7 +21,7 @@ import torch
 
 from .dropout import keep_tile, threshold_and_scale
 from .rms_norm import forward_into as norm_into
-from .runtime import cdiv, check, jit, rank_tile, stages_of, tensor_cores, tl, working_dtype
+from .runtime import cdiv, check, kernel, rank_tile, stages_of, tensor_cores, tl, working_dtype
 from .sums import Sums, gradient_room
 
 MAX_RANK = 64  # of one member: above it the accumulators leave the registers
@@ -58,7 +58,7 @@ def a_gradient_reference(ds, h, rstd: Any = None, weight: Any = None, offset: fl
     return ds.to(dtype).t() @ x
 
 
-@jit
+@kernel
 def _tail_and_b_kernel(
     dy_ptr, sb_ptr, s_ptr, ds_ptr, db_ptr, m, n, end_0, end_1, rank, dy_row, sb_row, s_row, ds_row,
     STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
@@ -83,7 +83,7 @@ def _tail_and_b_kernel(
     tl.atomic_add(ds_ptr + row[:, None] * ds_row + skip + r[None, :], acc, mask=narrow, sem="relaxed")
 
 
-@jit
+@kernel
 def _tail_and_b_down_kernel(
     dy_ptr, sb_ptr, s_ptr, ds_ptr, db_ptr, m, n, end_0, end_1, rank, dy_row, sb_row, s_row, ds_row,
     STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
@@ -109,7 +109,7 @@ def _tail_and_b_down_kernel(
     tl.atomic_add(db_ptr + col[None, :].to(tl.int64) * rank + r[:, None], acc, mask=mine, sem="relaxed")
 
 
-@jit
+@kernel
 def _a_kernel(
     h_ptr, w_ptr, rstd_ptr, ds_ptr, seed_ptr, da_ptr, m, n, rank, h_row, ds_row, offset, threshold, scale,
     NORM: tl.constexpr, ON_H: tl.constexpr, DROP: tl.constexpr,
@@ -170,13 +170,13 @@ def tail_and_b(
     sums = Sums(dy.device, n * rank, m * p) if sums is None else sums
     ds, db = sums.scratch(m, p), sums.gradient(n, rank)
     if down:
-        kernel, steps = _tail_and_b_down_kernel, most
+        launched, steps = _tail_and_b_down_kernel, most
         grid = cdiv(n, bn), cdiv(m, bm * steps)
     else:
         unit = math.gcd(*widths)
         steps = next(i for i in range(most, 0, -1) if len(widths) == 1 or unit % (bn * i) == 0)
-        kernel, grid = _tail_and_b_kernel, (cdiv(m, bm), cdiv(n, bn * steps))
-    kernel[grid](
+        launched, grid = _tail_and_b_kernel, (cdiv(m, bm), cdiv(n, bn * steps))
+    launched[grid](
         dy, sb, s, ds, db, m, n, end_0, end_1, rank, dy.stride(0), sb.stride(0), s.stride(0), ds.stride(0),
         STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages_of(dy, stages),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from .runtime import cdiv, check, jit, next_power_of_2, tl, use_triton
+from .runtime import cdiv, check, kernel, next_power_of_2, tl, use_triton
 
 
 def absmax_reference(state) -> torch.Tensor:
@@ -32,7 +32,7 @@ def dequantize_reference(packed: torch.Tensor, state) -> torch.Tensor:
     return (state.code.float()[index[:n]] * scale).view(*state.shape)
 
 
-@jit
+@kernel
 def _dequantize_kernel(
     packed_ptr, code_ptr, absmax_ptr, code2_ptr, absmax2_ptr, offset_ptr, out_ptr, k, out_row, blocksize, blocksize2,
     NESTED: tl.constexpr, BLOCK: tl.constexpr,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .runtime import MAX_FUSED_RANK, cdiv, check, jit, rank_tile, tensor_cores, tile_of, tl, use_triton
+from .runtime import MAX_FUSED_RANK, cdiv, check, jit, kernel, rank_tile, tensor_cores, tile_of, tl, use_triton
 
 
 def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ def store_s(y, acc, rows_inside, p, BM: tl.constexpr, R: tl.constexpr):
         tl.store(y + start + r[None, :], tl.zeros((BM, R), dtype), mask=rows_inside & (start + r[None, :] < p))
 
 
-@jit
+@kernel
 def _pack_kernel(
     x_ptr, a_ptr, y_ptr, m, n, rank, p, x_row, a_row, a_col, y_row,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,

@@ -16,6 +16,7 @@ it is taken (`tune`). Hu et al., "LoRA" (2021). Run: python -m pytest tests/lora
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -116,12 +117,15 @@ class Projection:
         self.n = sum(m.shape[0] for m in members)
         self.rank = sum(m.rank for m in members)
         self.p = round_up(self.rank, 64 if self.k >= 2048 else 16)
+        self.rows = _slices([m.shape[0] for m in members])  # each member's rows of W and B
+        self.columns = _slices([m.rank for m in members])  # each member's columns of S and rows of A
         self.quantized = any(m.quantized is not None for m in members)
         self.fp8: Any = None
         self.buffer: Any = None
         self._scales: tuple[tuple, torch.Tensor] | None = None
         self._loaded: tuple = ()
         self._operand: Operand | None = None  # of our own buffer
+        self._places: list[tuple] = []  # of the adapters in it
         self._fresh = False  # `refreshed` has just loaded what the next `operand` would load
         if fp8 and not self.quantized:
             from .fp8 import FrozenFp8
@@ -133,34 +137,18 @@ class Projection:
         m = self.members[0]
         return m.weight.dtype if m.quantized is None else m.compute_dtype or m.quantized.dtype
 
-    # ---- where things lie -------------------------------------------------------------------------------------------
-    def row_slices(self) -> list[slice]:
-        ends, out = 0, []
-        for m in self.members:
-            out.append(slice(ends, ends + m.shape[0]))
-            ends += m.shape[0]
-        return out
-
-    def rank_slices(self) -> list[slice]:
-        ends, out = 0, []
-        for m in self.members:
-            out.append(slice(ends, ends + m.rank))
-            ends += m.rank
-        return out
-
     # ---- the buffer -------------------------------------------------------------------------------------------------
     def owns_weights(self) -> bool:
         """True if the modules' weights still are the views that `adopt` made (a merge may have replaced them)."""
         buffer = self.buffer
         if buffer is None:
             return False
-        at = zip(self.members, self.row_slices(), strict=True)
-        step = buffer.stride(0) * buffer.element_size()
+        start, step = buffer.data_ptr(), buffer.stride(0) * buffer.element_size()
         return all(
             m.weight.dtype == buffer.dtype
             and m.weight.device == buffer.device
-            and m.weight.data_ptr() == buffer.data_ptr() + rows.start * step
-            for m, rows in at
+            and m.weight.data_ptr() == start + rows.start * step
+            for m, rows in zip(self.members, self.rows, strict=True)
         )
 
     def adopt(self) -> None:
@@ -169,7 +157,7 @@ class Projection:
             return
         first = self.members[0].weight
         buffer = torch.zeros(self.n + self.p, self.k + self.p, dtype=first.dtype, device=first.device)
-        for m, at in zip(self.members, self.row_slices(), strict=True):
+        for m, at in zip(self.members, self.rows, strict=True):
             buffer[at, : self.k].copy_(m.weight.data)
             m.weight.data = buffer[at, : self.k]
         self.buffer = buffer
@@ -184,6 +172,9 @@ class Projection:
 
     def operand(self, dtype: torch.dtype) -> Operand:
         """The operand with today's A and B in it."""
+        if self._fresh and self.members[0].weight.dtype == dtype:
+            self._fresh = False
+            return self._own()
         if self.fp8 is not None:
             dev = self.members[0].weight.device
             sb = torch.zeros(self.n, self.p, dtype=dtype, device=dev)
@@ -194,9 +185,8 @@ class Projection:
             if not self.owns_weights():
                 self.adopt()
             op = self._own()
-            if not self._fresh:
-                self._load(op)
-            self._fresh, self._loaded = False, self._identity()
+            self._load(op)
+            self._loaded = self._identity()
             return op
         return self._scratch(dtype)
 
@@ -208,16 +198,16 @@ class Projection:
         """The adapters and their places in the buffer, where today's weights lie there in dtype; else None."""
         if self.quantized or self.fp8 is not None or self.members[0].weight.dtype != dtype or not self.owns_weights():
             return None
-        self._fresh = True
+        self._fresh, self._loaded = True, self._identity()
         return self._items(self._own())
 
     def _items(self, op: Operand) -> list[Item]:
         """Every adapter with its place in the operand."""
-        return [
-            (m.a, m.b, m.scale, op.a[cols], op.sb[rows, cols])
-            for m, (rows, cols) in zip(self.members, self._slices(), strict=True)
-            if m.a is not None
-        ]
+        places = self._places if op is self._operand else self._places_in(op)
+        return [(m.a, m.b, m.scale, *at) for m, at in zip(self.members, places, strict=True) if m.a is not None]
+
+    def _places_in(self, op: Operand) -> list[tuple]:
+        return [(op.a[cols], op.sb[rows, cols]) for rows, cols in zip(self.rows, self.columns, strict=True)]
 
     def operand_again(self, dtype: torch.dtype) -> Operand:
         """For backward: what forward used. Loaded once more only if another adapter has been there since."""
@@ -233,9 +223,10 @@ class Projection:
         return Operand(full[:n, :k], full[:n, k:], full[n:, :k], full)
 
     def _own(self) -> Operand:
-        """The views of our own buffer, made once: three views a forward and linear add up on the host."""
+        """The views of our own buffer, made once: some views a forward and linear add up on the host."""
         if self._operand is None or self._operand.full is not self.buffer:
             self._operand = self._views(self.buffer)
+            self._places = self._places_in(self._operand)
         return self._operand
 
     def _scratch(self, dtype: torch.dtype) -> Operand:
@@ -245,7 +236,7 @@ class Projection:
         dev = self.members[0].weight.device
         full = torch.empty(self.n + self.p, self.k + self.p, dtype=dtype, device=dev)
         op = self._views(full)
-        for m, at in zip(self.members, self.row_slices(), strict=True):
+        for m, at in zip(self.members, self.rows, strict=True):
             if m.quantized is not None:
                 dequantize_into(m.weight, m.quantized, op.w[at])
             else:
@@ -301,7 +292,7 @@ class Projection:
             torch.mm(x, op.a.t(), out=out)
             return
         out.zero_()
-        for i, (m, cols) in enumerate(zip(self.members, self.rank_slices(), strict=True)):
+        for i, (m, cols) in enumerate(zip(self.members, self.columns, strict=True)):
             if m.rank:
                 arguments = x, op.a[cols], seeds[i : i + 1], m.dropout, out[:, cols]
                 tiles = {**({t: t for t in TILES} if tensor_cores(x, op.a) else {}), "plain": None}
@@ -365,7 +356,7 @@ class Projection:
         return dx
 
     def _add_dropped(self, dx, ds, op, seeds) -> None:
-        for i, (m, cols) in enumerate(zip(self.members, self.rank_slices(), strict=True)):
+        for i, (m, cols) in enumerate(zip(self.members, self.columns, strict=True)):
             if not m.rank:
                 continue
             arguments = ds[:, cols], op.a[cols], seeds[i : i + 1], m.dropout
@@ -426,7 +417,8 @@ class Projection:
 
         def library_with_b():  # what the library's dS costs when dB's own products come later
             library()
-            return [mm_in(dy[:, r].t(), scaled_s[:, c], torch.float32) for r, c in self._slices()]
+            at = zip(self.rows, self.columns, strict=True)
+            return [mm_in(dy[:, r].t(), scaled_s[:, c], torch.float32) for r, c in at]
 
         key = (tune.bucket(dy.shape[0]), self.n, self.p, len(widths), dy.dtype)
         form = tune.pick("tail and b", key, one_read | {"plain": library_with_b}, dy.device)
@@ -457,9 +449,6 @@ class Projection:
         key = (tune.bucket(ds.shape[0]), self.k, rank, ds.dtype, source.norm is not None, seed is not None)
         return forms[tune.pick("a gradient", key, forms, ds.device)]()
 
-    def _slices(self) -> list[tuple[slice, slice]]:
-        return list(zip(self.row_slices(), self.rank_slices(), strict=True))
-
     def parameter_gradients(
         self, gradient: Gradient, saved: Saved, needed: list[bool], source: Any, da_all: Any = None
     ) -> list:
@@ -471,9 +460,9 @@ class Projection:
         if wanted and any(n and m.a is not None for n, m in zip(needed[::4], self.members, strict=True)):
             da_all = self.a_gradients(gradient.ds[:, : self.rank], source, sums)
         out: list[torch.Tensor | None] = []
-        for i, (m, (rows, cols)) in enumerate(zip(self.members, self._slices(), strict=True)):
+        for i, (m, rows, cols) in enumerate(zip(self.members, self.rows, self.columns, strict=True)):
             need_a, need_b, need_lora_bias, need_bias = needed[4 * i : 4 * i + 4]
-            dy, da, db = gradient.dy[:, rows], None, None
+            da, db = None, None
             if need_a and m.a is not None:
                 if da_all is not None:
                     da = da_all[cols]
@@ -481,10 +470,13 @@ class Projection:
                     seed = None if seeds is None else seeds[i : i + 1]
                     da = self.a_gradients(gradient.ds[:, cols], source, sums, seed, m.dropout)
             if need_b and m.b is not None:
-                known = gradient.db is not None
-                db = gradient.db[rows] if known else mm_in(dy.t(), saved.scaled_s[:, cols], m.b.dtype)
+                if gradient.db is not None:
+                    db = gradient.db[rows]
+                else:
+                    db = mm_in(gradient.dy[:, rows].t(), saved.scaled_s[:, cols], m.b.dtype)
             total: Any = None
             if need_lora_bias or need_bias:
+                dy = gradient.dy[:, rows]
                 total = dy.sum(0, dtype=torch.promote_types(torch.float32, dy.dtype))
             dlb = (total * m.scale).to(m.lora_bias.dtype) if need_lora_bias and m.lora_bias is not None else None
             out += [da, db, dlb, total.to(m.bias.dtype) if need_bias and m.bias is not None else None]
@@ -495,6 +487,12 @@ def sums_of(projections: list[Projection], m: int, device: torch.device) -> Sums
     """Room for dS of m rows, dB and dA of all members of these projections."""
     gradients = sum(g.rank * g.k + g.n * max(x.rank for x in g.members) for g in projections)
     return Sums(device, gradients, sum(m * g.p for g in projections))
+
+
+def _slices(sizes: list[int]) -> list[slice]:
+    """Slices of these sizes, each behind the one before."""
+    ends = list(itertools.accumulate(sizes))
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _product(x, wt, bias, out, residual):

@@ -22,7 +22,7 @@ from .runtime import (
     MAX_FUSED_RANK,
     cdiv,
     check,
-    jit,
+    kernel,
     multiprocessors,
     next_power_of_2,
     rank_tile,
@@ -45,7 +45,7 @@ def rms_norm_reference(x, weight, eps: float = 1e-6, offset: float = 0.0, residu
     return y if residual is None else (y, h)
 
 
-@jit
+@kernel
 def _forward_kernel(
     x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, m, n, x_row, r_row, h_row, c_row, y_row, eps, offset,
     ADD: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -69,7 +69,7 @@ def _forward_kernel(
     tl.store(rstd_ptr + row, rstd, mask=row < m)
 
 
-@jit
+@kernel
 def _forward_lora_kernel(
     x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, a_ptr, m, n,
     x_row, r_row, h_row, c_row, y_row, a_row, rank, p, eps, offset,
@@ -110,7 +110,7 @@ def _forward_lora_kernel(
     store_s(y_ptr + row[:, None] * y_row + n, acc, row[:, None] < m, p, BM, R)
 
 
-@jit
+@kernel
 def _backward_kernel(
     dy_ptr, h_ptr, w_ptr, rstd_ptr, dr_ptr, dx_ptr, dw_ptr, m, n, dy_row, h_row, dr_row, dx_row, offset,
     ADD: tl.constexpr, WITH_DW: tl.constexpr, BLOCK: tl.constexpr,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .runtime import check, jit, next_power_of_2, tl, use_triton, working_dtype
+from .runtime import check, jit, kernel, next_power_of_2, tl, use_triton, working_dtype
 
 
 def rope_reference(x, cos, sin, weight=None, eps: float = 1e-6):
@@ -96,7 +96,7 @@ def _copy(x_ptr, y_ptr, x_head, y_head, n_heads, d, HEADS: tl.constexpr, D: tl.c
     tl.store(y_ptr + head[:, None] * y_head + i[None, :], x, mask=ok)
 
 
-@jit
+@kernel
 def _rope_kernel(
     q_ptr, k_ptr, v_ptr, yq_ptr, yk_ptr, yv_ptr, rq_ptr, rk_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, seq,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, yq_b, yq_s, yq_h, yk_b, yk_s, yk_h, yv_b, yv_s, yv_h,

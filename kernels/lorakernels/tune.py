@@ -36,7 +36,7 @@ def force(name: str | None) -> None:
 
 def choices() -> dict[tuple, str]:
     """What was chosen so far, for a report."""
-    return dict(_chosen)
+    return {tuple(str(x) if isinstance(x, torch.device) else x for x in key): form for key, form in _chosen.items()}
 
 
 def bucket(m: int) -> int:
@@ -50,7 +50,7 @@ def pick(name: str, key: tuple, forms: Mapping[str, Callable[[], Any]], device: 
         return str(_forced)
     if device.type != "cuda" or len(forms) == 1:
         return first
-    full = (name, *key, str(device))
+    full = (name, *key, device)
     if full not in _chosen:
         if torch.cuda.is_current_stream_capturing():
             return first

@@ -22,6 +22,7 @@ torch.version.cuda = torch.version.cuda or "none"
 import lorakernels
 import memcheck
 import triton
+from lorakernels.runtime import Kernel
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -61,7 +62,7 @@ def main(capability: str, dtype: str) -> None:
     ]:
         if hasattr(module, "use_triton"):
             module.use_triton = lambda *tensors: tensors[0].numel() > 0  # type: ignore[attr-defined]
-        kernels |= {f for n, f in vars(module).items() if isinstance(f, JITFunction) and n.endswith("_kernel")}
+        kernels |= {f.function for f in vars(module).values() if isinstance(f, Kernel)}
     memcheck.kernels(getattr(torch, dtype))
     missing = kernels - compiled
     if missing:

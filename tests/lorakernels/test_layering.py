@@ -37,7 +37,7 @@ def test_every_kernel_has_a_test_and_a_benchmark():
     kernels = [
         f.stem
         for f in PACKAGE.glob("*.py")
-        if "_kernel(" in f.read_text() and "@jit" in f.read_text() and f.stem != "glu"
+        if "_kernel(" in f.read_text() and "@kernel" in f.read_text() and f.stem != "glu"
     ]
     assert len(kernels) >= 7
     for stem in [*kernels, "swiglu", "geglu"]:
