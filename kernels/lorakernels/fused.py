@@ -22,7 +22,7 @@ from . import glu, tune
 from .adapter import Loader
 from .linear_cross_entropy import mm_in
 from .lora_grad import Source
-from .pack import pack_into, with_spare_columns
+from .pack import Kept, pack_into, with_spare_columns
 from .projection import Gradient, Operand, Projection, Saved, sums_of
 from .rms_norm import backward_into as norm_backward_into
 from .rms_norm import forward_into as norm_into
@@ -106,20 +106,22 @@ class Incoming:
         norm = self.norm
         return norm_into(self.x, self.residual, self.weight, norm.eps, norm.offset, x_out, self.h, self.again)
 
-    def write_with_s(self, buffer, a, rank: int) -> Any:
-        """[X | X · Aᵀ] into buffer (M, K + p), in one launch or in two, whichever is faster; returns rstd."""
+    def write_with_s(self, buffer, a, rank: int, kept: Kept) -> Any:
+        """[X | X · Aᵀ] into buffer (M, K + p) and sS to kept, in one launch or in three, whichever is faster; returns
+        rstd."""
         x, norm, k = self.x, self.norm, self.x.shape[1]
 
         def plain():
             rstd = self.write(buffer[:, :k])
             torch.mm(buffer[:, :k], a.t(), out=buffer[:, k:])
+            kept.write(buffer[:, k:])
             return rstd
 
         def fused(tile):
             if norm is None:
-                return pack_into(x, a, buffer, tile, rank)
+                return pack_into(x, a, buffer, tile, rank, kept)
             arguments = x, self.residual, self.weight, norm.eps, norm.offset, buffer, a, self.h, tile, self.again
-            return norm_lora_into(*arguments, rank)
+            return norm_lora_into(*arguments, rank, kept)
 
         forms: dict[str, Any] = {tile: partial(fused, tile) for tile in TILES} if tensor_cores(buffer, a) else {}
         forms["plain"] = plain
@@ -128,20 +130,22 @@ class Incoming:
 
 
 def _fill(incoming: Incoming, groups: list[Projection], ops: list[Operand], seeds, dtype):
-    """(buffer with X, rstd, S of each group); a single group's S lies behind X already."""
+    """(buffer with X, rstd, S of each group, sS of each); a single group's S lies behind X already."""
     x, first = incoming.x, groups[0]
     m, k = x.shape[0], first.k
     buffer = torch.empty(m, k + max(g.p for g in groups), dtype=dtype, device=x.device)
+    kept = [g.kept(m, dtype, x.device) for g in groups]
     if len(groups) == 1 and first.p > 0 and seeds[0] is None:
-        rstd = incoming.write_with_s(buffer, ops[0].a, first.rank)
-        return buffer, rstd, [buffer[:, k:]]
+        rstd = incoming.write_with_s(buffer, ops[0].a, first.rank, kept[0])
+        return buffer, rstd, [buffer[:, k:]], [kept[0].s]
     rstd = incoming.write(buffer[:, :k])
     out = []
-    for g, op, seed in zip(groups, ops, seeds, strict=True):
+    for g, op, seed, room in zip(groups, ops, seeds, kept, strict=True):
         s = torch.empty(m, g.p, dtype=dtype, device=x.device)
         g.lora_input(buffer[:, :k], op, seed, s)
+        room.write(s)
         out.append(s)
-    return buffer, rstd, out
+    return buffer, rstd, out, [room.s for room in kept]
 
 
 def _outputs(groups, ops, buffer, s_list, out=None):
@@ -161,17 +165,19 @@ def _outputs(groups, ops, buffer, s_list, out=None):
 
 
 def _from_elsewhere(x, group, op, seed):
-    """(Y, S) of an X that somebody else wrote, attention say. It is copied in front of S only where the one GEMM that
+    """(Y, sS) of an X that somebody else wrote, attention say. It is copied in front of S only where the one GEMM that
     this allows is measured to be worth it."""
 
     def packed():
-        buffer, _, (s,) = _fill(Incoming(x), [group], [op], [seed], x.dtype)
-        return _outputs([group], [op], buffer, [s]), s
+        buffer, _, s, (kept,) = _fill(Incoming(x), [group], [op], [seed], x.dtype)
+        return _outputs([group], [op], buffer, s), kept
 
     def apart():
         s = torch.empty(x.shape[0], group.p, dtype=x.dtype, device=x.device)
         group.lora_input(x, op, seed, s)
-        return group.forward_apart(x, s, op), s
+        kept = group.kept(x.shape[0], x.dtype, x.device)
+        kept.write(s)
+        return group.forward_apart(x, s, op), kept.s
 
     if op.full is None or not group.p or not group.one_gemm:
         return apart()  # nothing would read the two as one
@@ -217,12 +223,11 @@ class Project(torch.autograd.Function):
             seeds = [g.seeds(x.device) if call["training"] else None for g in groups]
             rstd = None
             if norm is None and len(groups) == 1 and flat.dtype == dtype:
-                y, s = _from_elsewhere(flat, groups[0], ops[0], seeds[0])
-                s_list = [s]
+                y, kept = _from_elsewhere(flat, groups[0], ops[0], seeds[0])
+                kept_s = [kept]
             else:
-                buffer, rstd, s_list = _fill(Incoming(flat, norm, norm_weight), groups, ops, seeds, dtype)
+                buffer, rstd, s_list, kept_s = _fill(Incoming(flat, norm, norm_weight), groups, ops, seeds, dtype)
                 y = _outputs(groups, ops, buffer, s_list)
-            kept_s = [g.scale_columns(s) for g, s in zip(groups, s_list, strict=True)]
             outs, raw = (y.view(*x.shape[:-1], y.shape[-1]),), None
             if heads is not None:
                 outs, raw = Rotation(heads, cos, sin, wq, wk).forward(y, x.shape[:-1])
@@ -367,17 +372,16 @@ class GatedMLP(torch.autograd.Function):
             # The down projection adds to a second copy of h, which the norm writes on its way.
             total = torch.empty_like(h) if call["add"] and res is not None and h.dtype == dtype else None
             incoming = Incoming(flat, norm, norm_weight, res, h, total)
-            buffer, rstd, s_list = _fill(incoming, groups, ops, seeds[:-1], dtype)
+            buffer, rstd, s_list, kept_s = _fill(incoming, groups, ops, seeds[:-1], dtype)
             # One group's output gets the spare columns of its gradient, which backward writes over it.
             wide = None
             if len(groups) == 1:
                 wide = torch.empty(flat.shape[0], groups[0].n + groups[0].p, dtype=dtype, device=x.device)
             gate_up = _outputs(groups, ops, buffer, s_list, None if wide is None else wide[:, : groups[0].n])
-            kept_s = [g.scale_columns(s) for g, s in zip(groups, s_list, strict=True)]
             del buffer, s_list  # the widest operand comes next
-            packed = _activate(gate_up, call["act"], down, op_down, seeds[-1])
+            packed, kept = _activate(gate_up, call["act"], down, op_down, seeds[-1])
+            kept_s.append(kept)
             out = _down(packed, h, total, down, op_down, call["add"])
-            kept_s.append(down.scale_columns(packed[:, down.k :]))
         ctx.call, ctx.shape, ctx.dtypes = call, x.shape, (x.dtype, None if residual is None else residual.dtype)
         ctx.save_for_backward(h, norm_weight, rstd, gate_up if wide is None else wide, *kept_s, *seeds, *parameters)
         ctx.set_materialize_grads(False)
@@ -432,22 +436,24 @@ def _as(grad, dtype):
 
 
 def _activate(gate_up, act, down, op_down, seed):
-    """[act(gate)·up | S of the down projection]."""
+    """[act(gate)·up | S of the down projection], and its sS."""
     m, width = gate_up.shape[0], gate_up.shape[1] // 2
     gate, up = gate_up[:, :width], gate_up[:, width:]
     packed = torch.empty(m, width + down.p, dtype=gate_up.dtype, device=gate_up.device)
+    kept = down.kept(m, packed.dtype, packed.device)
 
     def plain():
         glu.forward_into(gate, up, packed[:, :width], act)
         down.lora_input(packed[:, :width], op_down, seed, packed[:, width:])
+        kept.write(packed[:, width:])
 
     forms = {"plain": plain}
     if down.p and seed is None and tensor_cores(packed, op_down.a):
         forms = {
-            t: partial(glu.forward_lora_into, gate, up, packed, op_down.a, act, t, down.rank) for t in TILES
+            t: partial(glu.forward_lora_into, gate, up, packed, op_down.a, act, t, down.rank, kept) for t in TILES
         } | forms
     forms[tune.pick("glu", (tune.bucket(m), width, down.p, act, packed.dtype), forms, packed.device)]()
-    return packed
+    return packed, kept.s
 
 
 def _down(packed, h, total, down, op_down, add: bool):

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from .fast_math import exp, sigmoid, tanh
-from .pack import store_s
+from .pack import Kept, arguments_of, store_s
 from .runtime import (
     MAX_FUSED_RANK,
     cdiv,
@@ -101,8 +101,8 @@ def _forward_kernel(g_ptr, u_ptr, h_ptr, n, g_row, u_row, h_row, ACT: tl.constex
 
 @kernel
 def _forward_lora_kernel(
-    g_ptr, u_ptr, h_ptr, a_ptr, m, n, g_row, u_row, h_row, a_row, rank, p,
-    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    g_ptr, u_ptr, h_ptr, a_ptr, kept_ptr, scale_ptr, m, n, g_row, u_row, h_row, a_row, rank, p,
+    ACT: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """A block of rows walks over all columns; S = h Aᵀ grows in registers and lands in the columns n … n + p."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -118,7 +118,7 @@ def _forward_lora_kernel(
         tl.store(h_ptr + row[:, None] * h_row + col[None, :], h, mask=inside)
         w = tl.load(a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(h, w, acc, input_precision="ieee")
-    store_s(h_ptr + row[:, None] * h_row + n, acc, row[:, None] < m, p, BM, R)
+    store_s(h_ptr + row[:, None] * h_row + n, kept_ptr, scale_ptr, acc, row, m, p, KEEP, BM, R)
 
 
 @kernel
@@ -198,10 +198,13 @@ def forward_into(gate, up, out, act: str) -> None:
     )
 
 
-def forward_lora_into(gate, up, buffer, lora_a, act: str, tile: str = "fused", rank: int | None = None) -> None:
+def forward_lora_into(
+    gate, up, buffer, lora_a, act: str, tile: str = "fused", rank: int | None = None, kept: Kept | None = None
+) -> None:
     """buffer = [h | h · lora_aᵀ] in one launch; lora_a (p, I) with p spare columns in buffer, p <= MAX_FUSED_RANK.
 
-    rank: how many rows of lora_a can differ from zero, all of them if not given: the kernel reads no others.
+    kept: where sS goes, too. rank: how many rows of lora_a can differ from zero, all of them if not given: the kernel
+    reads no others.
     """
     m, n = gate.shape
     p = lora_a.shape[0]
@@ -212,11 +215,15 @@ def forward_lora_into(gate, up, buffer, lora_a, act: str, tile: str = "fused", r
     if not use_triton(gate, up) or not tensor_cores(buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
         forward_into(gate, up, buffer[:, :n], act)
         torch.mm(buffer[:, :n], lora_a.t(), out=buffer[:, n:])
+        if kept is not None:
+            kept.write(buffer[:, n:])
         return
     bm, bn, warps, stages = tile_of(tile, gate)
     _forward_lora_kernel[(cdiv(m, bm),)](
-        gate, up, buffer, lora_a, m, n, gate.stride(0), up.stride(0), buffer.stride(0), lora_a.stride(0), rank, p,
-        ACT=ACTIVATIONS[act], BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages,
+        gate, up, buffer, lora_a, *arguments_of(kept, buffer), m, n,
+        gate.stride(0), up.stride(0), buffer.stride(0), lora_a.stride(0), rank, p,
+        ACT=ACTIVATIONS[act], KEEP=kept is not None, BM=bm, BN=bn, R=rank_tile(rank),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 

@@ -2,14 +2,16 @@
 it.
 
 x: last dimension contiguous, any row stride; A: (p, K), any strides (backward passes the view (sB)ᵀ, which makes this
-dS = dY · sB); out: (M, K + p), of A's dtype. S is accumulated in float32. Needed where the tensor comes from someone
-else's kernel, as attention's output does; norm and SwiGLU write their operand themselves, and a gradient that a norm's
-backward writes has spare columns from the beginning (`with_spare_columns`). Run: python -m pytest
+dS = dY · sB); out: (M, K + p), of A's dtype. S is accumulated in float32. Backward's dB = dYᵀ · sS wants S once more,
+times each adapter's scale and without X around it: `Kept` takes it from the same launch. Needed where the tensor comes
+from someone else's kernel, as attention's output does; norm and SwiGLU write their operand themselves, and a gradient
+that a norm's backward writes has spare columns from the beginning (`with_spare_columns`). Run: python -m pytest
 tests/lorakernels/test_pack.py
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,20 +24,40 @@ def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     return torch.cat((x.float(), x.float() @ a.float().t()), 1)
 
 
+@dataclass
+class Kept:
+    """Where sS (M, p) goes, contiguous, and the factor of each of its columns, (p,) in float32 or wider."""
+
+    s: torch.Tensor
+    scales: torch.Tensor
+
+    def write(self, s: torch.Tensor) -> None:
+        """For an S (M, p) that the library made."""
+        torch.mul(s, self.scales, out=self.s)
+
+
 @jit
-def store_s(y, acc, rows_inside, p, BM: tl.constexpr, R: tl.constexpr):
-    """S (BM, R) into the p spare columns that begin at the pointers y (BM, 1); zeros into those beyond R."""
+def store_s(y, kept_ptr, scale_ptr, acc, row, m, p, KEEP: tl.constexpr, BM: tl.constexpr, R: tl.constexpr):
+    """S (BM, R) of the rows `row` into the p spare columns that begin at the pointers y (BM, 1), zeros into those
+    beyond R; KEEP: sS to kept (M, p), too."""
     r = tl.arange(0, R)
     dtype = y.dtype.element_ty
-    tl.store(y + r[None, :], acc.to(dtype), mask=rows_inside & (r[None, :] < p))
+    inside = (row[:, None] < m) & (r[None, :] < p)
+    tl.store(y + r[None, :], acc.to(dtype), mask=inside)
+    if KEEP:
+        scale = tl.load(scale_ptr + r, mask=r < p, other=0.0)
+        tl.store(kept_ptr + row[:, None] * p + r[None, :], (acc * scale[None, :]).to(dtype), mask=inside)
     for start in range(R, p, R):
-        tl.store(y + start + r[None, :], tl.zeros((BM, R), dtype), mask=rows_inside & (start + r[None, :] < p))
+        inside = (row[:, None] < m) & (start + r[None, :] < p)
+        tl.store(y + start + r[None, :], tl.zeros((BM, R), dtype), mask=inside)
+        if KEEP:
+            tl.store(kept_ptr + row[:, None] * p + start + r[None, :], tl.zeros((BM, R), dtype), mask=inside)
 
 
 @kernel
 def _pack_kernel(
-    x_ptr, a_ptr, y_ptr, m, n, rank, p, x_row, a_row, a_col, y_row,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    x_ptr, a_ptr, y_ptr, kept_ptr, scale_ptr, m, n, rank, p, x_row, a_row, a_col, y_row,
+    KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     r = tl.arange(0, R)
@@ -48,15 +70,17 @@ def _pack_kernel(
         spot = a_ptr + r[None, :].to(tl.int64) * a_row + col[:, None].to(tl.int64) * a_col
         a = tl.load(spot, mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(x, a, acc, input_precision="ieee")
-    store_s(y_ptr + row[:, None] * y_row + n, acc, row[:, None] < m, p, BM, R)
+    store_s(y_ptr + row[:, None] * y_row + n, kept_ptr, scale_ptr, acc, row, m, p, KEEP, BM, R)
 
 
 def pack_into(
-    x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, tile: str | None = "fused", rank: Any = None
-) -> None:
+    x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, tile: str | None = "fused", rank: Any = None,
+    kept: Kept | None = None,
+) -> None:  # fmt: skip
     """out = [x | x · aᵀ]; tile is a key of TILES, None takes a copy and a library GEMM instead of the kernel.
 
-    rank: how many rows of a can differ from zero, all of them if not given: the kernel reads no others.
+    kept: where sS goes, too. rank: how many rows of a can differ from zero, all of them if not given: the kernel reads
+    no others.
     """
     m, n = x.shape
     p = a.shape[0]
@@ -72,12 +96,19 @@ def pack_into(
         out[:, :n].copy_(x)
         if p:
             torch.mm(out[:, :n], a.t(), out=out[:, n:])
+        if kept is not None:
+            kept.write(out[:, n:])
         return
     bm, bn, warps, stages = tile_of(tile, out)
     _pack_kernel[(cdiv(m, bm),)](
-        x, a, out, m, n, rank, p, x.stride(0), a.stride(0), a.stride(1), out.stride(0),
-        BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages,
+        x, a, out, *arguments_of(kept, out), m, n, rank, p, x.stride(0), a.stride(0), a.stride(1), out.stride(0),
+        KEEP=kept is not None, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+def arguments_of(kept: Kept | None, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `store_s` is given; some other tensor where nothing is kept."""
+    return (other, other) if kept is None else (kept.s, kept.scales)
 
 
 SPARE = "_lorakernels_spare"

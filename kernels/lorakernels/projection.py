@@ -29,8 +29,8 @@ from .adapter import Item, load_adapter
 from .dropout import add_product_into, draw_seed, dropped, product_into
 from .linear_cross_entropy import mm_in
 from .lora_grad import A_TILES, Source, a_gradient, tail_and_b, tails_that_fit
-from .pack import spare_columns
-from .runtime import MAX_FUSED_RANK, TILES, check, round_up, tensor_cores, use_triton
+from .pack import Kept, spare_columns
+from .runtime import MAX_FUSED_RANK, TILES, capturing, check, round_up, tensor_cores, use_triton
 from .runtime import rows as flat_rows
 from .sums import Sums
 
@@ -264,16 +264,17 @@ class Projection:
             parts.append(part if m.lora_bias is None else part + m.scale * m.lora_bias)
         return torch.cat(parts).to(dtype)
 
-    def scale_columns(self, s: torch.Tensor) -> torch.Tensor:
-        """s with each member's columns multiplied by its scale: the sS that dB = dYᵀ · sS needs."""
-        scales = tuple(m.scale for m in self.members)
-        if len(set(scales)) == 1:
-            return s * scales[0]
-        key = (scales, s.dtype, s.device)
-        if self._scales is None or self._scales[0] != key:
-            columns = [m.scale for m in self.members for _ in range(m.rank)] + [0.0] * (self.p - self.rank)
-            self._scales = (key, torch.tensor(columns, dtype=s.dtype, device=s.device))
-        return s * self._scales[1]
+    def kept(self, m: int, dtype: torch.dtype, device: torch.device) -> Kept:
+        """Room for sS of m rows: S with each member's columns multiplied by its scale, as dB = dYᵀ · sS needs it."""
+        exact = torch.promote_types(dtype, torch.float32)
+        key = (tuple(x.scale for x in self.members), exact, device)
+        known, scales = self._scales or (None, None)
+        if known != key:
+            sizes = [(x.rank, x.scale) for x in self.members] + [(self.p - self.rank, 0.0)]
+            scales = torch.cat([torch.full((n,), scale, dtype=exact, device=device) for n, scale in sizes])
+            if not capturing(scales):  # what a capture makes has no values before the first replay
+                self._scales = key, scales
+        return Kept(torch.empty(m, self.p, dtype=dtype, device=device), scales)
 
     # ---- dropout ----------------------------------------------------------------------------------------------------
     @property

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .pack import store_s
+from .pack import Kept, arguments_of, store_s
 from .runtime import (
     MAX_FUSED_RANK,
     cdiv,
@@ -71,9 +71,9 @@ def _forward_kernel(
 
 @kernel
 def _forward_lora_kernel(
-    x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, a_ptr, m, n,
+    x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, a_ptr, kept_ptr, scale_ptr, m, n,
     x_row, r_row, h_row, c_row, y_row, a_row, rank, p, eps, offset,
-    ADD: tl.constexpr, COPY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    ADD: tl.constexpr, COPY: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Two walks over a block of rows: the sum of squares, then y and S. The second finds its rows in L2."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -107,7 +107,7 @@ def _forward_lora_kernel(
         tl.store(y_ptr + row[:, None] * y_row + col[None, :], y, mask=inside)
         a = tl.load(a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(y, a, acc, input_precision="ieee")
-    store_s(y_ptr + row[:, None] * y_row + n, acc, row[:, None] < m, p, BM, R)
+    store_s(y_ptr + row[:, None] * y_row + n, kept_ptr, scale_ptr, acc, row, m, p, KEEP, BM, R)
 
 
 @kernel
@@ -178,11 +178,12 @@ def _forward_torch(x, residual, weight, eps, offset, y, h, again) -> torch.Tenso
 
 def forward_lora_into(
     x, residual, weight, eps, offset, buffer, lora_a, h: Any = None, tile: str = "fused", again: Any = None,
-    rank: Any = None,
+    rank: Any = None, kept: Kept | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """buffer = [y | y · lora_aᵀ], (M, K + p) for lora_a (p, K), in one launch; the rest as in `forward_into`.
 
-    rank: how many rows of lora_a can differ from zero, all of them if not given: the kernel reads no others.
+    kept: where sS goes, too. rank: how many rows of lora_a can differ from zero, all of them if not given: the kernel
+    reads no others.
     """
     m, n = x.shape
     p = lora_a.shape[0]
@@ -193,15 +194,17 @@ def forward_lora_into(
     if not use_triton(x, weight) or not tensor_cores(buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
         rstd = forward_into(x, residual, weight, eps, offset, buffer[:, :n], h, again)
         torch.mm(buffer[:, :n], lora_a.t(), out=buffer[:, n:])
+        if kept is not None:
+            kept.write(buffer[:, n:])
         return rstd
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     r, hh = (x, x) if residual is None else (residual, h)
     c = hh if again is None else again
     bm, bn, warps, stages = tile_of(tile, buffer)
     _forward_lora_kernel[(cdiv(m, bm),)](
-        x, r, hh, c, weight, buffer, rstd, lora_a, m, n,
+        x, r, hh, c, weight, buffer, rstd, lora_a, *arguments_of(kept, buffer), m, n,
         x.stride(0), r.stride(0), hh.stride(0), c.stride(0), buffer.stride(0), lora_a.stride(0), rank, p, eps, offset,
-        ADD=residual is not None, COPY=again is not None, BM=bm, BN=bn, R=rank_tile(rank),
+        ADD=residual is not None, COPY=again is not None, KEEP=kept is not None, BM=bm, BN=bn, R=rank_tile(rank),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return rstd

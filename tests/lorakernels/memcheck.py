@@ -29,7 +29,7 @@ from lorakernels.glu import (
 from lorakernels.linear_cross_entropy import linear_cross_entropy
 from lorakernels.lora_grad import A_TILES, a_gradient, tail_and_b, tails_that_fit
 from lorakernels.nf4 import dequantize_into
-from lorakernels.pack import pack_into
+from lorakernels.pack import Kept, pack_into
 from lorakernels.rms_norm import forward_lora_into as norm_lora_into
 from lorakernels.rms_norm import rms_norm
 from lorakernels.rope import rope
@@ -50,10 +50,11 @@ def kernels(dtype: torch.dtype) -> None:
     def new(*shape: int, grad: bool = False) -> torch.Tensor:
         return random(*shape, dtype=dtype, grad=grad)
 
+    kept = Kept(new(M, P), random(P, dtype=torch.float32))
     for act in ACTIVATIONS:
         gated(new(M, N, grad=True), new(M, N, grad=True), act).sum().backward()
         for tile in TILES:
-            forward_lora_into(new(M, N), new(M, N), new(M, N + P), new(P, N), act, tile, P - 1)
+            forward_lora_into(new(M, N), new(M, N), new(M, N + P), new(P, N), act, tile, P - 1, kept)
         for tile in GLU_A_TILES:
             gate, up = new(M, N), new(M, N)
             backward_a_into(gate, up, new(M, N), gate, up, new(M, P), act, tile)
@@ -64,8 +65,9 @@ def kernels(dtype: torch.dtype) -> None:
     y, h = rms_norm(new(M, K, grad=True), new(K, grad=True), residual=new(M, K, grad=True))
     (y.sum() + h.sum()).backward()
     for tile in TILES:
-        norm_lora_into(new(M, K), new(M, K), new(K), 1e-6, 0.0, new(M, K + P), new(P, K), new(M, K), tile, new(M, K), 3)
-        pack_into(new(M, K), new(P, K), new(M, K + P), tile, 3)
+        arguments = new(M, K), new(M, K), new(K), 1e-6, 0.0, new(M, K + P), new(P, K), new(M, K), tile, new(M, K)
+        norm_lora_into(*arguments, 3, kept)
+        pack_into(new(M, K), new(P, K), new(M, K + P), tile, 3, kept)
     q, k = rope(new(2, 3, 7, 10, grad=True), new(2, 1, 7, 10, grad=True), new(1, 7, 10), new(1, 7, 10))
     (q.sum() + k.sum()).backward()
     target = torch.randint(0, 501, (M,), device=DEVICE)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned, strided
-from lorakernels.pack import pack_into, pack_reference, spare_columns, with_spare_columns
+from lorakernels.pack import Kept, pack_into, pack_reference, spare_columns, with_spare_columns
 from lorakernels.runtime import TILES, tensor_cores
 
 
@@ -33,6 +33,19 @@ def test_rows_beyond_the_rank_are_not_read(rank, p, device, dtype):
     pack_into(x, a, out, rank=rank)
     assert_close(out[:, 70:], wanted[:, 70:], dtype, 2)
     assert not out[:, 70 + rank :].any()
+
+
+@pytest.mark.parametrize("rank, p", [(1, 1), (3, 20), (16, 64), (40, 48)])
+@pytest.mark.parametrize("tile", [*TILES, None])
+def test_scaled_s_comes_along(rank, p, tile, device, dtype):
+    x, a = torch.randn(37, 70, device=device).to(dtype), torch.zeros(p, 70, device=device, dtype=dtype)
+    a[:rank] = torch.randn(rank, 70, device=device)
+    kept = Kept(poisoned(37, p, dtype=dtype, device=device), torch.randn(p, device=device))
+    out = poisoned(37, 70 + p, dtype=dtype, device=device)
+    pack_into(x, a, out, tile, rank, kept)
+    wanted = pack_reference(x, a)
+    assert_close(out[:, 70:], wanted[:, 70:], dtype, 2)
+    assert_close(kept.s, wanted[:, 70:] * kept.scales, dtype, 3)
 
 
 @given(m=st.integers(0, 6), n=st.integers(1, 40), p=st.integers(0, 9))

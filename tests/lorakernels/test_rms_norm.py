@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned, strided
+from lorakernels.pack import Kept
 from lorakernels.rms_norm import forward_into, forward_lora_into, rms_norm, rms_norm_reference
 from lorakernels.runtime import TILES
 
@@ -43,11 +44,17 @@ def test_lora_columns(p, with_residual, tile, device, dtype):
     buffer = poisoned(m, n + p, dtype=dtype, device=device)
     h = poisoned(m, n, dtype=dtype, device=device)
     again = strided(poisoned(m, n, dtype=dtype, device=device)) if with_residual else None
-    rstd = forward_lora_into(x, residual, weight, 1e-5, 0.0, buffer, a, h if with_residual else None, tile, again)
+    kept = Kept(poisoned(m, p, dtype=dtype, device=device), torch.randn(p, device=device))
+    arguments = x, residual, weight, 1e-5, 0.0, buffer, a, h if with_residual else None, tile, again
+    rstd = forward_lora_into(*arguments, kept=kept)
     wanted = rms_norm_reference(x, weight, 1e-5, 0.0, residual)
     wanted_y, wanted_h = wanted if with_residual else (wanted, x)
     assert_close(buffer[:, :n], wanted_y, dtype, 2)
     assert_close(buffer[:, n:], buffer[:, :n].float() @ a.float().t(), dtype, 2)
+    assert_close(kept.s, buffer[:, :n].float() @ a.float().t() * kept.scales, dtype, 3)
+    before = buffer.clone()
+    forward_lora_into(*arguments)
+    assert torch.equal(buffer, before), "the same without keeping sS"
     assert_close(rstd, torch.rsqrt(wanted_h.float().pow(2).mean(-1) + 1e-5), dtype)
     if with_residual:
         assert_close(h, wanted_h, dtype)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, gradients, poisoned, strided
 from lorakernels import glu
+from lorakernels.pack import Kept
 from lorakernels.runtime import TILES, tensor_cores
 from lorakernels.swiglu import swiglu, swiglu_reference
 
@@ -37,10 +38,12 @@ def test_lora_columns(act, p, tile, device, dtype):
     gate, up = (torch.randn(m, n, device=device).to(dtype) for _ in range(2))
     a = torch.randn(p, n, device=device).to(dtype)
     buffer = poisoned(m, n + p, dtype=dtype, device=device)
-    glu.forward_lora_into(gate, up, buffer, a, act, tile)
+    kept = Kept(poisoned(m, p, dtype=dtype, device=device), torch.randn(p, device=device))
+    glu.forward_lora_into(gate, up, buffer, a, act, tile, kept=kept)
     h = glu.reference(gate, up, act)
     assert_close(buffer[:, :n], h, dtype)
     assert_close(buffer[:, n:], buffer[:, :n].float() @ a.float().t(), dtype, 2)
+    assert_close(kept.s, buffer[:, :n].float() @ a.float().t() * kept.scales, dtype, 3)
     if p == 64:  # rows of A that are zero anyway, and need not be read
         a[3:], buffer[:] = 0, float("nan")
         glu.forward_lora_into(gate, up, buffer, a, act, tile, rank=3)
