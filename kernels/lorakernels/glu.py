@@ -41,8 +41,9 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 A_TILES = {"with_a": (16, 128, 4, 3, 8)}
 MAX_A_RANK = 64
 # The same with dS and dB of gate and up. 64 rows let dY · sB run in shapes that the tensor cores have, and three stages
-# hide the barriers in between: of 16 tiles this one alone beats two launches (docs/lab-notes.md).
-WHOLE_TILES = {"whole": (64, 64, 4, 3, 4)}
+# hide the barriers in between: of 23 tiles these alone beat two launches, the short one where columns are few
+# (docs/lab-notes.md).
+WHOLE_TILES = {"whole": (64, 64, 4, 3, 8), "whole_short": (64, 64, 4, 3, 4)}
 
 
 def activation(gate: torch.Tensor, act: str) -> torch.Tensor:
@@ -299,6 +300,7 @@ def backward_whole_into(
     fits = wide.shape == (m, 2 * n + p) and sb.shape[0] == 2 * n and s.shape == (m, p) and 2 * rank <= p
     check(fits, "gate, the gradient, sB and S do not fit", gate=gate, wide=wide, sb=sb, s=s)
     sums = Sums(gate.device, rank * n + 2 * n * rank, m * p) if sums is None else sums
+    ds = ds.contiguous()  # every block of columns reads it, and behind dY its rows would lie far apart
     da, db, tail = sums.gradient(rank, n), sums.gradient(2 * n, rank), sums.scratch(m, p)
     bm, bn, warps, stages, steps = WHOLE_TILES[tile]
     d_gate, d_up = wide[:, :n], wide[:, n : 2 * n]
