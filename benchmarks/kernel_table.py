@@ -231,6 +231,7 @@ def bandwidth_rows(m: int) -> list[Row]:
     linears = [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, HIDDEN)]
     linears += [(WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]
     adapters = RANK * sum(n + k for n, k in linears)
+    triton_only = tensor_cores(empty(1, 1))  # elsewhere `Projection` takes library calls
     a_again, by_atomics = "A once a block of rows", "float32 sums of dS and dB, by atomic adds"
     add("rms_norm", "h = x + r, y = h·rstd·w", "4·M·H", 4 * m * HIDDEN, norm_forward)
     add("rms_norm", "h, and [y ∣ y·Aᵀ]", "4·M·H", 4 * m * HIDDEN, norm_with_s, f"x and r once more; {a_again}")
@@ -241,13 +242,14 @@ def bandwidth_rows(m: int) -> list[Row]:
     add("swiglu", "[h ∣ h·Aᵀ]", "3·M·I", 3 * m * WIDE, glu_forward_with_s, a_again)
     add("swiglu", "d gate, d up, and h again", "6·M·I", 6 * m * WIDE, glu_backward("silu"))
     add("swiglu", "d gate, d up, and dA = dSᵀ·h of down", "5·M·I", 5 * m * WIDE, glu_backward_with_a)
+    if triton_only:
+        whole = "d gate, d up, dA of down, dS and dB of gate and up"
+        add("swiglu", whole, "5·M·I", 5 * m * WIDE, glu_backward_whole, by_atomics)
     add("geglu", "h = gelu(gate)·up, by erf", "3·M·I", 3 * m * WIDE, glu_forward("gelu"))
     add("geglu", "d gate, d up, and h again, by erf", "6·M·I", 6 * m * WIDE, glu_backward("gelu"))
     add("geglu", "the same by tanh", "6·M·I", 6 * m * WIDE, glu_backward("gelu_tanh"))
     add("pack", "[x ∣ x·Aᵀ], attention's output", "2·M·H", 2 * m * HIDDEN, packing, a_again)
-    if tensor_cores(empty(1, 1)):  # Triton only: elsewhere `Projection` takes library calls
-        whole = "the same, and dS and dB of gate and up"
-        add("swiglu", whole, "5·M·I", 5 * m * WIDE, glu_backward_whole, by_atomics)
+    if triton_only:
         o, qkv, gate_up = [HIDDEN], [HIDDEN, KEYS, KEYS], [WIDE, WIDE]
         add("lora_grad", "dS = dY·sB, dB = dYᵀ·sS of o or down", "M·H", m * HIDDEN, tail(o, "one_read"), by_atomics)
         add("lora_grad", "the same of q, k, v", "M·N", m * QKV, tail(qkv, "one_read_down"), by_atomics)
