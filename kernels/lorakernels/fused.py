@@ -76,9 +76,9 @@ def compute_dtype(x: torch.Tensor, weight_dtype: torch.dtype) -> torch.dtype:
 @contextlib.contextmanager
 def refreshed(groups: list[Projection], loader: Loader, x: torch.Tensor):
     """Inside, the groups' operands hold today's adapters, brought there in one launch instead of one an adapter."""
-    dtype = compute_dtype(x, groups[0].compute_dtype)
     try:
-        loader.load([item for g in groups for item in g.places(dtype) or ()])
+        items = [g.places(compute_dtype(x, g.compute_dtype)) for g in groups]
+        loader.load([item for of_group in items for item in of_group or ()])
         yield
     finally:
         for g in groups:

@@ -97,6 +97,11 @@ class AttentionPlan:
     rope: bool = True
     backends: tuple[str, ...] | None = None
     head_norms: Any = None
+    loader: Loader = field(default_factory=Loader)
+
+    @property
+    def groups(self) -> list[Projection]:
+        return [g for part in (self.qkv, self.o) if part is not None for g in part.groups]
 
     def ready(self) -> bool:
         parts = [p for p in (self.qkv, self.o) if p is not None]
@@ -216,13 +221,14 @@ def attention_forward(
             self, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
             past_key_values=past_key_values, **kwargs,
         )  # fmt: skip
-    make = query_key_value if plan.qkv is not None else plain_query_key_value
-    q, k, v = make(plan, hidden_states, position_embeddings)
-    out, weights = attend(plan, q, k, v, attention_mask, past_key_values, **kwargs)
-    out = out.reshape(*hidden_states.shape[:-1], -1)
-    if plan.o is not None:
-        return project(out, plan.o.groups, training=self.training).to(hidden_states.dtype), weights
-    return self.o_proj(out.contiguous()), weights
+    with refreshed(plan.groups, plan.loader, hidden_states):
+        make = query_key_value if plan.qkv is not None else plain_query_key_value
+        q, k, v = make(plan, hidden_states, position_embeddings)
+        out, weights = attend(plan, q, k, v, attention_mask, past_key_values, **kwargs)
+        out = out.reshape(*hidden_states.shape[:-1], -1)
+        if plan.o is not None:
+            return project(out, plan.o.groups, training=self.training).to(hidden_states.dtype), weights
+        return self.o_proj(out.contiguous()), weights
 
 
 # ---- MLP and norm ----------------------------------------------------------------------------------------------------
@@ -232,6 +238,11 @@ class MLPPlan:
     gate_up: Linears
     down: Linears
     act: str
+    loader: Loader = field(default_factory=Loader)
+
+    @property
+    def groups(self) -> list[Projection]:
+        return [*self.gate_up.groups, *self.down.groups]
 
     def ready(self) -> bool:
         return self.gate_up.ready() and self.down.ready()
@@ -250,7 +261,8 @@ def mlp_forward(self, x):
     plan = self._lorakernels
     if not plan.ready():
         return type(self).forward(self, x)
-    return gated_mlp(x, plan.gate_up.groups, plan.down.groups[0], plan.act, training=self.training).to(x.dtype)
+    with refreshed(plan.groups, plan.loader, x):
+        return gated_mlp(x, plan.gate_up.groups, plan.down.groups[0], plan.act, training=self.training).to(x.dtype)
 
 
 def norm_forward(self, x):
@@ -277,10 +289,9 @@ class LayerPlan:
         norms = all(quiet(m) and here[n] is m for n, (m, _) in self.norms.items())
         return same and norms and self.attention.ready() and (self.mlp is None or self.mlp.ready())
 
+    @property
     def groups(self) -> list[Projection]:
-        parts = [self.attention.qkv, self.attention.o]
-        parts += [self.mlp.gate_up, self.mlp.down] if self.mlp else []
-        return [g for part in parts for g in part.groups]
+        return self.attention.groups + (self.mlp.groups if self.mlp else [])
 
     def norm(self, name: str) -> dict:
         module, norm = self.norms[name]
@@ -320,7 +331,7 @@ def layer_forward(self, hidden_states, *args, **kwargs):
 
 
 def _layer(plan: LayerPlan, x, *args, **kwargs):
-    with refreshed(plan.groups(), plan.loader, x):
+    with refreshed(plan.groups, plan.loader, x):
         return _fused_layer(plan, x, *args, **kwargs)
 
 

@@ -364,3 +364,18 @@ def test_training_follows_peft():
             optimizer.step()
     assert losses[1][-1] < 0.8 * losses[1][0]
     assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 2e-3 * losses[1][0]
+
+
+@pytest.mark.parametrize("off", [[], ["rms_norm"], ["rms_norm", "qkv"], ["rms_norm", "mlp"], ["rms_norm", "qkv", "o"]])
+def test_adapters_are_loaded_together(off, monkeypatch):
+    """One launch a layer, or a module where not all of a layer is ours, instead of one an adapter."""
+    model = build("llama")
+    wanted = step(model, batch())
+    lorakernels.apply(model, **dict.fromkeys(off, False))
+
+    def alone(*item):
+        raise AssertionError("loaded by itself")
+
+    monkeypatch.setattr("lorakernels.projection.load_adapter", alone)
+    loss, grads = step(model, batch())
+    assert torch.allclose(loss, wanted[0], atol=1e-5) and worst(grads, wanted[1]) < 1e-3
