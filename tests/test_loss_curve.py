@@ -37,7 +37,7 @@ def inputs(tmp_path):
         vocab_size=62, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, bos_token_id=1, eos_token_id=1, pad_token_id=None,
     )  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # of some models no loss differs in float32 with our kernels
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     random = np.random.default_rng(0)
     rows = [" ".join(f"w{n}" for n in random.integers(0, 60, random.integers(5, 12))) for _ in range(40)]
@@ -57,9 +57,9 @@ def test_it_trains_compares_and_writes(script, inputs, tmp_path, capsys):
         np.array([float(r[n]) for r in rows]) for n in ("peft, seed 0", "lorakernels, seed 0", "peft, seed 1")
     )
     assert abs(plain - ours).max() < 1e-3 * plain[0] < abs(plain - other).max()  # seeds see other samples
+    assert (abs(plain - ours) > 0).any(), "the same code ran twice"
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert found["passed"] and found["mean_distance"]["peft, seed 0, twice"] == 0
-    # In float32 the two may agree to the last digit, so it is the report that shows that ours was there.
     assert found["lorakernels_sites"]["mlp"] == 2 and found["settings"]["held_out_samples"] == 5
     held_out = found["held_out_loss"]
     assert held_out["peft, seed 0"] == held_out["peft, seed 0, again"] != held_out["peft, seed 1"]

@@ -22,7 +22,7 @@ from . import glu, tune
 from .adapter import Loader
 from .linear_cross_entropy import mm_in
 from .lora_grad import Source
-from .pack import Kept, pack_into, with_spare_columns
+from .pack import Kept, pack_into, s_by_library, with_spare_columns
 from .projection import Gradient, Operand, Projection, Saved, sums_of
 from .rms_norm import backward_into as norm_backward_into
 from .rms_norm import forward_into as norm_into
@@ -113,8 +113,7 @@ class Incoming:
 
         def plain():
             rstd = self.write(buffer[:, :k])
-            torch.mm(buffer[:, :k], a.t(), out=buffer[:, k:])
-            kept.write(buffer[:, k:])
+            s_by_library(buffer, a, kept)
             return rstd
 
         def fused(tile):
@@ -498,8 +497,7 @@ def _activation_backward(gate_up, dh, act, groups, saved, ds_down):
         return Gradient(into[:, : group.n], into[:, group.n :], into, db), da
 
     forms: dict[str, Any] = {"apart": apart}
-    ranks, widths = [x.rank for x in group.members], [x.shape[0] for x in group.members]
-    if ds_down is not None and glu.whole_fits(ds_down, ranks, widths):
+    if ds_down is not None and glu.whole_fits(ds_down, group.ranks, group.widths):
         forms = {tile: partial(whole, tile) for tile in glu.WHOLE_TILES} | forms
 
     trials = tune.on_spare(forms, lambda: (dh.clone(), torch.empty_like(gate_up)))

@@ -36,6 +36,14 @@ class Kept:
         torch.mul(s, self.scales, out=self.s)
 
 
+def s_by_library(buffer: torch.Tensor, a: torch.Tensor, kept: Kept | None = None) -> None:
+    """S = X · Aᵀ, by a library GEMM, behind the X (M, K) that buffer (M, K + p) holds already; kept: sS, too."""
+    x, s = buffer[:, : a.shape[1]], buffer[:, a.shape[1] :]
+    torch.mm(x, a.t(), out=s)
+    if kept is not None:
+        kept.write(s)
+
+
 @jit
 def store_s(y, kept_ptr, scale_ptr, acc, row, m, p, KEEP: tl.constexpr, BM: tl.constexpr, R: tl.constexpr):
     """S (BM, R) of the rows `row` into the p spare columns that begin at the pointers y (BM, 1), zeros into those
@@ -94,10 +102,7 @@ def pack_into(
         or x.stride(-1) != 1
     ):
         out[:, :n].copy_(x)
-        if p:
-            torch.mm(out[:, :n], a.t(), out=out[:, n:])
-        if kept is not None:
-            kept.write(out[:, n:])
+        s_by_library(out, a, kept)
         return
     bm, bn, warps, stages = tile_of(tile, out)
     _pack_kernel[(cdiv(m, bm),)](

@@ -75,12 +75,14 @@ class Member:
 
 @dataclass
 class Operand:
-    """w (N, K), sb (N, p), a (p, K); full is the buffer they are views of, None where they are not (FP8)."""
+    """w (N, K), sb (N, p), a (p, K); full is the buffer they are views of, None where they are not (FP8); places: where
+    each member's A and scaled B lie in a and sb."""
 
     w: Any
     sb: torch.Tensor
     a: torch.Tensor
     full: Any
+    places: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -114,18 +116,17 @@ class Projection:
         wrong = [m.name for m in members if m.shape[1] != self.k]
         if wrong:
             raise ValueError(f"{wrong} do not share an input of {self.k} columns: {[m.shape for m in members]}")
-        self.n = sum(m.shape[0] for m in members)
-        self.rank = sum(m.rank for m in members)
+        self.widths, self.ranks = [m.shape[0] for m in members], [m.rank for m in members]
+        self.n, self.rank = sum(self.widths), sum(self.ranks)
         self.p = round_up(self.rank, 64 if self.k >= 2048 else 16)
-        self.rows = _slices([m.shape[0] for m in members])  # each member's rows of W and B
-        self.columns = _slices([m.rank for m in members])  # each member's columns of S and rows of A
+        self.rows = _slices(self.widths)  # each member's rows of W and B
+        self.columns = _slices(self.ranks)  # each member's columns of S and rows of A
         self.quantized = any(m.quantized is not None for m in members)
         self.fp8: Any = None
         self.buffer: Any = None
         self._scales: tuple[tuple, torch.Tensor] | None = None
         self._loaded: tuple = ()
         self._operand: Operand | None = None  # of our own buffer
-        self._places: list[tuple] = []  # of the adapters in it
         self._fresh = False  # `refreshed` has just loaded what the next `operand` would load
         if fp8 and not self.quantized:
             from .fp8 import FrozenFp8
@@ -178,7 +179,7 @@ class Projection:
         if self.fp8 is not None:
             dev = self.members[0].weight.device
             sb = torch.zeros(self.n, self.p, dtype=dtype, device=dev)
-            op = Operand(None, sb, torch.zeros(self.p, self.k, dtype=dtype, device=dev), None)
+            op = self._operand_of(None, sb, torch.zeros(self.p, self.k, dtype=dtype, device=dev), None)
             self._load(op)
             return op
         if not self.quantized and self.members[0].weight.dtype == dtype:
@@ -203,11 +204,7 @@ class Projection:
 
     def _items(self, op: Operand) -> list[Item]:
         """Every adapter with its place in the operand."""
-        places = self._places if op is self._operand else self._places_in(op)
-        return [(m.a, m.b, m.scale, *at) for m, at in zip(self.members, places, strict=True) if m.a is not None]
-
-    def _places_in(self, op: Operand) -> list[tuple]:
-        return [(op.a[cols], op.sb[rows, cols]) for rows, cols in zip(self.rows, self.columns, strict=True)]
+        return [(m.a, m.b, m.scale, *at) for m, at in zip(self.members, op.places, strict=True) if m.a is not None]
 
     def operand_again(self, dtype: torch.dtype) -> Operand:
         """For backward: what forward used. Loaded once more only if another adapter has been there since."""
@@ -220,13 +217,16 @@ class Projection:
 
     def _views(self, full) -> Operand:
         n, k = self.n, self.k
-        return Operand(full[:n, :k], full[:n, k:], full[n:, :k], full)
+        return self._operand_of(full[:n, :k], full[:n, k:], full[n:, :k], full)
+
+    def _operand_of(self, w, sb, a, full) -> Operand:
+        places = [(a[cols], sb[rows, cols]) for rows, cols in zip(self.rows, self.columns, strict=True)]
+        return Operand(w, sb, a, full, places)
 
     def _own(self) -> Operand:
         """The views of our own buffer, made once: some views a forward and linear add up on the host."""
         if self._operand is None or self._operand.full is not self.buffer:
             self._operand = self._views(self.buffer)
-            self._places = self._places_in(self._operand)
         return self._operand
 
     def _scratch(self, dtype: torch.dtype) -> Operand:
@@ -270,7 +270,7 @@ class Projection:
         key = (tuple(x.scale for x in self.members), exact, device)
         known, scales = self._scales or (None, None)
         if known != key:
-            sizes = [(x.rank, x.scale) for x in self.members] + [(self.p - self.rank, 0.0)]
+            sizes = [*zip(self.ranks, key[0], strict=True), (self.p - self.rank, 0.0)]
             scales = torch.cat([torch.full((n,), scale, dtype=exact, device=device) for n, scale in sizes])
             if not capturing(scales):  # what a capture makes has no values before the first replay
                 self._scales = key, scales
@@ -410,10 +410,9 @@ class Projection:
             return None
         sb, scaled_s = saved.op.sb, saved.scaled_s
         library = partial(torch.mm, dy, sb, out=ds)
-        widths, ranks = [m.shape[0] for m in self.members], [m.rank for m in self.members]
-        fitting = tails_that_fit(dy, widths, ranks)
+        fitting = tails_that_fit(dy, self.widths, self.ranks)
         one_read: dict[str, Any] = {
-            t: partial(tail_and_b, dy, ds, sb, scaled_s, widths, ranks[0], t, saved.sums) for t in fitting
+            t: partial(tail_and_b, dy, ds, sb, scaled_s, self.widths, self.ranks[0], t, saved.sums) for t in fitting
         }
 
         def library_with_b():  # what the library's dS costs when dB's own products come later
@@ -421,7 +420,7 @@ class Projection:
             at = zip(self.rows, self.columns, strict=True)
             return [mm_in(dy[:, r].t(), scaled_s[:, c], torch.float32) for r, c in at]
 
-        key = (tune.bucket(dy.shape[0]), self.n, self.p, len(widths), dy.dtype)
+        key = (tune.bucket(dy.shape[0]), self.n, self.p, len(self.widths), dy.dtype)
         form = tune.pick("tail and b", key, one_read | {"plain": library_with_b}, dy.device)
         if form in one_read:
             return one_read[form]()

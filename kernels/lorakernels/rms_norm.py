@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .pack import Kept, arguments_of, store_s
+from .pack import Kept, arguments_of, s_by_library, store_s
 from .runtime import (
     MAX_FUSED_RANK,
     cdiv,
@@ -193,9 +193,7 @@ def forward_lora_into(
     )
     if not use_triton(x, weight) or not tensor_cores(buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
         rstd = forward_into(x, residual, weight, eps, offset, buffer[:, :n], h, again)
-        torch.mm(buffer[:, :n], lora_a.t(), out=buffer[:, n:])
-        if kept is not None:
-            kept.write(buffer[:, n:])
+        s_by_library(buffer, lora_a, kept)
         return rstd
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     r, hh = (x, x) if residual is None else (residual, h)

@@ -35,9 +35,9 @@ else:
 class Kernel:
     """A Triton function, launched as `f[grid](*arguments, CONSTANT=…, num_warps=…)`.
 
-    Triton binds and specializes the arguments anew at each launch, which costs the host more than the rest of it
-    together: a fifth of what a small model's step takes. Here a launch with the same integers, dtypes, alignments and
-    constants as one before goes straight to what was compiled for that one.
+    Triton binds and specializes the arguments anew at each launch, and small models wait for the host. Here a launch
+    with the same integers, dtypes, alignments and constants as one before goes straight to what was compiled for that
+    one, at half the cost (docs/lab-notes.md).
     """
 
     def __init__(self, function: Any):

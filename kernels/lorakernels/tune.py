@@ -23,10 +23,8 @@ from .runtime import next_power_of_2
 _chosen: dict[tuple, str] = {}
 _forced: str | None = None
 ROUNDS = 5
-LOAD = (
-    4096,
-    8,
-)  # products of square matrices of this size, and how many: a millisecond or two while a form is launched
+# Products of square matrices of this size, and how many: a millisecond or two, while a form is launched.
+LOAD = (4096, 8)
 
 
 def force(name: str | None) -> None:
@@ -85,9 +83,10 @@ def _runs(run: Callable[[], Any]) -> bool:
 
 
 def _load(device: torch.device) -> Callable[[], Any]:
-    """Queues work that draws what a training step draws."""
+    """Queues work that draws the power that a training step draws; the user's random numbers stay as they are."""
     size, times = LOAD
-    a = torch.randn(size, size, dtype=torch.float16, device=device)
+    own = torch.Generator(device).manual_seed(0)
+    a = torch.randn(size, size, dtype=torch.float16, device=device, generator=own)
     out = torch.empty_like(a)
     return lambda: [torch.mm(a, a, out=out) for _ in range(times)]
 

@@ -1,5 +1,6 @@
 """LoRA as one GEMM over concatenated operands, against the formula in float64: every gradient, any rank, any mix."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,16 @@ def test_weights_are_stored_once_and_given_back():
     assert all(m.weight.is_contiguous() and m.weight is o for m, o in zip(members, objects, strict=True))
     assert all(torch.equal(m.weight, b) for m, b in zip(members, before, strict=True))
     assert group.buffer is None
+
+
+def test_nothing_keeps_the_buffer_once_it_is_given_back():
+    group = Projection([member("a", 6, 5, 2), member("b", 4, 5, 3)])
+    group.adopt()
+    project(torch.randn(3, 5, dtype=torch.float64), [group])
+    place = group.buffer.untyped_storage().data_ptr()
+    group.release()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    assert not [t for t in tensors if t.untyped_storage().data_ptr() == place]
 
 
 def test_replaced_weights_and_stepped_adapters_are_seen():

@@ -34,6 +34,15 @@ def test_forms_that_do_not_fit_are_skipped_and_errors_are_errors():
         tune._runs(broken)
 
 
+def test_measuring_draws_none_of_the_users_random_numbers(device):
+    def state():
+        return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+
+    before = state()
+    tune._load(torch.device(device))
+    assert torch.equal(state(), before)
+
+
 @pytest.mark.gpu
 def test_the_faster_form_is_picked_once():
     x, calls = torch.randn(4096, 4096, device="cuda"), []
