@@ -30,7 +30,7 @@ from lorakernels.fp8 import FrozenFp8, supported
 from lorakernels.linear_cross_entropy import loss_and_gradient_
 from lorakernels.lora_grad import a_gradient, tail_and_b
 from lorakernels.nf4 import dequantize_into
-from lorakernels.pack import pack_into
+from lorakernels.pack import pack_into, s_into
 from lorakernels.projection import Member
 from lorakernels.runtime import tensor_cores
 
@@ -178,6 +178,10 @@ def bandwidth_rows(m: int) -> list[Row]:
         x, a, out = random(m, HIDDEN), random(SPARE, HIDDEN), empty(m, HIDDEN + SPARE)
         return lambda: pack_into(x, a, out, rank=RANK)
 
+    def s_alone():
+        operand, a = random(m, HIDDEN + SPARE), random(SPARE, HIDDEN)
+        return lambda: s_into(operand[:, :HIDDEN], a, operand[:, HIDDEN:], rank=RANK)
+
     def tail(widths: list[int], tile: str):
         def make():
             n = sum(widths)
@@ -249,6 +253,7 @@ def bandwidth_rows(m: int) -> list[Row]:
     add("geglu", "d gate, d up, and h again, by erf", "6·M·I", 6 * m * WIDE, glu_backward("gelu"))
     add("geglu", "the same by tanh", "6·M·I", 6 * m * WIDE, glu_backward("gelu_tanh"))
     add("pack", "[x ∣ x·Aᵀ], attention's output", "2·M·H", 2 * m * HIDDEN, packing, a_again)
+    add("pack", "S = x·Aᵀ behind the x of a norm", "M·H", m * HIDDEN, s_alone, a_again)
     if triton_only:
         o, qkv, gate_up = [HIDDEN], [HIDDEN, KEYS, KEYS], [WIDE, WIDE]
         add("lora_grad", "dS = dY·sB, dB = dYᵀ·sS of o or down", "M·H", m * HIDDEN, tail(o, "one_read"), by_atomics)

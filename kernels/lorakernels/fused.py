@@ -22,7 +22,7 @@ from . import glu, tune
 from .adapter import Loader
 from .linear_cross_entropy import mm_in
 from .lora_grad import Source
-from .pack import Kept, pack_into, s_by_library, with_spare_columns
+from .pack import Kept, pack_into, with_spare_columns
 from .projection import Gradient, Operand, Projection, Saved, sums_of
 from .rms_norm import backward_into as norm_backward_into
 from .rms_norm import forward_into as norm_into
@@ -106,14 +106,14 @@ class Incoming:
         norm = self.norm
         return norm_into(self.x, self.residual, self.weight, norm.eps, norm.offset, x_out, self.h, self.again)
 
-    def write_with_s(self, buffer, a, rank: int, kept: Kept) -> Any:
-        """[X | X · Aᵀ] into buffer (M, K + p) and sS to kept, in one launch or in three, whichever is faster; returns
-        rstd."""
-        x, norm, k = self.x, self.norm, self.x.shape[1]
+    def write_with_s(self, buffer, group: Projection, op: Operand, kept: Kept) -> Any:
+        """[X | S] into buffer (M, K + p) and sS to kept, in one launch or one after the other, whichever is faster;
+        returns rstd."""
+        x, norm, k, a, rank = self.x, self.norm, self.x.shape[1], op.a, group.rank
 
         def plain():
             rstd = self.write(buffer[:, :k])
-            s_by_library(buffer, a, kept)
+            group.lora_input(buffer[:, :k], op, None, buffer[:, k:], kept)
             return rstd
 
         def fused(tile):
@@ -135,14 +135,13 @@ def _fill(incoming: Incoming, groups: list[Projection], ops: list[Operand], seed
     buffer = torch.empty(m, k + max(g.p for g in groups), dtype=dtype, device=x.device)
     kept = [g.kept(m, dtype, x.device) for g in groups]
     if len(groups) == 1 and first.p > 0 and seeds[0] is None:
-        rstd = incoming.write_with_s(buffer, ops[0].a, first.rank, kept[0])
+        rstd = incoming.write_with_s(buffer, first, ops[0], kept[0])
         return buffer, rstd, [buffer[:, k:]], [kept[0].s]
     rstd = incoming.write(buffer[:, :k])
     out = []
     for g, op, seed, room in zip(groups, ops, seeds, kept, strict=True):
         s = torch.empty(m, g.p, dtype=dtype, device=x.device)
-        g.lora_input(buffer[:, :k], op, seed, s)
-        room.write(s)
+        g.lora_input(buffer[:, :k], op, seed, s, room)
         out.append(s)
     return buffer, rstd, out, [room.s for room in kept]
 
@@ -173,9 +172,8 @@ def _from_elsewhere(x, group, op, seed):
 
     def apart():
         s = torch.empty(x.shape[0], group.p, dtype=x.dtype, device=x.device)
-        group.lora_input(x, op, seed, s)
         kept = group.kept(x.shape[0], x.dtype, x.device)
-        kept.write(s)
+        group.lora_input(x, op, seed, s, kept)
         return group.forward_apart(x, s, op), kept.s
 
     if op.full is None or not group.p or not group.one_gemm:
@@ -443,8 +441,7 @@ def _activate(gate_up, act, down, op_down, seed):
 
     def plain():
         glu.forward_into(gate, up, packed[:, :width], act)
-        down.lora_input(packed[:, :width], op_down, seed, packed[:, width:])
-        kept.write(packed[:, width:])
+        down.lora_input(packed[:, :width], op_down, seed, packed[:, width:], kept)
 
     forms = {"plain": plain}
     if down.p and seed is None and tensor_cores(packed, op_down.a):

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from .fast_math import exp, sigmoid, tanh
-from .pack import Kept, arguments_of, s_by_library, store_s
+from .pack import Kept, arguments_of, s_into, store_s
 from .runtime import (
     MAX_FUSED_RANK,
     cdiv,
@@ -215,7 +215,7 @@ def forward_lora_into(
     )
     if not use_triton(gate, up) or not tensor_cores(buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
         forward_into(gate, up, buffer[:, :n], act)
-        s_by_library(buffer, lora_a, kept)
+        s_into(buffer[:, :n], lora_a, buffer[:, n:], None, rank, kept)
         return
     bm, bn, warps, stages = tile_of(tile, gate)
     _forward_lora_kernel[(cdiv(m, bm),)](

@@ -5,8 +5,8 @@ x: last dimension contiguous, any row stride; A: (p, K), any strides (backward p
 dS = dY · sB); out: (M, K + p), of A's dtype. S is accumulated in float32. Backward's dB = dYᵀ · sS wants S once more,
 times each adapter's scale and without X around it: `Kept` takes it from the same launch. Needed where the tensor comes
 from someone else's kernel, as attention's output does; norm and SwiGLU write their operand themselves, and a gradient
-that a norm's backward writes has spare columns from the beginning (`with_spare_columns`). Run: python -m pytest
-tests/lorakernels/test_pack.py
+that a norm's backward writes has spare columns from the beginning (`with_spare_columns`). `s_into` is the same without
+the copy, for an X that lies where it is read. Run: python -m pytest tests/lorakernels/test_pack.py
 """
 
 from __future__ import annotations
@@ -36,14 +36,6 @@ class Kept:
         torch.mul(s, self.scales, out=self.s)
 
 
-def s_by_library(buffer: torch.Tensor, a: torch.Tensor, kept: Kept | None = None) -> None:
-    """S = X · Aᵀ, by a library GEMM, behind the X (M, K) that buffer (M, K + p) holds already; kept: sS, too."""
-    x, s = buffer[:, : a.shape[1]], buffer[:, a.shape[1] :]
-    torch.mm(x, a.t(), out=s)
-    if kept is not None:
-        kept.write(s)
-
-
 @jit
 def store_s(y, kept_ptr, scale_ptr, acc, row, m, p, KEEP: tl.constexpr, BM: tl.constexpr, R: tl.constexpr):
     """S (BM, R) of the rows `row` into the p spare columns that begin at the pointers y (BM, 1), zeros into those
@@ -64,8 +56,8 @@ def store_s(y, kept_ptr, scale_ptr, acc, row, m, p, KEEP: tl.constexpr, BM: tl.c
 
 @kernel
 def _pack_kernel(
-    x_ptr, a_ptr, y_ptr, kept_ptr, scale_ptr, m, n, rank, p, x_row, a_row, a_col, y_row,
-    KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    x_ptr, a_ptr, y_ptr, s_ptr, kept_ptr, scale_ptr, m, n, rank, p, x_row, a_row, a_col, y_row, s_row,
+    COPY: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     r = tl.arange(0, R)
@@ -73,19 +65,55 @@ def _pack_kernel(
     for start in range(0, n, BN):
         col = start + tl.arange(0, BN)
         inside = (row[:, None] < m) & (col[None, :] < n)
-        x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=inside, other=0.0).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row[:, None] * y_row + col[None, :], x, mask=inside)
+        x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=inside, other=0.0).to(s_ptr.dtype.element_ty)
+        if COPY:
+            tl.store(y_ptr + row[:, None] * y_row + col[None, :], x, mask=inside)
         spot = a_ptr + r[None, :].to(tl.int64) * a_row + col[:, None].to(tl.int64) * a_col
         a = tl.load(spot, mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(x, a, acc, input_precision="ieee")
-    store_s(y_ptr + row[:, None] * y_row + n, kept_ptr, scale_ptr, acc, row, m, p, KEEP, BM, R)
+    store_s(s_ptr + row[:, None] * s_row, kept_ptr, scale_ptr, acc, row, m, p, KEEP, BM, R)
+
+
+def _launch(x, a, copy, s, tile: str, rank: int, kept: Kept | None) -> None:
+    """S to s (M, p) and, unless copy is None, x to copy (M, K)."""
+    m, n = x.shape
+    bm, bn, warps, stages = tile_of(tile, s)
+    to = x if copy is None else copy
+    _pack_kernel[(cdiv(m, bm),)](
+        x, a, to, s, *arguments_of(kept, s), m, n, rank, a.shape[0],
+        x.stride(0), a.stride(0), a.stride(1), to.stride(0), s.stride(0),
+        COPY=copy is not None, KEEP=kept is not None, BM=bm, BN=bn, R=rank_tile(rank),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _by_kernel(x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, tile: str | None, rank: int) -> bool:
+    fits = 0 < rank <= MAX_FUSED_RANK and x.stride(-1) == 1
+    return tile is not None and fits and use_triton(x) and tensor_cores(a, out)
+
+
+def s_into(
+    x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, tile: str | None = "fused", rank: Any = None,
+    kept: Kept | None = None,
+) -> None:  # fmt: skip
+    """out (M, p) = S = x · aᵀ of an x (M, K) in a's dtype, which stays where it is; out may lie behind x. tile is a key
+    of TILES, None takes library calls instead of the kernel; rank and kept as in `pack_into`."""
+    p = a.shape[0]
+    check(a.shape[1] == x.shape[1] and out.shape == (x.shape[0], p), "x, a and out do not fit", x=x, a=a, out=out)
+    rank = p if rank is None else rank
+    if _by_kernel(x, a, out, tile, rank):
+        _launch(x, a, None, out, str(tile), rank, kept)
+        return
+    torch.mm(x, a.t(), out=out)
+    if kept is not None:
+        kept.write(out)
 
 
 def pack_into(
     x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, tile: str | None = "fused", rank: Any = None,
     kept: Kept | None = None,
 ) -> None:  # fmt: skip
-    """out = [x | x · aᵀ]; tile is a key of TILES, None takes a copy and a library GEMM instead of the kernel.
+    """out = [x | x · aᵀ]; tile is a key of TILES, None takes a copy and library calls instead of the kernel.
 
     kept: where sS goes, too. rank: how many rows of a can differ from zero, all of them if not given: the kernel reads
     no others.
@@ -94,21 +122,11 @@ def pack_into(
     p = a.shape[0]
     check(a.shape[1] == n and out.shape == (m, n + p), "x, a and out do not fit", x=x, a=a, out=out)
     rank = p if rank is None else rank
-    if (
-        tile is None
-        or not 0 < rank <= MAX_FUSED_RANK
-        or not use_triton(x)
-        or not tensor_cores(a, out)
-        or x.stride(-1) != 1
-    ):
-        out[:, :n].copy_(x)
-        s_by_library(out, a, kept)
+    if _by_kernel(x, a, out, tile, rank):
+        _launch(x, a, out[:, :n], out[:, n:], str(tile), rank, kept)
         return
-    bm, bn, warps, stages = tile_of(tile, out)
-    _pack_kernel[(cdiv(m, bm),)](
-        x, a, out, *arguments_of(kept, out), m, n, rank, p, x.stride(0), a.stride(0), a.stride(1), out.stride(0),
-        KEEP=kept is not None, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    out[:, :n].copy_(x)
+    s_into(out[:, :n], a, out[:, n:], None, rank, kept)
 
 
 def arguments_of(kept: Kept | None, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

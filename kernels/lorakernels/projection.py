@@ -29,7 +29,7 @@ from .adapter import Item, load_adapter
 from .dropout import add_product_into, draw_seed, dropped, product_into
 from .linear_cross_entropy import mm_in
 from .lora_grad import A_TILES, Source, a_gradient, tail_and_b, tails_that_fit
-from .pack import Kept, spare_columns
+from .pack import Kept, s_into, spare_columns
 from .runtime import MAX_FUSED_RANK, TILES, capturing, check, round_up, tensor_cores, use_triton
 from .runtime import rows as flat_rows
 from .sums import Sums
@@ -285,13 +285,19 @@ class Projection:
         """A seed a member: PEFT draws one mask for each projection, so these do too."""
         return draw_seed(device, len(self.members)) if self.dropped else None
 
-    def lora_input(self, x, op: Operand, seeds, out) -> None:
-        """out (M, p) = S = dropout(x) · Aᵀ, member by member where their masks differ."""
+    def lora_input(self, x, op: Operand, seeds, out, kept: Kept) -> None:
+        """out (M, p) = S = dropout(x) · Aᵀ, member by member where their masks differ; sS to kept."""
         if not self.p:
             return
         if seeds is None:
-            torch.mm(x, op.a.t(), out=out)
+            tiles = {**({t: t for t in TILES} if tensor_cores(x, op.a) else {}), "plain": None}
+            forms = {name: partial(s_into, x, op.a, out, tile, self.rank, kept) for name, tile in tiles.items()}
+            forms[tune.pick("S", (tune.bucket(x.shape[0]), self.k, self.rank, x.dtype), forms, x.device)]()
             return
+        self._dropped_input(x, op, seeds, out)
+        kept.write(out)
+
+    def _dropped_input(self, x, op: Operand, seeds, out) -> None:
         out.zero_()
         for i, (m, cols) in enumerate(zip(self.members, self.columns, strict=True)):
             if m.rank:

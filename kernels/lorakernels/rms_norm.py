@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .pack import Kept, arguments_of, s_by_library, store_s
+from .pack import Kept, arguments_of, s_into, store_s
 from .runtime import (
     MAX_FUSED_RANK,
     cdiv,
@@ -193,7 +193,7 @@ def forward_lora_into(
     )
     if not use_triton(x, weight) or not tensor_cores(buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
         rstd = forward_into(x, residual, weight, eps, offset, buffer[:, :n], h, again)
-        s_by_library(buffer, lora_a, kept)
+        s_into(buffer[:, :n], lora_a, buffer[:, n:], None, rank, kept)
         return rstd
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     r, hh = (x, x) if residual is None else (residual, h)

@@ -29,7 +29,7 @@ from lorakernels.glu import (
 from lorakernels.linear_cross_entropy import linear_cross_entropy
 from lorakernels.lora_grad import A_TILES, a_gradient, tail_and_b, tails_that_fit
 from lorakernels.nf4 import dequantize_into
-from lorakernels.pack import Kept, pack_into
+from lorakernels.pack import Kept, pack_into, s_into
 from lorakernels.rms_norm import forward_lora_into as norm_lora_into
 from lorakernels.rms_norm import rms_norm
 from lorakernels.rope import rope
@@ -68,6 +68,7 @@ def kernels(dtype: torch.dtype) -> None:
         arguments = new(M, K), new(M, K), new(K), 1e-6, 0.0, new(M, K + P), new(P, K), new(M, K), tile, new(M, K)
         norm_lora_into(*arguments, 3, kept)
         pack_into(new(M, K), new(P, K), new(M, K + P), tile, 3, kept)
+        s_into(new(M, K), new(P, K), new(M, K + P)[:, K:], tile, 3, kept)
     q, k = rope(new(2, 3, 7, 10, grad=True), new(2, 1, 7, 10, grad=True), new(1, 7, 10), new(1, 7, 10))
     (q.sum() + k.sum()).backward()
     target = torch.randint(0, 501, (M,), device=DEVICE)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned, strided
-from lorakernels.pack import Kept, pack_into, pack_reference, spare_columns, with_spare_columns
+from lorakernels.pack import Kept, pack_into, pack_reference, s_into, spare_columns, with_spare_columns
 from lorakernels.runtime import TILES, tensor_cores
 
 
@@ -48,6 +48,25 @@ def test_scaled_s_comes_along(rank, p, tile, device, dtype):
     assert_close(kept.s, wanted[:, 70:] * kept.scales, dtype, 3)
 
 
+@pytest.mark.parametrize("rank, p", [(1, 1), (3, 20), (16, 64), (40, 48)])
+@pytest.mark.parametrize("tile", [*TILES, None])
+@pytest.mark.parametrize("behind", [True, False])
+def test_s_of_an_x_that_stays_where_it_is(rank, p, tile, behind, device, dtype):
+    a = torch.zeros(p, 70, device=device, dtype=dtype)
+    a[:rank] = torch.randn(rank, 70, device=device)
+    buffer = poisoned(37, 70 + p, dtype=dtype, device=device)
+    x = buffer[:, :70] if behind else strided(torch.empty(37, 70, device=device, dtype=dtype))
+    x.copy_(torch.randn(37, 70, device=device))
+    before, out = x.clone(), buffer[:, 70:]
+    kept = Kept(poisoned(37, p, dtype=dtype, device=device), torch.randn(p, device=device))
+    s_into(x, a, out, tile, rank, kept)
+    wanted = pack_reference(x, a)[:, 70:]
+    assert torch.equal(x, before) and (behind or buffer[:, :70].isnan().all())
+    assert_close(out, wanted, dtype, 2)
+    assert_close(kept.s, wanted * kept.scales, dtype, 3)
+    assert not out[:, rank:].any() and not kept.s[:, rank:].any()
+
+
 @given(m=st.integers(0, 6), n=st.integers(1, 40), p=st.integers(0, 9))
 @settings(max_examples=15, deadline=None)
 def test_any_shape(m, n, p):
@@ -59,6 +78,8 @@ def test_any_shape(m, n, p):
 def test_wrong_shapes():
     with pytest.raises(ValueError, match=r"\(2, 3\)"):
         pack_into(torch.zeros(2, 3), torch.zeros(1, 4), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"\(2, 2\)"):
+        s_into(torch.zeros(2, 3), torch.zeros(1, 3), torch.zeros(2, 2))
 
 
 def test_spare_columns_are_only_taken_where_they_are_ours():
