@@ -183,7 +183,8 @@ def _measure(
     from lorabench.run.progress import Display
     from lorabench.run.runner import Runner
 
-    session = new_session(arguments, machine, ceilings, workers.method)
+    session = new_session(["python", "-m", "lorabench.sweep", *arguments], machine)
+    session |= {"ceilings": ceilings, "workers": workers.method}
     store.add_session(session)
     began = time.monotonic()
     refused = sum(refusal(cell, machine) is not None for cell in todo)
@@ -199,8 +200,8 @@ def _measure(
     store.add_session({**session, "wall_s": round(time.monotonic() - began, 1)})
 
 
-def new_session(arguments: list[str], machine: Any, ceilings: Any, method: str) -> dict[str, Any]:
-    """One run's entry in environment.json: when, what command, which code, which machine, which ceilings."""
+def new_session(command: list[str], machine: Any) -> dict[str, Any]:
+    """One run's entry in environment.json: when, what command, which code, which machine."""
     from lorabench.measure.machine import commit
 
     now = datetime.now(UTC)
@@ -208,13 +209,11 @@ def new_session(arguments: list[str], machine: Any, ceilings: Any, method: str) 
     return {
         "id": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}",
         "started": now.isoformat(timespec="seconds"),
-        "command": ["python", "-m", "lorabench.sweep", *arguments],
+        "command": command,
         "lorabench": version("lorabench"),
         "commit": head,
         "dirty": dirty,
         "machine": machine.model_dump(mode="json"),
-        "ceilings": ceilings,
-        "workers": method,
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
     }
 

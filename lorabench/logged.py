@@ -1,0 +1,64 @@
+"""Runs a command and keeps what it printed, beside the machine, the versions and the commit that it ran on.
+
+    python -m lorabench.logged FILE COMMAND...
+    python -m lorabench.logged results/h200/memcheck/memcheck.log compute-sanitizer --tool memcheck python tests/x.py
+
+For what is measured outside a sweep (a memory check, a profile, a table of kernels): environment.json beside FILE is
+the same as a sweep's, with FILE's name as the session. FILE is written anew. Exit code: the command's own; 2 where it
+could not be started.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from lorabench.measure.machine import describe
+from lorabench.run.store import RecordError, Store, StoreError
+from lorabench.sweep import new_session
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if len(arguments) < 2 or arguments[0].startswith("-"):
+        print(__doc__)
+        return 0 if {"-h", "--help"} & set(arguments) else 2
+    file, command = Path(arguments[0]), arguments[1:]
+    try:
+        return run(file, command)
+    except (StoreError, RecordError) as error:
+        reason = str(error)
+    except OSError as error:
+        reason = f"{error.filename or command[0]}: {error.strerror or error}"
+    print(f"lorabench: {reason}; expected a file to write and a command that can be started", file=sys.stderr)
+    return 2
+
+
+def run(file: Path, command: Sequence[str]) -> int:
+    """The command's exit code, after its output has gone to the console and to the file and the session is stored.
+
+    Raises OSError where the file cannot be written or the command not be started; the last run's log then stays."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    store = Store(file.parent)
+    store.sessions()  # a file that could not be added to must cost no run
+    began, started = datetime.now(UTC), time.monotonic()
+    sys.stdout.flush()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        with open(file, "wb") as log:
+            for line in process.stdout:
+                log.write(line)
+                print(line.decode(errors="replace"), end="", flush=True)
+    # Only now: looking at a GPU takes memory on it, and the command had a claim to all there was.
+    session = new_session(list(command), describe())
+    session |= {"id": file.name, "started": began.isoformat(timespec="seconds"), "exit_code": process.returncode}
+    store.add_session({**session, "wall_s": round(time.monotonic() - started, 1)})
+    return process.returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

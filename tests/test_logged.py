@@ -1,0 +1,55 @@
+"""python -m lorabench.logged: any command's output beside the environment it ran in."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from lorabench import logged
+
+
+def sessions(folder):
+    return json.loads((folder / "environment.json").read_text())["sessions"]
+
+
+def command(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def test_keeps_output_and_environment(tmp_path, capsys):
+    file = tmp_path / "new" / "check.log"
+    wanted = "import sys; print('hello', flush=True); sys.stderr.write('and an error\\n'); sys.exit(3)"
+    assert logged.main([str(file), *command(wanted)]) == 3
+    assert file.read_text() == "hello\nand an error\n"
+    assert capsys.readouterr().out == "hello\nand an error\n"
+    (session,) = sessions(file.parent)
+    assert session["command"] == command(wanted) and session["exit_code"] == 3 and session["id"] == "check.log"
+    assert session["machine"]["packages"]["torch"] and session["commit"]
+    assert sorted(p.name for p in file.parent.iterdir()) == ["check.log", "environment.json"]
+
+
+def test_a_second_run_replaces_the_first_and_leaves_others(tmp_path):
+    for name, text in (("a.log", "print(1)"), ("b.log", "print(2)"), ("a.log", "print(3)")):
+        assert logged.main([str(tmp_path / name), *command(text)]) == 0
+    assert (tmp_path / "a.log").read_text() == "3\n"
+    assert {s["id"]: s["command"][-1] for s in sessions(tmp_path)} == {"a.log": "print(3)", "b.log": "print(2)"}
+
+
+def test_bad_input_is_one_line_and_loses_nothing(tmp_path, capsys):
+    file = tmp_path / "a.log"
+    file.write_text("the last run's")
+    assert logged.main([str(file), "/no/such/command"]) == 2
+    assert file.read_text() == "the last run's"
+    error = capsys.readouterr().err
+    assert "/no/such/command" in error and "expected" in error and error.count("\n") == 1
+    (tmp_path / "environment.json").write_text("no JSON")
+    assert logged.main([str(file), *command("print(1)")]) == 2
+    assert file.read_text() == "the last run's" and "environment file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments, code", [([], 2), (["only.log"], 2), (["--help"], 0)])
+def test_usage(arguments, code, capsys):
+    assert logged.main(arguments) == code
+    assert "python -m lorabench.logged FILE COMMAND" in capsys.readouterr().out
