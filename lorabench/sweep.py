@@ -24,6 +24,7 @@ from rich.table import Table
 from lorabench.plan.compose import ConfigError, Plan, load_config, names_in, plan
 from lorabench.plan.design import Cell, refusal
 from lorabench.plan.registry import NameUnknown, ablation_class, registered
+from lorabench.run.record import Record
 from lorabench.run.store import RecordError, Store, StoreError
 
 HELP = """\
@@ -159,21 +160,32 @@ def run(config: Any, arguments: list[str], console: Console) -> int:
         recorded = {r.key: r for r in store.records()}
         if recorded and config.resume is False:
             raise ConfigError(f"{config.output} already holds {len(recorded)} records; resume=true, or another output=")
-        try:
-            machine, ceilings = workers.probe(config.dtype)
-        except ProbeError as error:
-            raise ConfigError(str(error)) from None
-        planned = plan(config, machine.device)
-        again = ("crash", "timeout", "oom") if config.resume == "failed" else ()
-        todo = [c for c in planned.cells if c.key not in recorded or recorded[c.key].status in again]
+        # A look at the machine takes seconds, of its GPU too: not where a machine like the last session's left nothing.
+        last = store.sessions()[-1:] if recorded else []
+        cells, todo = _missing(config, last[0]["machine"]["device"], recorded) if last else ([], [])
+        where = ""
+        if todo or not last:
+            try:
+                machine, ceilings = workers.probe(config.dtype)
+            except ProbeError as error:
+                raise ConfigError(str(error)) from None
+            cells, todo = _missing(config, machine.device, recorded)
+            where = f" on {machine.name}"
         console.print(
-            f"lorabench {version('lorabench')} on {machine.name}: {len(planned.cells)} cells, "
-            f"{len(planned.cells) - len(todo)} already recorded in {config.output}",
+            f"lorabench {version('lorabench')}{where}: {len(cells)} cells, "
+            f"{len(cells) - len(todo)} already recorded in {config.output}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
         if todo:
             _measure(todo, store, config, arguments, workers, machine, ceilings, console)
         return _report(config, console)
+
+
+def _missing(config: Any, device: str, recorded: dict[str, Record]) -> tuple[list[Cell], list[Cell]]:
+    """All cells that the sweep has on such a device, and those that are to be measured."""
+    again = ("crash", "timeout", "oom") if config.resume == "failed" else ()
+    cells = plan(config, device).cells
+    return cells, [c for c in cells if c.key not in recorded or recorded[c.key].status in again]
 
 
 def _measure(

@@ -57,6 +57,10 @@ def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
     new = path.read_bytes().removeprefix(after)
     assert new.count(b"\n") == 1 and Record.model_validate_json(new).ablations == ["killed"]
     assert {r.key for r in read_records(tmp_path)} == {r.key for r in records}
+    environment = (tmp_path / "environment.json").read_bytes()
+    nothing = sweep(*args, cwd=tmp_path, env=plugin)
+    assert nothing.returncode == 0 and (tmp_path / "environment.json").read_bytes() == environment
+    assert ": 5 cells, 5 already recorded" in nothing.stdout  # without «on» a machine: it was not even looked at
     anew = sweep(*args, "resume=false", cwd=tmp_path, env=plugin)
     assert anew.returncode == 2 and "already holds 5 records" in anew.stderr
 
