@@ -16,7 +16,6 @@ import gc
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from lorabench.measure import memory, trial
 from lorabench.measure.arm import Arm, build
 from lorabench.measure.machine import describe
-from lorabench.measure.profile import union
+from lorabench.measure.profile import device_spans, union
 from lorabench.plan.compose import ConfigError, load_config, plan
 from lorabench.plan.design import Cell
 from lorabench.plan.registry import NameUnknown
@@ -64,12 +63,10 @@ def of(cell: Cell, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
     arm = build(
         "candidate", cell.model, cell.workload, samples, cell.candidate, dtype=dtype, device=device, seed=cell.seed
     )
-    static = memory.allocated(device) - held
     trial.warm_up(arm, cell.warmup)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    arm.step.clear()
+    used = memory.measure(arm, memory.allocated(device) - held, 0)
     done = [trial.run_trial(arm) for _ in range(cell.trials)]
-    peak = torch.cuda.max_memory_allocated() - held if device.type == "cuda" else None
 
     def median(phase: str, times: str) -> float:
         return statistics.median(getattr(t, times).get(phase, 0.0) for t in done)
@@ -79,7 +76,11 @@ def of(cell: Cell, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
     yield "  " + "  ".join(f"{p} {on_device[p]:.1f} (host {on_host[p]:.1f})" for p in trial.TIMED)
     yield (
         f"  fb {on_device['forward'] + on_device['backward']:.1f}  loss {done[-1].loss:.4f}"
-        + (f"  weights {static / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB" if peak is not None else "")
+        + (
+            f"  static {used.static / 2**30:.2f} GiB, peak {used.peak / 2**30:.2f} GiB"
+            if used.static and used.peak
+            else ""
+        )
     )
     yield from by_kernel(arm)
 
@@ -91,11 +92,10 @@ def by_kernel(arm: Arm) -> Iterator[str]:
         trial.run_trial(arm)
         trial.synchronize(arm.device)
     if cuda:
-        kernels: list[Any] = [e for e in trace.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
-        spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
+        spans = device_spans(trace)
         whole = max(end for _, end in spans) - spans[0][0]
         idle = whole - union(spans)
-        yield f"  from the first kernel to the last {whole / 1e3:.1f}, idle {idle / 1e3:.1f}, {len(spans)} kernels"
+        yield f"  from the first kernel to the last {whole / 1e6:.1f}, idle {idle / 1e6:.1f}, {len(spans)} kernels"
     took = "device_time_total" if cuda else "self_cpu_time_total"
     rows = sorted(trace.key_averages(), key=lambda row: -getattr(row, took))
     total = sum(getattr(row, took) for row in rows)

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from lorabench.measure.machine import describe
@@ -45,7 +44,7 @@ def run(file: Path, command: Sequence[str]) -> int:
     file.parent.mkdir(parents=True, exist_ok=True)
     store = Store(file.parent)
     store.sessions()  # a file that could not be added to must cost no run
-    began, started = datetime.now(UTC), time.monotonic()
+    session, began = new_session(list(command)), time.monotonic()
     sys.stdout.flush()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
@@ -53,10 +52,9 @@ def run(file: Path, command: Sequence[str]) -> int:
             for line in process.stdout:
                 log.write(line)
                 print(line.decode(errors="replace"), end="", flush=True)
+    session |= {"id": file.name, "exit_code": process.returncode, "wall_s": round(time.monotonic() - began, 1)}
     # Only now: looking at a GPU takes memory on it, and the command had a claim to all there was.
-    session = new_session(list(command), describe())
-    session |= {"id": file.name, "started": began.isoformat(timespec="seconds"), "exit_code": process.returncode}
-    store.add_session({**session, "wall_s": round(time.monotonic() - started, 1)})
+    store.add_session(session | {"machine": describe().model_dump(mode="json")})
     return process.returncode
 
 

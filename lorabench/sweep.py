@@ -161,10 +161,10 @@ def run(config: Any, arguments: list[str], console: Console) -> int:
         if recorded and config.resume is False:
             raise ConfigError(f"{config.output} already holds {len(recorded)} records; resume=true, or another output=")
         # A look at the machine takes seconds, of its GPU too: not where a machine like the last session's left nothing.
-        last = store.sessions()[-1:] if recorded else []
-        cells, todo = _missing(config, last[0]["machine"]["device"], recorded) if last else ([], [])
+        device = store.last_device() if recorded else None
+        cells, todo = _missing(config, device, recorded) if device else ([], [])
         where = ""
-        if todo or not last:
+        if todo or not device:
             try:
                 machine, ceilings = workers.probe(config.dtype)
             except ProbeError as error:
@@ -195,8 +195,8 @@ def _measure(
     from lorabench.run.progress import Display
     from lorabench.run.runner import Runner
 
-    session = new_session(["python", "-m", "lorabench.sweep", *arguments], machine)
-    session |= {"ceilings": ceilings, "workers": workers.method}
+    session = new_session(["python", "-m", "lorabench.sweep", *arguments])
+    session |= {"machine": machine.model_dump(mode="json"), "ceilings": ceilings, "workers": workers.method}
     store.add_session(session)
     began = time.monotonic()
     refused = sum(refusal(cell, machine) is not None for cell in todo)
@@ -212,8 +212,9 @@ def _measure(
     store.add_session({**session, "wall_s": round(time.monotonic() - began, 1)})
 
 
-def new_session(command: list[str], machine: Any) -> dict[str, Any]:
-    """One run's entry in environment.json: when, what command, which code, which machine."""
+def new_session(command: list[str]) -> dict[str, Any]:
+    """One run's entry in environment.json: when, what command, which code. To be made before the run, which may write
+    into the checkout; the machine is added by who has looked at it."""
     from lorabench.measure.machine import commit
 
     now = datetime.now(UTC)
@@ -225,7 +226,6 @@ def new_session(command: list[str], machine: Any) -> dict[str, Any]:
         "lorabench": version("lorabench"),
         "commit": head,
         "dirty": dirty,
-        "machine": machine.model_dump(mode="json"),
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
     }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +62,20 @@ def arm(
     drawn = samples or feed.draw(spec.hf_config().vocab_size, 0)
     ablations = [registry.ablation(name) for name in names]
     return build("candidate", spec, feed, drawn, ablations, dtype=dtype, device=torch.device(device), seed=0, **kwargs)
+
+
+@contextlib.contextmanager
+def benchmark(name: str) -> Iterator[Any]:
+    """The script benchmarks/NAME.py as a module, under its name while it is in use: dataclasses look theirs up."""
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[name]
 
 
 def sweep(*overrides: str, cwd: Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from helpers import benchmark
 
 from lorabench.measure.trial import run_trial
 
-PATH = Path(__file__).resolve().parents[1] / "benchmarks/dram_bytes.py"
 HEADER = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
 
 
 @pytest.fixture(scope="module")
 def dram():
-    spec = importlib.util.spec_from_file_location("dram_bytes", PATH)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["dram_bytes"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["dram_bytes"]
+    with benchmark("dram_bytes") as module:
+        yield module
 
 
 def lines(dram, per_arm):

@@ -37,6 +37,15 @@ def test_a_second_run_replaces_the_first_and_leaves_others(tmp_path):
     assert {s["id"]: s["command"][-1] for s in sessions(tmp_path)} == {"a.log": "print(3)", "b.log": "print(2)"}
 
 
+def test_the_code_is_looked_at_before_and_the_machine_after(tmp_path, monkeypatch):
+    file, seen = tmp_path / "a.log", {}
+    new_session, describe = logged.new_session, logged.describe
+    monkeypatch.setattr(logged, "new_session", lambda c: seen.update(code=file.exists()) or new_session(c))
+    monkeypatch.setattr(logged, "describe", lambda: seen.update(machine=file.read_text()) or describe())
+    assert logged.main([str(file), *command("print(1)")]) == 0
+    assert seen == {"code": False, "machine": "1\n"}
+
+
 def test_bad_input_is_one_line_and_loses_nothing(tmp_path, capsys):
     file = tmp_path / "a.log"
     file.write_text("the last run's")

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-PATH = Path(__file__).parents[1] / "benchmarks" / "loss_curve.py"
+from helpers import benchmark
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("loss_curve", PATH)
-    module = sys.modules["loss_curve"] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    with benchmark("loss_curve") as module:
+        yield module
 
 
 @pytest.fixture

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
+from helpers import benchmark
 
-PATH = Path(__file__).resolve().parents[1] / "benchmarks/profile_step.py"
 SMALL = ["models=[tiny-llama@2x16]", "dtype=float32", "trials=2", "warmup=1"]
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("profile_step", PATH)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["profile_step"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["profile_step"]
+    with benchmark("profile_step") as module:
+        yield module
 
 
 def test_each_candidate_by_operator(script, capsys):

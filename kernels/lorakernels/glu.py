@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from .fast_math import exp, sigmoid, tanh
 from .pack import Kept, arguments_of, s_into, store_s
 from .runtime import (
-    MAX_FUSED_RANK,
     cdiv,
     check,
+    fuses,
     jit,
     kernel,
     next_power_of_2,
@@ -213,7 +213,7 @@ def forward_lora_into(
     check(
         buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
     )
-    if not use_triton(gate, up) or not tensor_cores(buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
+    if not fuses(rank, (gate, up), (buffer, lora_a)):
         forward_into(gate, up, buffer[:, :n], act)
         s_into(buffer[:, :n], lora_a, buffer[:, n:], None, rank, kept)
         return

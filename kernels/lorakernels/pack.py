@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .runtime import MAX_FUSED_RANK, cdiv, check, jit, kernel, rank_tile, tensor_cores, tile_of, tl, use_triton
+from .runtime import cdiv, check, fuses, jit, kernel, rank_tile, tile_of, tl
 
 
 def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -88,8 +88,7 @@ def _launch(x, a, copy, s, tile: str, rank: int, kept: Kept | None) -> None:
 
 
 def _by_kernel(x: torch.Tensor, a: torch.Tensor, out: torch.Tensor, tile: str | None, rank: int) -> bool:
-    fits = 0 < rank <= MAX_FUSED_RANK and x.stride(-1) == 1
-    return tile is not None and fits and use_triton(x) and tensor_cores(a, out)
+    return tile is not None and x.stride(-1) == 1 and fuses(rank, (x,), (a, out))
 
 
 def s_into(

@@ -17,6 +17,7 @@ it is taken (`tune`). Hu et al., "LoRA" (2021). Run: python -m pytest tests/lora
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -290,9 +291,7 @@ class Projection:
         if not self.p:
             return
         if seeds is None:
-            tiles = {**({t: t for t in TILES} if tensor_cores(x, op.a) else {}), "plain": None}
-            forms = {name: partial(s_into, x, op.a, out, tile, self.rank, kept) for name, tile in tiles.items()}
-            forms[tune.pick("S", (tune.bucket(x.shape[0]), self.k, self.rank, x.dtype), forms, x.device)]()
+            _by_tile("S", self.rank, x, op.a, lambda tile: s_into(x, op.a, out, tile, self.rank, kept))
             return
         self._dropped_input(x, op, seeds, out)
         kept.write(out)
@@ -302,10 +301,7 @@ class Projection:
         for i, (m, cols) in enumerate(zip(self.members, self.columns, strict=True)):
             if m.rank:
                 arguments = x, op.a[cols], seeds[i : i + 1], m.dropout, out[:, cols]
-                tiles = {**({t: t for t in TILES} if tensor_cores(x, op.a) else {}), "plain": None}
-                forms = {name: partial(product_into, *arguments, tile) for name, tile in tiles.items()}
-                key = (tune.bucket(x.shape[0]), self.k, m.rank, x.dtype)
-                forms[tune.pick("dropped product", key, forms, x.device)]()
+                _by_tile("dropped product", m.rank, x, op.a, partial(product_into, *arguments))
 
     # ---- the products -----------------------------------------------------------------------------------------------
     def forward_apart(self, x, s, op: Operand, out: Any = None, residual=None) -> torch.Tensor:
@@ -493,6 +489,14 @@ def sums_of(projections: list[Projection], m: int, device: torch.device) -> Sums
     """Room for dS of m rows, dB and dA of all members of these projections."""
     gradients = sum(g.rank * g.k + g.n * max(x.rank for x in g.members) for g in projections)
     return Sums(device, gradients, sum(m * g.p for g in projections))
+
+
+def _by_tile(name: str, rank: int, x, a, run: Callable[[str | None], None]) -> None:
+    """run(tile) of a product x · aᵀ, with the tile that is measured to be fastest; None stands for library calls."""
+    tiles: dict[str, Any] = {**({t: t for t in TILES} if tensor_cores(x, a) else {}), "plain": None}
+    forms = {form: partial(run, tile) for form, tile in tiles.items()}
+    key = (tune.bucket(x.shape[0]), x.shape[1], rank, x.dtype)
+    run(tiles[tune.pick(name, key, forms, x.device)])
 
 
 def _slices(sizes: list[int]) -> list[slice]:

@@ -19,15 +19,14 @@ import torch
 
 from .pack import Kept, arguments_of, s_into, store_s
 from .runtime import (
-    MAX_FUSED_RANK,
     cdiv,
     check,
+    fuses,
     kernel,
     multiprocessors,
     next_power_of_2,
     rank_tile,
     rows,
-    tensor_cores,
     tile_of,
     tl,
     use_triton,
@@ -191,7 +190,7 @@ def forward_lora_into(
     check(
         buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
     )
-    if not use_triton(x, weight) or not tensor_cores(buffer, lora_a) or not 0 < rank <= MAX_FUSED_RANK:
+    if not fuses(rank, (x, weight), (buffer, lora_a)):
         rstd = forward_into(x, residual, weight, eps, offset, buffer[:, :n], h, again)
         s_into(buffer[:, :n], lora_a, buffer[:, n:], None, rank, kept)
         return rstd

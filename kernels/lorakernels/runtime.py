@@ -118,6 +118,11 @@ def tensor_cores(*operands: torch.Tensor) -> bool:
     return use_triton(*operands) and (INTERPRET or all(t.element_size() < 4 for t in operands))
 
 
+def fuses(rank: int, sources: tuple[torch.Tensor, ...], operands: tuple[torch.Tensor, ...]) -> bool:
+    """True if a kernel that reads `sources` can keep the product of `operands` over so many columns in registers."""
+    return 0 < rank <= MAX_FUSED_RANK and use_triton(*sources) and tensor_cores(*operands)
+
+
 def capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -41,7 +41,7 @@ def device_busy(arm: Arm) -> dict[str, float] | None:
             phase, trace = running.pop()
             synchronize(arm.device)
             trace.__exit__(None, None, None)
-            busy[phase] += _union_ms(trace)
+            busy[phase] += union(device_spans(trace)) / 1e6
 
     def at(phase: str) -> None:
         stop()
@@ -56,9 +56,10 @@ def device_busy(arm: Arm) -> dict[str, float] | None:
     return busy
 
 
-def _union_ms(trace: profile) -> float:
+def device_spans(trace: profile) -> list[tuple[int, int]]:
+    """(start, end) in nanoseconds of everything that ran on the GPU, in order."""
     on_device = (e for e in _raw(trace) if e.device_type() == torch.autograd.DeviceType.CUDA)
-    return union(sorted((e.start_ns(), e.end_ns()) for e in on_device)) / 1e6
+    return sorted((e.start_ns(), e.end_ns()) for e in on_device)
 
 
 def union(spans: Sequence[tuple[int, int]]) -> int:

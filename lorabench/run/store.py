@@ -144,6 +144,12 @@ class Store:
         except (ValueError, KeyError, TypeError):
             raise RecordError(f"{path} is not an environment file: expected a JSON object with `sessions`") from None
 
+    def last_device(self) -> str | None:
+        """Where the last session measured, "cuda" or "cpu"; None where it does not say."""
+        machine = next((s.get("machine") for s in reversed(self.sessions())), None)
+        device = machine.get("device") if isinstance(machine, dict) else None
+        return device if device in ("cuda", "cpu") else None
+
     def add_session(self, session: dict[str, Any]) -> None:
         """Add or replace one session (by its id), atomically."""
         others = [s for s in self.sessions() if s["id"] != session["id"]]

@@ -65,6 +65,16 @@ def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
     assert anew.returncode == 2 and "already holds 5 records" in anew.stderr
 
 
+def test_the_last_session_says_where_it_measured_if_it_does(tmp_path):
+    with Store(tmp_path) as store:
+        assert store.last_device() is None
+        for i, (machine, device) in enumerate(
+            [({"device": "cuda"}, "cuda"), ({}, None), ("a GPU", None), (None, None)]
+        ):
+            store.add_session({"id": str(i)} | ({} if machine is None else {"machine": machine}))
+            assert store.last_device() == device
+
+
 def test_a_worker_dies_with_its_sweep(plugin, tmp_path):
     args = [*ARGS[:4], "ablations=[hang]", "reference=[sdpa,adamw_foreach,padding,hang]", f"output={tmp_path}"]
     temporary = Path(tempfile.mkdtemp())  # not below tmp_path, whose length is too much for a socket's name
