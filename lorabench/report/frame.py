@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,9 +23,10 @@ from lorabench.run.store import ENVIRONMENT, RecordError, read_records
 GIB = 2**30
 ARMS = ("reference", "candidate")
 FORWARD_BACKWARD = "forward + backward"
-# Cells whose references are further apart than this were measured on machines too unlike for a ratio of their ratios.
-REFERENCES_APART = 0.10
-OF_LIMIT = ("", "_low", "_high", "_forward", "_forward_low", "_forward_high")
+# Cells whose references are further apart than this were measured on hosts too unlike for a ratio of their ratios. GPUs
+# of one kind under one power cap were up to 3 % apart (results/h200/peers).
+REFERENCES_APART = 0.05
+OF_LIMIT = ("", "_low", "_high", "_paired", "_forward", "_forward_low", "_forward_high", "_forward_paired")
 Session = dict[str, Any]
 
 
@@ -57,8 +58,8 @@ def frame(records: Sequence[Record], sessions: Sequence[Session] = ()) -> pd.Dat
     record of the same model, workload and (where there is one) reference. verdict: see stats.verdict; None for A/A.
     {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling:
     of the phase that takes longest, and averaged by time. limit: a bound on a step, not one; its total is forward +
-    backward. of_limit, _low, _high: limit's time / candidate's time, both of forward + backward (see `of_limit`), and
-    of_limit_forward of forward alone.
+    backward. of_limit, _low, _high, _paired: limit's time / candidate's time, both of forward + backward (see
+    `of_limit`), and of_limit_forward of forward alone.
     device: from environment.json.
     """
     devices = {s["id"]: _device(s.get("machine") or {}) for s in sessions}
@@ -105,10 +106,21 @@ def phase_speedup(record: Record, phase: str) -> stats.Speedup | None:
         raise RecordError(f"record {record.key} ({toggles(record)}), phase {phase}: {error}") from None
 
 
-def of_limit(record: Record, records: Sequence[Record], phase: str = FORWARD_BACKWARD) -> stats.Speedup | None:
+class Share(NamedTuple):
+    """A fraction of the limit with its 95 % interval. paired: by way of the reference that both cells had."""
+
+    centre: float
+    low: float
+    high: float
+    paired: bool
+
+
+def of_limit(record: Record, records: Sequence[Record], phase: str = FORWARD_BACKWARD) -> Share | None:
     """The limit's time / this candidate's in `phase`, of the same model, workload and reference; None without one.
-    The two were never in one cell: it is the ratio of their speed-ups over the reference, each measured in pairs. None
-    too where that reference was not equally fast in both, as a host-bound one is not on another host.
+
+    The two were never in one cell: it is the ratio of their speed-ups over the reference, each measured in pairs. Where
+    that reference was not equally fast in both, as a host-bound one is not on another host, such a ratio would be the
+    hosts'; then it is the ratio of the two times as they are, not paired. `records` are of one kind of device.
     """
     alike = lambda r: (r.model, r.workload, frozenset(r.reference)) == (  # noqa: E731
         record.model, record.workload, frozenset(record.reference),
@@ -117,18 +129,25 @@ def of_limit(record: Record, records: Sequence[Record], phase: str = FORWARD_BAC
     if limit is None or record.limit or record.status != "ok":
         return None
     (ours, n), (bound, m) = _logs(record, phase), _logs(limit, phase)
-    if not n or not m or abs(math.log(_reference(record, phase) / _reference(limit, phase))) > REFERENCES_APART:
+    if not n or not m:
         return None
+    if abs(math.log(_median_of("reference", record, phase) / _median_of("reference", limit, phase))) > REFERENCES_APART:
+        direct = _speedup(_ms("candidate", limit, phase), _ms("candidate", record, phase), False)
+        return direct and Share(*direct, paired=False)
     share = ours - bound  # cells are independent, so their replicates are subtracted one by one
     low, high = np.quantile(share[1:], stats.tails(min(n, m)))
-    return stats.Speedup(*(math.exp(x) for x in (share[0], min(low, share[0]), max(high, share[0]))))
+    return Share(*(math.exp(x) for x in (share[0], min(low, share[0]), max(high, share[0]))), paired=True)
 
 
-def _reference(record: Record, phase: str) -> float:
-    """Median milliseconds of the reference; `_logs` has found its trials."""
+def _ms(arm: str, record: Record, phase: str) -> tuple[float, ...]:
+    """An arm's times; `_logs` has found that there are some."""
     trials = trials_of(record, phase)
-    assert trials is not None and trials.reference_ms
-    return float(np.median(trials.reference_ms))
+    assert trials is not None
+    return tuple(getattr(trials, f"{arm}_ms"))
+
+
+def _median_of(arm: str, record: Record, phase: str) -> float:
+    return float(np.median(_ms(arm, record, phase)))
 
 
 def _logs(record: Record, phase: str) -> tuple[Any, int]:
@@ -279,8 +298,10 @@ def _columns() -> list[str]:
 
 def _judge(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
     """Fill in what takes more than one record: share of the limit, Holm's correction, noise floor, verdict."""
-    for phase, columns in ((FORWARD_BACKWARD, OF_LIMIT[:3]), ("forward", OF_LIMIT[3:])):
-        shares = [of_limit(r, records, phase) or stats.Speedup(math.nan, math.nan, math.nan) for r in records]
+    of_device = {d: [r for r, own in zip(records, table["device"], strict=True) if own == d] for d in table["device"]}
+    for phase, columns in ((FORWARD_BACKWARD, OF_LIMIT[:4]), ("forward", OF_LIMIT[4:])):
+        found = [of_limit(r, of_device[d], phase) for r, d in zip(records, table["device"], strict=True)]
+        shares = [share or (math.nan, math.nan, math.nan, None) for share in found]
         for column, values in zip(columns, zip(*shares, strict=True), strict=False):
             table[f"of_limit{column}"] = values
     tested = [r.status == "ok" and not r.is_noise_floor and not r.limit for r in records]

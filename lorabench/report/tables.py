@@ -109,8 +109,8 @@ def _cells(row: Mapping[Any, Any]) -> dict[str, str]:
     return cells | {
         "toggles": row["toggles"],
         "total": ratio(row["total_speedup"], row["total_low"], row["total_high"]),
-        "of_limit_forward": ratio(row["of_limit_forward"], row["of_limit_forward_low"], row["of_limit_forward_high"]),
-        "of_limit": ratio(row["of_limit"], row["of_limit_low"], row["of_limit_high"]),
+        "of_limit_forward": _share(row, "of_limit_forward"),
+        "of_limit": _share(row, "of_limit"),
         "time": arrow(row["total_reference_ms"], row["total_candidate_ms"]),
         "memory": memory + saved if memory else "",
         "tokens": arrow(row["reference_tokens_s"], row["candidate_tokens_s"]),
@@ -119,6 +119,11 @@ def _cells(row: Mapping[Any, Any]) -> dict[str, str]:
         "numerics": gate if gate != " / " else "",
         "verdict": judgement(row),
     }
+
+
+def _share(row: Mapping[Any, Any], name: str) -> str:
+    shown = ratio(row[name], row[f"{name}_low"], row[f"{name}_high"])
+    return f"{shown} unpaired" if shown and not row[f"{name}_paired"] else shown
 
 
 def judgement(row: Mapping[Any, Any]) -> str:

@@ -59,14 +59,30 @@ def test_only_a_limit_of_the_same_cell_counts(record, with_limit):
         assert of_limit(record(["a"], **change), [bound]) is None
 
 
-def test_references_of_unlike_machines_give_no_share(record, with_limit):
+def test_references_of_unlike_hosts_leave_the_two_times_as_they_are(record, with_limit):
     """A host-bound reference on a slower host: its ratio says nothing about a limit that was measured elsewhere."""
     bound, cell = with_limit()[0], record(["a"], speedup=1.6)
-    assert of_limit(cell, [bound])
-    slower = {p: _times(t, 1.2) for p, t in cell.phases.items()}
-    assert of_limit(cell.model_copy(update={"phases": slower}), [bound]) is None
-    nearly = {p: _times(t, 1.05) for p, t in cell.phases.items()}
-    assert of_limit(cell.model_copy(update={"phases": nearly}), [bound])
+    assert of_limit(cell, [bound]).paired
+    slower = cell.model_copy(update={"phases": {p: _times(t, 1.2) for p, t in cell.phases.items()}})
+    found = of_limit(slower, [bound])
+    assert not found.paired
+    assert found.low < found.centre < found.high
+    assert found.centre == pytest.approx(0.8 / 1.2, rel=0.03)  # not 0.8, which the ratio of the ratios would still be
+    nearly = cell.model_copy(update={"phases": {p: _times(t, 1.03) for p, t in cell.phases.items()}})
+    assert of_limit(nearly, [bound]).paired
+    rows = md_rows(tables.markdown([cell, slower, bound]), "smollm2-135m @ alpaca")
+    unpaired = [c for c in (r["of limit [95 %], forward + backward"] for r in rows) if c.endswith(" unpaired")]
+    assert len(unpaired) == 1
+    assert unpaired[0].startswith("0.66")
+
+
+def test_a_limit_of_another_device_does_not_count(record, with_limit):
+    bound, cell = with_limit(session="b")[0], record(["a"], session="a")
+    sessions = [
+        {"id": i, "machine": {"device": "cuda", "name": n}} for i, n in (("a", "NVIDIA A10G"), ("b", "NVIDIA H200"))
+    ]
+    assert frame([cell, bound], sessions)["of_limit"].isna().all()
+    assert frame([cell, bound], [sessions[0], sessions[0] | {"id": "b"}])["of_limit"].notna().tolist() == [True, False]
 
 
 def _times(phase, factor):
