@@ -23,9 +23,8 @@ from lorabench.run.store import ENVIRONMENT, RecordError, read_records
 GIB = 2**30
 ARMS = ("reference", "candidate")
 FORWARD_BACKWARD = "forward + backward"
-# Cells whose references are further apart than this were measured on hosts too unlike for a ratio of their ratios. GPUs
-# of one kind under one power cap were up to 3 % apart (results/h200/peers).
-REFERENCES_APART = 0.05
+# Cells whose references are further apart than this were measured on machines too unlike for a ratio of their ratios.
+REFERENCES_APART = 0.10
 OF_LIMIT = ("", "_low", "_high", "_paired", "_forward", "_forward_low", "_forward_high", "_forward_paired")
 Session = dict[str, Any]
 
@@ -118,9 +117,10 @@ class Share(NamedTuple):
 def of_limit(record: Record, records: Sequence[Record], phase: str = FORWARD_BACKWARD) -> Share | None:
     """The limit's time / this candidate's in `phase`, of the same model, workload and reference; None without one.
 
-    The two were never in one cell: it is the ratio of their speed-ups over the reference, each measured in pairs. Where
-    that reference was not equally fast in both, as a host-bound one is not on another host, such a ratio would be the
-    hosts'; then it is the ratio of the two times as they are, not paired. `records` are of one kind of device.
+    The two were never in one cell: it is the ratio of their speed-ups over the reference, each measured in pairs, which
+    cancels what differs between two GPUs or their clocks. Where the reference waits for its host, or was not equally
+    fast in both cells, it would bring in what differs between the hosts instead; then it is the ratio of the two times
+    as they are, not paired. `records` are of one kind of device.
     """
     alike = lambda r: (r.model, r.workload, frozenset(r.reference)) == (  # noqa: E731
         record.model, record.workload, frozenset(record.reference),
@@ -131,12 +131,19 @@ def of_limit(record: Record, records: Sequence[Record], phase: str = FORWARD_BAC
     (ours, n), (bound, m) = _logs(record, phase), _logs(limit, phase)
     if not n or not m:
         return None
-    if abs(math.log(_median_of("reference", record, phase) / _median_of("reference", limit, phase))) > REFERENCES_APART:
+    apart = abs(math.log(_median_of("reference", record, phase) / _median_of("reference", limit, phase)))
+    if _reference_waits(record) or apart > REFERENCES_APART:
         direct = _speedup(_ms("candidate", limit, phase), _ms("candidate", record, phase), False)
         return direct and Share(*direct, paired=False)
     share = ours - bound  # cells are independent, so their replicates are subtracted one by one
     low, high = np.quantile(share[1:], stats.tails(min(n, m)))
     return Share(*(math.exp(x) for x in (share[0], min(low, share[0]), max(high, share[0]))), paired=True)
+
+
+def _reference_waits(record: Record) -> bool:
+    """Whether the profile saw the device idle in the reference's forward or backward."""
+    bound = (record.bound or {}).get("reference", {})
+    return any(bound[p].label == "host-bound" for p in ("forward", "backward") if p in bound)
 
 
 def _ms(arm: str, record: Record, phase: str) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ from helpers import md_rows
 from lorabench.report import tables
 from lorabench.report.frame import frame, of_limit
 from lorabench.report.plots import plots
+from lorabench.run.record import PhaseBound
 
 
 @pytest.fixture
@@ -73,7 +74,14 @@ def test_references_of_unlike_hosts_leave_the_two_times_as_they_are(record, with
     rows = md_rows(tables.markdown([cell, slower, bound]), "smollm2-135m @ alpaca")
     unpaired = [c for c in (r["of limit [95 %], forward + backward"] for r in rows) if c.endswith(" unpaired")]
     assert len(unpaired) == 1
-    assert unpaired[0].startswith("0.66")
+    assert unpaired[0].startswith("0.65")
+
+
+def test_a_reference_that_waits_for_its_host_leaves_the_two_times_as_they_are(record, with_limit):
+    bound, cell = with_limit()[0], record(["a"], speedup=1.6)
+    label = lambda name: {"reference": {"backward": PhaseBound(label=name)}}  # noqa: E731
+    assert of_limit(cell.model_copy(update={"bound": label("memory-bound")}), [bound]).paired
+    assert not of_limit(cell.model_copy(update={"bound": label("host-bound")}), [bound]).paired
 
 
 def test_a_limit_of_another_device_does_not_count(record, with_limit):
