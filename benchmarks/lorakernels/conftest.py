@@ -18,9 +18,9 @@ TOKENS, HIDDEN, WIDE, VOCABULARY = (8192, 4096, 14336, 128256) if CUDA else (64,
 
 
 def pytest_collect_file(file_path, parent):
-    """bench_*.py are tests here, whatever python_files says elsewhere."""
+    """bench_*.py are tests here, whatever python_files says elsewhere; a file that is named is pytest's already."""
     listed = any(file_path.match(pattern) for pattern in parent.config.getini("python_files"))
-    if file_path.match("bench_*.py") and not listed:
+    if file_path.match("bench_*.py") and not listed and not parent.session.isinitpath(file_path):
         return pytest.Module.from_parent(parent, path=file_path)
 
 

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lorabench.plan.model import LINEAR
-from lorabench.report.frame import phase_speedup, toggles
+from lorabench.report.frame import mean_speedup, phase_speedup, toggles
 from lorabench.run.record import Record
 
 Quantity = Literal[
@@ -27,6 +27,7 @@ Quantity = Literal[
     "memory_traffic_saved_pct", "pipeline_bubble_pct", "minutes_saved_per_checkpoint",
 ]  # fmt: skip
 
+TOGETHER = ("average", "maximum")
 UNKNOWN = (math.nan, math.nan, math.nan)
 
 
@@ -47,6 +48,9 @@ class Claim(Strict):
     candidate: list[str] = Field(default_factory=list)
     equivalents: list[list[str]] = Field(default_factory=list)  # other toggles that stand for `candidate`
     model: str | None = None
+    over: list[str] = Field(
+        default_factory=list
+    )  # models of whose cells it is the average or the maximum, taken together
     note: str | None = None  # how we read an ambiguous wording
     unmatched: str | None = None  # why no record can stand beside it (yet)
 
@@ -56,6 +60,8 @@ class Claim(Strict):
             raise ValueError(f"low {self.low} is above high {self.high}")
         if set(self.reference) == set(self.candidate) and not self.unmatched:
             raise ValueError("reference and candidate are the same: say in `unmatched` why no record can match")
+        if self.over and (self.statistic not in TOGETHER or not self.quantity.endswith("speedup")):
+            raise ValueError(f"`over` is for a speedup that is one of {', '.join(TOGETHER)}, not {self.statistic}")
         return self
 
 
@@ -101,7 +107,8 @@ def match(records: Sequence[Record], sources: Sequence[Source] | None = None) ->
 
 
 def _match(source: Source, claim: Claim, record: Record) -> Match | None:
-    if claim.model and claim.model != record.model.lower():
+    named = claim.over or ([claim.model] if claim.model else [])
+    if named and record.model.lower() not in named:
         return None
     # A kernel's own speed stands beside single linears and nothing else does: a whole model's speed says nothing there.
     if record.model.startswith(f"norm-{LINEAR}-"):
@@ -126,9 +133,7 @@ def _names(labels: Sequence[str]) -> set[str]:
 
 def measured(record: Record, quantity: str) -> tuple[float, float, float]:
     """Our (value, low, high) for a claim's quantity; NaN for what a record of a training step does not hold."""
-    phase, _, kind = quantity.partition("_")
-    if phase == "kernel":
-        phase = "total"  # of a single linear, see `_match`: that is the kernels' own time
+    phase, kind = _phase(quantity)
     if kind == "speedup":
         return phase_speedup(record, phase) or UNKNOWN
     memory = record.memory or {}
@@ -140,9 +145,28 @@ def measured(record: Record, quantity: str) -> tuple[float, float, float]:
     return UNKNOWN
 
 
+def _phase(quantity: str) -> tuple[str, str]:
+    """(phase, kind). A kernel is a single linear, see `_match`: its total is the kernels' own time."""
+    phase, _, kind = quantity.partition("_")
+    return "total" if phase == "kernel" else phase, kind
+
+
+def together(matches: Sequence[Match]) -> tuple[float, float, float]:
+    """Our (value, low, high) for a claim over several cells: their geometric mean, or the best of them."""
+    claim, done = matches[0].claim, [m.record for m in matches if m.record.status == "ok"]
+    if not done:
+        return UNKNOWN
+    if claim.statistic == "average":
+        return mean_speedup(done, _phase(claim.quantity)[0]) or UNKNOWN
+    return max(measured(r, claim.quantity) for r in done)
+
+
 def outcome(match: Match) -> str:
     """Our number against theirs: 'within' where the interval meets their range, else 'above', 'below', or ''."""
-    value, low, high = measured(match.record, match.claim.quantity)
+    return _outcome(match, *measured(match.record, match.claim.quantity))
+
+
+def _outcome(match: Match, value: float, low: float, high: float) -> str:
     low, high = (value if math.isnan(low) else low), (value if math.isnan(high) else high)
     if math.isnan(value):
         return ""
@@ -152,11 +176,29 @@ def outcome(match: Match) -> str:
 
 
 def claims_frame(records: Sequence[Record], sources: Sequence[Source] | None = None) -> pd.DataFrame:
-    """Claims beside our numbers, a row a pair; empty where none applies."""
-    rows = [_row(m) for m in match(records, sources)]
+    """Claims beside our numbers, a row a pair (or a row a claim and candidate, where it is over several cells); empty
+    where none applies."""
+    groups: dict[Any, list[Match]] = {}
+    for n, m in enumerate(match(records, sources)):
+        key = (id(m.claim), toggles(m.record), frozenset(m.record.reference)) if m.claim.over else n
+        groups.setdefault(key, []).append(m)
+    rows = [_row(found[0]) | _over(found) if found[0].claim.over else _row(found[0]) for found in groups.values()]
     names = ["source", "model", "workload", "toggles", "quantity", "claimed_low", "claimed_high", "statistic"]
     names += ["measured", "measured_low", "measured_high", "outcome", "status", "same_baseline", "inverted"]
     return pd.DataFrame(rows, columns=pd.Index([*names, "hardware", "baseline", "wording", "note"]))
+
+
+def _over(matches: Sequence[Match]) -> dict[str, Any]:
+    """What differs from the row of the first one."""
+    done = [m for m in matches if m.record.status == "ok"]
+    found = together(matches)
+    return {
+        "model": f"{matches[0].claim.statistic} of {len(done)} cells",
+        "workload": "",
+        **dict(zip(("measured", "measured_low", "measured_high"), found, strict=True)),
+        "outcome": _outcome(matches[0], *found),
+        "status": (done or matches)[0].record.status,
+    }
 
 
 def _row(m: Match) -> dict[str, Any]:

@@ -135,9 +135,22 @@ def of_limit(record: Record, records: Sequence[Record], phase: str = FORWARD_BAC
     if _reference_waits(record) or apart > REFERENCES_APART:
         direct = _speedup(_ms("candidate", limit, phase), _ms("candidate", record, phase), False)
         return direct and Share(*direct, paired=False)
-    share = ours - bound  # cells are independent, so their replicates are subtracted one by one
-    low, high = np.quantile(share[1:], stats.tails(min(n, m)))
-    return Share(*(math.exp(x) for x in (share[0], min(low, share[0]), max(high, share[0]))), paired=True)
+    return Share(*_interval(ours - bound, min(n, m)), paired=True)
+
+
+def mean_speedup(records: Sequence[Record], phase: str) -> stats.Speedup | None:
+    """Geometric mean of several cells' speed-ups; None where one of them has none."""
+    found = [_logs(r, phase) for r in records]
+    if not found or not all(n for _, n in found):
+        return None
+    return _interval(np.mean([logs for logs, _ in found], axis=0), min(n for _, n in found))
+
+
+def _interval(logs: Any, trials: int) -> stats.Speedup:
+    """What `_logs` gives, or a combination of several cells' logs: these are independent, so their replicates are
+    combined one by one."""
+    low, high = np.quantile(logs[1:], stats.tails(trials))
+    return stats.Speedup(*(math.exp(x) for x in (logs[0], min(low, logs[0]), max(high, logs[0]))))
 
 
 def _reference_waits(record: Record) -> bool:

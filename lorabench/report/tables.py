@@ -183,7 +183,7 @@ def claim_tables(records: Sequence[Record], sources: Sequence[Source] | None = N
     """Published numbers beside ours, as (caption, headings, rows). A source whose claims several of our candidates test
     is a table of its own, in the source's order, a column a candidate; of all others each pair is a row, in words."""
     made, beside = [], set()
-    found = sorted(match(records, sources), key=lambda m: m.source.title)
+    found = sorted((m for m in match(records, sources) if not m.claim.over), key=lambda m: m.source.title)
     for source, own in itertools.groupby(found, lambda m: m.source):
         if table := _side_by_side(source, list(own), records):
             made.append(table)
@@ -240,7 +240,7 @@ def claim_rows(
         found = ratio(c["measured"], c["measured_low"], c["measured_high"]) if math.isfinite(c["measured"]) else ""
         missing = "not measured here" if c["status"] == "ok" else c["status"]
         rows.append([
-            f"{c['toggles']}, {c['model']} @ {c['workload']}", _quantity(c["quantity"]),
+            f"{c['toggles']}, {' @ '.join(filter(None, (c['model'], c['workload'])))}", _quantity(c["quantity"]),
             _range(c["claimed_low"], c["claimed_high"]), found or missing,
             " ".join([c["outcome"], *(f"({r})" for r in remarks)]).strip(),
             f"{c['baseline']}; {c['hardware']}", c["source"],

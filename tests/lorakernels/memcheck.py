@@ -1,15 +1,17 @@
-"""Every kernel once, small and ragged, and a whole tiny model, for compute-sanitizer: accesses, not values.
+"""Every kernel once, small and ragged, and whole tiny models, for compute-sanitizer: accesses, not values.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \\
-        python tests/lorakernels/memcheck.py
+    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/lorakernels/memcheck.py
 
-Without torch's caching allocator every tensor is an allocation of its own, so a byte beside it is an error that
-memcheck sees. Shapes are no multiple of any tile. Without a GPU it runs the torch paths, which shows that it runs.
+It switches torch's caching allocator off: then every tensor is an allocation of its own, and a byte beside it an error
+that memcheck sees. Shapes are no multiple of any tile. Without a GPU it runs the torch paths, which shows that it runs.
 """
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch reads it when it first allocates
 
 import lorakernels
 import torch
@@ -94,12 +96,18 @@ def kernels(dtype: torch.dtype) -> None:
         items.append((new(r, K), new(n, r), 2.0, buffer[n:, :K], buffer[:n, K:]))
     Loader().load(items)
     load_adapter(*items[0])
-    state = SimpleNamespace(
-        shape=(N, 128), code=torch.linspace(-1, 1, 16, device=DEVICE), blocksize=64, state2=None, offset=None,
-        absmax=torch.rand(N * 2, device=DEVICE),
-    )  # fmt: skip
+    code = torch.linspace(-1, 1, 16, device=DEVICE)
+    state = SimpleNamespace(shape=(N, 128), code=code, blocksize=64, state2=None, offset=None, absmax=scales(2 * N))
     packed = torch.randint(256, (N * 64, 1), dtype=torch.uint8, device=DEVICE)
     dequantize_into(packed, state, new(N, 128 + P)[:, :128])
+    state.absmax = torch.randint(256, (2 * N,), dtype=torch.uint8, device=DEVICE)  # double quantization
+    state.state2 = SimpleNamespace(code=scales(256), blocksize=4, absmax=scales(-(-2 * N // 4)))
+    state.offset = scales(1)[0]
+    dequantize_into(packed, state, new(N, 128 + P)[:, :128])
+
+
+def scales(n: int) -> torch.Tensor:
+    return torch.rand(n, device=DEVICE)
 
 
 def main() -> None:
@@ -108,14 +116,19 @@ def main() -> None:
         kernels(dtype)
         print("kernels", dtype, flush=True)
     data = {n: t.to(DEVICE) for n, t in batch(3, 13).items()}
-    for form in ("one", "addmm"):
-        tune.force(form)
-        model = build("llama", torch.bfloat16, lora_dropout=0.1).to(DEVICE)
-        print(lorakernels.apply(model), flush=True)
-        step(model, data)
+    for family in ("llama", "qwen3", "gemma2"):  # RoPE behind head norms, GEGLU, soft-capping
+        for form, dropout in (("one", 0.0), ("one", 0.1), ("addmm", 0.0), ("addmm", 0.1)):
+            tune.force(form)
+            model = build(family, torch.bfloat16, lora_dropout=dropout).to(DEVICE)
+            print(family, form, dropout, lorakernels.apply(model), flush=True)
+            step(model, data)
     tune.force(None)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+        if cached := torch.cuda.memory_reserved():
+            raise SystemExit(
+                f"torch's caching allocator holds {cached} bytes: what memcheck saw is not every tensor's end"
+            )
     print("all ran on", DEVICE)
 
 

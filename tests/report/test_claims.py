@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from lorabench.report import claims
+from lorabench.report.tables import claim_rows
 
 
 def found(records, source=None):
@@ -70,10 +71,13 @@ def test_measured_memory_is_of_the_phase_that_the_claim_names(record):
     assert value == pytest.approx(37.5)
 
 
+THEIRS = "linear-4096x4096(lora_dropout=0.1)"
+
+
 def test_a_claim_of_a_kernel_alone_stands_beside_single_linears_only(record):
     common = {"reference": ("adapters_in_compute_dtype",), "speedup": 1.5}
-    linear = record(["lora_kernels"], model="linear-8x8(r=3)", **common)
-    others = [record(["lora_kernels"], model=m, **common) for m in ("smollm2-135m", "norm-linear-8x8")]
+    linear = record(["lora_kernels"], model=THEIRS, **common)
+    others = [record(["lora_kernels"], model=m, **common) for m in ("smollm2-135m", f"norm-{THEIRS}", "linear-8x8")]
     assert not found(others, "lorafusion_kernels")
     average, best = found([linear], "lorafusion_kernels")
     assert len(found([linear])) == 2  # and nothing that was said of whole models
@@ -82,11 +86,31 @@ def test_a_claim_of_a_kernel_alone_stands_beside_single_linears_only(record):
     assert claims.outcome(best) == "above"
 
 
+def test_an_average_and_a_maximum_stand_beside_ours_over_the_same_cells(record):
+    def cell(speedup, workload, **changes):
+        base = {"reference": ("adapters_in_compute_dtype",), "model": THEIRS, "workload": workload}
+        return record(["lora_kernels"], **base, speedup=speedup, **changes)
+
+    cells = [cell(1.1, "1x2048"), cell(1.21, "1x4096"), cell(1.6, "1x8192", status="crash")]
+    average, best = claims.claims_frame(cells).to_dict("records")
+    assert (average["model"], best["model"]) == ("average of 2 cells", "maximum of 2 cells")
+    assert average["measured"] == pytest.approx((1.1 * 1.21) ** 0.5, rel=0.01)
+    assert average["measured_low"] < average["measured"] < average["measured_high"]
+    assert best["measured"] == claims.measured(cells[1], "kernel_speedup")[0]
+    assert (average["outcome"], best["outcome"]) == ("below", "below")
+    assert [r[0] for r in claim_rows(cells)] == ["lora_kernels, average of 2 cells", "lora_kernels, maximum of 2 cells"]
+    lost = claims.claims_frame(cells[2:])
+    assert set(lost["status"]) == {"crash"}
+    assert lost["measured"].isna().all()
+
+
 def test_a_claim_without_direction_or_with_a_typo_is_refused():
     good = {"quantity": "total_speedup", "low": 1, "high": 2, "statistic": "range", "wording": "w", "baseline": "b"}
     with pytest.raises(ValidationError, match="unmatched"):
         claims.Claim.model_validate(good)
     with pytest.raises(ValidationError, match="above high"):
         claims.Claim.model_validate(good | {"low": 3, "candidate": ["a"]})
+    with pytest.raises(ValidationError, match="average, maximum"):
+        claims.Claim.model_validate(good | {"candidate": ["a"], "over": ["x"]})
     with pytest.raises(ValidationError, match="Extra inputs"):
         claims.Claim.model_validate(good | {"candidate": ["a"], "hardwear": "A100"})
