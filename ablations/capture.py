@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -67,6 +67,24 @@ def _sdpa_masks(through: Callable[..., Tensor | None]) -> Iterator[None]:
         table["sdpa"] = make
 
 
+def feed(into: Batch, batch: Batch) -> None:
+    """The next batch into the tensors that a graph reads; part of every step, as in training. ValueError where it is
+    not of the captured one's shapes."""
+    for name in into.inputs.keys() | batch.inputs.keys():
+        old: Any = into.inputs.get(name)
+        new: Any = batch.inputs.get(name)
+        if old is new:
+            continue
+        if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
+            old.copy_(new)
+        elif isinstance(old, Tensor) or isinstance(new, Tensor) or old != new:
+            raise ValueError(f"cuda_graph captured {name} as {_told(old)}, this batch has {_told(new)}")
+
+
+def _told(x: Any) -> str:
+    return f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
 class _Captured(Wrapped):
     """Forward, backward and update each captured in a graph, in one memory pool, and replayed one after the other.
 
@@ -83,6 +101,7 @@ class _Captured(Wrapped):
         super().__init__(inner)
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.loss: Tensor | None = None
+        self.fed: Batch | None = None  # the tensors that the graphs read
         self.masks = _SameMasks()
         for group in self.optimizer.param_groups:
             group["capturable"] = True  # keeps the step count on the device
@@ -93,8 +112,12 @@ class _Captured(Wrapped):
             self.inner.clear()
 
     def forward(self, batch: Batch) -> Tensor:
-        if not self.graphs:
-            self._capture(batch)
+        if self.fed is None:
+            # A single linear's X is a leaf that its backward asks for, and never another: it stays where it is.
+            own = {n: x.clone() for n, x in batch.inputs.items() if isinstance(x, Tensor) and not x.requires_grad}
+            self.fed = replace(batch, inputs=batch.inputs | own)
+            self._capture(self.fed)
+        feed(self.fed, batch)
         self.graphs["forward"].replay()
         assert self.loss is not None
         return self.loss

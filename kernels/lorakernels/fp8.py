@@ -41,9 +41,18 @@ class FrozenFp8:
     """The quantized weights of the members of one projection, stacked."""
 
     def __init__(self, members):
-        w = torch.cat([m.weight.detach() for m in members])
-        self.forward_weight = quantize_rows(w)
-        self.backward_weight = quantize_rows(w.t().contiguous())
+        self.members, self._of = members, None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Quantizes the weights if they are not those of the last time: loaded, merged or moved since."""
+        of = [(m.weight.data_ptr(), m.weight._version) for m in self.members]
+        if of != self._of:
+            with torch.inference_mode(False), torch.no_grad():
+                w = torch.cat([m.weight for m in self.members])
+                self.forward_weight = quantize_rows(w)
+                self.backward_weight = quantize_rows(w.t().contiguous())
+            self._of = of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return fp8_mm(*quantize_rows(x), *self.forward_weight, x.dtype)
@@ -57,3 +66,14 @@ def supported(device: torch.device) -> str | None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return "FP8 needs compute capability 8.9"
     return None
+
+
+def why_not(members) -> str | None:
+    """None, or why the product with these frozen weights stays in the compute dtype."""
+    first = members[0]
+    if any(m.quantized is not None for m in members):
+        return "its base is quantized already"
+    sizes = sum(m.shape[0] for m in members), first.shape[1]
+    if first.weight.is_cuda and any(n % 16 for n in sizes):
+        return f"FP8 products need multiples of 16, not {sizes[0]} x {sizes[1]}"
+    return supported(first.weight.device)

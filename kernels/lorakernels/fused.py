@@ -23,7 +23,7 @@ from .adapter import Loader
 from .linear_cross_entropy import mm_in
 from .lora_grad import Source
 from .pack import Kept, pack_into, with_spare_columns
-from .projection import Gradient, Operand, Projection, Saved, sums_of
+from .projection import Gradient, Operand, Projection, Saved, adapters_of, as_then, sums_of
 from .rms_norm import backward_into as norm_backward_into
 from .rms_norm import forward_into as norm_into
 from .rms_norm import forward_lora_into as norm_lora_into
@@ -228,7 +228,7 @@ class Project(torch.autograd.Function):
             outs, raw = (y.view(*x.shape[:-1], y.shape[-1]),), None
             if heads is not None:
                 outs, raw = Rotation(heads, cos, sin, wq, wk).forward(y, x.shape[:-1])
-        ctx.call, ctx.shape = call, x.shape
+        ctx.call, ctx.shape, ctx.adapters = call, x.shape, adapters_of(groups)
         kept_x = flat if norm is not None or any(g.p for g in groups) else None
         ctx.save_for_backward(kept_x, norm_weight, rstd, cos, sin, wq, wk, raw, *kept_s, *seeds, *parameters)
         ctx.set_materialize_grads(False)
@@ -246,7 +246,7 @@ class Project(torch.autograd.Function):
         device = next((g.device for g in grads if g is not None), None)
         if device is None:
             return (None,) * (7 + len(ctx.needs_input_grad[7:]))
-        with _no_autocast(device):
+        with _no_autocast(device), as_then(ctx.adapters):
             ops = [g.operand_again(dtype) for g in groups]
             saved = _saved(groups, ops, kept_s, seeds, ctx.shape[:-1].numel(), device)
             with_dx = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
@@ -379,7 +379,8 @@ class GatedMLP(torch.autograd.Function):
             packed, kept = _activate(gate_up, call["act"], down, op_down, seeds[-1])
             kept_s.append(kept)
             out = _down(packed, h, total, down, op_down, call["add"])
-        ctx.call, ctx.shape, ctx.dtypes = call, x.shape, (x.dtype, None if residual is None else residual.dtype)
+        ctx.call, ctx.shape, ctx.adapters = call, x.shape, adapters_of([*groups, down])
+        ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
         ctx.save_for_backward(h, norm_weight, rstd, gate_up if wide is None else wide, *kept_s, *seeds, *parameters)
         ctx.set_materialize_grads(False)
         out = out.view(*x.shape[:-1], out.shape[-1])
@@ -399,7 +400,7 @@ class GatedMLP(torch.autograd.Function):
         n = len(groups) + 1
         kept_s, seeds, parameters = rest[:n], rest[n : 2 * n], rest[2 * n :]
         n_down = 4 * len(down.members)
-        with _no_autocast(grad.device):
+        with _no_autocast(grad.device), as_then(ctx.adapters):
             ops = [g.operand_again(dtype) for g in (*groups, down)]
             *saved, kept = _saved((*groups, down), ops, kept_s, seeds, h.shape[0], grad.device)
             d_down = down.gradient(grad, kept)

@@ -23,30 +23,32 @@ FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Gemma", "Gemma2", 
 
 
 class LazyLogits:
-    """Stands in for the logits that were never made. Who looks at them (TRL's SFTTrainer for its token accuracy) gets
-    them then, without gradient, at the price of making them; who does not look pays nothing."""
+    """Stands in for the logits that were never made. Who looks at them (TRL's SFTTrainer for its token accuracy, a loss
+    of one's own) gets them then, with gradient where gradients are on, at the price of making them; who does not look
+    pays nothing. What can be known without them is: shape, dtype, device, and that `float()` is to be float32
+    (accelerate asks for that in mixed precision).
+    """
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None):
-        self._parts, self._logits = (hidden.detach(), weight.detach(), softcap), None
+    def __init__(self, hidden, weight, bias, softcap: float | None, dtype: torch.dtype | None = None):
+        self._parts, self._logits = (hidden, weight, bias, softcap), None
+        self.dtype, self.device, self.ndim = dtype or hidden.dtype, hidden.device, hidden.ndim
+        self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
+
+    def float(self) -> LazyLogits:
+        return LazyLogits(*self._parts, torch.float32)
 
     def materialize(self) -> torch.Tensor:
-        if self._logits is None:
-            hidden, weight, cap = self._parts
-            with torch.no_grad():
-                z = F.linear(hidden, weight.to(hidden.dtype))
-                self._logits = z if cap is None else cap * torch.tanh(z / cap)
+        hidden, weight, bias, cap = self._parts
+        lacks_gradient = torch.is_grad_enabled() and hidden.requires_grad
+        if self._logits is None or (lacks_gradient and not self._logits.requires_grad):
+            z = F.linear(hidden, weight, bias)
+            self._logits = (z if cap is None else cap * torch.tanh(z / cap)).to(self.dtype)
         return self._logits
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.materialize(), name)
-
-    def __getitem__(self, index):
-        return self.materialize()[index]
-
-    def __len__(self):
-        return len(self.materialize())
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -57,13 +59,27 @@ class LazyLogits:
         return function(*args, **{k: real(v) for k, v in (kwargs or {}).items()})
 
 
+def _operator(name: str):
+    def operate(self, *others):
+        others = [o.materialize() if isinstance(o, LazyLogits) else o for o in others]
+        return getattr(self.materialize(), name)(*others)
+
+    return operate
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_OTHER = ("neg", "abs", "lt", "le", "gt", "ge", "getitem", "len", "iter")  # == stays identity: it makes a hash
+for _name in (*_BINARY, *(f"r{n}" for n in _BINARY), *_OTHER):  # Python looks for operators on the class alone
+    setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
 def check_head(model: Any) -> None:
     """NotFused with the reason if this model's loss must be left alone."""
     if type(model).__name__ not in {f"{f}ForCausalLM" for f in FAMILIES}:
         raise NotFused(f"{type(model).__name__} is not a known causal language model")
     head = model.lm_head
     if type(head) is not nn.Linear:
-        raise NotFused(f"its head is a {type(head).__name__}, not a Linear")
+        raise NotFused(f"its head is {type(head).__module__}.{type(head).__name__}, not torch's Linear")
     if not quiet(head) or "forward" in model.__dict__:
         raise NotFused("its head has hooks, or the model's forward was replaced")
 
@@ -92,7 +108,7 @@ def causal_lm_forward(self, *args, **kwargs):
         hidden, weight, shifted.to(hidden.device), bias, ignore_index=ignore, num_items=num_items, softcap=softcap
     )
     result = _output_class(self)(
-        loss=loss, logits=LazyLogits(hidden, weight, softcap), past_key_values=out.past_key_values,
+        loss=loss, logits=LazyLogits(hidden, weight, bias, softcap), past_key_values=out.past_key_values,
         hidden_states=out.hidden_states, attentions=out.attentions,
     )  # fmt: skip
     wanted = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
@@ -110,5 +126,7 @@ def _fits(model, kwargs) -> bool:
     keep = kwargs.get("logits_to_keep", 0)
     router = kwargs.get("output_router_logits")
     router = getattr(model.config, "output_router_logits", False) if router is None else router
-    own_loss = getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
-    return isinstance(keep, int) and keep == 0 and not router and own_loss and quiet(model.lm_head)
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    own_loss = model.loss_function is getattr(losses, "ForCausalLMLoss", None)
+    own_head = type(model.lm_head) is nn.Linear and quiet(model.lm_head)
+    return isinstance(keep, int) and keep == 0 and not router and own_loss and own_head

@@ -22,7 +22,7 @@ from .fused import Heads, Norm, gated_mlp, project, refreshed
 from .projection import Projection
 from .rms_norm import rms_norm
 from .rope import rope
-from .sites import LinearSite, NotFused, activation_of, linear_site, norm_of, quiet
+from .sites import LinearSite, NotFused, activation_of, linear_site, norm_of, quiet, still
 
 # Attention classes of transformers: where they take their sliding window from, and whether they soft-cap.
 ATTENTION = {
@@ -106,7 +106,8 @@ class AttentionPlan:
     def ready(self) -> bool:
         parts = [p for p in (self.qkv, self.o) if p is not None]
         norms = self.head_norms or ()
-        return all(p.ready() for p in parts) and all(quiet(n) and not n.weight.requires_grad for n in norms)
+        same = all(still(n, Norm(self.heads.norm_eps or 0.0)) and not n.weight.requires_grad for n in norms)
+        return same and all(p.ready() for p in parts)
 
 
 def head_layout(attention: Any) -> tuple[Heads, tuple[Any, Any] | None]:
@@ -156,7 +157,7 @@ def query_key_value(
     weights = tuple(n.weight for n in plan.head_norms) if fused else (None, None)
     out = project(
         x, plan.qkv.groups, norm=norm, norm_weight=norm_weight, heads=heads, cos=cos, sin=sin, head_norms=weights,
-        pass_through=pass_through, training=plan.module.training, spare=spare,
+        pass_through=pass_through, spare=spare,
     )  # fmt: skip
     q, k, v = out[:3]
     if split_norms:
@@ -227,7 +228,7 @@ def attention_forward(
         out, weights = attend(plan, q, k, v, attention_mask, past_key_values, **kwargs)
         out = out.reshape(*hidden_states.shape[:-1], -1)
         if plan.o is not None:
-            return project(out, plan.o.groups, training=self.training).to(hidden_states.dtype), weights
+            return project(out, plan.o.groups).to(hidden_states.dtype), weights
         return self.o_proj(out.contiguous()), weights
 
 
@@ -238,6 +239,7 @@ class MLPPlan:
     gate_up: Linears
     down: Linears
     act: str
+    function: Any = None
     loader: Loader = field(default_factory=Loader)
 
     @property
@@ -245,7 +247,13 @@ class MLPPlan:
         return [*self.gate_up.groups, *self.down.groups]
 
     def ready(self) -> bool:
-        return self.gate_up.ready() and self.down.ready()
+        function = _activation(self.module)
+        same = function is self.function and (not isinstance(function, nn.Module) or quiet(function))
+        return same and self.gate_up.ready() and self.down.ready()
+
+
+def _activation(mlp: Any) -> Any:
+    return getattr(mlp, "act_fn", None) or mlp.activation_fn
 
 
 def mlp_plan(mlp: Any, path: str, switches: Switches) -> MLPPlan:
@@ -253,20 +261,26 @@ def mlp_plan(mlp: Any, path: str, switches: Switches) -> MLPPlan:
     names = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
     if not all(isinstance(getattr(mlp, n, None), nn.Module) for n in [*names, "down_proj"]):
         raise NotFused(f"{type(mlp).__name__} is not a gated MLP (gate, up and down linears)")
-    act = activation_of(getattr(mlp, "act_fn", None) or mlp.activation_fn)
-    return MLPPlan(mlp, linears(mlp, path, names, switches), linears(mlp, path, ["down_proj"], switches), act)
+    function = _activation(mlp)
+    act = activation_of(function)
+    if isinstance(function, nn.Module) and not quiet(function):
+        raise NotFused("its activation has hooks or a replaced forward")
+    parts = [linears(mlp, path, each, switches) for each in (names, ["down_proj"])]
+    return MLPPlan(mlp, parts[0], parts[1], act, function)
 
 
-def mlp_forward(self, x):
+def mlp_forward(self, *args, **kwargs):
+    (x,) = (*args, *kwargs.values())  # the families call their one argument differently
     plan = self._lorakernels
     if not plan.ready():
         return type(self).forward(self, x)
     with refreshed(plan.groups, plan.loader, x):
-        return gated_mlp(x, plan.gate_up.groups, plan.down.groups[0], plan.act, training=self.training).to(x.dtype)
+        return gated_mlp(x, plan.gate_up.groups, plan.down.groups[0], plan.act).to(x.dtype)
 
 
-def norm_forward(self, x):
-    norm = self._lorakernels
+def norm_forward(self, *args, **kwargs):
+    (x,) = (*args, *kwargs.values())
+    norm = norm_of(self, ours=True)
     y = rms_norm(x, self.weight, norm.eps, norm.offset)
     # A float32 weight on a low-precision stream gives float32 in Llama's norm and the stream's dtype in Gemma's.
     return y if norm.offset else y.to(torch.promote_types(x.dtype, self.weight.dtype))
@@ -285,8 +299,10 @@ class LayerPlan:
 
     def ready(self) -> bool:
         here = self.module._modules
-        same = here["self_attn"] is self.attention.module and (self.mlp is None or here["mlp"] is self.mlp.module)
-        norms = all(quiet(m) and here[n] is m for n, (m, _) in self.norms.items())
+        same = here["self_attn"] is self.attention.module and quiet(here["self_attn"])
+        if self.mlp is not None:
+            same = same and here["mlp"] is self.mlp.module and quiet(here["mlp"])
+        norms = all(here[n] is m and still(m, norm) for n, (m, norm) in self.norms.items())
         return same and norms and self.attention.ready() and (self.mlp is None or self.mlp.ready())
 
     @property
@@ -343,8 +359,7 @@ def _fused_layer(plan: LayerPlan, x, attention_mask=None, position_embeddings=No
     )
     out, _ = attend(plan.attention, q, k, v, attention_mask, past_key_values, **kwargs)
     out = out.reshape(*x.shape[:-1], -1)
-    training = plan.module.training
-    out = project(out, plan.attention.o.groups, training=training)
+    out = project(out, plan.attention.o.groups)
     if sandwich:
         module, norm = plan.norms["post_attention_layernorm"]
         out = rms_norm(out, module.weight, norm.eps, norm.offset)
@@ -354,7 +369,7 @@ def _fused_layer(plan: LayerPlan, x, attention_mask=None, position_embeddings=No
         return x + plan.module.mlp(y)
     mlp = partial(gated_mlp, out, plan.mlp.gate_up.groups, plan.mlp.down.groups[0], plan.mlp.act, residual=x, **before)
     if not sandwich:
-        return mlp(add=True, training=training)
-    y, x = mlp(pass_through=True, training=training)
+        return mlp(add=True)
+    y, x = mlp(pass_through=True)
     module, norm = plan.norms["post_feedforward_layernorm"]
     return x + rms_norm(y, module.weight, norm.eps, norm.offset)

@@ -43,7 +43,7 @@ def _forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     single: _Single = getattr(self, MARK)
     if args or kwargs or not single.ready():
         return type(self).forward(self, x, *args, **kwargs)
-    return project(x, [single.group], training=self.training).to(x.dtype)
+    return project(x, [single.group]).to(x.dtype)
 
 
 def apply_linears(model: Any, *, one_gemm: bool = True) -> Report:
@@ -89,7 +89,7 @@ def apply_normed(module: Any, norm: str = "norm", linear: str = "linear", *, one
         if not site.ready():
             return type(self).forward(self, x)
         parts = {"norm": Norm(rms.eps), "norm_weight": rms.weight}
-        return project(x, [single.group], training=self.training, **parts).to(x.dtype)
+        return project(x, [single.group], **parts).to(x.dtype)
 
     _bind(module, single, forward)
     return Report([Change(linear, ("linear", "rms_norm"))])

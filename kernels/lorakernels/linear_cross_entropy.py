@@ -63,7 +63,10 @@ def _loss_kernel(
     peak = tl.max(top, axis=0)
     # Differences from the peak throughout: at logits of 1e4 a float32 logsumexp is off by 1e-3.
     total_sum = tl.sum(total * exp(top - peak), axis=0)
-    at_target = tl.load(z_ptr + tl.where(kept, target, 0)).to(tl.float32)
+    # torch stops at a target that is no token. Here its loss and gradient are NaN, and nothing outside is read.
+    token = (target >= 0) & (target < n)
+    peak = tl.where(kept & (token == 0), float("nan"), peak)
+    at_target = tl.load(z_ptr + tl.where(kept & token, target, 0)).to(tl.float32)
     if CAP:
         at_target = cap * tanh(at_target / cap)
     tl.debug_barrier()  # every thread has read the target's logit before one of them overwrites it
@@ -158,7 +161,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         if torch.is_tensor(count):
             count = count.to(x.device)
         scale = torch.ones((), dtype=loss.dtype, device=x.device) / count
-        ctx.save_for_backward(dx, dw, db, scale)
+        # Of no token at all the mean is NaN, as torch's is, but its gradient is zero.
+        ctx.save_for_backward(dx, dw, db, torch.where(scale.isfinite(), scale, 0))
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return loss.sum() * scale
 

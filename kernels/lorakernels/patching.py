@@ -10,19 +10,23 @@ everything is known is taken as a whole; of others, the known parts one by one.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
 from . import layers
+from .fp8 import why_not
 from .head import causal_lm_forward, check_head
 from .layers import ATTENTION, BACKENDS, Switches
-from .sites import NORMS, NotFused, norm_of
+from .sites import NORMS, NotFused, norm_of, quiet
 
 STATE = "_lorakernels_state"
+LINEARS = {f"{n}_proj" for n in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,25 @@ class Report:
 class _State:
     undo: list[Callable[[], object]] = field(default_factory=list)
 
+    def __deepcopy__(self, memo: dict) -> _State:
+        return _State(copy.deepcopy(self.undo, memo))
+
+    def __reduce__(self):
+        raise pickle.PicklingError(
+            "a model that lorakernels.apply has changed cannot be pickled; call lorakernels.remove first, or save its "
+            "state_dict (save_pretrained works as it is)"
+        )
+
+
+def _unbind(module: Any) -> None:
+    """Not a closure: a copy of the model must undo what was bound to the copy's modules."""
+    del module.__dict__["forward"], module.__dict__["_lorakernels"]
+
 
 class _Patcher:
     def __init__(self, switches: Switches):
         self.switches, self.report, self.state = switches, Report(), _State()
+        self.taken: set[str] = set()  # linears
 
     def bind(self, module: Any, forward, plan=None) -> None:
         if "forward" in module.__dict__:
@@ -80,12 +99,17 @@ class _Patcher:
         # Trainer reads the signature of forward to know which columns of the data to keep.
         signed = wraps(type(module).forward)(lambda self, *args, **kwargs: forward(self, *args, **kwargs))
         module.forward = MethodType(signed, module)
-        self.state.undo.append(lambda: (module.__dict__.pop("forward"), module.__dict__.pop("_lorakernels")))
+        self.state.undo.append(partial(_unbind, module))
 
     def take(self, linears: layers.Linears | None) -> None:
-        if linears is not None:
-            linears.adopt()
-            self.state.undo.append(linears.release)
+        if linears is None:
+            return
+        linears.adopt()
+        self.state.undo.append(linears.release)
+        self.taken |= {s.name for s in linears.sites}
+        for group in linears.groups if self.switches.fp8 else ():
+            if reason := why_not(group.members):
+                self.leave(" + ".join(m.name for m in group.members), "fp8", reason)
 
     def leave(self, name: str, part: str, reason) -> None:
         self.report.left.append(Left(name, part, str(reason)))
@@ -140,8 +164,8 @@ class _Patcher:
             return False
         try:
             plan = layers.layer_plan(layer, attention, mlp)
-            if "forward" in layer.self_attn.__dict__ or "forward" in layer.mlp.__dict__:
-                raise NotFused("its attention's or MLP's forward was replaced already")
+            if not quiet(layer.self_attn) or (mlp is not None and not quiet(layer.mlp)):
+                raise NotFused("its attention or MLP has hooks or a replaced forward")
             self.bind(layer, layers.layer_forward, plan)
         except NotFused as reason:
             self.leave(name, "layer", reason)
@@ -166,6 +190,13 @@ class _Patcher:
         for part in linears:
             self.take(part)
         self.report.changed.append(Change(name, tuple(parts)))
+
+    def stranger(self, name: str, module: Any, known: tuple[str, ...]) -> None:
+        """An adapter that no part was made of; those of known layers have been spoken of, if they were asked for."""
+        leaf = name.rpartition(".")[2]
+        if leaf == "lm_head" or (name.startswith(known or ("\0",)) and leaf in LINEARS):
+            return
+        self.leave(name, "linear", f"{leaf} ({type(module).__name__}) is not part of a layer that is known here")
 
     def norm(self, name, module) -> None:
         try:
@@ -230,10 +261,12 @@ def apply(
     )
     patcher = _Patcher(switches)
     modules = list(model.named_modules())
+    known: list[str] = []
     try:
         for name, module in modules:
             if hasattr(module, "self_attn") and type(module.self_attn).__name__ in ATTENTION:
                 patcher.layer(name, module)
+                known.append(f"{name}.")
         inside = {name for change in patcher.report.changed if "qkv" in change.parts for name in [change.name + "."]}
         for name, module in modules:
             patcher.saving(module)
@@ -242,6 +275,9 @@ def apply(
             # _modules, because PEFT's wrappers pass attributes of the inner model through.
             if linear_cross_entropy and module._modules.get("lm_head") is not None:
                 patcher.head(name, module)
+        for name, module in modules:
+            if hasattr(module, "lora_A") and hasattr(module, "base_layer") and name not in patcher.taken:
+                patcher.stranger(name, module, tuple(known))
     except BaseException:
         _undo(patcher.state)
         raise

@@ -17,7 +17,8 @@ it is taken (`tune`). Hu et al., "LoRA" (2021). Run: python -m pytest tests/lora
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,6 +68,15 @@ class Member:
     @property
     def rank(self) -> int:
         return 0 if self.a is None else self.a.shape[0]
+
+    @property
+    def adapter(self) -> tuple[Any, ...]:
+        """What a site reads anew on each forward."""
+        return self.a, self.b, self.lora_bias, self.scale, self.dropout
+
+    @adapter.setter
+    def adapter(self, values: tuple[Any, ...]) -> None:
+        self.a, self.b, self.lora_bias, self.scale, self.dropout = values
 
     @property
     def parameters(self) -> tuple[torch.Tensor | None, ...]:
@@ -129,10 +139,10 @@ class Projection:
         self._loaded: tuple = ()
         self._operand: Operand | None = None  # of our own buffer
         self._fresh = False  # `refreshed` has just loaded what the next `operand` would load
-        if fp8 and not self.quantized:
-            from .fp8 import FrozenFp8
+        if fp8:
+            from .fp8 import FrozenFp8, why_not
 
-            self.fp8 = FrozenFp8(members)
+            self.fp8 = FrozenFp8(members) if why_not(members) is None else None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -158,10 +168,11 @@ class Projection:
         if self.quantized or self.fp8 is not None:
             return
         first = self.members[0].weight
-        buffer = torch.zeros(self.n + self.p, self.k + self.p, dtype=first.dtype, device=first.device)
-        for m, at in zip(self.members, self.rows, strict=True):
-            buffer[at, : self.k].copy_(m.weight.data)
-            m.weight.data = buffer[at, : self.k]
+        with torch.inference_mode(False), torch.no_grad():  # what is born in inference mode cannot be trained with
+            buffer = torch.zeros(self.n + self.p, self.k + self.p, dtype=first.dtype, device=first.device)
+            for m, at in zip(self.members, self.rows, strict=True):
+                buffer[at, : self.k].copy_(m.weight.data)
+                m.weight.data = buffer[at, : self.k]
         self.buffer = buffer
 
     def release(self) -> None:
@@ -178,6 +189,7 @@ class Projection:
             self._fresh = False
             return self._own()
         if self.fp8 is not None:
+            self.fp8.refresh()
             dev = self.members[0].weight.device
             sb = torch.zeros(self.n, self.p, dtype=dtype, device=dev)
             op = self._operand_of(None, sb, torch.zeros(self.p, self.k, dtype=dtype, device=dev), None)
@@ -483,6 +495,25 @@ class Projection:
             dlb = (total * m.scale).to(m.lora_bias.dtype) if need_lora_bias and m.lora_bias is not None else None
             out += [da, db, dlb, total.to(m.bias.dtype) if need_bias and m.bias is not None else None]
         return out
+
+
+def adapters_of(projections: list[Projection]) -> list[tuple[Member, tuple[Any, ...]]]:
+    """Every member with the adapter that it has now, for `as_then`."""
+    return [(m, m.adapter) for p in projections for m in p.members]
+
+
+@contextmanager
+def as_then(adapters: list[tuple[Member, tuple[Any, ...]]]) -> Iterator[None]:
+    """Inside, the members have the adapters of an earlier moment: between a forward and its backward another forward
+    may have read another adapter, another scale or, in evaluation, no dropout."""
+    now = [(m, m.adapter) for m, _ in adapters]
+    try:
+        for m, adapter in adapters:
+            m.adapter = adapter
+        yield
+    finally:
+        for m, adapter in now:
+            m.adapter = adapter
 
 
 def sums_of(projections: list[Projection], m: int, device: torch.device) -> Sums:

@@ -45,10 +45,11 @@ class LinearSite:
     parent: Any = None
 
     def __post_init__(self) -> None:
-        self.leaf = self.name.rpartition(".")[2]
+        self.leaf, self.rank = self.name.rpartition(".")[2], self.member.rank
 
     def ready(self) -> bool:
-        """Reads A, B, scale and dropout anew; False if PEFT must run this forward (merged, hooked, switched …).
+        """Reads weight, bias, A, B, scale and dropout anew; False if PEFT must run this forward (merged, hooked,
+        switched, another kind of adapter under the same name …).
 
         It runs for every linear on every forward, so it reads modules' dictionaries: torch's own attribute look-up
         costs a microsecond each, and small models wait for the host.
@@ -58,6 +59,12 @@ class LinearSite:
             return False  # unloaded: PEFT has put another module there
         if not (quiet(module) and (module is self.base or quiet(self.base))):
             return False
+        weight = self.base._parameters["weight"]
+        if weight.requires_grad or (weight is not member.weight and not _alike(weight, member.weight)):
+            return False
+        member.weight, member.bias = weight, self.base._parameters["bias"]
+        if member.quantized is not None:
+            member.quantized = weight.quant_state
         if module is self.base:
             return True
         if module._disable_adapters or module.merged_adapters:
@@ -68,15 +75,24 @@ class LinearSite:
             return False
         if self.adapter is not None:
             a, b, drop = (parts[name]._modules[self.adapter] for name in ("lora_A", "lora_B", "lora_dropout"))
-            if not (quiet(a) and quiet(b)):
+            if not (quiet(a) and quiet(b) and quiet(drop)) or self.adapter in getattr(module, "lora_variant", ()):
+                return False
+            if a.out_features != self.rank or type(drop) not in (nn.Identity, nn.Dropout):
                 return False
             member.a, member.b = a._parameters["weight"], b._parameters["weight"]
             member.lora_bias = b._parameters["bias"]
             member.scale = float(module.scaling[self.adapter])
-            member.dropout = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
-        if self.member.quantized is not None:
-            member.weight, member.quantized = self.base.weight, self.base.weight.quant_state
+            member.dropout = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
         return True
+
+
+def _alike(weight: Any, known: Any) -> bool:
+    """Whether a weight that was put in another's place (load_state_dict with assign=True, say) can take it here too."""
+    if type(weight) is not type(known) or weight.shape != known.shape:
+        return False
+    if hasattr(known, "quant_state"):  # bitsandbytes makes a new one when the model moves
+        return weight.quant_state is not None
+    return (weight.dtype, weight.device) == (known.dtype, known.device)
 
 
 def linear_site(name: str, parent: Any) -> LinearSite:
@@ -138,20 +154,26 @@ def _only_adapter(module) -> str | None:
     if adapter in getattr(module, "lora_variant", {}):
         raise NotFused(f"the LoRA variant {type(module.lora_variant[adapter]).__name__.removesuffix('LinearVariant')}")
     drop = module.lora_dropout[adapter]
-    if not isinstance(drop, nn.Identity | nn.Dropout):
+    if type(drop) not in (nn.Identity, nn.Dropout):
         raise NotFused(f"its dropout is a {type(drop).__name__}")
     if any(type(part[adapter]) is not nn.Linear for part in (module.lora_A, module.lora_B)):
         raise NotFused("its lora_A or lora_B is not a Linear")
     return adapter
 
 
-def norm_of(module: Any) -> Norm:
+def norm_of(module: Any, ours: bool = False) -> Norm:
+    """Its constants, or NotFused with the reason. ours: its forward is one that `apply` bound."""
     known = NORMS.get(type(module).__name__)
     if known is None:
         raise NotFused(f"{type(module).__name__} is not a known RMSNorm")
-    if not quiet(module):
+    if not ours and not quiet(module):
         raise NotFused("its norm has hooks or a replaced forward")
     return Norm(float(getattr(module, known[1])), known[0])
+
+
+def still(module: Any, norm: Norm) -> bool:
+    """Whether a norm of `norm_of` is what it was."""
+    return quiet(module) and getattr(module, NORMS[type(module).__name__][1]) == norm.eps
 
 
 def activation_of(function) -> str:

@@ -1,5 +1,7 @@
 """Each toggle engages, says how often, and notices when it did not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import PEFT, arm
@@ -8,6 +10,7 @@ from lorabench.measure.profile import traced
 from lorabench.measure.trial import run_trial
 from lorabench.plan import registry
 from lorabench.plan.ablation import Evidence, NotApplied
+from lorabench.plan.workload import Batch
 
 LAYERS = 3
 
@@ -86,6 +89,34 @@ def test_a_toggle_that_patches_nothing_has_to_say_how_it_engaged():
 
     with pytest.raises(NotImplementedError):
         Ablation().audit(Evidence(arm(*PEFT), None, None))
+
+
+def test_the_next_batch_goes_where_a_graph_reads_it():
+    from ablations.capture import feed
+
+    leaf = torch.ones(2, requires_grad=True)
+    into = Batch({"input_ids": torch.zeros(1, 4).long(), "max_length": 4, "x": leaf}, real=4, padded=0, trained=3)
+    place = into.inputs["input_ids"].data_ptr()
+    feed(into, replace(into, inputs=into.inputs | {"input_ids": torch.arange(4)[None]}))
+    assert into.inputs["input_ids"].tolist() == [[0, 1, 2, 3]]
+    assert into.inputs["input_ids"].data_ptr() == place
+    for other in ({"input_ids": torch.zeros(1, 5)}, {"max_length": 5}, {"position_ids": torch.zeros(1, 4)}):
+        with pytest.raises(ValueError, match=f"cuda_graph captured {next(iter(other))} as"):
+            feed(into, replace(into, inputs=into.inputs | other))
+
+
+@pytest.mark.gpu
+def test_a_captured_step_reads_every_new_batch():
+    made = {n: arm(*PEFT, *extra, device="cuda") for n, extra in (("plain", ()), ("captured", ("cuda_graph",)))}
+    losses: dict[str, list[float]] = {n: [] for n in made}
+    for n, a in made.items():
+        first = a.step.batches[0]
+        for shift in range(4):
+            rolled = {k: x.roll(shift, -1) if k in ("input_ids", "labels") else x for k, x in first.inputs.items()}
+            a.step.batches[:] = [replace(first, inputs=rolled)]
+            losses[n].append(run_trial(a).loss)
+    assert losses["captured"] == pytest.approx(losses["plain"], rel=1e-4)
+    assert len(set(losses["captured"])) == 4
 
 
 @pytest.mark.gpu

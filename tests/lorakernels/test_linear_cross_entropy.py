@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned
 from lorakernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference, loss_and_gradient_
+from lorakernels.runtime import use_triton
 
 
 def data(m, v, h, device, dtype, ignored=0.3):
@@ -64,6 +65,19 @@ def test_all_ignored_and_empty(device):
     loss = linear_cross_entropy(x, weight, target, num_items=2)
     assert loss == 0 and torch.autograd.grad(loss, x)[0].abs().max() == 0
     assert linear_cross_entropy(x[:0], weight, target[:0], num_items=1) == 0
+
+
+def test_a_target_that_is_no_token(device):
+    """torch stops there, on a GPU too; the kernel's loss and gradient are NaN, in these rows alone."""
+    z = torch.randn(3, 9, device=device)
+    target = torch.tensor([9, 3, -7], device=device)
+    if not use_triton(z):
+        with pytest.raises((RuntimeError, IndexError), match="index"):
+            loss_and_gradient_(z, target)
+        return
+    loss = loss_and_gradient_(z, target)
+    assert loss.isnan().tolist() == [True, False, True]
+    assert z.isnan().all(1).tolist() == [True, False, True]
 
 
 def test_large_logits_and_infinite_ignored_rows(device):

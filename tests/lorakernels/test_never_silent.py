@@ -1,0 +1,299 @@
+"""Whatever is done to a model after `apply`, it computes what PEFT computes, or says in one line that it cannot.
+
+Each case does the same to a model on our kernels and to its plain twin, then compares loss and every gradient.
+"""
+
+import copy
+import functools
+import io
+import pickle
+
+import lorakernels
+import pytest
+import torch
+import transformers
+from lorakernels.head import LazyLogits
+from peft import LoraConfig
+from peft.helpers import rescale_adapter_scale
+from tiny_models import LINEARS, batch, build
+from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+
+def pair(**lora):
+    plain = build("llama", **lora)
+    ours = copy.deepcopy(plain)
+    lorakernels.apply(ours)
+    return ours, plain
+
+
+def layer(model):
+    return model.base_model.model.model.layers[0]
+
+
+def gradients(model):
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def step(model, loss_of=None):
+    model.zero_grad()
+    loss = loss_of(model) if loss_of else model(**batch()).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def assert_like_peft(ours, plain, loss_of=None):
+    (loss, got), (wanted_loss, wanted) = step(ours, loss_of), step(plain, loss_of)
+    assert loss == pytest.approx(wanted_loss, rel=1e-5)
+    assert set(got) == set(wanted)
+    for n, g in wanted.items():
+        torch.testing.assert_close(got[n], g, rtol=1e-4, atol=1e-5 * g.abs().max().item() + 1e-9, msg=n)
+
+
+def adapter(model, name, **config):
+    torch.manual_seed(2)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS, "init_lora_weights": False, **config}
+    model.add_adapter(name, LoraConfig(task_type="CAUSAL_LM", **config))
+    model.set_adapter(name)
+    model.train()
+
+
+def hook_attention(model):
+    layer(model).self_attn.register_forward_hook(lambda module, args, out: (out[0] * 2, *out[1:]))
+
+
+def hook_mlp(model):
+    layer(model).mlp.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def hook_activation(model):
+    layer(model).mlp.act_fn.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def replace_weight(model):
+    base = layer(model).self_attn.q_proj.base_layer
+    base.weight = nn.Parameter(base.weight.detach() * 1.5, requires_grad=False)
+
+
+def train_weight(model):
+    layer(model).self_attn.q_proj.base_layer.weight.requires_grad_()
+
+
+def assign_weights(model):
+    state = {n: t.clone() * (1.5 if "q_proj.base" in n else 1) for n, t in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    for n, p in model.named_parameters():
+        p.requires_grad_("lora_" in n)
+
+
+def adapter_on_the_head(model):
+    adapter(model, "b", target_modules=["lm_head", "q_proj"])
+
+
+def another_kind_of_adapter(model):
+    model.delete_adapter("default")
+    adapter(model, "default", use_dora=True)
+
+
+def another_rank(model):
+    model.delete_adapter("default")
+    adapter(model, "default", r=7)
+
+
+def another_activation(model):
+    layer(model).mlp.act_fn = nn.ReLU()
+
+
+def another_epsilon(model):
+    layer(model).input_layernorm.variance_epsilon = 0.5
+
+
+def another_loss(model):
+    @functools.wraps(ForCausalLMLoss)
+    def twice(*args, **kwargs):
+        return 2 * ForCausalLMLoss(*args, **kwargs)
+
+    model.base_model.model.loss_function = twice
+
+
+CHANGES = (
+    hook_attention, hook_mlp, hook_activation, replace_weight, train_weight, assign_weights, adapter_on_the_head,
+    another_kind_of_adapter, another_rank, another_activation, another_epsilon, another_loss,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_a_change_after_apply(change):
+    ours, plain = pair()
+    before = step(plain)[0]
+    for model in (ours, plain):
+        change(model)
+    assert_like_peft(ours, plain)
+    if change not in (train_weight, adapter_on_the_head):
+        assert step(plain)[0] != before, "the change has to show"
+
+
+def test_hooks_that_were_there_before_apply():
+    plain = build("llama")
+    ours = copy.deepcopy(plain)
+    for model in (ours, plain):
+        hook_mlp(model)
+    report = lorakernels.apply(ours)
+    assert any("hooks" in left.reason for left in report.left)
+    assert_like_peft(ours, plain)
+
+
+def test_a_gradient_through_the_logits():
+    def distilled(model):
+        out = model(**batch())
+        wanted = torch.full(out.logits.shape, 1 / out.logits.shape[-1])
+        return out.loss + nn.functional.kl_div(torch.log_softmax(out.logits, -1), wanted, reduction="batchmean")
+
+    assert_like_peft(*pair(), distilled)
+    assert_like_peft(*pair(), lambda model: (model(**batch()).logits * 2 - 1).square().mean())
+
+
+def test_logits_say_what_they_are_before_they_are_made(monkeypatch):
+    ours, plain = pair()
+    logits, wanted = (m(**batch()).logits for m in (ours, plain))
+    with monkeypatch.context() as patch:
+        patch.setattr(LazyLogits, "materialize", lambda self: pytest.fail("made"))
+        assert (logits.shape, logits.dtype, logits.device) == (wanted.shape, wanted.dtype, wanted.device)
+        assert logits.float().dtype == torch.float32
+    with torch.no_grad():
+        assert not (logits > 0).requires_grad
+        torch.testing.assert_close(1 - logits, 1 - wanted)
+    assert (logits - logits).abs().max() == 0
+    assert len(logits) == len(wanted) and (logits[:, -1] + 1).requires_grad
+
+
+def test_mixed_precision_makes_no_logits(monkeypatch, tmp_path):
+    """accelerate turns every half-precision output into float32."""
+    made = []
+    materialize = LazyLogits.materialize
+    monkeypatch.setattr(LazyLogits, "materialize", lambda self: (made.append(1), materialize(self))[1])
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, bf16=True, use_cpu=True, report_to=[], save_strategy="no"
+    )
+    data = [{"input_ids": i, "labels": i} for i in batch()["input_ids"]]
+    transformers.Trainer(pair()[0], arguments, train_dataset=data).train()
+    assert not made
+
+
+def test_the_bias_of_a_head_is_in_the_logits():
+    ours, plain = pair()
+    for model in (ours, plain):
+        torch.manual_seed(4)
+        old = model.base_model.model.lm_head
+        model.base_model.model.lm_head = nn.Linear(old.in_features, old.out_features).requires_grad_(False)
+    torch.testing.assert_close(ours(**batch()).logits + 0, plain(**batch()).logits)
+
+
+def test_no_label_at_all():
+    def nothing(model):
+        data = batch()
+        return model(**data | {"labels": torch.full_like(data["labels"], -100)}).loss
+
+    ours, _ = pair()
+    loss, got = step(ours, nothing)
+    assert loss != loss
+    assert all((g == 0).all() for g in got.values())
+
+
+def test_an_evaluation_between_forward_and_backward():
+    def gradients_of(between):
+        ours, _ = pair(lora_dropout=0.5)
+        torch.manual_seed(0)
+        loss = ours(**batch()).loss
+        if between:
+            ours.eval()
+            with torch.no_grad():
+                ours(**batch())
+        loss.backward()
+        return gradients(ours)
+
+    got, wanted = gradients_of(True), gradients_of(False)
+    assert all(torch.equal(got[n], g) for n, g in wanted.items())
+
+
+def test_two_scales_in_one_graph():
+    def both(model):
+        with rescale_adapter_scale(model, 0.25):
+            small = model(**batch()).loss
+        return small + model(**batch()).loss
+
+    assert_like_peft(*pair(), both)
+
+
+def test_a_first_forward_in_inference_mode():
+    ours, plain = pair()
+    for model in (ours, plain):
+        model.to(torch.float64)
+        with torch.inference_mode():
+            model(**batch())
+    assert_like_peft(ours, plain)
+
+
+def test_dropout_modules_alone_in_training():
+    ours, _ = pair(lora_dropout=0.5)
+    ours.eval()
+    for module in ours.modules():
+        if isinstance(module, nn.Dropout):
+            module.train()
+    data = batch()  # which seeds torch
+    assert not torch.equal(ours(**data).logits, ours(**data).logits)
+
+
+def test_a_copy_is_removed_from_itself():
+    ours, plain = pair()
+    other = copy.deepcopy(ours)
+    lorakernels.remove(other)
+    bound = [sum("forward" in m.__dict__ for m in model.modules()) for model in (ours, other)]
+    assert bound[0] > 0 and bound[1] == 0
+    assert_like_peft(other, plain)
+    assert_like_peft(ours, plain)
+    lorakernels.remove(ours)
+    assert_like_peft(ours, plain)
+
+
+def test_a_pickle_is_refused_in_one_line():
+    ours, _ = pair()
+    with pytest.raises(pickle.PicklingError, match=r"lorakernels\.remove first"):
+        torch.save(ours, io.BytesIO())
+    lorakernels.remove(ours)
+    torch.save(ours, io.BytesIO())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "phi3"])
+def test_parts_called_by_keyword(family):
+    plain = build(family)
+    ours = copy.deepcopy(plain)
+    lorakernels.apply(ours, qkv=False)  # so that MLP and norms are bound by themselves
+    for name in ("mlp", "input_layernorm"):
+        modules = [getattr(layer(m), name) for m in (ours, plain)]
+        (argument,) = list(transformers.utils.generic.inspect.signature(type(modules[0]).forward).parameters)[1:]
+        x = torch.randn(2, 3, plain.config.hidden_size)
+        torch.testing.assert_close(*(m(**{argument: x}) for m in modules))
+
+
+def test_adapters_outside_known_layers_are_reported():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=31, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    from peft import get_peft_model
+
+    model = get_peft_model(
+        transformers.GPT2LMHeadModel(config), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+    report = lorakernels.apply(model)
+    assert [left.name.rpartition(".")[2] for left in report.left if left.part == "linear"] == ["c_attn"]
+
+
+def test_fp8_follows_the_weights_and_says_where_it_is_not():
+    plain = build("llama")
+    ours = copy.deepcopy(plain)
+    lorakernels.apply(ours, fp8=True)
+    step(ours)
+    state = {n: t * (2 if "base_layer" in n else 1) for n, t in plain.state_dict().items()}
+    for model in (ours, plain):
+        model.load_state_dict(state)
+    assert step(ours)[0] == pytest.approx(step(plain)[0], rel=0.02)
