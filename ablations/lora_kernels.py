@@ -155,6 +155,8 @@ class Fp8Base(LoraKernels):
     summary: ClassVar[str] = "ours: every kernel, with the frozen weights' GEMMs in FP8"
     fp8: ClassVar[bool] = True
     ops: ClassVar[bool] = False
-    # Three bits of mantissa where bfloat16 has seven: the worst tensor, of k_proj, is 10.6 times as far off as bfloat16
-    # PEFT's own on both models measured (0.25 of SmolLM2-1.7B, 0.38 of Llama-3.1-8B).
-    tolerance: ClassVar[Tolerance] = Tolerance(words="frozen weights and their inputs in e4m3", grad=0.5, loss=0.02)
+    # Three bits of mantissa (eps 2⁻³): 16 times as coarse as bfloat16, 128 times as float16. Measured, over plain
+    # PEFT's own error: 10.9 times in Llama-3.1-8B's worst tensor (0.38), at most 12.6 in SmolLM2-135M, 101 in float16.
+    tolerance: ClassVar[Tolerance] = Tolerance(
+        words="frozen weights and their inputs in e4m3", grad=0.5, eps=2**-3, loss=0.02
+    )

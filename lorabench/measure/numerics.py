@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lorabench.measure.arm import LEARNING_RATE, Arm
 from lorabench.measure.trial import Trial
-from lorabench.plan.ablation import Ablation
+from lorabench.plan.ablation import Ablation, Tolerance
 from lorabench.plan.workload import Sample
 from lorabench.run.record import Numerics
 
@@ -30,6 +30,7 @@ FLOOR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # The full arms against each other: rounding grows with depth, so these are wide; they are there for gross mistakes.
 FULL_LOSS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 FULL_GRAD_NORM = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+FULL_GRAD_NORM_MOST = 0.5  # with any tolerance: an arm without a gradient is off by 1, and must never pass
 UPDATE = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 1e-1}
 
 
@@ -122,17 +123,15 @@ def twin(make: Callable[..., Arm], name: str, ablations: Sequence[Ablation], *, 
 def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablations: Sequence[Ablation]) -> Numerics:
     """The verdict on one twin, given the gold's and plain PEFT's outcome."""
     declared = [a.tolerance for a in ablations if a.tolerance]
-    extra_grad = max((t.grad for t in declared), default=0.0)
     extra_loss = max((t.loss for t in declared), default=0.0)
     extra_update = max((t.update for t in declared), default=0.0)
     if set(gold.gradients) != set(got.gradients):
         return _mismatch(gold, got)
     own = {n: relative(g, gold.gradients[n]) for n, g in low.gradients.items()}
     typical = statistics.median(own.values())
-    floor = max(FLOOR[dtype], extra_grad)
     worst, worst_share, error, allowed = "", -1.0, 0.0, 0.0
     for n, g in got.gradients.items():
-        limit = max(MULTIPLE * max(own[n], typical), floor)
+        limit = _limit(max(own[n], typical), dtype, declared)
         found = relative(g, gold.gradients[n])
         if found / limit > worst_share:
             worst, worst_share, error, allowed = n, found / limit, found, limit
@@ -141,12 +140,25 @@ def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablatio
     loss_allowed = max(MULTIPLE * abs(low.loss - gold.loss) / scale, FLOOR[dtype] / 2, extra_loss)
     update_error = got.update_error
     update_right = update_error is None or update_error <= max(UPDATE[dtype], extra_update)
+    plain_worst = max(own, key=own.__getitem__)
     return Numerics(
         passed=error <= allowed and loss_error <= loss_allowed and update_right,
         loss_error=loss_error, loss_allowed=loss_allowed, grad_error=error, grad_allowed=allowed,
-        plain_grad_error=max(own.values()), worst=worst, tensors=len(got.gradients), update_error=update_error,
-        tolerance="; ".join(t.words for t in declared) or None,
+        plain_grad_error=own[plain_worst], plain_worst=plain_worst if own[plain_worst] else None, worst=worst,
+        tensors=len(got.gradients), update_error=update_error, tolerance="; ".join(t.words for t in declared) or None,
+        full_loss_allowed=max(FULL_LOSS[dtype], extra_loss),
+        full_grad_norm_allowed=min(FULL_GRAD_NORM_MOST, max([FULL_GRAD_NORM[dtype], *(t.grad for t in declared)])),
     )  # fmt: skip
+
+
+def _limit(own: float, dtype: torch.dtype, declared: Sequence[Tolerance]) -> float:
+    """What a tensor may be off by in which plain PEFT is off by `own`."""
+    limit = max(MULTIPLE * own, FLOOR[dtype])
+    for t in declared:
+        # In float32 plain PEFT is the gold: there is no error of its own to multiply.
+        coarser = t.eps is not None and dtype != torch.float32
+        limit = max(limit, min(t.grad, t.eps / torch.finfo(dtype).eps * own) if coarser else t.grad)
+    return limit
 
 
 def _mismatch(gold: Outcome, got: Outcome) -> Numerics:
@@ -199,21 +211,16 @@ def first_step(arm: Arm, run: Callable[[Arm], Trial]) -> First:
 
 
 def agree(numerics: Numerics, reference: First, candidate: First, dtype: torch.dtype, dropout: float) -> Numerics:
-    """Add the full arms' agreement to the gate's verdict. Under dropout the arms draw different masks: no statement."""
-    if dropout > 0:
-        return numerics
+    """Add the full arms' agreement, within what `judge` allowed, to the gate's verdict. Under dropout the arms draw
+    different masks: no statement."""
     result = copy.copy(numerics)
-    extra = 1.0 if numerics.tolerance is None else 10.0
-    result.full_loss_allowed = FULL_LOSS[dtype] * extra
-    result.full_grad_norm_allowed = FULL_GRAD_NORM[dtype] * extra
-    if numerics.tolerance is not None:  # no tighter than the twin was held to: in float32 ten times is not much
-        result.full_loss_allowed = max(result.full_loss_allowed, numerics.loss_allowed)
-        result.full_grad_norm_allowed = max(result.full_grad_norm_allowed, numerics.grad_allowed)
+    if dropout > 0:
+        result.full_loss_allowed = result.full_grad_norm_allowed = None
+        return result
+    result.full_loss_allowed = loss_allowed = numerics.full_loss_allowed or FULL_LOSS[dtype]
+    result.full_grad_norm_allowed = norm_allowed = numerics.full_grad_norm_allowed or FULL_GRAD_NORM[dtype]
     result.full_loss_error = abs(candidate.loss - reference.loss) / max(abs(reference.loss), 1e-30)
     result.full_grad_norm_error = abs(candidate.grad_norm - reference.grad_norm) / max(reference.grad_norm, 1e-30)
-    within = (
-        result.full_loss_error <= result.full_loss_allowed
-        and result.full_grad_norm_error <= result.full_grad_norm_allowed
-    )
+    within = result.full_loss_error <= loss_allowed and result.full_grad_norm_error <= norm_allowed
     result.passed = numerics.passed and within
     return result

@@ -64,6 +64,9 @@ class Tolerance:
 
     words: str
     grad: float = 0.0  # relative error allowed in any adapter gradient, if larger than the gate's own
+    # Of the number format that it rounds to (`torch.finfo(…).eps`): a tensor may then be off by as many times plain
+    # PEFT's own error as this is coarser than the compute dtype, and still by no more than `grad`.
+    eps: float | None = None
     loss: float = 0.0
     update: float = 0.0  # of the optimizer's first update
 

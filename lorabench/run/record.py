@@ -85,6 +85,7 @@ class Numerics(Strict):
     grad_error: float  # of the worst adapter tensor
     grad_allowed: float  # what that tensor was allowed
     plain_grad_error: float  # plain PEFT in the same low precision, its worst tensor
+    plain_worst: str | None = None  # name of that one; None where plain PEFT makes no error, and in older records
     worst: str  # name of the worst tensor
     tensors: int  # adapter gradients compared
     update_error: float | None = None  # optimizer's first update against float32 AdamW on the same gradients
