@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .runtime import capturing, cdiv, check, kernel, tl, use_triton
+from .runtime import capturing, cdiv, check, kernel, tl, use_triton, working_dtype
 
 BLOCK = 2048
 TL = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -52,7 +52,7 @@ def load_adapter(a: torch.Tensor, b: torch.Tensor, scale: float, out_a: torch.Te
     contiguous = a.is_contiguous() and b.is_contiguous() and out_a.stride(-1) == 1 and out_b.stride(-1) == 1
     if not use_triton(a, b, out_a, out_b) or not contiguous:
         out_a.copy_(a)
-        torch.mul(b, scale, out=out_b)
+        torch.mul(b.to(working_dtype(b)), scale, out=out_b)  # rounded once, as in the kernel
         return
     blocks = cdiv(a.numel(), BLOCK)
     _load_kernel[(blocks + cdiv(b.numel(), BLOCK),)](

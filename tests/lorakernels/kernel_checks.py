@@ -1,7 +1,9 @@
 """Helpers of the kernels' tests: errors in units of the dtype, poisoned outputs, strided copies."""
 
 import torch
+from lorakernels.runtime import INTERPRET
 
+DTYPES = [torch.float32, torch.float16, *([] if INTERPRET else [torch.bfloat16])]  # that a drawn shape may have
 EPS = {torch.float64: 1e-9, torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
 

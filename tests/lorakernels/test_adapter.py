@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from kernel_checks import assert_close, poisoned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_checks import DTYPES, assert_close, poisoned
 from lorakernels.adapter import Loader, load_adapter, load_adapter_reference
 
 
 @pytest.mark.parametrize("n, k, r", [(5, 7, 3), (1, 1, 1), (300, 20, 16), (8, 3000, 2)])
 @pytest.mark.parametrize("adapter", ["same", "float32"])
 def test_load_adapter(n, k, r, adapter, device, dtype):
-    own = torch.float32 if adapter == "float32" else dtype
     a, b = torch.randn(r, k, device=device).to(own), torch.randn(n, r, device=device).to(own)
     buffer = poisoned(n + r, k + r + 2, dtype=dtype, device=device)
     load_adapter(a, b, 1.7, buffer[n:, :k], buffer[:n, k : k + r])
@@ -17,6 +18,38 @@ def test_load_adapter(n, k, r, adapter, device, dtype):
     assert_close(buffer[n:, :k], wanted[0], dtype)
     assert_close(buffer[:n, k : k + r], wanted[1], dtype)
     assert buffer[:n, :k].isnan().all() and buffer[:, k + r :].isnan().all(), "written beside its place"
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=3),
+    extra=st.integers(0, 5),
+    own=st.sampled_from(DTYPES),
+    dtype=st.sampled_from(DTYPES),
+    together=st.booleans(),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=20, deadline=None)
+def test_any_shape(sizes, extra, own, dtype, together, seed):
+    """One by one and in one launch."""
+    torch.manual_seed(seed)
+    own = torch.float32 if adapter == "float32" else dtype
+    items, buffers = [], []
+    for i, (n, k, r) in enumerate(sizes):
+        buffer = poisoned(n + r, k + r + extra, dtype=dtype, device="cpu")
+        a, b = torch.randn(r, k).to(own), torch.randn(n, r).to(own)
+        items.append((a, b, 0.5 + i, buffer[n:, :k], buffer[:n, k : k + r]))
+        buffers.append(buffer)
+    if together:
+        Loader().load(items)
+    else:
+        for item in items:
+            load_adapter(*item)
+    for (a, b, scale, out_a, out_b), buffer, (n, k, r) in zip(items, buffers, sizes, strict=True):
+        wanted = load_adapter_reference(a, b, scale)
+        assert_close(out_a, wanted[0], dtype)
+        assert_close(out_b, wanted[1], dtype)
+        beside = buffer[:n, :k], buffer[n:, k:], buffer[:, k + r :]
+        assert all(t.isnan().all() for t in beside), "written beside its place"
 
 
 def test_transposed_parameters(device, dtype):

@@ -4,7 +4,9 @@ import lorakernels
 import pytest
 import torch
 from lorakernels import tune
-from tiny_models import FAMILIES, batch, build, step, twin, worst
+from lorakernels.dropout import dropped
+from lorakernels.projection import Projection
+from tiny_models import FAMILIES, batch, build, share_masks, step, twin, worst
 
 
 def reference(model, data, **kwargs):
@@ -117,7 +119,7 @@ def test_partial_targets(targets, family):
 
 
 LORA = [
-    {"rank_pattern": {"q_proj": 7, "up_proj": 1, "layers.0.v_proj": 20}, "alpha_pattern": {"k_proj": 3}},
+    {"rank_pattern": {"q_proj": 7, "up_proj": 1, "layers.0.self_attn.v_proj": 20}, "alpha_pattern": {"k_proj": 3}},
     {"r": 9, "use_rslora": True},
     {"bias": "all"},
     {"bias": "lora_only"},
@@ -142,33 +144,37 @@ def test_lora_configurations(lora):
 
 def test_dropout_with_the_masks_of_peft(monkeypatch):
     """PEFT's dropouts and ours are given the same seeds: q, k, v each their own, as PEFT draws them."""
-    from lorakernels.dropout import dropout
-    from lorakernels.projection import Projection
-
     model, data = build("llama", lora_dropout=0.3), batch()
     plain = twin(model)
-
-    class Seeded(torch.nn.Dropout):
-        def forward(self, x):
-            flat = x.reshape(-1, x.shape[-1])
-            return dropout(flat, torch.tensor([self.seed]), self.p).view(x.shape) if self.training else x
-
-    for n, m in plain.named_modules():
-        if isinstance(m, torch.nn.Dropout) and "lora_dropout" in n:
-            m.__class__ = Seeded
-            m.seed = sum(map(ord, n.split("base_model.model.")[-1].split(".lora_dropout")[0]))
-    _, grads = step(plain, data)
     lorakernels.apply(model)
-
-    def seeds(self, device):
-        return torch.tensor([sum(map(ord, m.name.split("base_model.model.")[-1])) for m in self.members])
-
     with monkeypatch.context() as m:
-        m.setattr(Projection, "seeds", seeds)
+        share_masks(plain, m)
+        _, grads = step(plain, data)
         assert worst(step(model, data)[1], grads) < 1e-4
     assert not torch.equal(step(model, data)[0], step(model, data)[0]), "masks must change from step to step"
     model.eval(), plain.eval()
     assert torch.allclose(model(**data).logits, plain(**data).logits, atol=1e-5)
+
+
+def test_every_linear_draws_a_mask_of_its_own(monkeypatch):
+    """PEFT draws one for each: what a whole model draws by itself in one forward."""
+    drawn, original = [], Projection.seeds
+
+    def remember(self, device):
+        drawn.append((self, original(self, device)))
+        return drawn[-1][1]
+
+    monkeypatch.setattr(Projection, "seeds", remember)
+    model = build("llama", lora_dropout=0.3)
+    lorakernels.apply(model)
+    step(model, batch())
+    ones, masks = torch.ones(18, 32), {}
+    for group, seeds in drawn:
+        assert len(seeds) == len(group.members)
+        masks |= {m.name: dropped(ones, s, m.dropout) for m, s in zip(group.members, seeds, strict=True)}
+    names = list(masks)
+    assert len(names) == 14 and sum(name.endswith(("q_proj", "k_proj", "v_proj")) for name in names) == 6
+    assert not [(a, b) for i, a in enumerate(names) for b in names[:i] if torch.equal(masks[a], masks[b])]
 
 
 def test_disabled_merged_and_switched_adapters():

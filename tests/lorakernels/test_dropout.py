@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from kernel_checks import assert_close, poisoned, strided
-from lorakernels.dropout import add_product_into, draw_seed, dropout, dropout_into, product_into
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_checks import DTYPES, assert_close, poisoned, strided
+from lorakernels.dropout import add_product_into, draw_seed, dropout, dropout_into, dropped, product_into
 from lorakernels.lora_grad import a_gradient
 from lorakernels.runtime import TILES, tensor_cores
 
@@ -78,6 +80,39 @@ def test_seed_follows_manual_seed(device):
     a = draw_seed(torch.device(device))
     torch.manual_seed(3)
     assert a == draw_seed(torch.device(device))
+
+
+@given(
+    m=st.integers(0, 6),
+    n=st.integers(1, 140),
+    rank=st.integers(1, 70),
+    extra=st.integers(0, 5),
+    p=st.sampled_from([0.0, 0.1, 0.7]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31 - 2),
+)
+@settings(max_examples=20, deadline=None)
+def test_any_shape(m, n, rank, extra, p, dtype, seed):
+    """Forward, gradient and both products, all with the one mask of this shape and seed."""
+    torch.manual_seed(seed)
+    x, grad, dx = (strided(torch.randn(m, n).to(dtype), extra) for _ in range(3))
+    a, ds = strided(torch.randn(rank, n).to(dtype), extra), strided(torch.randn(m, rank).to(dtype), extra)
+    seed = torch.tensor([seed])
+    mask = (dropped(torch.ones(m, n), seed, p) != 0) / (1 - p)
+    y = dropout(x.requires_grad_(), seed, p)
+    assert_close(y, x.float() * mask, dtype)
+    assert_close(torch.autograd.grad(y, x, grad)[0], grad.float() * mask, dtype)
+    s, before = poisoned(m, rank, dtype=dtype, device="cpu"), dx.clone()
+    product_into(x.detach(), a, seed, p, s)
+    assert_close(s, x.float() * mask @ a.float().t(), dtype, 4)
+    add_product_into(ds, a, seed, p, dx)
+    assert_close(dx, before.float() + ds.float() @ a.float() * mask, dtype, 4)
+
+
+def test_gradcheck():
+    x, seed = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.tensor([7])
+    assert 0 < (dropout(x, seed, 0.4) == 0).sum() < 15
+    assert torch.autograd.gradcheck(lambda x: dropout(x, seed, 0.4), (x,))
 
 
 def test_wrong_arguments():

@@ -9,7 +9,7 @@ from lorakernels.glu import activation
 from lorakernels.projection import Member, Projection
 from lorakernels.rms_norm import rms_norm_reference
 from lorakernels.rope import rope_reference
-from test_projection import leaves, member, plain
+from test_projection import fix_seeds, leaves, masks_of, member, plain
 
 F64 = torch.float64
 
@@ -17,7 +17,7 @@ F64 = torch.float64
 def check_all(got, wanted, inputs, wide, dtype=F64, times=1.0):
     """Outputs and gradients of lists of outputs with respect to lists of inputs."""
     torch.manual_seed(5)
-    grads = [torch.randn(t.shape, dtype=F64) for t in wanted]
+    grads = [torch.randn(t.shape, dtype=F64).to(t.device) for t in wanted]
     a = torch.autograd.grad(got, inputs, [g.to(t.dtype) for g, t in zip(grads, got, strict=True)])
     b = torch.autograd.grad(wanted, wide, grads)
     for x, y in zip((*got, *a), (*wanted, *b), strict=True):
@@ -52,11 +52,11 @@ def test_norm_qkv_rope(form, merged, offset, head_norm, rotate):
     tune.force(None)
 
 
-def mlp_reference(x, residual, weight, members, down, act, add, offset=0.0):
+def mlp_reference(x, residual, weight, members, down, act, add, offset=0.0, masks=None, down_masks=None):
     h = x if residual is None else x + residual
     y = h if weight is None else rms_norm_reference(h, weight, 1e-6, offset)
-    gate, up = plain(members, y).chunk(2, -1)
-    out = plain([down], activation(gate, act) * up)
+    gate, up = plain(members, y, masks).chunk(2, -1)
+    out = plain([down], activation(gate, act) * up, down_masks)
     return out + h if add else out, h
 
 
@@ -130,6 +130,86 @@ def test_low_precision(name):
     wanted = mlp_reference(wide, None, weight.double(), members, down, "silu", True)[0]
     params = leaves([*members, down])
     check_all([got], [wanted], [x, *params], [wide, *params], dtype, 4)
+
+
+# Ranks of q, k, v or of gate, up, down; tokens of each of two sequences; form; merged; dropout; whether there are head
+# norms, or the residual is added. Spread over few cases: the interpreter spends a second or two on the masks of one.
+NODES = pytest.mark.parametrize(
+    "ranks, tokens, form, merged, p, more",
+    [
+        ((17, 17, 17), 5, "one", True, 0.0, True),
+        ((1, 7, 0), 5, "addmm", True, 0.0, False),
+        ((256, 3, 17), 1, "apart", False, 0.0, True),
+        ((7, 7, 70), 5, "plain", True, 0.0, True),
+        ((17, 17, 17), 5, "apart", True, 0.3, True),
+        ((1, 7, 256), 2, "one", False, 0.3, False),
+        ((3, 3, 3), 1, "plain", True, 0.3, True),
+    ],
+)
+
+
+@NODES
+def test_the_whole_attention_node(ranks, tokens, form, merged, p, more, device, dtype, monkeypatch):
+    """Where Triton runs: norm, q, k, v, head norms, RoPE and what passes through, with every gradient."""
+    size, k = 64, 40
+    members = [
+        member(name, w * size, k, r, dtype, bias=True, scale=1.0 + r / 64, p=p, device=device)
+        for name, w, r in zip("qkv", (2, 1, 1), ranks, strict=True)
+    ]
+    groups = [Projection(members)] if merged else [Projection([m]) for m in members]
+    x, weight = (t.to(device, dtype).requires_grad_() for t in (torch.randn(2, tokens, k), torch.rand(k) + 0.5))
+    angle = torch.rand(1, tokens, size, device=device)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    heads = Heads(2, 1, size, True, 1e-5 if more else None)
+    norms = [torch.rand(size, device=device).to(dtype) + 0.5 if more else None for _ in "qk"]
+    seeds = fix_seeds(monkeypatch, members, device) if p else None
+    tune.force(form)
+    try:
+        got = project(
+            x, groups, norm=Norm(1e-6, 1.0), norm_weight=weight, heads=heads,
+            cos=cos, sin=sin, head_norms=tuple(norms), pass_through=True,
+        )  # fmt: skip
+        wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+        masks = None if seeds is None else masks_of(members, x, seeds)
+        y = plain(members, rms_norm_reference(*wide, 1e-6, 1.0), masks)
+        q, key, v = (t.unflatten(-1, (-1, size)) for t in y.split([m.shape[0] for m in members], -1))
+        turn = [None if n is None else n.double() for n in norms]
+        q, key = (rope_reference(t, cos.double(), sin.double(), n, 1e-5) for t, n in zip((q, key), turn, strict=True))
+        params = leaves(members)
+        check_all(got, [q, key, v, wide[0] * 1], [x, weight, *params], [*wide, *params], dtype, 4)
+    finally:
+        tune.force(None)
+
+
+@NODES
+def test_the_whole_mlp_node(ranks, tokens, form, merged, p, more, device, dtype, monkeypatch):
+    """Where Triton runs: residual, norm, gate, up, activation and down, with every gradient."""
+    k, width = 40, 64
+    gate, up, down = (
+        member(name, n, k_in, r, dtype, scale=1.0 + r / 64, p=p, device=device)
+        for name, n, k_in, r in zip(("gate", "up", "down"), (width, width, k), (k, k, width), ranks, strict=True)
+    )
+    groups = [Projection([gate, up])] if merged else [Projection([gate]), Projection([up])]
+    x, residual, weight = (
+        t.to(device, dtype).requires_grad_()
+        for t in (torch.randn(2, tokens, k), torch.randn(2, tokens, k), torch.rand(k) + 0.5)
+    )
+    seeds = fix_seeds(monkeypatch, [gate, up, down], device) if p else None
+    tune.force(form)
+    try:
+        got = gated_mlp(
+            x, groups, Projection([down]), "silu", norm=Norm(1e-6), norm_weight=weight, residual=residual, add=more
+        )
+        wide = [t.detach().double().requires_grad_() for t in (x, residual, weight)]
+        masks = [None, None]
+        if seeds is not None:
+            between = torch.empty(2, tokens, width, device=device, dtype=dtype)
+            masks = [masks_of([gate, up], x, seeds[:2]), masks_of([down], between, seeds[2:])]
+        wanted = mlp_reference(*wide, [gate, up], down, "silu", more, 0.0, *masks)[0]
+        params = leaves([gate, up, down])
+        check_all([got], [wanted], [x, residual, weight, *params], [*wide, *params], dtype, 4)
+    finally:
+        tune.force(None)
 
 
 def test_unused_outputs_and_empty_batches():

@@ -22,6 +22,8 @@ FILES = [
     "adapter",
     "lora_grad",
     "projection",
+    "fused",
+    "linear",
 ]
 
 

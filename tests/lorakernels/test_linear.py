@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from kernel_checks import assert_close
 from lorakernels.linear import apply_linears, apply_normed, remove_linears
 from peft import LoraConfig, get_peft_model
+from tiny_models import share_masks, twin
 from torch import nn
 
 K, N = 24, 40
@@ -58,6 +60,19 @@ def test_outputs_and_all_gradients_are_peft_s(x, one_gemm, kwargs):
     report = apply_linears(made, one_gemm=one_gemm)
     assert report.counts == {"linear": 2} and not report.left
     same(results(made, x), wanted)
+
+
+@pytest.mark.parametrize("ranks, dropout", [({"up": 256, "down": 1}, 0.0), ({"up": 17}, 0.3)])
+def test_on_its_device_in_its_dtype(x, ranks, dropout, device, dtype, monkeypatch):
+    made = model(rank_pattern=ranks, lora_dropout=dropout).to(device, dtype)
+    wide, x = twin(made).double(), x.to(device, dtype)
+    share_masks(wide, monkeypatch)
+    wanted = results(wide, x.double())
+    assert apply_linears(made).total == 2
+    got = results(made, x)
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        assert_close(got[name], wanted[name], dtype, 4)
 
 
 def test_remove_gives_back_what_there_was(x):

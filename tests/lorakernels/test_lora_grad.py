@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from kernel_checks import assert_close, poisoned, strided
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_checks import DTYPES, assert_close, poisoned, strided
+from lorakernels.dropout import dropped
 from lorakernels.lora_grad import (
     A_TILES,
     TAIL_TILES,
@@ -60,6 +63,64 @@ def test_a_gradient(m, n, p, tile, offset, device, dtype):
     got = a_gradient(ds, h, *norm, tile)
     # In low precision X is rounded before the product, as the norm rounds its output.
     assert_close(got, a_gradient_reference(ds, h, *norm), dtype if offset is not None else torch.float32, 10)
+
+
+@given(
+    m=st.integers(1, 70),
+    widths=st.one_of(
+        st.lists(st.integers(1, 140), min_size=1, max_size=1),
+        st.lists(st.sampled_from([64, 128, 256]), min_size=2, max_size=3),
+    ),
+    rank=st.integers(1, 64),
+    extra=st.integers(0, 5),
+    tile=st.sampled_from([*TAIL_TILES]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=20, deadline=None)
+def test_any_shape_of_the_tail(m, widths, rank, extra, tile, dtype, seed):
+    torch.manual_seed(seed)
+    n, p = sum(widths), rank * len(widths)
+    d = poisoned(m, n + p + extra, dtype=dtype, device="cpu")
+    on_triton(d)
+    tile = tile if tile in tails_that_fit(d, widths, [rank] * len(widths)) else "one_read"
+    dy, ds = d[:, :n].copy_(torch.randn(m, n)), d[:, n : n + p]
+    sb, s = torch.zeros(n, p, dtype=dtype), strided(torch.randn(m, p).to(dtype), extra)
+    ends = [sum(widths[:i]) for i in range(len(widths) + 1)]
+    parts = [(slice(*ends[i : i + 2]), slice(i * rank, (i + 1) * rank)) for i in range(len(widths))]
+    for rows, columns in parts:
+        sb[rows, columns] = torch.randn(rows.stop - rows.start, rank)
+    db = tail_and_b(dy, ds, sb, s, widths, rank, tile)
+    wanted_ds, wanted_db = tail_and_b_reference(dy, sb, s)
+    assert_close(ds, wanted_ds, dtype, 2)
+    for rows, columns in parts:
+        assert_close(db[rows], wanted_db[rows, columns], torch.float32, 10)
+    assert d[:, n + p :].isnan().all()
+
+
+@given(
+    m=st.integers(1, 70),
+    n=st.integers(1, 70),
+    rank=st.integers(1, 128),
+    extra=st.integers(0, 5),
+    tile=st.sampled_from([*A_TILES]),
+    offset=st.sampled_from([None, 0.0, 1.0]),
+    p=st.sampled_from([0.0, 0.3]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=15, deadline=None)
+def test_any_shape_of_a(m, n, rank, extra, tile, offset, p, dtype, seed):
+    """X itself or behind a norm, with and without dropout."""
+    torch.manual_seed(seed)
+    h, ds = (strided(torch.randn(m, columns).to(dtype), extra) for columns in (n, rank))
+    on_triton(h)
+    norm = (None, None, 0.0) if offset is None else (torch.rand(m) + 0.1, torch.randn(n).to(dtype), offset)
+    drawn = torch.tensor([seed])
+    mask = (dropped(torch.ones(m, n), drawn, p) != 0) / (1 - p)
+    got = a_gradient(ds, h, *norm, tile, drawn if p else None, p)
+    wanted = a_gradient_reference(ds, h.float() * mask, *norm)
+    assert_close(got, wanted, dtype if offset is not None else torch.float32, 10)
 
 
 def test_what_does_not_fit():

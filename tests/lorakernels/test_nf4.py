@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_checks import assert_close, poisoned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_checks import DTYPES, assert_close, poisoned
 from lorakernels.nf4 import dequantize, dequantize_into, dequantize_reference
 
 
@@ -36,6 +38,25 @@ def test_dequantize(n, k, blocksize, nested, device, dtype):
     assert_close(wide[:, :k], dequantize_reference(packed, state), dtype)
     assert wide[:, k:].isnan().all()
     assert_close(dequantize(packed, state, dtype), dequantize_reference(packed, state), dtype)
+
+
+@given(
+    n=st.integers(1, 6),
+    k=st.integers(1, 140),
+    blocksize=st.sampled_from([2, 8, 64]),
+    nested=st.booleans(),
+    extra=st.integers(0, 5),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=20, deadline=None)
+def test_any_shape(n, k, blocksize, nested, extra, dtype, seed):
+    torch.manual_seed(seed)
+    packed, state = quantized(n, k, blocksize, nested, "cpu")
+    wide = poisoned(n, k + extra, dtype=dtype, device="cpu")
+    dequantize_into(packed, state, wide[:, :k])
+    assert_close(wide[:, :k], dequantize_reference(packed, state), dtype)
+    assert wide[:, k:].isnan().all()
 
 
 def test_by_hand():

@@ -1,4 +1,7 @@
-"""LoRA as one GEMM over concatenated operands, against the formula in float64: every gradient, any rank, any mix."""
+"""LoRA as one GEMM over concatenated operands, against the formula in float64: every gradient, any rank, any mix.
+
+In float64 a node takes torch's path; `test_the_whole_node` and those behind it have it run on Triton.
+"""
 
 import gc
 from dataclasses import replace
@@ -9,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close
 from lorakernels import tune
-from lorakernels.dropout import dropout
+from lorakernels.dropout import dropped
 from lorakernels.fused import project
 from lorakernels.projection import Member, Projection, Saved
 from torch import nn
 
 
-def member(name, n, k, r, dtype=torch.float64, adapter_dtype=None, bias=False, lora_bias=False, scale=2.0, p=0.0):
+def member(
+    name, n, k, r, dtype=torch.float64, adapter_dtype=None, bias=False, lora_bias=False, scale=2.0, p=0.0, device="cpu"
+):
     def parameter(*shape, grad=True, std=0.3, dtype=adapter_dtype or dtype):
-        return nn.Parameter(torch.randn(shape).mul(std).to(dtype), requires_grad=grad)
+        return nn.Parameter(torch.randn(shape).mul(std).to(device, dtype), requires_grad=grad)
 
     return Member(
         name, parameter(n, k, grad=False, dtype=dtype), parameter(n, dtype=dtype) if bias else None,
@@ -29,14 +34,33 @@ def leaves(members):
     return [t for m in members for t in m.parameters if t is not None]
 
 
-def plain(members, x, seeds=None, dtype=torch.float64):
+def fix_seeds(monkeypatch, members, device="cpu") -> torch.Tensor:
+    """A seed for each member, in whichever Projection it is; no two are alike or neighbours."""
+    seeds = torch.tensor([2**31 - 3 - 1000 * i for i in range(len(members))], device=device)
+    places = {id(m): i for i, m in enumerate(members)}
+
+    def fixed(self, device):
+        return torch.stack([seeds[places[id(m)]] for m in self.members]) if self.dropped else None
+
+    monkeypatch.setattr(Projection, "seeds", fixed)
+    return seeds
+
+
+def masks_of(members, x, seeds):
+    """What each member's dropout multiplies its input, of x's shape, dtype and device, with. Triton's generator is not
+    torch's, so a node's own dtype is asked."""
+    kept = [dropped(torch.ones_like(x).flatten(0, -2), s, m.dropout) != 0 for m, s in zip(members, seeds, strict=True)]
+    return [mask.view(x.shape).double() / (1 - m.dropout) for m, mask in zip(members, kept, strict=True)]
+
+
+def plain(members, x, masks=None, dtype=torch.float64):
     """What PEFT computes, in dtype, side by side."""
     out = []
     for i, m in enumerate(members):
         y = x @ m.weight.to(dtype).t()
         y = y if m.bias is None else y + m.bias.to(dtype)
         if m.a is not None:
-            xd = x if seeds is None or m.dropout == 0 else dropout(x, seeds[i : i + 1], m.dropout)
+            xd = x if masks is None else x * masks[i].to(dtype)
             y = y + m.scale * (xd @ m.a.to(dtype).t() @ m.b.to(dtype).t())
             y = y if m.lora_bias is None else y + m.scale * m.lora_bias.to(dtype)
         out.append(y)
@@ -46,8 +70,8 @@ def plain(members, x, seeds=None, dtype=torch.float64):
 def compare(members, groups, x, dtype=torch.float64, times=1.0, seeds=None, **kw):
     ours, wide = x.clone().requires_grad_(), x.double().clone().requires_grad_()
     got = project(ours, groups, **kw)
-    wanted = plain(members, wide, seeds)
-    grad = torch.randn(got.shape, dtype=torch.float64)
+    wanted = plain(members, wide, None if seeds is None else masks_of(members, x, seeds))
+    grad = torch.randn(got.shape, dtype=torch.float64).to(x.device)
     params = leaves(members)
     got_grads = torch.autograd.grad(got, [ours, *params], grad.to(got.dtype))
     wanted_grads = torch.autograd.grad(wanted, [wide, *params], grad)
@@ -92,14 +116,64 @@ def test_one_gemm_and_merge_are_toggles():
 def test_dropout_with_a_mask_for_each_projection(merged, monkeypatch):
     members = [member("a", 6, 10, 2, p=0.3), member("b", 4, 10, 3, p=0.0), member("c", 5, 10, 3, p=0.6)]
     groups = [Projection(members)] if merged else [Projection([m]) for m in members]
-    seeds, left = torch.tensor([11, 12, 13]), {id(m): i for i, m in enumerate(members)}
-
-    def fixed(self, device):
-        picked = torch.stack([seeds[left[id(m)]] for m in self.members])
-        return picked if self.dropped else None
-
-    monkeypatch.setattr(Projection, "seeds", fixed)
+    seeds = fix_seeds(monkeypatch, members)
     compare(members, groups, torch.randn(7, 10, dtype=torch.float64), seeds=seeds)
+
+
+def compare_on(device, dtype, form, ranks, m, merged, p, monkeypatch):
+    """The widths let one read of dY give dS and dB."""
+    members = [
+        member("a", 64, 40, ranks[0], dtype, bias=True, device=device, p=p),
+        member("b", 128, 40, ranks[1], dtype, scale=0.5, lora_bias=True, device=device, p=p * 2),
+    ]
+    groups = [Projection(members)] if merged else [Projection([x]) for x in members]
+    seeds = fix_seeds(monkeypatch, members, device) if p else None
+    tune.force(form)
+    try:
+        compare(members, groups, torch.randn(m, 40, device=device).to(dtype), dtype, 4, seeds)
+    finally:
+        tune.force(None)
+
+
+@pytest.mark.parametrize("form", ["one", "addmm", "apart", "plain"])
+@pytest.mark.parametrize(
+    "ranks, m, merged", [((17, 17), 37, True), ((1, 7), 37, True), ((256, 3), 37, False), ((17, 17), 1, False)]
+)
+def test_the_whole_node(form, ranks, m, merged, device, dtype, monkeypatch):
+    """Where Triton runs; "plain" stands for library calls instead of the kernels with a dot."""
+    compare_on(device, dtype, form, ranks, m, merged, 0.0, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "form, ranks, m, merged",
+    [
+        ("one", (17, 17), 37, True),
+        ("addmm", (1, 7), 1, False),
+        ("apart", (256, 3), 37, True),
+        ("plain", (7, 17), 9, False),
+    ],
+)
+def test_the_whole_node_with_dropout(form, ranks, m, merged, device, dtype, monkeypatch):
+    """A few of them only: the interpreter spends a second or two on the masks of one."""
+    compare_on(device, dtype, form, ranks, m, merged, 0.3, monkeypatch)
+
+
+def test_every_member_draws_a_mask_of_its_own(device):
+    """Through the result, with the seeds that the node draws itself: no frozen weight, A and B one, ones as input."""
+    members = [member(name, 16, 16, 16, torch.float32, scale=1.0, p=0.5, device=device) for name in "qkv"]
+    with torch.no_grad():
+        for m in members:
+            m.weight.zero_()
+            m.a.copy_(torch.eye(16))
+            m.b.copy_(torch.eye(16))
+    x = torch.ones(37, 16, device=device)
+    seeds = Projection(members).seeds(x.device)
+    assert len(seeds.unique()) == 3
+    for groups in ([Projection(members)], [Projection([m]) for m in members]):
+        first, second = ((project(x, groups) != 0).split(16, -1) for _ in range(2))
+        masks = [*first, *second]
+        assert all(0.3 < mask.float().mean() < 0.7 for mask in masks)
+        assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
 
 
 def test_only_what_the_one_gemm_needs_is_copied(monkeypatch):

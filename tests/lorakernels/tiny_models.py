@@ -1,9 +1,12 @@
 """Two-layer models of every family that `apply` knows, with LoRA whose B is not zero."""
 
 import copy
+from zlib import crc32
 
 import torch
 import transformers
+from lorakernels.dropout import dropped
+from lorakernels.projection import Projection
 from peft import LoraConfig, get_peft_model
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -67,6 +70,36 @@ def build(family: str, dtype=torch.float32, targets=None, seed=0, **lora):
 def twin(model):
     """A copy that shares nothing."""
     return copy.deepcopy(model)
+
+
+def seed_of(name: str) -> int:
+    """A linear's seed, from its path in the model."""
+    return crc32(name.split("base_model.model.")[-1].encode()) & 0x7FFFFFFF
+
+
+class Seeded(torch.nn.Dropout):
+    """PEFT's dropout with the mask of a node that has the same seed. It is drawn in float32 whatever x is, so that a
+    reference in float64 has the mask that Triton makes."""
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        ones = torch.ones(x.shape[:-1].numel(), x.shape[-1], device=x.device)
+        kept = dropped(ones, torch.tensor([self.seed], device=x.device), self.p) != 0
+        return x * kept.view(x.shape) / (1 - self.p)
+
+
+def share_masks(plain, monkeypatch) -> None:
+    """Every dropout of a plain PEFT model, and every node from now on, gets the seed that its linear's name makes."""
+    for name, module in plain.named_modules():
+        if isinstance(module, torch.nn.Dropout) and "lora_dropout" in name:
+            module.__class__ = Seeded
+            module.seed = seed_of(name.split(".lora_dropout")[0])
+
+    def seeds(self, device):
+        return torch.tensor([seed_of(m.name) for m in self.members], device=device) if self.dropped else None
+
+    monkeypatch.setattr(Projection, "seeds", seeds)
 
 
 def batch(rows=2, length=9, padded=False, seed=3):
