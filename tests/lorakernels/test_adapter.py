@@ -11,6 +11,7 @@ from lorakernels.adapter import Loader, load_adapter, load_adapter_reference
 @pytest.mark.parametrize("n, k, r", [(5, 7, 3), (1, 1, 1), (300, 20, 16), (8, 3000, 2)])
 @pytest.mark.parametrize("adapter", ["same", "float32"])
 def test_load_adapter(n, k, r, adapter, device, dtype):
+    own = torch.float32 if adapter == "float32" else dtype
     a, b = torch.randn(r, k, device=device).to(own), torch.randn(n, r, device=device).to(own)
     buffer = poisoned(n + r, k + r + 2, dtype=dtype, device=device)
     load_adapter(a, b, 1.7, buffer[n:, :k], buffer[:n, k : k + r])
@@ -32,7 +33,6 @@ def test_load_adapter(n, k, r, adapter, device, dtype):
 def test_any_shape(sizes, extra, own, dtype, together, seed):
     """One by one and in one launch."""
     torch.manual_seed(seed)
-    own = torch.float32 if adapter == "float32" else dtype
     items, buffers = [], []
     for i, (n, k, r) in enumerate(sizes):
         buffer = poisoned(n + r, k + r + extra, dtype=dtype, device="cpu")
