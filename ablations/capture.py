@@ -67,18 +67,23 @@ def _sdpa_masks(through: Callable[..., Tensor | None]) -> Iterator[None]:
         table["sdpa"] = make
 
 
+FED = ("input_ids", "labels")
+
+
 def feed(into: Batch, batch: Batch) -> None:
-    """The next batch into the tensors that a graph reads; part of every step, as in training. ValueError where it is
-    not of the captured one's shapes."""
+    """The next batch into the tensors that a graph reads; part of every step, as in training.
+
+    Only tokens and labels: what is padded or packed where decided which masks were captured. ValueError where that, or
+    a shape, is not the captured batch's.
+    """
     for name in into.inputs.keys() | batch.inputs.keys():
         old: Any = into.inputs.get(name)
         new: Any = batch.inputs.get(name)
-        if old is new:
-            continue
-        if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
+        tensors = isinstance(old, Tensor) and isinstance(new, Tensor)
+        if name in FED and tensors and old.shape == new.shape:
             old.copy_(new)
-        elif isinstance(old, Tensor) or isinstance(new, Tensor) or old != new:
-            raise ValueError(f"cuda_graph captured {name} as {_told(old)}, this batch has {_told(new)}")
+        elif old is not new and not (torch.equal(old, new) if tensors else old == new):
+            raise ValueError(f"cuda_graph captured another {name}: {_told(old)}, this batch has {_told(new)}")
 
 
 def _told(x: Any) -> str:
@@ -113,9 +118,9 @@ class _Captured(Wrapped):
 
     def forward(self, batch: Batch) -> Tensor:
         if self.fed is None:
-            # A single linear's X is a leaf that its backward asks for, and never another: it stays where it is.
-            own = {n: x.clone() for n, x in batch.inputs.items() if isinstance(x, Tensor) and not x.requires_grad}
-            self.fed = replace(batch, inputs=batch.inputs | own)
+            self.fed = replace(
+                batch, inputs=batch.inputs | {n: batch.inputs[n].clone() for n in FED if n in batch.inputs}
+            )
             self._capture(self.fed)
         feed(self.fed, batch)
         self.graphs["forward"].replay()

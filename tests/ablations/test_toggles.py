@@ -94,14 +94,16 @@ def test_a_toggle_that_patches_nothing_has_to_say_how_it_engaged():
 def test_the_next_batch_goes_where_a_graph_reads_it():
     from ablations.capture import feed
 
-    leaf = torch.ones(2, requires_grad=True)
-    into = Batch({"input_ids": torch.zeros(1, 4).long(), "max_length": 4, "x": leaf}, real=4, padded=0, trained=3)
+    mask = torch.ones(1, 4)
+    into = Batch({"input_ids": torch.zeros(1, 4).long(), "max_length": 4, "attention_mask": mask}, 4, 0, 3)
     place = into.inputs["input_ids"].data_ptr()
-    feed(into, replace(into, inputs=into.inputs | {"input_ids": torch.arange(4)[None]}))
+    feed(into, replace(into, inputs=into.inputs | {"input_ids": torch.arange(4)[None], "attention_mask": mask.clone()}))
     assert into.inputs["input_ids"].tolist() == [[0, 1, 2, 3]]
     assert into.inputs["input_ids"].data_ptr() == place
-    for other in ({"input_ids": torch.zeros(1, 5)}, {"max_length": 5}, {"position_ids": torch.zeros(1, 4)}):
-        with pytest.raises(ValueError, match=f"cuda_graph captured {next(iter(other))} as"):
+    padded = torch.tensor([[1.0, 1, 1, 0]])
+    others = [{"input_ids": torch.zeros(1, 5)}, {"max_length": 5}, {"position_ids": mask}, {"attention_mask": padded}]
+    for other in others:
+        with pytest.raises(ValueError, match=f"cuda_graph captured another {next(iter(other))}:"):
             feed(into, replace(into, inputs=into.inputs | other))
 
 
