@@ -288,7 +288,7 @@ def test_adapters_outside_known_layers_are_reported():
     assert [left.name.rpartition(".")[2] for left in report.left if left.part == "linear"] == ["c_attn"]
 
 
-def test_fp8_follows_the_weights_and_says_where_it_is_not():
+def test_fp8_follows_the_weights():
     plain = build("llama")
     ours = copy.deepcopy(plain)
     lorakernels.apply(ours, fp8=True)
