@@ -59,8 +59,10 @@ class LinearSite:
             return False  # unloaded: PEFT has put another module there
         if not (quiet(module) and (module is self.base or quiet(self.base))):
             return False
-        weight = self.base._parameters["weight"]
-        if weight.requires_grad or (weight is not member.weight and not _alike(weight, member.weight)):
+        weight = self.base._parameters.get("weight")  # None where somebody has put a parametrization on it
+        if weight is None or weight.requires_grad:
+            return False
+        if weight is not member.weight and not _alike(weight, member.weight):
             return False
         member.weight, member.bias = weight, self.base._parameters["bias"]
         if member.quantized is not None:
@@ -75,9 +77,10 @@ class LinearSite:
             return False
         if self.adapter is not None:
             a, b, drop = (parts[name]._modules[self.adapter] for name in ("lora_A", "lora_B", "lora_dropout"))
-            if not (quiet(a) and quiet(b) and quiet(drop)) or self.adapter in getattr(module, "lora_variant", ()):
+            known = type(a) is type(b) is nn.Linear and type(drop) in (nn.Identity, nn.Dropout)
+            if not known or a.out_features != self.rank or self.adapter in module.__dict__.get("lora_variant", ()):
                 return False
-            if a.out_features != self.rank or type(drop) not in (nn.Identity, nn.Dropout):
+            if not (quiet(a) and quiet(b) and quiet(drop)):
                 return False
             member.a, member.b = a._parameters["weight"], b._parameters["weight"]
             member.lora_bias = b._parameters["bias"]

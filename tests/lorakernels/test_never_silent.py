@@ -86,6 +86,19 @@ def assign_weights(model):
         p.requires_grad_("lora_" in n)
 
 
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def parametrized_weight(model):
+    nn.utils.parametrize.register_parametrization(layer(model).self_attn.q_proj.base_layer, "weight", Doubled())
+
+
+def parametrized_adapter(model):
+    nn.utils.parametrize.register_parametrization(layer(model).self_attn.q_proj.lora_B["default"], "weight", Doubled())
+
+
 def adapter_on_the_head(model):
     adapter(model, "b", target_modules=["lm_head", "q_proj"])
 
@@ -117,7 +130,8 @@ def another_loss(model):
 
 
 CHANGES = (
-    hook_attention, hook_mlp, hook_activation, replace_weight, train_weight, assign_weights, adapter_on_the_head,
+    hook_attention, hook_mlp, hook_activation, replace_weight, train_weight, assign_weights, parametrized_weight,
+    parametrized_adapter, adapter_on_the_head,
     another_kind_of_adapter, another_rank, another_activation, another_epsilon, another_loss,
 )  # fmt: skip
 
