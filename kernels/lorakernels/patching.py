@@ -11,7 +11,6 @@ everything is known is taken as a whole; of others, the known parts one by one.
 from __future__ import annotations
 
 import copy
-import pickle
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -76,7 +75,7 @@ class _State:
         return _State(copy.deepcopy(self.undo, memo))
 
     def __reduce__(self):
-        raise pickle.PicklingError(
+        raise TypeError(
             "a model that lorakernels.apply has changed cannot be pickled; call lorakernels.remove first, or save its "
             "state_dict (save_pretrained works as it is)"
         )

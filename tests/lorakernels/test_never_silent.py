@@ -6,7 +6,6 @@ Each case does the same to a model on our kernels and to its plain twin, then co
 import copy
 import functools
 import io
-import pickle
 
 import lorakernels
 import pytest
@@ -272,7 +271,7 @@ def test_a_copy_is_removed_from_itself():
 
 def test_a_pickle_is_refused_in_one_line():
     ours, _ = pair()
-    with pytest.raises(pickle.PicklingError, match=r"lorakernels\.remove first"):
+    with pytest.raises(TypeError, match=r"lorakernels\.remove first"):
         torch.save(ours, io.BytesIO())
     lorakernels.remove(ours)
     torch.save(ours, io.BytesIO())
