@@ -217,7 +217,7 @@ class Project(torch.autograd.Function):
         with _no_autocast(x.device):
             flat = rows(x)
             ops = [g.operand(dtype) for g in groups]
-            seeds = [g.seeds(x.device) if call["training"] else None for g in groups]
+            seeds = [g.seeds(x.device) for g in groups]
             rstd = None
             if norm is None and len(groups) == 1 and flat.dtype == dtype:
                 y, kept = _from_elsewhere(flat, groups[0], ops[0], seeds[0])
@@ -334,7 +334,7 @@ def _norm_backward(dn, h, weight, rstd, norm, d_residual, shape, spare: int, wit
 
 def project(
     x, groups, *, norm: Norm | None = None, norm_weight=None, heads: Heads | None = None, cos=None, sin=None,
-    head_norms=(None, None), pass_through: bool = False, training: bool = True, spare: int = 0,
+    head_norms=(None, None), pass_through: bool = False, spare: int = 0,
 ):  # fmt: skip
     """Y (..., N); or q, k, v as (B, S, H, D) with `heads`; pass_through adds x itself, so that the residual's gradient
     is added inside the norm's backward. groups: one Projection, or several that share x (their outputs lie side by
@@ -347,7 +347,6 @@ def project(
         "norm": norm,
         "heads": heads,
         "pass_through": pass_through,
-        "training": training,
         "dtype": dtype,
         "spare": spare,
     }
@@ -364,7 +363,7 @@ class GatedMLP(torch.autograd.Function):
         with _no_autocast(x.device):
             flat, res = rows(x), None if residual is None else rows(residual)
             ops, op_down = [g.operand(dtype) for g in groups], down.operand(dtype)
-            seeds = [g.seeds(x.device) if call["training"] else None for g in (*groups, down)]
+            seeds = [g.seeds(x.device) for g in (*groups, down)]
             h = flat if res is None else torch.empty(flat.shape, dtype=torch.result_type(flat, res), device=x.device)
             # The down projection adds to a second copy of h, which the norm writes on its way.
             total = torch.empty_like(h) if call["add"] and res is not None and h.dtype == dtype else None
@@ -534,7 +533,7 @@ def _backward_with_a(gate, up, dh, parts, ds_down, act, sums):
 
 def gated_mlp(
     x, groups, down, act: str, *, norm: Norm | None = None, norm_weight=None, residual=None, add: bool = False,
-    pass_through: bool = False, training: bool = True,
+    pass_through: bool = False,
 ):  # fmt: skip
     """down(act(gate)·up) of norm(x + residual); add: plus x + residual; pass_through: (that, x + residual).
 
@@ -550,7 +549,6 @@ def gated_mlp(
         "act": act,
         "add": add,
         "pass_through": pass_through,
-        "training": training,
         "dtype": dtype,
     }
     parameters = [t for g in (*groups, down) for m in g.members for t in m.parameters]

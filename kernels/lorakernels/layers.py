@@ -22,7 +22,7 @@ from .fused import Heads, Norm, gated_mlp, project, refreshed
 from .projection import Projection
 from .rms_norm import rms_norm
 from .rope import rope
-from .sites import LinearSite, NotFused, activation_of, linear_site, norm_of, quiet, still
+from .sites import LinearSite, NotFused, activation_of, eps_of, linear_site, norm_of, quiet, still
 
 # Attention classes of transformers: where they take their sliding window from, and whether they soft-cap.
 ATTENTION = {
@@ -106,7 +106,7 @@ class AttentionPlan:
     def ready(self) -> bool:
         parts = [p for p in (self.qkv, self.o) if p is not None]
         norms = self.head_norms or ()
-        same = all(still(n, Norm(self.heads.norm_eps or 0.0)) and not n.weight.requires_grad for n in norms)
+        same = all(still(n, self.heads.norm_eps) and not n.weight.requires_grad for n in norms)
         return same and all(p.ready() for p in parts)
 
 
@@ -239,7 +239,7 @@ class MLPPlan:
     gate_up: Linears
     down: Linears
     act: str
-    function: Any = None
+    function: Any
     loader: Loader = field(default_factory=Loader)
 
     @property
@@ -265,8 +265,8 @@ def mlp_plan(mlp: Any, path: str, switches: Switches) -> MLPPlan:
     act = activation_of(function)
     if isinstance(function, nn.Module) and not quiet(function):
         raise NotFused("its activation has hooks or a replaced forward")
-    parts = [linears(mlp, path, each, switches) for each in (names, ["down_proj"])]
-    return MLPPlan(mlp, parts[0], parts[1], act, function)
+    gate_up, down = (linears(mlp, path, each, switches) for each in (names, ["down_proj"]))
+    return MLPPlan(mlp, gate_up, down, act, function)
 
 
 def mlp_forward(self, *args, **kwargs):
@@ -280,8 +280,8 @@ def mlp_forward(self, *args, **kwargs):
 
 def norm_forward(self, *args, **kwargs):
     (x,) = (*args, *kwargs.values())
-    norm = norm_of(self, ours=True)
-    y = rms_norm(x, self.weight, norm.eps, norm.offset)
+    norm = self._lorakernels
+    y = rms_norm(x, self.weight, eps_of(self), norm.offset)
     # A float32 weight on a low-precision stream gives float32 in Llama's norm and the stream's dtype in Gemma's.
     return y if norm.offset else y.to(torch.promote_types(x.dtype, self.weight.dtype))
 
@@ -302,7 +302,7 @@ class LayerPlan:
         same = here["self_attn"] is self.attention.module and quiet(here["self_attn"])
         if self.mlp is not None:
             same = same and here["mlp"] is self.mlp.module and quiet(here["mlp"])
-        norms = all(here[n] is m and still(m, norm) for n, (m, norm) in self.norms.items())
+        norms = all(here[n] is m and still(m, norm.eps) for n, (m, norm) in self.norms.items())
         return same and norms and self.attention.ready() and (self.mlp is None or self.mlp.ready())
 
     @property

@@ -18,7 +18,7 @@ from .fused import Norm, project
 from .pack import with_spare_columns
 from .patching import Change, Left, Report
 from .projection import Projection
-from .sites import LinearSite, NotFused, linear_site
+from .sites import LinearSite, NotFused, is_lora, linear_site
 
 MARK = "_lorakernels_linear"
 
@@ -54,7 +54,7 @@ def apply_linears(model: Any, *, one_gemm: bool = True) -> Report:
     report = Report()
     for name, parent in list(model.named_modules()):
         for child, module in list(parent._modules.items()):
-            if not (hasattr(module, "lora_A") and hasattr(module, "base_layer")):
+            if not is_lora(module):
                 continue
             path = f"{name}.{child}" if name else child
             try:

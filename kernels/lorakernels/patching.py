@@ -19,10 +19,9 @@ from types import MethodType
 from typing import Any
 
 from . import layers
-from .fp8 import why_not
 from .head import causal_lm_forward, check_head
 from .layers import ATTENTION, BACKENDS, Switches
-from .sites import NORMS, NotFused, norm_of, quiet
+from .sites import NORMS, NotFused, is_lora, norm_of, quiet
 
 STATE = "_lorakernels_state"
 LINEARS = {f"{n}_proj" for n in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
@@ -106,9 +105,9 @@ class _Patcher:
         linears.adopt()
         self.state.undo.append(linears.release)
         self.taken |= {s.name for s in linears.sites}
-        for group in linears.groups if self.switches.fp8 else ():
-            if reason := why_not(group.members):
-                self.leave(" + ".join(m.name for m in group.members), "fp8", reason)
+        for group in linears.groups:
+            if group.not_fp8:
+                self.leave(" + ".join(m.name for m in group.members), "fp8", group.not_fp8)
 
     def leave(self, name: str, part: str, reason) -> None:
         self.report.left.append(Left(name, part, str(reason)))
@@ -190,10 +189,10 @@ class _Patcher:
             self.take(part)
         self.report.changed.append(Change(name, tuple(parts)))
 
-    def stranger(self, name: str, module: Any, known: tuple[str, ...]) -> None:
+    def stranger(self, name: str, module: Any, known: list[str]) -> None:
         """An adapter that no part was made of; those of known layers have been spoken of, if they were asked for."""
         leaf = name.rpartition(".")[2]
-        if leaf == "lm_head" or (name.startswith(known or ("\0",)) and leaf in LINEARS):
+        if leaf == "lm_head" or (_within(name, known) and leaf in LINEARS):
             return
         self.leave(name, "linear", f"{leaf} ({type(module).__name__}) is not part of a layer that is known here")
 
@@ -213,6 +212,10 @@ class _Patcher:
             self.leave(name, "linear_cross_entropy", reason)
             return
         self.report.changed.append(Change(name, ("linear_cross_entropy",)))
+
+
+def _within(name: str, modules: list[str]) -> bool:
+    return name.startswith(tuple(f"{m}." for m in modules))
 
 
 def _contiguous_state(module, state_dict, prefix, metadata) -> None:
@@ -265,18 +268,18 @@ def apply(
         for name, module in modules:
             if hasattr(module, "self_attn") and type(module.self_attn).__name__ in ATTENTION:
                 patcher.layer(name, module)
-                known.append(f"{name}.")
-        inside = {name for change in patcher.report.changed if "qkv" in change.parts for name in [change.name + "."]}
+                known.append(name)
+        inside = [change.name for change in patcher.report.changed if "qkv" in change.parts]
         for name, module in modules:
             patcher.saving(module)
-            if rms_norm and type(module).__name__ in NORMS and not name.startswith(tuple(inside) or ("\0",)):
+            if rms_norm and type(module).__name__ in NORMS and not _within(name, inside):
                 patcher.norm(name, module)
             # _modules, because PEFT's wrappers pass attributes of the inner model through.
             if linear_cross_entropy and module._modules.get("lm_head") is not None:
                 patcher.head(name, module)
         for name, module in modules:
-            if hasattr(module, "lora_A") and hasattr(module, "base_layer") and name not in patcher.taken:
-                patcher.stranger(name, module, tuple(known))
+            if is_lora(module) and name not in patcher.taken:
+                patcher.stranger(name, module, known)
     except BaseException:
         _undo(patcher.state)
         raise

@@ -134,6 +134,7 @@ class Projection:
         self.columns = _slices(self.ranks)  # each member's columns of S and rows of A
         self.quantized = any(m.quantized is not None for m in members)
         self.fp8: Any = None
+        self.not_fp8: str | None = None  # the reason, where FP8 was asked for
         self.buffer: Any = None
         self._scales: tuple[tuple, torch.Tensor] | None = None
         self._loaded: tuple = ()
@@ -142,7 +143,8 @@ class Projection:
         if fp8:
             from .fp8 import FrozenFp8, why_not
 
-            self.fp8 = FrozenFp8(members) if why_not(members) is None else None
+            self.not_fp8 = why_not(members)
+            self.fp8 = FrozenFp8(members) if self.not_fp8 is None else None
 
     @property
     def compute_dtype(self) -> torch.dtype:

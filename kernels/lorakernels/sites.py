@@ -82,10 +82,9 @@ class LinearSite:
                 return False
             if not (quiet(a) and quiet(b) and quiet(drop)):
                 return False
-            member.a, member.b = a._parameters["weight"], b._parameters["weight"]
-            member.lora_bias = b._parameters["bias"]
-            member.scale = float(module.scaling[self.adapter])
-            member.dropout = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
+            dropout = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
+            scale, b = float(module.scaling[self.adapter]), b._parameters
+            member.adapter = a._parameters["weight"], b["weight"], b["bias"], scale, dropout
         return True
 
 
@@ -98,21 +97,26 @@ def _alike(weight: Any, known: Any) -> bool:
     return (weight.dtype, weight.device) == (known.dtype, known.device)
 
 
+def is_lora(module: Any) -> bool:
+    """Whether a module is a layer with LoRA on it, of PEFT or in its manner."""
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
 def linear_site(name: str, parent: Any) -> LinearSite:
     """The site of the linear `name` (its full path) in parent, or NotFused with the reason."""
     module = getattr(parent, name.rpartition(".")[2])
-    is_lora = hasattr(module, "lora_A") and hasattr(module, "base_layer")
-    if is_lora and not type(module).__module__.startswith("peft.tuners.lora"):
+    lora = is_lora(module)
+    if lora and not type(module).__module__.startswith("peft.tuners.lora"):
         raise NotFused(f"{type(module).__name__} is not PEFT's LoRA linear")
-    if not is_lora and hasattr(module, "base_layer"):
+    if not lora and hasattr(module, "base_layer"):
         raise NotFused(f"the adapter {type(module).__name__} is not LoRA")
-    base = module.base_layer if is_lora else module
+    base = module.base_layer if lora else module
     quantized, dtype = _base_kind(base)
     if base.weight.requires_grad:
         raise NotFused("its base weight is trained")
     if not quiet(module) or not quiet(base):
         raise NotFused("it has hooks or a replaced forward")
-    adapter = _only_adapter(module) if is_lora else None
+    adapter = _only_adapter(module) if lora else None
     member = Member(name, base.weight, base.bias, quantized=quantized, compute_dtype=dtype)
     if adapter is not None:
         a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
@@ -164,19 +168,24 @@ def _only_adapter(module) -> str | None:
     return adapter
 
 
-def norm_of(module: Any, ours: bool = False) -> Norm:
-    """Its constants, or NotFused with the reason. ours: its forward is one that `apply` bound."""
+def norm_of(module: Any) -> Norm:
+    """Its constants, or NotFused with the reason."""
     known = NORMS.get(type(module).__name__)
     if known is None:
         raise NotFused(f"{type(module).__name__} is not a known RMSNorm")
-    if not ours and not quiet(module):
+    if not quiet(module):
         raise NotFused("its norm has hooks or a replaced forward")
-    return Norm(float(getattr(module, known[1])), known[0])
+    return Norm(float(eps_of(module)), known[0])
 
 
-def still(module: Any, norm: Norm) -> bool:
+def eps_of(module: Any) -> Any:
+    """A known norm's epsilon, as it is now."""
+    return getattr(module, NORMS[type(module).__name__][1])
+
+
+def still(module: Any, eps: Any) -> bool:
     """Whether a norm of `norm_of` is what it was."""
-    return quiet(module) and getattr(module, NORMS[type(module).__name__][1]) == norm.eps
+    return quiet(module) and eps_of(module) == eps
 
 
 def activation_of(function) -> str:

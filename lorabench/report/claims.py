@@ -48,9 +48,7 @@ class Claim(Strict):
     candidate: list[str] = Field(default_factory=list)
     equivalents: list[list[str]] = Field(default_factory=list)  # other toggles that stand for `candidate`
     model: str | None = None
-    over: list[str] = Field(
-        default_factory=list
-    )  # models of whose cells it is the average or the maximum, taken together
+    over: list[str] = Field(default_factory=list)  # models over whose cells it is the average or the maximum
     note: str | None = None  # how we read an ambiguous wording
     unmatched: str | None = None  # why no record can stand beside it (yet)
 
@@ -151,16 +149,6 @@ def _phase(quantity: str) -> tuple[str, str]:
     return "total" if phase == "kernel" else phase, kind
 
 
-def together(matches: Sequence[Match]) -> tuple[float, float, float]:
-    """Our (value, low, high) for a claim over several cells: their geometric mean, or the best of them."""
-    claim, done = matches[0].claim, [m.record for m in matches if m.record.status == "ok"]
-    if not done:
-        return UNKNOWN
-    if claim.statistic == "average":
-        return mean_speedup(done, _phase(claim.quantity)[0]) or UNKNOWN
-    return max(measured(r, claim.quantity) for r in done)
-
-
 def outcome(match: Match) -> str:
     """Our number against theirs: 'within' where the interval meets their range, else 'above', 'below', or ''."""
     return _outcome(match, *measured(match.record, match.claim.quantity))
@@ -182,22 +170,26 @@ def claims_frame(records: Sequence[Record], sources: Sequence[Source] | None = N
     for n, m in enumerate(match(records, sources)):
         key = (id(m.claim), toggles(m.record), frozenset(m.record.reference)) if m.claim.over else n
         groups.setdefault(key, []).append(m)
-    rows = [_row(found[0]) | _over(found) if found[0].claim.over else _row(found[0]) for found in groups.values()]
+    rows = [_row(found[0]) | (_over(found) if found[0].claim.over else {}) for found in groups.values()]
     names = ["source", "model", "workload", "toggles", "quantity", "claimed_low", "claimed_high", "statistic"]
     names += ["measured", "measured_low", "measured_high", "outcome", "status", "same_baseline", "inverted"]
     return pd.DataFrame(rows, columns=pd.Index([*names, "hardware", "baseline", "wording", "note"]))
 
 
 def _over(matches: Sequence[Match]) -> dict[str, Any]:
-    """What differs from the row of the first one."""
-    done = [m for m in matches if m.record.status == "ok"]
-    found = together(matches)
+    """What differs from the row of the first one: the geometric mean of these cells, or the best of them."""
+    claim, done = matches[0].claim, [m.record for m in matches if m.record.status == "ok"]
+    found = UNKNOWN
+    if done and claim.statistic == "average":
+        found = mean_speedup(done, _phase(claim.quantity)[0]) or UNKNOWN
+    elif done:
+        found = max(measured(r, claim.quantity) for r in done)
     return {
-        "model": f"{matches[0].claim.statistic} of {len(done)} cells",
+        "model": f"{claim.statistic} of {len(done)} cells",
         "workload": "",
         **dict(zip(("measured", "measured_low", "measured_high"), found, strict=True)),
         "outcome": _outcome(matches[0], *found),
-        "status": (done or matches)[0].record.status,
+        "status": "ok" if done else matches[0].record.status,
     }
 
 

@@ -131,7 +131,7 @@ def of_limit(record: Record, records: Sequence[Record], phase: str = FORWARD_BAC
     (ours, n), (bound, m) = _logs(record, phase), _logs(limit, phase)
     if not n or not m:
         return None
-    apart = abs(math.log(_median_of("reference", record, phase) / _median_of("reference", limit, phase)))
+    apart = abs(math.log(_median(_ms("reference", record, phase)) / _median(_ms("reference", limit, phase))))
     if _reference_waits(record) or apart > REFERENCES_APART:
         direct = _speedup(_ms("candidate", limit, phase), _ms("candidate", record, phase), False)
         return direct and Share(*direct, paired=False)
@@ -166,10 +166,6 @@ def _ms(arm: str, record: Record, phase: str) -> tuple[float, ...]:
     return tuple(getattr(trials, f"{arm}_ms"))
 
 
-def _median_of(arm: str, record: Record, phase: str) -> float:
-    return float(np.median(_ms(arm, record, phase)))
-
-
 def _logs(record: Record, phase: str) -> tuple[Any, int]:
     """Log speed-up, the centre and its bootstrap replicates; and the number of trials, 0 where they are too few."""
     trials, found = trials_of(record, phase), phase_speedup(record, phase)
@@ -190,7 +186,7 @@ def _speedup(reference_ms: tuple[float, ...], candidate_ms: tuple[float, ...], p
     return stats.speedup(reference_ms, candidate_ms, paired)
 
 
-def _median(ms: list[float] | None) -> float:
+def _median(ms: Sequence[float] | None) -> float:
     return float(np.median(ms)) if ms else math.nan
 
 
@@ -318,7 +314,9 @@ def _columns() -> list[str]:
 
 def _judge(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
     """Fill in what takes more than one record: share of the limit, Holm's correction, noise floor, verdict."""
-    of_device = {d: [r for r, own in zip(records, table["device"], strict=True) if own == d] for d in table["device"]}
+    of_device: dict[str, list[Record]] = {}
+    for r, device in zip(records, table["device"], strict=True):
+        of_device.setdefault(device, []).append(r)
     for phase, columns in ((FORWARD_BACKWARD, OF_LIMIT[:4]), ("forward", OF_LIMIT[4:])):
         found = [of_limit(r, of_device[d], phase) for r, d in zip(records, table["device"], strict=True)]
         shares = [share or (math.nan, math.nan, math.nan, None) for share in found]

@@ -1,5 +1,7 @@
 """Helpers of the kernels' tests: errors in units of the dtype, poisoned outputs, strided copies."""
 
+from types import SimpleNamespace
+
 import torch
 from lorakernels.runtime import INTERPRET
 
@@ -40,3 +42,21 @@ def gradients(function, inputs, seed: int = 1):
     torch.manual_seed(seed)
     grad = torch.randn(out.shape, dtype=torch.float32).to(out.device, out.dtype)
     return out, torch.autograd.grad(out, [t for t in leaves if t is not None], grad)
+
+
+def quantized(n, k, blocksize, nested, device):
+    """Random NF4 data in bitsandbytes' layout (only the layout matters here)."""
+    count = n * k
+    blocks = -(-count // blocksize)
+    state = SimpleNamespace(
+        shape=torch.Size((n, k)), code=torch.linspace(-1, 1, 16, device=device), blocksize=blocksize,
+        dtype=torch.float16,
+        absmax=torch.rand(blocks, device=device), offset=None, state2=None, nested=nested,
+    )  # fmt: skip
+    if nested:
+        state.absmax = torch.randint(256, (blocks,), dtype=torch.uint8, device=device)
+        state.state2 = SimpleNamespace(
+            code=torch.rand(256, device=device), blocksize=4, absmax=torch.rand(-(-blocks // 4), device=device)
+        )
+        state.offset = torch.tensor(0.25, device=device)
+    return torch.randint(256, (-(-count // 2), 1), dtype=torch.uint8, device=device), state

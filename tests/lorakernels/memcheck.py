@@ -9,12 +9,12 @@ that memcheck sees. Shapes are no multiple of any tile. Without a GPU it runs th
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch reads it when it first allocates
 
 import lorakernels
 import torch
+from kernel_checks import quantized
 from lorakernels import tune
 from lorakernels.adapter import Loader, load_adapter
 from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
@@ -96,18 +96,9 @@ def kernels(dtype: torch.dtype) -> None:
         items.append((new(r, K), new(n, r), 2.0, buffer[n:, :K], buffer[:n, K:]))
     Loader().load(items)
     load_adapter(*items[0])
-    code = torch.linspace(-1, 1, 16, device=DEVICE)
-    state = SimpleNamespace(shape=(N, 128), code=code, blocksize=64, state2=None, offset=None, absmax=scales(2 * N))
-    packed = torch.randint(256, (N * 64, 1), dtype=torch.uint8, device=DEVICE)
-    dequantize_into(packed, state, new(N, 128 + P)[:, :128])
-    state.absmax = torch.randint(256, (2 * N,), dtype=torch.uint8, device=DEVICE)  # double quantization
-    state.state2 = SimpleNamespace(code=scales(256), blocksize=4, absmax=scales(-(-2 * N // 4)))
-    state.offset = scales(1)[0]
-    dequantize_into(packed, state, new(N, 128 + P)[:, :128])
-
-
-def scales(n: int) -> torch.Tensor:
-    return torch.rand(n, device=DEVICE)
+    for nested in (False, True):
+        packed, state = quantized(N, 128, 64, nested, DEVICE)
+        dequantize_into(packed, state, new(N, 128 + P)[:, :128])
 
 
 def main() -> None:

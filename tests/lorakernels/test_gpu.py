@@ -4,6 +4,7 @@ Run: python -m pytest tests/lorakernels -m gpu
 """
 
 import importlib.util
+from functools import partial
 
 import lorakernels
 import pytest
@@ -63,6 +64,21 @@ def test_dropout_with_the_masks_of_peft(ranks, name, monkeypatch):
     as_exact_as(plain, model)
 
 
+def captured(runs):
+    """(graph of the first run, what that returns, the stream), after all of them have warmed up on that stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for run in runs:
+            for _ in range(3):
+                run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        static = runs[0]()
+    return graph, static, side
+
+
 @pytest.mark.parametrize("backends", [None, ("cudnn", "flash", "efficient", "math")])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_whole_step_in_a_cuda_graph(backends, dropout):
@@ -87,16 +103,7 @@ def test_a_whole_step_in_a_cuda_graph(backends, dropout):
         return run
 
     runs = [make(m) for m in (model, other)]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for run in runs:
-            for _ in range(3):
-                run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        static = runs[0]()
+    graph, static, side = captured(runs)
     with torch.cuda.stream(side):
         for _ in range(8):
             graph.replay()
@@ -124,16 +131,7 @@ def test_a_replay_reads_new_data_and_new_adapters():
         loss.backward()
         return loss
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for m in (model, other):
-            for _ in range(3):
-                step(m)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        static = step(model)
+    graph, static, side = captured([partial(step, m) for m in (model, other)])
     seen = []
     with torch.cuda.stream(side):
         for _ in range(3):

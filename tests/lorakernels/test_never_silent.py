@@ -3,7 +3,6 @@
 Each case does the same to a model on our kernels and to its plain twin, then compares loss and every gradient.
 """
 
-import copy
 import functools
 import io
 
@@ -14,14 +13,14 @@ import transformers
 from lorakernels.head import LazyLogits
 from peft import LoraConfig
 from peft.helpers import rescale_adapter_scale
-from tiny_models import LINEARS, batch, build
+from tiny_models import LINEARS, batch, build, twin
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 
 def pair(**lora):
     plain = build("llama", **lora)
-    ours = copy.deepcopy(plain)
+    ours = twin(plain)
     lorakernels.apply(ours)
     return ours, plain
 
@@ -148,7 +147,7 @@ def test_a_change_after_apply(change):
 
 def test_hooks_that_were_there_before_apply():
     plain = build("llama")
-    ours = copy.deepcopy(plain)
+    ours = twin(plain)
     for model in (ours, plain):
         hook_mlp(model)
     report = lorakernels.apply(ours)
@@ -259,7 +258,7 @@ def test_dropout_modules_alone_in_training():
 
 def test_a_copy_is_removed_from_itself():
     ours, plain = pair()
-    other = copy.deepcopy(ours)
+    other = twin(ours)
     lorakernels.remove(other)
     bound = [sum("forward" in m.__dict__ for m in model.modules()) for model in (ours, other)]
     assert bound[0] > 0 and bound[1] == 0
@@ -280,7 +279,7 @@ def test_a_pickle_is_refused_in_one_line():
 @pytest.mark.parametrize("family", ["llama", "gemma", "phi3"])
 def test_parts_called_by_keyword(family):
     plain = build(family)
-    ours = copy.deepcopy(plain)
+    ours = twin(plain)
     lorakernels.apply(ours, qkv=False)  # so that MLP and norms are bound by themselves
     for name in ("mlp", "input_layernorm"):
         modules = [getattr(layer(m), name) for m in (ours, plain)]
@@ -303,7 +302,7 @@ def test_adapters_outside_known_layers_are_reported():
 
 def test_fp8_follows_the_weights():
     plain = build("llama")
-    ours = copy.deepcopy(plain)
+    ours = twin(plain)
     lorakernels.apply(ours, fp8=True)
     step(ours)
     state = {n: t * (2 if "base_layer" in n else 1) for n, t in plain.state_dict().items()}

@@ -1,32 +1,13 @@
 """NF4 dequantization, plain and double quantization, into strided buffers, against the formula and bitsandbytes."""
 
 import importlib.util
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_close, poisoned
+from kernel_checks import DTYPES, assert_close, poisoned, quantized
 from lorakernels.nf4 import dequantize, dequantize_into, dequantize_reference
-
-
-def quantized(n, k, blocksize, nested, device):
-    """Random NF4 data in bitsandbytes' layout (only the layout matters here)."""
-    count = n * k
-    blocks = -(-count // blocksize)
-    state = SimpleNamespace(
-        shape=torch.Size((n, k)), code=torch.linspace(-1, 1, 16, device=device), blocksize=blocksize,
-        dtype=torch.float16,
-        absmax=torch.rand(blocks, device=device), offset=None, state2=None, nested=nested,
-    )  # fmt: skip
-    if nested:
-        state.absmax = torch.randint(256, (blocks,), dtype=torch.uint8, device=device)
-        state.state2 = SimpleNamespace(
-            code=torch.rand(256, device=device), blocksize=4, absmax=torch.rand(-(-blocks // 4), device=device)
-        )
-        state.offset = torch.tensor(0.25, device=device)
-    return torch.randint(256, (-(-count // 2), 1), dtype=torch.uint8, device=device), state
 
 
 @pytest.mark.parametrize("n, k, blocksize", [(4, 64, 64), (3, 21, 8), (1, 1, 64), (5, 130, 16)])
