@@ -105,9 +105,14 @@ class AttentionPlan:
 
     def ready(self) -> bool:
         parts = [p for p in (self.qkv, self.o) if p is not None]
-        norms = self.head_norms or ()
-        same = all(still(n, self.heads.norm_eps) and not n.weight.requires_grad for n in norms)
-        return same and all(p.ready() for p in parts)
+        return self._norms_as_planned() and all(p.ready() for p in parts)
+
+    def _norms_as_planned(self) -> bool:
+        if self.head_norms is None:
+            return True
+        here = self.module._modules
+        ours = zip(("q_norm", "k_norm"), self.head_norms, strict=True)
+        return all(here[n] is m and still(m, self.heads.norm_eps) and not m.weight.requires_grad for n, m in ours)
 
 
 def head_layout(attention: Any) -> tuple[Heads, tuple[Any, Any] | None]:

@@ -18,8 +18,8 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 
-def pair(**lora):
-    plain = build("llama", **lora)
+def pair(family="llama", **lora):
+    plain = build(family, **lora)
     ours = twin(plain)
     lorakernels.apply(ours)
     return ours, plain
@@ -143,6 +143,29 @@ def test_a_change_after_apply(change):
     assert_like_peft(ours, plain)
     if change not in (train_weight, adapter_on_the_head):
         assert step(plain)[0] != before, "the change has to show"
+
+
+def another_head_norm(model):
+    old = layer(model).self_attn.k_norm
+    layer(model).self_attn.k_norm = nn.RMSNorm(old.weight.numel(), eps=0.5).requires_grad_(False)
+
+
+def hook_head_norm(model):
+    layer(model).self_attn.q_norm.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def train_head_norm(model):
+    layer(model).self_attn.q_norm.weight.requires_grad_()
+
+
+@pytest.mark.parametrize("change", [another_head_norm, hook_head_norm, train_head_norm], ids=lambda f: f.__name__)
+def test_a_change_to_head_norms_after_apply(change):
+    ours, plain = pair("qwen3")
+    before, _ = step(plain)
+    for model in (ours, plain):
+        change(model)
+    assert_like_peft(ours, plain)
+    assert change is train_head_norm or step(plain)[0] != before
 
 
 def test_hooks_that_were_there_before_apply():
