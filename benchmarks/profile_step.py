@@ -23,12 +23,13 @@ from torch.profiler import ProfilerActivity, profile
 from lorabench.measure import memory, trial
 from lorabench.measure.arm import Arm, build
 from lorabench.measure.machine import describe
-from lorabench.measure.profile import device_spans, union
+from lorabench.measure.profile import device_spans, union, waits
 from lorabench.plan.compose import ConfigError, load_config, plan
 from lorabench.plan.design import Cell
 from lorabench.plan.registry import NameUnknown
 
 LARGEST = 45  # kernels that are listed; what is left is a line of its own
+LONGEST = 8  # waits of the GPU, for the host mostly, that are listed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,9 +94,11 @@ def by_kernel(arm: Arm) -> Iterator[str]:
         trial.synchronize(arm.device)
     if cuda:
         spans = device_spans(trace)
-        whole = max(end for _, end in spans) - spans[0][0]
+        whole = max(end for _, end, _ in spans) - spans[0][0]
         idle = whole - union(spans)
         yield f"  from the first kernel to the last {whole / 1e6:.1f}, idle {idle / 1e6:.1f}, {len(spans)} kernels"
+        for wait, before, after in waits(spans)[:LONGEST]:
+            yield f"  idle {wait / 1e3:9.2f} µs  {before[:50]} … {after[:50]}"
     took = "device_time_total" if cuda else "self_cpu_time_total"
     rows = sorted(trace.key_averages(), key=lambda row: -getattr(row, took))
     total = sum(getattr(row, took) for row in rows)

@@ -56,16 +56,28 @@ def device_busy(arm: Arm) -> dict[str, float] | None:
     return busy
 
 
-def device_spans(trace: profile) -> list[tuple[int, int]]:
-    """(start, end) in nanoseconds of everything that ran on the GPU, in order."""
+def device_spans(trace: profile) -> list[tuple[int, int, str]]:
+    """(start, end, name) of everything that ran on the GPU, in order; in nanoseconds."""
     on_device = (e for e in _raw(trace) if e.device_type() == torch.autograd.DeviceType.CUDA)
-    return sorted((e.start_ns(), e.end_ns()) for e in on_device)
+    return sorted((e.start_ns(), e.end_ns(), e.name()) for e in on_device)
 
 
-def union(spans: Sequence[tuple[int, int]]) -> int:
-    """The length that sorted, possibly overlapping (start, end) cover together."""
+def union(spans: Sequence[tuple[int, int, str]]) -> int:
+    """The length that sorted, possibly overlapping spans cover together."""
     total, reached = 0, 0
-    for start, end in spans:
+    for start, end, _ in spans:
         total += max(0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+def waits(spans: Sequence[tuple[int, int, str]]) -> list[tuple[int, str, str]]:
+    """(length, what ran last before it, what ended it) of each stretch without any span, the longest first."""
+    found: list[tuple[int, str, str]] = []
+    reached, last = (spans[0][1], spans[0][2]) if spans else (0, "")
+    for start, end, name in spans:
+        if start > reached:
+            found.append((start - reached, last, name))
+        if end > reached:
+            reached, last = end, name
+    return sorted(found, key=lambda wait: -wait[0])

@@ -5,7 +5,7 @@ import torch
 from helpers import PEFT, arm
 from torch.utils.flop_counter import FlopCounterMode
 
-from lorabench.measure.profile import union
+from lorabench.measure.profile import union, waits
 from lorabench.measure.roofline import bounds, ceilings, flops, label
 from lorabench.measure.trial import Trial
 from lorabench.plan.compose import load_config, model
@@ -76,5 +76,7 @@ def test_memory_parts_count_tied_weights_once(names):
 
 
 def test_the_device_is_busy_for_the_union_of_its_intervals():
-    assert union([(10, 20), (12, 15), (18, 30), (30, 31), (40, 45)]) == 21 + 5
-    assert union([]) == 0
+    spans = [(10, 20, "a"), (12, 15, "b"), (18, 30, "c"), (30, 31, "d"), (40, 45, "e"), (60, 61, "f")]
+    assert union(spans) == 21 + 5 + 1
+    assert waits(spans) == [(15, "e", "f"), (9, "d", "e")]
+    assert union([]) == 0 and waits([]) == []
