@@ -150,3 +150,10 @@ def test_the_checker_sees_what_is_unsafe(code):
 def test_the_checker_passes_what_is_safe():
     safe = "torch.load(path, weights_only=True); read(name, trust_remote_code=False); run(command)"
     assert not list(unsafe(ast.parse(safe)))
+
+
+def test_nothing_beside_a_script_hides_a_package():
+    """A script's own folder comes first on the path, and an editable install's packages come last: a mere folder
+    `benchmarks/lorakernels` once was the `lorakernels` that the scripts imported."""
+    beside = {p.stem for script in (ROOT / "benchmarks").glob("*.py") for p in script.parent.iterdir()}
+    assert not beside & set(PACKAGES)

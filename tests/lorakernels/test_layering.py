@@ -42,4 +42,4 @@ def test_every_kernel_has_a_test_and_a_benchmark():
     assert len(kernels) >= 7
     for stem in [*kernels, "swiglu", "geglu"]:
         assert (root / "tests" / "lorakernels" / f"test_{stem}.py").exists(), stem
-        assert (root / "benchmarks" / "lorakernels" / f"bench_{stem}.py").exists(), stem
+        assert (root / "benchmarks" / "micro" / f"bench_{stem}.py").exists(), stem

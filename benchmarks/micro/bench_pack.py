@@ -1,4 +1,4 @@
-"""[x | x · Aᵀ] by tile, against a copy and a GEMM; S by itself. Run: pytest benchmarks/lorakernels/bench_pack.py"""
+"""[x | x · Aᵀ] by tile, against a copy and a GEMM; S by itself. Run: pytest benchmarks/micro/bench_pack.py"""
 
 import pytest
 from lorakernels.pack import pack_into, s_into

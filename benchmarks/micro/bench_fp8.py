@@ -1,4 +1,4 @@
-"""The frozen GEMM in FP8, with the quantization of X, against the compute dtype. Run: python -m pytest benchmarks/lorakernels/bench_fp8.py"""  # noqa: E501
+"""The frozen GEMM in FP8, with the quantization of X, against the compute dtype. Run: python -m pytest benchmarks/micro/bench_fp8.py"""  # noqa: E501
 
 import pytest
 from lorakernels.fp8 import FrozenFp8, supported

@@ -1,4 +1,4 @@
-"""Seeded dropout against torch's (which keeps a mask). Run: python -m pytest benchmarks/lorakernels/bench_dropout.py"""
+"""Seeded dropout against torch's (which keeps a mask). Run: python -m pytest benchmarks/micro/bench_dropout.py"""
 
 import pytest
 from lorakernels.dropout import add_product_into, draw_seed, dropout, product_into

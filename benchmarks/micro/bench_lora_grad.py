@@ -1,5 +1,5 @@
 """dS with dB, and dA, from one read of dY or X, against library products. Run: python -m pytest
-benchmarks/lorakernels/bench_lora_grad.py
+benchmarks/micro/bench_lora_grad.py
 """
 
 import pytest

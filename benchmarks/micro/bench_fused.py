@@ -1,4 +1,4 @@
-"""The nodes of a decoder layer, with their forms measured and picked. Run: python -m pytest benchmarks/lorakernels/bench_fused.py"""  # noqa: E501
+"""The nodes of a decoder layer, with their forms measured and picked. Run: python -m pytest benchmarks/micro/bench_fused.py"""  # noqa: E501
 
 from lorakernels.fused import Norm, gated_mlp
 from lorakernels.projection import Member, Projection

@@ -1,4 +1,4 @@
-"""RoPE of q and k against transformers' own function. Run: python -m pytest benchmarks/lorakernels/bench_rope.py"""
+"""RoPE of q and k against transformers' own function. Run: python -m pytest benchmarks/micro/bench_rope.py"""
 
 import pytest
 import torch

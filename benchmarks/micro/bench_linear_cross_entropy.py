@@ -1,4 +1,4 @@
-"""The chunked head against all logits. Run: python -m pytest benchmarks/lorakernels/bench_linear_cross_entropy.py"""
+"""The chunked head against all logits. Run: python -m pytest benchmarks/micro/bench_linear_cross_entropy.py"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""RMSNorm with the residual add, alone and with the LoRA columns. Run: python -m pytest benchmarks/lorakernels/bench_rms_norm.py"""  # noqa: E501
+"""RMSNorm with the residual add, alone and with the LoRA columns. Run: python -m pytest benchmarks/micro/bench_rms_norm.py"""  # noqa: E501
 
 import pytest
 import torch

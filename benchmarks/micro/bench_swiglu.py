@@ -1,4 +1,4 @@
-"""SwiGLU against torch's two operations. Run: python -m pytest benchmarks/lorakernels/bench_swiglu.py"""
+"""SwiGLU against torch's two operations. Run: python -m pytest benchmarks/micro/bench_swiglu.py"""
 
 from functools import partial
 

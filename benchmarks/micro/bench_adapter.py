@@ -1,4 +1,4 @@
-"""A and scale · B into the operand buffer. Run: python -m pytest benchmarks/lorakernels/bench_adapter.py"""
+"""A and scale · B into the operand buffer. Run: python -m pytest benchmarks/micro/bench_adapter.py"""
 
 import torch
 from lorakernels.adapter import load_adapter

@@ -1,4 +1,4 @@
-"""`time(function)` of a kernel, waiting for the GPU where there is one. Run: python -m pytest benchmarks/lorakernels
+"""`time(function)` of a kernel, waiting for the GPU where there is one. Run: python -m pytest benchmarks/micro
 
 Shapes are Llama-3.1-8B's at 8192 tokens on CUDA (bf16) and small ones on a CPU (float32): there it is about running.
 """

@@ -1,4 +1,4 @@
-"""GEGLU, both forms, against torch's two operations. Run: python -m pytest benchmarks/lorakernels/bench_geglu.py"""
+"""GEGLU, both forms, against torch's two operations. Run: python -m pytest benchmarks/micro/bench_geglu.py"""
 
 import pytest
 from lorakernels.geglu import geglu

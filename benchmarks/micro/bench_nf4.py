@@ -1,4 +1,4 @@
-"""NF4 into a strided operand buffer (and by bitsandbytes, where it is). Run: python -m pytest benchmarks/lorakernels/bench_nf4.py"""  # noqa: E501
+"""NF4 into a strided operand buffer (and by bitsandbytes, where it is). Run: python -m pytest benchmarks/micro/bench_nf4.py"""  # noqa: E501
 
 from types import SimpleNamespace
 

@@ -1,6 +1,6 @@
 """LoRA projections of Llama-3.1-8B's shapes: one GEMM, GEMM + addmm, PEFT's arithmetic, and the frozen GEMM alone.
 
-Run: python -m pytest benchmarks/lorakernels/bench_projection.py
+Run: python -m pytest benchmarks/micro/bench_projection.py
 """
 
 import pytest
