@@ -1,6 +1,7 @@
 """Slot `fused_kernels`: what a user could pick today instead of ours, each as its own users get it.
 
-    pip install 'lorabench[peers]'
+    pip install 'lorabench[gpu,unsloth]'
+    pip install --no-deps 'axolotl>=0.21' addict
     python -m lorabench.sweep suite=peers output=results/h200/peers
 
 All of them patch classes and modules of transformers or PEFT, so each is measured in processes of its own.
@@ -27,14 +28,26 @@ from ablations.liger import NO_CAPTURE, apply_liger
 from ablations.lora_kernels import SLOTS
 from lorabench.plan.ablation import Ablation, Blueprint, Evidence, NotApplied, Requires, Unsupported
 
-INSTALL = "pip install 'lorabench[peers]'"
+GPU_EXTRA = "pip install 'lorabench[gpu]'"
+UNSLOTH_EXTRA = "pip install 'lorabench[unsloth]'"
+# Axolotl pins one version each of fifty packages, among them transformers and PEFT in versions that Unsloth excludes.
+# Its kernels need none of them but what is here anyway.
+AXOLOTL = "pip install --no-deps 'axolotl>=0.21' addict (Python 3.12 or newer)"
+INSTALL = {
+    "axolotl": AXOLOTL,
+    "addict": AXOLOTL,
+    "bitsandbytes": GPU_EXTRA,
+    "liger_kernel": GPU_EXTRA,
+    "unsloth": UNSLOTH_EXTRA,
+    "unsloth_zoo": UNSLOTH_EXTRA,
+}
 SAME_SITES = "both patch the same sites"
 AXOLOTL_FAMILIES = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"))
 UNSLOTH_FAMILIES = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"))
 
 
 def _needs(families: frozenset[str], *packages: str) -> Requires:
-    return Requires(device="cuda", packages=dict.fromkeys(packages, INSTALL), families=families)
+    return Requires(device="cuda", packages={p: INSTALL[p] for p in packages}, families=families)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,12 @@ LONGEST = 8  # waits of the GPU, for the host mostly, that are listed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
     try:
-        config = load_config(list(sys.argv[1:] if argv is None else argv))
+        config = load_config(arguments)
         machine = describe()
         cells = plan(config, machine.device).cells
     except (ConfigError, NameUnknown) as error:

@@ -30,8 +30,5 @@ def test_projection(form, site, time, phase, tensor, shapes):
 
     functions = {"peft": peft, "bare": lambda: tuple(x @ m.weight.t() for m in members)}
     inputs = (x,) if form == "bare" else (x, *(t for m in members for t in (m.a, m.b)))
-    tune.force(form)
-    try:
+    with tune.forced(form):
         time(phase(functions.get(form, lambda: project(x, [group])), inputs))
-    finally:
-        tune.force(None)

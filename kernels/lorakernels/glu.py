@@ -90,7 +90,7 @@ def _act(g, ACT: tl.constexpr):
 
 
 @kernel
-def _forward_kernel(g_ptr, u_ptr, h_ptr, n, g_row, u_row, h_row, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _glu_forward_kernel(g_ptr, u_ptr, h_ptr, n, g_row, u_row, h_row, ACT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < n
@@ -101,7 +101,7 @@ def _forward_kernel(g_ptr, u_ptr, h_ptr, n, g_row, u_row, h_row, ACT: tl.constex
 
 
 @kernel
-def _forward_lora_kernel(
+def _glu_forward_lora_kernel(
     g_ptr, u_ptr, h_ptr, a_ptr, kept_ptr, scale_ptr, m, n, g_row, u_row, h_row, a_row, rank, p,
     ACT: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def _forward_lora_kernel(
 
 
 @kernel
-def _backward_kernel(
+def _glu_backward_kernel(
     g_ptr, u_ptr, dh_ptr, dg_ptr, du_ptr, h_ptr, n, g_row, u_row, dh_row, dg_row, du_row, h_row,
     ACT: tl.constexpr, WITH_H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def _backward_kernel(
 
 
 @kernel
-def _backward_a_kernel(
+def _glu_backward_a_kernel(
     g_ptr, u_ptr, dh_ptr, dg_ptr, du_ptr, ds_ptr, da_ptr, s_ptr, sb_ptr, tail_ptr, db_ptr,
     m, n, rank, g_row, u_row, dh_row, dg_row, du_row, ds_row, s_row, sb_row, tail_row,
     ACT: tl.constexpr, WHOLE: tl.constexpr,
@@ -194,7 +194,7 @@ def forward_into(gate, up, out, act: str) -> None:
         return
     m, n = gate.shape
     block = min(1024, next_power_of_2(n))
-    _forward_kernel[(m, cdiv(n, block))](
+    _glu_forward_kernel[(m, cdiv(n, block))](
         gate, up, out, n, gate.stride(0), up.stride(0), out.stride(0), ACT=ACTIVATIONS[act], BLOCK=block, num_warps=4
     )
 
@@ -218,7 +218,7 @@ def forward_lora_into(
         s_into(buffer[:, :n], lora_a, buffer[:, n:], None, rank, kept)
         return
     bm, bn, warps, stages = tile_of(tile, gate)
-    _forward_lora_kernel[(cdiv(m, bm),)](
+    _glu_forward_lora_kernel[(cdiv(m, bm),)](
         gate, up, buffer, lora_a, *arguments_of(kept, buffer), m, n,
         gate.stride(0), up.stride(0), buffer.stride(0), lora_a.stride(0), rank, p,
         ACT=ACTIVATIONS[act], KEEP=kept is not None, BM=bm, BN=bn, R=rank_tile(rank),
@@ -244,7 +244,7 @@ def backward_into(gate, up, grad, d_gate, d_up, act: str, h_into_grad: bool = Fa
         return
     m, n = gate.shape
     block = min(1024, next_power_of_2(n))
-    _backward_kernel[(m, cdiv(n, block))](
+    _glu_backward_kernel[(m, cdiv(n, block))](
         gate, up, grad, d_gate, d_up, grad, n,
         gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), grad.stride(0),
         ACT=ACTIVATIONS[act], WITH_H=h_into_grad, BLOCK=block, num_warps=4,
@@ -266,7 +266,7 @@ def backward_a_into(
         return ds.t().to(wide) @ h.to(wide)
     bm, bn, warps, stages, steps = A_TILES[tile]
     da = gradient_room(sums, rank, n, gate.device)
-    _backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
+    _glu_backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
         gate, up, grad, d_gate, d_up, ds, da, ds, ds, da, da, m, n, rank,
         gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), ds.stride(0), 0, 0, 0,
         ACT=ACTIVATIONS[act], WHOLE=False, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
@@ -302,7 +302,7 @@ def backward_whole_into(
     da, db, tail = sums.gradient(rank, n), sums.gradient(2 * n, rank), sums.scratch(m, p)
     bm, bn, warps, stages, steps = WHOLE_TILES[tile]
     d_gate, d_up = wide[:, :n], wide[:, n : 2 * n]
-    _backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
+    _glu_backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
         gate, up, grad, d_gate, d_up, ds, da, s, sb, tail, db, m, n, rank,
         gate.stride(0), up.stride(0), grad.stride(0), wide.stride(0), wide.stride(0), ds.stride(0),
         s.stride(0), sb.stride(0), tail.stride(0),

@@ -45,7 +45,7 @@ def rms_norm_reference(x, weight, eps: float = 1e-6, offset: float = 0.0, residu
 
 
 @kernel
-def _forward_kernel(
+def _norm_forward_kernel(
     x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, m, n, x_row, r_row, h_row, c_row, y_row, eps, offset,
     ADD: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def _forward_kernel(
 
 
 @kernel
-def _forward_lora_kernel(
+def _norm_forward_lora_kernel(
     x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, a_ptr, kept_ptr, scale_ptr, m, n,
     x_row, r_row, h_row, c_row, y_row, a_row, rank, p, eps, offset,
     ADD: tl.constexpr, COPY: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
@@ -110,7 +110,7 @@ def _forward_lora_kernel(
 
 
 @kernel
-def _backward_kernel(
+def _norm_backward_kernel(
     dy_ptr, h_ptr, w_ptr, rstd_ptr, dr_ptr, dx_ptr, dw_ptr, m, n, dy_row, h_row, dr_row, dx_row, offset,
     ADD: tl.constexpr, WITH_DW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +154,7 @@ def forward_into(x, residual, weight, eps, offset, y, h: Any = None, again: Any 
     n_rows = max(1, 1024 // block)
     r, hh = (x, x) if residual is None else (residual, h)
     c = hh if again is None else again
-    _forward_kernel[(cdiv(m, n_rows),)](
+    _norm_forward_kernel[(cdiv(m, n_rows),)](
         x, r, hh, c, weight, y, rstd, m, n,
         x.stride(0), r.stride(0), hh.stride(0), c.stride(0), y.stride(0), eps, offset,
         ADD=residual is not None, COPY=again is not None, ROWS=n_rows, BLOCK=block, num_warps=_warps(block),
@@ -198,7 +198,7 @@ def forward_lora_into(
     r, hh = (x, x) if residual is None else (residual, h)
     c = hh if again is None else again
     bm, bn, warps, stages = tile_of(tile, buffer)
-    _forward_lora_kernel[(cdiv(m, bm),)](
+    _norm_forward_lora_kernel[(cdiv(m, bm),)](
         x, r, hh, c, weight, buffer, rstd, lora_a, *arguments_of(kept, buffer), m, n,
         x.stride(0), r.stride(0), hh.stride(0), c.stride(0), buffer.stride(0), lora_a.stride(0), rank, p, eps, offset,
         ADD=residual is not None, COPY=again is not None, KEEP=kept is not None, BM=bm, BN=bn, R=rank_tile(rank),
@@ -221,7 +221,7 @@ def backward_into(dy, h, weight, rstd, offset, d_residual, dx, with_dw: bool = F
     programs = min(m, 8 * multiprocessors(h))
     dw = torch.empty((programs if with_dw else 1, n), dtype=torch.float32, device=h.device)
     dr = dy if d_residual is None else d_residual
-    _backward_kernel[(programs,)](
+    _norm_backward_kernel[(programs,)](
         dy, h, weight, rstd, dr, dx, dw, m, n, dy.stride(0), h.stride(0), dr.stride(0), dx.stride(0), offset,
         ADD=d_residual is not None, WITH_DW=with_dw, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip

@@ -6,13 +6,14 @@ remedy, and it too replays by the device's time. The device is kept as busy as i
 runs at a higher clock than the power cap leaves it later, which favours the form with more arithmetic. For the same
 reason trials get real data: zeros draw little. While a CUDA graph is captured nothing can be timed, so a shape met
 there for the first time gets the first form: warm up before capturing.
-On a CPU the first form is taken. `force("addmm")` fixes the answer (tests, ablations); `force(None)` measures again.
+On a CPU the first form is taken. Within `forced("addmm")` that is the answer wherever there is such a form.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,15 @@ ROUNDS = 5
 LOAD = (4096, 8)
 
 
-def force(name: str | None) -> None:
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Within, the form of this name wherever there is one, unmeasured; what was chosen before is kept."""
     global _forced
-    _forced = name
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
 
 
 def choices() -> dict[tuple, str]:
@@ -43,6 +50,8 @@ def bucket(m: int) -> int:
 
 
 def pick(name: str, key: tuple, forms: Mapping[str, Callable[[], Any]], device: torch.device) -> str:
+    """The name of the form to run. `name` and `key` (shapes, dtypes: all that the time depends on) say what is chosen;
+    `forms` are complete calls, which are run to be timed, so they must not change what they read (`on_spare`)."""
     first = next(iter(forms))
     if _forced in forms:
         return str(_forced)

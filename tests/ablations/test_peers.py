@@ -1,7 +1,9 @@
 """The peers without the peers: packages of the same names stand in, so that our side of it is tested anywhere."""
 
 import json
+import re
 import sys
+import tomllib
 import types
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +23,7 @@ from lorabench.plan.design import Cell
 
 NEEDS_BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs the package bitsandbytes")
 NAMES = ("axolotl", "axolotl_liger", "unsloth")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -180,9 +183,19 @@ def test_every_peer_has_processes_and_the_slot_of_the_others(name):
     for other in ("lora_kernels", "liger"):
         assert "fused_kernels" in conflict([peer, registry.ablation(other)])
     assert conflict([peer, registry.ablation("lora_qkv_kernel")])
-    assert all("lorabench[peers]" in command for command in peer.requires.packages.values())
 
 
 def test_unsloth_keeps_its_float32_adapters():
     pair = [registry.ablation(n) for n in ("unsloth", "adapters_in_compute_dtype")]
     assert "reference=peft" in conflict(pair)
+
+
+@pytest.mark.parametrize("name", sorted(registry.registered()))
+def test_an_install_command_installs_what_is_missing(name):
+    """`pip install 'lorabench[extra]'` resolves an extra of what is installed: it must name the package."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, command in registry.ablation(name).requires.packages.items():
+        assert command.startswith("pip install ")
+        named = command.split() + [line for extra in re.findall(r"(\w+)(?=[,\]])", command) for line in extras[extra]]
+        distribution = package.removesuffix("_zoo").replace("_", "-")  # unsloth brings unsloth_zoo
+        assert any(word.strip("'").startswith(distribution) for word in named), command

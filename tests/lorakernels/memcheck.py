@@ -12,6 +12,8 @@ import os
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch reads it when it first allocates
 
+from itertools import product
+
 import lorakernels
 import torch
 from kernel_checks import quantized
@@ -107,13 +109,13 @@ def main() -> None:
         kernels(dtype)
         print("kernels", dtype, flush=True)
     data = {n: t.to(DEVICE) for n, t in batch(3, 13).items()}
-    for family in ("llama", "qwen3", "gemma2"):  # RoPE behind head norms, GEGLU, soft-capping
-        for form, dropout in (("one", 0.0), ("one", 0.1), ("addmm", 0.0), ("addmm", 0.1)):
-            tune.force(form)
-            model = build(family, torch.bfloat16, lora_dropout=dropout).to(DEVICE)
-            print(family, form, dropout, lorakernels.apply(model), flush=True)
+    models = [("llama", 4), ("qwen3", 4), ("gemma2", 4), ("phi3", 4), ("llama", 65)]
+    # RoPE behind head norms, GEGLU with soft-capping, RoPE on half a head; the tiles of large ranks.
+    for (family, rank), form, dropout in product(models, ("one", "addmm"), (0.0, 0.1)):
+        model = build(family, torch.bfloat16, r=rank, lora_dropout=dropout).to(DEVICE)
+        print(family, "r", rank, form, dropout, lorakernels.apply(model), flush=True)
+        with tune.forced(form):
             step(model, data)
-    tune.force(None)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
         if cached := torch.cuda.memory_reserved():

@@ -6,7 +6,8 @@ import torch
 from lorakernels import tune
 from lorakernels.dropout import dropped
 from lorakernels.projection import Projection
-from tiny_models import FAMILIES, batch, build, share_masks, step, twin, worst
+from peft import LoraConfig, get_peft_model
+from tiny_models import FAMILIES, LINEARS, batch, build, share_masks, step, twin, worst
 
 
 def reference(model, data, **kwargs):
@@ -92,11 +93,27 @@ def test_every_form_of_the_projections(form, merge, one_gemm):
     model, data = build("qwen2"), batch()
     _, grads = step(twin(model), data)
     lorakernels.apply(model, one_gemm=one_gemm, merge_projections=merge)
-    tune.force(form)
-    try:
+    with tune.forced(form):
         assert worst(step(model, data)[1], grads) < 1e-4
-    finally:
-        tune.force(None)
+
+
+def test_eight_bit_is_left_to_peft():
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
+    base = build("llama").unload()
+    for layer in base.model.layers:
+        old = layer.self_attn.q_proj
+        new = bitsandbytes.nn.Linear8bitLt(old.in_features, old.out_features, bias=False, has_fp16_weights=False)
+        new.weight = bitsandbytes.nn.Int8Params(old.weight.data, requires_grad=False, has_fp16_weights=False)
+        layer.self_attn.q_proj = new.to("cpu")  # which quantizes it
+    base.is_loaded_in_8bit = True
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False)).train()
+    loss, grads = step(model, batch())
+    report = lorakernels.apply(model)
+    assert {left.reason for left in report.left} >= {
+        "q_proj: 8-bit weights are left to PEFT: their product needs bitsandbytes' own kernel"
+    }
+    got_loss, got = step(model, batch())
+    assert float(got_loss) == pytest.approx(float(loss), rel=1e-5) and worst(got, grads) < 1e-4
 
 
 def test_fp8_stays_within_its_error():

@@ -32,24 +32,23 @@ def qkv(dtype=F64, bias=False, r=(3, 0, 4), p=0.0):
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("offset, head_norm, rotate", [(0.0, False, True), (1.0, True, True), (0.0, False, False)])
 def test_norm_qkv_rope(form, merged, offset, head_norm, rotate):
-    tune.force(form)
     members = qkv(bias=True)
     groups = [Projection(members)] if merged else [Projection([m]) for m in members]
     x, weight = torch.randn(2, 5, 20, dtype=F64, requires_grad=True), torch.randn(20, dtype=F64, requires_grad=True)
     cos, sin = torch.randn(1, 5, 8, dtype=F64), torch.randn(1, 5, 8, dtype=F64)
     wq, wk = (torch.rand(8, dtype=F64) if head_norm else None for _ in range(2))
     heads = Heads(2, 1, 8, rotate, 1e-5 if head_norm else None)
-    got = project(
-        x, groups, norm=Norm(1e-6, offset), norm_weight=weight, heads=heads, cos=cos, sin=sin, head_norms=(wq, wk),
-        pass_through=True,
-    )  # fmt: skip
-    y = plain(members, rms_norm_reference(x, weight, 1e-6, offset))
-    q, k, v = (t.unflatten(-1, (-1, 8)) for t in y.split((16, 8, 8), -1))
-    if rotate:
-        q, k = rope_reference(q, cos, sin, wq, 1e-5), rope_reference(k, cos, sin, wk, 1e-5)
-    inputs = [x, weight, *leaves(members)]
-    check_all(got, [q, k, v, x * 1], inputs, inputs)
-    tune.force(None)
+    with tune.forced(form):
+        got = project(
+            x, groups, norm=Norm(1e-6, offset), norm_weight=weight, heads=heads, cos=cos, sin=sin, head_norms=(wq, wk),
+            pass_through=True,
+        )  # fmt: skip
+        y = plain(members, rms_norm_reference(x, weight, 1e-6, offset))
+        q, k, v = (t.unflatten(-1, (-1, 8)) for t in y.split((16, 8, 8), -1))
+        if rotate:
+            q, k = rope_reference(q, cos, sin, wq, 1e-5), rope_reference(k, cos, sin, wk, 1e-5)
+        inputs = [x, weight, *leaves(members)]
+        check_all(got, [q, k, v, x * 1], inputs, inputs)
 
 
 def mlp_reference(x, residual, weight, members, down, act, add, offset=0.0, masks=None, down_masks=None):
@@ -163,8 +162,7 @@ def test_the_whole_attention_node(ranks, tokens, form, merged, p, more, device, 
     heads = Heads(2, 1, size, True, 1e-5 if more else None)
     norms = [torch.rand(size, device=device).to(dtype) + 0.5 if more else None for _ in "qk"]
     seeds = fix_seeds(monkeypatch, members, device) if p else None
-    tune.force(form)
-    try:
+    with tune.forced(form):
         got = project(
             x, groups, norm=Norm(1e-6, 1.0), norm_weight=weight, heads=heads,
             cos=cos, sin=sin, head_norms=tuple(norms), pass_through=True,
@@ -177,8 +175,6 @@ def test_the_whole_attention_node(ranks, tokens, form, merged, p, more, device, 
         q, key = (rope_reference(t, cos.double(), sin.double(), n, 1e-5) for t, n in zip((q, key), turn, strict=True))
         params = leaves(members)
         check_all(got, [q, key, v, wide[0] * 1], [x, weight, *params], [*wide, *params], dtype, 4)
-    finally:
-        tune.force(None)
 
 
 @NODES
@@ -195,8 +191,7 @@ def test_the_whole_mlp_node(ranks, tokens, form, merged, p, more, device, dtype,
         for t in (torch.randn(2, tokens, k), torch.randn(2, tokens, k), torch.rand(k) + 0.5)
     )
     seeds = fix_seeds(monkeypatch, [gate, up, down], device) if p else None
-    tune.force(form)
-    try:
+    with tune.forced(form):
         got = gated_mlp(
             x, groups, Projection([down]), "silu", norm=Norm(1e-6), norm_weight=weight, residual=residual, add=more
         )
@@ -208,8 +203,6 @@ def test_the_whole_mlp_node(ranks, tokens, form, merged, p, more, device, dtype,
         wanted = mlp_reference(*wide, [gate, up], down, "silu", more, 0.0, *masks)[0]
         params = leaves([gate, up, down])
         check_all([got], [wanted], [x, residual, weight, *params], [*wide, *params], dtype, 4)
-    finally:
-        tune.force(None)
 
 
 def test_unused_outputs_and_empty_batches():

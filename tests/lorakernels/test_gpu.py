@@ -237,17 +237,6 @@ def test_nf4_models(double):
     assert torch.equal(step(model, data)[0], loss)
 
 
-def test_eight_bit_is_left_to_peft():
-    class Linear8bitLt(torch.nn.Linear):
-        pass
-
-    model = build("llama", torch.bfloat16)
-    for layer in model.base_model.model.model.layers:
-        layer.self_attn.q_proj.base_layer.__class__ = Linear8bitLt
-    report = lorakernels.apply(model.cuda())
-    assert any("8-bit" in e.reason for e in report.left)
-
-
 def test_grad_scaler_with_float16():
     model, data = build("llama", torch.float32).cuda(), cuda(batch(4, 16))
     lorakernels.apply(model)

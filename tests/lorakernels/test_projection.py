@@ -85,15 +85,12 @@ def compare(members, groups, x, dtype=torch.float64, times=1.0, seeds=None, **kw
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (1, 0, 7), (0, 0, 0), (3, 17, 256), (0, 5, 0)])
 def test_every_gradient(form, merged, ranks):
-    tune.force(form)
-    try:
+    with tune.forced(form):
         members = [member(f"m{i}", n, 24, r, bias=i == 1, lora_bias=r == 7, scale=1.0 + i) for i, (n, r) in
                    enumerate(zip((8, 5, 12), ranks, strict=True))]  # fmt: skip
         groups = [Projection(members)] if merged else [Projection([m]) for m in members]
         compare(members, groups, torch.randn(2, 3, 24, dtype=torch.float64))
         assert all(g.owns_weights() for g in groups)
-    finally:
-        tune.force(None)
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
@@ -128,11 +125,8 @@ def compare_on(device, dtype, form, ranks, m, merged, p, monkeypatch):
     ]
     groups = [Projection(members)] if merged else [Projection([x]) for x in members]
     seeds = fix_seeds(monkeypatch, members, device) if p else None
-    tune.force(form)
-    try:
+    with tune.forced(form):
         compare(members, groups, torch.randn(m, 40, device=device).to(dtype), dtype, 4, seeds)
-    finally:
-        tune.force(None)
 
 
 @pytest.mark.parametrize("form", ["one", "addmm", "apart", "plain"])

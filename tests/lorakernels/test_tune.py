@@ -12,14 +12,11 @@ class OutOfResources(Exception):
 def test_cpu_takes_the_first_and_force_decides():
     forms = {"one": lambda: 1, "addmm": lambda: 2}
     assert tune.pick("x", (1,), forms, torch.device("cpu")) == "one"
-    tune.force("addmm")
-    try:
+    with tune.forced("addmm"):
         assert tune.pick("x", (1,), forms, torch.device("cpu")) == "addmm"
         assert tune.pick("x", (1,), {"fused": print}, torch.device("cpu")) == "fused", (
             "a name it does not know is ignored"
         )
-    finally:
-        tune.force(None)
 
 
 def test_forms_that_do_not_fit_are_skipped_and_errors_are_errors():
