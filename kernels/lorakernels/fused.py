@@ -209,6 +209,11 @@ def _as_parameters(gradients, parameters, saved) -> list[Any]:
     return [None if p is None else sums.cast(g, p.dtype) for g, p in zip(gradients, parameters, strict=True)]
 
 
+def _of_shape(y, shape):
+    """y (M, N) as (..., N), and no view to autograd, which would forbid a hook to write into it."""
+    return torch.ops.aten._unsafe_view(y, [*shape[:-1], y.shape[-1]])
+
+
 # ---- one input, several projections ----------------------------------------------------------------------------------
 class Project(torch.autograd.Function):
     @staticmethod
@@ -225,7 +230,7 @@ class Project(torch.autograd.Function):
             else:
                 buffer, rstd, s_list, kept_s = _fill(Incoming(flat, norm, norm_weight), groups, ops, seeds, dtype)
                 y = _outputs(groups, ops, buffer, s_list)
-            outs, raw = (y.view(*x.shape[:-1], y.shape[-1]),), None
+            outs, raw = (_of_shape(y, x.shape),), None
             if heads is not None:
                 outs, raw = Rotation(heads, cos, sin, wq, wk).forward(y, x.shape[:-1])
         ctx.call, ctx.shape, ctx.adapters = call, x.shape, adapters_of(groups)
@@ -382,7 +387,7 @@ class GatedMLP(torch.autograd.Function):
         ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
         ctx.save_for_backward(h, norm_weight, rstd, gate_up if wide is None else wide, *kept_s, *seeds, *parameters)
         ctx.set_materialize_grads(False)
-        out = out.view(*x.shape[:-1], out.shape[-1])
+        out = _of_shape(out, x.shape)
         return (out, h.view(x.shape) if residual is not None else x) if call["pass_through"] else out
 
     @staticmethod

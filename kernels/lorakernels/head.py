@@ -17,9 +17,7 @@ from torch.nn import functional as F
 
 from .fused import compute_dtype
 from .linear_cross_entropy import linear_cross_entropy
-from .sites import NotFused, quiet
-
-FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi3")
+from .sites import NotFused, check_class, hooked_globally, quiet
 
 
 class LazyLogits:
@@ -31,6 +29,7 @@ class LazyLogits:
 
     def __init__(self, hidden, weight, bias, softcap: float | None, dtype: torch.dtype | None = None):
         self._parts, self._logits = (hidden, weight, bias, softcap), None
+        self._version = weight._version if weight.requires_grad else None
         self.dtype, self.device, self.ndim = dtype or hidden.dtype, hidden.device, hidden.ndim
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
 
@@ -39,11 +38,19 @@ class LazyLogits:
 
     def materialize(self) -> torch.Tensor:
         hidden, weight, bias, cap = self._parts
+        if self._logits is None and self._version not in (None, weight._version):
+            raise RuntimeError(
+                "the head was trained on since, so these logits can no longer be made; look at them before the "
+                "optimizer's step, or apply with linear_cross_entropy=False"
+            )
         lacks_gradient = torch.is_grad_enabled() and hidden.requires_grad
         if self._logits is None or (lacks_gradient and not self._logits.requires_grad):
             z = F.linear(hidden, weight, bias)
             self._logits = (z if cap is None else cap * torch.tanh(z / cap)).to(self.dtype)
         return self._logits
+
+    def retain_grad(self) -> None:
+        raise RuntimeError("the loss is not made from these logits; apply with linear_cross_entropy=False")
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -68,15 +75,15 @@ def _operator(name: str):
 
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
-_OTHER = ("neg", "abs", "lt", "le", "gt", "ge", "getitem", "len", "iter")  # == stays identity: it makes a hash
+_OTHER = ("neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "setitem", "contains", "len", "iter")
 for _name in (*_BINARY, *(f"r{n}" for n in _BINARY), *_OTHER):  # Python looks for operators on the class alone
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
+LazyLogits.__hash__ = object.__hash__  # as torch's tensors: == goes by element, a hash by identity
 
 
 def check_head(model: Any) -> None:
     """NotFused with the reason if this model's loss must be left alone."""
-    if type(model).__name__ not in {f"{f}ForCausalLM" for f in FAMILIES}:
-        raise NotFused(f"{type(model).__name__} is not a known causal language model")
+    check_class(model, "ForCausalLM")
     head = model.lm_head
     if type(head) is not nn.Linear:
         raise NotFused(f"its head is {type(head).__module__}.{type(head).__name__}, not torch's Linear")
@@ -97,8 +104,7 @@ def causal_lm_forward(self, *args, **kwargs):
     kwargs.pop("output_router_logits", None)
     out = self.model(**kwargs)
     hidden = out.last_hidden_state
-    if shifted is None:
-        shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
+    shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:] if shifted is None else shifted.reshape(hidden.shape[:-1])
     softcap = getattr(self.config, "final_logit_softcapping", None)
     dtype = compute_dtype(hidden, self.lm_head.weight.dtype)
     head = self.lm_head
@@ -121,7 +127,7 @@ def _output_class(model):
 
 
 def _fits(model, kwargs) -> bool:
-    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled():
+    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled() or hooked_globally():
         return False
     keep = kwargs.get("logits_to_keep", 0)
     router = kwargs.get("output_router_logits")

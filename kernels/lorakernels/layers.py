@@ -22,7 +22,20 @@ from .fused import Heads, Norm, gated_mlp, project, refreshed
 from .projection import Projection
 from .rms_norm import rms_norm
 from .rope import rope
-from .sites import LinearSite, NotFused, activation_of, eps_of, linear_site, norm_of, quiet, still
+from .sites import (
+    NORMS,
+    LinearSite,
+    NotFused,
+    activation_of,
+    check_class,
+    eps_of,
+    hooked_globally,
+    linear_site,
+    norm_of,
+    quiet,
+    still,
+    untouched,
+)
 
 # Attention classes of transformers: where they take their sliding window from, and whether they soft-cap.
 ATTENTION = {
@@ -99,13 +112,16 @@ class AttentionPlan:
     head_norms: Any = None
     loader: Loader = field(default_factory=Loader)
 
+    def __post_init__(self) -> None:
+        self.kind = type(self.module)
+
     @property
     def groups(self) -> list[Projection]:
         return [g for part in (self.qkv, self.o) if part is not None for g in part.groups]
 
     def ready(self) -> bool:
         parts = [p for p in (self.qkv, self.o) if p is not None]
-        return self._norms_as_planned() and all(p.ready() for p in parts)
+        return type(self.module) is self.kind and self._norms_as_planned() and all(p.ready() for p in parts)
 
     def _norms_as_planned(self) -> bool:
         if self.head_norms is None:
@@ -133,10 +149,13 @@ def attention_plan(attention: Any, path: str, switches: Switches) -> tuple[Atten
     """(plan, parts left alone with the reason)."""
     if type(attention).__name__ not in ATTENTION:
         raise NotFused(f"{type(attention).__name__} is not a known attention")
+    check_class(attention)
     heads, norms = head_layout(attention)
-    plan = AttentionPlan(attention, heads, rope=switches.rope, backends=switches.sdpa_backends, head_norms=norms)
+    own_rope = untouched(sys.modules[type(attention).__module__].apply_rotary_pos_emb, "transformers")
+    rope = switches.rope and own_rope
+    plan = AttentionPlan(attention, heads, rope=rope, backends=switches.sdpa_backends, head_norms=norms)
     names = {"qkv": ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"], "o": ["o_proj"]}
-    left = {}
+    left = {} if own_rope or not switches.rope else {"rope": "apply_rotary_pos_emb was replaced"}
     for part in ("qkv", "o"):
         if not getattr(switches, part):
             continue
@@ -144,7 +163,7 @@ def attention_plan(attention: Any, path: str, switches: Switches) -> tuple[Atten
             setattr(plan, part, linears(attention, path, names[part], switches))
         except NotFused as reason:
             left[part] = str(reason)
-    if norms is not None and not (switches.rope and plan.qkv):
+    if norms is not None and not (rope and plan.qkv):
         plan.head_norms = None  # they run as modules then
     return plan, left
 
@@ -222,7 +241,7 @@ def attention_forward(
 ):
     """Bound to an attention instance: any of q,k,v, RoPE and o may be ours."""
     plan = self._lorakernels
-    if not plan.ready():
+    if hooked_globally() or not plan.ready():
         return type(self).forward(
             self, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
             past_key_values=past_key_values, **kwargs,
@@ -247,6 +266,9 @@ class MLPPlan:
     function: Any
     loader: Loader = field(default_factory=Loader)
 
+    def __post_init__(self) -> None:
+        self.kind = type(self.module)
+
     @property
     def groups(self) -> list[Projection]:
         return [*self.gate_up.groups, *self.down.groups]
@@ -254,7 +276,7 @@ class MLPPlan:
     def ready(self) -> bool:
         function = _activation(self.module)
         same = function is self.function and (not isinstance(function, nn.Module) or quiet(function))
-        return same and self.gate_up.ready() and self.down.ready()
+        return same and type(self.module) is self.kind and self.gate_up.ready() and self.down.ready()
 
 
 def _activation(mlp: Any) -> Any:
@@ -266,6 +288,7 @@ def mlp_plan(mlp: Any, path: str, switches: Switches) -> MLPPlan:
     names = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
     if not all(isinstance(getattr(mlp, n, None), nn.Module) for n in [*names, "down_proj"]):
         raise NotFused(f"{type(mlp).__name__} is not a gated MLP (gate, up and down linears)")
+    check_class(mlp, "MLP")
     function = _activation(mlp)
     act = activation_of(function)
     if isinstance(function, nn.Module) and not quiet(function):
@@ -277,7 +300,7 @@ def mlp_plan(mlp: Any, path: str, switches: Switches) -> MLPPlan:
 def mlp_forward(self, *args, **kwargs):
     (x,) = (*args, *kwargs.values())  # the families call their one argument differently
     plan = self._lorakernels
-    if not plan.ready():
+    if hooked_globally() or not plan.ready():
         return type(self).forward(self, x)
     with refreshed(plan.groups, plan.loader, x):
         return gated_mlp(x, plan.gate_up.groups, plan.down.groups[0], plan.act).to(x.dtype)
@@ -286,6 +309,8 @@ def mlp_forward(self, *args, **kwargs):
 def norm_forward(self, *args, **kwargs):
     (x,) = (*args, *kwargs.values())
     norm = self._lorakernels
+    if hooked_globally() or type(self).__name__ not in NORMS:
+        return type(self).forward(self, x)
     y = rms_norm(x, self.weight, eps_of(self), norm.offset)
     # A float32 weight on a low-precision stream gives float32 in Llama's norm and the stream's dtype in Gemma's.
     return y if norm.offset else y.to(torch.promote_types(x.dtype, self.weight.dtype))
@@ -300,11 +325,19 @@ class LayerPlan:
     mlp: MLPPlan | None
     positional: list[str] = field(default_factory=list)
     own_checkpointing: bool = False
+    drops: dict[str, Any] = field(default_factory=dict)  # Phi-3's dropout of the residual, which must be none
     loader: Loader = field(default_factory=Loader)
+
+    def __post_init__(self) -> None:
+        self.kind = type(self.module)
 
     def ready(self) -> bool:
         here = self.module._modules
-        same = here["self_attn"] is self.attention.module and quiet(here["self_attn"])
+        same = (
+            here["self_attn"] is self.attention.module and quiet(here["self_attn"]) and type(self.module) is self.kind
+        )
+        if self.drops:
+            same = same and all(here[n] is m and idle(m) for n, m in self.drops.items())
         if self.mlp is not None:
             same = same and here["mlp"] is self.mlp.module and quiet(here["mlp"])
         norms = all(here[n] is m and still(m, norm.eps) for n, (m, norm) in self.norms.items())
@@ -319,22 +352,28 @@ class LayerPlan:
         return {"norm": norm, "norm_weight": module.weight}
 
 
+def idle(drop: Any) -> bool:
+    """Whether a dropout does nothing, and nobody hooks into it."""
+    return type(drop) is nn.Dropout and drop.p == 0 and quiet(drop)
+
+
 def layer_plan(layer: Any, attention: AttentionPlan, mlp: MLPPlan | None) -> LayerPlan:
     names = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
     norms = {n: (getattr(layer, n), norm_of(getattr(layer, n))) for n in names if hasattr(layer, n)}
     if not {"input_layernorm", "post_attention_layernorm"} <= set(norms) or len(norms) == 3:
         raise NotFused(f"{type(layer).__name__} has other norms than a known layer")
-    for drop in ("resid_attn_dropout", "resid_mlp_dropout"):
-        if getattr(getattr(layer, drop, None), "p", 0.0) > 0:
-            raise NotFused(f"it drops out its residual ({drop})")
-    known = {"self_attn", "mlp", "resid_attn_dropout", "resid_mlp_dropout", *names}
+    check_class(layer, "DecoderLayer")
+    drops = {n: m for n, m in layer.named_children() if n in ("resid_attn_dropout", "resid_mlp_dropout")}
+    if busy := [n for n, m in drops.items() if not idle(m)]:
+        raise NotFused(f"it drops out its residual, or has hooks there ({busy[0]})")
+    known = {"self_attn", "mlp", *drops, *names}
     if other := {n for n, _ in layer.named_children()} - known:
         raise NotFused(f"{type(layer).__name__} has parts of its own: {sorted(other)}")
     signature = inspect.signature(inspect.unwrap(type(layer).forward))
     positional = list(signature.parameters)[2:]
     # transformers checkpoints in __call__ (then our forward is inside already) or, later, in the class's forward.
     outside = any("__call__" in c.__dict__ for c in type(layer).__mro__ if c is not nn.Module)
-    return LayerPlan(layer, attention, norms, mlp, positional, not outside)
+    return LayerPlan(layer, attention, norms, mlp, positional, not outside, drops)
 
 
 def layer_forward(self, hidden_states, *args, **kwargs):
@@ -342,7 +381,7 @@ def layer_forward(self, hidden_states, *args, **kwargs):
     plan: LayerPlan = self._lorakernels
     kwargs.update(zip(plan.positional, args, strict=False))
     asked = kwargs.get("output_attentions", False) or getattr(plan.attention.module.config, "output_attentions", False)
-    if asked or not plan.ready() or kwargs.get("position_embeddings") is None:
+    if asked or hooked_globally() or not plan.ready() or kwargs.get("position_embeddings") is None:
         return type(self).forward(self, hidden_states, **kwargs)
     if plan.own_checkpointing and self.training and getattr(self, "gradient_checkpointing", False):
         # A cache would be updated a second time by the recomputation.

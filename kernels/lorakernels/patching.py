@@ -13,10 +13,13 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
+
+import torch
 
 from . import layers
 from .head import causal_lm_forward, check_head
@@ -81,8 +84,40 @@ class _State:
 
 
 def _unbind(module: Any) -> None:
-    """Not a closure: a copy of the model must undo what was bound to the copy's modules."""
-    del module.__dict__["forward"], module.__dict__["_lorakernels"]
+    """Not a closure: a copy of the model must undo what was bound to the copy's modules. A forward that somebody else
+    has put around ours stays; ours then passes on to the class's."""
+    module.__dict__.pop("_lorakernels", None)
+    bound = module.__dict__.get("forward")
+    # functools.wraps copies our mark to what wraps us: the function itself has to be the marked one.
+    if getattr(bound, "__func__", None) is getattr(bound, "_lorakernels_forward", bound):
+        del module.__dict__["forward"]
+
+
+def _unbind_saving(model: Any) -> None:
+    model.__dict__.pop("save_pretrained", None)
+
+
+# Whether PEFT's save_pretrained is running: it keeps the adapters alone, and must not pay for copies of all weights.
+_adapters_only = ContextVar("_adapters_only", default=False)
+
+
+def _save_adapters(self, *args, **kwargs):
+    """Bound to a PeftModel as its save_pretrained."""
+    token = _adapters_only.set(True)
+    try:
+        return type(self).save_pretrained(self, *args, **kwargs)
+    finally:
+        _adapters_only.reset(token)
+
+
+def _own_weight(module, state_dict, prefix, metadata) -> None:
+    """A state_dict has the weight itself, not a view of the buffer that others are in: what writes state_dicts takes
+    views of one storage for one tensor, or cannot write them."""
+    name = f"{prefix}weight"
+    weight = state_dict.get(name)
+    if weight is not None and not weight.is_contiguous() and not _adapters_only.get():
+        copied = weight.detach().contiguous()
+        state_dict[name] = torch.nn.Parameter(copied, False) if isinstance(weight, torch.nn.Parameter) else copied
 
 
 class _Patcher:
@@ -94,8 +129,14 @@ class _Patcher:
         if "forward" in module.__dict__:
             raise NotFused("its forward was replaced already")
         module._lorakernels = plan
+
         # Trainer reads the signature of forward to know which columns of the data to keep.
-        signed = wraps(type(module).forward)(lambda self, *args, **kwargs: forward(self, *args, **kwargs))
+        @wraps(type(module).forward)
+        def signed(self, *args, **kwargs):
+            still_ours = "_lorakernels" in self.__dict__
+            return (forward if still_ours else type(self).forward)(self, *args, **kwargs)
+
+        signed._lorakernels_forward = signed  # type: ignore[attr-defined]
         module.forward = MethodType(signed, module)
         self.state.undo.append(partial(_unbind, module))
 
@@ -105,6 +146,8 @@ class _Patcher:
         linears.adopt()
         self.state.undo.append(linears.release)
         self.taken |= {s.name for s in linears.sites}
+        for site in linears.sites:
+            self.state.undo.append(site.base.register_state_dict_post_hook(_own_weight).remove)
         for group in linears.groups:
             if group.not_fp8:
                 self.leave(" + ".join(m.name for m in group.members), "fp8", group.not_fp8)
@@ -112,13 +155,10 @@ class _Patcher:
     def leave(self, name: str, part: str, reason) -> None:
         self.report.left.append(Left(name, part, str(reason)))
 
-    def saving(self, module: Any) -> None:
-        """transformers' own save_pretrained cannot write views of one buffer; PEFT's writes adapters only and is left
-        alone.
-        """
-        if type(module).__module__.startswith("transformers.") and hasattr(module, "save_pretrained"):
-            handle = module.register_state_dict_post_hook(_contiguous_state)
-            self.state.undo.append(handle.remove)
+    def saving(self, model: Any) -> None:
+        if hasattr(model, "peft_config") and "save_pretrained" not in model.__dict__:
+            model.save_pretrained = MethodType(_save_adapters, model)
+            self.state.undo.append(partial(_unbind_saving, model))
 
     # ---- the parts of a layer ----------------------------------------------------------------------------------------
     def layer(self, name: str, layer: Any) -> None:
@@ -168,7 +208,7 @@ class _Patcher:
         except NotFused as reason:
             self.leave(name, "layer", reason)
             return False
-        parts = ["qkv", "o", "rms_norm"] + ["rope"] * self.switches.rope + ["mlp"] * (mlp is not None)
+        parts = ["qkv", "o", "rms_norm"] + ["rope"] * attention.rope + ["mlp"] * (mlp is not None)
         for part in (attention.qkv, attention.o, *((mlp.gate_up, mlp.down) if mlp else ())):
             self.take(part)
         self.report.changed.append(Change(name, tuple(parts)))
@@ -218,14 +258,6 @@ def _within(name: str, modules: list[str]) -> bool:
     return name.startswith(tuple(f"{m}." for m in modules))
 
 
-def _contiguous_state(module, state_dict, prefix, metadata) -> None:
-    if prefix:  # asked for by a parent, which need not pay for copies of the frozen weights
-        return
-    for name, tensor in state_dict.items():
-        if not tensor.is_contiguous():
-            state_dict[name] = tensor.contiguous()
-
-
 def _check_backends(names) -> tuple[str, ...] | None:
     if names is None:
         return None
@@ -247,7 +279,8 @@ def apply(
     weights' products in FP8 (changes the mathematics: see fp8.py). sdpa_backends: an order of "cudnn", "flash",
     "efficient", "math" to pin where attention is plain causal SDPA without a mask; None leaves torch's choice.
     """
-    if hasattr(model, STATE):
+    _check_model(model, "apply")
+    if any(STATE in m.__dict__ or "_lorakernels" in m.__dict__ for m in model.modules()):
         raise RuntimeError("lorakernels.apply was called on this model before; call lorakernels.remove first")
     switches = Switches(
         mlp,
@@ -270,8 +303,8 @@ def apply(
                 patcher.layer(name, module)
                 known.append(name)
         inside = [change.name for change in patcher.report.changed if "qkv" in change.parts]
+        patcher.saving(model)
         for name, module in modules:
-            patcher.saving(module)
             if rms_norm and type(module).__name__ in NORMS and not _within(name, inside):
                 patcher.norm(name, module)
             # _modules, because PEFT's wrappers pass attributes of the inner model through.
@@ -283,8 +316,19 @@ def apply(
     except BaseException:
         _undo(patcher.state)
         raise
-    object.__setattr__(model, STATE, patcher.state)
+    for holder in (model, _inner(model)):
+        object.__setattr__(holder, STATE, patcher.state)
     return patcher.report
+
+
+def _check_model(model: Any, function: str) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"lorakernels.{function} takes a model (torch.nn.Module), not {type(model).__name__}")
+
+
+def _inner(model: Any) -> Any:
+    """The model inside PEFT's wrapper, which outlives it where adapters are merged and unloaded."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def _undo(state: _State) -> None:
@@ -293,9 +337,18 @@ def _undo(state: _State) -> None:
 
 
 def remove(model: Any) -> None:
-    """Gives the model its own forwards and contiguous weights back; outputs are bitwise what they were."""
-    state = model.__dict__.get(STATE)
-    if state is None:
+    """Gives the model its own forwards and contiguous weights back; outputs are bitwise what they were.
+
+    Takes the model that `apply` was given, one that was wrapped around it since, or what is left of it when PEFT's
+    wrapper is gone (merge_and_unload). Raises RuntimeError where `apply` was called on none of these."""
+    _check_model(model, "remove")
+    holders = [m for m in model.modules() if STATE in m.__dict__]
+    if not holders:
         raise RuntimeError("lorakernels.apply was not called on this model")
-    _undo(state)
-    object.__delattr__(model, STATE)
+    for state in {id(m.__dict__[STATE]): m.__dict__[STATE] for m in holders}.values():
+        _undo(state)
+        state.undo.clear()
+    for module in model.modules():
+        module.__dict__.pop(STATE, None)
+        if "_lorakernels" in module.__dict__:  # a copy that PEFT made of a module of ours (modules_to_save)
+            _unbind(module)

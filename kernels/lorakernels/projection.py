@@ -140,6 +140,7 @@ class Projection:
         self._loaded: tuple = ()
         self._operand: Operand | None = None  # of our own buffer
         self._fresh = False  # `refreshed` has just loaded what the next `operand` would load
+        self._released = False  # a backward may still come, which must not take the weights again
         if fp8:
             from .fp8 import FrozenFp8, why_not
 
@@ -180,9 +181,11 @@ class Projection:
     def release(self) -> None:
         """Gives each module a contiguous weight of its own again."""
         if self.owns_weights():
-            for m in self.members:
-                m.weight.data = m.weight.data.clone(memory_format=torch.contiguous_format)
+            with torch.inference_mode(False), torch.no_grad():
+                for m in self.members:
+                    m.weight.data = m.weight.data.clone(memory_format=torch.contiguous_format)
         self.buffer = self._operand = None
+        self._released = True
         self._loaded = ()
 
     def operand(self, dtype: torch.dtype) -> Operand:
@@ -197,7 +200,7 @@ class Projection:
             op = self._operand_of(None, sb, torch.zeros(self.p, self.k, dtype=dtype, device=dev), None)
             self._load(op)
             return op
-        if not self.quantized and self.members[0].weight.dtype == dtype:
+        if not self.quantized and self.members[0].weight.dtype == dtype and not self._released:
             if not self.owns_weights():
                 self.adopt()
             op = self._own()

@@ -5,6 +5,7 @@ imported.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from .fused import Norm
 from .projection import Member
 
+FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi3")
 # RMSNorm classes of transformers by the number added to their weight, and the name of their epsilon.
 NORMS = {
     **{f"{n}RMSNorm": (0.0, "variance_epsilon") for n in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Phi3")},
@@ -33,6 +35,31 @@ def quiet(module: Any) -> bool:
     return not hooked and "forward" not in m.__dict__
 
 
+def hooked_globally() -> bool:
+    """True if somebody watches every module there is (torch.nn.modules.module.register_module_forward_hook)."""
+    m = torch.nn.modules.module
+    forward = m._global_forward_hooks or m._global_forward_pre_hooks
+    return bool(forward or m._global_backward_hooks or m._global_backward_pre_hooks)
+
+
+def untouched(function: Any, home: str) -> bool:
+    """Whether a function is the library `home`'s own: what is fused does its work, and nobody else's."""
+    function = inspect.unwrap(function)
+    return getattr(function, "__module__", "").partition(".")[0] == home
+
+
+def check_class(module: Any, kind: str | None = None) -> None:
+    """NotFused with the reason unless this is the class of a family that is known (`kind`: "MLP", "DecoderLayer" …),
+    of transformers itself, with the forward that it came with."""
+    name = type(module).__name__
+    if kind is not None and name not in {f"{family}{kind}" for family in FAMILIES}:
+        raise NotFused(f"{name} is not a known {kind}")
+    if type(module).__module__.partition(".")[0] != "transformers":
+        raise NotFused(f"{name} is {type(module).__module__}'s, not transformers'")
+    if not untouched(type(module).forward, "transformers"):
+        raise NotFused(f"the forward of {name} was replaced")
+
+
 @dataclass
 class LinearSite:
     """A linear of the model, with or without LoRA, and the Member that the projection works with."""
@@ -45,7 +72,7 @@ class LinearSite:
     parent: Any = None
 
     def __post_init__(self) -> None:
-        self.leaf, self.rank = self.name.rpartition(".")[2], self.member.rank
+        self.leaf, self.rank, self.kind = self.name.rpartition(".")[2], self.member.rank, type(self.base)
 
     def ready(self) -> bool:
         """Reads weight, bias, A, B, scale and dropout anew; False if PEFT must run this forward (merged, hooked,
@@ -57,17 +84,22 @@ class LinearSite:
         module, member = self.module, self.member
         if self.parent is not None and self.parent._modules.get(self.leaf) is not module:
             return False  # unloaded: PEFT has put another module there
-        if not (quiet(module) and (module is self.base or quiet(self.base))):
+        base = self.base
+        if module is not base and module._modules.get("base_layer") is not base:
             return False
-        weight = self.base._parameters.get("weight")  # None where somebody has put a parametrization on it
-        if weight is None or weight.requires_grad:
+        if not (quiet(module) and (module is base or quiet(base)) and type(base) is self.kind):
+            return False
+        weight = base._parameters.get("weight")  # None where somebody has put a parametrization on it
+        if weight is None or weight.requires_grad or "bias" not in base._parameters:
+            _check_not_sharded(base)
             return False
         if weight is not member.weight and not _alike(weight, member.weight):
+            _check_not_sharded(base)
             return False
-        member.weight, member.bias = weight, self.base._parameters["bias"]
+        member.weight, member.bias = weight, base._parameters["bias"]
         if member.quantized is not None:
             member.quantized = weight.quant_state
-        if module is self.base:
+        if module is base:
             return True
         if module._disable_adapters or module.merged_adapters:
             return False
@@ -78,7 +110,10 @@ class LinearSite:
         if self.adapter is not None:
             a, b, drop = (parts[name]._modules[self.adapter] for name in ("lora_A", "lora_B", "lora_dropout"))
             known = type(a) is type(b) is nn.Linear and type(drop) in (nn.Identity, nn.Dropout)
-            if not known or a.out_features != self.rank or self.adapter in module.__dict__.get("lora_variant", ()):
+            if not known or self.adapter in module.__dict__.get("lora_variant", ()):
+                return False
+            weight = a._parameters.get("weight")
+            if weight is None or weight.shape[0] != self.rank:
                 return False
             if not (quiet(a) and quiet(b) and quiet(drop)):
                 return False
@@ -97,6 +132,21 @@ def _alike(weight: Any, known: Any) -> bool:
     return (weight.dtype, weight.device) == (known.dtype, known.device)
 
 
+def _sharded(base: Any) -> bool:
+    """Whether FSDP (1 or 2) manages this linear's weight."""
+    return getattr(base, "_is_fsdp_managed_module", False) or hasattr(base.weight, "device_mesh")
+
+
+def _check_not_sharded(base: Any) -> None:
+    """FSDP reads the storage behind a weight that is no longer contiguous, neighbours and all: from then on the model
+    computes with other weights, whoever runs it."""
+    if _sharded(base):
+        raise RuntimeError(
+            "FSDP has flattened weights that lorakernels.apply had moved into a buffer, which it cannot read; "
+            "build the model anew and wrap it without apply"
+        )
+
+
 def is_lora(module: Any) -> bool:
     """Whether a module is a layer with LoRA on it, of PEFT or in its manner."""
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
@@ -108,12 +158,16 @@ def linear_site(name: str, parent: Any) -> LinearSite:
     lora = is_lora(module)
     if lora and not type(module).__module__.startswith("peft.tuners.lora"):
         raise NotFused(f"{type(module).__name__} is not PEFT's LoRA linear")
+    if lora and not untouched(type(module).forward, "peft"):
+        raise NotFused(f"the forward of PEFT's {type(module).__name__} was replaced")
     if not lora and hasattr(module, "base_layer"):
-        raise NotFused(f"the adapter {type(module).__name__} is not LoRA")
+        raise NotFused(f"the adapter {type(module).__module__}.{type(module).__name__} is not LoRA")
     base = module.base_layer if lora else module
     quantized, dtype = _base_kind(base)
     if base.weight.requires_grad:
         raise NotFused("its base weight is trained")
+    if _sharded(base):
+        raise NotFused("its weight is sharded (FSDP)")
     if not quiet(module) or not quiet(base):
         raise NotFused("it has hooks or a replaced forward")
     adapter = _only_adapter(module) if lora else None
@@ -138,7 +192,7 @@ def _base_kind(base: Any) -> tuple[object | None, torch.dtype | None]:
         if state.quant_type != "nf4":
             raise NotFused(f"4-bit type {state.quant_type} is not NF4")
         return state, base.compute_dtype or state.dtype
-    if type(base) is not nn.Linear:
+    if type(base) is not nn.Linear or not untouched(nn.Linear.forward, "torch"):
         raise NotFused(f"its base layer is a {kind}, not a Linear")
     if base.weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise NotFused(f"its weight is {base.weight.dtype}")
@@ -173,6 +227,7 @@ def norm_of(module: Any) -> Norm:
     known = NORMS.get(type(module).__name__)
     if known is None:
         raise NotFused(f"{type(module).__name__} is not a known RMSNorm")
+    check_class(module)
     if not quiet(module):
         raise NotFused("its norm has hooks or a replaced forward")
     return Norm(float(eps_of(module)), known[0])
@@ -184,13 +239,15 @@ def eps_of(module: Any) -> Any:
 
 
 def still(module: Any, eps: Any) -> bool:
-    """Whether a norm of `norm_of` is what it was."""
-    return quiet(module) and eps_of(module) == eps
+    """Whether a norm of `norm_of` is what it was (a parametrization, say, would be another class)."""
+    return type(module).__name__ in NORMS and quiet(module) and eps_of(module) == eps
 
 
 def activation_of(function) -> str:
     """Which activation it computes, found by asking it: names differ between versions, values do not."""
-    x = torch.linspace(-6, 6, 61, dtype=torch.float64)
+    if isinstance(function, nn.Module) and [*function.parameters(), *function.buffers()]:
+        raise NotFused(f"its activation {type(function).__name__} has parameters")
+    x = torch.linspace(-40, 40, 401, dtype=torch.float64)  # as far as the tails go: some are clipped at 10
     from .glu import ACTIVATIONS, activation
 
     try:

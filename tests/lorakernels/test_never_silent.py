@@ -5,17 +5,25 @@ Each case does the same to a model on our kernels and to its plain twin, then co
 
 import functools
 import io
+import tempfile
 
 import lorakernels
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from lorakernels.head import LazyLogits
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from peft.helpers import rescale_adapter_scale
+from peft.utils.hotswap import hotswap_adapter
+from safetensors.torch import load_file, save_file
 from tiny_models import LINEARS, batch, build, twin
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 
 def pair(family="llama", **lora):
@@ -143,6 +151,322 @@ def test_a_change_after_apply(change):
     assert_like_peft(ours, plain)
     if change not in (train_weight, adapter_on_the_head):
         assert step(plain)[0] != before, "the change has to show"
+
+
+def another_base_layer(model):
+    q = layer(model).self_attn.q_proj
+    new = nn.Linear(q.in_features, q.out_features, bias=False).requires_grad_(False)
+    new.weight.data.copy_(q.base_layer.weight * 3)
+    q.base_layer = new
+
+
+class DoubledLinear(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class DoubledMLP(LlamaMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def another_class_of_base_layer(model):
+    layer(model).self_attn.q_proj.base_layer.__class__ = DoubledLinear
+
+
+def another_class_of_mlp(model):
+    layer(model).mlp.__class__ = DoubledMLP
+
+
+def parametrized_norm(model):
+    nn.utils.parametrize.register_parametrization(layer(model).input_layernorm, "weight", Doubled())
+
+
+def parametrized_last_norm(model):
+    nn.utils.parametrize.register_parametrization(model.base_model.model.model.norm, "weight", Doubled())
+
+
+def hot_swapped(model):
+    """An adapter of another rank under the same name; PEFT swaps the data and leaves the modules' sizes."""
+    with tempfile.TemporaryDirectory() as folder:
+        build("llama", seed=9, r=7).save_pretrained(folder)
+        hotswap_adapter(model, folder, "default")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def hook_in_place(model):
+    layer(model).register_forward_hook(lambda module, args, out: out.add_(1.0))
+
+
+LATE = (
+    another_base_layer, another_class_of_base_layer, another_class_of_mlp, parametrized_norm, parametrized_last_norm,
+    hot_swapped, hook_in_place,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", LATE, ids=lambda f: f.__name__)
+def test_another_module_in_its_place(change):
+    ours, plain = pair()
+    before, _ = step(plain)
+    for model in (ours, plain):
+        change(model)
+    assert_like_peft(ours, plain)
+    assert step(plain)[0] != before
+
+
+def test_a_parametrized_bias():
+    ours, plain = pair("qwen2")
+    for model in (ours, plain):
+        nn.utils.parametrize.register_parametrization(layer(model).self_attn.q_proj.base_layer, "bias", Doubled())
+    assert_like_peft(ours, plain)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_dropouts_of_phi3s_residual(late):
+    def hook(model):
+        layer(model).resid_attn_dropout.register_forward_hook(lambda module, args, out: out * 2)
+
+    plain = build("phi3")
+    ours = twin(plain)
+    before, _ = step(plain)
+    for act in (lorakernels.apply, hook) if late else (hook, lorakernels.apply):
+        act(ours)
+    hook(plain)
+    assert_like_peft(ours, plain)
+    assert step(plain)[0] != before
+
+
+def test_hooks_on_every_module_there_is():
+    ours, plain = pair()
+    before, _ = step(plain)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 2 if type(module).__name__ == "LlamaMLP" else None
+    )
+    try:
+        assert_like_peft(ours, plain)
+        assert step(plain)[0] != before
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaAttention", "LlamaMLP", "LlamaRMSNorm", "LlamaDecoderLayer", "LlamaForCausalLM"]
+)
+def test_a_class_whose_forward_somebody_replaced(name, monkeypatch):
+    kind = getattr(modeling_llama, name)
+    own = kind.forward
+
+    def doubled(self, *args, **kwargs):
+        out = own(self, *args, **kwargs)
+        if name == "LlamaForCausalLM":
+            out.loss = out.loss * 2
+            return out
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    monkeypatch.setattr(kind, "forward", doubled)
+    plain = build("llama")
+    ours = twin(plain)
+    assert any("was replaced" in left.reason for left in lorakernels.apply(ours).left)
+    assert_like_peft(ours, plain)
+
+
+def test_another_rope(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, *args, **kwargs: (q, k))
+    plain = build("llama")
+    ours = twin(plain)
+    report = lorakernels.apply(ours)
+    assert "rope" not in report.counts and any(left.part == "rope" for left in report.left)
+    assert_like_peft(ours, plain)
+
+
+class ScaledLayer(modeling_llama.LlamaDecoderLayer):
+    def forward(self, x, *args, **kwargs):
+        return x + 0.3 * (super().forward(x, *args, **kwargs) - x)
+
+
+class LlamaAttention(modeling_llama.LlamaAttention):  # of the same name
+    pass
+
+
+@pytest.mark.parametrize(
+    "where, kind",
+    [(lambda m: m, ScaledLayer), (lambda m: m.mlp, DoubledMLP), (lambda m: m.self_attn, LlamaAttention)],
+    ids=["layer", "mlp", "attention"],
+)
+def test_a_class_of_somebody_s_own(where, kind):
+    plain = build("llama")
+    where(layer(plain)).__class__ = kind
+    ours = twin(plain)
+    assert lorakernels.apply(ours).left
+    assert_like_peft(ours, plain)
+
+
+class Swish(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+@pytest.mark.parametrize("function", [Swish(), transformers.activations.ACT2FN["gelu_10"]], ids=["swish", "gelu_10"])
+def test_activations_that_are_nearly_known(function):
+    plain = build("llama")
+    layer(plain).mlp.act_fn = function
+    layer(plain).mlp.gate_proj.base_layer.weight.data.mul_(10)
+    ours = twin(plain)
+    assert any("activation" in left.reason for left in lorakernels.apply(ours).left)
+    assert_like_peft(ours, plain)
+
+
+def test_labels_that_are_shifted_and_flat():
+    assert_like_peft(*pair(), lambda model: model(**batch(), shift_labels=batch()["labels"].flatten()).loss)
+
+
+def test_logits_of_a_head_that_was_trained_on():
+    ours, _ = pair()
+    head = ours.base_model.model.lm_head
+    head.weight.requires_grad_()
+    out = ours(**batch())
+    out.loss.backward()
+    torch.optim.SGD([head.weight], lr=1.0).step()
+    with pytest.raises(RuntimeError, match="before the optimizer's step"):
+        out.logits.sum()
+
+
+def test_logits_compare_by_element_and_have_no_gradient_to_retain():
+    ours, plain = pair()
+    logits, wanted = (m(**batch()).logits for m in (ours, plain))
+    assert (logits == logits).all() and not (logits != logits).any() and (logits == wanted).shape == wanted.shape
+    assert len({logits, logits}) == 1
+    with pytest.raises(RuntimeError, match="linear_cross_entropy=False"):
+        logits.retain_grad()
+
+
+def strided(model):
+    return [n for n, p in model.named_parameters() if not p.is_contiguous()]
+
+
+def bound(model):
+    return [n for n, m in model.named_modules() if {"forward", "_lorakernels", "save_pretrained"} & set(m.__dict__)]
+
+
+def test_a_backward_after_remove_leaves_the_model_as_it_is():
+    ours, plain = pair()
+    loss = ours(**batch()).loss
+    assert strided(ours)
+    lorakernels.remove(ours)
+    loss.backward()
+    assert not strided(ours)
+    got, (_, wanted) = gradients(ours), step(plain)
+    assert all(torch.allclose(got[n], g, rtol=1e-4, atol=1e-6) for n, g in wanted.items())
+
+
+def test_remove_in_inference_mode():
+    ours, plain = pair()
+    with torch.inference_mode():
+        lorakernels.remove(ours)
+    assert_like_peft(ours, plain)
+
+
+def test_remove_leaves_the_wrappers_of_others():
+    def wrap(model):
+        own = layer(model).forward
+        layer(model).forward = lambda *args, **kwargs: own(*args, **kwargs) * 2
+
+    ours, plain = pair()
+    for model in (ours, plain):
+        wrap(model)
+        add_hook_to_module(layer(model).mlp, AlignDevicesHook("cpu"))
+    lorakernels.remove(ours)
+    assert_like_peft(ours, plain)
+    remove_hook_from_module(layer(ours).mlp)
+    assert_like_peft(ours, plain)
+    lorakernels.apply(ours)
+    lorakernels.remove(ours)
+    assert not strided(ours)
+
+
+def test_remove_when_the_wrapper_is_gone():
+    ours, plain = pair()
+    merged, wanted = (m.eval().merge_and_unload() for m in (ours, plain))
+    lorakernels.remove(merged)
+    assert not bound(merged) and not strided(merged)
+    data = batch()
+    torch.testing.assert_close(merged(**data).logits, wanted(**data).logits)
+
+
+def test_apply_under_and_inside_a_wrapper():
+    base = build("llama").unload().requires_grad_(False)
+    lorakernels.apply(base)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=LINEARS))
+    with pytest.raises(RuntimeError, match=r"call lorakernels\.remove first"):
+        lorakernels.apply(model)
+    lorakernels.remove(model)
+    assert not bound(model) and not strided(model)
+    lorakernels.apply(model)
+    with pytest.raises(RuntimeError, match=r"call lorakernels\.remove first"):
+        lorakernels.apply(model.base_model.model)
+    lorakernels.remove(model)
+    for function in (lorakernels.apply, lorakernels.remove):
+        with pytest.raises(TypeError, match="takes a model"):
+            function(None)
+
+
+def test_copies_that_peft_makes_of_our_modules():
+    ours, plain = pair()
+    for model in (ours, plain):
+        torch.manual_seed(3)
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=LINEARS, modules_to_save=["norm"])
+        model.add_adapter("b", config)
+    assert_like_peft(ours, plain)
+    lorakernels.remove(ours)
+    assert not bound(ours)
+
+
+def test_what_writes_state_dicts(tmp_path):
+    ours, plain = pair()
+    wanted = {n: t.clone() for n, t in plain.state_dict().items()}
+    Accelerator(cpu=True).save_model(ours, tmp_path)
+    save_file(ours.state_dict(), tmp_path / "by_hand.safetensors")
+    for file in ("model.safetensors", "by_hand.safetensors"):
+        got = load_file(tmp_path / file)
+        assert set(got) == set(wanted) and all(torch.equal(got[n], t) for n, t in wanted.items())
+    kept = ours.state_dict(keep_vars=True)
+    assert all(isinstance(t, nn.Parameter) for n, t in kept.items() if n.endswith("weight"))
+    lorakernels.remove(ours)
+    assert not ours.base_model.model.model.layers[0].self_attn.q_proj.base_layer._state_dict_hooks
+
+
+def test_save_pretrained_copies_no_frozen_weight(tmp_path, monkeypatch):
+    ours, _ = pair()
+    copied = []
+    own = torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t, **kw: (copied.append(t.shape), own(t, **kw))[1])
+    ours.save_pretrained(tmp_path)
+    assert tuple(layer(ours).self_attn.q_proj.base_layer.weight.shape) not in {tuple(s) for s in copied}
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_fsdp_cannot_flatten_what_was_moved(original, tmp_path):
+    ours, plain = pair()
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        kwargs = {"use_orig_params": original, "device_id": torch.device("cpu")}
+        if not original:  # which wants one answer for all that it flattens
+            for model in (ours, plain):
+                model.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="FSDP has flattened"):
+            FullyShardedDataParallel(ours, **kwargs)(**batch()).loss.item()
+        wrapped = FullyShardedDataParallel(plain, **kwargs)
+        wanted = wrapped(**batch()).loss.item()
+        report = lorakernels.apply(wrapped, linear_cross_entropy=False)
+        assert not {"qkv", "o", "mlp"} & set(report.counts)
+        assert wrapped(**batch()).loss.item() == pytest.approx(wanted)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def another_head_norm(model):
