@@ -6,6 +6,7 @@ imported.
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,20 @@ class NotFused(Exception):
 def quiet(module: Any) -> bool:
     """True if nothing hooks into the module: a fused path does not call it, so its hooks would be silently skipped."""
     m = module
-    hooked = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-    return not hooked and "forward" not in m.__dict__
+    hooked = m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    if hooked or "forward" in m.__dict__:
+        return False
+    return not m._forward_hooks or all(_idle(hook) for hook in m._forward_hooks.values())
+
+
+def _idle(hook: Any) -> bool:
+    """Whether a hook is one of transformers' own that is not collecting: they stay for good once anybody has asked for
+    hidden states, and do nothing unless somebody asks again."""
+    home = sys.modules.get("transformers.utils.output_capturing")
+    if home is None or getattr(hook, "__module__", "") != home.__name__:
+        return False
+    collector = getattr(home, "_active_collector", None)
+    return collector is not None and not collector.get()
 
 
 def hooked_globally() -> bool:

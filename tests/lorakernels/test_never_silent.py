@@ -13,6 +13,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from lorakernels import layers
 from lorakernels.head import LazyLogits
 from peft import LoraConfig, get_peft_model
 from peft.helpers import rescale_adapter_scale
@@ -467,6 +468,22 @@ def test_fsdp_cannot_flatten_what_was_moved(original, tmp_path):
         assert wrapped(**batch()).loss.item() == pytest.approx(wanted)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_hidden_states_are_asked_for_once(monkeypatch):
+    """transformers leaves its hooks behind; neither the states nor the kernels may be gone after that."""
+    ours, plain = pair()
+    calls = []
+    own = layers.project
+    monkeypatch.setattr(layers, "project", lambda *args, **kwargs: (calls.append(1), own(*args, **kwargs))[1])
+    for _ in range(2):
+        states, wanted = (m(**batch(), output_hidden_states=True).hidden_states for m in (ours, plain))
+        assert len(states) == len(wanted)
+        for got, state in zip(states, wanted, strict=True):
+            torch.testing.assert_close(got, state, rtol=1e-4, atol=1e-5)
+    calls.clear()
+    assert_like_peft(ours, plain)
+    assert len(calls) == 4, "two layers, of which q, k, v and o"
 
 
 def another_head_norm(model):
