@@ -100,10 +100,23 @@ def linears(module: Any, path: str, names: list[str], switches: Switches) -> Lin
     return Linears(sites, switches)
 
 
+@dataclass
+class Plan:
+    """What was decided for one module, whose class must stay what it was."""
+
+    module: Any
+
+    def __post_init__(self) -> None:
+        self.kind = type(self.module)
+
+    @property
+    def same_class(self) -> bool:
+        return type(self.module) is self.kind
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 @dataclass
-class AttentionPlan:
-    module: Any
+class AttentionPlan(Plan):
     heads: Heads
     qkv: Any = None  # Linears, or None where they are not ours
     o: Any = None
@@ -112,16 +125,13 @@ class AttentionPlan:
     head_norms: Any = None
     loader: Loader = field(default_factory=Loader)
 
-    def __post_init__(self) -> None:
-        self.kind = type(self.module)
-
     @property
     def groups(self) -> list[Projection]:
         return [g for part in (self.qkv, self.o) if part is not None for g in part.groups]
 
     def ready(self) -> bool:
         parts = [p for p in (self.qkv, self.o) if p is not None]
-        return type(self.module) is self.kind and self._norms_as_planned() and all(p.ready() for p in parts)
+        return self.same_class and self._norms_as_planned() and all(p.ready() for p in parts)
 
     def _norms_as_planned(self) -> bool:
         if self.head_norms is None:
@@ -258,16 +268,12 @@ def attention_forward(
 
 # ---- MLP and norm ----------------------------------------------------------------------------------------------------
 @dataclass
-class MLPPlan:
-    module: Any
+class MLPPlan(Plan):
     gate_up: Linears
     down: Linears
     act: str
     function: Any
     loader: Loader = field(default_factory=Loader)
-
-    def __post_init__(self) -> None:
-        self.kind = type(self.module)
 
     @property
     def groups(self) -> list[Projection]:
@@ -276,7 +282,7 @@ class MLPPlan:
     def ready(self) -> bool:
         function = _activation(self.module)
         same = function is self.function and (not isinstance(function, nn.Module) or quiet(function))
-        return same and type(self.module) is self.kind and self.gate_up.ready() and self.down.ready()
+        return same and self.same_class and self.gate_up.ready() and self.down.ready()
 
 
 def _activation(mlp: Any) -> Any:
@@ -318,8 +324,7 @@ def norm_forward(self, *args, **kwargs):
 
 # ---- the whole decoder layer -----------------------------------------------------------------------------------------
 @dataclass
-class LayerPlan:
-    module: Any
+class LayerPlan(Plan):
     attention: AttentionPlan
     norms: dict[str, tuple[Any, Norm]]
     mlp: MLPPlan | None
@@ -328,14 +333,9 @@ class LayerPlan:
     drops: dict[str, Any] = field(default_factory=dict)  # Phi-3's dropout of the residual, which must be none
     loader: Loader = field(default_factory=Loader)
 
-    def __post_init__(self) -> None:
-        self.kind = type(self.module)
-
     def ready(self) -> bool:
         here = self.module._modules
-        same = (
-            here["self_attn"] is self.attention.module and quiet(here["self_attn"]) and type(self.module) is self.kind
-        )
+        same = here["self_attn"] is self.attention.module and quiet(here["self_attn"]) and self.same_class
         if self.drops:
             same = same and all(here[n] is m and idle(m) for n, m in self.drops.items())
         if self.mlp is not None:

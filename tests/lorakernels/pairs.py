@@ -3,7 +3,7 @@
 import lorakernels
 import pytest
 import torch
-from tiny_models import batch, build, twin
+from tiny_models import batch, build, gradients, twin
 
 
 def pair(family="llama", **lora):
@@ -15,10 +15,6 @@ def pair(family="llama", **lora):
 
 def layer(model):
     return model.base_model.model.model.layers[0]
-
-
-def gradients(model):
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def step(model, loss_of=None):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
-from pairs import assert_like_peft, bound, gradients, layer, pair, step, strided
+from pairs import assert_like_peft, bound, layer, pair, step, strided
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_models import LINEARS, batch, build, twin
+from tiny_models import LINEARS, batch, build, gradients, twin
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 

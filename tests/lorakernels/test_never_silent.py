@@ -12,11 +12,11 @@ import torch
 import transformers
 from lorakernels import layers
 from lorakernels.head import LazyLogits
-from pairs import assert_like_peft, gradients, layer, pair, step
+from pairs import assert_like_peft, layer, pair, step
 from peft import LoraConfig, get_peft_model
 from peft.helpers import rescale_adapter_scale
 from peft.utils.hotswap import hotswap_adapter
-from tiny_models import LINEARS, batch, build, twin
+from tiny_models import LINEARS, batch, build, gradients, twin
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama

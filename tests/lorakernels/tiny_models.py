@@ -116,12 +116,16 @@ def batch(rows=2, length=9, padded=False, seed=3):
     return out
 
 
+def gradients(model):
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
 def step(model, data, **kwargs):
     """(loss, gradients by name) of one forward and backward."""
     model.zero_grad(set_to_none=True)
     loss = model(**data, **kwargs).loss
     loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients(model)
 
 
 def worst(grads, wanted) -> float:
