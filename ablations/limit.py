@@ -67,7 +67,7 @@ class FrozenLimit(Ablation):
 
 def frozen(module: nn.Module) -> Tensor:
     """The frozen weight (out, in) of a linear, with an adapter around it or not."""
-    weight = getattr(module, "base_layer", module).weight
+    weight: Any = getattr(module, "base_layer", module).weight
     if not weight.is_floating_point() or weight.dim() != 2:
         raise Unsupported("frozen_limit knows dense weights only, no quantized ones")
     return weight.detach()

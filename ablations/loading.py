@@ -52,7 +52,8 @@ class Nf4Base(Ablation):
                 dequantize(linear, quantized)
             else:
                 base.set_submodule(name, quantized)
-        base.is_loaded_in_4bit = not upcast  # by which PEFT knows; transformers' loader sets it
+        # By this PEFT knows; transformers' loader sets it.
+        base.is_loaded_in_4bit = not upcast  # pyright: ignore[reportArgumentType]  # torch's stub: tensors and modules
 
     def _quantized(self, linear: Any) -> Any:
         from bitsandbytes.nn import Linear4bit, Params4bit
@@ -62,7 +63,8 @@ class Nf4Base(Ablation):
             linear.in_features, linear.out_features, bias=False, compute_dtype=weight.dtype, device="meta", **kind
         )
         # It quantizes when it is moved to a device, even to the one where it is.
-        made.weight = Params4bit(weight.data, requires_grad=False, module=made, **kind).to(weight.device)
+        params: Any = Params4bit  # its annotations take `to` for a module's
+        made.weight = params(weight.data, requires_grad=False, module=made, **kind).to(weight.device)
         made.bias = linear.bias
         return made
 

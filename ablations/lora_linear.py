@@ -70,7 +70,7 @@ def fits(module: Linear) -> bool:
         return False
     (a,), (b,) = module.lora_A.values(), module.lora_B.values()
     base = module.base_layer
-    return type(base) is nn.Linear and a.weight.dtype == b.weight.dtype == base.weight.dtype
+    return type(base) is nn.Linear and bool(a.weight.dtype == b.weight.dtype == base.weight.dtype)
 
 
 def _forward(self: Linear, x: Tensor) -> Tensor:

@@ -69,8 +69,8 @@ def _load_many_kernel(table_ptr, scale_ptr, item_ptr, IN: tl.constexpr, OUT: tl.
     matrix = tl.load(item_ptr + 2 * i)
     e = tl.load(item_ptr + 2 * i + 1) * BLOCK + tl.arange(0, BLOCK)
     entry = table_ptr + 5 * matrix
-    source = tl.load(entry).to(tl.pointer_type(IN))
-    target = tl.load(entry + 1).to(tl.pointer_type(OUT))
+    source = tl.load(entry).to(tl.pointer_type(IN))  # pyright: ignore[reportArgumentType]  # Triton unwraps it
+    target = tl.load(entry + 1).to(tl.pointer_type(OUT))  # pyright: ignore[reportArgumentType]  # Triton unwraps it
     n, columns, row = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
     x = tl.load(source + e, mask=e < n, other=0.0).to(tl.float32) * tl.load(scale_ptr + matrix)
     tl.store(target + (e // columns) * row + e % columns, x.to(OUT), mask=e < n)

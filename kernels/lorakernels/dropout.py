@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from .runtime import (
+    alone,
     cdiv,
     check,
     jit,
@@ -46,7 +47,8 @@ def keep_reference(shape, seed: torch.Tensor, p: float) -> torch.Tensor:
 def keep_tile(seed, row, start, n, threshold, BM: tl.constexpr, BN: tl.constexpr):
     """The mask (BM, BN) of the columns start … start + BN, both multiples of 8. row: (BM,); threshold: p · 2¹⁶."""
     group = start // 8 + tl.arange(0, BN // 8)
-    words = tl.randint4x(seed, (row[:, None] * ((n + 7) // 8) + group[None, :]).to(tl.uint32), n_rounds=7)
+    offset = (row[:, None] * ((n + 7) // 8) + group[None, :]).to(tl.uint32)
+    words = tl.randint4x(seed, offset, n_rounds=7)  # pyright: ignore[reportArgumentType]  # Triton wraps it
     words = tl.join(tl.join(words[0], words[1]), tl.join(words[2], words[3]))
     halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
     return tl.reshape(halves, (BM, BN)) >= threshold
@@ -163,7 +165,7 @@ def add_product_into(ds, a, seed, p: float, dx, *, fused: bool = True) -> None:
     rank = a.shape[0]
     check(a.shape[1] == n and ds.shape == (m, rank), "ds, a and dx do not fit", ds=ds, a=a, dx=dx)
     if not fused or rank > MAX_RANK or not use_triton(dx) or not tensor_cores(ds, a):
-        dropout_into(ds @ a, seed, p, dx, add=True)
+        dropout_into(alone(ds) @ a, seed, p, dx, add=True)
         return
     _add_product_kernel[(cdiv(m, 32), cdiv(n, 128))](
         ds, a, seed, dx, m, n, rank, ds.stride(0), a.stride(0), dx.stride(0), *threshold_and_scale(p),

@@ -9,12 +9,14 @@ knows no PTX, they are the plain formulas. Run: python -m pytest tests/lorakerne
 
 from __future__ import annotations
 
+from typing import Any
+
 from .runtime import INTERPRET, jit, tl
 
 INTERPRETED = tl.constexpr(INTERPRET)
-# The hexadecimal constants are log2 e, - log2 e, and 1.
-EXP_PTX = tl.constexpr("mul.ftz.f32 $0, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, $0;")
-SIGMOID_PTX = tl.constexpr(
+# The hexadecimal constants are log2 e, - log2 e, and 1. Any: in a kernel a constexpr is the string that it holds.
+EXP_PTX: Any = tl.constexpr("mul.ftz.f32 $0, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, $0;")
+SIGMOID_PTX: Any = tl.constexpr(
     "mul.ftz.f32 $0, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 $0, $0; add.ftz.f32 $0, $0, 0f3F800000;"
     " rcp.approx.ftz.f32 $0, $0;"
 )

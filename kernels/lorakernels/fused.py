@@ -17,9 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._C import _autograd
 
 from . import glu, tune
 from .adapter import Loader
+from .branch import Branch
 from .linear_cross_entropy import mm_in
 from .lora_grad import Source
 from .pack import Kept, pack_into, with_spare_columns
@@ -183,24 +185,27 @@ def _from_elsewhere(x, group, op, seed):
     return forms[tune.pick("from elsewhere", key, forms, x.device)]()
 
 
-def _saved(groups, ops, kept_s, seeds, m: int, device) -> list[Saved]:
+def _saved(groups, ops, kept_s, seeds, m: int, branch: Branch, device) -> list[Saved]:
     """What the backward of each projection of a node starts from; they share the room for their sums."""
-    sums = sums_of(groups, m, device)
-    return [Saved(*parts, sums) for parts in zip(ops, kept_s, seeds, strict=True)]
+    sums, beside = sums_of(groups, m, device), branch if branch.active else None
+    return [Saved(*parts, sums, beside) for parts in zip(ops, kept_s, seeds, strict=True)]
 
 
-def _gradients(groups, saved, tails, needed, source: Source | None, with_dx: bool):
-    """(dX or None, gradients of all parameters) of groups that share an input; tails: a Gradient each."""
+def _parameter_gradients(groups, saved, tails, needed, source: Source | None) -> list[Any]:
+    """Gradients of all parameters of groups that share an input; tails: a Gradient each."""
     out: list[Any] = []
     for g, kept, tail in zip(groups, saved, tails, strict=True):
         out += g.parameter_gradients(tail, kept, needed[len(out) : len(out) + 4 * len(g.members)], source)
-    if not with_dx:
-        return None, out
+    return out
+
+
+def _input_gradient(groups, saved, tails):
+    """dX of groups that share an input."""
     dx = None
     for g, kept, tail in zip(groups, saved, tails, strict=True):
         part = g.backward_input(tail, kept)
         dx = part if dx is None else dx.add_(part)
-    return dx, out
+    return dx
 
 
 def _as_parameters(gradients, parameters, saved) -> list[Any]:
@@ -253,17 +258,23 @@ class Project(torch.autograd.Function):
             return (None,) * (7 + len(ctx.needs_input_grad[7:]))
         with _no_autocast(device), as_then(ctx.adapters):
             ops = [g.operand_again(dtype) for g in groups]
-            saved = _saved(groups, ops, kept_s, seeds, ctx.shape[:-1].numel(), device)
+            m = ctx.shape[:-1].numel()
+            branch = Branch(device, m * sum(g.n for g in groups))
+            saved = _saved(groups, ops, kept_s, seeds, m, branch, device)
             with_dx = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
             rotation = None if call["heads"] is None else Rotation(call["heads"], cos, sin, wq, wk)
             tails = _output_gradients(d_outs, groups, saved, with_dx, rotation, raw, ctx.shape[:-1])
             source = None if x is None else Source(x, dtype, call["norm"], rstd, weight)
-            dx, d_parameters = _gradients(groups, saved, tails, list(ctx.needs_input_grad[7:]), source, with_dx)
-            d_parameters = _as_parameters(d_parameters, parameters, saved)
-            d_weight = None
+            with branch:
+                needed = list(ctx.needs_input_grad[7:])
+                d_parameters = _parameter_gradients(groups, saved, tails, needed, source)
+                d_parameters = _as_parameters(d_parameters, parameters, saved)
+            dx = d_weight = None
             if with_dx:
                 spare, with_dw = call["spare"], ctx.needs_input_grad[2]
+                dx = _input_gradient(groups, saved, tails)
                 dx, d_weight = _norm_backward(dx, x, weight, rstd, call["norm"], d_pass, ctx.shape, spare, with_dw)
+            branch.join()
         return None, dx, d_weight, None, None, None, None, *d_parameters
 
 
@@ -406,22 +417,27 @@ class GatedMLP(torch.autograd.Function):
         n_down = 4 * len(down.members)
         with _no_autocast(grad.device), as_then(ctx.adapters):
             ops = [g.operand_again(dtype) for g in (*groups, down)]
-            *saved, kept = _saved((*groups, down), ops, kept_s, seeds, h.shape[0], grad.device)
+            branch = Branch(grad.device, gate_up.numel())
+            *saved, kept = _saved((*groups, down), ops, kept_s, seeds, h.shape[0], branch, grad.device)
             d_down = down.gradient(grad, kept)
             dh = down.backward_input(d_down, kept)
             needed = list(ctx.needs_input_grad[n_in - n_down :])
             ds_down = d_down.ds[:, : down.rank] if down.rank and needed[0] and kept.seeds is None else None
-            tails, da_down = _activation_backward(gate_up, dh, call["act"], groups, saved, ds_down)
+            wides, tails, da_down = _activation_backward(gate_up, dh, call["act"], groups, saved, ds_down)
             source = Source(dh, dtype)  # which, without da_down, now holds act(gate) * up
-            last = down.parameter_gradients(d_down, kept, needed, source, da_down)
-            del dh, d_down, source
-            with_dx = any(ctx.needs_input_grad[1:4])
-            source = Source(h, dtype, call["norm"], rstd, weight)
-            needed = list(ctx.needs_input_grad[4 : n_in - n_down])
-            d_x, first = _gradients(groups, saved, tails, needed, source, with_dx)
-            d_parameters = _as_parameters([*first, *last], parameters, saved)
-            d_weight = None
-            if with_dx:
+            with branch:
+                last = down.parameter_gradients(d_down, kept, needed, source, da_down)
+            branch.keep(d_down, source if da_down is None else None)
+            del dh, d_down, ds_down, source
+            tails = tails or [g.gradient_of(w, k) for g, w, k in zip(groups, wides, saved, strict=True)]
+            with branch:
+                first_source = Source(h, dtype, call["norm"], rstd, weight)
+                needed = list(ctx.needs_input_grad[4 : n_in - n_down])
+                first = _parameter_gradients(groups, saved, tails, needed, first_source)
+                d_parameters = _as_parameters([*first, *last], parameters, saved)
+            d_x = d_weight = None
+            if any(ctx.needs_input_grad[1:4]):
+                d_x = _input_gradient(groups, saved, tails)
                 d_residual = d_pass
                 if call["add"]:
                     d_residual = grad if d_pass is None else grad + d_pass
@@ -429,6 +445,7 @@ class GatedMLP(torch.autograd.Function):
                 d_x, d_weight = _norm_backward(
                     d_x, h, weight, rstd, call["norm"], d_residual, ctx.shape, down.p, with_dw
                 )
+            branch.join()
         return None, _as(d_x, ctx.dtypes[0]), _as(d_x, ctx.dtypes[1]), d_weight, *d_parameters
 
 
@@ -469,43 +486,46 @@ def _down(packed, h, total, down, op_down, add: bool):
 
 def _may_overwrite() -> bool:
     """Whether this backward is the last over its graph (no retain_graph), so that saved tensors of our own may go."""
-    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    keeps = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
     return not keeps()
 
 
 def _activation_backward(gate_up, dh, act, groups, saved, ds_down):
-    """(a Gradient of each group, dA of the down projection or None).
+    """(for each group a buffer (M, N + p) that begins with its output's gradient; a Gradient of each, or None where dS
+    and dB are still to be made; dA of the down projection or None).
 
     ds_down: (M, rank) if dA is wanted. Where one pass for both is faster it comes from there; otherwise it is None and
     dh is overwritten with act(gate)·up. With one group gate_up (that came with spare columns) is overwritten with its
     gradient, where nobody will ask for it again."""
     m, width = dh.shape
     if len(groups) > 1:
-        ds = [torch.empty(m, g.n + g.p, dtype=dh.dtype, device=dh.device) for g in groups]
-        parts = ds[0][:, :width], ds[1][:, :width]
-        da = _parts_backward(gate_up, dh, parts, act, ds_down, saved[0].sums)
-        return [g.gradient_of(d, kept) for g, d, kept in zip(groups, ds, saved, strict=True)], da
+        wides = [torch.empty(m, g.n + g.p, dtype=dh.dtype, device=dh.device) for g in groups]
+        parts = wides[0][:, :width], wides[1][:, :width]
+        return wides, None, _parts_backward(gate_up, dh, parts, act, ds_down, saved[0].chain_sums)
     group, kept = groups[0], saved[0]
 
     def apart(dh, into):
         parts = into[:, :width], into[:, width : 2 * width]
-        da = _parts_backward(gate_up, dh, parts, act, ds_down, kept.sums)
-        return group.gradient_of(into, kept), da
+        return [into], None, _parts_backward(gate_up, dh, parts, act, ds_down, kept.chain_sums)
+
+    def apart_with_tail(dh, into):  # what the form costs; where it is taken, its dS and dB come later
+        da = apart(dh, into)[2]
+        if da is None and ds_down is not None:
+            mm_in(ds_down.t(), dh, torch.float32)
+        group.gradient_of(into, kept)
 
     def whole(tile, dh, into):
         gate, up = gate_up[:, :width], gate_up[:, width : 2 * width]
-        arguments = gate, up, dh, into, ds_down, kept.op.sb, kept.scaled_s, act, tile, kept.sums
+        arguments = gate, up, dh, into, ds_down, kept.op.sb, kept.scaled_s, act, tile, kept.chain_sums
         da, db = glu.backward_whole_into(*arguments)
-        return Gradient(into[:, : group.n], into[:, group.n :], into, db), da
+        return [into], [Gradient(into[:, : group.n], into[:, group.n :], into, db)], da
 
     forms: dict[str, Any] = {"apart": apart}
     if ds_down is not None and glu.whole_fits(ds_down, group.ranks, group.widths):
         forms = {tile: partial(whole, tile) for tile in glu.WHOLE_TILES} | forms
-
-    trials = tune.on_spare(forms, lambda: (dh.clone(), torch.empty_like(gate_up)))
+    trials = tune.on_spare(forms | {"apart": apart_with_tail}, lambda: (dh.clone(), torch.empty_like(gate_up)))
     picked = tune.pick("gate and up backward", (tune.bucket(m), width, group.rank, act, dh.dtype), trials, dh.device)
-    gradient, da = forms[picked](dh, gate_up if _may_overwrite() else torch.empty_like(gate_up))
-    return [gradient], da
+    return forms[picked](dh, gate_up if _may_overwrite() else torch.empty_like(gate_up))
 
 
 def _parts_backward(gate_up, dh, parts, act, ds_down, sums):
@@ -525,15 +545,20 @@ def _backward_with_a(gate, up, dh, parts, ds_down, act, sums):
 
     def plain(dh, d_gate, d_up):
         glu.backward_into(gate, up, dh, d_gate, d_up, act, h_into_grad=True)
-        return mm_in(ds_down.t(), dh, torch.float32)
+
+    def plain_with_a(dh, d_gate, d_up):  # what the form costs; where it is taken, dA comes later
+        plain(dh, d_gate, d_up)
+        mm_in(ds_down.t(), dh, torch.float32)
 
     def one_pass(tile, dh, d_gate, d_up):
         return glu.backward_a_into(gate, up, dh, d_gate, d_up, ds_down, act, tile, sums)
 
-    forms = {**{tile: partial(one_pass, tile) for tile in glu.A_TILES}, "plain": plain}
-    trials = tune.on_spare(forms, lambda: [dh.clone(), *(torch.empty_like(t) for t in parts)])
+    tiles = {tile: partial(one_pass, tile) for tile in glu.A_TILES}
+    trials = tune.on_spare(
+        {**tiles, "plain": plain_with_a}, lambda: [dh.clone(), *(torch.empty_like(t) for t in parts)]
+    )
     key = (tune.bucket(dh.shape[0]), dh.shape[1], ds_down.shape[1], act, dh.dtype)
-    return forms[tune.pick("glu backward", key, trials, dh.device)](dh, *parts)
+    return {**tiles, "plain": plain}[tune.pick("glu backward", key, trials, dh.device)](dh, *parts)
 
 
 def gated_mlp(

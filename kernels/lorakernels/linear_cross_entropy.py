@@ -72,7 +72,7 @@ def _loss_kernel(
     tl.debug_barrier()  # every thread has read the target's logit before one of them overwrites it
     tl.store(loss_ptr + row, tl.where(kept, (peak - at_target) + tl.log(total_sum), 0.0))  # pyright: ignore[reportOperatorIssue]
     if WITH_GRAD:
-        share = 1.0 / total_sum
+        share = 1.0 / total_sum  # pyright: ignore[reportOperatorIssue]  # one tensor's sum is no tuple
         for start in range(0, n, LANES * EACH):
             inside = start + spot < n
             z = tl.load(z_ptr + start + spot, mask=inside, other=0.0).to(tl.float32)

@@ -1,6 +1,6 @@
 """The gradients of LoRA's own matrices, each from one read of the wide tensor that it needs:
 
-    dS = dY · sB   and   dB = dYᵀ · sS     (`tail_and_b`)
+    dS = dY · sB   and   dB = dYᵀ · sS     (`tail_and_b`; `b_gradient`: dB alone)
     dA = dSᵀ · X                           (`a_gradient`: X itself, or the input of the norm that made X)
 
 dY: (M, N), sB: (N, p), S: (M, p), X: (M, K), dB: (N, r), dA: (p, K). These products are
@@ -14,6 +14,7 @@ chosen against the library's form by `tune`. Run: python -m pytest tests/loraker
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ TAIL_TILES = {
     "one_read_small": (64, BLOCK, 4, 3, 2, False),
     "one_read_down": (64, 4 * BLOCK, 4, 3, 16, True),
 }
+B_TILES = {"b": (64, BLOCK, 4, 3, 4, True)}  # the last of these without dS
 # (rows, columns, warps, stages, most steps of a program)
 A_TILES = {
     "one_read": (64, 128, 4, 3, 16),
@@ -86,15 +88,16 @@ def _tail_and_b_kernel(
 @kernel
 def _tail_and_b_down_kernel(
     dy_ptr, sb_ptr, s_ptr, ds_ptr, db_ptr, m, n, end_0, end_1, rank, dy_row, sb_row, s_row, ds_row,
-    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    WITH_DS: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """STEPS · BM rows times BN columns, all of one member: sB is read once, dB is added once."""
     first = tl.program_id(0) * BN
     col = first + tl.arange(0, BN)
     r = tl.arange(0, R)
     skip = tl.where(first >= end_0, rank, 0) + tl.where(first >= end_1, rank, 0)
-    known = (col[:, None] < n) & (r[None, :] < rank)
-    sb = tl.load(sb_ptr + col[:, None].to(tl.int64) * sb_row + skip + r[None, :], mask=known, other=0.0)
+    if WITH_DS:
+        known = (col[:, None] < n) & (r[None, :] < rank)
+        sb = tl.load(sb_ptr + col[:, None].to(tl.int64) * sb_row + skip + r[None, :], mask=known, other=0.0)
     acc = tl.zeros((R, BN), tl.float32)
     for i in range(STEPS):
         row = ((tl.program_id(1) * STEPS + i) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -102,8 +105,9 @@ def _tail_and_b_down_kernel(
         dy = tl.load(dy_ptr + row[:, None] * dy_row + col[None, :], mask=inside, other=0.0)
         narrow = (row[:, None] < m) & (r[None, :] < rank)
         s = tl.load(s_ptr + row[:, None] * s_row + skip + r[None, :], mask=narrow, other=0.0)
-        ds = tl.dot(dy, sb, input_precision="ieee")
-        tl.atomic_add(ds_ptr + row[:, None] * ds_row + skip + r[None, :], ds, mask=narrow, sem="relaxed")
+        if WITH_DS:
+            ds = tl.dot(dy, sb, input_precision="ieee")
+            tl.atomic_add(ds_ptr + row[:, None] * ds_row + skip + r[None, :], ds, mask=narrow, sem="relaxed")
         acc = tl.dot(tl.trans(s), dy, acc, input_precision="ieee")
     mine = (r[:, None] < rank) & (col[None, :] < n)
     tl.atomic_add(db_ptr + col[None, :].to(tl.int64) * rank + r[:, None], acc, mask=mine, sem="relaxed")
@@ -145,11 +149,13 @@ def _a_kernel(
     tl.atomic_add(da_ptr + r[None, :].to(tl.int64) * n + col[:, None], acc, mask=known, sem="relaxed")
 
 
-def tails_that_fit(dy: torch.Tensor, widths: list[int], ranks: list[int]) -> list[str]:
+def tails_that_fit(
+    dy: torch.Tensor, widths: list[int], ranks: list[int], tiles: Mapping[str, tuple] = TAIL_TILES
+) -> list[str]:
     """Tiles that give both, for members (their widths of dY, their ranks) of one rank that end where a tile ends."""
     if len(widths) > 3 or len(set(ranks)) > 1 or not 0 < ranks[0] <= MAX_RANK or not tensor_cores(dy):
         return []
-    return [t for t, (_, bn, *_) in TAIL_TILES.items() if len(widths) == 1 or math.gcd(*widths) % bn == 0]
+    return [t for t, (_, bn, *_) in tiles.items() if len(widths) == 1 or math.gcd(*widths) % bn == 0]
 
 
 def tail_and_b(
@@ -165,23 +171,45 @@ def tail_and_b(
     fits = dy.shape[1] == n == sb.shape[0] and s.shape == out.shape == (m, p)
     check(fits, "dY, dS, sB and S do not fit", dy=dy, out=out, sb=sb, s=s)
     bm, bn, warps, stages, most, down = TAIL_TILES[tile]
-    ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
-    end_0, end_1 = (*ends, n, n)[:2] if ends else (n, n)
+    ends = _ends(widths)
     sums = Sums(dy.device, n * rank, m * p) if sums is None else sums
     ds, db = sums.scratch(m, p), sums.gradient(n, rank)
+    launched: Any = _tail_and_b_kernel
+    options: dict[str, Any] = {}
     if down:
-        launched, steps = _tail_and_b_down_kernel, most
+        launched, options, steps = _tail_and_b_down_kernel, {"WITH_DS": True}, most
         grid = cdiv(n, bn), cdiv(m, bm * steps)
     else:
         unit = math.gcd(*widths)
         steps = next(i for i in range(most, 0, -1) if len(widths) == 1 or unit % (bn * i) == 0)
-        launched, grid = _tail_and_b_kernel, (cdiv(m, bm), cdiv(n, bn * steps))
+        grid = cdiv(m, bm), cdiv(n, bn * steps)
     launched[grid](
-        dy, sb, s, ds, db, m, n, end_0, end_1, rank, dy.stride(0), sb.stride(0), s.stride(0), ds.stride(0),
-        STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages_of(dy, stages),
+        dy, sb, s, ds, db, m, n, *ends, rank, dy.stride(0), sb.stride(0), s.stride(0), ds.stride(0),
+        STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages_of(dy, stages), **options,
     )  # fmt: skip
     out.copy_(ds)
     return db
+
+
+def b_gradient(
+    dy: torch.Tensor, s: torch.Tensor, widths: list[int], rank: int, tile: str = "b", sums: Sums | None = None
+) -> torch.Tensor:
+    """dB = dYᵀ · sS of all members, (N, rank) in float32, for who makes dS elsewhere. As `tail_and_b`."""
+    m, n = dy.shape
+    check(n == sum(widths) and s.shape[0] == m, "dY and S do not fit", dy=dy, s=s)
+    bm, bn, warps, stages, steps, _ = B_TILES[tile]
+    db = gradient_room(sums, n, rank, dy.device)
+    _tail_and_b_down_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
+        dy, dy, s, dy, db, m, n, *_ends(widths), rank, dy.stride(0), 0, s.stride(0), 0,
+        WITH_DS=False, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages_of(dy, stages),
+    )  # fmt: skip
+    return db
+
+
+def _ends(widths: list[int]) -> tuple[int, int]:
+    """Where the first member's columns end and where the second's do; behind all columns where there is none."""
+    first, second = widths[0], sum(widths[:2])
+    return first, second
 
 
 def a_gradient(

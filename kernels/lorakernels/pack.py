@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .runtime import cdiv, check, fuses, jit, kernel, rank_tile, tile_of, tl
+from .runtime import alone, cdiv, check, fuses, jit, kernel, rank_tile, tile_of, tl
 
 
 def pack_reference(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def s_into(
     if _by_kernel(x, a, out, tile, rank):
         _launch(x, a, None, out, str(tile), rank, kept)
         return
-    torch.mm(x, a.t(), out=out)
+    torch.mm(alone(x), a.t(), out=out)
     if kept is not None:
         kept.write(out)
 

@@ -28,11 +28,12 @@ from torch import nn
 
 from . import tune
 from .adapter import Item, load_adapter
+from .branch import Branch
 from .dropout import add_product_into, draw_seed, dropped, product_into
 from .linear_cross_entropy import mm_in
-from .lora_grad import A_TILES, Source, a_gradient, tail_and_b, tails_that_fit
+from .lora_grad import A_TILES, B_TILES, Source, a_gradient, b_gradient, tail_and_b, tails_that_fit
 from .pack import Kept, s_into, spare_columns
-from .runtime import MAX_FUSED_RANK, TILES, capturing, check, round_up, tensor_cores, use_triton
+from .runtime import MAX_FUSED_RANK, TILES, alone, capturing, check, round_up, tensor_cores, use_triton
 from .runtime import rows as flat_rows
 from .sums import Sums
 
@@ -99,12 +100,19 @@ class Operand:
 @dataclass
 class Saved:
     """What one projection's backward starts from: the operand that forward used, its sS (M, p), the seeds of its
-    dropout or None, and where the float32 sums of the gradients go (None: into tensors of their own)."""
+    dropout or None, and where the float32 sums of the gradients go (None: into tensors of their own). branch: where the
+    adapters' gradients are made beside the chain, in a captured graph; then the sums are that branch's alone."""
 
     op: Operand
     scaled_s: torch.Tensor
     seeds: Any = None
     sums: Sums | None = None
+    branch: Branch | None = None
+
+    @property
+    def chain_sums(self) -> Sums | None:
+        """Where kernels of the chain put theirs."""
+        return self.sums if self.branch is None else None
 
 
 @dataclass
@@ -136,7 +144,7 @@ class Projection:
         self.fp8: Any = None
         self.not_fp8: str | None = None  # the reason, where FP8 was asked for
         self.buffer: Any = None
-        self._scales: tuple[tuple, torch.Tensor] | None = None
+        self._scales: tuple[Any, Any] = None, None  # the factors of `kept`, behind what they were made for
         self._loaded: tuple = ()
         self._operand: Operand | None = None  # of our own buffer
         self._fresh = False  # `refreshed` has just loaded what the next `operand` would load
@@ -286,7 +294,7 @@ class Projection:
         """Room for sS of m rows: S with each member's columns multiplied by its scale, as dB = dYᵀ · sS needs it."""
         exact = torch.promote_types(dtype, torch.float32)
         key = (tuple(x.scale for x in self.members), exact, device)
-        known, scales = self._scales or (None, None)
+        known, scales = self._scales
         if known != key:
             sizes = [*zip(self.ranks, key[0], strict=True), (self.p - self.rank, 0.0)]
             scales = torch.cat([torch.full((n,), scale, dtype=exact, device=device) for n, scale in sizes])
@@ -331,7 +339,7 @@ class Projection:
         """Y of the packed xs = [X | S] (M, K + p); written to out, added to residual, where given. residual may be out
         itself."""
         m = xs.shape[0]
-        in_place = out is not None and residual is out
+        in_place = residual is not None and residual is out
 
         def one(into):
             bias = self.total_bias(xs.dtype)
@@ -428,7 +436,12 @@ class Projection:
         if not self.p:
             return None
         sb, scaled_s = saved.op.sb, saved.scaled_s
-        library = partial(torch.mm, dy, sb, out=ds)
+        library = partial(torch.mm, alone(dy), sb, out=ds)
+        if saved.branch is not None:
+            with saved.branch:  # nobody but the optimizer waits for dB
+                db = self._b_gradients(dy, saved)
+            library()
+            return db
         fitting = tails_that_fit(dy, self.widths, self.ranks)
         one_read: dict[str, Any] = {
             t: partial(tail_and_b, dy, ds, sb, scaled_s, self.widths, self.ranks[0], t, saved.sums) for t in fitting
@@ -445,6 +458,13 @@ class Projection:
             return one_read[form]()
         library()
         return None
+
+    def _b_gradients(self, dy, saved: Saved) -> torch.Tensor | None:
+        """dB of all members, (N, r) in float32, in one launch where a kernel fits them; else None."""
+        fitting = tails_that_fit(dy, self.widths, self.ranks, B_TILES)
+        if not fitting:
+            return None
+        return b_gradient(dy, saved.scaled_s, self.widths, self.ranks[0], fitting[0], saved.sums)
 
     def a_gradients(self, ds, source: Source, sums=None, seed: Any = None, dropout: float = 0.0) -> torch.Tensor:
         """dA (r, K) of dS (M, r) and the input, with dropout where a seed is given, in A's dtype or in float32."""

@@ -50,7 +50,7 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        driver = triton.runtime.driver.active
+        driver: Any = triton.runtime.driver.active  # the class annotated there lacks what every driver has
         device = driver.get_current_device()
         # Triton tells pointers apart by a multiple of 16 bytes, and integers by less than their value.
         alike = [
@@ -149,6 +149,12 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     """x as (rows, last), a view where the strides allow it, with last contiguous as the kernels need it."""
     flat = x.reshape(-1, x.shape[-1]) if x.numel() or x.shape[-1] else x.reshape(0, x.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] <= 1 else flat.contiguous()
+
+
+def alone(x: torch.Tensor) -> torch.Tensor:
+    """x (M, K), on a CPU copied where its rows lie apart: oneDNN's bfloat16 products for AMX read on behind a row's end
+    and multiply what is there by zero, which a NaN survives. Needed where nothing has been written there yet."""
+    return x if x.is_cuda else x.contiguous()
 
 
 def check(condition: bool, message: str, **tensors: torch.Tensor | None) -> None:

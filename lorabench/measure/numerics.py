@@ -156,8 +156,10 @@ def _limit(own: float, dtype: torch.dtype, declared: Sequence[Tolerance]) -> flo
     limit = max(MULTIPLE * own, FLOOR[dtype])
     for t in declared:
         # In float32 plain PEFT is the gold: there is no error of its own to multiply.
-        coarser = t.eps is not None and dtype != torch.float32
-        limit = max(limit, min(t.grad, t.eps / torch.finfo(dtype).eps * own) if coarser else t.grad)
+        if t.eps is None or dtype == torch.float32:
+            limit = max(limit, t.grad)
+        else:
+            limit = max(limit, min(t.grad, t.eps / torch.finfo(dtype).eps * own))
     return limit
 
 

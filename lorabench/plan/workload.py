@@ -137,7 +137,8 @@ class Workload(BaseModel):
         if self.path is None:
             from datasets import load_dataset  # an extra: lorabench[data]
 
-            return list(load_dataset(self.dataset, self.subset, split=self.split))
+            table: Any = load_dataset(self.dataset or "", self.subset, split=self.split)  # by their type, any rows
+            return list(table)
         path = Path(self.path)
         if not path.is_file():
             raise WorkloadError(f"{path}: no such file; expected JSON lines with the fields {', '.join(self.fields)}")

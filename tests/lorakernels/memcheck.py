@@ -31,7 +31,7 @@ from lorakernels.glu import (
     whole_fits,
 )
 from lorakernels.linear_cross_entropy import linear_cross_entropy
-from lorakernels.lora_grad import A_TILES, a_gradient, tail_and_b, tails_that_fit
+from lorakernels.lora_grad import A_TILES, B_TILES, a_gradient, b_gradient, tail_and_b, tails_that_fit
 from lorakernels.nf4 import dequantize_into
 from lorakernels.pack import Kept, pack_into, s_into
 from lorakernels.rms_norm import forward_lora_into as norm_lora_into
@@ -88,6 +88,9 @@ def kernels(dtype: torch.dtype) -> None:
         tail_and_b(d[:, :192], d[:, 192:], new(192, 3 * P), new(M, 3 * P), [64, 64, 64], P, tile)
     for tile in tails_that_fit(d, [N], [P]):
         tail_and_b(new(M, N), new(M, P), new(N, P), new(M, P), [N], P, tile)
+    for widths in ([64, 64, 64], [N]):
+        for tile in tails_that_fit(d, widths, [P] * len(widths), B_TILES):
+            b_gradient(new(M, sum(widths)), new(M, P * len(widths)), widths, P, tile)
     if tensor_cores(d):
         for tile in A_TILES:
             a_gradient(new(M, P), new(M, K), torch.rand(M, device=DEVICE), new(K), 0.0, tile)

@@ -10,13 +10,9 @@ import lorakernels
 import pytest
 import torch
 from lorakernels.linear_cross_entropy import linear_cross_entropy
-from tiny_models import FAMILIES, batch, build, share_masks, step, twin, worst
+from tiny_models import FAMILIES, batch, build, captured, cuda, share_masks, step, twin, worst
 
 pytestmark = pytest.mark.gpu
-
-
-def cuda(data):
-    return {n: t.cuda() for n, t in data.items()}
 
 
 def as_exact_as(plain, model, wide_dtype=torch.float64):
@@ -62,21 +58,6 @@ def test_dropout_with_the_masks_of_peft(ranks, name, monkeypatch):
     plain = twin(model)
     share_masks(plain, monkeypatch)
     as_exact_as(plain, model)
-
-
-def captured(runs):
-    """(graph of the first run, what that returns, the stream), after all of them have warmed up on that stream."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for run in runs:
-            for _ in range(3):
-                run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        static = runs[0]()
-    return graph, static, side
 
 
 @pytest.mark.parametrize("backends", [None, ("cudnn", "flash", "efficient", "math")])

@@ -24,6 +24,7 @@ FILES = [
     "projection",
     "fused",
     "linear",
+    "branch",
 ]
 
 

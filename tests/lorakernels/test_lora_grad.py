@@ -8,10 +8,12 @@ from kernel_checks import DTYPES, assert_close, poisoned, strided
 from lorakernels.dropout import dropped
 from lorakernels.lora_grad import (
     A_TILES,
+    B_TILES,
     TAIL_TILES,
     Source,
     a_gradient,
     a_gradient_reference,
+    b_gradient,
     tail_and_b,
     tail_and_b_reference,
     tails_that_fit,
@@ -50,6 +52,23 @@ def test_tail_and_b(widths, rank, m, tile, device, dtype):
     for i in range(len(widths)):
         part = slice(rows[i], rows[i + 1])
         assert_close(db[part], wanted_db[part, i * rank : (i + 1) * rank], torch.float32, 10)
+
+
+@pytest.mark.parametrize("widths, rank", [([70], 3), ([1], 1), ([128, 64, 64], 16), ([192, 192], 5), ([130], 64)])
+@pytest.mark.parametrize("m", [1, 37, 300])
+@pytest.mark.parametrize("tile", B_TILES)
+def test_b_gradient(widths, rank, m, tile, device, dtype):
+    n, p = sum(widths), rank * len(widths) + 2
+    dy, s = (strided(torch.randn(m, k, device=device).to(dtype)) for k in (n, p))
+    on_triton(dy)
+    assert tails_that_fit(dy, widths, [rank] * len(widths), B_TILES) == [tile]
+    db = b_gradient(dy, s, widths, rank, tile)
+    _, wanted = tail_and_b_reference(dy, torch.zeros(n, p, device=device), s)
+    start = 0
+    for i, width in enumerate(widths):
+        part = slice(start, start + width)
+        assert_close(db[part], wanted[part, i * rank : (i + 1) * rank], torch.float32, 10)
+        start += width
 
 
 @pytest.mark.parametrize("m, n, p", [(1, 1, 1), (37, 70, 3), (300, 130, 16), (129, 257, 100)])
@@ -141,6 +160,8 @@ def test_source_makes_the_norm_again():
 
 
 def test_wrong_shapes():
+    with pytest.raises(ValueError, match="do not fit"):
+        b_gradient(torch.zeros(4, 9), torch.zeros(4, 2), [8], 2)
     with pytest.raises(ValueError, match=r"\(4, 9\)"):
         tail_and_b(torch.zeros(4, 9), torch.zeros(4, 2), torch.zeros(8, 2), torch.zeros(4, 2), [8], 2)
     with pytest.raises(ValueError, match="rows"):

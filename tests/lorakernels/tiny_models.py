@@ -38,12 +38,13 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def build(family: str, dtype=torch.float32, targets=None, seed=0, **lora):
-    """(PEFT model in training mode); its adapter is in dtype unless autocast_adapter_dtype=True is passed on."""
+def build(family: str, dtype=torch.float32, targets=None, seed=0, sizes=None, **lora):
+    """(PEFT model in training mode); its adapter is in dtype unless autocast_adapter_dtype=True is passed on. sizes:
+    what differs from COMMON."""
     name, extra = FAMILIES[family]
     extra = dict(extra)
     implementation = extra.pop("attn_implementation", "sdpa")
-    config = getattr(transformers, name)(**{**COMMON, **extra})
+    config = getattr(transformers, name)(**{**COMMON, **extra, **(sizes or {})})
     torch.manual_seed(seed)
     base = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     with torch.no_grad():
@@ -136,3 +137,22 @@ def worst(grads, wanted) -> float:
         ((g.double() - wanted[n].double()).abs().max() / wanted[n].double().abs().max().clamp_min(1e-9)).item()
         for n, g in grads.items()
     )
+
+
+def cuda(data):
+    return {n: t.cuda() for n, t in data.items()}
+
+
+def captured(runs):
+    """(graph of the first run, what that returns, the stream), after all of them have warmed up on that stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for run in runs:
+            for _ in range(3):
+                run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        static = runs[0]()
+    return graph, static, side
