@@ -157,9 +157,8 @@ FORMS = [None, "plain", "apart", "one_read", "one_read_small", "one_read_narrow"
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("form", FORMS)
 def test_captured_gradients_are_the_uncaptured_ones(form, dropout, monkeypatch):
-    """Whatever form puts on the branch: what the chain overwrites too early, or does not wait for, would show. Several
-    hundred rows, so that the launches take long enough to overlap; and the memory that the graph's tensors lie in is
-    poisoned before each replay."""
+    """Whatever form puts on the branch: what the chain overwrites too early, or does not wait for, would show. Two
+    thousand rows, so that the launches take long enough to overlap; the gradients are poisoned before each replay."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     options = {"lora_dropout": dropout, "targets": ["q_proj", "o_proj", "down_proj"] if dropout else None}
     model, data = build("llama", torch.bfloat16, sizes=sizes, **options).cuda(), cuda(batch(8, 256))
@@ -183,10 +182,10 @@ def test_captured_gradients_are_the_uncaptured_ones(form, dropout, monkeypatch):
         graph, (static, grads), side = captured([lambda: step(model), lambda: step(other)])
         wanted_loss, wanted = step(other)
     assert grads and len(grads) == len(wanted)
-    for _ in range(5):
-        for g in grads:
-            g.fill_(float("nan"))
+    for _ in range(20):
         with torch.cuda.stream(side):
+            for g in grads:
+                g.fill_(float("nan"))
             graph.replay()
         torch.cuda.synchronize()
         assert static.item() == pytest.approx(wanted_loss.item(), rel=1e-3)

@@ -106,6 +106,7 @@ def test_a_reference_that_does_not_fit_still_shows_the_candidate(plugin, tmp_pat
 def test_provenance_is_written(outcomes):
     session = json.loads((outcomes[2] / "environment.json").read_text())["sessions"][0]
     assert session["machine"]["device"] == "cpu" and session["machine"]["packages"]["torch"]
-    assert session["ceilings"]["gemm_tflops"]["float32"] > 0
+    ((dtype, rate),) = session["ceilings"]["gemm_tflops"].items()
+    assert dtype in ("float32", "bfloat16") and rate > 0  # the second where the CPU has products of its own for it
     assert session["command"][:3] == ["python", "-m", "lorabench.sweep"]
     assert {r.session for r in outcomes[1].values()} == {session["id"]}
