@@ -24,7 +24,6 @@ from .runtime import next_power_of_2
 _chosen: dict[tuple, str] = {}
 _forced: str | None = None
 ROUNDS = 5
-SHORT, REPEATS = 0.05, 8  # a form of fewer milliseconds is run so many times between two events, whose noise it is in
 # Products of square matrices of this size, and how many: a millisecond or two, while a form is launched.
 LOAD = (4096, 8)
 
@@ -104,20 +103,14 @@ def _load(device: torch.device) -> Callable[[], Any]:
 def _fastest(forms: Mapping[str, Callable[[], Any]], device: torch.device) -> str:
     forms = {name: run for name, run in forms.items() if _runs(run)}  # compiles and warms up, too
     load = _load(device)
-
-    def milliseconds(run: Callable[[], Any], times: int) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        load()
-        start.record()
-        for _ in range(times):
-            run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / times
-
-    times = REPEATS if min(milliseconds(run, 1) for run in forms.values()) < SHORT else 1
-    took: dict[str, list[float]] = {name: [] for name in forms}
+    times: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(ROUNDS):  # in turns, so that a change of clock meets all of them
         for name, run in forms.items():
-            took[name].append(milliseconds(run, times))
-    return min(took, key=lambda name: statistics.median(took[name]))
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            load()
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return min(times, key=lambda name: statistics.median(times[name]))
