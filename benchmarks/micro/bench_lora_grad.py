@@ -1,10 +1,10 @@
-"""dS with dB, and dA, from one read of dY or X, against library products. Run: python -m pytest
+"""dS with dB, dB alone, and dA, from one read of dY or X, against library products. Run: python -m pytest
 benchmarks/micro/bench_lora_grad.py
 """
 
 import pytest
 import torch
-from lorakernels.lora_grad import A_TILES, TAIL_TILES, a_gradient, tail_and_b, tails_that_fit
+from lorakernels.lora_grad import A_TILES, B_TILES, TAIL_TILES, a_gradient, b_gradient, tail_and_b, tails_that_fit
 from lorakernels.runtime import use_triton
 
 
@@ -24,6 +24,15 @@ def test_tail_and_b(form, site, time, tensor, shapes):
         library if form == "library" else lambda: tail_and_b(d[:, :n], d[:, n:], sb, s, [n], r, form),
         m * n * d.element_size(),
     )
+
+
+@pytest.mark.parametrize("form", [*B_TILES, "library"])
+def test_b_gradient(form, time, tensor, shapes):
+    m, n, r = shapes["tokens"], shapes["hidden"], shapes["rank"]
+    dy, s = tensor(m, n), tensor(m, r)
+    if form != "library" and form not in tails_that_fit(dy, [n], [r], B_TILES):
+        pytest.skip("runs in Triton only")
+    time(lambda: dy.t() @ s if form == "library" else b_gradient(dy, s, [n], r, form), m * n * dy.element_size())
 
 
 @pytest.mark.parametrize("form", [*A_TILES, "library"])
