@@ -273,7 +273,7 @@ def bandwidth_rows(m: int) -> list[Row]:
         expand,
         "a scale for 64 elements",
     )
-    add("adapter", "A and s·B of a layer into their places", "4·(r·K + N·r)", 2 * adapters, load)
+    add("adapter", "A and s·B of a layer into their places", "2·(r·K + N·r)", 2 * adapters, load)
     return rows
 
 
@@ -314,7 +314,7 @@ def fp8_row(m: int) -> list[Row]:
     error = float((frozen.forward(x).float() - exact).norm() / exact.norm())
     us = timed(lambda: lambda: frozen.forward(x), CACHE, replays=8)
     what = f"gate, up: X·Wᵀ of FP8 operands, {100 * error:.1f} % off"
-    return [Row("fp8", what, "2·M·N·K", "X twice, to quantize it", us, flops=4 * m * WIDE * HIDDEN)]
+    return [Row("fp8", what, "2·M·N·K", "X twice, to quantize it; the share is of the bf16 ceiling", us, flops=4 * m * WIDE * HIDDEN)]
 
 
 def markdown(rows: list[Row], copy_gbs: float, tflops: float) -> str:
