@@ -11,7 +11,7 @@ sweep: $(VENV)/.installed
 	$(VENV)/bin/python -m lorabench.sweep $(ARGS)
 
 test: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -n 2 --dist loadscope $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .

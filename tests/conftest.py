@@ -12,6 +12,8 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    # The longest of all, minutes in one process: beside the others from the beginning, not alone at the end.
+    items.sort(key=lambda item: "test_interpreter" not in item.nodeid)
     if torch.cuda.is_available():
         return
     for item in items:
