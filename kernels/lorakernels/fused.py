@@ -553,12 +553,11 @@ def _backward_with_a(gate, up, dh, parts, ds_down, act, sums):
     def one_pass(tile, dh, d_gate, d_up):
         return glu.backward_a_into(gate, up, dh, d_gate, d_up, ds_down, act, tile, sums)
 
-    tiles = {tile: partial(one_pass, tile) for tile in glu.A_TILES}
-    trials = tune.on_spare(
-        {**tiles, "plain": plain_with_a}, lambda: [dh.clone(), *(torch.empty_like(t) for t in parts)]
-    )
+    forms = {**{tile: partial(one_pass, tile) for tile in glu.A_TILES}, "plain": plain}
+    spare = forms | {"plain": plain_with_a}
+    trials = tune.on_spare(spare, lambda: [dh.clone(), *(torch.empty_like(t) for t in parts)])
     key = (tune.bucket(dh.shape[0]), dh.shape[1], ds_down.shape[1], act, dh.dtype)
-    return {**tiles, "plain": plain}[tune.pick("glu backward", key, trials, dh.device)](dh, *parts)
+    return forms[tune.pick("glu backward", key, trials, dh.device)](dh, *parts)
 
 
 def gated_mlp(

@@ -36,8 +36,8 @@ TAIL_TILES = {
     "one_read_small": (64, BLOCK, 4, 3, 2, False),
     "one_read_down": (64, 4 * BLOCK, 4, 3, 16, True),
 }
-B_TILES = {"b": (64, BLOCK, 4, 3, 4, True)}  # the last of these without dS
-# (rows, columns, warps, stages, most steps of a program)
+# (rows, columns, warps, stages, steps of a program): dB alone, down the rows; and dA
+B_TILES = {"b": (64, BLOCK, 4, 3, 4)}
 A_TILES = {
     "one_read": (64, 128, 4, 3, 16),
     "one_read_square": (128, 128, 4, 3, 8),
@@ -152,7 +152,7 @@ def _a_kernel(
 def tails_that_fit(
     dy: torch.Tensor, widths: list[int], ranks: list[int], tiles: Mapping[str, tuple] = TAIL_TILES
 ) -> list[str]:
-    """Tiles that give both, for members (their widths of dY, their ranks) of one rank that end where a tile ends."""
+    """Which of the tiles take members (their widths of dY, their ranks): of one rank, and ending where a tile ends."""
     if len(widths) > 3 or len(set(ranks)) > 1 or not 0 < ranks[0] <= MAX_RANK or not tensor_cores(dy):
         return []
     return [t for t, (_, bn, *_) in tiles.items() if len(widths) == 1 or math.gcd(*widths) % bn == 0]
@@ -197,7 +197,7 @@ def b_gradient(
     """dB = dYᵀ · sS of all members, (N, rank) in float32, for who makes dS elsewhere. As `tail_and_b`."""
     m, n = dy.shape
     check(n == sum(widths) and s.shape[0] == m, "dY and S do not fit", dy=dy, s=s)
-    bm, bn, warps, stages, steps, _ = B_TILES[tile]
+    bm, bn, warps, stages, steps = B_TILES[tile]
     db = gradient_room(sums, n, rank, dy.device)
     _tail_and_b_down_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
         dy, dy, s, dy, db, m, n, *_ends(widths), rank, dy.stride(0), 0, s.stride(0), 0,

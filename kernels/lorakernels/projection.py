@@ -436,7 +436,10 @@ class Projection:
         if not self.p:
             return None
         sb, scaled_s = saved.op.sb, saved.scaled_s
-        library = partial(torch.mm, alone(dy), sb, out=ds)
+
+        def library():
+            torch.mm(alone(dy), sb, out=ds)
+
         if saved.branch is not None:
             with saved.branch:  # nobody but the optimizer waits for dB
                 db = self._b_gradients(dy, saved)

@@ -170,7 +170,7 @@ def test_captured_gradients_are_the_uncaptured_ones(form, dropout, monkeypatch):
         )
     data["position_ids"] = torch.arange(256, device="cuda")[None]
 
-    def step(m):
+    def run(m):
         m.zero_grad(set_to_none=True)
         loss = m(**data).loss
         loss.backward()
@@ -179,8 +179,8 @@ def test_captured_gradients_are_the_uncaptured_ones(form, dropout, monkeypatch):
     with contextlib.nullcontext() if form is None else tune.forced(form):
         for m in (model, other):
             lorakernels.apply(m)
-        graph, (static, grads), side = captured([lambda: step(model), lambda: step(other)])
-        wanted_loss, wanted = step(other)
+        graph, (static, grads), side = captured([lambda: run(model), lambda: run(other)])
+        wanted_loss, wanted = run(other)
     assert grads and len(grads) == len(wanted)
     for _ in range(20):
         with torch.cuda.stream(side):

@@ -99,7 +99,7 @@ def test_what_writes_state_dicts(tmp_path):
     kept = ours.state_dict(keep_vars=True)
     assert all(isinstance(t, nn.Parameter) for n, t in kept.items() if n.endswith("weight"))
     lorakernels.remove(ours)
-    assert not ours.base_model.model.model.layers[0].self_attn.q_proj.base_layer._state_dict_hooks
+    assert not layer(ours).self_attn.q_proj.base_layer._state_dict_hooks
 
 
 def test_save_pretrained_copies_no_frozen_weight(tmp_path, monkeypatch):
@@ -135,8 +135,8 @@ def test_a_copy_is_removed_from_itself():
     ours, plain = pair()
     other = twin(ours)
     lorakernels.remove(other)
-    bound = [sum("forward" in m.__dict__ for m in model.modules()) for model in (ours, other)]
-    assert bound[0] > 0 and bound[1] == 0
+    forwards = [sum("forward" in m.__dict__ for m in model.modules()) for model in (ours, other)]
+    assert forwards[0] > 0 and forwards[1] == 0
     assert_like_peft(other, plain)
     assert_like_peft(ours, plain)
     lorakernels.remove(ours)
