@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lorabench.plan.ablation import Ablation, Evidence
+from lorabench.contract.ablation import Ablation, Evidence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +17,12 @@ class AdaptersInComputeDtype(Ablation):
     name: ClassVar[str] = "adapters_in_compute_dtype"
     slot: ClassVar[str] = "adapter_dtype"
     summary: ClassVar[str] = "adapters in the base model's dtype instead of float32"
-    ops: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...]] = ("train", "op", "evaluate")
 
     def adapt(self, kwargs: dict[str, Any]) -> None:
         kwargs["autocast_adapter_dtype"] = False
 
-    def excuses(self, reference: Sequence[Ablation], dtype: str) -> str | None:
+    def without_effect(self, reference: Sequence[Ablation], dtype: str) -> str | None:
         return "the compute dtype is float32 here, which PEFT's adapters are in anyway" if dtype == "float32" else None
 
     def audit(self, evidence: Evidence) -> int:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lorabench.measure.arm import Step, Wrapped
-from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
-from lorabench.plan.workload import Batch
+from lorabench.contract.step import Step, Wrapped
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
+from lorabench.contract.batch import Batch
 
 # The forward operators behind F.scaled_dot_product_attention, by backend. `math` is a composite of plain operators.
 FUSED = {
@@ -38,6 +38,7 @@ class Attention(Ablation):
     """Base: sets transformers' `attn_implementation`."""
 
     slot: ClassVar[str] = "attention"
+    kinds: ClassVar[tuple[str, ...]] = ("train", "evaluate")
     implementation: ClassVar[str]
 
     def load(self, kwargs: dict[str, Any]) -> None:

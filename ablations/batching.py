@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from lorabench.plan.ablation import Ablation, Evidence, NotApplied
-from lorabench.plan.workload import IGNORE, Batch, Sample, Workload, pad
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied
+from lorabench.contract.batch import IGNORE, Batch, Sample, pad
+from lorabench.contract.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lorabench.measure.arm import Step, Wrapped
-from lorabench.plan.ablation import Ablation, Evidence, Requires, Unsupported
-from lorabench.plan.workload import Batch
+from lorabench.contract.step import Step, Wrapped
+from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
+from lorabench.contract.batch import Batch
 
 WARM_UP = 3  # eager steps on the side stream before the capture: lazy states, cuBLAS workspaces, autotuning
 
@@ -198,7 +198,7 @@ class CudaGraph(Ablation):
     slot: ClassVar[str] = "capture"
     summary: ClassVar[str] = "forward, backward and optimizer captured once and replayed"
     requires: ClassVar[Requires] = Requires(device="cuda", capability=(7, 0))
-    ops: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     rank: ClassVar[int] = 100  # outermost: it captures whatever the other toggles made of the step
 
     def step(self, step: Step) -> Step:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from lorabench.plan.ablation import Ablation
+from lorabench.contract.ablation import Ablation
 
 
 @dataclass(frozen=True, kw_only=True)

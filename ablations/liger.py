@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lorabench.plan.ablation import Ablation, Evidence, Requires, Unsupported
+from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
 PARTS = ("norm", "rope", "loss", "mlp")  # slots of the sites that Liger patches

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lorabench.measure.arm import Step, Wrapped
-from lorabench.plan.ablation import Ablation, Evidence, Requires, Unsupported
-from lorabench.plan.workload import Batch
+from lorabench.contract.step import Step, Wrapped
+from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
+from lorabench.contract.batch import Batch
 
 BACKENDS = (
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
@@ -41,7 +41,8 @@ class FrozenLimit(Ablation):
     summary: ClassVar[str] = "the limit: bare frozen GEMMs plus the fastest attention, nothing else"
     requires: ClassVar[Requires] = Requires(families=frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma")))
     excludes: ClassVar[dict[str, str]] = dict.fromkeys((*OTHERS, "packing"), "the limit runs no part of the model")
-    bound: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...]] = ("limit",)
+    bounds: ClassVar[str | None] = "train"
 
     def patch(self, model: nn.Module) -> int:
         base: Any = model.get_base_model()  # type: ignore[operator]
@@ -89,7 +90,7 @@ class _Limit(Wrapped):
 
     def __init__(self, inner: Step) -> None:
         super().__init__(inner)
-        self.phases = ("forward", "backward")
+        self.updates = False
         self.shapes: dict[tuple[int, int], _Shape] = {}
         self.current: _Shape | None = None
 

@@ -1,4 +1,4 @@
-"""Slot `loading`: how the frozen weights are held. In 4 bits (QLoRA), by bitsandbytes.
+"""Slot `loading`: how the frozen weights are held (in 4 bits, as QLoRA has them) and how they come from the disk.
 
     pip install 'lorabench[gpu]'
     python -m lorabench.sweep suite=qlora output=results/h200/qlora
@@ -8,14 +8,19 @@ What both arms of a cell have from this slot is part of the model: the gate's go
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load
 from torch import nn
 
-from lorabench.plan.ablation import Ablation, Evidence, Requires, Tolerance
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, WeightsReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,8 @@ class Nf4Base(Ablation):
 
     name: ClassVar[str] = "nf4_base"
     slot: ClassVar[str] = "loading"
+    kinds: ClassVar[tuple[str, ...]] = ("train", "evaluate")
+    changes_weights: ClassVar[bool] = True
     summary: ClassVar[str] = "frozen linears in 4 bits (bitsandbytes NF4), as QLoRA has them"
     requires: ClassVar[Requires] = Requires(packages={"bitsandbytes": "pip install 'lorabench[gpu]'"})
     excludes: ClassVar[dict[str, str]] = {
@@ -89,3 +96,49 @@ def dequantize(linear: Any, quantized: Any) -> None:
     weight = quantized.weight
     with torch.no_grad():
         linear.weight.copy_(dequantize_4bit(weight.data, weight.quant_state))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelReading(Ablation):
+    """Several files at a time, a thread each: reading waits for the disk or copies, both without Python's lock."""
+
+    name: ClassVar[str] = "parallel_reading"
+    slot: ClassVar[str] = "reading"
+    kinds: ClassVar[tuple[str, ...]] = ("load",)
+    summary: ClassVar[str] = "a checkpoint's files read by several threads at once"
+
+    threads: int = 4
+
+    def __post_init__(self) -> None:
+        if self.threads < 2:
+            raise ValueError(f"threads={self.threads}: expected 2 or more")
+
+    def read(self) -> WeightsReader:
+        return _Parallel(self.threads)
+
+    def audit(self, evidence: Evidence) -> int:
+        arm: Any = evidence.arm
+        if len(arm.files) < 2:
+            raise NotApplied("the checkpoint is one file, so there is nothing to read at once")
+        return len(arm.reader.readers)
+
+
+class _Parallel(WeightsReader):
+    """`readers`: the threads that read in the last trial, and how many files each."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.readers: dict[int, int] = {}
+
+    def read(self, files: Sequence[Path]) -> list[dict[str, torch.Tensor]]:
+        self.readers = {}
+        with ThreadPoolExecutor(self.threads) as pool:
+            return list(pool.map(self._one, files))
+
+    def _one(self, file: Path) -> dict[str, torch.Tensor]:
+        me = threading.get_ident()
+        self.readers[me] = self.readers.get(me, 0) + 1
+        return load(file.read_bytes())
+
+    def place(self, held: list[dict[str, torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(device) for shard in held for name, tensor in shard.items()}

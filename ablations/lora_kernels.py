@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lorabench.measure.arm import Step
-from lorabench.measure.op import OneLinear, OpStep
-from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Tolerance
+from lorabench.contract.step import Step
+from lorabench.measure.kinds.op import OneLinear, OpStep
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Tolerance
 
 PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy")
 SLOTS = ("mlp", "qkv", "o", "norm", "rope", "loss")  # of the parts, as toggles of their own
@@ -26,7 +26,7 @@ class Kernel(Ablation):
 
     parts: ClassVar[tuple[str, ...]]
     fp8: ClassVar[bool] = False
-    own_masks: ClassVar[bool] = True
+    own_dropout_masks: ClassVar[bool] = True
 
     def patch(self, model: nn.Module) -> int:
         import lorakernels
@@ -116,7 +116,7 @@ class LoraKernels(Kernel):
     parts: ClassVar[tuple[str, ...]] = PARTS
     excludes: ClassVar[dict[str, str]] = dict.fromkeys(SLOTS, "lora_kernels already has this part")
 
-    ops: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
 
     one_gemm: bool = True
     merge_projections: bool = True
@@ -154,7 +154,7 @@ class Fp8Base(LoraKernels):
     name: ClassVar[str] = "fp8_base"
     summary: ClassVar[str] = "ours: every kernel, with the frozen weights' GEMMs in FP8"
     fp8: ClassVar[bool] = True
-    ops: ClassVar[bool] = False
+    kinds: ClassVar[tuple[str, ...]] = ("train",)
     # Three bits of mantissa (eps 2⁻³): 16 times as coarse as bfloat16, 128 times as float16. Measured, over plain
     # PEFT's own error: 10.9 times in Llama-3.1-8B's worst tensor (0.38), at most 12.6 in SmolLM2-135M, 101 in float16.
     tolerance: ClassVar[Tolerance] = Tolerance(

@@ -12,8 +12,8 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Requires
-from lorabench.plan.model import LINEAR
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires
+from lorabench.contract.model import LINEAR
 
 EXCLUDES: dict[str, str] = dict.fromkeys(("fused_kernels", "mlp", "qkv", "o"), "both rewrite the LoRA linears")
 
@@ -28,8 +28,8 @@ class BareLinear(Ablation):
     summary: ClassVar[str] = "the frozen linear alone, no adapter: a bound, not a way to train"
     requires: ClassVar[Requires] = Requires(families=frozenset({LINEAR}))
     excludes: ClassVar[dict[str, str]] = EXCLUDES
-    ops: ClassVar[bool] = True
-    bound: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...]] = ("limit",)
+    bounds: ClassVar[str | None] = "op"
 
     def patch(self, model: nn.Module) -> int:
         sites = [m for m in model.modules() if isinstance(m, Linear)]
@@ -50,7 +50,7 @@ class LoraAddmm(Ablation):
     slot: ClassVar[str] = "lora_linear"
     summary: ClassVar[str] = "base GEMM, then B's product added in place by addmm_; dX likewise"
     excludes: ClassVar[dict[str, str]] = EXCLUDES
-    ops: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
 
     def patch(self, model: nn.Module) -> int:
         sites = [m for m in model.modules() if type(m) is Linear and fits(m)]

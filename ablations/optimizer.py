@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lorabench.measure.arm import Step, Wrapped
-from lorabench.plan.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
+from lorabench.contract.step import Step, Wrapped
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class AdamWFused(TorchAdamW):
 class _ForwardBackward(Wrapped):
     def __init__(self, inner: Step) -> None:
         super().__init__(inner)
-        self.phases = ("forward", "backward")
+        self.updates = False
 
     def update(self) -> None:
         pass
@@ -81,7 +81,7 @@ class NoOptimizer(Ablation):
         return _ForwardBackward(step)
 
     def audit(self, evidence: Evidence) -> int:
-        return int("step" not in evidence.arm.step.phases)
+        return int(not evidence.arm.step.updates)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from torch import nn
 
 from ablations.liger import NO_CAPTURE, apply_liger
 from ablations.lora_kernels import SLOTS
-from lorabench.plan.ablation import Ablation, Blueprint, Evidence, NotApplied, Requires, Unsupported
+from lorabench.contract.ablation import Ablation, Blueprint, Evidence, NotApplied, Requires, Unsupported
 
 GPU_EXTRA = "pip install 'lorabench[gpu]'"
 UNSLOTH_EXTRA = "pip install 'lorabench[unsloth]'"

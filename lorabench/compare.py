@@ -21,12 +21,12 @@ from rich.table import Table
 from rich.text import Text
 from scipy.stats import t as student
 
-from lorabench.report import stats
-from lorabench.report.frame import Session, noise_interval, phase_speedup, read_sessions, toggles
-from lorabench.report.stats import Speedup
+from lorabench.record import stats
+from lorabench.report.analysis import Session, noise_interval, phase_speedup, read_sessions, toggles
+from lorabench.record.stats import Speedup
 from lorabench.report.tables import ratio
-from lorabench.run.record import Record
-from lorabench.run.store import read_records
+from lorabench.record.schema import Record
+from lorabench.record.store import read_records
 
 Outcome = Literal[
     "better", "worse", "same", "unclear", "fails now", "works now", "fails in both", "appeared", "vanished"

@@ -15,7 +15,8 @@ from typing import Literal
 from rich.console import Console
 from rich.markup import escape
 
-from lorabench.measure.machine import Machine, commit, describe, nvml_handle
+from lorabench.contract.machine import Machine
+from lorabench.measure.machine import commit, describe, nvml_handle
 from lorabench.plan.registry import registered
 from lorabench.sweep import show_ablations
 

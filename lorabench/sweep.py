@@ -21,11 +21,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lorabench.contract.cell import Cell
+from lorabench.contract.names import NameUnknown
 from lorabench.plan.compose import ConfigError, Plan, load_config, names_in, plan
-from lorabench.plan.design import Cell, refusal
-from lorabench.plan.registry import NameUnknown, ablation_class, registered
-from lorabench.run.record import Record
-from lorabench.run.store import RecordError, Store, StoreError
+from lorabench.plan.design import refusal
+from lorabench.plan.registry import ablation_class, registered
+from lorabench.record.schema import Record
+from lorabench.record.store import RecordError, Store, StoreError
 
 HELP = """\
 lorabench.sweep: measures LoRA fine-tuning optimizations, each against its reference, in pairs.
@@ -128,15 +130,18 @@ def show_ablations(console: Console, machine: Any) -> None:
 
 def show_plan(console: Console, planned: Plan, machine: Any) -> None:
     """dry_run=true: the cells, those that would be refused with the reason, and a time estimate."""
-    from lorabench.plan.estimate import rate, seconds
+    import torch
+
+    from lorabench.measure.roofline import ceilings
+    from lorabench.plan.estimate import seconds
 
     table = Table(title=f"{len(planned.cells)} cells on {machine.name}", title_justify="left")
     for column in ("model @ workload", "reference", "toggles", "estimate or reason"):
         table.add_column(column, overflow="fold")
-    speed, total = rate(machine), 0.0
+    rates, total = ceilings(torch.device(machine.device), getattr(torch, machine.dtype("auto"))), 0.0
     for cell in planned.cells:
         refused = refusal(cell, machine)
-        estimate = 0.0 if refused else seconds(cell, speed)
+        estimate = 0.0 if refused else seconds(cell, rates)
         total += estimate
         table.add_row(
             f"{cell.model.name} @ {cell.workload.name}",
@@ -145,7 +150,8 @@ def show_plan(console: Console, planned: Plan, machine: Any) -> None:
             f"[dim]{refused[0]}: {escape(refused[1])}" if refused else f"about {estimate:.0f} s",
         )
     console.print(table)
-    console.print(f"about {total / 60:.1f} minutes at {speed / 1e12:.2g} TFLOP/s (a rough estimate, measured just now)")
+    tflops = next(iter(rates["gemm_tflops"].values()))
+    console.print(f"about {total / 60:.1f} minutes at {tflops:.2g} TFLOP/s (a rough estimate, measured just now)")
 
 
 def run(config: Any, arguments: list[str], console: Console) -> int:
@@ -193,23 +199,27 @@ def _measure(
     ceilings: Any, console: Console,
 ) -> None:  # fmt: skip
     from lorabench.run.progress import Display
-    from lorabench.run.runner import Runner
+    from lorabench.run.queue import LocalQueue
 
     session = new_session(["python", "-m", "lorabench.sweep", *arguments])
     session |= {"machine": machine.model_dump(mode="json"), "ceilings": ceilings, "workers": workers.method}
-    store.add_session(session)
-    began = time.monotonic()
+    queue = LocalQueue(workers, machine, session, config.timeout_s, config.output)
+    began, stored = time.monotonic(), set[str]()
     refused = sum(refusal(cell, machine) is not None for cell in todo)
-    with (
-        Runner(workers, machine, ceilings, session["id"], config.timeout_s, config.output) as runner,
-        Display(console, todo, refused) as display,
-    ):
-        for cell in todo:
-            display.start(cell)
-            record = runner.measure(cell, display.phase)
+
+    def store_sessions() -> None:  # before a record that names one
+        for name in queue.sessions.keys() - stored:
+            store.add_session(queue.sessions[name])
+            stored.add(name)
+
+    store_sessions()
+    with Display(console, todo, refused) as display:
+        for cell, record in queue.run(todo, display):
+            store_sessions()
             store.append(record)
             display.end(cell, record)
-    store.add_session({**session, "wall_s": round(time.monotonic() - began, 1)})
+    for name in stored:
+        store.add_session({**queue.sessions[name], "wall_s": round(time.monotonic() - began, 1)})
 
 
 def new_session(command: list[str]) -> dict[str, Any]:
@@ -232,9 +242,9 @@ def new_session(command: list[str]) -> dict[str, Any]:
 
 def _report(config: Any, console: Console) -> int:
     from lorabench.report import write_report
-    from lorabench.report.frame import read_sessions
+    from lorabench.report.analysis import read_sessions
     from lorabench.report.tables import console_table
-    from lorabench.run.store import read_records
+    from lorabench.record.store import read_records
 
     written = write_report(config.output)
     records, sessions = read_records(config.output), read_sessions(config.output)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 import torch
 
-from lorabench.measure.arm import Arm
+from lorabench.contract.arm import Arm
 from lorabench.measure.trial import run_trial, synchronize
-from lorabench.run.record import ArmMemory
+from lorabench.record.schema import ArmMemory
 
 
 def allocated(device: torch.device) -> int:
@@ -37,10 +36,11 @@ def measure(arm: Arm, static: int, reserved_growth: int) -> ArmMemory:
     A phase's peak is the growth above what was allocated when the trial began (both arms' static parts), plus this
     arm's own static part.
     """
-    parts = _parts(arm)
+    parts = arm.kind.held(arm)
+    process = _process_peak(arm, static if arm.device.type == "cpu" else 0) if arm.kind.measures_host(arm) else None
     if arm.device.type != "cuda":
-        return ArmMemory(**parts, process=_process_peak(arm, static))
-    arm.step.clear()
+        return ArmMemory(**parts, process=process)
+    arm.kind.clear(arm)
     synchronize(arm.device)
     before = torch.cuda.memory_allocated()
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
@@ -55,31 +55,17 @@ def measure(arm: Arm, static: int, reserved_growth: int) -> ArmMemory:
 
     run_trial(arm, at)
     at("end")
-    arm.step.clear()
+    arm.kind.clear(arm)
     net = {phase: peak - before + static for phase, peak in peaks.items()}
     return ArmMemory(
         **parts,
-        **net,
         static=static,
+        peaks=net,
         peak=max(net.values()),
+        process=process,
         reserved=reserved_growth,
         retries=torch.cuda.memory_stats().get("num_alloc_retries", 0) - retries,
     )
-
-
-def _parts(arm: Arm) -> dict[str, int]:
-    params = list(arm.model.parameters())
-    states = (t for s in arm.step.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
-    return {
-        "weights": _bytes(p for p in params if not p.requires_grad),
-        "adapters": _bytes(p for p in params if p.requires_grad),
-        "optimizer": _bytes(states),
-    }
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages: tied weights and views into one buffer count once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _process_peak(arm: Arm, static: int) -> int | None:
@@ -90,7 +76,7 @@ def _process_peak(arm: Arm, static: int) -> int | None:
         return None
     before = psutil.Process().memory_info().rss
     run_trial(arm)
-    arm.step.clear()
+    arm.kind.clear(arm)
     status = Path("/proc/self/status").read_text().splitlines()
     peak = next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
     return None if peak is None else max(peak - before, 0) + static

@@ -1,6 +1,6 @@
 """The numerics gate: before anything is timed, loss and every adapter gradient against plain PEFT in float32.
 
-On a shallow twin (2 layers, the model's own widths): the gold is plain PEFT in float32, with the weights as the compute
+On a shallow model (2 layers, the model's own widths): the gold is plain PEFT in float32, with the weights as the compute
 dtype rounded them. What plain PEFT in the compute dtype itself makes of error is the measure: a candidate may make a
 small multiple of it. docs/methodology.md has the reasons for the numbers below.
 """
@@ -16,14 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lorabench.measure.arm import LEARNING_RATE, Arm
+from lorabench.contract.ablation import Ablation, Tolerance
+from lorabench.contract.arm import Arm
+from lorabench.contract.batch import Sample
+from lorabench.contract.step import Step
+from lorabench.contract.workload import LEARNING_RATE
 from lorabench.measure.trial import Trial
-from lorabench.plan.ablation import Ablation, Tolerance
-from lorabench.plan.workload import Sample
-from lorabench.run.record import Numerics
+from lorabench.record.schema import Numerics
 
-TWIN_LAYERS = 2
-TWIN_SAMPLES, TWIN_TOKENS = 8, 256  # of the workload's samples, cut to this: enough for every path, cheap in float32
+GATE_LAYERS = 2
+GATE_SAMPLES, GATE_TOKENS = 8, 256  # of the workload's samples, cut to this: enough for every path, cheap in float32
 MULTIPLE = 3.0  # a candidate's error may be this multiple of plain PEFT's own
 # Where plain PEFT happens to make no error (float32 against float32), this much is still rounding.
 FLOOR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -44,19 +46,19 @@ class Outcome:
 
 
 class SharedMask(nn.Module):
-    """Dropout whose mask depends on the module's name and the shape alone, so that every twin draws the same. Drawn
+    """Dropout whose mask depends on the module's name and the shape alone, so that every model draws the same. Drawn
     once a shape: inside a CUDA graph no generator can be seeded."""
 
     def __init__(self, name: str, p: float) -> None:
         super().__init__()
         self.seed, self.p = zlib.crc32(name.encode()), p
-        self.kept: dict[torch.Size, Tensor] = {}
+        self.masks: dict[torch.Size, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape not in self.kept:
+        if x.shape not in self.masks:
             generator = torch.Generator(x.device).manual_seed(self.seed)
-            self.kept[x.shape] = torch.rand(x.shape, device=x.device, generator=generator) >= self.p
-        return x * self.kept[x.shape] / (1 - self.p)
+            self.masks[x.shape] = torch.rand(x.shape, device=x.device, generator=generator) >= self.p
+        return x * self.masks[x.shape] / (1 - self.p)
 
 
 def share_masks(model: nn.Module) -> int:
@@ -71,35 +73,38 @@ def share_masks(model: nn.Module) -> int:
 
 
 def shorten(samples: Sequence[Sample]) -> list[Sample]:
-    return [Sample(s.tokens[:TWIN_TOKENS], s.labels[:TWIN_TOKENS]) for s in samples[:TWIN_SAMPLES]]
+    return [Sample(s.tokens[:GATE_TOKENS], s.labels[:GATE_TOKENS]) for s in samples[:GATE_SAMPLES]]
 
 
-def one_step(arm: Arm) -> Outcome:
-    """One whole step of a twin, with the optimizer's update, if it has one, checked against plain AdamW on the same
-    gradients."""
-    arm.step.clear()
+def one_step(arm: Arm, step: Step | None = None) -> Outcome:
+    """One whole step of a job (None: of the only one) of a shallow model, with the optimizer's update, if it has one,
+    checked against plain AdamW on the same gradients. Of several ranks each has its part of the loss, here their sum."""
+    step = step or arm.step
+    step.clear()
     loss, others = 0.0, {}
-    for batch in arm.step.batches:
-        part = arm.step.forward(batch)
-        arm.step.backward(part)
-        loss += arm.step.loss_of(part.detach())
-        others |= arm.step.compared(part)
-    gradients = arm.gradients() | others
-    if "step" not in arm.step.phases:
+    for batch in step.batches:
+        part = step.forward(batch)
+        step.backward(part)
+        loss += step.loss_of(part.detach())
+        others |= step.compared(part)
+    gradients = arm.gradients(step) | others
+    loss = arm.ranks.total(loss)
+    if not step.updates:
         return Outcome(loss, gradients, None)
-    before = {n: p.detach().clone() for n, p in arm.adapters()}
-    arm.step.update()
-    return Outcome(loss, gradients, _update_error(arm, before, gradients))
+    before = {n: p.detach().clone() for n, p in arm.adapters(step)}
+    step.update()
+    return Outcome(loss, gradients, _update_error(arm, step, before, gradients))
 
 
-def _update_error(arm: Arm, before: dict[str, Tensor], gradients: dict[str, Tensor]) -> float:
+def _update_error(arm: Arm, step: Step, before: dict[str, Tensor], gradients: dict[str, Tensor]) -> float:
     """Relative error of the first update against torch's for-loop AdamW in the parameters' own dtype."""
     plain = {n: nn.Parameter(p.clone()) for n, p in before.items()}
     for n, p in plain.items():
         p.grad = gradients[n].to(p.dtype)
-    torch.optim.AdamW(plain.values(), lr=LEARNING_RATE, foreach=False, fused=False).step()
+    rate = step.job.learning_rate if step.job else LEARNING_RATE
+    torch.optim.AdamW(plain.values(), lr=rate, foreach=False, fused=False).step()
     moved = wrong = 0.0
-    for n, p in arm.adapters():
+    for n, p in arm.adapters(step):
         expected = plain[n].detach().float() - before[n].float()
         wrong += float((p.detach().float() - before[n].float() - expected).square().sum())
         moved += float(expected.square().sum())
@@ -113,15 +118,8 @@ def relative(value: Tensor, gold: Tensor) -> float:
     return float((value - gold).norm() / gold.norm().clamp_min(1e-30))
 
 
-def twin(make: Callable[..., Arm], name: str, ablations: Sequence[Ablation], *, upcast: bool) -> Outcome:
-    """Build a twin (`make(name, ablations, upcast=…)`), with shared dropout masks, and take its one step."""
-    arm = make(name, ablations, upcast=upcast)
-    share_masks(arm.model)
-    return one_step(arm)
-
-
 def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablations: Sequence[Ablation]) -> Numerics:
-    """The verdict on one twin, given the gold's and plain PEFT's outcome."""
+    """The verdict on one shallow model, given the gold's and plain PEFT's outcome."""
     declared = [a.tolerance for a in ablations if a.tolerance]
     extra_loss = max((t.loss for t in declared), default=0.0)
     extra_update = max((t.update for t in declared), default=0.0)
@@ -173,6 +171,8 @@ def _mismatch(gold: Outcome, got: Outcome) -> Numerics:
 
 def explain(numerics: Numerics) -> str:
     """Why a gate did not pass, in words."""
+    assert numerics.grad_error is not None and numerics.grad_allowed is not None  # what `judge` fills in
+    assert numerics.loss_error is not None and numerics.loss_allowed is not None
     if numerics.grad_error == float("inf") and numerics.grad_allowed == 0:
         return f"the trained tensors differ from plain PEFT's: {numerics.worst}"
     if numerics.grad_error > numerics.grad_allowed:
@@ -195,21 +195,37 @@ def explain(numerics: Numerics) -> str:
     return f"the optimizer's first update is off by {numerics.update_error:.2g} from AdamW's on the same gradients"
 
 
+def share_of_allowance(numerics: Numerics) -> float:
+    """The largest error of a verdict as a share of what is allowed for it: above 1 it does not pass."""
+    pairs = (
+        (numerics.grad_error, numerics.grad_allowed),
+        (numerics.loss_error, numerics.loss_allowed),
+        (numerics.full_loss_error, numerics.full_loss_allowed),
+        (numerics.full_grad_norm_error, numerics.full_grad_norm_allowed),
+    )
+    return max((e / a if a else float("inf") for e, a in pairs if e is not None and a is not None), default=0.0)
+
+
 @dataclass(frozen=True)
 class First:
-    """Loss and gradient norm of a full arm's first step."""
+    """Loss and gradient norm of one job in a full arm's first step."""
 
     loss: float
     grad_norm: float
 
 
-def first_step(arm: Arm, run: Callable[[Arm], Trial]) -> First:
-    """Run the first trial of a full arm and note what the other arm has to agree with."""
-    trial = run(arm)
-    norms = [p.grad.detach().float().norm() for _, p in arm.adapters() if p.grad is not None]
+def first_step(arm: Arm, run: Callable[[], Trial]) -> dict[str, First]:
+    """Run the first trial of a full arm and note of each job what the other arm has to agree with."""
+    trial = run()
+    return {
+        step.name: First(arm.ranks.total(trial.losses[step.name]), _norm_of_gradients(arm, step)) for step in arm.steps
+    }
+
+
+def _norm_of_gradients(arm: Arm, step: Step) -> float:
+    norms = [p.grad.detach().float().norm() for _, p in arm.adapters(step) if p.grad is not None]
     norm = torch.stack(norms).norm() if norms else torch.zeros(())
-    still_scaled = 1.0 if "step" in arm.step.phases else arm.step.loss_scale
-    return First(trial.loss, float(norm) / still_scaled)
+    return float(norm) / (1.0 if step.updates else step.loss_scale)  # an update has divided the scale out
 
 
 def agree(numerics: Numerics, reference: First, candidate: First, dtype: torch.dtype, dropout: float) -> Numerics:

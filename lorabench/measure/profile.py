@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lorabench.measure.arm import Arm
-from lorabench.measure.trial import TIMED, run_trial, synchronize
+from lorabench.contract.arm import Arm
+from lorabench.measure.trial import run_trial, synchronize
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def device_busy(arm: Arm) -> dict[str, float] | None:
     trial that is not timed. None on a CPU. Comes after the trials: a profiler that was once on leaves a trace."""
     if arm.device.type != "cuda":
         return None
-    busy: dict[str, float] = dict.fromkeys(TIMED, 0.0)
+    busy: dict[str, float] = dict.fromkeys(arm.kind.phases, 0.0)
     running: list[tuple[str, profile]] = []
 
     def stop() -> None:
@@ -52,7 +52,7 @@ def device_busy(arm: Arm) -> dict[str, float] | None:
 
     run_trial(arm, at)
     stop()
-    arm.step.clear()
+    arm.kind.clear(arm)
     return busy
 
 

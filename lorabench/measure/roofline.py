@@ -1,4 +1,4 @@
-"""How far from the limit: LoRA-aware FLOPs over the ceilings measured on this device in this run, and what bounds a
+"""How far from the roofline: a kind's work over the ceilings measured on this device in this run, and what bounds a
 phase. An unknown ceiling gives an empty cell, never a guess.
 """
 
@@ -11,30 +11,12 @@ from typing import Any, Literal
 
 import torch
 
+from lorabench.contract.work import Work
 from lorabench.measure.trial import Trial, synchronize
-from lorabench.plan.model import Shape
-from lorabench.plan.workload import Sample
-from lorabench.run.record import PhaseBound
+from lorabench.record.schema import PhaseRoofline
 
 BUSY = 0.8  # a device idle for more than a fifth of a phase waits for the host
 NEAR = 0.5  # matrix work that fills half of the busy time at the ceiling's rate decides the phase
-
-
-def flops(shape: Shape, samples: Sequence[Sample]) -> dict[str, float]:
-    """Useful TFLOP of one step's phases: real tokens only, causal attention, frozen weights get dX but no dW.
-
-    Forward: 2 per frozen weight and token (head included), 2 per adapter weight, 2 S^2 x width for causal QK^T and PV.
-    Backward: 2 per frozen weight (dX), 4 per adapter weight (dX, dA, dB), 2.5 x attention's forward (dQ, dK, dV, dP,
-    and the scores again, which every memory-efficient attention recomputes; Dao, FlashAttention-2, section 3.1).
-    """
-    lengths = [len(s.tokens) for s in samples]
-    tokens = sum(lengths)
-    frozen = shape.layers * shape.frozen_per_layer + shape.head
-    adapters = shape.layers * shape.adapter_per_layer
-    attention = shape.layers * 2.0 * sum(n * n for n in lengths) * shape.attention_width
-    forward = 2.0 * tokens * (frozen + adapters) + attention
-    backward = 2.0 * tokens * (frozen + 2 * adapters) + 2.5 * attention
-    return {"forward": forward / 1e12, "backward": backward / 1e12, "step": 0.0}
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -68,24 +50,21 @@ def _rate(call: Callable[[], object], device: torch.device, seconds: float) -> f
     return calls / (time.perf_counter() - began)
 
 
-def bounds(
-    trials: Sequence[Trial],
-    busy_ms: dict[str, float] | None,
-    tflop: dict[str, float],
-    ceiling_tflops: float | None,
-    recomputes: bool,
-) -> dict[Literal["forward", "backward", "step"], PhaseBound]:
+def phase_rooflines(
+    trials: Sequence[Trial], busy_ms: dict[str, float] | None, work: Work, ceiling_tflops: float | None
+) -> dict[str, PhaseRoofline]:
     """Where each phase's time goes. `busy_ms` None: the device's busy time is unknown, and there is no label."""
-    result: dict[Any, PhaseBound] = {}
+    result: dict[str, PhaseRoofline] = {}
     for phase in trials[0].device_ms:
         median = statistics.median(t.device_ms[phase] for t in trials)
-        work = tflop[phase] or None
-        part = PhaseBound(
+        tflop = work.tflop.get(phase) or None
+        part = PhaseRoofline(
             host_ms=statistics.median(t.host_ms[phase] for t in trials),
             device_busy_ms=busy_ms.get(phase) if busy_ms else None,
-            tflop=work,
-            recompute_tflop=tflop["forward"] if recomputes and phase == "backward" else None,
-            of_ceiling=work / (median / 1000) / ceiling_tflops if work and ceiling_tflops else None,
+            tflop=tflop,
+            recompute_tflop=work.recompute_tflop.get(phase),
+            gbytes=work.gbytes.get(phase),
+            of_ceiling=tflop / (median / 1000) / ceiling_tflops if tflop and ceiling_tflops else None,
         )
         part.label = label(median, part, ceiling_tflops)
         result[phase] = part
@@ -93,7 +72,7 @@ def bounds(
 
 
 def label(
-    median_ms: float, part: PhaseBound, ceiling_tflops: float | None
+    median_ms: float, part: PhaseRoofline, ceiling_tflops: float | None
 ) -> Literal["host-bound", "memory-bound", "compute-bound"] | None:
     """host-bound: the device idles; compute-bound: matrix work at the ceiling's rate fills most of its busy time."""
     if not part.device_busy_ms:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lorabench.measure.machine import nvml_handle
 from lorabench.measure.trial import Trial
-from lorabench.run.record import Telemetry
+from lorabench.record.schema import Telemetry
 
 EVERY_S = 0.05
 # A trial whose clock is below this share of what its own arm usually has was disturbed. Of its own arm: under the power

@@ -1,6 +1,5 @@
-"""The timing loop: one trial is one fresh forward, one backward, one optimizer step of one arm.
-
-Never `backward` twice over one graph: in-place kernels overwrite what they saved, and a second backward times garbage.
+"""The timing loop. What one trial does its kind says (of training: one fresh forward, one backward, one optimizer step);
+here it is put between marks, warmed up, and repeated in rounds.
 """
 
 from __future__ import annotations
@@ -9,14 +8,12 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lorabench.measure.arm import Arm, Step
-
-TIMED = ("forward", "backward", "step")
+from lorabench.contract.arm import Arm
 
 
 class Diverged(Exception):
@@ -25,14 +22,18 @@ class Diverged(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """Milliseconds of one trial per phase, on the device and on the host (until the call returned, no waiting), its
-    loss, and its start and end (time.perf_counter, seconds)."""
+    """Milliseconds of one trial per phase, on the device and on the host (until the call returned, no waiting), the
+    losses by job (none where the kind has none), and its start and end (time.perf_counter, seconds)."""
 
     device_ms: dict[str, float]
     host_ms: dict[str, float]
-    loss: float
+    losses: dict[str, float]
     began: float
     ended: float
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses.values())
 
     @property
     def total_ms(self) -> float:
@@ -73,64 +74,73 @@ def synchronize(device: torch.device) -> None:
 def run_trial(arm: Arm, around: Callable[[str], None] = lambda phase: None) -> Trial:
     """One trial. `around` is called at each phase's start (memory peaks, profiler marks); it must not wait.
 
-    With several batches to a step, a phase's time is the sum over the batches.
+    A phase that comes several times in a trial (several batches, several jobs) takes the sum. An arm of several ranks
+    waits for all of them before its first mark.
     """
-    step: Step = arm.step
-    step.clear()
+    arm.kind.clear(arm)
     synchronize(arm.device)
-    step.settle()
-    clock, labels, losses = Clock(arm.device), [], []
+    arm.ranks.barrier()
+    clock, labels = Clock(arm.device), []
+
+    def begin(phase: str) -> None:
+        clock.mark()
+        labels.append(phase)
+        arm.ranks.beat()
+        around(phase)
+
     began = time.perf_counter()
+    out = arm.kind.trial(arm, begin)
     clock.mark()
-    for batch in step.batches:
-        around("forward")
-        loss = step.forward(batch)
-        clock.mark()
-        around("backward")
-        step.backward(loss)
-        clock.mark()
-        losses.append(loss.detach())
-        labels += ["forward", "backward"]
-    if "step" in step.phases:
-        around("step")
-        step.update()
-        clock.mark()
-        labels.append("step")
     device_ms, host_ms = clock.device_ms(), clock.host_ms()
     ended = time.perf_counter()
-    sums = lambda times: {p: sum((t for t, l in zip(times, labels, strict=True) if l == p), 0.0) for p in step.phases}  # noqa: E731
-    return Trial(sums(device_ms), sums(host_ms), sum(step.loss_of(x) for x in losses), began, ended)
+    return Trial(_sums(device_ms, labels), _sums(host_ms, labels), arm.kind.losses(arm, out), began, ended)
+
+
+def _sums(times: Sequence[float], labels: Sequence[str]) -> dict[str, float]:
+    """Milliseconds by phase, in the order in which the phases first came."""
+    made: dict[str, float] = {}
+    for phase, ms in zip(labels, times, strict=True):
+        made[phase] = made.get(phase, 0.0) + ms
+    return made
 
 
 def warm_up(arm: Arm, rounds: int) -> list[Trial]:
     """At least `rounds` trials, and more (up to four times as many) while a trial is still much faster than the one
-    before it: autotuning and compilation have to be over before anything is timed."""
+    before it: autotuning and compilation have to be over before anything is timed. All ranks take as many."""
     trials = [run_trial(arm) for _ in range(rounds)]
-    while len(trials) < 4 * rounds and len(trials) >= 2 and trials[-1].total_ms < 0.7 * trials[-2].total_ms:
+    while 2 <= len(trials) < 4 * rounds and arm.ranks.largest(float(_still_faster(trials))):
         trials.append(run_trial(arm))
     return trials
 
 
+def _still_faster(trials: Sequence[Trial]) -> bool:
+    return trials[-1].total_ms < 0.7 * trials[-2].total_ms
+
+
 def run_rounds(
-    arms: Sequence[Arm], rounds: int, seed: int, tell: Callable[[int], None] = lambda n: None
+    arms: Mapping[str, Arm | None], rounds: int, seed: int, tell: Callable[[int], None] = lambda n: None
 ) -> dict[str, list[Trial]]:
     """`rounds` rounds; in each, every arm runs once, in random order. Raises Diverged on a loss that is not finite.
 
+    An arm that is None runs on other ranks than this one: its turn is kept, so that all ranks draw the same order.
     Python's garbage collector runs between trials, never inside one.
     """
     order = random.Random(seed)
-    trials: dict[str, list[Trial]] = {arm.name: [] for arm in arms}
+    trials: dict[str, list[Trial]] = {name: [] for name, arm in arms.items() if arm}
     gc.collect()
     gc.disable()
     try:
         for number in range(rounds):
             tell(number)
-            for arm in order.sample(list(arms), len(arms)):
+            for name in order.sample(list(arms), len(arms)):
+                arm = arms[name]
+                if arm is None:
+                    continue
                 trial = run_trial(arm)
                 if not math.isfinite(trial.loss):
-                    raise Diverged(f"the loss of the {arm.name} is {trial.loss} in trial {number + 1}")
-                trials[arm.name].append(trial)
-                arm.step.clear()
+                    raise Diverged(f"the loss of the {name} is {trial.loss} in trial {number + 1}")
+                trials[name].append(trial)
+                arm.kind.clear(arm)
             gc.collect(0)
     finally:
         gc.enable()

@@ -16,12 +16,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lorabench.contract.ablation import Ablation
+from lorabench.contract.cell import Cell
+from lorabench.contract.job import jobs_of
+from lorabench.contract.kind import kind, registered
+from lorabench.contract.model import Lora, ModelSpec
+from lorabench.contract.names import NameUnknown, nearest
+from lorabench.contract.workload import Workload, WorkloadError, fixed
 from lorabench.plan import registry
-from lorabench.plan.ablation import Ablation
-from lorabench.plan.design import DESIGNS, Cell, DesignError, cells
-from lorabench.plan.model import Lora, ModelSpec, linear
-from lorabench.plan.registry import NameUnknown, nearest
-from lorabench.plan.workload import Workload, WorkloadError, fixed
+from lorabench.plan.design import DESIGNS, DesignError, Subject, cells
 
 CONF = "lorabench.conf"
 
@@ -35,6 +38,7 @@ class SweepConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    kind: str
     models: list[Any] = Field(min_length=1)
     workload: str | dict[str, Any]
     lora: Lora
@@ -47,6 +51,8 @@ class SweepConfig(BaseModel):
     trials: int | None = Field(ge=1)
     warmup: int | None = Field(ge=1)
     seed: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    queue: Literal["local", "ray"]
     timeout_s: float = Field(gt=0)
     output: Path
     resume: bool | Literal["failed"]
@@ -127,13 +133,14 @@ def plan(config: SweepConfig, device: str) -> Plan:
         default = DEFAULTS[device]
         if config.design not in DESIGNS:
             raise nearest("design", config.design, DESIGNS)
-        pairs = [_pair(item, config, default) for item in config.models]
+        subjects = [_subject(item, config, default, device) for item in config.models]
         toggles = [_together(item) for item in config.ablations]
         counts = {"trials": config.trials or default.trials, "warmup": config.warmup or default.warmup}
+        counts |= {"seed": config.seed, "world_size": config.world_size}
         made = [
             cell
             for reference in references(config)
-            for cell in cells(pairs, reference, toggles, design=config.design, seed=config.seed, **counts)
+            for cell in cells(subjects, reference, toggles, design=config.design, **counts)
         ]
     except ValidationError as error:
         raise ConfigError(_first(error)) from None
@@ -160,24 +167,39 @@ def _together(item: Any) -> tuple[Ablation, ...]:
     return tuple(registry.ablation(part) for part in parts)
 
 
-def _pair(item: Any, config: SweepConfig, default: Defaults) -> tuple[ModelSpec, Workload]:
-    """A model of the list `models=` and its workload: NAME, NAME@WORKLOAD or {either: {field of `lora`: value}}."""
+def _subject(item: Any, config: SweepConfig, default: Defaults, device: str) -> Subject:
+    """A model of the list `models=` with its workload and kind: NAME, NAME@WORKLOAD, KIND:either, or {any of these:
+    {field of `lora`: value}}."""
     lora: Any = None
     if isinstance(item, Mapping) and len(item) == 1:
         item, lora = next(iter(item.items()))
     if not isinstance(item, str) or not isinstance(lora, Mapping | None):
         raise NameUnknown(f"a model is a name, NAME@WORKLOAD, a YAML file, or {{either: {{r: 8, …}}}}, not {item!r}")
-    name, _, own = item.partition("@")
+    prefix, colon, rest = item.partition(":")
+    name, _, own = (rest if colon else item).partition("@")
+    of_name, spec = model(name, config, lora)
+    chosen = kind(prefix if colon else of_name or config.kind)
     wanted = own or config.workload
-    return model(name, config, lora), workload(default.workload if wanted == "auto" else wanted)
+    auto = chosen.default_workload(device) or default.workload
+    made = workload(auto if wanted == "auto" else wanted)
+    subject = Subject(chosen.name, spec, made)
+    jobs_of(spec, made, config.seed)  # a job's fields are wrong now, not in a worker
+    return subject
 
 
-def model(name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None) -> ModelSpec:
-    """A model by name (conf/model), from a YAML file with `source` and `config`, or a single linear
-    (`linear-4096x14336`). `lora` changes the sweep's adapter for it, and is part of its label. Raises NameUnknown."""
-    fields, label = (made, name) if (made := linear(name)) else _read("model", name)
+def model(
+    name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None
+) -> tuple[str | None, ModelSpec]:
+    """(kind, model): a model by name (conf/model) or from a YAML file with `source` and `config`, of no kind of its own;
+    or one that only a kind knows (`linear-4096x14336`). `lora` changes the sweep's adapter for it, and is part of its
+    label. Raises NameUnknown."""
+    known = ((k.name, fields) for k in registered().values() if (fields := k.model(name)))
+    of_name, fields = next(known, (None, None))
+    label = name
+    if fields is None:
+        fields, label = _read("model", name)
     common = {"dtype": config.dtype, "weights": config.weights, "lora": config.lora.model_dump() | dict(lora or {})}
-    return ModelSpec.model_validate({"name": label + _changes(lora or {}), **common, **fields})
+    return of_name, ModelSpec.model_validate({"name": label + _changes(lora or {}), **common, **fields})
 
 
 def _changes(values: Mapping[str, Any]) -> str:

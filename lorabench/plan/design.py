@@ -1,84 +1,27 @@
-"""The design: how a list of ablations becomes cells. Also what a cell is, and its key."""
+"""The design: how a list of ablations becomes cells."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lorabench.plan.ablation import Ablation, combine, conflict
-from lorabench.plan.model import ModelSpec
-from lorabench.plan.workload import Workload
+from lorabench.contract.ablation import Ablation, combine, conflict
+from lorabench.contract.cell import Cell
+from lorabench.contract.kind import kind
+from lorabench.contract.machine import Machine
+from lorabench.contract.model import ModelSpec
+from lorabench.contract.workload import Workload
 
 Toggles = tuple[Ablation, ...]  # one item of `ablations=`: mostly one toggle, or several that make one candidate
 Design = Literal["solo", "ladder", "leave_one_out", "pairwise", "factorial"]
 DESIGNS: tuple[str, ...] = get_args(Design)
-LATER = ("seed",)  # fields of a workload that came after the first published records: unset, they leave the keys alone
 FACTORIAL_LIMIT = 5  # 2^5 = 32 arms; more is no longer a sweep that anyone waits for
 
 
 class DesignError(ValueError):
     """A design that the list of ablations does not allow; the message says what was expected."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A pair of arms to be measured together in one process. `toggles` are under test; none: reference against itself.
-
-    `timeout_s` and where it runs are not part of the content, so they do not change the key.
-    """
-
-    model: ModelSpec
-    workload: Workload
-    design: str
-    reference: tuple[Ablation, ...]
-    candidate: tuple[Ablation, ...]
-    toggles: tuple[Ablation, ...]
-    trials: int
-    warmup: int
-    seed: int
-
-    @property
-    def key(self) -> str:
-        """Hash of the content: what makes two cells the same measurement."""
-        content = {
-            "model": self.model.model_dump(mode="json"),
-            "workload": {k: v for k, v in self.workload.model_dump(mode="json").items() if k not in LATER or v},
-            "reference": _content(self.reference),
-            "candidate": _content(self.candidate),
-            "toggles": _content(self.toggles),
-            "design": self.design,
-            "trials": self.trials,
-            "warmup": self.warmup,
-            "seed": self.seed,
-        }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-    @property
-    def title(self) -> str:
-        what = " + ".join(t.label for t in self.toggles) or "reference against itself"
-        return f"{self.model.name} @ {self.workload.name}: {what}"
-
-    @property
-    def separate(self) -> bool:
-        """Whether a toggle's patch reaches beyond its own model, so that the arms must not share a process."""
-        return any(a.global_patch for a in (*self.reference, *self.candidate))
-
-    @property
-    def loading(self) -> tuple[Ablation, ...]:
-        """How both arms alike hold their frozen weights (slot `loading`). It is then part of the model and not under
-        test: the gate's gold has the same weights, and nothing is tolerated for their sake."""
-        return tuple(a for a in self.reference if a.slot == "loading" and a in self.candidate)
-
-    def arm(self, name: str) -> tuple[Ablation, ...]:
-        return self.reference if name == "reference" else self.candidate
-
-
-def _content(ablations: Sequence[Ablation]) -> list[Any]:
-    return sorted(([a.name, asdict(a)] for a in ablations), key=lambda item: item[0])
 
 
 def contrasts(
@@ -119,8 +62,17 @@ def check_design(design: str, ablations: Sequence[Toggles]) -> None:
         raise DesignError(f"design {design} needs at least two ablations")
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What a design is measured on: a model and its workload, as cells of a kind."""
+
+    kind: str
+    model: ModelSpec
+    workload: Workload
+
+
 def cells(
-    pairs: Sequence[tuple[ModelSpec, Workload]],
+    subjects: Sequence[Subject],
     reference: Sequence[Ablation],
     ablations: Sequence[Toggles],
     *,
@@ -128,38 +80,75 @@ def cells(
     trials: int = 30,
     warmup: int = 5,
     seed: int = 0,
+    world_size: int = 1,
 ) -> list[Cell]:
-    """Every cell of a sweep: for each model and workload the reference against itself, then the design's contrasts."""
+    """Every cell of a sweep: for each subject the reference against itself, then the design's contrasts.
+
+    A kind takes of the reference what it knows. A candidate is measured on the subjects whose kind knows its toggles; one
+    that no subject's kind knows becomes a cell all the same, which is refused with the reason.
+    """
     check_design(design, ablations)
     if reason := conflict(reference):
         raise DesignError(f"the reference cannot be built: {reason}")
+    kinds = {subject.kind for subject in subjects}
     made = []
-    for model, workload in pairs:
-        both = [(list(reference), []), *contrasts(design, reference, ablations)]
-        for base, toggles in both:
+    for subject in subjects:
+        own = [a for a in reference if subject.kind in a.kinds]
+        known = [t for t in ablations if _goes_with(t, subject.kind, kinds)]
+        for base, toggles in [(own, []), *(contrasts(design, own, known) if known else ())]:
+            name = _kind_of(subject.kind, toggles)
             made.append(
                 Cell(
-                    model=model, workload=workload, design=design, reference=tuple(base),
-                    candidate=tuple(combine(base, toggles)), toggles=tuple(toggles),
-                    trials=trials, warmup=warmup, seed=seed,
+                    kind=name, kind_in_key=kind(name).in_key, model=subject.model, workload=subject.workload,
+                    design=design, reference=tuple(base), candidate=tuple(combine(base, toggles)),
+                    toggles=tuple(toggles), trials=trials, warmup=warmup, seed=seed, world_size=world_size,
                 )
             )  # fmt: skip
     return made
 
 
-def refusal(cell: Cell, machine: Any) -> tuple[str, str] | None:
+def _kind_of(subject: str, toggles: Sequence[Ablation]) -> str:
+    """A toggle that bounds the subject's kind makes its cell one of the kind that such toggles are for."""
+    return next((a.kinds[0] for a in toggles if a.bounds), subject)
+
+
+def _goes_with(toggles: Toggles, own: str, kinds: set[str]) -> bool:
+    """Whether a candidate is measured on a subject of the kind `own`, in a sweep that has all these `kinds`."""
+    fits = [k for k in kinds if all(_knows(a, k) for a in toggles)]
+    return own in fits or not fits
+
+
+def _knows(ablation: Ablation, name: str) -> bool:
+    return name in ablation.kinds or ablation.bounds == name
+
+
+def refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
     """(status, reason) of a cell that need not be tried: conflict, unsupported or not_applied, known before a start."""
     for arm in (cell.reference, cell.candidate):
         if reason := conflict(arm):
             return "conflict", reason
-    for ablation in (*cell.reference, *cell.candidate):
-        if cell.model.op and not ablation.ops:
-            return "unsupported", f"{ablation.name} is for whole models; {cell.model.name} is a single operation"
-        if reason := ablation.requires.unmet(machine, cell.model):
-            return "unsupported", f"{ablation.name} {reason}"
+    if reason := _unsupported(cell, machine):
+        return "unsupported", reason
     for toggle in cell.toggles:
         if toggle in cell.reference:
             return "not_applied", f"{toggle.label} is already part of the reference"
-        if reason := toggle.excuses(cell.reference, machine.dtype(cell.model.dtype)):
+        if reason := toggle.without_effect(cell.reference, machine.dtype(cell.model.dtype)):
             return "not_applied", reason
+    return None
+
+
+def _unsupported(cell: Cell, machine: Machine) -> str | None:
+    bounded = {a.bounds for a in cell.candidate if a.bounds}
+    for ablation in (*cell.reference, *cell.candidate):
+        if not any(_knows(ablation, name) for name in (cell.kind, *bounded)):
+            own = " and ".join(ablation.kinds)
+            return f"{ablation.name} is for cells of the kind {own}; {cell.model.name} is measured as {cell.kind}"
+        if reason := ablation.requires.unmet(machine, cell.model):
+            return f"{ablation.name} {reason}"
+        if ablation.parallel and cell.world_size < 2:
+            return f"{ablation.name} steps on several processes: give world_size=2 or more"
+    if reason := kind(cell.kind).refusal(cell, machine):
+        return reason
+    if machine.device == "cuda" and cell.ranks > machine.gpus:
+        return f"world_size={cell.ranks} needs {cell.ranks} GPUs; this machine has {machine.gpus}"
     return None

@@ -1,30 +1,25 @@
-"""A rough estimate of a cell's time, for dry_run=true: FLOPs over a rate measured just now, plus the fixed costs."""
+"""A rough estimate of a cell's time, for dry_run=true: its work over rates measured just now, plus the fixed costs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from lorabench.plan.design import Cell
+from lorabench.contract.cell import Cell
+from lorabench.contract.kind import kind
+from lorabench.contract.work import Work
 
 FIXED_S = 8.0  # process, two builds, gate (measured: docs/lab-notes.md)
 EFFICIENCY = 0.35  # of a square GEMM's rate: what plain PEFT reaches on real models, small ones less
 
 
-def rate(machine: Any) -> float:
-    """FLOP/s of a square GEMM on this device, measured now."""
-    import torch
-
-    from lorabench.measure.roofline import ceilings
-
-    found = ceilings(torch.device(machine.device), getattr(torch, machine.dtype("auto")))
-    return 1e12 * next(iter(found["gemm_tflops"].values()))
-
-
-def seconds(cell: Cell, flop_per_s: float) -> float:
-    from lorabench.measure.roofline import flops
-
-    vocabulary = cell.model.hf_config().vocab_size
-    samples = cell.workload.model_copy(update={"kind": "fixed"} if cell.workload.kind == "text" else {})
-    one_step = 1e12 * sum(flops(cell.model.shape(), samples.draw(vocabulary, cell.seed)).values())
-    rounds = cell.trials + 2 * cell.warmup + 4
-    return FIXED_S + rounds * 2 * one_step / (flop_per_s * EFFICIENCY)
+def seconds(cell: Cell, ceilings: Mapping[str, Any]) -> float:
+    """Estimated seconds of a cell. `ceilings` as measured: TFLOP/s of a square GEMM by dtype, GB/s of a copy."""
+    if cell.workload.kind == "text":  # its lengths are not worth a tokenizer's download here
+        cell = replace(cell, workload=cell.workload.model_copy(update={"kind": "fixed"}))
+    own = kind(cell.kind)
+    work = sum(own.work(cell, own.samples(cell), cell.candidate), Work())
+    tflops = next(iter(ceilings["gemm_tflops"].values()))
+    one = sum(work.tflop.values()) / (tflops * EFFICIENCY) + sum(work.gbytes.values()) / ceilings["copy_gbs"]
+    return FIXED_S + (cell.trials + 2 * cell.warmup + 4) * 2 * one

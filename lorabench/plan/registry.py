@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from lorabench.plan.ablation import Ablation
+from lorabench.contract.ablation import Ablation
+from lorabench.contract.names import NameUnknown, nearest
 
 GROUP = "lorabench.ablations"
-
-
-class NameUnknown(ValueError):
-    """A wrong name (or parameter) in a configuration; the message holds the nearest right one."""
-
-
-def nearest(kind: str, name: str, known: Iterable[str], where: str = "") -> NameUnknown:
-    """The error for a wrong name: one line, with the nearest right name."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-    return NameUnknown(f"no {kind} named {name!r}{where}; {hint}")
 
 
 @cache

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def load_results(folder: str | Path) -> pd.DataFrame:
     """The tidy table of one results folder, a row a cell: see report.frame. Raises RecordError (a ValueError)."""
-    from lorabench.report.frame import load_results
+    from lorabench.report.analysis import load_results
 
     return load_results(folder)
 
@@ -27,8 +27,8 @@ def write_report(folder: str | Path) -> list[Path]:
     OSError where the folder cannot be written.
     """
     from lorabench.report import page, plots, tables
-    from lorabench.report.frame import frame, read_sessions
-    from lorabench.run.store import read_records, write_atomically
+    from lorabench.report.analysis import frame, read_sessions
+    from lorabench.record.store import read_records, write_atomically
 
     folder = Path(folder)
     records, sessions = read_records(folder), read_sessions(folder)

@@ -12,9 +12,9 @@ from pathlib import Path
 from rich.console import Console
 
 from lorabench.report import write_report
-from lorabench.report.frame import read_sessions
+from lorabench.report.analysis import read_sessions
 from lorabench.report.tables import console_table
-from lorabench.run.store import read_records
+from lorabench.record.store import read_records
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorabench.report import stats
-from lorabench.report.frame import phase_speedup, toggles
-from lorabench.report.stats import Speedup
-from lorabench.run.record import Record
+from lorabench.record import stats
+from lorabench.report.analysis import phase_speedup, toggles
+from lorabench.record.stats import Speedup
+from lorabench.record.schema import Record
 
 Subset = frozenset[str]
 

@@ -16,9 +16,9 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lorabench.plan.model import LINEAR
-from lorabench.report.frame import mean_speedup, phase_speedup, toggles
-from lorabench.run.record import Record
+from lorabench.contract.model import LINEAR
+from lorabench.report.analysis import mean_speedup, phase_speedup, toggles
+from lorabench.record.schema import Record
 
 Quantity = Literal[
     "forward_speedup", "backward_speedup", "step_speedup", "total_speedup",

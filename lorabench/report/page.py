@@ -9,12 +9,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from lorabench.report import stats
+from lorabench.record import stats
 from lorabench.report.attribution import groups
 from lorabench.report.claims import load_claims
-from lorabench.report.frame import GIB, Session, overhead_share, toggles
+from lorabench.report.analysis import GIB, Session, overhead_share, toggles
 from lorabench.report.tables import HEADINGS, claim_tables, grouped, number, ratio, shown_columns
-from lorabench.run.record import PHASES, Record
+from lorabench.record.schema import PHASES, Record
 
 CAPTIONS = {
     "speedup.png": "Speed-up of the whole step with its 95 % interval. Grey band: the noise floor. Hollow diamonds: "

@@ -21,9 +21,9 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from lorabench.report.attribution import Rung, groups, ladder
 from lorabench.report.claims import match
-from lorabench.report.frame import Session
+from lorabench.report.analysis import Session
 from lorabench.report.tables import parts, ratio
-from lorabench.run.record import Record
+from lorabench.record.schema import Record
 
 BLUE, ORANGE, GREEN, VERMILLION, GREY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777", "#CC79A7"
 LOOK = {"faster": (BLUE, "^"), "slower": (VERMILLION, "v"), "same": (GREY, "s"), "unclear": (ORANGE, "o")}

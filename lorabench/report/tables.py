@@ -18,9 +18,9 @@ from rich.text import Text
 
 from lorabench.report.attribution import groups, interactions, ladder, leave_one_out, shapley
 from lorabench.report.claims import Match, Source, claims_frame, match, measured, outcome
-from lorabench.report.frame import GIB, Session, frame, toggles
-from lorabench.report.stats import MIN_TRIALS_FOR_VERDICT, Speedup
-from lorabench.run.record import Record
+from lorabench.report.analysis import GIB, Session, frame, toggles
+from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT, Speedup
+from lorabench.record.schema import Record
 
 HEADINGS = {
     "toggles": "toggle",

@@ -11,16 +11,12 @@ import torch
 import torch.profiler
 import transformers  # noqa: F401
 
-import lorabench.measure.arm
-import lorabench.measure.memory
-import lorabench.measure.numerics
-import lorabench.measure.profile
-import lorabench.measure.roofline
-import lorabench.measure.telemetry
-import lorabench.measure.trial
-import lorabench.measure.twins
+import lorabench.measure.build
+import lorabench.measure.cell
+import lorabench.measure.gold_cache
+import lorabench.measure.kinds.train
 import lorabench.plan.compose  # with the next lines: what lorabench.sweep imports, which a worker imports anew
-import lorabench.run.store
+import lorabench.record.store
 import lorabench.run.worker  # noqa: F401
 
 # Two packages ask the driver for the GPU when they are imported, which spoils every fork, and are imported where they

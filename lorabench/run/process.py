@@ -1,4 +1,5 @@
-"""Processes: starts workers from a server that has already imported torch, transformers and peft, waits, kills."""
+"""Processes: starts workers, one a rank, from a server that has already imported torch, transformers and peft; waits
+for them, says which one went wrong, kills."""
 
 from __future__ import annotations
 
@@ -8,16 +9,20 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from lorabench.measure.machine import Machine
+from lorabench.contract.machine import Machine
+from lorabench.measure.cell import Result, Task
+from lorabench.record.schema import ARMS
 from lorabench.run import worker
-from lorabench.run.record import ARMS
+from lorabench.run.ranks import Seat, free_port, merged
 
 POLL_S = 0.2
+GRACE_S = 0.5  # for other ranks to say what happened to them
 LOG_TAIL = 4000  # characters of a failed worker's output that its record keeps
 
 
@@ -63,37 +68,143 @@ class Workers:
         finally:
             process.join()
 
-    def run(self, job: worker.Job, timeout_s: float, tell: Callable[[str], None]) -> worker.Result:
-        """Run one job to its Result; a hang becomes status `timeout`, a death `crash`."""
-        ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=worker.main, args=(job, theirs), daemon=False)
-        process.start()
-        theirs.close()
+    def run(self, task: Task, timeout_s: float, tell: Callable[[str], None], log: Path) -> Result:
+        """Run one task to its Result, in a process a rank; a hang becomes status `timeout`, a death `crash`."""
+        size = max(task.cell.ranks_of(name) for name in task.arms)
+        port = free_port() if size > 1 else 0
+        beats = self._context.RawArray("Q", size) if size > 1 else None
+        ranks: list[_Rank] = []
         try:
-            return _wait(process, ours, timeout_s, tell)
+            for number in range(size):
+                ours, theirs = self._context.Pipe(duplex=False)
+                own_log = log_of(log, number)
+                seat = Seat(
+                    number, size, port, str(own_log), time.time(), os.getpid(), timeout_s, beats
+                )  # fmt: skip
+                process = self._context.Process(target=worker.main, args=(task, seat, theirs), daemon=False)
+                process.start()
+                theirs.close()
+                ranks.append(_Rank(number, process, ours, own_log))
+            return _outcome(task, ranks, timeout_s, tell, beats)
         finally:
-            kill(process)
-            ours.close()
+            for rank in ranks:
+                kill(rank.process)
+                rank.pipe.close()
 
 
-def _wait(process: BaseProcess, pipe: Connection, timeout_s: float, tell: Callable[[str], None]) -> worker.Result:
-    deadline, phase = time.monotonic() + timeout_s, "starting"
-    while True:
-        if pipe.poll(POLL_S):
+def log_of(log: Path, rank: int) -> Path:
+    """Where a rank's output goes: rank 0's into the log itself."""
+    return log if rank == 0 else log.with_name(f"{log.name}.rank{rank}")
+
+
+@dataclass
+class _Rank:
+    """One process of a task, as the runner sees it: what it said last, and what it came to."""
+
+    number: int
+    process: BaseProcess
+    pipe: Connection
+    log: Path
+    phase: str = "starting"
+    result: Result | None = None
+    failed: tuple[float, str] | None = None  # when it raised, and what
+    died: str | None = None  # without a word
+
+    @property
+    def ended(self) -> bool:
+        return self.result is not None or self.failed is not None or self.died is not None
+
+    @property
+    def went_wrong(self) -> bool:
+        return bool(self.died or self.failed or (self.result and self.result.status != "ok"))
+
+    def hear(self) -> None:
+        """Take what lies in the pipe."""
+        while not self.ended and self.pipe.poll():
             try:
-                kind, value = pipe.recv()
+                what, when, value = self.pipe.recv()
             except EOFError:
-                process.join()
-                return worker.Result("crash", f"{_death(process)} while {phase}", arm=_arm_in(phase))
-            if kind == "result":
-                return value
-            if kind == "failed":
-                return worker.Result("crash", f"{value} (while {phase})", arm=_arm_in(phase))
-            phase = value
-            tell(phase)
-        elif time.monotonic() > deadline:
-            reason = f"no result after {timeout_s:g} s; it was {phase} (raise timeout_s= if that is only slow)"
-            return worker.Result("timeout", reason, arm=_arm_in(phase))
+                self.process.join()
+                self.died = f"{_death(self.process)} while {self.phase}"
+                return
+            if what == "result":
+                self.result = value
+            elif what == "failed":
+                self.failed = when, f"{value} (while {self.phase})"
+            else:
+                self.phase = value
+
+
+def _outcome(
+    task: Task, ranks: list[_Rank], timeout_s: float, tell: Callable[[str], None], beats: Any
+) -> Result:
+    """Wait for all ranks, or for the first that goes wrong."""
+    deadline, said = time.monotonic() + timeout_s, ""
+    while not all(rank.ended for rank in ranks):
+        wait([rank.pipe for rank in ranks if not rank.ended], POLL_S)
+        for rank in ranks:
+            rank.hear()
+        if any(rank.went_wrong for rank in ranks):
+            break
+        if ranks[0].phase != said:
+            said = ranks[0].phase
+            tell(said)
+        if time.monotonic() > deadline:
+            return _hung(ranks, timeout_s, beats)
+    if not any(rank.went_wrong for rank in ranks):
+        return merged(task.cell, [rank.result for rank in ranks if rank.result])
+    if len(ranks) > 1:
+        time.sleep(GRACE_S)  # who died takes others with it: let them all speak, then look who was first
+        for rank in ranks:
+            rank.hear()
+    return _wrong(ranks)
+
+
+def _wrong(ranks: list[_Rank]) -> Result:
+    """The result of the rank that went wrong first: who died without a word took the others' connections with it."""
+    several = len(ranks) > 1
+    died = [rank for rank in ranks if rank.died]
+    own = [rank for rank in ranks if rank.result and rank.result.status != "ok"]
+    raised = sorted((rank for rank in ranks if rank.failed), key=lambda rank: rank.failed or (0.0, ""))
+    first = (died or own or raised)[0]
+    if first.result:
+        result = first.result
+    else:
+        reason = first.died or (first.failed or (0.0, ""))[1]
+        result = Result("crash", reason, arm=_arm_in(first.phase))
+    if several:
+        result.rank = first.number
+        result.reason = f"rank {first.number}: {result.reason}"
+    return result
+
+
+def _hung(ranks: list[_Rank], timeout_s: float, beats: Any) -> Result:
+    """A time-out, with the rank that the others wait for: the one that began least, and waits for nobody."""
+    waiting = [rank for rank in ranks if not rank.ended]
+    least = min(beats[rank.number] for rank in waiting) if beats is not None else 0
+    behind = [rank for rank in waiting if beats is None or beats[rank.number] == least]
+    if len(behind) > 1:
+        behind = [rank for rank in behind if not _in_a_collective(rank)] or behind
+    first = behind[0]
+    reason = f"no result after {timeout_s:g} s; it was {first.phase} (raise timeout_s= if that is only slow)"
+    if len(ranks) == 1:
+        return Result("timeout", reason, arm=_arm_in(first.phase))
+    return Result("timeout", f"rank {first.number}: {reason}", arm=_arm_in(first.phase), rank=first.number)
+
+
+def _in_a_collective(rank: _Rank) -> bool:
+    """Whether a rank waits inside torch.distributed: it writes its stack into its log when asked (SIGUSR1)."""
+    before = rank.log.stat().st_size if rank.log.exists() else 0
+    if rank.process.pid is None:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(rank.process.pid, signal.SIGUSR1)
+    time.sleep(GRACE_S)
+    with contextlib.suppress(OSError), open(rank.log, "rb") as log:
+        log.seek(before)
+        stack = log.read()
+        return any(word in stack for word in (b"torch/distributed", b"nn/parallel/distributed"))
+    return False
 
 
 def _arm_in(phase: str) -> str | None:

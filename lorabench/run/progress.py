@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lorabench.plan.design import Cell
-from lorabench.run.record import Record
+from lorabench.contract.cell import Cell
+from lorabench.record.schema import Record
 
 STYLE = {"ok": "green", "unsupported": "dim", "not_applied": "dim", "conflict": "yellow"}
 

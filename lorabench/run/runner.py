@@ -1,4 +1,4 @@
-"""The runner: the queue of cells, each to its record. Whatever happens to a cell, the sweep goes on.
+"""The runner: one cell to its record, whatever happens to it.
 
 Both arms share one worker, trial by trial. They get processes of their own, in A B B A order, where a toggle's patch
 reaches beyond its model or where both arms do not fit the device together.
@@ -7,7 +7,6 @@ reaches beyond its model or where both arms do not fit the device together.
 from __future__ import annotations
 
 import math
-import os
 import random
 import tempfile
 import time
@@ -18,13 +17,16 @@ from typing import Any, Literal
 
 import torch
 
-from lorabench.measure.machine import Machine
-from lorabench.plan.design import Cell, refusal
-from lorabench.report.stats import speedup
-from lorabench.run import worker
-from lorabench.run.process import Workers, tail
-from lorabench.run.record import ARMS, PHASES, ArmMemory, Cost, Numerics, Phase, PhaseBound, Record
-from lorabench.run.worker import ArmResult, Result
+from lorabench.contract.cell import Cell
+from lorabench.contract.kind import kind
+from lorabench.contract.machine import Machine
+from lorabench.measure.cell import ArmResult, Failure, Result, Task, agree
+from lorabench.measure.kind import JobCounts
+from lorabench.measure.numerics import share_of_allowance
+from lorabench.plan.design import refusal
+from lorabench.record.schema import ARMS, TOTAL, Cost, JobRecord, Numerics, Phase, Record, Tokens
+from lorabench.record.stats import speedup
+from lorabench.run.process import Workers, log_of, tail
 
 
 @dataclass
@@ -55,13 +57,13 @@ class Runner:
         self.workers, self.machine, self.session, self.timeout_s = workers, machine, session, timeout_s
         self.ceilings = ceilings or {}
         self.log = folder / ".worker.log"
-        self._twins = tempfile.TemporaryDirectory(prefix="lorabench-twins-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="lorabench-")
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._twins.cleanup()
+        self._scratch.cleanup()
 
     def measure(self, cell: Cell, tell: Callable[[str], None] = lambda text: None) -> Record:
         """One cell to its record. Never raises for what a cell does."""
@@ -69,33 +71,28 @@ class Runner:
         refused = refusal(cell, self.machine)
         if refused:
             return self._record(cell, status=refused[0], reason=refused[1])
-        self.log.unlink(missing_ok=True)
+        self._forget_logs(cell)
         pair = self._separately(cell, tell) if cell.separate else self._together(cell, tell)
         record = self._assemble(cell, pair)
         record.cost = _cost(pair.seconds, time.perf_counter() - began)
         if record.status in ("crash", "timeout", "oom"):
-            record.log = tail(self.log)
-        self.log.unlink(missing_ok=True)
+            record.log = tail(log_of(self.log, record.rank or 0))
+        self._forget_logs(cell)
         return record
 
-    def _job(self, cell: Cell, arms: Sequence[str], rounds: int, gate: bool) -> worker.Job:
-        dtype = self.machine.dtype(cell.model.dtype)
-        ceiling = self.ceilings.get("gemm_tflops", {}).get(dtype)
-        return worker.Job(
-            cell,
-            self.machine,
-            tuple(arms),
-            rounds,
-            gate,
-            ceiling,
-            str(self.log),
-            self._twins.name,
-            spawned=time.time(),
-            sweep=os.getpid(),
-        )
+    def _forget_logs(self, cell: Cell) -> None:
+        for rank in range(cell.ranks):
+            log_of(self.log, rank).unlink(missing_ok=True)
+
+    def _run(
+        self, cell: Cell, arms: Sequence[str], rounds: int, gate: bool, tell: Callable[[str], None]
+    ) -> Result:
+        ceiling = self.ceilings.get("gemm_tflops", {}).get(self.machine.dtype(cell.model.dtype))
+        task = Task(cell, self.machine, tuple(arms), rounds, gate, ceiling, self._scratch.name)
+        return self.workers.run(task, self.timeout_s, tell, self.log)
 
     def _together(self, cell: Cell, tell: Callable[[str], None]) -> Pair:
-        result = self.workers.run(self._job(cell, ARMS, cell.trials, gate=True), self.timeout_s, tell)
+        result = self._run(cell, ARMS, cell.trials, True, tell)
         if result.status == "oom" and result.resident:
             tell("both arms do not fit together: separate processes")
             pair = self._separately(cell, tell)
@@ -110,7 +107,7 @@ class Runner:
         """The other arm alone: "the reference does not fit, the candidate does" is a result."""
         other = ARMS[pair.result.arm == "reference"]
         tell(f"the {other} alone")
-        alone = self.workers.run(self._job(cell, (other,), cell.trials, gate=True), self.timeout_s, tell)
+        alone = self._run(cell, (other,), cell.trials, True, tell)
         _add(pair.seconds, alone.seconds)
         if alone.status == "ok":
             pair.arms[other] = alone.arms[other]
@@ -127,8 +124,8 @@ class Runner:
             if arm in failed:
                 continue
             again = arm in pair.arms
-            job = self._job(cell, (arm,), math.ceil(cell.trials / 2), gate=not again)
-            result = self.workers.run(job, self.timeout_s, lambda text, a=arm: tell(f"{a}: {text}"))
+            rounds = math.ceil(cell.trials / 2)
+            result = self._run(cell, (arm,), rounds, not again, lambda text, a=arm: tell(f"{a}: {text}"))
             _add(pair.seconds, result.seconds)
             if result.status != "ok":
                 failed[arm] = result
@@ -141,67 +138,110 @@ class Runner:
             else:
                 pair.arms[arm] = result.arms[arm]
                 pair.result.telemetry = pair.result.telemetry or result.telemetry
+                pair.result.ranks |= result.ranks
         if failed:
             worst = next((r for r in failed.values() if r.status != "oom"), next(iter(failed.values())))
             arm = next(name for name, r in failed.items() if r is worst)
-            pair.result.status, pair.result.arm = worst.status, arm
+            pair.result.status, pair.result.arm, pair.result.rank = worst.status, arm, worst.rank
             pair.result.reason = "; ".join(str(r.reason) for r in failed.values())
         return pair
 
     def _assemble(self, cell: Cell, pair: Pair) -> Record:
         result = pair.result
+        if result.status == "ok" and pair.pairing == "abba":
+            self._agreement(cell, pair)
+        verdicts = _verdicts(pair)
+        common: dict[str, Any] = {"numerics": _nearest_to_its_limit(verdicts), "telemetry": result.telemetry}
         reference, candidate = (pair.arms.get(name) for name in ARMS)
-        verdict = _numerics(cell, pair, self.machine)
-        if result.status == "ok" and verdict is not None and not verdict.passed:
-            from lorabench.measure.numerics import explain
-
-            result.status, result.reason, result.arm = "wrong_numerics", explain(verdict), "candidate"
         if result.status == "ok":
             assert reference and candidate
             return self._record(
-                cell, status="ok", pairing=pair.pairing, phases=_phases(reference, candidate, pair.pairing),
-                tokens=worker.tokens(reference, candidate), memory=_present(pair, "memory"), numerics=verdict,
-                applied=candidate.applied, notes=candidate.notes, bound=_present(pair, "bound"),
-                telemetry=result.telemetry,
+                cell, status="ok", pairing=pair.pairing, phases=_phases(cell, reference, candidate, pair.pairing),
+                tokens=_tokens(reference.jobs, candidate.jobs), memory=_present(pair, "memory"),
+                jobs=_jobs(cell, pair, verdicts), ranks=result.ranks or None, applied=candidate.applied,
+                notes=candidate.notes, roofline=_present(pair, "roofline"), **common,
             )  # fmt: skip
         survivors = {n: a for n, a in pair.arms.items() if a.times} if result.status == "oom" else {}
+        own: dict[str, Any] = {}
+        if survivors:
+            arms = (survivors.get(name) for name in ARMS)
+            own = {"pairing": pair.pairing, "phases": _phases(cell, *arms, pair.pairing)}
+            own["roofline"] = _present(pair, "roofline")
         return self._record(
-            cell, status=result.status, reason=result.reason, arm=result.arm,
-            pairing=pair.pairing if survivors else None,
-            phases=_phases(survivors.get("reference"), survivors.get("candidate"), pair.pairing) if survivors else None,
-            memory=_present(pair, "memory") or None, bound=_present(pair, "bound") if survivors else None,
-            numerics=verdict, telemetry=result.telemetry,
+            cell, status=result.status, reason=result.reason, arm=result.arm, rank=result.rank,
+            memory=_present(pair, "memory") or None, **own, **common,
         )  # fmt: skip
+
+    def _agreement(self, cell: Cell, pair: Pair) -> None:
+        """The full arms of two processes against each other; the result says so where they do not agree."""
+        dtype = getattr(torch, self.machine.dtype(cell.model.dtype))
+        try:
+            agree(cell, kind(cell.kind), pair.arms, dtype)
+        except Failure as failure:
+            pair.result.status, pair.result.reason, pair.result.arm = failure.status, failure.reason, failure.arm
 
     def _record(self, cell: Cell, **fields: Any) -> Record:
         return Record(
-            key=cell.key, session=self.session, model=cell.model.name, workload=cell.workload.name, design=cell.design,
-            reference=[a.label for a in cell.reference], candidate=[a.label for a in cell.candidate],
-            ablations=[a.label for a in cell.toggles], limit=any(a.bound for a in cell.candidate) or None, **fields,
+            kind=cell.kind, key=cell.key, session=self.session, model=cell.model.name, workload=cell.workload.name,
+            design=cell.design, reference=[a.label for a in cell.reference],
+            candidate=[a.label for a in cell.candidate], ablations=[a.label for a in cell.toggles], **fields,
         )  # fmt: skip
 
 
-def _numerics(cell: Cell, pair: Pair, machine: Machine) -> Numerics | None:
-    """The candidate's verdict (the reference's, where only that one failed); with the agreement of the full arms."""
+def _verdicts(pair: Pair) -> dict[str, Numerics]:
+    """The candidate's verdicts by job; the reference's, where only that one failed."""
     reference, candidate = (pair.arms.get(name) for name in ARMS)
-    if pair.result.arm == "reference" and reference and reference.numerics and not reference.numerics.passed:
+    if pair.result.arm == "reference" and reference and any(not v.passed for v in reference.numerics.values()):
         return reference.numerics
-    if candidate is None or candidate.numerics is None:
+    return candidate.numerics if candidate else {}
+
+
+def _nearest_to_its_limit(verdicts: dict[str, Numerics]) -> Numerics | None:
+    """Of several jobs the verdict that decides: one that failed, else the one nearest to failing."""
+    return max(verdicts.values(), key=lambda v: (not v.passed, share_of_allowance(v)), default=None)
+
+
+def _tokens(reference: dict[str, JobCounts], candidate: dict[str, JobCounts]) -> Tokens | None:
+    """Of all jobs together; None where a trial has no tokens."""
+    if not reference and not candidate:
         return None
-    if pair.pairing == "abba" and reference:
-        dtype = getattr(torch, machine.dtype(cell.model.dtype))
-        return worker.agreed(cell, candidate.numerics, reference, candidate, dtype)
-    return candidate.numerics
+    known = (candidate or reference).values()
+    return Tokens(
+        real=sum(c.real for c in known),
+        trained=sum(c.trained for c in known),
+        reference_padded=sum(c.padded for c in reference.values()),
+        candidate_padded=sum(c.padded for c in candidate.values()),
+    )
+
+
+def _jobs(cell: Cell, pair: Pair, verdicts: dict[str, Numerics]) -> dict[str, JobRecord] | None:
+    """Each of several jobs; None where there is but one, whose fields are the record's own."""
+    if len(cell.jobs) == 1:
+        return None
+    made = {}
+    for job in cell.jobs:
+        counts = {name: arm.jobs[job.name] for name, arm in pair.arms.items() if job.name in arm.jobs}
+        own = tuple({job.name: counts[name]} if name in counts else {} for name in ARMS)
+        tokens = _tokens(*own)
+        assert tokens is not None  # an arm that was measured has counted its jobs
+        made[job.name] = JobRecord(
+            r=job.lora.r, tokens=tokens, numerics=verdicts.get(job.name),
+            adapter_bytes={name: c.adapter_bytes for name, c in counts.items()},
+            optimizer_bytes={name: c.optimizer_bytes for name, c in counts.items()},
+            tflop=next((c.tflop for c in counts.values()), {}),
+        )  # fmt: skip
+    return made
 
 
 def _phases(
-    reference: ArmResult | None, candidate: ArmResult | None, pairing: str
-) -> dict[Literal["forward", "backward", "step", "total"], Phase]:
-    phases: dict[Any, Phase] = {}
-    for name in PHASES:
+    cell: Cell, reference: ArmResult | None, candidate: ArmResult | None, pairing: str
+) -> dict[str, Phase]:
+    """The phases that every arm has which was measured, in the kind's order, and their sum."""
+    phases: dict[str, Phase] = {}
+    for name in (*kind(cell.kind).phases, TOTAL):
         times = [arm.times.get(name) if arm else None for arm in (reference, candidate)]
         if not any(times) or (reference and candidate and not all(times)):
-            continue  # neither an op nor a bound has an optimizer step
+            continue
         phase = Phase(reference_ms=_short(times[0]), candidate_ms=_short(times[1]))
         if times[0] and times[1] and (ratio := speedup(times[0], times[1], paired=pairing == "paired")):
             phase.speedup, phase.low, phase.high = ratio.centre, ratio.low, ratio.high
@@ -214,7 +254,7 @@ def _short(times: list[float] | None) -> list[float] | None:
     return None if times is None else [round(t, 4) for t in times]
 
 
-def _present(pair: Pair, attribute: Literal["memory", "bound"]) -> dict[Any, ArmMemory | PhaseBound | Any]:
+def _present(pair: Pair, attribute: Literal["memory", "roofline"]) -> dict[Any, Any]:
     return {name: value for name, arm in pair.arms.items() if (value := getattr(arm, attribute)) is not None}
 
 

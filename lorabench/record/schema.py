@@ -1,6 +1,7 @@
-"""The record: what one cell came to, as it stands in one line of records.jsonl, and the store that holds them.
+"""The record: what one cell came to, as it stands in one line of records.jsonl.
 
-The status decides which fields a record may have: a row with `wrong_numerics` cannot carry a speed, by construction.
+The status decides which fields a record may have: a row with `wrong_numerics` cannot carry a speed, by construction. What
+a record with status `ok` must carry beside its times, its kind says.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-SCHEMA = 1
-PHASES = ("forward", "backward", "step", "total")
+from lorabench.contract.kind import kind
+from lorabench.contract.names import NameUnknown
+
+SCHEMA = 2
+TOTAL = "total"  # the sum of a kind's phases, beside them in `phases`
 
 Status = Literal["ok", "oom", "timeout", "crash", "wrong_numerics", "not_applied", "unsupported", "conflict"]
 ArmName = Literal["reference", "candidate"]
@@ -55,45 +59,67 @@ class ArmMemory(Strict):
     weights: int | None = None
     adapters: int | None = None
     optimizer: int | None = None
-    static: int | None = None  # all that stays allocated between two steps, captured graphs' pools included
-    forward: int | None = None  # peak allocated in this phase, static part included
-    backward: int | None = None
-    step: int | None = None
-    peak: int | None = None  # the largest of the three
+    static: int | None = None  # all that stays allocated between two trials, captured graphs' pools included
+    peaks: dict[str, int] | None = None  # the most allocated in each phase, static part included
+    peak: int | None = None  # the largest of these
     reserved: int | None = None  # by the caching allocator while this arm warmed up, from an emptied cache
     retries: int | None = None  # cudaMalloc retries: the allocator had to give memory back and try again
     process: int | None = None  # peak resident set size of the worker, this arm's growth
 
 
-class PhaseBound(Strict):
+class PhaseRoofline(Strict):
     """Where one phase's time goes. Unknown stays None: an unknown ceiling gives an empty cell, never a guess."""
 
     host_ms: float | None = None  # until the call returned, without waiting for the device
     device_busy_ms: float | None = None  # union of the device's kernel and copy intervals
     tflop: float | None = None  # LoRA-aware, recompute excluded
     recompute_tflop: float | None = None
+    gbytes: float | None = None  # 10⁹ bytes that have to be moved, where the kind counts them
     of_ceiling: float | None = None  # tflop / median time / measured GEMM ceiling
     label: Literal["host-bound", "memory-bound", "compute-bound"] | None = None
 
 
 class Numerics(Strict):
-    """What the gate found. Errors are relative: |loss - gold| / |gold| and ||g - gold|| / ||gold|| (Frobenius)."""
+    """What the gate found. Errors are relative: |loss - gold| / |gold| and ||g - gold|| / ||gold|| (Frobenius).
+
+    A kind that compares bit for bit has `unequal` in place of the errors.
+    """
 
     passed: bool
-    loss_error: float
-    loss_allowed: float
-    grad_error: float  # of the worst adapter tensor
-    grad_allowed: float  # what that tensor was allowed
-    plain_grad_error: float  # plain PEFT in the same low precision, its worst tensor
+    loss_error: float | None = None
+    loss_allowed: float | None = None
+    grad_error: float | None = None  # of the worst adapter tensor
+    grad_allowed: float | None = None  # what that tensor was allowed
+    plain_grad_error: float | None = None  # plain PEFT in the same low precision, its worst tensor
     plain_worst: str | None = None  # name of that one; None where plain PEFT makes no error, and in older records
-    worst: str  # name of the worst tensor
-    tensors: int  # adapter gradients compared
+    worst: str  # name of the worst tensor; "" where none is off
+    tensors: int  # tensors (or numbers) compared
+    unequal: int | None = None  # how many of them differ, where they have to be equal
     update_error: float | None = None  # optimizer's first update against float32 AdamW on the same gradients
     full_loss_error: float | None = None  # the full arms against each other, first warm-up round
     full_grad_norm_error: float | None = None
     full_loss_allowed: float | None = None
     full_grad_norm_allowed: float | None = None
     tolerance: str | None = None  # in words, where the toggle changes the mathematics on purpose
+
+
+class JobRecord(Strict):
+    """One job of several: what it trained and what the gate found of it, against the same job trained alone."""
+
+    r: int
+    tokens: Tokens
+    numerics: Numerics | None = None
+    adapter_bytes: dict[ArmName, int] = Field(default_factory=dict)
+    optimizer_bytes: dict[ArmName, int] = Field(default_factory=dict)
+    tflop: dict[str, float] = Field(default_factory=dict)  # useful work by phase
+
+
+class RankSpread(Strict):
+    """The ranks of an arm that steps on several. Its times are those of the slowest rank in each trial."""
+
+    size: int
+    slowest: list[int]  # of each trial, the rank whose total was the largest
+    spread: float  # median over trials of (slowest - fastest) / slowest
 
 
 class Telemetry(Strict):
@@ -124,6 +150,7 @@ class Record(Strict):
     """One cell. `ablations` are the toggles under test; `reference` and `candidate` the complete lists of each arm."""
 
     schema_: int = Field(SCHEMA, alias="schema")
+    kind: str
     key: str  # of the cell's content: resume finds it by this
     session: str  # the sweep run that measured it; environment.json says on which machine
     model: str
@@ -136,14 +163,16 @@ class Record(Strict):
     reason: str | None = None  # in words a user understands; required unless ok
     arm: ArmName | None = None  # which arm ran out of memory, hung or crashed, where that is known
     pairing: Literal["paired", "abba"] | None = None  # one process trial by trial, or processes in A B B A order
-    phases: dict[Literal["forward", "backward", "step", "total"], Phase] | None = None
+    rank: int | None = None  # which of an arm's ranks it was
+    phases: dict[str, Phase] | None = None  # those of the kind that both arms had, in order, and TOTAL
     tokens: Tokens | None = None
     memory: dict[ArmName, ArmMemory] | None = None
-    numerics: Numerics | None = None
-    limit: Literal[True] | None = None  # the candidate is a bound on a step, no way to train: no numerics, no verdict
+    numerics: Numerics | None = None  # of several jobs the one nearest to its limit
+    jobs: dict[str, JobRecord] | None = None  # where there are several
+    ranks: dict[ArmName, RankSpread] | None = None  # of the arms that step on several
     applied: dict[str, int] | None = None  # sites changed, per toggle of the candidate
     notes: dict[str, Any] = Field(default_factory=dict)  # what a toggle says of itself: backend, versions, graph breaks
-    bound: dict[ArmName, dict[Literal["forward", "backward", "step"], PhaseBound]] | None = None
+    roofline: dict[ArmName, dict[str, PhaseRoofline]] | None = None
     telemetry: Telemetry | None = None
     cost: Cost | None = None
     log: str | None = None  # tail of the worker's output, where it failed
@@ -154,15 +183,30 @@ class Record(Strict):
     def is_noise_floor(self) -> bool:
         return not self.ablations
 
+    @property
+    def is_candidate(self) -> bool:
+        """Whether the candidate is a way to do the work at all, and not the least work that there is."""
+        return kind(self.kind).candidate
+
+    @property
+    def own_phases(self) -> list[str]:
+        """The phases that were measured, in order, without their sum."""
+        return [p for p in self.phases or {} if p != TOTAL]
+
     @model_validator(mode="after")
     def _fields_follow_status(self) -> Record:
         if self.schema_ != SCHEMA:
-            raise ValueError(f"schema {self.schema_}: this lorabench reads schema {SCHEMA}")
+            raise ValueError(f"schema {self.schema_}: this lorabench reads schemas 1 to {SCHEMA}")
+        try:
+            of_kind = kind(self.kind)
+        except NameUnknown as error:  # a third party's kind, whose package is not here
+            raise ValueError(f"{error}; install the package that brings this kind") from None
         if self.status == "ok":
-            needed = ["phases", "tokens", "applied", "pairing"] + ["numerics"] * (not self.limit)
-            missing = [f for f in needed if getattr(self, f) is None]
+            missing = [f for f in ("phases", "applied", "pairing", *of_kind.carries) if getattr(self, f) is None]
             if missing or (self.numerics and not self.numerics.passed):
                 raise ValueError(f"status ok needs {missing or 'numerics that passed'}")
+            if strange := [p for p in self.own_phases if p not in of_kind.phases]:
+                raise ValueError(f"kind {self.kind} has no phase {strange[0]!r}; it has {', '.join(of_kind.phases)}")
         elif not self.reason:
             raise ValueError(f"status {self.status} needs a reason")
         if self.pairing == "paired" and self.status == "ok":

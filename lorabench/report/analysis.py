@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from lorabench.report import stats
-from lorabench.run.record import PHASES, ArmMemory, Phase, Record
-from lorabench.run.store import ENVIRONMENT, RecordError, read_records
+from lorabench.record import stats
+from lorabench.record.schema import PHASES, ArmMemory, Phase, Record
+from lorabench.record.store import ENVIRONMENT, RecordError, read_records
 
 GIB = 2**30
 ARMS = ("reference", "candidate")

@@ -1,4 +1,4 @@
-"""The gate's gold and plain twins, kept between the cells of a sweep: all that differ only in their toggles share them.
+"""The gate's gold and plain outcomes, kept between the cells of a sweep: cells that differ only in toggles share them.
 
 They lie in a temporary folder of the sweep, which deletes it at its end: a safetensors file (nothing is unpickled) for
 each model (and how it holds its frozen weights), workload, seed and precision. Always computed before any toggle has
@@ -19,23 +19,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from lorabench.contract.ablation import Ablation
+from lorabench.contract.model import ModelSpec
+from lorabench.contract.workload import Workload
 from lorabench.measure.numerics import Outcome
-from lorabench.plan.ablation import Ablation
-from lorabench.plan.model import ModelSpec
-from lorabench.plan.workload import Workload
 
 
 def path(
-    folder: str, spec: ModelSpec, workload: Workload, seed: int, dtype: torch.dtype, loading: Sequence[Ablation] = ()
+    folder: Path, spec: ModelSpec, workload: Workload, seed: int, dtype: torch.dtype, held: Sequence[Ablation] = ()
 ) -> Path:
-    """The file of these twins. Device and library versions are the sweep's, and so is the folder. `loading`: toggles
-    that the twins have too."""
-    models = [spec.model_dump(mode="json"), [[a.name, asdict(a)] for a in loading]]
+    """The file of these outcomes. Device and library versions are the sweep's, and so is the folder. `held`: toggles that
+    both have, because they say how frozen weights are held."""
+    models = [spec.model_dump(mode="json"), [[a.name, asdict(a)] for a in held]]
     content = [*models, workload.model_dump(mode="json"), seed, str(dtype)]
-    return Path(folder) / f"{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}.safetensors"
+    return folder / f"{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}.safetensors"
 
 
-def kept(file: Path, device: torch.device, compute: Callable[[], tuple[Outcome, Outcome]]) -> tuple[Outcome, Outcome]:
+def cached(file: Path, device: torch.device, compute: Callable[[], tuple[Outcome, Outcome]]) -> tuple[Outcome, Outcome]:
     """(gold, plain PEFT in the compute dtype) out of the file; where there is none, computed and put there."""
     if file.exists():
         return _read(file, device)

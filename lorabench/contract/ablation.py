@@ -2,7 +2,8 @@
 
 A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
 and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
-load, adapt, prepare, build, patch, batch, optimize, step; `audit` then proves that the toggle engaged.
+load, adapt, prepare, build, patch, shard, batch, optimize, step (or read, or generate, in the kinds that load weights or
+evaluate a checkpoint); `audit` then proves that the toggle engaged.
 docs/add-an-ablation.md walks through one.
 """
 
@@ -12,15 +13,20 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-if TYPE_CHECKING:
+from lorabench.contract.batch import Batch, Sample
+from lorabench.contract.machine import Machine
+from lorabench.contract.model import ModelSpec
+from lorabench.contract.ranks import Ranks
+from lorabench.contract.workload import Workload
+
+if TYPE_CHECKING:  # these import torch, which a list of toggles can do without
     import torch
 
-    from lorabench.measure.arm import Arm, Step
-    from lorabench.measure.machine import Machine
-    from lorabench.plan.model import ModelSpec
-    from lorabench.plan.workload import Batch, Sample, Workload
+    from lorabench.contract.arm import Arm
+    from lorabench.contract.step import Step
 
 
 class Unsupported(Exception):
@@ -81,9 +87,21 @@ class Blueprint:
     base: Callable[[], torch.nn.Module]  # weights drawn or read, and every toggle's `prepare` done
 
 
+class WeightsReader:
+    """Reads a checkpoint in two phases. Subclass it and return it from `read`."""
+
+    def read(self, files: Sequence[Path]) -> Any:
+        """From the disk into memory, host or device; returns what `place` takes."""
+        raise NotImplementedError
+
+    def place(self, held: Any, device: torch.device) -> dict[str, torch.Tensor]:
+        """What `read` returned, as tensors on the device, by their names in the files."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Evidence:
-    """What `audit` may look at: the finished arm after one traced forward, backward and update."""
+    """What `audit` may look at: the finished arm after one traced trial."""
 
     arm: Arm
     patched: int | None  # what `patch` returned
@@ -99,11 +117,13 @@ class Ablation:
     summary: ClassVar[str] = ""
     requires: ClassVar[Requires] = Requires()
     excludes: ClassVar[Mapping[str, str]] = {}  # name or slot of another toggle -> why both cannot be on
-    ops: ClassVar[bool] = False  # also knows a single operation out of a model (`linear-4096x4096`)
-    bound: ClassVar[bool] = False  # not a training step but a bound on one: no gate, no agreement, last, no verdict
-    own_masks: ClassVar[bool] = False  # draws dropout masks that the gate cannot share: gated at dropout 0
+    kinds: ClassVar[tuple[str, ...]] = ("train",)  # the kinds of cell that know this toggle (measure/kinds)
+    bounds: ClassVar[str | None] = None  # no way to train, but the least work of a cell of that kind
+    changes_weights: ClassVar[bool] = False  # how frozen weights are held: in both arms alike it is part of the model
+    own_dropout_masks: ClassVar[bool] = False  # draws masks that the gate cannot share: gated at dropout 0
     recomputes: ClassVar[bool] = False  # runs the forward again in backward: counted apart from useful work
     global_patch: ClassVar[bool] = False  # changes more than its own model: measured in separate processes
+    parallel: ClassVar[bool] = False  # its arm steps on `world_size` processes, one a GPU
     tolerance: ClassVar[Tolerance | None] = None
     rank: ClassVar[int] = 0  # `step` wrappers of a higher rank go further outside
 
@@ -127,6 +147,10 @@ class Ablation:
         """Change the PEFT model in place, on the instance; return the number of sites. None: nothing to patch."""
         return None
 
+    def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample] | None:
+        """The samples of this rank, of those of the whole step. None: leave it to another toggle or to one rank."""
+        return None
+
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch] | None:
         """Samples -> the batches of one step. None: leave it to another toggle or to plain padding."""
         return None
@@ -138,6 +162,13 @@ class Ablation:
     def step(self, step: Step) -> Step:
         """Wrap forward, backward and update (autocast, compilation, capture, a context)."""
         return step
+
+    def read(self) -> WeightsReader | None:
+        """How a checkpoint's files come to the device. None: leave it to another toggle or to safetensors."""
+        return None
+
+    def generate(self, kwargs: dict[str, Any]) -> None:
+        """Change the keyword arguments of `model.generate`, in place."""
 
     def audit(self, evidence: Evidence) -> int:
         """How many sites the toggle is at work in. Zero, or NotApplied with the reason, makes the record
@@ -152,7 +183,7 @@ class Ablation:
         """Anything worth keeping in the record: the backend that ran, versions, graph breaks."""
         return {}
 
-    def excuses(self, reference: Sequence[Ablation], dtype: str) -> str | None:
+    def without_effect(self, reference: Sequence[Ablation], dtype: str) -> str | None:
         """Why this toggle cannot do anything beside that reference in that compute dtype, known beforehand; or None."""
         return None
 

@@ -15,10 +15,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lorabench.run.record import Record
+from lorabench.record.older import upgraded
+from lorabench.record.schema import SCHEMA, Record
 
 RECORDS = "records.jsonl"
 ENVIRONMENT = "environment.json"
+_TODAY = b'{"schema":%d,' % SCHEMA  # what `append` writes: read without a detour through Python's dictionaries
 
 
 class RecordError(ValueError):
@@ -48,6 +50,8 @@ def read_records(path: Path) -> list[Record]:
 
 def _parse(line: bytes, path: Path, number: int) -> Record:
     try:
+        if not line.startswith(_TODAY) and isinstance(older := _older(line), dict):
+            return Record.model_validate(older)
         return Record.model_validate_json(line)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -56,6 +60,15 @@ def _parse(line: bytes, path: Path, number: int) -> Record:
             f"{path} line {number} is not a record: {where}: {first['msg']}; expected one JSON record a line "
             f"(repair or remove that line; nothing was changed)"
         ) from None
+
+
+def _older(line: bytes) -> dict[str, Any] | None:
+    """A record of an older schema in today's form; None where the line is none, which the schema then says."""
+    try:
+        found = json.loads(line)
+        return upgraded(found) if isinstance(found, dict) else None
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 class Store:

@@ -1,0 +1,80 @@
+"""The arm: one model, one workload and a set of toggles, built and ready to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorabench.contract.batch import Sample
+from lorabench.contract.job import ADAPTER
+from lorabench.contract.ranks import ONE, Ranks
+from lorabench.contract.step import Step
+
+
+@dataclass
+class Arm:
+    """An arm, built. `ablations` are its toggles, `patched` is what each one's `patch` returned.
+
+    `steps` holds one Step a job, in the order in which they are trained. A kind whose trial is no optimizer step
+    subclasses this and leaves them empty.
+    """
+
+    name: str
+    ablations: tuple[Any, ...]
+    model: nn.Module
+    steps: list[Step]
+    dtype: torch.dtype
+    device: torch.device
+    kind: Any  # measure/kind.py's Kind: what a trial of it does
+    patched: dict[str, int | None] = field(default_factory=dict)
+    ranks: Ranks = ONE
+
+    @property
+    def step(self) -> Step:
+        """The step of the only job; of several, the first one's."""
+        return self.steps[0]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples of all jobs, before batching."""
+        return [sample for step in self.steps for sample in step.samples]
+
+    @property
+    def real(self) -> int:
+        return sum(b.real for step in self.steps for b in step.batches)
+
+    @property
+    def padded(self) -> int:
+        return sum(b.padded for step in self.steps for b in step.batches)
+
+    def adapters(self, step: Step | None = None) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of every trained tensor of a job (None: of the only one), by the names that PEFT gives to an
+        adapter which is alone."""
+        step = step or self.step
+        if not step.name:
+            return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+        mine = f".{step.adapter}."  # PEFT trains what belongs to the active adapter: another job's may be active now
+        return ((own_name(n, step.adapter), p) for n, p in self.model.named_parameters() if mine in n)
+
+    def gradients(self, step: Step | None = None) -> dict[str, Tensor]:
+        """A float32 copy of every adapter gradient between backward and update. A missing one is zeros: the gate will
+        see it."""
+        step = step or self.step
+        return {
+            n: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.detach().float() / step.loss_scale
+            for n, p in self.adapters(step)
+        }
+
+
+def own_name(name: str, adapter: str) -> str:
+    """A parameter's name as it would be if its adapter were the model's only one."""
+    return name.replace(f".{adapter}.", f".{ADAPTER}.")
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the distinct storages: tied weights and views into one buffer count once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

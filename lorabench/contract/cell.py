@@ -1,0 +1,95 @@
+"""The cell: a pair of arms to be measured together, and its key."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lorabench.contract.ablation import Ablation
+from lorabench.contract.job import Job, jobs_of
+from lorabench.contract.model import ModelSpec
+from lorabench.contract.workload import Workload
+
+# Fields of a workload that came after the first published records: unset, they leave the keys as they were.
+LATER = ("seed", "page_cache", "jobs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A pair of arms to be measured together. `toggles` are under test; none: the reference against itself.
+
+    `kind` is the name of its kind; `kind_in_key` is off for the kinds that are older than the word, so that their keys
+    stay. `timeout_s` and where it runs are not part of the content, so they do not change the key.
+    """
+
+    kind: str
+    kind_in_key: bool
+    model: ModelSpec
+    workload: Workload
+    design: str
+    reference: tuple[Ablation, ...]
+    candidate: tuple[Ablation, ...]
+    toggles: tuple[Ablation, ...]
+    trials: int
+    warmup: int
+    seed: int
+    world_size: int = 1
+
+    @property
+    def key(self) -> str:
+        """Hash of the content: what makes two cells the same measurement."""
+        content: dict[str, Any] = {
+            "model": self.model.model_dump(mode="json"),
+            "workload": {k: v for k, v in self.workload.model_dump(mode="json").items() if k not in LATER or v},
+            "reference": _content(self.reference),
+            "candidate": _content(self.candidate),
+            "toggles": _content(self.toggles),
+            "design": self.design,
+            "trials": self.trials,
+            "warmup": self.warmup,
+            "seed": self.seed,
+        }
+        if self.kind_in_key:
+            content["kind"] = self.kind
+        if self.ranks > 1:
+            content["world_size"] = self.ranks
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def title(self) -> str:
+        what = " + ".join(t.label for t in self.toggles) or "reference against itself"
+        return f"{self.model.name} @ {self.workload.name}: {what}"
+
+    @property
+    def jobs(self) -> list[Job]:
+        return jobs_of(self.model, self.workload, self.seed)
+
+    @property
+    def separate(self) -> bool:
+        """Whether a toggle's patch reaches beyond its own model, so that the arms must not share a process."""
+        return any(a.global_patch for a in (*self.reference, *self.candidate))
+
+    @property
+    def ranks(self) -> int:
+        """How many processes the cell needs: one, unless an arm steps on several."""
+        return max(self.ranks_of("reference"), self.ranks_of("candidate"))
+
+    @property
+    def held_weights(self) -> tuple[Ablation, ...]:
+        """How both arms alike hold their frozen weights. It is then part of the model and not under test: the gate's
+        gold has the same weights, and nothing is tolerated for their sake."""
+        return tuple(a for a in self.reference if a.changes_weights and a in self.candidate)
+
+    def arm(self, name: str) -> tuple[Ablation, ...]:
+        return self.reference if name == "reference" else self.candidate
+
+    def ranks_of(self, name: str) -> int:
+        """How many processes an arm steps on; an arm without a parallel toggle runs on rank 0 alone."""
+        return self.world_size if any(a.parallel for a in self.arm(name)) else 1
+
+
+def _content(ablations: Sequence[Ablation]) -> list[Any]:
+    return sorted(([a.name, asdict(a)] for a in ablations), key=lambda item: item[0])

@@ -1,0 +1,81 @@
+"""The model: an architecture from its published configuration, its weights, and the PEFT adapter on it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class Lora(BaseModel):
+    """PEFT's LoraConfig, by its own names."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    r: int = Field(default=16, ge=1)
+    lora_alpha: float = 32
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    bias: Literal["none", "all", "lora_only"] = "none"
+    use_rslora: bool = False
+    target_modules: list[str] | str = [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+
+
+class ModelSpec(BaseModel):
+    """One model of a sweep.
+
+    `config` is the published configuration (transformers' names). `weights` is "random", a hub name, a local folder
+    or "smollm2-135m-instruct" (from the Python package index); `measure/build.py` builds it. What an operation out of a
+    model is (`linear-4096x14336`), its kind says: measure/kinds/op.py.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    source: str  # where the configuration was published
+    config: dict[str, Any]
+    dtype: str = "auto"  # auto: bfloat16 where the device computes in it natively, else float32
+    weights: str = "random"
+    lora: Lora = Lora()
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, value: str) -> str:
+        if value not in DTYPES:
+            raise ValueError(f"dtype {value!r}: expected one of {', '.join(DTYPES)}")
+        return value
+
+    @field_validator("config")
+    @classmethod
+    def _names_its_family(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "model_type" not in value:
+            raise ValueError("config needs model_type (transformers' name of the family, such as llama)")
+        return value
+
+    @property
+    def family(self) -> str:
+        return self.config["model_type"]
+
+    def adapter(self) -> dict[str, Any]:
+        """Keyword arguments of PEFT's LoraConfig."""
+        return self.lora.model_dump() | {"task_type": "CAUSAL_LM"}
+
+    def without_dropout(self) -> ModelSpec:
+        return self.with_lora(self.lora.model_copy(update={"lora_dropout": 0.0}))
+
+    def hf_config(self, layers: int | None = None) -> Any:
+        """transformers' configuration object; `layers` overrides the depth (the gate's shallow model)."""
+        from transformers import AutoConfig
+
+        config = dict(self.config)
+        if layers is not None:
+            config["num_hidden_layers"] = min(layers, config["num_hidden_layers"])
+            if config.get("layer_types"):
+                config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+        return AutoConfig.for_model(**config, use_cache=False)
+
+    def with_lora(self, lora: Lora) -> ModelSpec:
+        return self.model_copy(update={"lora": lora})

@@ -1,0 +1,18 @@
+"""Wrong names: one line with the nearest right one, wherever a name is looked up."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class NameUnknown(ValueError):
+    """A wrong name (or parameter) in a configuration; the message holds the nearest right one."""
+
+
+def nearest(what: str, name: str, known: Iterable[str], where: str = "") -> NameUnknown:
+    """The error for a wrong name: one line, with the nearest right name. `what` is the sort of thing it names."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    return NameUnknown(f"no {what} named {name!r}{where}; {hint}")

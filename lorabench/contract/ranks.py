@@ -1,0 +1,33 @@
+"""Ranks: the processes of one arm, one a GPU. One rank is the ordinary case, and the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+def _nothing() -> None:
+    pass
+
+
+def _own(value: float) -> float:
+    return value
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that step together. `rank` counts from 0; rank 0 reports.
+
+    `barrier` waits for all of them; `total` and `largest` give the sum and the maximum of a number over them; `beat` counts
+    that something began, by which a rank that hangs is told from those that wait for it. With one rank all do nothing.
+    """
+
+    rank: int = 0
+    size: int = 1
+    barrier: Callable[[], None] = field(default=_nothing, compare=False)
+    total: Callable[[float], float] = field(default=_own, compare=False)
+    largest: Callable[[float], float] = field(default=_own, compare=False)
+    beat: Callable[[], None] = field(default=_nothing, compare=False)
+
+
+ONE = Ranks()

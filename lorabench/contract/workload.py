@@ -1,0 +1,114 @@
+"""The workload: what is fed. Random samples of one length, random samples of a data set's lengths, real text, or nothing
+but weights; for one fine-tuning job or for several. `plan/samples.py` draws the samples.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from lorabench.contract.names import nearest
+
+LEARNING_RATE = 1e-4
+
+
+class WorkloadError(ValueError):
+    """A workload that cannot be drawn or read; the message says what was expected."""
+
+
+@cache
+def length_tables() -> dict[str, dict[str, Any]]:
+    """The shipped token-length figures: "measured" (quantiles of real text) and "approximate" (log-normal), apart."""
+    return json.loads(resources.files("lorabench.contract").joinpath("lengths.json").read_text())
+
+
+class JobSpec(BaseModel):
+    """One entry of a workload's `jobs`: what this job changes of the workload and of the sweep's adapter."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")  # also the adapter's name in PEFT, so a part of module names
+    workload: dict[str, Any] = {}  # fields of Workload: batch_size, seq_len, samples, distribution, …
+    lora: dict[str, Any] = {}  # fields of Lora: r, lora_alpha, lora_dropout, target_modules, …
+    optimizer: str | dict[str, Any] | None = None  # a toggle of its own for the update; None: the arm's
+    learning_rate: float = Field(default=LEARNING_RATE, gt=0)
+    seed: int | None = None  # of samples and adapter; None: the sweep's
+
+
+class Workload(BaseModel):
+    """What one optimizer step is fed: `samples` samples in micro-batches of `batch_size`, none above `seq_len` tokens.
+
+    kind fixed: every sample has `seq_len` random tokens. kind lengths: random tokens, lengths drawn from
+    `distribution`. kind text: a JSONL file (`path`) or hub data set (`dataset`), its `fields` joined and tokenized.
+    kind weights: no samples; the model's files are read, from a `page_cache` that holds them or not.
+
+    `jobs`: several fine-tuning jobs on one base, each with what it changes of the fields above and of the adapter. None:
+    the workload is the one job.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    kind: Literal["fixed", "lengths", "text", "weights"]
+    batch_size: int = Field(ge=1)
+    seq_len: int = Field(ge=2)
+    samples: int = Field(default=0, ge=0)  # 0: one batch
+    distribution: str | None = None
+    path: str | None = None
+    dataset: str | None = None
+    subset: str | None = None  # a hub data set's configuration
+    split: str = "train"
+    fields: list[str] = ["question", "answer"]
+    train_on: Literal["all", "last_field"] = "all"
+    tokenizer: str | None = None
+    seed: int | None = None  # of the draw, where the workload is to be the same under every seed of the sweep
+    page_cache: Literal["warm", "cold"] | None = None
+    jobs: list[JobSpec] = []
+
+    @field_validator("distribution")
+    @classmethod
+    def _known(cls, value: str | None) -> str | None:
+        if value is not None:
+            tables = length_tables()
+            names = [*tables["measured"], *tables["approximate"]]
+            if value not in names:
+                raise nearest("length distribution", value, names)
+        return value
+
+    @model_validator(mode="after")
+    def _complete(self) -> Workload:
+        if self.kind == "lengths" and not self.distribution:
+            raise ValueError("kind lengths needs `distribution`")
+        if self.kind == "text" and (bool(self.path) == bool(self.dataset) or not self.tokenizer):
+            raise ValueError("kind text needs `tokenizer` and either `path` (a JSONL file) or `dataset` (a hub name)")
+        if (self.kind == "weights") != (self.page_cache is not None):
+            raise ValueError("`page_cache` (warm or cold) goes with kind weights, and with no other")
+        twice = sorted({j.name for j in self.jobs if [k.name for k in self.jobs].count(j.name) > 1})
+        if twice:
+            raise ValueError(f"two jobs are named {twice[0]!r}")
+        return self
+
+    @property
+    def count(self) -> int:
+        return self.samples or self.batch_size
+
+    @property
+    def lengths_are(self) -> str | None:
+        """ "measured" or "approximate": any figure that rests on approximate lengths has to say so."""
+        if self.kind != "lengths":
+            return None
+        return "measured" if self.distribution in length_tables()["measured"] else "approximate"
+
+
+def fixed(text: str) -> Workload | None:
+    """`4x2048` -> batch 4 of 2048 tokens; None where the text is no such pair."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match:
+        return None
+    batch_size, seq_len = map(int, match.groups())
+    return Workload(name=text, kind="fixed", batch_size=batch_size, seq_len=seq_len)

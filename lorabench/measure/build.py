@@ -1,0 +1,208 @@
+"""Builds a training arm: the model with its adapters, what the toggles change, batches, optimizers, steps.
+
+The hooks are called in the order of a training run. Same seed, same weights, whatever the toggles: every tensor is drawn
+from its own name.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorabench.contract.ablation import Ablation, Blueprint, Unsupported
+from lorabench.contract.arm import Arm, own_name
+from lorabench.contract.batch import Batch, Sample, pad
+from lorabench.contract.job import ADAPTER, Job
+from lorabench.contract.model import ModelSpec
+from lorabench.contract.step import Step
+from lorabench.measure.kind import Request
+from lorabench.plan import registry
+from lorabench.plan.weights import WeightsError, source_arguments
+
+LORA_B_STD = 0.02  # at its usual zero the gradient of lora_A is zero and half of the mathematics is untested
+
+MakeBase = Callable[[dict[str, Any]], nn.Module]  # (arguments of the loader) → the base model on its device
+MakeStep = Callable[[nn.Module, torch.optim.Optimizer, list[Batch], Job, list[Sample]], Step]
+
+
+def build(request: Request, make_base: MakeBase, make_step: MakeStep, config: Any) -> Arm:
+    """Build an arm of one base model and an adapter a job. `config`: the base model's, as `Blueprint` has it.
+
+    Raises what the hooks raise, WeightsError, and out-of-memory errors.
+    """
+    ordered = sorted(request.ablations, key=lambda a: (a.rank, a.name))
+    model = _model(request, ordered, make_base, config)
+    for job in request.jobs:
+        _fill(model, request.dtype, job.seed, job.adapter)
+    if request.upcast:
+        model.float()
+    model.train()
+    patched = {a.name: a.patch(model) for a in ordered}
+    steps = [
+        _step(request, ordered, model, job, samples, make_step)
+        for job, samples in zip(request.jobs, request.samples, strict=True)
+    ]
+    return Arm(
+        request.name, request.ablations, model, steps, request.dtype, request.device, request.kind, patched,
+        request.ranks,
+    )  # fmt: skip
+
+
+def _model(request: Request, ordered: Sequence[Ablation], make_base: MakeBase, config: Any) -> nn.Module:
+    """The base model with every job's adapter on it; weights drawn or read, adapters not yet drawn."""
+    load: dict[str, Any] = {"dtype": request.dtype}  # attention as transformers picks it, unless a toggle says
+    for ablation in ordered:
+        ablation.load(load)
+    adapters = [_adapter(request, ordered, job) for job in request.jobs]
+
+    def base() -> nn.Module:
+        made = make_base(load)
+        if request.model.weights == "random":
+            _fill(made, request.dtype, request.seed, None)
+        for ablation in ordered:
+            ablation.prepare(made, upcast=request.upcast)
+        return made
+
+    blueprint = Blueprint(config, request.dtype, adapters[0], base)
+    built = next((m for m in (a.build(blueprint) for a in ordered) if m is not None), None)
+    if built is not None and len(request.jobs) > 1:
+        raise Unsupported("a loader of its own knows one adapter; this workload has several jobs")
+    return built if built is not None else _with_adapters(base(), request.jobs, adapters)
+
+
+def _adapter(request: Request, ordered: Sequence[Ablation], job: Job) -> dict[str, Any]:
+    """Keyword arguments of `get_peft_model` for a job, as the toggles leave them."""
+    kwargs: dict[str, Any] = {"config": request.kind.adapter(request.model.with_lora(job.lora))}
+    for ablation in ordered:
+        ablation.adapt(kwargs)
+    return kwargs
+
+
+def _with_adapters(base: Any, jobs: Sequence[Job], adapters: Sequence[dict[str, Any]]) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    made: Any = None
+    for job, kwargs in zip(jobs, adapters, strict=True):
+        rest = {k: v for k, v in kwargs.items() if k != "config"}
+        config = LoraConfig(**kwargs["config"])
+        if made is None:
+            made = get_peft_model(base, config, adapter_name=job.adapter, **rest)
+        else:
+            made.add_adapter(job.adapter, config, **rest)
+    return made
+
+
+def _step(
+    request: Request, ordered: Sequence[Ablation], model: nn.Module, job: Job, samples: list[Sample],
+    make_step: MakeStep,
+) -> Step:  # fmt: skip
+    """One job's step: its batches, its optimizer, and what the toggles wrap around both."""
+    shards = (a.shard(samples, request.ranks) for a in ordered)
+    mine = next((s for s in shards if s is not None), samples)
+    made = (a.batch(mine, job.workload) for a in ordered)
+    batches = next((b for b in made if b is not None), None) or pad(mine, job.workload.batch_size)
+    params = [p for n, p in model.named_parameters() if (p.requires_grad if not job.name else f".{job.adapter}." in n)]
+    own = [registry.ablation(job.optimizer)] if job.optimizer else []
+    optimizers = (a.optimize(params, job.learning_rate) for a in [*own, *ordered])
+    optimizer = next((o for o in optimizers if o is not None), None) or torch.optim.AdamW(params, lr=job.learning_rate)
+    step = make_step(model, optimizer, batches, job, samples)
+    for ablation in ordered:
+        step = ablation.step(step)
+    return step
+
+
+def float16_scale(trained: int) -> float:
+    """The largest power of two not above the step's trained tokens: backward starts from about the summed loss. The
+    gradients of a mean over thousands of tokens are subnormal in float16: over 8192 tokens 40 % of them are lost, for
+    PEFT as for anybody. Nobody trains so; a GradScaler's job is done here by a constant, the same for every arm."""
+    return float(2 ** (max(1, trained).bit_length() - 1))
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return replace(batch, inputs={k: v.to(device) for k, v in batch.inputs.items()})
+
+
+def causal_lm(spec: ModelSpec, load: dict[str, Any], device: torch.device, layers: int | None) -> nn.Module:
+    """transformers' model on its device: without its own draw of the weights, or read from where `weights` says."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any
+    if spec.weights == "random":
+        from transformers.initialization import no_init_weights
+
+        with device, no_init_weights():  # every weight is drawn in `_fill`; the library's own draw would be wasted
+            model = _refusing(lambda: AutoModelForCausalLM.from_config(spec.hf_config(layers), **load), spec)
+        model.tie_weights()  # what no_init_weights leaves out
+        return model
+    where, kwargs = source_arguments(spec.weights)
+    try:
+        safe = {} if "gguf_file" in kwargs else {"use_safetensors": True}  # nothing is unpickled
+        read = partial(AutoModelForCausalLM.from_pretrained, where, trust_remote_code=False, **safe)
+        model = _refusing(lambda: read(**kwargs, **load), spec)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"weights {spec.weights!r} cannot be read: {str(error).splitlines()[0]}") from None
+    expected = spec.hf_config()
+    for size in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        have, want = getattr(model.config, size), getattr(expected, size)
+        if have != want:
+            raise WeightsError(f"weights {spec.weights!r} have {size} {have}, the model {spec.name} has {want}")
+    model.config.use_cache = False
+    if layers is not None:
+        model.model.layers = model.model.layers[:layers]
+        model.config.num_hidden_layers = len(model.model.layers)
+    return model.to(device)
+
+
+def _refusing(make: Callable[[], Any], spec: ModelSpec) -> Any:
+    """transformers refuses an attention that the architecture has not: that is the user's business, not a crash."""
+    try:
+        return make()
+    except ValueError as error:
+        if "attention implementation" not in str(error):
+            raise
+        message = f"transformers has not this attention for the family {spec.family}; try eager in reference="
+        raise Unsupported(message) from error
+
+
+def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """A generator of its own for whatever bears this name: the same draw in every arm, whatever else is drawn."""
+    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+
+
+def fill_base(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
+    """Draw every weight of a base model: see `_fill`."""
+    _fill(model, dtype, seed, None)
+
+
+def _fill(model: nn.Module, dtype: torch.dtype, seed: int, adapter: str | None) -> None:
+    """Draw one job's adapter, or (None) everything else, each tensor from a generator seeded by its own name.
+
+    An adapter's tensors bear the names that they would have alone, so a job starts alike alone and beside others. Values
+    are rounded to the compute dtype first, so that float32 and bfloat16 adapters, and the gate's float32 gold, start
+    from the very same numbers. Norm weights stay as the model made them.
+    """
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            std = _std(name, tensor)
+            of_adapter = "lora_" in name
+            if std is None or of_adapter != (adapter is not None) or (of_adapter and f".{adapter}." not in name):
+                continue
+            generator = named_generator(seed, own_name(name, adapter or ADAPTER), tensor.device)
+            drawn = torch.empty(tensor.shape, device=tensor.device, dtype=torch.float32)
+            tensor.copy_(drawn.normal_(0.0, std, generator=generator).to(dtype))
+
+
+def _std(name: str, tensor: Tensor) -> float | None:
+    if "lora_A" in name:
+        return (3 * tensor.shape[-1]) ** -0.5  # as PEFT's kaiming_uniform(a=sqrt(5)) spreads it
+    if "lora_B" in name:
+        return LORA_B_STD
+    if tensor.dim() >= 2 or name.endswith("bias"):
+        return 0.02
+    return None

@@ -1,0 +1,277 @@
+"""One cell, or one arm of it, in this process: gate, build and warm up each arm, agreement, trials, profile.
+
+What an arm is and what is compared its kind says; here is the order, and what is common. An expected failure (out of
+memory, a toggle's own refusal, …) is a Result too; anything else is an exception, which the runner sees as a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
+from lorabench.contract.arm import Arm
+from lorabench.contract.cell import Cell
+from lorabench.contract.kind import kind
+from lorabench.contract.machine import Machine
+from lorabench.contract.ranks import ONE, Ranks
+from lorabench.contract.work import Work
+from lorabench.measure import memory, profile, roofline, telemetry, trial
+from lorabench.measure.kind import GateRequest, JobCounts, Kind, Request
+from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Numerics, PhaseRoofline, RankSpread, Telemetry
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process is to do: measure `arms` of the cell, `rounds` rounds of them."""
+
+    cell: Cell
+    machine: Machine
+    arms: tuple[str, ...]
+    rounds: int
+    gate: bool  # whether this process runs the numerics gate of its arms
+    ceiling_tflops: float | None
+    scratch: str  # the sweep's folder for what its cells share: the gate's gold outcomes, checkpoints
+
+
+@dataclass
+class ArmResult:
+    """What one arm came to in one process: times in milliseconds per phase, in the order of the rounds. `first` and
+    `numerics` by job: what the other arm has to agree with, and the gate's verdict."""
+
+    times: dict[str, list[float]] = field(default_factory=dict)
+    memory: ArmMemory | None = None
+    roofline: dict[str, PhaseRoofline] | None = None
+    first: dict[str, Any] = field(default_factory=dict)
+    numerics: dict[str, Numerics] = field(default_factory=dict)
+    applied: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    jobs: dict[str, JobCounts] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """A process's answer. `status` "ok" means that every arm asked for was measured; it is not yet the verdict."""
+
+    status: str = "ok"
+    reason: str | None = None
+    arm: str | None = None
+    rank: int | None = None  # which of several ranks failed
+    resident: bool = False  # out of memory while the other arm held its own: alone it might fit
+    arms: dict[str, ArmResult] = field(default_factory=dict)
+    ranks: dict[str, RankSpread] = field(default_factory=dict)  # of the arms that stepped on several
+    telemetry: Telemetry | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Failure(Exception):
+    """Carries a Result out of the middle of a measurement."""
+
+    def __init__(self, status: str, reason: str, arm: str | None) -> None:
+        super().__init__(reason)
+        self.status, self.reason, self.arm = status, reason, arm
+
+
+class Measurement:
+    """One task, step by step. Of several ranks each does the same, and takes part in the arms that it belongs to."""
+
+    def __init__(
+        self, task: Task, tell: Callable[[str], None], ranks: Ranks = ONE, device: torch.device | None = None
+    ) -> None:
+        """`tell` is called with what is being done, in words. `device`: this rank's; None: the machine's first."""
+        self.task, self.cell, self.tell, self.ranks = task, task.cell, tell, ranks
+        self.kind: Kind = kind(self.cell.kind)
+        self.device = device or torch.device(task.machine.device)
+        self.dtype = getattr(torch, task.machine.dtype(self.cell.model.dtype))
+        self.result = Result()
+        self.now = "starting"  # which arm is being worked on, for the reason of a failure
+        self.arms: dict[str, Arm] = {}
+        self.jobs = self.cell.jobs
+        self.samples = self.kind.samples(self.cell)
+
+    def run(self) -> Result:
+        self.result.arms = {name: ArmResult() for name in self.task.arms}
+        try:
+            if self.task.gate:
+                self.gate()
+            for name in self.task.arms:
+                if self._is_here(name):
+                    self.prepare(name)
+            self.agreement()
+            self.time()
+            self.profile()
+        except Failure as failure:
+            self._fail(failure.status, failure.reason, failure.arm)
+        except Unsupported as error:
+            self._fail("unsupported", str(error), self.now)
+        except NotApplied as error:
+            self._fail("not_applied", str(error), self.now)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._fail("oom", f"the {self.now} ran out of memory: {_shortage(error)}", self.now)
+            self.result.resident = len(self.arms) + (self.now not in self.arms) > 1
+        return self.result
+
+    def _fail(self, status: str, reason: str, arm: str | None) -> None:
+        known = arm if arm in ARMS else None
+        self.result.status, self.result.reason, self.result.arm = status, reason, known
+
+    def _is_here(self, name: str) -> bool:
+        """Whether an arm steps on this rank: an arm of one rank is rank 0's."""
+        return self.ranks.rank < self.cell.ranks_of(name)
+
+    @contextlib.contextmanager
+    def _seconds(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - began
+            self.result.seconds[part] = self.result.seconds.get(part, 0.0) + took
+
+    def _request(self, name: str, ablations: Sequence[Ablation]) -> Request:
+        parallel = name in ARMS and self.cell.ranks_of(name) > 1
+        return Request(
+            name, self.cell, self.kind, self.cell.model, self.jobs, self.samples, tuple(ablations), self.dtype,
+            self.device, self.cell.seed, Path(self.task.scratch), ranks=self.ranks if parallel else ONE,
+        )  # fmt: skip
+
+    def _working_on(self, name: str) -> None:
+        self.now = name
+
+    def gate(self) -> None:
+        """Every arm is judged before anything is timed, and before any toggle has patched anything here."""
+        with self._seconds("gate"):
+            self.tell("numerics gate")
+            asked = GateRequest(self.cell, self.task.arms, self._request, self.ranks, self._working_on)
+            for name, job, verdict in self.kind.gate(asked):
+                self.result.arms[name].numerics[job] = verdict
+                if not verdict.passed:
+                    raise Failure("wrong_numerics", f"{_of(name, job)}: {self.kind.explain(verdict)}", name)
+            self._free()
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def prepare(self, name: str) -> None:
+        """Build one arm, take its first trial under the audit, warm it up, measure its memory."""
+        self.now = name
+        into = self.result.arms[name]
+        with self._seconds("build"):
+            self._free()  # else this arm would take what the other's trials left cached, and seem to reserve nothing
+        held, cached = memory.allocated(self.device), memory.reserved(self.device)
+        with self._seconds("build"):
+            self.tell(f"building the {name}")
+            arm = self.kind.build(self._request(name, self.cell.arm(name)))
+        with self._seconds("warmup"):
+            self.tell(f"warming up the {name}")
+            first = lambda: self.kind.first(arm, lambda: trial.run_trial(arm))  # noqa: E731
+            into.first, ops = profile.traced(first)
+            self._audit(arm, ops, into)
+            trial.warm_up(arm, self.cell.warmup)
+            arm.kind.clear(arm)
+        self.arms[name] = arm
+        with self._seconds("profile"):
+            self.tell(f"memory of the {name}")
+            static = memory.allocated(self.device) - held
+            into.memory = memory.measure(arm, static, memory.reserved(self.device) - cached)
+        into.jobs = arm.kind.counts(arm)
+
+    def _audit(self, arm: Arm, ops: Any, into: ArmResult) -> None:
+        for ablation in self.kind.audited(arm):
+            evidence = Evidence(arm, arm.patched[ablation.name], ops)
+            sites = ablation.audit(evidence)
+            if sites == 0:
+                raise NotApplied(f"{ablation.name} changed nothing in {self.cell.model.name}")
+            into.applied[ablation.name] = sites
+            into.notes.update(ablation.notes(evidence))
+            if ablation.own_dropout_masks and any(job.lora.lora_dropout for job in self.jobs):
+                into.notes["gate"] = f"at dropout 0: {ablation.name} draws masks that plain PEFT cannot share"
+
+    def agreement(self) -> None:
+        """The full arms' first trials against each other, where both are here."""
+        if all(name in self.arms for name in ARMS):
+            agree(self.cell, self.kind, self.result.arms, self.dtype)
+
+    def time(self) -> None:
+        self.now = " and ".join(self.task.arms)
+        arms = {name: self.arms.get(name) for name in self.task.arms}
+        with self._seconds("warmup"):
+            trial.run_rounds(arms, 1, self.cell.seed)  # both once more, now that both are there
+        with self._seconds("trials"), telemetry.Sampler() as sampler:
+            tell = lambda n: self.tell(f"trial {n + 1} of {self.task.rounds}")  # noqa: E731
+            try:
+                self.trials = trial.run_rounds(arms, self.task.rounds, self.cell.seed + 1, tell)
+            except trial.Diverged as error:
+                raise Failure("wrong_numerics", str(error), None) from None
+        if self.trials:
+            self.result.telemetry = sampler.summary(list(zip(*self.trials.values(), strict=True)))
+        for name, done in self.trials.items():
+            self.result.arms[name].times = self._times(done)
+
+    def _times(self, done: Sequence[trial.Trial]) -> dict[str, list[float]]:
+        """Of each of the kind's phases, and their sum."""
+        phases = [p for p in self.kind.phases if p in done[0].device_ms]
+        times = {phase: [t.device_ms[phase] for t in done] for phase in phases}
+        return {**times, TOTAL: [sum(parts) for parts in zip(*times.values(), strict=True)]}
+
+    def profile(self) -> None:
+        """Busy time of the device, after the trials, and with it the label and the distance to the ceiling."""
+        with self._seconds("profile"):
+            for name, arm in self.arms.items():
+                self.tell(f"profiling the {name}")
+                into = self.result.arms[name]
+                works = arm.kind.work(self.cell, self.samples, arm.ablations)
+                into.jobs = {j: replace(c, tflop=w.tflop) for (j, c), w in zip(into.jobs.items(), works, strict=False)}
+                busy, done = profile.device_busy(arm), self.trials[name]
+                into.roofline = roofline.phase_rooflines(done, busy, sum(works, Work()), self.task.ceiling_tflops)
+
+
+def agree(cell: Cell, kind_: Kind, arms: dict[str, ArmResult], dtype: torch.dtype) -> None:
+    """Put the full arms' agreement into the candidate's verdicts, job by job. Raises Failure where one does not pass.
+
+    Also used by the runner, for arms of two processes.
+    """
+    reference, candidate = (arms[name] for name in ARMS)
+    for job in candidate.first:
+        before = candidate.numerics.get(job)
+        verdict = kind_.agree(cell, before, reference.first[job], candidate.first[job], dtype)
+        if verdict is None:
+            continue
+        candidate.numerics[job] = verdict
+        if not verdict.passed:
+            reason = kind_.explain(verdict)
+            raise Failure("wrong_numerics", f"job {job}: {reason}" if job else reason, "candidate")
+
+
+def _of(name: str, job: str) -> str:
+    return f"{name}, job {job}" if job else name
+
+
+def _shortage(error: BaseException) -> str:
+    """What was asked for and what was free; torch's advice on its allocator is left out."""
+    return first_line(error).partition(" Including non-PyTorch")[0].removeprefix("CUDA out of memory. ")
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0][:500]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's own exception on a GPU; on a CPU its allocator raises a RuntimeError that only its text tells apart."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        words in text for words in ("DefaultCPUAllocator", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    )

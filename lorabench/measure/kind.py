@@ -1,0 +1,137 @@
+"""The kind of a cell, as measuring sees it: what an arm is, what one trial does, what the gate compares.
+
+One file a kind in measure/kinds. What is common to all of them (pairing, rounds, memory, telemetry, profile, time-outs)
+asks the methods of this class and no kind by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorabench.contract.ablation import Ablation
+from lorabench.contract.arm import Arm
+from lorabench.contract.batch import Sample
+from lorabench.contract.cell import Cell
+from lorabench.contract.job import Job, alone
+from lorabench.contract.kind import KindSpec
+from lorabench.contract.model import ModelSpec
+from lorabench.contract.ranks import ONE, Ranks
+from lorabench.record.schema import Numerics
+
+Begin = Callable[[str], None]  # called with a phase's name where it begins; the end of the trial ends the last one
+Verdicts = Iterator[tuple[str, str, Numerics]]  # (arm, job, verdict); the job is "" where there is but one
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an arm is built from. `samples` are each job's, in the jobs' order.
+
+    `layers` cuts the depth (for the gate); `upcast` turns the finished model to float32 (the gate's gold), with the
+    weights as `dtype` rounded them. `scratch` is a folder of the sweep for files that its cells share.
+    """
+
+    name: str
+    cell: Cell
+    kind: Any  # the Kind whose arm it is
+    model: ModelSpec
+    jobs: list[Job]
+    samples: list[list[Sample]]
+    ablations: tuple[Ablation, ...]
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+    scratch: Path
+    layers: int | None = None
+    upcast: bool = False
+    ranks: Ranks = ONE
+
+    def only(self, index: int) -> Request:
+        """The same with one of its jobs, as if it were the only one."""
+        return replace(self, jobs=[alone(self.jobs[index])], samples=[self.samples[index]])
+
+
+@dataclass(frozen=True)
+class GateRequest:
+    """What a gate needs: the cell, which arms this process judges, and how to ask for an arm."""
+
+    cell: Cell
+    names: Sequence[str]
+    arm: Callable[[str, Sequence[Ablation]], Request]  # (name, toggles) → what such an arm is built from
+    ranks: Ranks
+    working_on: Callable[[str], None]  # says what is being built or judged, for the reason of a failure
+
+
+@dataclass(frozen=True)
+class JobCounts:
+    """One job of an arm: tokens of a step, and what it holds (bytes)."""
+
+    real: int
+    padded: int
+    trained: int
+    adapter_bytes: int = 0
+    optimizer_bytes: int = 0
+    tflop: dict[str, float] = field(default_factory=dict)  # useful work by phase
+
+
+class Kind(KindSpec):
+    """Base of every kind. The docstring of each method says what it has to give; most have an ordinary answer."""
+
+    def samples(self, cell: Cell) -> list[list[Sample]]:
+        """The samples of each job."""
+        return [[] for _ in cell.jobs]
+
+    def build(self, request: Request) -> Arm:
+        """Build an arm. Raises what the toggles' hooks raise, WeightsError, and out-of-memory errors."""
+        raise NotImplementedError
+
+    def trial(self, arm: Arm, begin: Begin) -> Any:
+        """Do the work of one trial, with `begin(phase)` at the start of each phase. Returns what `losses` takes."""
+        raise NotImplementedError
+
+    def losses(self, arm: Arm, out: Any) -> dict[str, float]:
+        """The losses of a trial by job, asked for after its last mark; {} where there is none."""
+        return {}
+
+    def clear(self, arm: Arm) -> None:
+        """Give back what the last trial left: gradients, results."""
+
+    def held(self, arm: Arm) -> dict[str, int]:
+        """Bytes that the arm holds, by field of a record's ArmMemory: weights, adapters, optimizer."""
+        return {}
+
+    def measures_host(self, arm: Arm) -> bool:
+        """Whether the process's resident memory is part of the result; on a CPU there is nothing else."""
+        return arm.device.type == "cpu"
+
+    def audited(self, arm: Arm) -> Sequence[Ablation]:
+        """The toggles whose audit has to find them at work."""
+        return arm.ablations
+
+    def counts(self, arm: Arm) -> dict[str, JobCounts]:
+        """Tokens and bytes by job; {} where a trial has no tokens."""
+        return {}
+
+    def gate(self, gate: GateRequest) -> Verdicts:
+        """Judge the arms before anything is built at full size and timed."""
+        yield from ()
+
+    def first(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Any]:
+        """Run the first full trial by `run()`, and keep of each job what the other arm has to agree with. It may have to
+        cross a process's boundary: numbers and strings, no tensors."""
+        run()
+        return {}
+
+    def agree(
+        self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype
+    ) -> Numerics | None:
+        """The candidate's verdict with the agreement of the full arms in it, of what `first` kept of one job."""
+        return verdict
+
+    def explain(self, numerics: Numerics) -> str:
+        """Why a verdict did not pass, in words."""
+        return f"{numerics.unequal} of {numerics.tensors} differ from the reference's, first {numerics.worst}"

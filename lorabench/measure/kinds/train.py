@@ -1,0 +1,91 @@
+"""Kind `train`: one optimizer step of a PEFT model over its workload; of several jobs, one step each, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from lorabench.contract.arm import Arm
+from lorabench.contract.batch import Batch, Sample
+from lorabench.contract.cell import Cell
+from lorabench.contract.job import Job
+from lorabench.contract.machine import Machine
+from lorabench.contract.step import Step
+from lorabench.contract.work import Work
+from lorabench.measure import flops
+from lorabench.measure.build import build, causal_lm, float16_scale, to_device
+from lorabench.measure.gradient_kind import GradientKind
+from lorabench.measure.kind import Begin, Request
+from lorabench.plan.samples import draw
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+
+
+class Train(GradientKind):
+    """Never a second backward over one graph: in-place kernels overwrite what they saved, and it would time garbage."""
+
+    name: ClassVar[str] = "train"
+    summary: ClassVar[str] = "one optimizer step: forward, backward, update"
+    phases: ClassVar[tuple[str, ...]] = (FORWARD, BACKWARD, STEP)
+    total: ClassVar[str] = "forward + backward + step"
+    carries: ClassVar[tuple[str, ...]] = ("tokens", "numerics")
+    in_key: ClassVar[bool] = False
+
+    def older(self, record: Mapping[str, Any]) -> bool:
+        return not record.get("limit") and not str(record.get("model", "")).startswith(("linear-", "norm-linear-"))
+
+    def refusal(self, cell: Cell, machine: Machine) -> str | None:
+        if cell.workload.kind == "weights":
+            return f"the workload {cell.workload.name} has no samples to train on; it is for kind=load"
+        return None
+
+    def samples(self, cell: Cell) -> list[list[Sample]]:
+        vocabulary = cell.model.hf_config().vocab_size
+        return [draw(job.workload, vocabulary, job.seed) for job in cell.jobs]
+
+    def work(self, cell: Cell, samples: Sequence[Sequence[Sample]], ablations: Sequence[Any] = ()) -> list[Work]:
+        config, recomputes = cell.model.hf_config(), any(a.recomputes for a in ablations)
+        return [_work(flops.decoder(config, j.lora), s, recomputes) for j, s in zip(cell.jobs, samples, strict=True)]
+
+    def build(self, request: Request) -> Arm:
+        base = lambda load: causal_lm(request.model, load, request.device, request.layers)  # noqa: E731
+        return build(request, base, partial(_step, request), request.model.hf_config(request.layers))
+
+    def trial(self, arm: Arm, begin: Begin) -> list[list[torch.Tensor]]:
+        return [_one_step(step, begin) for step in arm.steps]
+
+
+def _work(shape: flops.Shape, samples: Sequence[Sample], recomputes: bool) -> Work:
+    lengths = flops.lengths_of(samples)
+    forward, backward = flops.forward_tflop(shape, lengths), flops.backward_tflop(shape, lengths)
+    return Work({FORWARD: forward, BACKWARD: backward}, recompute_tflop={BACKWARD: forward} if recomputes else {})
+
+
+def _step(
+    request: Request, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], job: Job,
+    samples: list[Sample],
+) -> Step:  # fmt: skip
+    """`samples` are the whole step's, of which another rank may have its own share of the batches."""
+    items = sum(s.trained for s in samples)
+    scale = float16_scale(items) if request.dtype == torch.float16 else 1.0
+    own = [to_device(b, request.device) for b in batches]
+    return Step(model, optimizer, own, scale, job=job, samples=samples, items=items)
+
+
+def _one_step(step: Step, begin: Begin) -> list[torch.Tensor]:
+    """The losses of the step's batches, as `forward` returned them."""
+    outs = []
+    for batch in step.batches:
+        begin(FORWARD)
+        out = step.forward(batch)
+        begin(BACKWARD)
+        step.backward(out)
+        outs.append(out.detach())
+    if step.updates:
+        begin(STEP)
+        step.update()
+    return outs
