@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_results(folder: str | Path) -> pd.DataFrame:
-    """The tidy table of one results folder, a row a cell: see report.frame. Raises RecordError (a ValueError)."""
+    """The tidy table of one results folder, a row a cell: see report.analysis. Raises RecordError (a ValueError)."""
     from lorabench.report.analysis import load_results
 
     return load_results(folder)

@@ -17,7 +17,8 @@ import numpy as np
 import pandas as pd
 
 from lorabench.record import stats
-from lorabench.record.schema import PHASES, ArmMemory, Phase, Record
+from lorabench.contract.kind import kind, registered
+from lorabench.record.schema import TOTAL, ArmMemory, Phase, Record
 from lorabench.record.store import ENVIRONMENT, RecordError, read_records
 
 GIB = 2**30
@@ -63,7 +64,7 @@ def frame(records: Sequence[Record], sessions: Sequence[Session] = ()) -> pd.Dat
     """
     devices = {s["id"]: _device(s.get("machine") or {}) for s in sessions}
     rows = [_row(r, devices.get(r.session, "")) for r in records]
-    table = pd.DataFrame(rows, columns=pd.Index(_columns()))
+    table = pd.DataFrame(rows, columns=pd.Index(_columns(records)))
     return _judge(table, list(records))
 
 
@@ -80,7 +81,7 @@ def trials_of(record: Record, phase: str) -> Phase | None:
     """The trials of a phase, or of FORWARD_BACKWARD, their sum. A limit has no optimizer step, so forward + backward is
     also what its `total` means, in both arms."""
     phases: dict[Any, Phase] = dict(record.phases or {})
-    if phase != FORWARD_BACKWARD and not (phase == "total" and record.limit):
+    if phase != FORWARD_BACKWARD :
         return phases.get(phase)
     both = [phases[p] for p in ("forward", "backward") if p in phases]
     if len(both) != 2:
@@ -125,8 +126,8 @@ def of_limit(record: Record, records: Sequence[Record], phase: str = FORWARD_BAC
     alike = lambda r: (r.model, r.workload, frozenset(r.reference)) == (  # noqa: E731
         record.model, record.workload, frozenset(record.reference),
     )  # fmt: skip
-    limit = next((r for r in records if r.limit and r.status == "ok" and alike(r)), None)
-    if limit is None or record.limit or record.status != "ok":
+    limit = next((r for r in records if not r.is_candidate and r.status == "ok" and alike(r)), None)
+    if limit is None or not record.is_candidate or record.status != "ok":
         return None
     (ours, n), (bound, m) = _logs(record, phase), _logs(limit, phase)
     if not n or not m:
@@ -155,7 +156,7 @@ def _interval(logs: Any, trials: int) -> stats.Speedup:
 
 def _reference_waits(record: Record) -> bool:
     """Whether the profile saw the device idle in the reference's forward or backward."""
-    bound = (record.bound or {}).get("reference", {})
+    bound = (record.roofline or {}).get("reference", {})
     return any(bound[p].label == "host-bound" for p in ("forward", "backward") if p in bound)
 
 
@@ -202,7 +203,7 @@ def _row(record: Record, device: str) -> dict[str, Any]:
         "reference": " + ".join(record.reference),
         "candidate": " + ".join(record.candidate),
         "noise_record": record.is_noise_floor,
-        "limit": bool(record.limit),
+        "limit": not record.is_candidate,
         "status": record.status,
         "reason": record.reason,
         "arm": record.arm,
@@ -214,7 +215,7 @@ def _row(record: Record, device: str) -> dict[str, Any]:
 
 def _times(record: Record) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for phase in PHASES:
+    for phase in (*kind(record.kind).phases, TOTAL):
         times = trials_of(record, phase) or Phase()
         ratio = phase_speedup(record, phase)
         for arm in ARMS:
@@ -231,7 +232,7 @@ def _times(record: Record) -> dict[str, Any]:
 
 
 def _memory(record: Record) -> dict[str, Any]:
-    held: dict[Any, ArmMemory] = {} if record.limit else dict(record.memory or {})  # what a limit holds says nothing
+    held: dict[Any, ArmMemory] = {} if not record.is_candidate else dict(record.memory or {})  # what a limit holds says nothing
     arms = {arm: held.get(arm) or ArmMemory() for arm in ARMS}
     # A CPU has only the process's resident set; the two kinds are never compared with each other.
     kind = "peak" if any(m.peak is not None for m in arms.values()) else "process"
@@ -251,7 +252,7 @@ def _throughput(record: Record) -> dict[str, Any]:
     total = (record.phases or {}).get("total") or Phase()
     for arm in ARMS:
         milliseconds = _median(getattr(total, f"{arm}_ms"))
-        tokens = None if record.limit else record.tokens
+        tokens = None if not record.is_candidate else record.tokens
         padded = getattr(tokens, f"{arm}_padded") if tokens else 0
         found[f"{arm}_tokens_s"] = 1000 * tokens.real / milliseconds if tokens else math.nan
         found[f"{arm}_padded_share"] = padded / max(tokens.real + padded, 1) if tokens else math.nan
@@ -262,7 +263,7 @@ def _bounds(record: Record) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for arm in ARMS:
         # Not of a limit: the FLOPs are those of a training step, of which it leaves some out.
-        phases = {} if record.limit else (record.bound or {}).get(arm) or {}  # type: ignore[call-overload]
+        phases = {} if not record.is_candidate else dict(record.roofline or {}).get(arm) or {}  # type: ignore[call-overload]
         took = {p: _median(getattr((record.phases or {}).get(p) or Phase(), f"{arm}_ms")) for p in phases}
         labels = [(took[p], b.label) for p, b in phases.items() if b.label and took[p] > 0]
         reached = [(took[p], b.of_ceiling) for p, b in phases.items() if b.of_ceiling is not None and took[p] > 0]
@@ -297,9 +298,15 @@ def overhead_share(records: Sequence[Record]) -> float:
     return max(0.0, 1 - sum(c.warmup + c.trials for c in costs) / wall) if wall > 0 else math.nan
 
 
-def _columns() -> list[str]:
+def phases_of(records: Sequence[Record]) -> list[str]:
+    """The phases of the kinds that are there, in the kinds' order."""
+    there = {r.kind for r in records}
+    return list(dict.fromkeys(p for name, k in registered().items() if name in there for p in k.phases))
+
+
+def _columns(records: Sequence[Record]) -> list[str]:
     times = [f"{arm}_{c}" for arm in ARMS for c in ("ms", "ms_low", "ms_high")]
-    phases = [f"{p}_{c}" for p in reversed(PHASES) for c in ("speedup", "low", "high", *times)]
+    phases = [f"{p}_{c}" for p in (TOTAL, *reversed(phases_of(records))) for c in ("speedup", "low", "high", *times)]
     arms = [f"{arm}_{c}" for c in ("peak_gib", "process_gib", "tokens_s", "padded_share", "bound", "of_ceiling")
             for arm in ARMS]  # fmt: skip
     return [
@@ -322,7 +329,7 @@ def _judge(table: pd.DataFrame, records: list[Record]) -> pd.DataFrame:
         shares = [share or (math.nan, math.nan, math.nan, None) for share in found]
         for column, values in zip(columns, zip(*shares, strict=True), strict=False):
             table[f"of_limit{column}"] = values
-    tested = [r.status == "ok" and not r.is_noise_floor and not r.limit for r in records]
+    tested = [r.status == "ok" and not r.is_noise_floor and r.is_candidate for r in records]
     judged = [i for i, is_tested in enumerate(tested) if is_tested and table["p"][i] >= 0]
     adjusted = dict(zip(judged, stats.holm([table["p"][i] for i in judged]), strict=True))
     floors = [noise_interval(r, records) for r in records]

@@ -16,10 +16,10 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lorabench.contract.model import LINEAR
 from lorabench.report.analysis import mean_speedup, phase_speedup, toggles
 from lorabench.record.schema import Record
 
+LINEAR = "linear"
 Quantity = Literal[
     "forward_speedup", "backward_speedup", "step_speedup", "total_speedup",
     "forward_memory_saved_pct", "backward_memory_saved_pct", "peak_memory_saved_pct", "peak_memory_gb",
@@ -135,12 +135,16 @@ def measured(record: Record, quantity: str) -> tuple[float, float, float]:
     if kind == "speedup":
         return phase_speedup(record, phase) or UNKNOWN
     memory = record.memory or {}
-    before, after = (getattr(memory.get(arm), phase, None) for arm in ("reference", "candidate"))
+    before, after = (_held(memory.get(arm), phase) for arm in ("reference", "candidate"))
     if kind == "memory_saved_pct" and before and after is not None:
         return 100 * (1 - after / before), math.nan, math.nan
     if kind == "memory_gb" and after is not None:
         return after / 1e9, math.nan, math.nan
     return UNKNOWN
+
+
+def _held(memory: Any, phase: str) -> int | None:
+    return (memory.peaks or {}).get(phase, memory.peak if phase == "peak" else None) if memory else None
 
 
 def _phase(quantity: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from lorabench.report.attribution import groups
 from lorabench.report.claims import load_claims
 from lorabench.report.analysis import GIB, Session, overhead_share, toggles
 from lorabench.report.tables import HEADINGS, claim_tables, grouped, number, ratio, shown_columns
-from lorabench.record.schema import PHASES, Record
+from lorabench.record.schema import Record
 
 CAPTIONS = {
     "speedup.png": "Speed-up of the whole step with its 95 % interval. Grey band: the noise floor. Hollow diamonds: "
@@ -139,11 +139,11 @@ def detail(record: Record) -> dict[str, Any]:
         "candidate": " + ".join(record.candidate) or "plain",
         "pairing": record.pairing,
         "applied sites": _pairs(record.applied or {}),
-        **{phase: _phase(record, phase) for phase in PHASES},
+        **{phase: _phase(record, phase) for phase in record.phases or {}},
         "tokens": _pairs(record.tokens.model_dump()) if record.tokens else None,
-        **{f"memory, {arm}": _memory(m.model_dump()) for arm, m in (record.memory or {}).items()},
+        **{f"memory, {arm}": _memory({**m.model_dump(exclude={'peaks'}), **(m.peaks or {})}) for arm, m in (record.memory or {}).items()},
         "numerics": _numerics(record),
-        **{f"bound, {arm} {p}": _pairs(_rounded(b.model_dump())) for arm, ps in (record.bound or {}).items()
+        **{f"bound, {arm} {p}": _pairs(_rounded(b.model_dump())) for arm, ps in (record.roofline or {}).items()
            for p, b in ps.items()},
         "telemetry": _pairs(record.telemetry.model_dump()) if record.telemetry else None,
         "notes": _pairs(record.notes),

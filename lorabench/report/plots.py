@@ -216,7 +216,7 @@ def _phases(panels: Sequence[Panel]) -> Figure | None:
         for y, row in enumerate(part.to_dict("records")):
             left = 0.0
             for phase, colour in PHASE_COLOURS.items():
-                width = row[f"{phase}_candidate_ms"]
+                width = row.get(f"{phase}_candidate_ms", math.nan)
                 ax.barh(y, width, left=left, color=colour, height=0.68)
                 left += width if math.isfinite(width) else 0.0
             if math.isfinite(row["total_reference_ms"]):

@@ -100,7 +100,7 @@ def parts(records: Sequence[Record], sessions: Sequence[Session] = ()) -> list[t
 
 
 def _cells(row: Mapping[Any, Any]) -> dict[str, str]:
-    cells = {p: ratio(row[f"{p}_speedup"]) for p in ("forward", "backward", "step")}
+    cells = {p: ratio(row.get(f"{p}_speedup", math.nan)) for p in ("forward", "backward", "step")}
     saved = f" ({0.0 - row['memory_saved_pct']:+.1f} %)" if math.isfinite(row["memory_saved_pct"]) else ""
     memory = arrow(row["reference_peak_gib"], row["candidate_peak_gib"])
     of_ceiling = _percent(row["candidate_of_ceiling"])
