@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lorabench.contract.step import Step, Wrapped
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.batch import Batch
+from lorabench.contract.step import Step, Wrapped
 
 # The forward operators behind F.scaled_dot_product_attention, by backend. `math` is a composite of plain operators.
 FUSED = {

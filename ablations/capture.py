@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lorabench.contract.step import Step, Wrapped
 from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
 from lorabench.contract.batch import Batch
+from lorabench.contract.step import Step, Wrapped
 
 WARM_UP = 3  # eager steps on the side stream before the capture: lazy states, cuBLAS workspaces, autotuning
 

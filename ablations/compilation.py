@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lorabench.contract.step import Step
 from lorabench.contract.ablation import Ablation, Evidence, Unsupported
+from lorabench.contract.step import Step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lorabench.contract.step import Step, Wrapped
 from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
 from lorabench.contract.batch import Batch
+from lorabench.contract.step import Step, Wrapped
 
 BACKENDS = (
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,

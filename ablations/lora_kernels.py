@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Tolerance
 from lorabench.contract.step import Step
 from lorabench.measure.kinds.op import OneLinear, OpStep
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Tolerance
 
 PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy")
 SLOTS = ("mlp", "qkv", "o", "norm", "rope", "loss")  # of the parts, as toggles of their own

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires
-from lorabench.contract.model import LINEAR
+from lorabench.measure.kinds.op import LINEAR
 
 EXCLUDES: dict[str, str] = dict.fromkeys(("fused_kernels", "mlp", "qkv", "o"), "both rewrite the LoRA linears")
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lorabench.contract.step import Step, Wrapped
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
+from lorabench.contract.step import Step, Wrapped
 
 
 @dataclass(frozen=True, kw_only=True)

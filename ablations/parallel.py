@@ -1,6 +1,6 @@
 """Slot `parallel`: how one step is divided among several processes, one a GPU.
 
-    python -m lorabench.sweep world_size=2 'ablations=[ddp]' workload=4x2048
+python -m lorabench.sweep world_size=2 'ablations=[ddp]' workload=4x2048
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.job import ADAPTER, Job
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
-from lorabench.measure.kind import Request
+from lorabench.measure.kind import Kind, Request
 from lorabench.plan import registry
 from lorabench.plan.weights import WeightsError, source_arguments
 
@@ -31,13 +31,14 @@ MakeBase = Callable[[dict[str, Any]], nn.Module]  # (arguments of the loader) â†
 MakeStep = Callable[[nn.Module, torch.optim.Optimizer, list[Batch], Job, list[Sample]], Step]
 
 
-def build(request: Request, make_base: MakeBase, make_step: MakeStep, config: Any) -> Arm:
-    """Build an arm of one base model and an adapter a job. `config`: the base model's, as `Blueprint` has it.
+def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep, config: Any) -> Arm:
+    """Build an arm of one base model and an adapter a job, for a kind. `config`: the base model's, as `Blueprint` has
+    it.
 
     Raises what the hooks raise, WeightsError, and out-of-memory errors.
     """
     ordered = sorted(request.ablations, key=lambda a: (a.rank, a.name))
-    model = _model(request, ordered, make_base, config)
+    model = _model(request, kind, ordered, make_base, config)
     for job in request.jobs:
         _fill(model, request.dtype, job.seed, job.adapter)
     if request.upcast:
@@ -49,17 +50,17 @@ def build(request: Request, make_base: MakeBase, make_step: MakeStep, config: An
         for job, samples in zip(request.jobs, request.samples, strict=True)
     ]
     return Arm(
-        request.name, request.ablations, model, steps, request.dtype, request.device, request.kind, patched,
+        request.name, request.ablations, model, steps, request.dtype, request.device, kind, patched,
         request.ranks,
     )  # fmt: skip
 
 
-def _model(request: Request, ordered: Sequence[Ablation], make_base: MakeBase, config: Any) -> nn.Module:
+def _model(request: Request, kind: Kind, ordered: Sequence[Ablation], make_base: MakeBase, config: Any) -> nn.Module:
     """The base model with every job's adapter on it; weights drawn or read, adapters not yet drawn."""
     load: dict[str, Any] = {"dtype": request.dtype}  # attention as transformers picks it, unless a toggle says
     for ablation in ordered:
         ablation.load(load)
-    adapters = [_adapter(request, ordered, job) for job in request.jobs]
+    adapters = [_adapter(request, kind, ordered, job) for job in request.jobs]
 
     def base() -> nn.Module:
         made = make_base(load)
@@ -76,9 +77,9 @@ def _model(request: Request, ordered: Sequence[Ablation], make_base: MakeBase, c
     return built if built is not None else _with_adapters(base(), request.jobs, adapters)
 
 
-def _adapter(request: Request, ordered: Sequence[Ablation], job: Job) -> dict[str, Any]:
+def _adapter(request: Request, kind: Kind, ordered: Sequence[Ablation], job: Job) -> dict[str, Any]:
     """Keyword arguments of `get_peft_model` for a job, as the toggles leave them."""
-    kwargs: dict[str, Any] = {"config": request.kind.adapter(request.model.with_lora(job.lora))}
+    kwargs: dict[str, Any] = {"config": kind.adapter(request.model.with_lora(job.lora))}
     for ablation in ordered:
         ablation.adapt(kwargs)
     return kwargs

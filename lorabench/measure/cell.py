@@ -140,8 +140,9 @@ class Measurement:
     def _request(self, name: str, ablations: Sequence[Ablation]) -> Request:
         parallel = name in ARMS and self.cell.ranks_of(name) > 1
         return Request(
-            name, self.cell, self.kind, self.cell.model, self.jobs, self.samples, tuple(ablations), self.dtype,
-            self.device, self.cell.seed, Path(self.task.scratch), ranks=self.ranks if parallel else ONE,
+            name=name, cell=self.cell, model=self.cell.model, jobs=self.jobs, samples=self.samples,
+            ablations=tuple(ablations), dtype=self.dtype, device=self.device, seed=self.cell.seed,
+            scratch=Path(self.task.scratch), ranks=self.ranks if parallel else ONE,
         )  # fmt: skip
 
     def _working_on(self, name: str) -> None:

@@ -13,7 +13,6 @@ import torch
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm, bytes_of
 from lorabench.contract.cell import Cell
-from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
 from lorabench.measure import gold_cache, numerics
 from lorabench.measure.kind import GateRequest, JobCounts, Kind, Request, Verdicts
@@ -22,10 +21,6 @@ from lorabench.record.schema import Numerics
 
 class GradientKind(Kind):
     """Loss and every adapter gradient are compared with plain PEFT in float32, job by job, each as if it were alone."""
-
-    def adapter(self, model: ModelSpec) -> dict[str, Any]:
-        """Keyword arguments of PEFT's LoraConfig."""
-        return model.adapter()
 
     def losses(self, arm: Arm, out: Any) -> dict[str, float]:
         return {step.name: sum(step.loss_of(x) for x in mine) for step, mine in zip(arm.steps, out, strict=True)}

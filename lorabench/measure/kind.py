@@ -37,7 +37,6 @@ class Request:
 
     name: str
     cell: Cell
-    kind: Any  # the Kind whose arm it is
     model: ModelSpec
     jobs: list[Job]
     samples: list[list[Sample]]
@@ -88,6 +87,10 @@ class Kind(KindSpec):
     def build(self, request: Request) -> Arm:
         """Build an arm. Raises what the toggles' hooks raise, WeightsError, and out-of-memory errors."""
         raise NotImplementedError
+
+    def adapter(self, model: ModelSpec) -> dict[str, Any]:
+        """Keyword arguments of PEFT's LoraConfig."""
+        return model.adapter()
 
     def trial(self, arm: Arm, begin: Begin) -> Any:
         """Do the work of one trial, with `begin(phase)` at the start of each phase. Returns what `losses` takes."""

@@ -187,9 +187,7 @@ def _subject(item: Any, config: SweepConfig, default: Defaults, device: str) -> 
     return subject
 
 
-def model(
-    name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None
-) -> tuple[str | None, ModelSpec]:
+def model(name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None) -> tuple[str | None, ModelSpec]:
     """(kind, model): a model by name (conf/model) or from a YAML file with `source` and `config`, of no kind of its own;
     or one that only a kind knows (`linear-4096x14336`). `lora` changes the sweep's adapter for it, and is part of its
     label. Raises NameUnknown."""

@@ -35,7 +35,9 @@ def _text(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
     tokenizer = load_tokenizer(workload.tokenizer or "")
     rows = list(_rows(workload))
     if len(rows) < workload.count:
-        raise WorkloadError(f"{workload.path or workload.dataset} has {len(rows)} rows; the workload needs {workload.count}")
+        raise WorkloadError(
+            f"{workload.path or workload.dataset} has {len(rows)} rows; the workload needs {workload.count}"
+        )
     order = np.random.default_rng(seed).permutation(len(rows))[: workload.count]
     samples = [_tokenize(workload, rows[i], tokenizer) for i in order]
     if max(max(s.tokens) for s in samples) >= vocab_size:
@@ -47,7 +49,9 @@ def _rows(workload: Workload) -> list[dict[str, Any]]:
     if workload.path is None:
         from datasets import load_dataset  # an extra: lorabench[data]
 
-        table: Any = load_dataset(workload.dataset or "", workload.subset, split=workload.split)  # by their type, any rows
+        table: Any = load_dataset(
+            workload.dataset or "", workload.subset, split=workload.split
+        )  # by their type, any rows
         return list(table)
     path = Path(workload.path)
     if not path.is_file():

@@ -135,9 +135,7 @@ class _Rank:
                 self.phase = value
 
 
-def _outcome(
-    task: Task, ranks: list[_Rank], timeout_s: float, tell: Callable[[str], None], beats: Any
-) -> Result:
+def _outcome(task: Task, ranks: list[_Rank], timeout_s: float, tell: Callable[[str], None], beats: Any) -> Result:
     """Wait for all ranks, or for the first that goes wrong."""
     deadline, said = time.monotonic() + timeout_s, ""
     while not all(rank.ended for rank in ranks):

@@ -84,9 +84,7 @@ class Runner:
         for rank in range(cell.ranks):
             log_of(self.log, rank).unlink(missing_ok=True)
 
-    def _run(
-        self, cell: Cell, arms: Sequence[str], rounds: int, gate: bool, tell: Callable[[str], None]
-    ) -> Result:
+    def _run(self, cell: Cell, arms: Sequence[str], rounds: int, gate: bool, tell: Callable[[str], None]) -> Result:
         ceiling = self.ceilings.get("gemm_tflops", {}).get(self.machine.dtype(cell.model.dtype))
         task = Task(cell, self.machine, tuple(arms), rounds, gate, ceiling, self._scratch.name)
         return self.workers.run(task, self.timeout_s, tell, self.log)
@@ -233,9 +231,7 @@ def _jobs(cell: Cell, pair: Pair, verdicts: dict[str, Numerics]) -> dict[str, Jo
     return made
 
 
-def _phases(
-    cell: Cell, reference: ArmResult | None, candidate: ArmResult | None, pairing: str
-) -> dict[str, Phase]:
+def _phases(cell: Cell, reference: ArmResult | None, candidate: ArmResult | None, pairing: str) -> dict[str, Phase]:
     """The phases that every arm has which was measured, in the kind's order, and their sum."""
     phases: dict[str, Phase] = {}
     for name in (*kind(cell.kind).phases, TOTAL):

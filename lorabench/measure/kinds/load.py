@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from lorabench.record.schema import Numerics
 READ, PLACE = "read", "place"
 SHARDS = 8  # files that a checkpoint is split into, as those of large models are
 PAGE = 4096
+TRIES, STILL_THERE = 20, 0.1  # how often, and which share of a file may stay
 PROBES = 32  # pages of a file that are looked at to see whether the page cache forgot it
 
 
@@ -160,10 +162,14 @@ def _to_disk(file: Path) -> None:
 
 def forget(file: Path) -> None:
     """Tell the page cache to drop a file. Raises Unsupported where it still holds it (tmpfs has nowhere else)."""
+    size = file.stat().st_size
     with open(file, "rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if resident(opened.fileno(), file.stat().st_size) > 0.1:
-            raise Unsupported(f"the page cache does not forget {file.parent}: a cold cache needs a disk behind it")
+        for _ in range(TRIES):
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if resident(opened.fileno(), size) <= STILL_THERE:
+                return
+            time.sleep(0.05)  # pages that somebody still writes, reads or maps stay for a moment
+    raise Unsupported(f"the page cache does not forget {file.parent}: a cold cache needs a disk behind it")
 
 
 def resident(descriptor: int, size: int) -> float:

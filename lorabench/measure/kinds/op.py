@@ -92,7 +92,7 @@ class Op(GradientKind):
     def build(self, request: Request) -> Arm:
         config = SimpleNamespace(**request.model.config)
         base = lambda load: OneLinear(request.model, load["dtype"], request.device)  # noqa: E731
-        return build(request, base, partial(_step, request), config)
+        return build(request, self, base, partial(_step, request), config)
 
     def trial(self, arm: Arm, begin: Begin) -> list[list[Tensor]]:
         empty_l2(arm.device)

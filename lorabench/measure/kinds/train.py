@@ -53,7 +53,7 @@ class Train(GradientKind):
 
     def build(self, request: Request) -> Arm:
         base = lambda load: causal_lm(request.model, load, request.device, request.layers)  # noqa: E731
-        return build(request, base, partial(_step, request), request.model.hf_config(request.layers))
+        return build(request, self, base, partial(_step, request), request.model.hf_config(request.layers))
 
     def trial(self, arm: Arm, begin: Begin) -> list[list[torch.Tensor]]:
         return [_one_step(step, begin) for step in arm.steps]
