@@ -25,13 +25,13 @@ import lorakernels.rms_norm as rms_norm
 import lorakernels.rope as rope
 import torch
 from lorakernels.adapter import Loader
+from lorakernels.concat_operand import LoraColumns, concat_operand_into, s_into
 from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
 from lorakernels.fp8 import FrozenFp8, supported
 from lorakernels.linear_cross_entropy import loss_and_gradient_
-from lorakernels.lora_grad import a_gradient, tail_and_b
+from lorakernels.lora_grad import AdapterColumns, a_gradient, ds_and_db
+from lorakernels.member import Member
 from lorakernels.nf4 import dequantize_into
-from lorakernels.pack import pack_into, s_into
-from lorakernels.projection import Member
 from lorakernels.runtime import tensor_cores
 
 from lorabench.measure.machine import describe
@@ -115,32 +115,36 @@ def bandwidth_rows(m: int) -> list[Row]:
         if CUDA:
             torch.cuda.empty_cache()
 
-    def norm_forward():
+    def norm_input():
         x, r, h, w = random(m, HIDDEN), random(m, HIDDEN), random(m, HIDDEN), random(HIDDEN)
-        y = empty(m, HIDDEN + SPARE)[:, :HIDDEN]
-        return lambda: rms_norm.forward_into(x, r, w, 1e-6, 0.0, y, h)
+        return rms_norm.NormInput(x, w, norm, r, h)
+
+    def norm_forward():
+        inputs, y = norm_input(), empty(m, HIDDEN + SPARE)[:, :HIDDEN]
+        return lambda: rms_norm.forward_into(inputs, y)
 
     def norm_with_s():
-        x, r, h, w, a = random(m, HIDDEN), random(m, HIDDEN), random(m, HIDDEN), random(HIDDEN), random(SPARE, HIDDEN)
+        inputs, columns = norm_input(), LoraColumns(random(SPARE, HIDDEN), 2 * RANK)
         buffer = empty(m, HIDDEN + SPARE)
-        return lambda: rms_norm.forward_lora_into(x, r, w, 1e-6, 0.0, buffer, a, h, "fused_small", rank=2 * RANK)
+        return lambda: rms_norm.forward_lora_into(inputs, buffer, columns, "fused_small")
 
     def norm_backward():
         dy, h, d, w = random(m, HIDDEN), random(m, HIDDEN), random(m, HIDDEN), random(HIDDEN)
         rstd, dx = random(m, dtype=torch.float32).abs(), empty(m, HIDDEN)
-        return lambda: rms_norm.backward_into(dy, h, w, rstd, 0.0, d, dx)
+        factors = rms_norm.NormFactors(rstd, w, norm)
+        return lambda: rms_norm.backward_into(dy, h, factors, dx, d)
 
     def turned(backward: bool):
         size = HEADS[2]
-        cos, sin = random(1, m // 4, size), random(1, m // 4, size)
+        rotary = rope.Rotary(random(1, m // 4, size), random(1, m // 4, size))
 
         def make():
             y = random(m, QKV + SPARE).view(4, m // 4, QKV + SPARE)
             q, k, v = (t.unflatten(-1, (-1, size)) for t in y[..., :QKV].split([HIDDEN, KEYS, KEYS], -1))
             if not backward:
-                return lambda: rope.rotate_into(q, k, cos, sin, q, k)
-            dq, dk, dv = (random(*t.shape) for t in (q, k, v))
-            return lambda: rope.rotate_into(dq, dk, cos, sin, q, k, v=dv, out_v=v, backward=True)
+                return lambda: rope.rotate_into(rope.HeadTensors(q, k), rope.HeadTensors(q, k), rotary)
+            grads = rope.HeadTensors(*(random(*t.shape) for t in (q, k, v)))
+            return lambda: rope.rotate_into(grads, rope.HeadTensors(q, k, v), rotary, backward=True)
 
         return make
 
@@ -152,48 +156,50 @@ def bandwidth_rows(m: int) -> list[Row]:
         return make
 
     def glu_forward_with_s():
-        gate_up, buffer, a = random(m, 2 * WIDE), empty(m, WIDE + SPARE), random(SPARE, WIDE)
-        return lambda: glu.forward_lora_into(gate_up[:, :WIDE], gate_up[:, WIDE:], buffer, a, "silu", "fused", RANK)
+        gate_up, buffer = random(m, 2 * WIDE), empty(m, WIDE + SPARE)
+        columns = LoraColumns(random(SPARE, WIDE), RANK)
+        return lambda: glu.forward_lora_into(gate_up[:, :WIDE], gate_up[:, WIDE:], buffer, columns, "silu")
 
     def glu_backward(act: str):
         def make():
             gate_up, dh = random(m, 2 * WIDE + SPARE), random(m, WIDE)
             gate, up = gate_up[:, :WIDE], gate_up[:, WIDE : 2 * WIDE]
-            return lambda: glu.backward_into(gate, up, dh, gate, up, act, h_into_grad=True)
+            return lambda: glu.backward_into(glu.GluBackward(gate, up, dh, act), gate, up, h_into_grad=True)
 
         return make
 
     def glu_backward_with_a():
         gate_up, dh, ds = random(m, 2 * WIDE + SPARE), random(m, WIDE), random(m, RANK)
         gate, up = gate_up[:, :WIDE], gate_up[:, WIDE : 2 * WIDE]
-        return lambda: glu.backward_a_into(gate, up, dh, gate, up, ds, "silu")
+        return lambda: glu.backward_a_into(glu.GluBackward(gate, up, dh, "silu"), gate, up, ds)
 
     def glu_backward_whole():
         wide, dh, ds = random(m, 2 * WIDE + SPARE), random(m, WIDE), random(m, RANK)
         sb, s = random(2 * WIDE, SPARE), random(m, SPARE)
         gate, up = wide[:, :WIDE], wide[:, WIDE : 2 * WIDE]
-        return lambda: glu.backward_whole_into(gate, up, dh, wide, ds, sb, s, "silu")
+        return lambda: glu.backward_whole_into(glu.GluBackward(gate, up, dh, "silu"), wide, ds, sb, s)
 
-    def packing():
-        x, a, out = random(m, HIDDEN), random(SPARE, HIDDEN), empty(m, HIDDEN + SPARE)
-        return lambda: pack_into(x, a, out, rank=RANK)
+    def concat_operand():
+        x, columns, out = random(m, HIDDEN), LoraColumns(random(SPARE, HIDDEN), RANK), empty(m, HIDDEN + SPARE)
+        return lambda: concat_operand_into(x, columns, out)
 
     def s_alone():
-        operand, a = random(m, HIDDEN + SPARE), random(SPARE, HIDDEN)
-        return lambda: s_into(operand[:, :HIDDEN], a, operand[:, HIDDEN:], rank=RANK)
+        operand, columns = random(m, HIDDEN + SPARE), LoraColumns(random(SPARE, HIDDEN), RANK)
+        return lambda: s_into(operand[:, :HIDDEN], columns, operand[:, HIDDEN:])
 
-    def tail(widths: list[int], tile: str):
+    def ds_db(widths: list[int], tile: str):
         def make():
             n = sum(widths)
-            d, sb, s = random(m, n + SPARE), random(n, SPARE), random(m, SPARE)
-            return lambda: tail_and_b(d[:, :n], d[:, n:], sb, s, widths, RANK, tile)
+            d, adapters = random(m, n + SPARE), AdapterColumns(random(n, SPARE), random(m, SPARE), widths, RANK)
+            return lambda: ds_and_db(d[:, :n], d[:, n:], adapters, tile)
 
         return make
 
     def a_grad():
         ds, h, w = random(m, 2 * RANK), random(m, HIDDEN), random(HIDDEN)
         rstd = random(m, dtype=torch.float32).abs()
-        return lambda: a_gradient(ds, h, rstd, w)
+        factors = rms_norm.NormFactors(rstd, w, norm)
+        return lambda: a_gradient(ds, h, factors)
 
     def loss():
         z = random(m // 8, VOCABULARY)
@@ -232,6 +238,7 @@ def bandwidth_rows(m: int) -> list[Row]:
         loader = Loader()
         return lambda: loader.load(items)
 
+    norm = rms_norm.Norm(1e-6)
     linears = [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, HIDDEN)]
     linears += [(WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]
     adapters = RANK * sum(n + k for n, k in linears)
@@ -252,13 +259,13 @@ def bandwidth_rows(m: int) -> list[Row]:
     add("geglu", "h = gelu(gate)·up, by erf", "3·M·I", 3 * m * WIDE, glu_forward("gelu"))
     add("geglu", "d gate, d up, and h again, by erf", "6·M·I", 6 * m * WIDE, glu_backward("gelu"))
     add("geglu", "the same by tanh", "6·M·I", 6 * m * WIDE, glu_backward("gelu_tanh"))
-    add("pack", "[x ∣ x·Aᵀ], attention's output", "2·M·H", 2 * m * HIDDEN, packing, a_again)
-    add("pack", "S = x·Aᵀ behind the x of a norm", "M·H", m * HIDDEN, s_alone, a_again)
+    add("concat_operand", "[x ∣ x·Aᵀ], attention's output", "2·M·H", 2 * m * HIDDEN, concat_operand, a_again)
+    add("concat_operand", "S = x·Aᵀ behind the x of a norm", "M·H", m * HIDDEN, s_alone, a_again)
     if triton_only:
         o, qkv, gate_up = [HIDDEN], [HIDDEN, KEYS, KEYS], [WIDE, WIDE]
-        add("lora_grad", "dS = dY·sB, dB = dYᵀ·sS of o or down", "M·H", m * HIDDEN, tail(o, "one_read"), by_atomics)
-        add("lora_grad", "the same of q, k, v", "M·N", m * QKV, tail(qkv, "one_read_down"), by_atomics)
-        add("lora_grad", "the same of gate and up", "2·M·I", 2 * m * WIDE, tail(gate_up, "one_read_down"), by_atomics)
+        add("lora_grad", "dS = dY·sB, dB = dYᵀ·sS of o or down", "M·H", m * HIDDEN, ds_db(o, "one_read"), by_atomics)
+        add("lora_grad", "the same of q, k, v", "M·N", m * QKV, ds_db(qkv, "one_read_down"), by_atomics)
+        add("lora_grad", "the same of gate and up", "2·M·I", 2 * m * WIDE, ds_db(gate_up, "one_read_down"), by_atomics)
         add("lora_grad", "dA = dSᵀ·y of gate and up, y made again", "M·H", m * HIDDEN, a_grad)
     chunk = m // 8
     add("linear_cross_entropy", "a chunk's loss, its gradient over its logits", "2·m·V", 2 * chunk * VOCABULARY, loss)

@@ -2,7 +2,7 @@
 
 import pytest
 from lorakernels.fp8 import FrozenFp8, supported
-from lorakernels.projection import Member
+from lorakernels.member import Member
 from torch import nn
 
 

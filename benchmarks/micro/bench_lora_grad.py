@@ -4,16 +4,26 @@ benchmarks/micro/bench_lora_grad.py
 
 import pytest
 import torch
-from lorakernels.lora_grad import A_TILES, B_TILES, TAIL_TILES, a_gradient, b_gradient, tail_and_b, tails_that_fit
+from lorakernels.lora_grad import (
+    A_TILES,
+    B_TILES,
+    DS_DB_TILES,
+    AdapterColumns,
+    a_gradient,
+    b_gradient,
+    ds_and_db,
+    fitting_tiles,
+)
+from lorakernels.rms_norm import Norm, NormFactors
 from lorakernels.runtime import use_triton
 
 
-@pytest.mark.parametrize("form", [*TAIL_TILES, "library"])
+@pytest.mark.parametrize("form", [*DS_DB_TILES, "library"])
 @pytest.mark.parametrize("site", ["hidden", "wide"])
-def test_tail_and_b(form, site, time, tensor, shapes):
+def test_ds_and_db(form, site, time, tensor, shapes):
     m, n, r = shapes["tokens"], shapes[site], shapes["rank"]
     d, sb, s = tensor(m, n + r), tensor(n, r), tensor(m, r)
-    if form != "library" and form not in tails_that_fit(d, [n], [r]):
+    if form != "library" and form not in fitting_tiles(d, [n], [r]):
         pytest.skip("runs in Triton only")
 
     def library():
@@ -21,7 +31,7 @@ def test_tail_and_b(form, site, time, tensor, shapes):
         return d[:, :n].t() @ s
 
     time(
-        library if form == "library" else lambda: tail_and_b(d[:, :n], d[:, n:], sb, s, [n], r, form),
+        library if form == "library" else lambda: ds_and_db(d[:, :n], d[:, n:], AdapterColumns(sb, s, [n], r), form),
         m * n * d.element_size(),
     )
 
@@ -30,7 +40,7 @@ def test_tail_and_b(form, site, time, tensor, shapes):
 def test_b_gradient(form, time, tensor, shapes):
     m, n, r = shapes["tokens"], shapes["hidden"], shapes["rank"]
     dy, s = tensor(m, n), tensor(m, r)
-    if form != "library" and form not in tails_that_fit(dy, [n], [r], B_TILES):
+    if form != "library" and form not in fitting_tiles(dy, [n], [r], B_TILES):
         pytest.skip("runs in Triton only")
     time(lambda: dy.t() @ s if form == "library" else b_gradient(dy, s, [n], r, form), m * n * dy.element_size())
 
@@ -45,4 +55,5 @@ def test_a_gradient(form, time, tensor, shapes):
     def library():
         return ((ds * rstd[:, None]).to(ds.dtype).t() @ h) * weight
 
-    time(library if form == "library" else lambda: a_gradient(ds, h, rstd, weight, 0.0, form), m * k * h.element_size())
+    factors = NormFactors(rstd, weight, Norm(1e-6))
+    time(library if form == "library" else lambda: a_gradient(ds, h, factors, form), m * k * h.element_size())

@@ -5,8 +5,9 @@ Run: python -m pytest benchmarks/micro/bench_projection.py
 
 import pytest
 from lorakernels import tune
-from lorakernels.fused import project
-from lorakernels.projection import Member, Projection
+from lorakernels.member import Member
+from lorakernels.projection import Projection
+from lorakernels.projection_node import project
 from torch import nn
 
 SITES = {"o": [("hidden", "hidden")], "qkv": [("hidden", "hidden")] * 3, "gate_up": [("wide", "hidden")] * 2}

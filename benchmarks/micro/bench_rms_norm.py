@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from lorakernels.rms_norm import forward_into, forward_lora_into, rms_norm
+from lorakernels.concat_operand import LoraColumns
+from lorakernels.rms_norm import Norm, NormInput, forward_into, forward_lora_into, rms_norm
 from lorakernels.runtime import TILES
 from torch.nn import functional as F
 
@@ -23,12 +24,12 @@ def test_rms_norm(form, time, phase, tensor, shapes):
 @pytest.mark.parametrize("form", [*TILES, "plain"])
 def test_norm_and_lora_columns(form, time, tensor, shapes):
     m, k, p = shapes["tokens"], shapes["hidden"], 64
-    x, weight, a, buffer = tensor(m, k), tensor(k), tensor(p, k), tensor(m, k + p)
+    inputs, a, buffer = NormInput(tensor(m, k), tensor(k), Norm(1e-6)), tensor(p, k), tensor(m, k + p)
 
     def plain():
-        forward_into(x, None, weight, 1e-6, 0.0, buffer[:, :k])
+        forward_into(inputs, buffer[:, :k])
         torch.mm(buffer[:, :k], a.t(), out=buffer[:, k:])
 
     fused = form if form != "plain" else "fused"
-    run = plain if form == "plain" else lambda: forward_lora_into(x, None, weight, 1e-6, 0.0, buffer, a, tile=fused)
-    time(run, 2 * x.numel() * x.element_size())
+    run = plain if form == "plain" else lambda: forward_lora_into(inputs, buffer, LoraColumns(a), fused)
+    time(run, 2 * m * k * buffer.element_size())

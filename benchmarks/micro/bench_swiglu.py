@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from lorakernels.glu import backward_a_into, backward_into
+from lorakernels.glu import GluBackward, backward_a_into, backward_into
 from lorakernels.swiglu import swiglu
 from torch.nn import functional as F
 
@@ -19,11 +19,11 @@ def test_swiglu(form, time, phase, tensor, shapes):
 def test_backward_with_a(form, time, tensor, shapes):
     """The gradients of gate and up, and dA of the down projection."""
     gate, up, dh = (tensor(shapes["tokens"], shapes["wide"]) for _ in range(3))
-    ds = tensor(shapes["tokens"], shapes["rank"])
+    ds, inputs = tensor(shapes["tokens"], shapes["rank"]), GluBackward(gate, up, dh, "silu")
 
     def two():
-        backward_into(gate, up, dh, gate, up, "silu", h_into_grad=True)
+        backward_into(inputs, gate, up, h_into_grad=True)
         return ds.t() @ dh
 
-    one = partial(backward_a_into, gate, up, dh, gate, up, ds, "silu")
+    one = partial(backward_a_into, inputs, gate, up, ds)
     time(two if form == "two" else one, 5 * gate.numel() * gate.element_size())

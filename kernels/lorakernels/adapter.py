@@ -2,13 +2,14 @@
 all that are given.
 
 A: (r, K), B: (N, r), of any floating dtype; out_a: (r, K) and out_b: (N, r), strided views of the buffer. It runs for
-every adapter on every forward (see `projection.py`), so at small batches its launches count: one a decoder layer
-(`load_adapters`) instead of two an adapter. Run: python -m pytest tests/lorakernels/test_adapter.py
+every adapter on every forward (see `operand.py`), so at small batches its launches count: one a decoder layer
+(`Loader`) instead of two an adapter. Run: python -m pytest tests/lorakernels/test_adapter.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,16 @@ from .runtime import capturing, cdiv, check, kernel, tl, use_triton, working_dty
 
 BLOCK = 2048
 TL = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-# (A, B, scale, out_a, out_b) of one adapter.
-Item = tuple[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor]
+
+
+class AdapterCopy(NamedTuple):
+    """One adapter and its places: A (r, K) and out_a (r, K); B (N, r), its factor scale, and out_b (N, r)."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    out_a: torch.Tensor
+    out_b: torch.Tensor
 
 
 @kernel
@@ -39,12 +48,13 @@ def _load_kernel(
 
 
 def load_adapter_reference(a: torch.Tensor, b: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(A, scale · B) in float32."""
+    """(A (r, K), scale · B (N, r)) in float32."""
     return a.float(), b.float() * scale
 
 
 def load_adapter(a: torch.Tensor, b: torch.Tensor, scale: float, out_a: torch.Tensor, out_b: torch.Tensor) -> None:
-    """Writes out_a and out_b; nothing else of the buffer they are views of is touched."""
+    """out_a (r, K) = a (r, K) and out_b (N, r) = scale · b (N, r); nothing else of the buffer they are views of is
+    touched. Raises ValueError where a place differs in shape."""
     check(
         out_a.shape == a.shape and out_b.shape == b.shape, "A, B and their places differ", a=a, b=b, out=out_a, to=out_b
     )
@@ -85,8 +95,9 @@ class Loader:
         self._plan: tuple | None = None
         self._captured: list[tuple] = []  # plans that a CUDA graph reads on every replay: they must outlive a change
 
-    def load(self, items: Sequence[Item]) -> None:
-        """`load_adapter` for every item, in one launch where they are alike."""
+    def load(self, items: Sequence[AdapterCopy]) -> None:
+        """`load_adapter` for every item (their shapes: `AdapterCopy`), in one launch where they are alike. Raises
+        ValueError where a place differs in shape."""
         known = tuple((a.data_ptr(), b.data_ptr(), a.shape, a.dtype, f, to.data_ptr()) for a, b, f, to, _ in items)
         captured = bool(items) and capturing(items[0][0])
         if known != self._known:
@@ -104,12 +115,12 @@ class Loader:
         )
 
 
-def _one_by_one(items: Sequence[Item]) -> None:
+def _one_by_one(items: Sequence[AdapterCopy]) -> None:
     for item in items:
         load_adapter(*item)
 
 
-def _plan(items: Sequence[Item]) -> tuple | None:
+def _plan(items: Sequence[AdapterCopy]) -> tuple | None:
     """(table, scales, blocks, dtypes) on the device, or None where these adapters are not alike."""
     pairs = [(t.detach(), out, f) for a, b, scale, x, y in items for t, out, f in ((a, x, 1.0), (b, y, scale))]
     dtypes = {(t.dtype, out.dtype) for t, out, _ in pairs}

@@ -14,12 +14,15 @@ torch's generator. Run: python -m pytest tests/lorakernels/test_dropout.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from .runtime import (
-    alone,
     cdiv,
     check,
+    contiguous_on_cpu,
     jit,
     kernel,
     next_power_of_2,
@@ -34,11 +37,12 @@ from .runtime import (
 
 
 def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
+    """Seeds (count,) int64 on the device, from torch's own generator."""
     return torch.randint(0, 2**31 - 1, (count,), dtype=torch.int64, device=device)
 
 
-def keep_reference(shape, seed: torch.Tensor, p: float) -> torch.Tensor:
-    """The mask of the torch path, bool (M, K)."""
+def keep_reference(shape: Sequence[int], seed: torch.Tensor, p: float) -> torch.Tensor:
+    """The mask of the torch path, bool of this shape (M, K); seed: one int64, p: the probability of a zero."""
     generator = torch.Generator().manual_seed(int(seed))
     return (torch.rand(tuple(shape), generator=generator) >= p).to(seed.device)
 
@@ -121,8 +125,9 @@ def threshold_and_scale(p: float) -> tuple[int, float]:
     return round(p * 65536), 1.0 / (1.0 - p) if p < 1 else 0.0
 
 
-def dropout_into(x, seed, p: float, out, add: bool = False) -> None:
-    """out = dropout(x), or out += dropout(x) with add. Both (M, K)."""
+def dropout_into(x: torch.Tensor, seed: torch.Tensor, p: float, out: torch.Tensor, add: bool = False) -> None:
+    """out = dropout(x), or out += dropout(x) with add. x, out: (M, K); seed: one int64; p: the probability of a zero.
+    Raises ValueError where x and out differ in shape."""
     check(out.shape == x.shape and x.dim() == 2, "out and x differ", x=x, out=out)
     if not use_triton(x, out):
         _, scale = threshold_and_scale(p)
@@ -136,15 +141,21 @@ def dropout_into(x, seed, p: float, out, add: bool = False) -> None:
     )
 
 
-def dropped(x, seed, p: float, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """dropout(x) of x (M, K), in dtype or that of x."""
+def dropped(x: torch.Tensor, seed: torch.Tensor, p: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """dropout(x) (M, K) of x (M, K), in dtype or that of x; seed: one int64; p: the probability of a zero."""
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     dropout_into(x, seed, p, out)
     return out
 
 
-def product_into(x, a, seed, p: float, s, tile: str | None = "fused") -> None:
-    """s (M, r) = dropout(x) · aᵀ. tile is a key of TILES; None, and a rank above MAX_RANK, take a library product."""
+def product_into(
+    x: torch.Tensor, a: torch.Tensor, seed: torch.Tensor, p: float, s: torch.Tensor, tile: str | None = "fused"
+) -> None:
+    """s (M, r) = dropout(x) · aᵀ of x (M, K) and a (r, K).
+
+    seed: one int64; p: the probability of a zero; tile: a key of TILES. None, and a rank above MAX_RANK, take a library
+    product. Raises ValueError where the shapes do not fit.
+    """
     m, n = x.shape
     rank = a.shape[0]
     check(a.shape[1] == n and s.shape == (m, rank), "x, a and s do not fit", x=x, a=a, s=s)
@@ -158,14 +169,19 @@ def product_into(x, a, seed, p: float, s, tile: str | None = "fused") -> None:
     )  # fmt: skip
 
 
-def add_product_into(ds, a, seed, p: float, dx, *, fused: bool = True) -> None:
-    """dx (M, K) += dropout(ds · a), with the mask of x. Not fused, and with a rank above MAX_RANK, it takes a library
-    product."""
+def add_product_into(
+    ds: torch.Tensor, a: torch.Tensor, seed: torch.Tensor, p: float, dx: torch.Tensor, *, fused: bool = True
+) -> None:
+    """dx (M, K) += dropout(ds · a) of ds (M, r) and a (r, K), with the mask of x.
+
+    seed: one int64; p: the probability of a zero. Not fused, and with a rank above MAX_RANK, it takes a library
+    product. Raises ValueError where the shapes do not fit.
+    """
     m, n = dx.shape
     rank = a.shape[0]
     check(a.shape[1] == n and ds.shape == (m, rank), "ds, a and dx do not fit", ds=ds, a=a, dx=dx)
     if not fused or rank > MAX_RANK or not use_triton(dx) or not tensor_cores(ds, a):
-        dropout_into(alone(ds) @ a, seed, p, dx, add=True)
+        dropout_into(contiguous_on_cpu(ds) @ a, seed, p, dx, add=True)
         return
     _add_product_kernel[(cdiv(m, 32), cdiv(n, 128))](
         ds, a, seed, dx, m, n, rank, ds.stride(0), a.stride(0), dx.stride(0), *threshold_and_scale(p),
@@ -174,8 +190,10 @@ def add_product_into(ds, a, seed, p: float, dx, *, fused: bool = True) -> None:
 
 
 class Dropout(torch.autograd.Function):
+    """`dropout` as one node, which saves the seed alone. x, grad: (…, K)."""
+
     @staticmethod
-    def forward(ctx, x, seed, p):
+    def forward(ctx: Any, x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
         ctx.save_for_backward(seed)
         ctx.p = p
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -185,7 +203,7 @@ class Dropout(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
         if grad.numel():
             dropout_into(rows(grad), ctx.saved_tensors[0], ctx.p, rows(out))
@@ -193,7 +211,8 @@ class Dropout(torch.autograd.Function):
 
 
 def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
-    """x (..., K) with a share p of its elements zeroed and the others divided by 1 - p; seed as draw_seed gives it."""
+    """x (…, K) with a share p of its elements zeroed and the others divided by 1 - p; seed: (1,) int64 as `draw_seed`
+    gives it. Raises ValueError where p is no probability, or seed no single number."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability must be between 0 and 1, not {p}")
     check(seed.numel() == 1, "seed must be a single integer", seed=seed)

@@ -11,25 +11,32 @@ tests/lorakernels/test_fp8.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from .member import Member
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / scale in e4m3, scale (M, 1) float32)."""
+    """(x / scale in e4m3 (M, K), scale (M, 1) float32) of x (M, K)."""
     scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / LARGEST
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
 
 
-def fp8_mm_reference(xq, sx, wq, sw, dtype) -> torch.Tensor:
-    """The product of the quantized operands in float32: what the tensor cores compute, emulated."""
+def fp8_mm_reference(
+    xq: torch.Tensor, sx: torch.Tensor, wq: torch.Tensor, sw: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The product (M, N) of the quantized operands in float32, cast to dtype: what the tensor cores compute, emulated.
+    xq: (M, K), sx: (M, 1), wq: (N, K), sw: (N, 1)."""
     return ((xq.float() @ wq.float().t()) * sx * sw.t()).to(dtype)
 
 
-def fp8_mm(xq, sx, wq, sw, dtype) -> torch.Tensor:
-    """xq (M, K) · wq (N, K)ᵀ with row scales, in dtype."""
+def fp8_mm(xq: torch.Tensor, sx: torch.Tensor, wq: torch.Tensor, sw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """xq (M, K) · wq (N, K)ᵀ with row scales sx (M, 1) and sw (N, 1): (M, N) in dtype."""
     if not xq.is_cuda:
         return fp8_mm_reference(xq, sx, wq, sw, dtype)
     # Row-wise scaling gives bfloat16 only.
@@ -38,10 +45,11 @@ def fp8_mm(xq, sx, wq, sw, dtype) -> torch.Tensor:
 
 
 class FrozenFp8:
-    """The quantized weights of the members of one projection, stacked."""
+    """The quantized weights of the members of one projection, stacked to (N, K), and (K, N) for backward."""
 
-    def __init__(self, members):
-        self.members, self._of = members, None
+    def __init__(self, members: Sequence[Member]):
+        self.members = members
+        self._of: list[tuple[int, int]] | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -55,9 +63,11 @@ class FrozenFp8:
             self._of = of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (M, K) · Wᵀ, (M, N) in the dtype of x."""
         return fp8_mm(*quantize_rows(x), *self.forward_weight, x.dtype)
 
     def backward(self, dy: torch.Tensor) -> torch.Tensor:
+        """dy (M, N) · W, (M, K) in the dtype of dy."""
         return fp8_mm(*quantize_rows(dy), *self.backward_weight, dy.dtype)
 
 
@@ -68,7 +78,7 @@ def supported(device: torch.device) -> str | None:
     return None
 
 
-def why_not(members) -> str | None:
+def why_not(members: Sequence[Member]) -> str | None:
     """None, or why the product with these frozen weights stays in the compute dtype."""
     first = members[0]
     if any(m.quantized is not None for m in members):

@@ -15,12 +15,13 @@ _NAMES = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def geglu_reference(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """The same in float32."""
+    """The same in float32; gate, up, h: (…, I)."""
     return glu.reference(gate, up, _NAMES[approximate])
 
 
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """gelu(gate) * up; approximate is "none" (erf) or "tanh", as in torch.nn.functional.gelu."""
+    """gelu(gate) * up of gate, up (…, I); approximate is "none" (erf) or "tanh", as in torch.nn.functional.gelu. Raises
+    ValueError at another one, and where gate and up differ in shape or dtype."""
     if approximate not in _NAMES:
         raise ValueError(f'approximate must be "none" or "tanh", not {approximate!r}')
     return glu.gated(gate, up, _NAMES[approximate])

@@ -13,11 +13,14 @@ Run: python -m pytest tests/lorakernels/test_swiglu.py tests/lorakernels/test_ge
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch.nn import functional as F
 
+from .concat_operand import LoraColumns, s_into, store_s
 from .fast_math import exp, sigmoid, tanh
-from .pack import Kept, arguments_of, s_into, store_s
+from .grad_accumulator import GradAccumulator, gradient_zeros
 from .runtime import (
     cdiv,
     check,
@@ -33,7 +36,6 @@ from .runtime import (
     use_triton,
     working_dtype,
 )
-from .sums import Sums, gradient_room
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # Backward with dA of the down projection: (rows, columns, warps, stages, steps). A low tile: three inputs, two outputs
@@ -46,14 +48,24 @@ MAX_A_RANK = 64
 WHOLE_TILES = {"whole": (64, 64, 4, 3, 16), "whole_short": (64, 64, 4, 3, 4)}
 
 
+class GluBackward(NamedTuple):
+    """What every backward reads: gate, up and grad (the gradient of h), (M, I) each; act: a key of ACTIVATIONS."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    grad: torch.Tensor
+    act: str
+
+
 def activation(gate: torch.Tensor, act: str) -> torch.Tensor:
+    """act(gate) of a gate of any shape, in its dtype; act: a key of ACTIVATIONS."""
     if act == "silu":
         return F.silu(gate)
     return F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none")
 
 
 def activation_slope(gate: torch.Tensor, act: str) -> torch.Tensor:
-    """d act / d gate, in the dtype given."""
+    """d act / d gate of a gate of any shape, in its dtype."""
     if act == "silu":
         s = torch.sigmoid(gate)
         return s * (1 + gate * (1 - s))
@@ -65,7 +77,7 @@ def activation_slope(gate: torch.Tensor, act: str) -> torch.Tensor:
 
 
 def reference(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
-    """act(gate) * up in float32 (float64 for float64)."""
+    """act(gate) * up in float32 (float64 for float64), of gate and up of one shape."""
     dtype = working_dtype(gate)
     return activation(gate.to(dtype), act) * up.to(dtype)
 
@@ -102,8 +114,8 @@ def _glu_forward_kernel(g_ptr, u_ptr, h_ptr, n, g_row, u_row, h_row, ACT: tl.con
 
 @kernel
 def _glu_forward_lora_kernel(
-    g_ptr, u_ptr, h_ptr, a_ptr, kept_ptr, scale_ptr, m, n, g_row, u_row, h_row, a_row, rank, p,
-    ACT: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    g_ptr, u_ptr, h_ptr, a_ptr, scaled_ptr, scale_ptr, m, n, g_row, u_row, h_row, a_row, rank, p,
+    ACT: tl.constexpr, STORE_SCALED_S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """A block of rows walks over all columns; S = h Aᵀ grows in registers and lands in the columns n … n + p."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -119,7 +131,7 @@ def _glu_forward_lora_kernel(
         tl.store(h_ptr + row[:, None] * h_row + col[None, :], h, mask=inside)
         w = tl.load(a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(h, w, acc, input_precision="ieee")
-    store_s(h_ptr + row[:, None] * h_row + n, kept_ptr, scale_ptr, acc, row, m, p, KEEP, BM, R)
+    store_s(h_ptr + row[:, None] * h_row + n, scaled_ptr, scale_ptr, acc, row, m, p, STORE_SCALED_S, BM, R)
 
 
 @kernel
@@ -187,8 +199,8 @@ def _glu_backward_a_kernel(
         tl.atomic_add(db_ptr + below * rank + r[:, None], acc_u, mask=mine, sem="relaxed")
 
 
-def forward_into(gate, up, out, act: str) -> None:
-    """out[:, :I] = act(gate) * up; out may be a slice of a wider buffer."""
+def forward_into(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, act: str) -> None:
+    """out = act(gate) * up, (M, I) each; out may be a slice of a wider buffer."""
     if not use_triton(gate, up, out):
         out.copy_(reference(gate, up, act))
         return
@@ -200,35 +212,35 @@ def forward_into(gate, up, out, act: str) -> None:
 
 
 def forward_lora_into(
-    gate, up, buffer, lora_a, act: str, tile: str = "fused", rank: int | None = None, kept: Kept | None = None
+    gate: torch.Tensor, up: torch.Tensor, buffer: torch.Tensor, columns: LoraColumns, act: str, tile: str = "fused"
 ) -> None:
-    """buffer = [h | h · lora_aᵀ] in one launch; lora_a (p, I) with p spare columns in buffer, p <= MAX_FUSED_RANK.
+    """buffer (M, I + p) = [h | h · aᵀ] in one launch, of gate, up (M, I) and columns.a (p, I).
 
-    kept: where sS goes, too. rank: how many rows of lora_a can differ from zero, all of them if not given: the kernel
-    reads no others.
+    tile is a key of TILES; above MAX_FUSED_RANK it takes library calls. Raises ValueError where buffer does not fit.
     """
     m, n = gate.shape
+    lora_a, rank = columns.a, columns.rows
     p = lora_a.shape[0]
-    rank = p if rank is None else rank
     check(
         buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
     )
     if not fuses(rank, (gate, up), (buffer, lora_a)):
         forward_into(gate, up, buffer[:, :n], act)
-        s_into(buffer[:, :n], lora_a, buffer[:, n:], None, rank, kept)
+        s_into(buffer[:, :n], columns, buffer[:, n:], None)
         return
     bm, bn, warps, stages = tile_of(tile, gate)
     _glu_forward_lora_kernel[(cdiv(m, bm),)](
-        gate, up, buffer, lora_a, *arguments_of(kept, buffer), m, n,
+        gate, up, buffer, lora_a, *columns.scaled_s_pointers(buffer), m, n,
         gate.stride(0), up.stride(0), buffer.stride(0), lora_a.stride(0), rank, p,
-        ACT=ACTIVATIONS[act], KEEP=kept is not None, BM=bm, BN=bn, R=rank_tile(rank),
+        ACT=ACTIVATIONS[act], STORE_SCALED_S=columns.scaled_s is not None, BM=bm, BN=bn, R=rank_tile(rank),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
-def backward_into(gate, up, grad, d_gate, d_up, act: str, h_into_grad: bool = False) -> None:
-    """Writes d_gate and d_up, also over gate and up themselves; with h_into_grad the recomputed h = act(gate) * up
-    replaces grad (it is overwritten)."""
+def backward_into(inputs: GluBackward, d_gate: torch.Tensor, d_up: torch.Tensor, h_into_grad: bool = False) -> None:
+    """Writes d_gate and d_up (M, I), also over gate and up themselves; with h_into_grad the recomputed h = act(gate) *
+    up replaces grad (it is overwritten)."""
+    gate, up, grad, act = inputs
     if not use_triton(gate, up, grad, d_gate):
         g, u, dh = (t.to(working_dtype(gate)) for t in (gate, up, grad))
         a = activation(g, act)
@@ -252,20 +264,24 @@ def backward_into(gate, up, grad, d_gate, d_up, act: str, h_into_grad: bool = Fa
 
 
 def backward_a_into(
-    gate, up, grad, d_gate, d_up, ds, act: str, tile: str = "with_a", sums: Sums | None = None
-) -> torch.Tensor:
-    """Writes d_gate and d_up, also over gate and up themselves; returns dA = dsᵀ · h (rank, I) in float32.
+    inputs: GluBackward, d_gate: torch.Tensor, d_up: torch.Tensor, ds: torch.Tensor, tile: str = "with_a",
+    accumulator: GradAccumulator | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Writes d_gate and d_up (M, I), also over gate and up themselves; returns dA = dsᵀ · h (rank, I) in float32.
 
-    ds: (M, rank), in the dtype that h is rounded to; rank <= MAX_A_RANK. tile is a key of A_TILES."""
+    ds: (M, rank), in the dtype that h is rounded to; rank <= MAX_A_RANK, above it library calls; tile is a key of
+    A_TILES; accumulator: where dA grows. Raises ValueError where the shapes do not fit.
+    """
+    gate, up, grad, act = inputs
     m, n = gate.shape
     rank = ds.shape[1]
     check(ds.shape[0] == m and grad.shape == gate.shape, "ds, grad and gate do not fit", ds=ds, grad=grad, gate=gate)
     if not use_triton(gate, up, grad, d_gate) or not tensor_cores(ds) or rank > MAX_A_RANK:
         h, wide = reference(gate, up, act).to(ds.dtype), working_dtype(ds)
-        backward_into(gate, up, grad, d_gate, d_up, act)
+        backward_into(inputs, d_gate, d_up)
         return ds.t().to(wide) @ h.to(wide)
     bm, bn, warps, stages, steps = A_TILES[tile]
-    da = gradient_room(sums, rank, n, gate.device)
+    da = gradient_zeros(accumulator, rank, n, gate.device)
     _glu_backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
         gate, up, grad, d_gate, d_up, ds, da, ds, ds, da, da, m, n, rank,
         gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), ds.stride(0), 0, 0, 0,
@@ -286,26 +302,30 @@ def whole_fits(ds: torch.Tensor, ranks: list[int], widths: list[int]) -> bool:
 
 
 def backward_whole_into(
-    gate, up, grad, wide, ds, sb, s, act: str, tile: str = "whole", sums: Sums | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs: GluBackward, wide: torch.Tensor, ds: torch.Tensor, sb: torch.Tensor, scaled_s: torch.Tensor,
+    tile: str = "whole", accumulator: GradAccumulator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """wide (M, 2·I + p) = [d gate ∣ d up ∣ dS], also over gate and up where they are its views; returns dA = dsᵀ · h
     (rank, I) and dB (2·I, rank) in float32.
 
-    ds: (M, rank) of the down projection; sb (2·I, p) and s (M, p) as in `lora_grad.tail_and_b`, for two members of the
-    same rank and width. Needs `whole_fits`. tile is a key of WHOLE_TILES."""
+    ds: (M, rank) of the down projection; sb (2·I, p) and scaled_s (M, p) as in `lora_grad.ds_and_db`, for two members
+    of the same rank and width. Needs `whole_fits`. tile is a key of WHOLE_TILES; accumulator: where dA, dB and dS grow.
+    Raises ValueError where the shapes do not fit.
+    """
+    gate, up, grad, act = inputs
     m, n = gate.shape
     rank, p = ds.shape[1], sb.shape[1]
-    fits = wide.shape == (m, 2 * n + p) and sb.shape[0] == 2 * n and s.shape == (m, p) and 2 * rank <= p
-    check(fits, "gate, the gradient, sB and S do not fit", gate=gate, wide=wide, sb=sb, s=s)
-    sums = Sums(gate.device, rank * n + 2 * n * rank, m * p) if sums is None else sums
+    fits = wide.shape == (m, 2 * n + p) and sb.shape[0] == 2 * n and scaled_s.shape == (m, p) and 2 * rank <= p
+    check(fits, "gate, the gradient, sB and S do not fit", gate=gate, wide=wide, sb=sb, s=scaled_s)
+    into = GradAccumulator(gate.device, rank * n + 2 * n * rank, m * p) if accumulator is None else accumulator
     ds = ds.contiguous()  # every block of columns reads it, and behind dY its rows would lie far apart
-    da, db, tail = sums.gradient(rank, n), sums.gradient(2 * n, rank), sums.scratch(m, p)
+    da, db, tail = into.gradient(rank, n), into.gradient(2 * n, rank), into.scratch(m, p)
     bm, bn, warps, stages, steps = WHOLE_TILES[tile]
     d_gate, d_up = wide[:, :n], wide[:, n : 2 * n]
     _glu_backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
-        gate, up, grad, d_gate, d_up, ds, da, s, sb, tail, db, m, n, rank,
+        gate, up, grad, d_gate, d_up, ds, da, scaled_s, sb, tail, db, m, n, rank,
         gate.stride(0), up.stride(0), grad.stride(0), wide.stride(0), wide.stride(0), ds.stride(0),
-        s.stride(0), sb.stride(0), tail.stride(0),
+        scaled_s.stride(0), sb.stride(0), tail.stride(0),
         ACT=ACTIVATIONS[act], WHOLE=True, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
         num_warps=warps, num_stages=stages_of(gate, stages),
     )  # fmt: skip
@@ -314,8 +334,10 @@ def backward_whole_into(
 
 
 class GatedActivation(torch.autograd.Function):
+    """`gated` as one node, which saves gate and up alone, (…, I) each."""
+
     @staticmethod
-    def forward(ctx, gate, up, act):
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         ctx.act = act
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -325,12 +347,13 @@ class GatedActivation(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
         d_gate, d_up = (torch.empty(gate.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
         if gate.numel():
             n = gate.shape[-1]
-            backward_into(_flat(gate), _flat(up), _flat(grad), d_gate.view(-1, n), d_up.view(-1, n), ctx.act)
+            inputs = GluBackward(_flat(gate), _flat(up), _flat(grad), ctx.act)
+            backward_into(inputs, d_gate.view(-1, n), d_up.view(-1, n))
         return d_gate, d_up, None
 
 
@@ -340,6 +363,8 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+    """act(gate) * up, (…, I) each, with its gradients; act: a key of ACTIVATIONS. Raises ValueError where gate and up
+    differ in shape or dtype."""
     check(gate.shape == up.shape and gate.dim() >= 1, "gate and up differ", gate=gate, up=up)
     check(gate.dtype == up.dtype, "gate and up differ in dtype", gate=gate, up=up)
     return GatedActivation.apply(gate, up, act)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .fused import compute_dtype
 from .linear_cross_entropy import linear_cross_entropy
-from .sites import NotFused, check_class, hooked_globally, quiet
+from .module_checks import NotFused, check_class, hooked_globally, is_unhooked
+from .runtime import compute_dtype
 
 
 class LazyLogits:
@@ -87,7 +87,7 @@ def check_head(model: Any) -> None:
     head = model.lm_head
     if type(head) is not nn.Linear:
         raise NotFused(f"its head is {type(head).__module__}.{type(head).__name__}, not torch's Linear")
-    if not quiet(head) or "forward" in model.__dict__:
+    if not is_unhooked(head) or "forward" in model.__dict__:
         raise NotFused("its head has hooks, or the model's forward was replaced")
 
 
@@ -134,5 +134,5 @@ def _fits(model, kwargs) -> bool:
     router = getattr(model.config, "output_router_logits", False) if router is None else router
     losses = sys.modules.get("transformers.loss.loss_utils")
     own_loss = model.loss_function is getattr(losses, "ForCausalLMLoss", None)
-    own_head = type(model.lm_head) is nn.Linear and quiet(model.lm_head)
+    own_head = type(model.lm_head) is nn.Linear and is_unhooked(model.lm_head)
     return isinstance(keep, int) and keep == 0 and not router and own_loss and own_head

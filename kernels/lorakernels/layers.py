@@ -18,24 +18,27 @@ import torch
 from torch import nn
 
 from .adapter import Loader
-from .fused import Heads, Norm, gated_mlp, project, refreshed
-from .projection import Projection
-from .rms_norm import rms_norm
-from .rope import rope
-from .sites import (
+from .heads import Heads
+from .lora_modules import LinearModule, linear_module
+from .mlp_node import gated_mlp
+from .module_checks import (
     NORMS,
-    LinearSite,
     NotFused,
     activation_of,
     check_class,
     eps_of,
     hooked_globally,
-    linear_site,
+    is_inactive_dropout,
+    is_library_function,
+    is_unchanged_norm,
+    is_unhooked,
     norm_of,
-    quiet,
-    still,
-    untouched,
 )
+from .operand import with_loaded_adapters
+from .projection import Projection
+from .projection_node import project
+from .rms_norm import Norm, rms_norm
+from .rope import rope
 
 # Attention classes of transformers: where they take their sliding window from, and whether they soft-cap.
 ATTENTION = {
@@ -70,16 +73,16 @@ class Switches:
 class Linears:
     """Linears that share an input: merged into one Projection, or one each."""
 
-    def __init__(self, sites: list[LinearSite], switches: Switches):
-        self.sites = sites
-        members = [s.member for s in sites]
+    def __init__(self, modules: list[LinearModule], switches: Switches):
+        self.modules = modules
+        members = [m.member for m in modules]
         # One dtype, device and kind of storage a buffer; q and k in NF4 with a bf16 v stay apart.
         same = len({(m.weight.dtype, m.weight.device, m.quantized is None, m.compute_dtype) for m in members}) == 1
         parts = [members] if switches.merge_projections and same else [[m] for m in members]
         self.groups = [Projection(part, switches.one_gemm, switches.fp8) for part in parts]
 
     def ready(self) -> bool:
-        return all(s.ready() for s in self.sites)
+        return all(m.ready() for m in self.modules)
 
     def adopt(self) -> None:
         for g in self.groups:
@@ -91,13 +94,15 @@ class Linears:
 
 
 def linears(module: Any, path: str, names: list[str], switches: Switches) -> Linears:
-    sites = []
+    """The linears of these names in a module, whose path this is. Raises NotFused with the reason where one is left to
+    PEFT."""
+    found = []
     for name in names:
         try:
-            sites.append(linear_site(f"{path}.{name}", module))
+            found.append(linear_module(f"{path}.{name}", module))
         except NotFused as reason:
             raise NotFused(f"{name}: {reason}") from None
-    return Linears(sites, switches)
+    return Linears(found, switches)
 
 
 @dataclass
@@ -138,7 +143,9 @@ class AttentionPlan(Plan):
             return True
         here = self.module._modules
         ours = zip(("q_norm", "k_norm"), self.head_norms, strict=True)
-        return all(here[n] is m and still(m, self.heads.norm_eps) and not m.weight.requires_grad for n, m in ours)
+        return all(
+            here[n] is m and is_unchanged_norm(m, self.heads.norm_eps) and not m.weight.requires_grad for n, m in ours
+        )
 
 
 def head_layout(attention: Any) -> tuple[Heads, tuple[Any, Any] | None]:
@@ -161,7 +168,7 @@ def attention_plan(attention: Any, path: str, switches: Switches) -> tuple[Atten
         raise NotFused(f"{type(attention).__name__} is not a known attention")
     check_class(attention)
     heads, norms = head_layout(attention)
-    own_rope = untouched(sys.modules[type(attention).__module__].apply_rotary_pos_emb, "transformers")
+    own_rope = is_library_function(sys.modules[type(attention).__module__].apply_rotary_pos_emb, "transformers")
     rope = switches.rope and own_rope
     plan = AttentionPlan(attention, heads, rope=rope, backends=switches.sdpa_backends, head_norms=norms)
     names = {"qkv": ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"], "o": ["o_proj"]}
@@ -256,7 +263,7 @@ def attention_forward(
             self, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
             past_key_values=past_key_values, **kwargs,
         )  # fmt: skip
-    with refreshed(plan.groups, plan.loader, hidden_states):
+    with with_loaded_adapters(plan.groups, plan.loader, hidden_states):
         make = query_key_value if plan.qkv is not None else plain_query_key_value
         q, k, v = make(plan, hidden_states, position_embeddings)
         out, weights = attend(plan, q, k, v, attention_mask, past_key_values, **kwargs)
@@ -281,7 +288,7 @@ class MLPPlan(Plan):
 
     def ready(self) -> bool:
         function = _activation(self.module)
-        same = function is self.function and (not isinstance(function, nn.Module) or quiet(function))
+        same = function is self.function and (not isinstance(function, nn.Module) or is_unhooked(function))
         return same and self.same_class and self.gate_up.ready() and self.down.ready()
 
 
@@ -297,7 +304,7 @@ def mlp_plan(mlp: Any, path: str, switches: Switches) -> MLPPlan:
     check_class(mlp, "MLP")
     function = _activation(mlp)
     act = activation_of(function)
-    if isinstance(function, nn.Module) and not quiet(function):
+    if isinstance(function, nn.Module) and not is_unhooked(function):
         raise NotFused("its activation has hooks or a replaced forward")
     gate_up, down = (linears(mlp, path, each, switches) for each in (names, ["down_proj"]))
     return MLPPlan(mlp, gate_up, down, act, function)
@@ -308,7 +315,7 @@ def mlp_forward(self, *args, **kwargs):
     plan = self._lorakernels
     if hooked_globally() or not plan.ready():
         return type(self).forward(self, x)
-    with refreshed(plan.groups, plan.loader, x):
+    with with_loaded_adapters(plan.groups, plan.loader, x):
         return gated_mlp(x, plan.gate_up.groups, plan.down.groups[0], plan.act).to(x.dtype)
 
 
@@ -335,12 +342,12 @@ class LayerPlan(Plan):
 
     def ready(self) -> bool:
         here = self.module._modules
-        same = here["self_attn"] is self.attention.module and quiet(here["self_attn"]) and self.same_class
+        same = here["self_attn"] is self.attention.module and is_unhooked(here["self_attn"]) and self.same_class
         if self.drops:
-            same = same and all(here[n] is m and idle(m) for n, m in self.drops.items())
+            same = same and all(here[n] is m and is_inactive_dropout(m) for n, m in self.drops.items())
         if self.mlp is not None:
-            same = same and here["mlp"] is self.mlp.module and quiet(here["mlp"])
-        norms = all(here[n] is m and still(m, norm.eps) for n, (m, norm) in self.norms.items())
+            same = same and here["mlp"] is self.mlp.module and is_unhooked(here["mlp"])
+        norms = all(here[n] is m and is_unchanged_norm(m, norm.eps) for n, (m, norm) in self.norms.items())
         return same and norms and self.attention.ready() and (self.mlp is None or self.mlp.ready())
 
     @property
@@ -352,11 +359,6 @@ class LayerPlan(Plan):
         return {"norm": norm, "norm_weight": module.weight}
 
 
-def idle(drop: Any) -> bool:
-    """Whether a dropout does nothing, and nobody hooks into it."""
-    return type(drop) is nn.Dropout and drop.p == 0 and quiet(drop)
-
-
 def layer_plan(layer: Any, attention: AttentionPlan, mlp: MLPPlan | None) -> LayerPlan:
     names = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
     norms = {n: (getattr(layer, n), norm_of(getattr(layer, n))) for n in names if hasattr(layer, n)}
@@ -364,7 +366,7 @@ def layer_plan(layer: Any, attention: AttentionPlan, mlp: MLPPlan | None) -> Lay
         raise NotFused(f"{type(layer).__name__} has other norms than a known layer")
     check_class(layer, "DecoderLayer")
     drops = {n: m for n, m in layer.named_children() if n in ("resid_attn_dropout", "resid_mlp_dropout")}
-    if busy := [n for n, m in drops.items() if not idle(m)]:
+    if busy := [n for n, m in drops.items() if not is_inactive_dropout(m)]:
         raise NotFused(f"it drops out its residual, or has hooks there ({busy[0]})")
     known = {"self_attn", "mlp", *drops, *names}
     if other := {n for n, _ in layer.named_children()} - known:
@@ -391,7 +393,7 @@ def layer_forward(self, hidden_states, *args, **kwargs):
 
 
 def _layer(plan: LayerPlan, x, *args, **kwargs):
-    with refreshed(plan.groups, plan.loader, x):
+    with with_loaded_adapters(plan.groups, plan.loader, x):
         return _fused_layer(plan, x, *args, **kwargs)
 
 

@@ -14,28 +14,30 @@ from typing import Any
 
 import torch
 
-from .fused import Norm, project
-from .pack import with_spare_columns
+from .concat_operand import with_spare_columns
+from .lora_modules import LinearModule, is_lora, linear_module
+from .module_checks import NotFused
 from .patching import Change, Left, Report
 from .projection import Projection
-from .sites import LinearSite, NotFused, is_lora, linear_site
+from .projection_node import project
+from .rms_norm import Norm
 
 MARK = "_lorakernels_linear"
 
 
 class _Single:
-    """One linear's site and projection."""
+    """One linear of the model and its projection."""
 
-    def __init__(self, site: LinearSite, one_gemm: bool):
-        self.site, self.group = site, Projection([site.member], one_gemm)
+    def __init__(self, linear: LinearModule, one_gemm: bool):
+        self.linear, self.group = linear, Projection([linear.member], one_gemm)
 
     def ready(self) -> bool:
-        """`LinearSite.ready` takes a replaced forward for somebody else's; ours stands aside while it looks."""
-        own = self.site.module.__dict__.pop("forward")
+        """`LinearModule.ready` takes a replaced forward for somebody else's; ours stands aside while it looks."""
+        own = self.linear.module.__dict__.pop("forward")
         try:
-            return self.site.ready()
+            return self.linear.ready()
         finally:
-            self.site.module.forward = own
+            self.linear.module.forward = own
 
 
 def _forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +60,7 @@ def apply_linears(model: Any, *, one_gemm: bool = True) -> Report:
                 continue
             path = f"{name}.{child}" if name else child
             try:
-                single = _Single(linear_site(path, parent), one_gemm)
+                single = _Single(linear_module(path, parent), one_gemm)
                 _bind(module, single, _forward)
             except NotFused as reason:
                 report.left.append(Left(path, "linear", str(reason)))
@@ -79,17 +81,16 @@ def apply_normed(module: Any, norm: str = "norm", linear: str = "linear", *, one
     norm: name of an RMSNorm in it with `weight` and `eps`; linear: name of PEFT's LoRA linear.
     """
     try:
-        site = linear_site(linear, module)
+        found = linear_module(linear, module)
     except NotFused as reason:
         return Report(left=[Left(linear, "linear", str(reason))])
-    single = _Single(site, one_gemm)
+    single = _Single(found, one_gemm)
     rms = getattr(module, norm)
 
     def forward(self: Any, x: Any) -> Any:
-        if not site.ready():
+        if not found.ready():
             return type(self).forward(self, x)
-        parts = {"norm": Norm(rms.eps), "norm_weight": rms.weight}
-        return project(x, [single.group], **parts).to(x.dtype)
+        return project(x, [single.group], norm=Norm(rms.eps), norm_weight=rms.weight).to(x.dtype)
 
     _bind(module, single, forward)
     return Report([Change(linear, ("linear", "rms_norm"))])
@@ -98,7 +99,7 @@ def apply_normed(module: Any, norm: str = "norm", linear: str = "linear", *, one
 def like_ours(module: Any, dy: torch.Tensor) -> torch.Tensor:
     """dY (…, N) as the node behind `module` (see `apply_normed`) would have written it if it were ours: with room for
     dS."""
-    group = getattr(module, MARK).group
+    group: Projection = getattr(module, MARK).group
     out = with_spare_columns(dy.shape, group.p, dy)
     return out.copy_(dy)
 

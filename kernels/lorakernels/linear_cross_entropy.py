@@ -11,7 +11,7 @@ forward: Liger-Kernel (Hsu et al. 2024). Run: python -m pytest tests/lorakernels
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -22,8 +22,12 @@ from .runtime import cdiv, check, kernel, next_power_of_2, rows, tl, use_triton,
 CHUNK_BYTES = 256 << 20  # of logits; 1024 rows at Llama 3's vocabulary: dX still fills the GPU with tiles
 
 
-def linear_cross_entropy_reference(x, weight, target, bias=None, ignore_index=-100, num_items=None, softcap=None):
-    """The same in float32 (float64 for float64), all logits at once."""
+def linear_cross_entropy_reference(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+    ignore_index: int = -100, num_items: int | torch.Tensor | None = None, softcap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The same in float32 (float64 for float64), all logits at once: x (M, H), weight (V, H), target (M,), bias
+    (V,)."""
     dtype = working_dtype(x)
     z = x.to(dtype) @ weight.to(dtype).t()
     if bias is not None:
@@ -47,7 +51,7 @@ def _loss_kernel(
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_row
     target = tl.load(target_ptr + row)
-    kept = target != ignore_index
+    counted = target != ignore_index
     spot = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     top = tl.full((LANES,), float("-inf"), tl.float32)
     total = tl.zeros((LANES,), tl.float32)
@@ -65,12 +69,12 @@ def _loss_kernel(
     total_sum = tl.sum(total * exp(top - peak), axis=0)
     # torch stops at a target that is no token. Here its loss and gradient are NaN, and nothing outside is read.
     token = (target >= 0) & (target < n)
-    peak = tl.where(kept & (token == 0), float("nan"), peak)
-    at_target = tl.load(z_ptr + tl.where(kept & token, target, 0)).to(tl.float32)
+    peak = tl.where(counted & (token == 0), float("nan"), peak)
+    at_target = tl.load(z_ptr + tl.where(counted & token, target, 0)).to(tl.float32)
     if CAP:
         at_target = cap * tanh(at_target / cap)
     tl.debug_barrier()  # every thread has read the target's logit before one of them overwrites it
-    tl.store(loss_ptr + row, tl.where(kept, (peak - at_target) + tl.log(total_sum), 0.0))  # pyright: ignore[reportOperatorIssue]
+    tl.store(loss_ptr + row, tl.where(counted, (peak - at_target) + tl.log(total_sum), 0.0))  # pyright: ignore[reportOperatorIssue]
     if WITH_GRAD:
         share = 1.0 / total_sum  # pyright: ignore[reportOperatorIssue]  # one tensor's sum is no tuple
         for start in range(0, n, LANES * EACH):
@@ -83,11 +87,15 @@ def _loss_kernel(
                 slope = 1.0 - t * t
             g = (exp(z - peak) * share - tl.where(start + spot == target, 1.0, 0.0)) * slope
             # where, not a product: an ignored row may hold infinities, and 0 * inf is NaN.
-            tl.store(z_ptr + start + spot, tl.where(kept, g, 0.0).to(z_ptr.dtype.element_ty), mask=inside)
+            tl.store(z_ptr + start + spot, tl.where(counted, g, 0.0).to(z_ptr.dtype.element_ty), mask=inside)
 
 
-def loss_and_gradient_(logits, target, ignore_index: int = -100, softcap: float | None = None, with_grad: bool = True):
-    """Loss of each row (M,) float32; with_grad overwrites logits (M, V) with softmax - onehot (times the slope)."""
+def loss_and_gradient_(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100, softcap: float | None = None,
+    with_grad: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Loss of each row (M,) float32, of target (M,) int64; with_grad overwrites logits (M, V) with softmax - onehot
+    (times the slope of the cap)."""
     m, n = logits.shape
     if not use_triton(logits):
         return _loss_torch(logits, target, ignore_index, softcap, with_grad)
@@ -102,23 +110,27 @@ def loss_and_gradient_(logits, target, ignore_index: int = -100, softcap: float 
     return loss
 
 
-def _loss_torch(logits, target, ignore_index, softcap, with_grad):
+def _loss_torch(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, softcap: float | None, with_grad: bool
+) -> torch.Tensor:
     z = logits.to(working_dtype(logits))
-    t = None if softcap is None else torch.tanh(z / softcap)
-    z = z if softcap is None else t * softcap
-    kept = target != ignore_index
-    index = torch.where(kept, target, 0)[:, None]
+    t = None
+    if softcap is not None:
+        t = torch.tanh(z / softcap)
+        z = t * softcap
+    counted = target != ignore_index
+    index = torch.where(counted, target, 0)[:, None]
     z = torch.log_softmax(z, -1)
-    loss = torch.where(kept, -z.gather(1, index)[:, 0], 0)
+    loss = torch.where(counted, -z.gather(1, index)[:, 0], 0)
     if with_grad:
         g = torch.exp(z).scatter_add(1, index, torch.full_like(index, -1, dtype=z.dtype))
         g = g if t is None else g * (1 - t * t)
-        logits.copy_(torch.where(kept[:, None], g, 0))
+        logits.copy_(torch.where(counted[:, None], g, 0))
     return loss
 
 
 def mm_in(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a @ b with the result in dtype, accumulated and kept in float32 where that is asked for."""
+    """a (M, K) @ b (K, N) with the result (M, N) in dtype, accumulated and left in float32 where that is asked for."""
     if dtype == a.dtype:
         return a @ b
     if dtype == torch.float32 and a.is_cuda:
@@ -127,15 +139,31 @@ def mm_in(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def chunk_rows(m: int, n_vocabulary: int, element_size: int) -> int:
-    """Rows a chunk, so that all chunks are about equal and the logits stay under CHUNK_BYTES."""
+    """Rows a chunk of m rows, so that all chunks are about equal and the logits, of element_size bytes each, stay under
+    CHUNK_BYTES."""
     most = max(128, CHUNK_BYTES // (n_vocabulary * element_size))
     size = cdiv(m, cdiv(m, most))
     return min(m, cdiv(size, 128) * 128)
 
 
+class LossSpec(NamedTuple):
+    """Rows whose target is ignore_index count for nothing; softcap: of the logits; chunk: rows at a time, None for
+    `chunk_rows`."""
+
+    ignore_index: int = -100
+    softcap: float | None = None
+    chunk: int | None = None
+
+
 class LinearCrossEntropy(torch.autograd.Function):
+    """`linear_cross_entropy` as one node, which saves the gradients of x (M, H), weight (V, H) and bias (V,)."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias, target, ignore_index, num_items, softcap, chunk):
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
+        num_items: int | torch.Tensor | None, spec: LossSpec,
+    ) -> torch.Tensor:  # fmt: skip
+        ignore_index, softcap, chunk = spec
         needs = ctx.needs_input_grad
         m = x.shape[0]
         dx = torch.empty_like(x) if needs[0] else None
@@ -168,28 +196,29 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dw, db, scale = ctx.saved_tensors
         scale = grad.to(scale.dtype) * scale
         out: list[Any] = [None if t is None else (t * scale).to(t.dtype) for t in (dx, dw, db)]
         for i, dtype in enumerate(ctx.dtypes, 1):
             out[i] = None if out[i] is None else out[i].to(dtype)
-        return *out, None, None, None, None, None
+        return *out, None, None, None
 
 
 def linear_cross_entropy(
-    x, weight, target, bias=None, *, ignore_index=-100, num_items=None, softcap=None, chunk: int | None = None
-):
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    ignore_index: int = -100, num_items: int | torch.Tensor | None = None, softcap: float | None = None,
+    chunk: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Mean (or sum / num_items) cross-entropy of x · weightᵀ (+ bias) against target, a float32 scalar.
 
-    x (..., H) is flattened, target has its leading shape; num_items may be a tensor on the device. chunk: rows at a
-    time.
+    x: (…, H), weight: (V, H), target: (…), int64, bias: (V,); num_items may be a scalar tensor on the device; chunk:
+    rows at a time. Raises ValueError where the shapes do not fit, or x and weight differ in dtype.
     """
     check(x.shape[-1:] == weight.shape[1:] and weight.dim() == 2, "x and weight do not fit", x=x, weight=weight)
     check(target.shape == x.shape[:-1], "target must have one entry a row of x", x=x, target=target)
     check(x.dtype == weight.dtype, "x and weight differ in dtype", x=x, weight=weight)
     if bias is not None:
         check(bias.shape == weight.shape[:1], "bias must have one entry a row of weight", bias=bias, weight=weight)
-    return LinearCrossEntropy.apply(
-        rows(x), weight, bias, target.reshape(-1).contiguous(), ignore_index, num_items, softcap, chunk
-    )
+    spec = LossSpec(ignore_index, softcap, chunk)
+    return LinearCrossEntropy.apply(rows(x), weight, bias, target.reshape(-1).contiguous(), num_items, spec)

@@ -1,6 +1,6 @@
 """The gradients of LoRA's own matrices, each from one read of the wide tensor that it needs:
 
-    dS = dY · sB   and   dB = dYᵀ · sS     (`tail_and_b`; `b_gradient`: dB alone)
+    dS = dY · sB   and   dB = dYᵀ · sS     (`ds_and_db`; `b_gradient`: dB alone)
     dA = dSᵀ · X                           (`a_gradient`: X itself, or the input of the norm that made X)
 
 dY: (M, N), sB: (N, p), S: (M, p), X: (M, K), dB: (N, r), dA: (p, K). These products are
@@ -15,22 +15,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from .dropout import keep_tile, threshold_and_scale
+from .grad_accumulator import GradAccumulator, gradient_zeros
+from .rms_norm import NormFactors, NormInput
 from .rms_norm import forward_into as norm_into
 from .runtime import cdiv, check, kernel, rank_tile, stages_of, tensor_cores, tl, working_dtype
-from .sums import Sums, gradient_room
 
 MAX_RANK = 64  # of one member: above it the accumulators leave the registers
 BLOCK = 64  # columns a step; the steps of a program have to end where a member ends
 # (rows, columns, warps, stages, most steps of a program, whether it walks down the rows): few long programs for many
 # rows, many short ones for few. Across the columns dS grows in registers and dB by atomic adds, down the rows it is the
 # other way round.
-TAIL_TILES = {
+DS_DB_TILES = {
     "one_read": (128, BLOCK, 4, 3, 16, False),
     "one_read_short": (128, BLOCK, 4, 3, 3, False),
     "one_read_small": (64, BLOCK, 4, 3, 2, False),
@@ -45,23 +46,57 @@ A_TILES = {
 }
 
 
-def tail_and_b_reference(dy, sb, s):
-    """(dS, dB of all columns of S) in float32 (float64 for float64)."""
+class AdapterColumns(NamedTuple):
+    """The adapters of members that share dY, as the operand and forward's S have them: sb (N, p), scaled_s (M, p), of
+    which each member's `rank` columns lie beside the one before's; widths: each member's columns of dY, N in all."""
+
+    sb: torch.Tensor
+    scaled_s: torch.Tensor
+    widths: list[int]
+    rank: int
+
+
+@dataclass(slots=True)
+class SavedInput:
+    """The input X (M, K) of projections, as backward has it: h (M, K) itself in any dtype, or what the factors of a
+    norm make of it again. dtype: of X."""
+
+    h: torch.Tensor
+    dtype: torch.dtype
+    factors: NormFactors | None = None
+    _made: torch.Tensor | None = field(default=None, init=False)
+
+    def tensor(self) -> torch.Tensor:
+        """X (M, K) in dtype, made at the first call."""
+        if self._made is None:
+            if self.factors is None:
+                self._made = self.h.to(self.dtype)
+            else:
+                self._made = torch.empty(self.h.shape, dtype=self.dtype, device=self.h.device)
+                norm_into(NormInput(self.h, self.factors.weight, self.factors.norm), self._made)
+        return self._made
+
+
+def ds_and_db_reference(
+    dy: torch.Tensor, sb: torch.Tensor, scaled_s: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dS (M, p), dB of all columns of S (N, p)) in float32 (float64 for float64), of dy (M, N), sb (N, p) and scaled_s
+    (M, p)."""
     dtype = working_dtype(dy)
-    return dy.to(dtype) @ sb.to(dtype), dy.to(dtype).t() @ s.to(dtype)
+    return dy.to(dtype) @ sb.to(dtype), dy.to(dtype).t() @ scaled_s.to(dtype)
 
 
-def a_gradient_reference(ds, h, rstd: Any = None, weight: Any = None, offset: float = 0.0):
-    """dA in float32 (float64 for float64)."""
+def a_gradient_reference(ds: torch.Tensor, h: torch.Tensor, factors: NormFactors | None = None) -> torch.Tensor:
+    """dA (p, K) in float32 (float64 for float64), of ds (M, p) and h (M, K)."""
     dtype = working_dtype(h)
     x = h.to(dtype)
-    if rstd is not None:
-        x = x * rstd[:, None].to(dtype) * (weight.to(dtype) + offset)
+    if factors is not None:
+        x = x * factors.rstd[:, None].to(dtype) * (factors.weight.to(dtype) + factors.norm.offset)
     return ds.to(dtype).t() @ x
 
 
 @kernel
-def _tail_and_b_kernel(
+def _ds_and_db_kernel(
     dy_ptr, sb_ptr, s_ptr, ds_ptr, db_ptr, m, n, end_0, end_1, rank, dy_row, sb_row, s_row, ds_row,
     STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +121,7 @@ def _tail_and_b_kernel(
 
 
 @kernel
-def _tail_and_b_down_kernel(
+def _ds_and_db_down_kernel(
     dy_ptr, sb_ptr, s_ptr, ds_ptr, db_ptr, m, n, end_0, end_1, rank, dy_row, sb_row, s_row, ds_row,
     WITH_DS: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -149,35 +184,36 @@ def _a_kernel(
     tl.atomic_add(da_ptr + r[None, :].to(tl.int64) * n + col[:, None], acc, mask=known, sem="relaxed")
 
 
-def tails_that_fit(
-    dy: torch.Tensor, widths: list[int], ranks: list[int], tiles: Mapping[str, tuple] = TAIL_TILES
+def fitting_tiles(
+    dy: torch.Tensor, widths: list[int], ranks: list[int], tiles: Mapping[str, tuple] = DS_DB_TILES
 ) -> list[str]:
-    """Which of the tiles take members (their widths of dY, their ranks): of one rank, and ending where a tile ends."""
+    """Which of the tiles take members (their widths of dY (M, N), their ranks): of one rank, and ending where a tile
+    ends."""
     if len(widths) > 3 or len(set(ranks)) > 1 or not 0 < ranks[0] <= MAX_RANK or not tensor_cores(dy):
         return []
     return [t for t, (_, bn, *_) in tiles.items() if len(widths) == 1 or math.gcd(*widths) % bn == 0]
 
 
-def tail_and_b(
-    dy: torch.Tensor, out: torch.Tensor, sb: torch.Tensor, s: torch.Tensor, widths: list[int], rank: int,
-    tile: str = "one_read", sums: Sums | None = None,
-):  # fmt: skip
-    """Writes dS = dY · sB to out (M, p), which may lie behind dY; returns dB (N, rank) in float32.
+def ds_and_db(
+    dy: torch.Tensor, out: torch.Tensor, adapters: AdapterColumns, tile: str = "one_read",
+    accumulator: GradAccumulator | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Writes dS = dY · sB to out (M, p), which may lie behind dY (M, N); returns dB (N, rank) in float32.
 
-    sb: (N, p), s: (M, p), each member's rank columns beside the one before; sums: where to put both. Needs one of
-    `tails_that_fit`.
+    tile: one of `fitting_tiles`; accumulator: where both grow. Raises ValueError where the shapes do not fit.
     """
+    sb, s, widths, rank = adapters
     m, n, p = dy.shape[0], sum(widths), sb.shape[1]
     fits = dy.shape[1] == n == sb.shape[0] and s.shape == out.shape == (m, p)
     check(fits, "dY, dS, sB and S do not fit", dy=dy, out=out, sb=sb, s=s)
-    bm, bn, warps, stages, most, down = TAIL_TILES[tile]
+    bm, bn, warps, stages, most, down = DS_DB_TILES[tile]
     ends = _ends(widths)
-    sums = Sums(dy.device, n * rank, m * p) if sums is None else sums
-    ds, db = sums.scratch(m, p), sums.gradient(n, rank)
-    launched: Any = _tail_and_b_kernel
+    into = GradAccumulator(dy.device, n * rank, m * p) if accumulator is None else accumulator
+    ds, db = into.scratch(m, p), into.gradient(n, rank)
+    launched: Any = _ds_and_db_kernel
     options: dict[str, Any] = {}
     if down:
-        launched, options, steps = _tail_and_b_down_kernel, {"WITH_DS": True}, most
+        launched, options, steps = _ds_and_db_down_kernel, {"WITH_DS": True}, most
         grid = cdiv(n, bn), cdiv(m, bm * steps)
     else:
         unit = math.gcd(*widths)
@@ -192,15 +228,20 @@ def tail_and_b(
 
 
 def b_gradient(
-    dy: torch.Tensor, s: torch.Tensor, widths: list[int], rank: int, tile: str = "b", sums: Sums | None = None
-) -> torch.Tensor:
-    """dB = dYᵀ · sS of all members, (N, rank) in float32, for who makes dS elsewhere. As `tail_and_b`."""
+    dy: torch.Tensor, scaled_s: torch.Tensor, widths: list[int], rank: int, tile: str = "b",
+    accumulator: GradAccumulator | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """dB = dYᵀ · sS of all members, (N, rank) in float32, for who makes dS elsewhere.
+
+    dy: (M, N); scaled_s and widths as in `AdapterColumns`; tile: of B_TILES, one of `fitting_tiles`; accumulator: where
+    dB grows. Raises ValueError where the shapes do not fit.
+    """
     m, n = dy.shape
-    check(n == sum(widths) and s.shape[0] == m, "dY and S do not fit", dy=dy, s=s)
+    check(n == sum(widths) and scaled_s.shape[0] == m, "dY and S do not fit", dy=dy, s=scaled_s)
     bm, bn, warps, stages, steps = B_TILES[tile]
-    db = gradient_room(sums, n, rank, dy.device)
-    _tail_and_b_down_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
-        dy, dy, s, dy, db, m, n, *_ends(widths), rank, dy.stride(0), 0, s.stride(0), 0,
+    db = gradient_zeros(accumulator, n, rank, dy.device)
+    _ds_and_db_down_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
+        dy, dy, scaled_s, dy, db, m, n, *_ends(widths), rank, dy.stride(0), 0, scaled_s.stride(0), 0,
         WITH_DS=False, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages_of(dy, stages),
     )  # fmt: skip
     return db
@@ -213,45 +254,26 @@ def _ends(widths: list[int]) -> tuple[int, int]:
 
 
 def a_gradient(
-    ds: torch.Tensor, h: torch.Tensor, rstd: Any = None, weight: Any = None, offset: float = 0.0,
-    tile: str = "one_read", seed: Any = None, dropout: float = 0.0, sums: Sums | None = None,
-):  # fmt: skip
-    """dA = dSᵀ · X (p, K) in float32; X is h, or rstd · h · (weight + offset) where rstd (M,) is given, and then
-    dropout(X) where a seed is. ds: (M, p); sums: where to put it."""
+    ds: torch.Tensor, h: torch.Tensor, factors: NormFactors | None = None, tile: str = "one_read",
+    seed: torch.Tensor | None = None, dropout: float = 0.0, accumulator: GradAccumulator | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """dA = dSᵀ · X (p, K) in float32, of ds (M, p) and h (M, K); X is h, or what a norm's factors make of it, and then
+    dropout(X) where a seed (one int64) is given.
+
+    tile: a key of A_TILES; dropout: the probability of a zero; accumulator: where dA grows. Raises ValueError where the
+    shapes do not fit.
+    """
     m, n = h.shape
     p = ds.shape[1]
     check(ds.shape[0] == m, "ds and h differ in rows", ds=ds, h=h)
     bm, bn, warps, stages, steps = A_TILES[tile]
-    da = gradient_room(sums, p, n, h.device)
-    norm = rstd is not None
-    on_h = norm and ds.dtype == torch.float16  # there rstd · dS could overflow
+    da = gradient_zeros(accumulator, p, n, h.device)
+    rstd, weight, offset = (h, h, 0.0) if factors is None else (factors.rstd, factors.weight, factors.norm.offset)
+    on_h = factors is not None and ds.dtype == torch.float16  # there rstd · dS could overflow
     _a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
-        h, weight if norm else h, rstd if norm else h, ds, h if seed is None else seed, da,
+        h, weight, rstd, ds, h if seed is None else seed, da,
         m, n, p, h.stride(0), ds.stride(0), offset, *threshold_and_scale(dropout),
-        NORM=norm, ON_H=on_h, DROP=seed is not None, STEPS=steps, BM=bm, BN=bn, R=rank_tile(p),
+        NORM=factors is not None, ON_H=on_h, DROP=seed is not None, STEPS=steps, BM=bm, BN=bn, R=rank_tile(p),
         num_warps=warps, num_stages=stages_of(ds, stages),
     )  # fmt: skip
     return da
-
-
-@dataclass
-class Source:
-    """The input X (M, K) of projections, as backward has it: h itself in any dtype, or, with a norm, what
-    rstd · h · (weight + offset) makes of it again."""
-
-    h: torch.Tensor
-    dtype: torch.dtype
-    norm: Any = None  # eps and offset
-    rstd: Any = None
-    weight: Any = None
-    _made: Any = None
-
-    def tensor(self) -> torch.Tensor:
-        """X in dtype."""
-        if self._made is None:
-            if self.norm is None:
-                self._made = self.h.to(self.dtype)
-            else:
-                self._made = torch.empty(self.h.shape, dtype=self.dtype, device=self.h.device)
-                norm_into(self.h, None, self.weight, self.norm.eps, self.norm.offset, self._made)
-        return self._made

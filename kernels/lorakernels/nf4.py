@@ -9,13 +9,15 @@ here. Dettmers et al., "QLoRA" (2023). Run: python -m pytest tests/lorakernels/t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .runtime import cdiv, check, kernel, next_power_of_2, tl, use_triton
 
 
-def absmax_reference(state) -> torch.Tensor:
-    """The block scales in float32, with double quantization undone."""
+def absmax_reference(state: Any) -> torch.Tensor:
+    """The block scales (blocks,) in float32 of a quant_state, with double quantization undone."""
     if getattr(state, "state2", None) is None:
         return state.absmax.float().flatten()
     second = state.state2
@@ -23,8 +25,8 @@ def absmax_reference(state) -> torch.Tensor:
     return second.code.float()[state.absmax.flatten().long()] * scale + state.offset.float()
 
 
-def dequantize_reference(packed: torch.Tensor, state) -> torch.Tensor:
-    """(N, K) in float32."""
+def dequantize_reference(packed: torch.Tensor, state: Any) -> torch.Tensor:
+    """The weight (N, K) in float32, of packed (N · K / 2, 1) uint8 and its quant_state."""
     bytes_ = packed.flatten().view(torch.uint8)
     index = torch.stack((bytes_ >> 4, bytes_ & 15), 1).flatten().long()
     n = state.shape[0] * state.shape[1]
@@ -56,8 +58,9 @@ def _dequantize_kernel(
     tl.store(out_ptr + row * out_row + col, (value * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def dequantize_into(packed: torch.Tensor, state, out: torch.Tensor) -> None:
-    """out (N, K) = the weight; out may be a strided view into an operand buffer."""
+def dequantize_into(packed: torch.Tensor, state: Any, out: torch.Tensor) -> None:
+    """out (N, K) = the weight, of packed (N · K / 2, 1) uint8 and its quant_state; out may be a strided view into an
+    operand buffer. Raises ValueError where they do not fit."""
     n, k = state.shape
     check(out.shape == (n, k), f"out must be {(n, k)}", out=out)
     fits = packed.numel() * packed.element_size() == cdiv(n * k, 2)
@@ -78,8 +81,8 @@ def dequantize_into(packed: torch.Tensor, state, out: torch.Tensor) -> None:
     )  # fmt: skip
 
 
-def dequantize(packed: torch.Tensor, state, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The weight as a new contiguous (N, K)."""
+def dequantize(packed: torch.Tensor, state: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The weight as a new contiguous (N, K) in dtype, of packed (N · K / 2, 1) uint8 and its quant_state."""
     out = torch.empty(tuple(state.shape), dtype=dtype, device=packed.device)
     dequantize_into(packed, state, out)
     return out

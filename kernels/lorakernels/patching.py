@@ -24,7 +24,8 @@ import torch
 from . import layers
 from .head import causal_lm_forward, check_head
 from .layers import ATTENTION, BACKENDS, Switches
-from .sites import NORMS, NotFused, is_lora, norm_of, quiet
+from .lora_modules import is_lora
+from .module_checks import NORMS, NotFused, is_unhooked, norm_of
 
 STATE = "_lorakernels_state"
 LINEARS = {f"{n}_proj" for n in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
@@ -32,7 +33,7 @@ LINEARS = {f"{n}_proj" for n in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_
 
 @dataclass(frozen=True)
 class Change:
-    """A site that runs on our kernels: the module's name, and the parts of it."""
+    """A module that runs on our kernels: its name, and the parts of it."""
 
     name: str
     parts: tuple[str, ...]
@@ -40,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Left:
-    """A site that was left to PEFT or transformers, and why."""
+    """A module that was left to PEFT or transformers, and why."""
 
     name: str
     part: str
@@ -54,7 +55,7 @@ class Report:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of sites by part: {"qkv": 32, "o": 32, …}."""
+        """Number of modules by part: {"qkv": 32, "o": 32, …}."""
         return dict(Counter(part for change in self.changed for part in change.parts))
 
     @property
@@ -133,8 +134,8 @@ class _Patcher:
         # Trainer reads the signature of forward to know which columns of the data to keep.
         @wraps(type(module).forward)
         def signed(self, *args, **kwargs):
-            still_ours = "_lorakernels" in self.__dict__
-            return (forward if still_ours else type(self).forward)(self, *args, **kwargs)
+            is_ours = "_lorakernels" in self.__dict__
+            return (forward if is_ours else type(self).forward)(self, *args, **kwargs)
 
         signed._lorakernels_forward = signed  # type: ignore[attr-defined]
         module.forward = MethodType(signed, module)
@@ -145,9 +146,9 @@ class _Patcher:
             return
         linears.adopt()
         self.state.undo.append(linears.release)
-        self.taken |= {s.name for s in linears.sites}
-        for site in linears.sites:
-            self.state.undo.append(site.base.register_state_dict_post_hook(_own_weight).remove)
+        self.taken |= {m.name for m in linears.modules}
+        for linear in linears.modules:
+            self.state.undo.append(linear.base.register_state_dict_post_hook(_own_weight).remove)
         for group in linears.groups:
             if group.not_fp8:
                 self.leave(" + ".join(m.name for m in group.members), "fp8", group.not_fp8)
@@ -202,7 +203,7 @@ class _Patcher:
             return False
         try:
             plan = layers.layer_plan(layer, attention, mlp)
-            if not quiet(layer.self_attn) or (mlp is not None and not quiet(layer.mlp)):
+            if not is_unhooked(layer.self_attn) or (mlp is not None and not is_unhooked(layer.mlp)):
                 raise NotFused("its attention or MLP has hooks or a replaced forward")
             self.bind(layer, layers.layer_forward, plan)
         except NotFused as reason:
@@ -229,7 +230,7 @@ class _Patcher:
             self.take(part)
         self.report.changed.append(Change(name, tuple(parts)))
 
-    def stranger(self, name: str, module: Any, known: list[str]) -> None:
+    def leave_unknown(self, name: str, module: Any, known: list[str]) -> None:
         """An adapter that no part was made of; those of known layers have been spoken of, if they were asked for."""
         leaf = name.rpartition(".")[2]
         if leaf == "lm_head" or (_within(name, known) and leaf in LINEARS):
@@ -312,7 +313,7 @@ def apply(
                 patcher.head(name, module)
         for name, module in modules:
             if is_lora(module) and name not in patcher.taken:
-                patcher.stranger(name, module, known)
+                patcher.leave_unknown(name, module, known)
     except BaseException:
         _undo(patcher.state)
         raise

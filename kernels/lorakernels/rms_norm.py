@@ -4,8 +4,8 @@ rstd = 1 / sqrt(mean(h²) + eps).
 x, residual, h, y: (M, K), last dimension contiguous, any row stride; w: (K,); rstd: (M,) float32. offset is 1 for
 Gemma, whose weights are stored minus one, else 0. Everything is computed in float32 and rounded once. Backward needs h
 and rstd, not y: dh = rstd · (g - h·rstd · mean(g · h·rstd)) + d_residual with g = dy · (w + offset). Who needs y again
-recomputes it (or, for dA = dSᵀ y, does without: see `fused.py`). With `lora_a` the same launch leaves S = y · Aᵀ behind
-y, from the tile in registers.
+recomputes it (or, for dA = dSᵀ y, does without: see `adapter_grad.py`). With `LoraColumns` the same launch leaves
+S = y · Aᵀ behind y, from the tile in registers.
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Run: python -m pytest
 tests/lorakernels/test_rms_norm.py
@@ -13,11 +13,12 @@ tests/lorakernels/test_rms_norm.py
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from .pack import Kept, arguments_of, s_into, store_s
+from .concat_operand import LoraColumns, s_into, store_s
 from .runtime import (
     cdiv,
     check,
@@ -36,8 +37,41 @@ from .runtime import (
 MAX_COLUMNS = 65536  # one row has to fit a program's registers
 
 
-def rms_norm_reference(x, weight, eps: float = 1e-6, offset: float = 0.0, residual=None):
-    """y in float32 (float64 for float64); with residual (y, h)."""
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm's constants; its weight travels as a tensor."""
+
+    eps: float
+    offset: float = 0.0
+
+
+class NormInput(NamedTuple):
+    """What a forward reads, and where it leaves the sum. All but weight (K,) are (M, K).
+
+    residual: added to x; h, which a residual needs, takes that sum for backward; h_copy takes it once more, for a GEMM
+    that is to add to h while h itself is saved: `addmm` would copy it in a launch of its own.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    norm: Norm
+    residual: torch.Tensor | None = None
+    h: torch.Tensor | None = None
+    h_copy: torch.Tensor | None = None
+
+
+class NormFactors(NamedTuple):
+    """What y = h · rstd · (weight + offset) multiplies h (M, K) with, for backward: rstd (M,) float32, weight (K,)."""
+
+    rstd: torch.Tensor
+    weight: torch.Tensor
+    norm: Norm
+
+
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, offset: float = 0.0, residual: torch.Tensor | None = None
+) -> Any:
+    """y (…, K) in float32 (float64 for float64) of x, residual (…, K) and weight (K,); with residual (y, h)."""
     dtype = working_dtype(x)
     h = x.to(dtype) if residual is None else x.to(dtype) + residual.to(dtype)
     y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps) * (weight.to(dtype) + offset)
@@ -70,9 +104,10 @@ def _norm_forward_kernel(
 
 @kernel
 def _norm_forward_lora_kernel(
-    x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, a_ptr, kept_ptr, scale_ptr, m, n,
+    x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, a_ptr, scaled_ptr, scale_ptr, m, n,
     x_row, r_row, h_row, c_row, y_row, a_row, rank, p, eps, offset,
-    ADD: tl.constexpr, COPY: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    ADD: tl.constexpr, COPY: tl.constexpr, STORE_SCALED_S: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Two walks over a block of rows: the sum of squares, then y and S. The second finds its rows in L2."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -106,7 +141,7 @@ def _norm_forward_lora_kernel(
         tl.store(y_ptr + row[:, None] * y_row + col[None, :], y, mask=inside)
         a = tl.load(a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(y, a, acc, input_precision="ieee")
-    store_s(y_ptr + row[:, None] * y_row + n, kept_ptr, scale_ptr, acc, row, m, p, KEEP, BM, R)
+    store_s(y_ptr + row[:, None] * y_row + n, scaled_ptr, scale_ptr, acc, row, m, p, STORE_SCALED_S, BM, R)
 
 
 @kernel
@@ -139,76 +174,83 @@ def _warps(block: int) -> int:
     return 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
-def forward_into(x, residual, weight, eps, offset, y, h: Any = None, again: Any = None) -> torch.Tensor:
-    """Writes y (and h = x + residual where there is a residual, and once more to `again`) and returns rstd. All (M, K).
-
-    again: for a GEMM that is to add to h while h itself is kept; `addmm` would copy it in a launch of its own.
-    """
+def forward_into(inputs: NormInput, y: torch.Tensor) -> torch.Tensor:
+    """Writes y (M, K), and h and h_copy where there is a residual; returns rstd (M,) float32. Raises ValueError above
+    MAX_COLUMNS columns, and where a residual has no h."""
+    x, weight, norm, residual, h, h_copy = inputs
     m, n = x.shape
     check(n <= MAX_COLUMNS, f"RMSNorm takes at most {MAX_COLUMNS} columns", x=x)
+    check(residual is None or h is not None, "a residual needs h", x=x, residual=residual)
     others = [t for t in (weight, y, residual) if t is not None]
     if not use_triton(x, *others):
-        return _forward_torch(x, residual, weight, eps, offset, y, h, again)
+        return _forward_torch(inputs, y)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     block = next_power_of_2(n)
     n_rows = max(1, 1024 // block)
-    r, hh = (x, x) if residual is None else (residual, h)
-    c = hh if again is None else again
+    r, hh = (x, x) if residual is None or h is None else (residual, h)
+    c = hh if h_copy is None else h_copy
     _norm_forward_kernel[(cdiv(m, n_rows),)](
         x, r, hh, c, weight, y, rstd, m, n,
-        x.stride(0), r.stride(0), hh.stride(0), c.stride(0), y.stride(0), eps, offset,
-        ADD=residual is not None, COPY=again is not None, ROWS=n_rows, BLOCK=block, num_warps=_warps(block),
+        x.stride(0), r.stride(0), hh.stride(0), c.stride(0), y.stride(0), norm.eps, norm.offset,
+        ADD=residual is not None, COPY=h_copy is not None, ROWS=n_rows, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return rstd
 
 
-def _forward_torch(x, residual, weight, eps, offset, y, h, again) -> torch.Tensor:
+def _forward_torch(inputs: NormInput, y: torch.Tensor) -> torch.Tensor:
+    x, weight, norm, residual, h, h_copy = inputs
     dtype = working_dtype(x)
-    if residual is not None:
+    if residual is not None and h is not None:
         h.copy_(x.to(dtype) + residual.to(dtype))
         x = h
-        if again is not None:
-            again.copy_(h)
+        if h_copy is not None:
+            h_copy.copy_(h)
     wide = x.to(dtype)
-    rstd = torch.rsqrt(wide.pow(2).mean(-1) + eps)
-    y.copy_(wide * rstd[:, None] * (weight.to(dtype) + offset))
+    rstd = torch.rsqrt(wide.pow(2).mean(-1) + norm.eps)
+    y.copy_(wide * rstd[:, None] * (weight.to(dtype) + norm.offset))
     return rstd
 
 
 def forward_lora_into(
-    x, residual, weight, eps, offset, buffer, lora_a, h: Any = None, tile: str = "fused", again: Any = None,
-    rank: Any = None, kept: Kept | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """buffer = [y | y · lora_aᵀ], (M, K + p) for lora_a (p, K), in one launch; the rest as in `forward_into`.
-
-    kept: where sS goes, too. rank: how many rows of lora_a can differ from zero, all of them if not given: the kernel
-    reads no others.
-    """
+    inputs: NormInput, buffer: torch.Tensor, columns: LoraColumns, tile: str = "fused"
+) -> torch.Tensor:
+    """buffer (M, K + p) = [y | y · aᵀ] in one launch; the rest as in `forward_into`. tile is a key of TILES. Raises
+    ValueError where buffer has no room for the columns, and where a residual has no h."""
+    x, weight, norm, residual, h, h_copy = inputs
     m, n = x.shape
+    lora_a, rank = columns.a, columns.rows
     p = lora_a.shape[0]
-    rank = p if rank is None else rank
+    check(residual is None or h is not None, "a residual needs h", x=x, residual=residual)
     check(
         buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
     )
     if not fuses(rank, (x, weight), (buffer, lora_a)):
-        rstd = forward_into(x, residual, weight, eps, offset, buffer[:, :n], h, again)
-        s_into(buffer[:, :n], lora_a, buffer[:, n:], None, rank, kept)
+        rstd = forward_into(inputs, buffer[:, :n])
+        s_into(buffer[:, :n], columns, buffer[:, n:], None)
         return rstd
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
-    r, hh = (x, x) if residual is None else (residual, h)
-    c = hh if again is None else again
+    r, hh = (x, x) if residual is None or h is None else (residual, h)
+    c = hh if h_copy is None else h_copy
     bm, bn, warps, stages = tile_of(tile, buffer)
     _norm_forward_lora_kernel[(cdiv(m, bm),)](
-        x, r, hh, c, weight, buffer, rstd, lora_a, *arguments_of(kept, buffer), m, n,
-        x.stride(0), r.stride(0), hh.stride(0), c.stride(0), buffer.stride(0), lora_a.stride(0), rank, p, eps, offset,
-        ADD=residual is not None, COPY=again is not None, KEEP=kept is not None, BM=bm, BN=bn, R=rank_tile(rank),
+        x, r, hh, c, weight, buffer, rstd, lora_a, *columns.scaled_s_pointers(buffer), m, n,
+        x.stride(0), r.stride(0), hh.stride(0), c.stride(0), buffer.stride(0), lora_a.stride(0), rank, p,
+        norm.eps, norm.offset, ADD=residual is not None, COPY=h_copy is not None,
+        STORE_SCALED_S=columns.scaled_s is not None, BM=bm, BN=bn, R=rank_tile(rank),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return rstd
 
 
-def backward_into(dy, h, weight, rstd, offset, d_residual, dx, with_dw: bool = False) -> torch.Tensor | None:
-    """dx = gradient of h (+ d_residual); returns the gradient of weight in float32 if asked for."""
+def backward_into(
+    dy: torch.Tensor, h: torch.Tensor, factors: NormFactors, dx: torch.Tensor,
+    d_residual: torch.Tensor | None = None, with_dw: bool = False,
+) -> torch.Tensor | None:  # fmt: skip
+    """dx = gradient of h (+ d_residual); returns the gradient of weight (K,) in float32 if asked for.
+
+    dy, h, dx, d_residual: (M, K).
+    """
+    rstd, weight, offset = factors.rstd, factors.weight, factors.norm.offset
     m, n = h.shape
     if not use_triton(h, dy, weight, dx):
         dtype = working_dtype(h)
@@ -229,33 +271,40 @@ def backward_into(dy, h, weight, rstd, offset, d_residual, dx, with_dw: bool = F
 
 
 class RMSNorm(torch.autograd.Function):
+    """`rms_norm` as one node, which saves h, weight and rstd. x, residual: (…, K), weight: (K,)."""
+
     @staticmethod
-    def forward(ctx, x, weight, residual, eps, offset):
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, norm: Norm
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         h = None
         if residual is not None:
             h = torch.empty(x.shape, dtype=torch.result_type(x, residual), device=x.device)
-        flat = [None if t is None else rows(t) for t in (x, residual, y, h)]
-        rstd = forward_into(flat[0], flat[1], weight, eps, offset, flat[2], flat[3])
+        flat_residual, flat_h = (None if t is None else rows(t) for t in (residual, h))
+        rstd = forward_into(NormInput(rows(x), weight, norm, flat_residual, flat_h), rows(y))
         ctx.save_for_backward(x if h is None else h, weight, rstd)
-        ctx.offset, ctx.dtypes = offset, (x.dtype, None if residual is None else residual.dtype)
+        ctx.norm, ctx.dtypes = norm, (x.dtype, None if residual is None else residual.dtype)
         return y if h is None else (y, h)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy, dh=None):
+    def backward(ctx: Any, dy: torch.Tensor, dh: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
         h, weight, rstd = ctx.saved_tensors
         dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
         dh = None if dh is None else rows(dh)
         with_dw = ctx.needs_input_grad[1]
-        dw = backward_into(rows(dy), rows(h), weight, rstd, ctx.offset, dh, rows(dx), with_dw)
+        dw = backward_into(rows(dy), rows(h), NormFactors(rstd, weight, ctx.norm), rows(dx), dh, with_dw)
         d_residual = None if ctx.dtypes[1] is None else dx.to(ctx.dtypes[1])
-        return dx.to(ctx.dtypes[0]), None if dw is None else dw.to(weight.dtype), d_residual, None, None
+        return dx.to(ctx.dtypes[0]), None if dw is None else dw.to(weight.dtype), d_residual, None
 
 
-def rms_norm(x, weight, eps: float = 1e-6, offset: float = 0.0, residual=None):
-    """y, or (y, x + residual) when a residual is given. x (..., K), weight (K,)."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, offset: float = 0.0, residual: torch.Tensor | None = None
+) -> Any:
+    """y, or (y, x + residual) when a residual is given. x, residual, y: (…, K), weight (K,). Raises ValueError where
+    they do not fit."""
     check(weight.shape == x.shape[-1:], "weight must have one entry a column of x", x=x, weight=weight)
     if residual is not None:
         check(residual.shape == x.shape, "residual and x differ", x=x, residual=residual)
-    return RMSNorm.apply(x, weight, residual, eps, offset)
+    return RMSNorm.apply(x, weight, residual, Norm(eps, offset))

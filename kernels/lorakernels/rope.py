@@ -11,15 +11,35 @@ Su et al., "RoFormer" (2021). Run: python -m pytest tests/lorakernels/test_rope.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .runtime import check, jit, kernel, next_power_of_2, tl, use_triton, working_dtype
 
 
-def rope_reference(x, cos, sin, weight=None, eps: float = 1e-6):
-    """One of q, k as (B, S, H, D) in float32 (float64 for float64); weight (D,) norms each head first."""
+class HeadTensors(NamedTuple):
+    """q (B, S, Hq, D) and k (B, S, Hk, D), or their gradients; v (B, S, Hk, D) where it is to be copied with them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor | None = None
+
+
+class Rotary(NamedTuple):
+    """cos, sin: (B or 1, S, ≤ D); norms: the weights (D,) of the head norms of q and of k, or None; eps: theirs."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    eps: float = 1e-6
+
+
+def rope_reference(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
+) -> torch.Tensor:
+    """One of q, k as (B, S, H, D) in float32 (float64 for float64), of x (B, S, H, D) and cos, sin (B or 1, S, ≤ D);
+    weight (D,) norms each head first."""
     dtype = working_dtype(x)
     x, cos, sin = x.to(dtype), cos.to(dtype).unsqueeze(2), sin.to(dtype).unsqueeze(2)
     if weight is not None:
@@ -30,15 +50,18 @@ def rope_reference(x, cos, sin, weight=None, eps: float = 1e-6):
     return torch.cat((a * cos + turned * sin, rest), -1)
 
 
-def rope_reference_backward(grad, cos, sin, raw: Any = None, weight=None, eps: float = 1e-6):
-    """The gradient of rope_reference with respect to x; raw is that x where weight is given."""
+def rope_reference_backward(
+    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, raw: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None, eps: float = 1e-6,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of rope_reference with respect to x, of grad (B, S, H, D); raw is that x where weight is given."""
     dtype = working_dtype(grad)
     d, cos, sin = grad.to(dtype), cos.to(dtype).unsqueeze(2), sin.to(dtype).unsqueeze(2)
     n = cos.shape[-1]
     a, rest = d[..., :n], d[..., n:]
     s = a * sin
     out = torch.cat((a * cos + torch.cat((s[..., n // 2 :], -s[..., : n // 2]), -1), rest), -1)
-    if weight is None:
+    if weight is None or raw is None:
         return out
     x = raw.to(dtype)
     rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -127,16 +150,19 @@ def _rope_kernel(
 
 
 def rotate_into(
-    q, k, cos, sin, out_q, out_k, *, v: Any = None, out_v: Any = None, raw=None, norms=None, eps=1e-6, backward=False
-):
-    """out_q, out_k = rotated (and, with norms = (wq, wk), normed) q and k; backward: their gradients, raw = (q, k).
+    source: HeadTensors, target: HeadTensors, rotary: Rotary, *,
+    raw: tuple[torch.Tensor, torch.Tensor] | None = None, backward: bool = False,
+) -> None:  # fmt: skip
+    """target's q and k = rotated (and, with norms, normed) q and k of source; backward: their gradients.
 
-    out_q may be q itself. v is only copied to out_v: it saves a launch where q, k, v share a buffer.
+    raw: q and k before the norms, for backward through them, shaped as source's. target may be source itself. v is only
+    copied to target's: it saves a launch where q, k, v share a buffer.
     """
+    (q, k, v), (out_q, out_k, out_v), (cos, sin, norms, eps) = source, target, rotary
     if q.numel() == 0:
         return
     if not use_triton(q, k, cos, out_q) or any(t.stride(-1) != 1 for t in (q, k, cos, sin, out_q, out_k)):
-        _rotate_torch(q, k, cos, sin, out_q, out_k, v, out_v, raw, norms, eps, backward)
+        _rotate_torch(source, target, rotary, raw, backward)
         return
     if v is not None and v.stride(-1) != 1:
         v = v.contiguous()
@@ -144,7 +170,7 @@ def rotate_into(
     half, n_k = cos.shape[-1] // 2, k.shape[2]
     rq, rk = raw if raw is not None else (q, k)
     wq, wk = norms if norms is not None else (cos, cos)
-    vv, ov = (v, out_v) if v is not None else (k, out_k)
+    vv, ov = (v, out_v) if v is not None and out_v is not None else (k, out_k)
     strides = [st for t in (q, k, vv, out_q, out_k, ov, rq, rk) for st in t.stride()[:3]]
     table = [st for t in (cos, sin) for st in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))]
     _rope_kernel[(batch * seq,)](
@@ -155,38 +181,45 @@ def rotate_into(
     )  # fmt: skip
 
 
-def _rotate_torch(q, k, cos, sin, out_q, out_k, v, out_v, raw, norms, eps, backward) -> None:
-    for i, (x, out) in enumerate(((q, out_q), (k, out_k))):
+def _rotate_torch(
+    source: HeadTensors, target: HeadTensors, rotary: Rotary,
+    raw: tuple[torch.Tensor, torch.Tensor] | None, backward: bool,
+) -> None:  # fmt: skip
+    cos, sin, norms, eps = rotary
+    for i, (x, out) in enumerate(((source.q, target.q), (source.k, target.k))):
         weight = None if norms is None else norms[i]
         if backward:
             out.copy_(rope_reference_backward(x, cos, sin, None if raw is None else raw[i], weight, eps))
         else:
             out.copy_(rope_reference(x, cos, sin, weight, eps))
-    if v is not None:
-        out_v.copy_(v)
+    if source.v is not None and target.v is not None:
+        target.v.copy_(source.v)
 
 
 class RoPE(torch.autograd.Function):
+    """`rope` as one node, on q, k as (B, S, H, D), which saves cos and sin alone."""
+
     @staticmethod
-    def forward(ctx, q, k, cos, sin):
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
         out_q, out_k = torch.empty_like(q), torch.empty_like(k)
-        rotate_into(q, k, cos, sin, out_q, out_k)
+        rotate_into(HeadTensors(q, k), HeadTensors(out_q, out_k), Rotary(cos, sin))
         return out_q, out_k
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dq, dk):
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         out_q, out_k = torch.empty_like(dq), torch.empty_like(dk)
-        rotate_into(dq, dk, cos, sin, out_q, out_k, backward=True)
+        rotate_into(HeadTensors(dq, dk), HeadTensors(out_q, out_k), Rotary(cos, sin), backward=True)
         return out_q, out_k, None, None
 
 
-def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-    """Rotated (q, k), both (B, H, S, D) as attention wants them; cos and sin as transformers gives them, (B or 1, S,
-    D).
-    """
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated (q, k), q (B, Hq, S, D) and k (B, Hk, S, D) as attention wants them; cos and sin as transformers gives
+    them, (B or 1, S, ≤ D). Raises ValueError where they do not fit."""
     check(q.dim() == 4 and k.dim() == 4, "q and k must be (batch, heads, tokens, head size)", q=q, k=k)
     same = (q.shape[0], q.shape[2], q.shape[3]) == (k.shape[0], k.shape[2], k.shape[3])
     check(same, "q and k differ in batch, tokens or head size", q=q, k=k)

@@ -1,4 +1,4 @@
-"""What every kernel shares: Triton when it can run, and checks that say what was wrong.
+"""What every kernel shares: Triton when it can run, dtypes and layouts, and checks that say what was wrong.
 
 Triton is imported only where a kernel could run: on a CUDA build of torch, or under the interpreter
 (TRITON_INTERPRET=1). Elsewhere `jit` leaves the function as it is and nothing ever launches it. What is launched is a
@@ -7,6 +7,7 @@ Triton is imported only where a kernel could run: on a CUDA build of torch, or u
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
 from types import SimpleNamespace
@@ -86,13 +87,13 @@ MAX_FUSED_RANK = 128
 
 
 def tile_of(name: str, tensor: torch.Tensor) -> tuple[int, int, int, int]:
-    """(rows, columns, warps, stages)."""
+    """(rows, columns, warps, stages) of a key of TILES, for an output of this tensor's dtype (any shape)."""
     bm, bn, warps, stages = TILES[name]
     return bm, bn, warps, stages_of(tensor, stages)
 
 
 def stages_of(tensor: torch.Tensor, wanted: int) -> int:
-    """Float32 tiles are too large for several stages."""
+    """The stages of a pipeline over tiles of this dtype (any shape): those of float32 are too large for several."""
     return wanted if tensor.element_size() < 4 else 1
 
 
@@ -102,7 +103,8 @@ def rank_tile(rank: int) -> int:
 
 
 def use_triton(*tensors: torch.Tensor) -> bool:
-    """True if the Triton kernel should run on these tensors; float64 always takes the torch path (gradcheck)."""
+    """True if the Triton kernel should run on these tensors, of any shapes; float64 always takes the torch path, for
+    gradcheck."""
     first = tensors[0]
     if any(t.is_floating_point() and t.dtype not in TRITON_DTYPES for t in tensors) or first.numel() == 0:
         return False
@@ -113,52 +115,73 @@ def use_triton(*tensors: torch.Tensor) -> bool:
 
 
 def tensor_cores(*operands: torch.Tensor) -> bool:
-    """True if a Triton kernel with a dot of these is worth a trial: dots of float32 are kept exact, so they have no
-    tensor cores, and Triton takes a quarter of a minute to compile one. The interpreter runs them all."""
+    """True if a Triton kernel with a dot of these, of any shapes, is worth a trial: dots of float32 are kept exact, so
+    they have no tensor cores, and Triton takes a quarter of a minute to compile one. The interpreter runs them all."""
     return use_triton(*operands) and (INTERPRET or all(t.element_size() < 4 for t in operands))
 
 
 def fuses(rank: int, sources: tuple[torch.Tensor, ...], operands: tuple[torch.Tensor, ...]) -> bool:
-    """True if a kernel that reads `sources` can keep the product of `operands` over so many columns in registers."""
+    """True if a kernel that reads `sources` can keep the product of `operands` over `rank` columns in registers. Of the
+    tensors only dtypes and device count, and whether the first is empty."""
     return 0 < rank <= MAX_FUSED_RANK and use_triton(*sources) and tensor_cores(*operands)
 
 
 def capturing(tensor: torch.Tensor) -> bool:
+    """True if a CUDA graph is being captured, on the device of this tensor (of any shape)."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n."""
     return 1 if n <= 1 else 1 << (n - 1).bit_length()
 
 
 def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
 def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is not below n."""
     return cdiv(n, multiple) * multiple
 
 
 def multiprocessors(tensor: torch.Tensor) -> int:
+    """Of the GPU that this tensor (of any shape) is on; 2 stands for a CPU, in the interpreter."""
     if not tensor.is_cuda:
         return 2
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
-    """x as (rows, last), a view where the strides allow it, with last contiguous as the kernels need it."""
+    """x (…, K) as (M, K), a view where the strides allow it, with K contiguous as the kernels need it."""
     flat = x.reshape(-1, x.shape[-1]) if x.numel() or x.shape[-1] else x.reshape(0, x.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] <= 1 else flat.contiguous()
 
 
-def alone(x: torch.Tensor) -> torch.Tensor:
+def contiguous_on_cpu(x: torch.Tensor) -> torch.Tensor:
     """x (M, K), on a CPU copied where its rows lie apart: oneDNN's bfloat16 products for AMX read on behind a row's end
     and multiply what is there by zero, which a NaN survives. Needed where nothing has been written there yet."""
     return x if x.is_cuda else x.contiguous()
 
 
+def compute_dtype(x: torch.Tensor, weight_dtype: torch.dtype) -> torch.dtype:
+    """What a linear would compute in, given x (of any shape): autocast's dtype where it is on, else the frozen
+    weight's."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return weight_dtype
+
+
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """For autograd functions, which fix their dtypes themselves: autocast inside would cast the parameters'
+    gradients."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
+
+
 def check(condition: bool, message: str, **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError with the shapes in it."""
+    """Raises ValueError with the message and the tensors' shapes in it, unless the condition holds."""
     if condition:
         return
     shapes = ", ".join(f"{n}: {'None' if t is None else f'{tuple(t.shape)} {t.dtype}'}" for n, t in tensors.items())
@@ -166,5 +189,6 @@ def check(condition: bool, message: str, **tensors: torch.Tensor | None) -> None
 
 
 def working_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype in which a reference or torch path computes: float32, or float64 when it was given that."""
+    """The dtype in which a reference or torch path computes on this tensor (any shape): float32, or float64 when it was
+    given that."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

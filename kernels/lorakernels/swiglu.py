@@ -12,10 +12,11 @@ from . import glu
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The same in float32."""
+    """The same in float32; gate, up, h: (…, I)."""
     return glu.reference(gate, up, "silu")
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up. Saves gate and up only; any strides; nothing is overwritten."""
+    """silu(gate) * up of gate, up (…, I), of any strides. Saves gate and up only; nothing is overwritten. Raises
+    ValueError where they differ in shape or dtype."""
     return glu.gated(gate, up, "silu")

@@ -19,11 +19,13 @@ import torch
 from kernel_checks import quantized
 from lorakernels import tune
 from lorakernels.adapter import Loader, load_adapter
+from lorakernels.concat_operand import LoraColumns, ScaledS, concat_operand_into, s_into
 from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
 from lorakernels.glu import A_TILES as GLU_A_TILES
 from lorakernels.glu import (
     ACTIVATIONS,
     WHOLE_TILES,
+    GluBackward,
     backward_a_into,
     backward_whole_into,
     forward_lora_into,
@@ -31,11 +33,10 @@ from lorakernels.glu import (
     whole_fits,
 )
 from lorakernels.linear_cross_entropy import linear_cross_entropy
-from lorakernels.lora_grad import A_TILES, B_TILES, a_gradient, b_gradient, tail_and_b, tails_that_fit
+from lorakernels.lora_grad import A_TILES, B_TILES, AdapterColumns, a_gradient, b_gradient, ds_and_db, fitting_tiles
 from lorakernels.nf4 import dequantize_into
-from lorakernels.pack import Kept, pack_into, s_into
+from lorakernels.rms_norm import Norm, NormFactors, NormInput, rms_norm
 from lorakernels.rms_norm import forward_lora_into as norm_lora_into
-from lorakernels.rms_norm import rms_norm
 from lorakernels.rope import rope
 from lorakernels.runtime import TILES, tensor_cores
 from tiny_models import batch, build, step
@@ -54,25 +55,30 @@ def kernels(dtype: torch.dtype) -> None:
     def new(*shape: int, grad: bool = False) -> torch.Tensor:
         return random(*shape, dtype=dtype, grad=grad)
 
-    kept = Kept(new(M, P), random(P, dtype=torch.float32))
+    scaled_s = ScaledS(new(M, P), random(P, dtype=torch.float32))
+
+    def columns(k: int, rank: int) -> LoraColumns:
+        return LoraColumns(new(P, k), rank, scaled_s)
+
     for act in ACTIVATIONS:
         gated(new(M, N, grad=True), new(M, N, grad=True), act).sum().backward()
         for tile in TILES:
-            forward_lora_into(new(M, N), new(M, N), new(M, N + P), new(P, N), act, tile, P - 1, kept)
+            forward_lora_into(new(M, N), new(M, N), new(M, N + P), columns(N, P - 1), act, tile)
         for tile in GLU_A_TILES:
             gate, up = new(M, N), new(M, N)
-            backward_a_into(gate, up, new(M, N), gate, up, new(M, P), act, tile)
+            backward_a_into(GluBackward(gate, up, new(M, N), act), gate, up, new(M, P), tile)
         wide, ds = new(M, 2 * N + 3 * P), new(M, P)
         for tile in WHOLE_TILES if whole_fits(ds, [P, P], [N, N]) else ():
             gate, up = wide[:, :N], wide[:, N : 2 * N]
-            backward_whole_into(gate, up, new(M, N), wide, ds, new(2 * N, 3 * P), new(M, 3 * P), act, tile)
+            inputs = GluBackward(gate, up, new(M, N), act)
+            backward_whole_into(inputs, wide, ds, new(2 * N, 3 * P), new(M, 3 * P), tile)
     y, h = rms_norm(new(M, K, grad=True), new(K, grad=True), residual=new(M, K, grad=True))
     (y.sum() + h.sum()).backward()
     for tile in TILES:
-        arguments = new(M, K), new(M, K), new(K), 1e-6, 0.0, new(M, K + P), new(P, K), new(M, K), tile, new(M, K)
-        norm_lora_into(*arguments, 3, kept)
-        pack_into(new(M, K), new(P, K), new(M, K + P), tile, 3, kept)
-        s_into(new(M, K), new(P, K), new(M, K + P)[:, K:], tile, 3, kept)
+        inputs = NormInput(new(M, K), new(K), Norm(1e-6), new(M, K), new(M, K), new(M, K))
+        norm_lora_into(inputs, new(M, K + P), columns(K, 3), tile)
+        concat_operand_into(new(M, K), columns(K, 3), new(M, K + P), tile)
+        s_into(new(M, K), columns(K, 3), new(M, K + P)[:, K:], tile)
     q, k = rope(new(2, 3, 7, 10, grad=True), new(2, 1, 7, 10, grad=True), new(1, 7, 10), new(1, 7, 10))
     (q.sum() + k.sum()).backward()
     target = torch.randint(0, 501, (M,), device=DEVICE)
@@ -84,16 +90,18 @@ def kernels(dtype: torch.dtype) -> None:
         product_into(new(M, K), new(P, K), seed, 0.3, new(M, 2 * P)[:, :P], tile)
     add_product_into(new(M, P), new(P, K), seed, 0.3, new(M, K))
     d = new(M, 192 + 3 * P)
-    for tile in tails_that_fit(d, [64, 64, 64], [P] * 3):
-        tail_and_b(d[:, :192], d[:, 192:], new(192, 3 * P), new(M, 3 * P), [64, 64, 64], P, tile)
-    for tile in tails_that_fit(d, [N], [P]):
-        tail_and_b(new(M, N), new(M, P), new(N, P), new(M, P), [N], P, tile)
+    for tile in fitting_tiles(d, [64, 64, 64], [P] * 3):
+        adapters = AdapterColumns(new(192, 3 * P), new(M, 3 * P), [64, 64, 64], P)
+        ds_and_db(d[:, :192], d[:, 192:], adapters, tile)
+    for tile in fitting_tiles(d, [N], [P]):
+        ds_and_db(new(M, N), new(M, P), AdapterColumns(new(N, P), new(M, P), [N], P), tile)
     for widths in ([64, 64, 64], [N]):
-        for tile in tails_that_fit(d, widths, [P] * len(widths), B_TILES):
+        for tile in fitting_tiles(d, widths, [P] * len(widths), B_TILES):
             b_gradient(new(M, sum(widths)), new(M, P * len(widths)), widths, P, tile)
     if tensor_cores(d):
         for tile in A_TILES:
-            a_gradient(new(M, P), new(M, K), torch.rand(M, device=DEVICE), new(K), 0.0, tile)
+            factors = NormFactors(torch.rand(M, device=DEVICE), new(K), Norm(1e-6))
+            a_gradient(new(M, P), new(M, K), factors, tile)
             a_gradient(new(M, P), new(M, K), tile=tile, seed=seed, dropout=0.3)
     items = []
     for n, r in ((N, 3), (K, 7)):

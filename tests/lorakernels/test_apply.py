@@ -1,5 +1,7 @@
 """Whole models: every family against plain PEFT, toggles, and everything that has to be left to PEFT."""
 
+from copy import deepcopy
+
 import lorakernels
 import pytest
 import torch
@@ -7,18 +9,18 @@ from lorakernels import tune
 from lorakernels.dropout import dropped
 from lorakernels.projection import Projection
 from peft import LoraConfig, get_peft_model
-from tiny_models import FAMILIES, LINEARS, batch, build, share_masks, step, twin, worst
+from tiny_models import FAMILIES, LINEARS, batch, build, share_masks, step, worst
 
 
 def reference(model, data, **kwargs):
-    return step(twin(model).to(torch.float32), data, **kwargs)
+    return step(deepcopy(model).to(torch.float32), data, **kwargs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_same_as_peft_in_float32(family, padded):
     model, data = build(family), batch(padded=padded)
-    loss, grads = step(twin(model), data)
+    loss, grads = step(deepcopy(model), data)
     report = lorakernels.apply(model)
     parts = {"qkv", "o", "rms_norm", "rope", "linear_cross_entropy"} | ({"mlp"} if family != "mixtral" else set())
     assert set(report.counts) == parts
@@ -36,7 +38,7 @@ def test_not_less_exact_than_peft(family, name, adapters):
     """In low precision: no gradient further from float32 than twice PEFT's own."""
     model, data = build(family, getattr(torch, name), autocast_adapter_dtype=adapters == "float32"), batch(4, 16)
     loss, grads = reference(model, data)
-    plain_loss, plain = step(twin(model), data)
+    plain_loss, plain = step(deepcopy(model), data)
     lorakernels.apply(model)
     got_loss, got = step(model, data)
     assert all(g.dtype == plain[n].dtype for n, g in got.items())
@@ -73,7 +75,7 @@ SWITCHES = ["mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy"]
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_each_part_is_a_toggle(family, switch, alone):
     model, data = build(family), batch()
-    loss, grads = step(twin(model), data)
+    loss, grads = step(deepcopy(model), data)
     report = lorakernels.apply(model, **{s: (s == switch) == alone for s in SWITCHES})
     if family == "mixtral" and switch == "mlp" and alone:
         assert report.total == 0 and {e.part for e in report.left} == {"mlp"}
@@ -91,7 +93,7 @@ def test_each_part_is_a_toggle(family, switch, alone):
 @pytest.mark.parametrize("one_gemm", [True, False])
 def test_every_form_of_the_projections(form, merge, one_gemm):
     model, data = build("qwen2"), batch()
-    _, grads = step(twin(model), data)
+    _, grads = step(deepcopy(model), data)
     lorakernels.apply(model, one_gemm=one_gemm, merge_projections=merge)
     with tune.forced(form):
         assert worst(step(model, data)[1], grads) < 1e-4
@@ -118,7 +120,7 @@ def test_eight_bit_is_left_to_peft():
 
 def test_fp8_stays_within_its_error():
     model, data = build("llama"), batch()
-    loss, grads = step(twin(model), data)
+    loss, grads = step(deepcopy(model), data)
     lorakernels.apply(model, fp8=True)
     got, got_grads = step(model, data)
     assert 0 < abs(got - loss) < 0.05 * loss
@@ -130,7 +132,7 @@ def test_fp8_stays_within_its_error():
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_partial_targets(targets, family):
     model, data = build(family, targets=targets), batch()
-    _, grads = step(twin(model), data)
+    _, grads = step(deepcopy(model), data)
     lorakernels.apply(model)
     assert worst(step(model, data)[1], grads) < 1e-4
 
@@ -153,7 +155,7 @@ def test_lora_configurations(lora):
         lora = {**lora, "targets": ["q_proj", "v_proj"]}
         family = "qwen2"
     model, data = build(family, **lora), batch()
-    _, grads = step(twin(model), data)
+    _, grads = step(deepcopy(model), data)
     report = lorakernels.apply(model)
     assert report.counts["qkv"] == 2
     assert worst(step(model, data)[1], grads) < 1e-4
@@ -162,7 +164,7 @@ def test_lora_configurations(lora):
 def test_dropout_with_the_masks_of_peft(monkeypatch):
     """PEFT's dropouts and ours are given the same seeds: q, k, v each their own, as PEFT draws them."""
     model, data = build("llama", lora_dropout=0.3), batch()
-    plain = twin(model)
+    plain = deepcopy(model)
     lorakernels.apply(model)
     with monkeypatch.context() as m:
         share_masks(plain, m)
@@ -199,7 +201,7 @@ def test_disabled_merged_and_switched_adapters():
     model.add_adapter("other", model.peft_config["default"])
     lorakernels.apply(model)
     model.eval()
-    plain = twin(model)
+    plain = deepcopy(model)
     lorakernels.remove(plain)
     with model.disable_adapter(), plain.disable_adapter():
         assert torch.allclose(model(**data).logits, plain(**data).logits, atol=1e-6)
@@ -219,7 +221,7 @@ def test_disabled_merged_and_switched_adapters():
 @pytest.mark.parametrize("lora, reason", [({"use_dora": True}, "Dora"), ({"targets": ["lm_head"]}, "head")])
 def test_what_is_left_says_why(lora, reason):
     model, data = build("llama", **lora), batch()
-    wanted = step(twin(model), data)
+    wanted = step(deepcopy(model), data)
     report = lorakernels.apply(model)
     assert any(reason.lower() in e.reason.lower() for e in report.left), str(report)
     assert reason.lower() in str(report).lower()
@@ -274,7 +276,7 @@ def test_gradient_checkpointing(family, reentrant, dropout):
 def test_autocast(dtype):
     model, data = build("llama", getattr(torch, dtype), autocast_adapter_dtype=True), batch(4, 16)
     _, wide = reference(model, data)
-    plain = twin(model)
+    plain = deepcopy(model)
     lorakernels.apply(model)
     with torch.autocast("cpu", torch.bfloat16):
         got, want = step(model, data)[1], step(plain, data)[1]
@@ -283,7 +285,7 @@ def test_autocast(dtype):
 
 def test_loss_arguments():
     model, data = build("llama"), batch()
-    plain = twin(model)
+    plain = deepcopy(model)
     lorakernels.apply(model)
     for extra in ({"num_items_in_batch": 5}, {"num_items_in_batch": torch.tensor(9)}):
         assert torch.allclose(model(**data, **extra).loss, plain(**data, **extra).loss, atol=1e-5)
@@ -302,7 +304,7 @@ def test_loss_arguments():
 
 def test_attentions_hidden_states_and_generation():
     model, data = build("llama"), batch()
-    plain = twin(model)
+    plain = deepcopy(model)
     for m in (model, plain):
         m.base_model.model.set_attn_implementation("eager")
     lorakernels.apply(model)
@@ -323,7 +325,7 @@ def test_save_pretrained_is_peft_s(tmp_path):
 
     model, data = build("llama"), batch()
     model.save_pretrained(tmp_path / "plain")
-    base = twin(model).unload()
+    base = deepcopy(model).unload()
     lorakernels.apply(model)
     model.save_pretrained(tmp_path / "ours")
     a, b = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("plain", "ours"))
@@ -341,7 +343,7 @@ def test_save_pretrained_is_peft_s(tmp_path):
 def test_unloading_leaves_no_adapter_behind(merge):
     """PEFT puts other modules where ours were: the plan must notice."""
     model, data = build("llama").eval(), batch()
-    plain = twin(model)
+    plain = deepcopy(model)
     lorakernels.apply(model)
     model(**data)
     a, b = (m.merge_and_unload() if merge else m.unload() for m in (model, plain))
@@ -368,7 +370,7 @@ def test_two_models_in_one_process():
 
 def test_sdpa_backends_are_pinned():
     model, data = build("llama"), batch()
-    _, grads = step(twin(model), data)
+    _, grads = step(deepcopy(model), data)
     lorakernels.apply(model, sdpa_backends=["cudnn", "flash", "math"])
     assert worst(step(model, data)[1], grads) < 1e-4
 
@@ -376,7 +378,7 @@ def test_sdpa_backends_are_pinned():
 def test_training_follows_peft():
     """Twenty optimizer steps: the losses stay together, so B and A are read anew at each of them."""
     model, data = build("llama"), batch(4, 12)
-    plain = twin(model)
+    plain = deepcopy(model)
     lorakernels.apply(model)
     losses = []
     for m in (model, plain):
@@ -396,9 +398,9 @@ def test_adapters_are_loaded_together(off, monkeypatch):
     wanted = step(model, batch())
     lorakernels.apply(model, **dict.fromkeys(off, False))
 
-    def alone(*item):
+    def load_adapter(*adapter):
         raise AssertionError("loaded by itself")
 
-    monkeypatch.setattr("lorakernels.projection.load_adapter", alone)
+    monkeypatch.setattr("lorakernels.operand.load_adapter", load_adapter)
     loss, grads = step(model, batch())
     assert torch.allclose(loss, wanted[0], atol=1e-5) and worst(grads, wanted[1]) < 1e-3

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_close, poisoned, strided
 from lorakernels.dropout import add_product_into, draw_seed, dropout, dropout_into, dropped, product_into
 from lorakernels.lora_grad import a_gradient
+from lorakernels.rms_norm import Norm, NormFactors
 from lorakernels.runtime import TILES, tensor_cores
 
 
@@ -17,10 +18,10 @@ def test_forward_and_backward_share_a_mask(p, shape, device, dtype):
     seed = draw_seed(x.device)
     leaf = x.clone().requires_grad_()
     y = dropout(leaf, seed, p)
-    kept = y != 0
-    assert_close(y, torch.where(kept, x.float() / (1 - p if p < 1 else 1), 0), dtype)
+    mask = y != 0
+    assert_close(y, torch.where(mask, x.float() / (1 - p if p < 1 else 1), 0), dtype)
     y.sum().backward()
-    assert_close(leaf.grad, kept.float() / (1 - p if p < 1 else 1), dtype)
+    assert_close(leaf.grad, mask.float() / (1 - p if p < 1 else 1), dtype)
     assert torch.equal(dropout(x, seed, p), y), "the same seed must give the same mask"
 
 
@@ -62,7 +63,7 @@ def test_products(p, m, n, rank, device, dtype):
     if tensor_cores(x, ds):
         rstd, weight = torch.rand(m, device=device) + 0.1, torch.randn(n, device=device).to(dtype)
         assert_close(a_gradient(ds, x, seed=seed, dropout=p), ds.float().t() @ dropped, torch.float32, 10)
-        behind_norm = a_gradient(ds, x, rstd, weight, 1.0, "one_read_narrow", seed, p)
+        behind_norm = a_gradient(ds, x, NormFactors(rstd, weight, Norm(1e-6, 1.0)), "one_read_narrow", seed, p)
         wanted = ds.float().t() @ (dropped * rstd[:, None] * (weight.float() + 1))
         assert_close(behind_norm, wanted, dtype, 10)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from kernel_checks import error
 from lorakernels import fp8
-from lorakernels.projection import Member, Projection
+from lorakernels.member import Member
+from lorakernels.projection import Projection
 
 
 def relative(actual, wanted):

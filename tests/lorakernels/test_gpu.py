@@ -4,13 +4,14 @@ Run: python -m pytest tests/lorakernels -m gpu
 """
 
 import importlib.util
+from copy import deepcopy
 from functools import partial
 
 import lorakernels
 import pytest
 import torch
 from lorakernels.linear_cross_entropy import linear_cross_entropy
-from tiny_models import FAMILIES, batch, build, captured, cuda, share_masks, step, twin, worst
+from tiny_models import FAMILIES, batch, build, captured, cuda, share_masks, step, worst
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def as_exact_as(plain, model, wide_dtype=torch.float64):
     """No gradient of model, which is changed, is further from those of wide_dtype than twice those of plain PEFT."""
     data, eps = cuda(batch(4, 16)), max(torch.finfo(model.dtype).eps, 1e-4)
-    loss, wide = step(twin(plain).to(wide_dtype), data)
+    loss, wide = step(deepcopy(plain).to(wide_dtype), data)
     plain_loss, grads = step(plain, data)
     report = lorakernels.apply(model)
     assert report.counts["qkv"] == 2
@@ -35,7 +36,7 @@ NAMES = pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
 def test_families(family, name):
     model = build(family, getattr(torch, name)).cuda()
     # The experts' grouped GEMM has no float64 on a GPU.
-    as_exact_as(twin(model), model, torch.float32 if family == "mixtral" else torch.float64)
+    as_exact_as(deepcopy(model), model, torch.float32 if family == "mixtral" else torch.float64)
 
 
 # Ranks that differ in one merged buffer, of q, k, v and of gate, up; one is beyond what a kernel keeps in registers.
@@ -46,7 +47,7 @@ RANKS = {"layers.1.self_attn.v_proj": 256, "q_proj": 17, "k_proj": 1, "v_proj": 
 @NAMES
 def test_mixed_ranks(name):
     model = build("llama", getattr(torch, name), rank_pattern=RANKS).cuda()
-    as_exact_as(twin(model), model)
+    as_exact_as(deepcopy(model), model)
 
 
 @pytest.mark.parametrize("ranks", [{}, RANKS], ids=["alike", "mixed"])
@@ -55,7 +56,7 @@ def test_dropout_with_the_masks_of_peft(ranks, name, monkeypatch):
     """Every linear of PEFT's and of ours is given the same seed, so the masks are the same. Not in bfloat16: there PEFT
     itself is so inexact that twice its error would let other masks pass."""
     model = build("llama", getattr(torch, name), rank_pattern=ranks, lora_dropout=0.3).cuda()
-    plain = twin(model)
+    plain = deepcopy(model)
     share_masks(plain, monkeypatch)
     as_exact_as(plain, model)
 
@@ -63,9 +64,9 @@ def test_dropout_with_the_masks_of_peft(ranks, name, monkeypatch):
 @pytest.mark.parametrize("backends", [None, ("cudnn", "flash", "efficient", "math")])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_whole_step_in_a_cuda_graph(backends, dropout):
-    """Forward, backward and optimizer, captured; replays must follow an uncaptured twin."""
+    """Forward, backward and optimizer, captured; replays must follow an uncaptured copy."""
     model, data = build("llama", torch.bfloat16, lora_dropout=dropout).cuda(), cuda(batch(4, 16))
-    other = twin(model)
+    other = deepcopy(model)
     losses = []
     for m in (model, other):
         lorakernels.apply(m, sdpa_backends=backends)
@@ -101,7 +102,7 @@ def test_a_whole_step_in_a_cuda_graph(backends, dropout):
 def test_a_replay_reads_new_data_and_new_adapters():
     """What was captured is where they lie, not what they were."""
     model, data = build("llama", torch.bfloat16).cuda(), cuda(batch(4, 16))
-    other = twin(model)
+    other = deepcopy(model)
     for m in (model, other):
         lorakernels.apply(m)
     data["position_ids"] = torch.arange(16, device="cuda")[None]

@@ -17,14 +17,15 @@ FILES = [
     "rope",
     "linear_cross_entropy",
     "dropout",
-    "pack",
+    "concat_operand",
     "nf4",
     "adapter",
     "lora_grad",
     "projection",
-    "fused",
+    "projection_node",
+    "mlp_node",
     "linear",
-    "branch",
+    "side_stream",
 ]
 
 

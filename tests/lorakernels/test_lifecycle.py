@@ -1,6 +1,7 @@
 """`remove`, copies, what is saved, and who wraps the model: whatever comes between, nothing of ours is left behind."""
 
 import io
+from copy import deepcopy
 
 import lorakernels
 import pytest
@@ -10,7 +11,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from pairs import assert_like_peft, bound, layer, pair, step, strided
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_models import LINEARS, batch, build, gradients, twin
+from tiny_models import LINEARS, batch, build, gradients
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -96,8 +97,8 @@ def test_what_writes_state_dicts(tmp_path):
     for file in ("model.safetensors", "by_hand.safetensors"):
         got = load_file(tmp_path / file)
         assert set(got) == set(wanted) and all(torch.equal(got[n], t) for n, t in wanted.items())
-    kept = ours.state_dict(keep_vars=True)
-    assert all(isinstance(t, nn.Parameter) for n, t in kept.items() if n.endswith("weight"))
+    state = ours.state_dict(keep_vars=True)
+    assert all(isinstance(t, nn.Parameter) for n, t in state.items() if n.endswith("weight"))
     lorakernels.remove(ours)
     assert not layer(ours).self_attn.q_proj.base_layer._state_dict_hooks
 
@@ -133,7 +134,7 @@ def test_fsdp_cannot_flatten_what_was_moved(original, tmp_path):
 
 def test_a_copy_is_removed_from_itself():
     ours, plain = pair()
-    other = twin(ours)
+    other = deepcopy(ours)
     lorakernels.remove(other)
     forwards = [sum("forward" in m.__dict__ for m in model.modules()) for model in (ours, other)]
     assert forwards[0] > 0 and forwards[1] == 0

@@ -1,11 +1,13 @@
 """Single LoRA linears: PEFT's numbers, everything that PEFT must do itself left to it, and the way back."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from kernel_checks import assert_close
 from lorakernels.linear import apply_linears, apply_normed, remove_linears
 from peft import LoraConfig, get_peft_model
-from tiny_models import share_masks, twin
+from tiny_models import share_masks
 from torch import nn
 
 K, N = 24, 40
@@ -65,7 +67,7 @@ def test_outputs_and_all_gradients_are_peft_s(x, one_gemm, kwargs):
 @pytest.mark.parametrize("ranks, dropout", [({"up": 256, "down": 1}, 0.0), ({"up": 17}, 0.3)])
 def test_on_its_device_in_its_dtype(x, ranks, dropout, device, dtype, monkeypatch):
     made = model(rank_pattern=ranks, lora_dropout=dropout).to(device, dtype)
-    wide, x = twin(made).double(), x.to(device, dtype)
+    wide, x = deepcopy(made).double(), x.to(device, dtype)
     share_masks(wide, monkeypatch)
     wanted = results(wide, x.double())
     assert apply_linears(made).total == 2

@@ -9,16 +9,17 @@ from lorakernels.dropout import dropped
 from lorakernels.lora_grad import (
     A_TILES,
     B_TILES,
-    TAIL_TILES,
-    Source,
+    DS_DB_TILES,
+    AdapterColumns,
+    SavedInput,
     a_gradient,
     a_gradient_reference,
     b_gradient,
-    tail_and_b,
-    tail_and_b_reference,
-    tails_that_fit,
+    ds_and_db,
+    ds_and_db_reference,
+    fitting_tiles,
 )
-from lorakernels.rms_norm import forward_into
+from lorakernels.rms_norm import Norm, NormFactors, NormInput, forward_into
 from lorakernels.runtime import tensor_cores
 
 
@@ -32,8 +33,8 @@ def on_triton(tensor):
     "widths, rank", [([70], 3), ([1], 1), ([128, 64, 64], 16), ([512, 256, 256], 16), ([192, 192], 5), ([130], 64)]
 )
 @pytest.mark.parametrize("m", [1, 37, 300])
-@pytest.mark.parametrize("tile", TAIL_TILES)
-def test_tail_and_b(widths, rank, m, tile, device, dtype):
+@pytest.mark.parametrize("tile", DS_DB_TILES)
+def test_ds_and_db(widths, rank, m, tile, device, dtype):
     n, p = sum(widths), rank * len(widths) + 2
     d = poisoned(m, n + p, dtype=dtype, device=device)
     d[:, :n] = torch.randn(m, n, device=device).to(dtype)
@@ -43,11 +44,11 @@ def test_tail_and_b(widths, rank, m, tile, device, dtype):
     rows = [sum(widths[:i]) for i in range(len(widths) + 1)]
     for i in range(len(widths)):  # block-diagonal, as the operand has it
         sb[rows[i] : rows[i + 1], i * rank : (i + 1) * rank] = torch.randn(widths[i], rank, device=device).to(dtype)
-    if tile not in tails_that_fit(d, widths, [rank] * len(widths)):
-        assert len(widths) > 1 and TAIL_TILES[tile][1] > 64
+    if tile not in fitting_tiles(d, widths, [rank] * len(widths)):
+        assert len(widths) > 1 and DS_DB_TILES[tile][1] > 64
         pytest.skip("members that end inside a tile")
-    db = tail_and_b(d[:, :n], d[:, n:], sb, s, widths, rank, tile)
-    wanted_ds, wanted_db = tail_and_b_reference(d[:, :n], sb, s)
+    db = ds_and_db(d[:, :n], d[:, n:], AdapterColumns(sb, s, widths, rank), tile)
+    wanted_ds, wanted_db = ds_and_db_reference(d[:, :n], sb, s)
     assert_close(d[:, n:], wanted_ds, dtype, 2)
     for i in range(len(widths)):
         part = slice(rows[i], rows[i + 1])
@@ -61,9 +62,9 @@ def test_b_gradient(widths, rank, m, tile, device, dtype):
     n, p = sum(widths), rank * len(widths) + 2
     dy, s = (strided(torch.randn(m, k, device=device).to(dtype)) for k in (n, p))
     on_triton(dy)
-    assert tails_that_fit(dy, widths, [rank] * len(widths), B_TILES) == [tile]
+    assert fitting_tiles(dy, widths, [rank] * len(widths), B_TILES) == [tile]
     db = b_gradient(dy, s, widths, rank, tile)
-    _, wanted = tail_and_b_reference(dy, torch.zeros(n, p, device=device), s)
+    _, wanted = ds_and_db_reference(dy, torch.zeros(n, p, device=device), s)
     start = 0
     for i, width in enumerate(widths):
         part = slice(start, start + width)
@@ -78,10 +79,10 @@ def test_a_gradient(m, n, p, tile, offset, device, dtype):
     h, ds = (strided(torch.randn(m, k, device=device).to(dtype)) for k in (n, p))
     on_triton(h)
     weight, rstd = torch.randn(n, device=device).to(dtype), torch.rand(m, device=device) + 0.1
-    norm = (None, None, 0.0) if offset is None else (rstd, weight, offset)
-    got = a_gradient(ds, h, *norm, tile)
+    factors = None if offset is None else NormFactors(rstd, weight, Norm(1e-6, offset))
+    got = a_gradient(ds, h, factors, tile)
     # In low precision X is rounded before the product, as the norm rounds its output.
-    assert_close(got, a_gradient_reference(ds, h, *norm), dtype if offset is not None else torch.float32, 10)
+    assert_close(got, a_gradient_reference(ds, h, factors), dtype if offset is not None else torch.float32, 10)
 
 
 @given(
@@ -92,25 +93,25 @@ def test_a_gradient(m, n, p, tile, offset, device, dtype):
     ),
     rank=st.integers(1, 64),
     extra=st.integers(0, 5),
-    tile=st.sampled_from([*TAIL_TILES]),
+    tile=st.sampled_from([*DS_DB_TILES]),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 100),
 )
 @settings(max_examples=20, deadline=None)
-def test_any_shape_of_the_tail(m, widths, rank, extra, tile, dtype, seed):
+def test_any_shape_of_ds_and_db(m, widths, rank, extra, tile, dtype, seed):
     torch.manual_seed(seed)
     n, p = sum(widths), rank * len(widths)
     d = poisoned(m, n + p + extra, dtype=dtype, device="cpu")
     on_triton(d)
-    tile = tile if tile in tails_that_fit(d, widths, [rank] * len(widths)) else "one_read"
+    tile = tile if tile in fitting_tiles(d, widths, [rank] * len(widths)) else "one_read"
     dy, ds = d[:, :n].copy_(torch.randn(m, n)), d[:, n : n + p]
     sb, s = torch.zeros(n, p, dtype=dtype), strided(torch.randn(m, p).to(dtype), extra)
     ends = [sum(widths[:i]) for i in range(len(widths) + 1)]
     parts = [(slice(*ends[i : i + 2]), slice(i * rank, (i + 1) * rank)) for i in range(len(widths))]
     for rows, columns in parts:
         sb[rows, columns] = torch.randn(rows.stop - rows.start, rank)
-    db = tail_and_b(dy, ds, sb, s, widths, rank, tile)
-    wanted_ds, wanted_db = tail_and_b_reference(dy, sb, s)
+    db = ds_and_db(dy, ds, AdapterColumns(sb, s, widths, rank), tile)
+    wanted_ds, wanted_db = ds_and_db_reference(dy, sb, s)
     assert_close(ds, wanted_ds, dtype, 2)
     for rows, columns in parts:
         assert_close(db[rows], wanted_db[rows, columns], torch.float32, 10)
@@ -134,35 +135,37 @@ def test_any_shape_of_a(m, n, rank, extra, tile, offset, p, dtype, seed):
     torch.manual_seed(seed)
     h, ds = (strided(torch.randn(m, columns).to(dtype), extra) for columns in (n, rank))
     on_triton(h)
-    norm = (None, None, 0.0) if offset is None else (torch.rand(m) + 0.1, torch.randn(n).to(dtype), offset)
+    factors = None
+    if offset is not None:
+        factors = NormFactors(torch.rand(m) + 0.1, torch.randn(n).to(dtype), Norm(1e-6, offset))
     drawn = torch.tensor([seed])
     mask = (dropped(torch.ones(m, n), drawn, p) != 0) / (1 - p)
-    got = a_gradient(ds, h, *norm, tile, drawn if p else None, p)
-    wanted = a_gradient_reference(ds, h.float() * mask, *norm)
+    got = a_gradient(ds, h, factors, tile, drawn if p else None, p)
+    wanted = a_gradient_reference(ds, h.float() * mask, factors)
     assert_close(got, wanted, dtype if offset is not None else torch.float32, 10)
 
 
 def test_what_does_not_fit():
     d = torch.zeros(4, 40)
-    assert not tails_that_fit(d, [20, 20], [3, 3])  # members that end inside a block
-    assert not tails_that_fit(d, [64, 64], [3, 4])
-    assert not tails_that_fit(d, [64], [0]) and not tails_that_fit(d, [64], [65])
-    assert not tails_that_fit(torch.zeros(0, 64), [64], [4])
+    assert not fitting_tiles(d, [20, 20], [3, 3])  # members that end inside a block
+    assert not fitting_tiles(d, [64, 64], [3, 4])
+    assert not fitting_tiles(d, [64], [0]) and not fitting_tiles(d, [64], [65])
+    assert not fitting_tiles(torch.zeros(0, 64), [64], [4])
 
 
-def test_source_makes_the_norm_again():
+def test_a_saved_input_makes_the_norm_again():
     h, weight, y = torch.randn(5, 8), torch.randn(8), torch.empty(5, 8)
-    norm = type("Norm", (), {"eps": 1e-6, "offset": 1.0})
-    rstd = forward_into(h, None, weight, norm.eps, norm.offset, y)
-    source = Source(h, torch.float32, norm, rstd, weight)
+    norm = Norm(1e-6, 1.0)
+    rstd = forward_into(NormInput(h, weight, norm), y)
+    source = SavedInput(h, torch.float32, NormFactors(rstd, weight, norm))
     assert torch.equal(source.tensor(), y) and source.tensor() is source.tensor()
-    assert torch.equal(Source(h, torch.float32).tensor(), h)
+    assert torch.equal(SavedInput(h, torch.float32).tensor(), h)
 
 
 def test_wrong_shapes():
     with pytest.raises(ValueError, match="do not fit"):
         b_gradient(torch.zeros(4, 9), torch.zeros(4, 2), [8], 2)
     with pytest.raises(ValueError, match=r"\(4, 9\)"):
-        tail_and_b(torch.zeros(4, 9), torch.zeros(4, 2), torch.zeros(8, 2), torch.zeros(4, 2), [8], 2)
+        ds_and_db(torch.zeros(4, 9), torch.zeros(4, 2), AdapterColumns(torch.zeros(8, 2), torch.zeros(4, 2), [8], 2))
     with pytest.raises(ValueError, match="rows"):
         a_gradient(torch.zeros(4, 2), torch.zeros(5, 8))

@@ -1,10 +1,11 @@
 """Whatever is done to a model after `apply`, it computes what PEFT computes, or says in one line that it cannot.
 
-Each case does the same to a model on our kernels and to its plain twin, then compares loss and every gradient.
+Each case does the same to a model on our kernels and to its unpatched copy, then compares loss and every gradient.
 """
 
 import functools
 import tempfile
+from copy import deepcopy
 
 import lorakernels
 import pytest
@@ -16,7 +17,7 @@ from pairs import assert_like_peft, layer, pair, step
 from peft import LoraConfig, get_peft_model
 from peft.helpers import rescale_adapter_scale
 from peft.utils.hotswap import hotswap_adapter
-from tiny_models import LINEARS, batch, build, gradients, twin
+from tiny_models import LINEARS, batch, build, gradients
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
@@ -195,7 +196,7 @@ def test_dropouts_of_phi3s_residual(late):
         layer(model).resid_attn_dropout.register_forward_hook(lambda module, args, out: out * 2)
 
     plain = build("phi3")
-    ours = twin(plain)
+    ours = deepcopy(plain)
     before, _ = step(plain)
     for act in (lorakernels.apply, hook) if late else (hook, lorakernels.apply):
         act(ours)
@@ -233,7 +234,7 @@ def test_a_class_whose_forward_somebody_replaced(name, monkeypatch):
 
     monkeypatch.setattr(kind, "forward", doubled)
     plain = build("llama")
-    ours = twin(plain)
+    ours = deepcopy(plain)
     assert any("was replaced" in left.reason for left in lorakernels.apply(ours).left)
     assert_like_peft(ours, plain)
 
@@ -241,7 +242,7 @@ def test_a_class_whose_forward_somebody_replaced(name, monkeypatch):
 def test_another_rope(monkeypatch):
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, *args, **kwargs: (q, k))
     plain = build("llama")
-    ours = twin(plain)
+    ours = deepcopy(plain)
     report = lorakernels.apply(ours)
     assert "rope" not in report.counts and any(left.part == "rope" for left in report.left)
     assert_like_peft(ours, plain)
@@ -264,7 +265,7 @@ class LlamaAttention(modeling_llama.LlamaAttention):  # of the same name
 def test_a_class_of_somebody_s_own(where, kind):
     plain = build("llama")
     where(layer(plain)).__class__ = kind
-    ours = twin(plain)
+    ours = deepcopy(plain)
     assert lorakernels.apply(ours).left
     assert_like_peft(ours, plain)
 
@@ -283,7 +284,7 @@ def test_activations_that_are_nearly_known(function):
     plain = build("llama")
     layer(plain).mlp.act_fn = function
     layer(plain).mlp.gate_proj.base_layer.weight.data.mul_(10)
-    ours = twin(plain)
+    ours = deepcopy(plain)
     assert any("activation" in left.reason for left in lorakernels.apply(ours).left)
     assert_like_peft(ours, plain)
 
@@ -353,7 +354,7 @@ def test_a_change_to_head_norms_after_apply(change):
 
 def test_hooks_that_were_there_before_apply():
     plain = build("llama")
-    ours = twin(plain)
+    ours = deepcopy(plain)
     for model in (ours, plain):
         hook_mlp(model)
     report = lorakernels.apply(ours)
@@ -465,7 +466,7 @@ def test_dropout_modules_alone_in_training():
 @pytest.mark.parametrize("family", ["llama", "gemma", "phi3"])
 def test_parts_called_by_keyword(family):
     plain = build(family)
-    ours = twin(plain)
+    ours = deepcopy(plain)
     lorakernels.apply(ours, qkv=False)  # so that MLP and norms are bound by themselves
     for name in ("mlp", "input_layernorm"):
         modules = [getattr(layer(m), name) for m in (ours, plain)]
@@ -487,7 +488,7 @@ def test_adapters_outside_known_layers_are_reported():
 
 def test_fp8_follows_the_weights():
     plain = build("llama")
-    ours = twin(plain)
+    ours = deepcopy(plain)
     lorakernels.apply(ours, fp8=True)
     step(ours)
     state = {n: t * (2 if "base_layer" in n else 1) for n, t in plain.state_dict().items()}

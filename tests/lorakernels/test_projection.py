@@ -12,59 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close
 from lorakernels import tune
-from lorakernels.dropout import dropped
-from lorakernels.fused import project
-from lorakernels.projection import Member, Projection, Saved
+from lorakernels.member import Member
+from lorakernels.output_grad import SavedForward, output_gradient
+from lorakernels.products import concat_product
+from lorakernels.projection import Projection
+from lorakernels.projection_node import project
+from nodes import fix_seeds, leaves, masks_of, member, plain
 from torch import nn
-
-
-def member(
-    name, n, k, r, dtype=torch.float64, adapter_dtype=None, bias=False, lora_bias=False, scale=2.0, p=0.0, device="cpu"
-):
-    def parameter(*shape, grad=True, std=0.3, dtype=adapter_dtype or dtype):
-        return nn.Parameter(torch.randn(shape).mul(std).to(device, dtype), requires_grad=grad)
-
-    return Member(
-        name, parameter(n, k, grad=False, dtype=dtype), parameter(n, dtype=dtype) if bias else None,
-        parameter(r, k) if r else None, parameter(n, r) if r else None, parameter(n) if lora_bias else None, scale, p,
-    )  # fmt: skip
-
-
-def leaves(members):
-    return [t for m in members for t in m.parameters if t is not None]
-
-
-def fix_seeds(monkeypatch, members, device="cpu") -> torch.Tensor:
-    """A seed for each member, in whichever Projection it is; no two are alike or neighbours."""
-    seeds = torch.tensor([2**31 - 3 - 1000 * i for i in range(len(members))], device=device)
-    places = {id(m): i for i, m in enumerate(members)}
-
-    def fixed(self, device):
-        return torch.stack([seeds[places[id(m)]] for m in self.members]) if self.dropped else None
-
-    monkeypatch.setattr(Projection, "seeds", fixed)
-    return seeds
-
-
-def masks_of(members, x, seeds):
-    """What each member's dropout multiplies its input, of x's shape, dtype and device, with. Triton's generator is not
-    torch's, so a node's own dtype is asked."""
-    kept = [dropped(torch.ones_like(x).flatten(0, -2), s, m.dropout) != 0 for m, s in zip(members, seeds, strict=True)]
-    return [mask.view(x.shape).double() / (1 - m.dropout) for m, mask in zip(members, kept, strict=True)]
-
-
-def plain(members, x, masks=None, dtype=torch.float64):
-    """What PEFT computes, in dtype, side by side."""
-    out = []
-    for i, m in enumerate(members):
-        y = x @ m.weight.to(dtype).t()
-        y = y if m.bias is None else y + m.bias.to(dtype)
-        if m.a is not None:
-            xd = x if masks is None else x * masks[i].to(dtype)
-            y = y + m.scale * (xd @ m.a.to(dtype).t() @ m.b.to(dtype).t())
-            y = y if m.lora_bias is None else y + m.scale * m.lora_bias.to(dtype)
-        out.append(y)
-    return torch.cat(out, -1)
 
 
 def compare(members, groups, x, dtype=torch.float64, times=1.0, seeds=None, **kw):
@@ -173,21 +127,21 @@ def test_every_member_draws_a_mask_of_its_own(device):
 def test_only_what_the_one_gemm_needs_is_copied(monkeypatch):
     """X and dY from elsewhere stay where they are if no GEMM reads them beside S and dS."""
     group, dy = Projection([member("a", 6, 10, 2)]), torch.randn(5, 6, dtype=torch.float64)
-    saved = Saved(group.operand(torch.float64), torch.randn(5, group.p, dtype=torch.float64))
-    assert group.gradient(dy, saved).both is not None
+    saved = SavedForward(group.operand(torch.float64), torch.randn(5, group.p, dtype=torch.float64))
+    assert output_gradient(group, dy, saved).both is not None
     dropped = replace(saved, seeds=torch.tensor([1]))
-    for apart in (group.gradient(dy, dropped), group.gradient(dy, saved, with_dx=False)):
+    for apart in (output_gradient(group, dy, dropped), output_gradient(group, dy, saved, with_dx=False)):
         assert apart.both is None and apart.dy.data_ptr() == dy.data_ptr()
         assert_close(apart.ds, dy @ saved.op.sb, torch.float64)
     monkeypatch.setattr(tune, "pick", lambda name, key, forms, device: list(forms)[-1])
-    assert group.gradient(dy, saved).both is None
+    assert output_gradient(group, dy, saved).both is None
 
 
 def test_dropout_is_off_in_evaluation_and_random_in_training():
     members = [member("a", 6, 30, 4, p=0.0)]
     groups, x = [Projection(members)], torch.randn(7, 30, dtype=torch.float64)
     assert_close(project(x, groups), plain(members, x), torch.float64)
-    members[0].dropout = 0.5  # a site reads it anew on each forward
+    members[0].dropout = 0.5  # the model's linear reads it anew on each forward
     assert not torch.equal(project(x, groups), project(x, groups))
 
 
@@ -276,7 +230,7 @@ def test_measuring_the_forms_adds_to_the_result_once(monkeypatch):
         return "addmm"
 
     monkeypatch.setattr(tune, "pick", measured)
-    assert group.forward(xs, op, out=total, residual=total) is total
+    assert concat_product(group, xs, op, out=total, residual=total) is total
     assert_close(total, wanted, torch.float64)
 
 

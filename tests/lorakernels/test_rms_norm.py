@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned, strided
-from lorakernels.pack import Kept
-from lorakernels.rms_norm import forward_into, forward_lora_into, rms_norm, rms_norm_reference
+from lorakernels.concat_operand import LoraColumns, ScaledS
+from lorakernels.rms_norm import Norm, NormInput, forward_into, forward_lora_into, rms_norm, rms_norm_reference
 from lorakernels.runtime import TILES
 
 
@@ -43,30 +43,31 @@ def test_lora_columns(p, with_residual, tile, device, dtype):
     weight, a = torch.randn(n, device=device).to(dtype), torch.randn(p, n, device=device).to(dtype)
     buffer = poisoned(m, n + p, dtype=dtype, device=device)
     h = poisoned(m, n, dtype=dtype, device=device)
-    again = strided(poisoned(m, n, dtype=dtype, device=device)) if with_residual else None
-    kept = Kept(poisoned(m, p, dtype=dtype, device=device), torch.randn(p, device=device))
-    arguments = x, residual, weight, 1e-5, 0.0, buffer, a, h if with_residual else None, tile, again
-    rstd = forward_lora_into(*arguments, kept=kept)
+    h_copy = strided(poisoned(m, n, dtype=dtype, device=device)) if with_residual else None
+    scaled_s = ScaledS(poisoned(m, p, dtype=dtype, device=device), torch.randn(p, device=device))
+    inputs = NormInput(x, weight, Norm(1e-5), residual, h if with_residual else None, h_copy)
+    rstd = forward_lora_into(inputs, buffer, LoraColumns(a, None, scaled_s), tile)
     wanted = rms_norm_reference(x, weight, 1e-5, 0.0, residual)
     wanted_y, wanted_h = wanted if with_residual else (wanted, x)
     assert_close(buffer[:, :n], wanted_y, dtype, 2)
     assert_close(buffer[:, n:], buffer[:, :n].float() @ a.float().t(), dtype, 2)
-    assert_close(kept.s, buffer[:, :n].float() @ a.float().t() * kept.scales, dtype, 3)
+    assert_close(scaled_s.out, buffer[:, :n].float() @ a.float().t() * scaled_s.scales, dtype, 3)
     before = buffer.clone()
-    forward_lora_into(*arguments)
-    assert torch.equal(buffer, before), "the same without keeping sS"
+    forward_lora_into(inputs, buffer, LoraColumns(a), tile)
+    assert torch.equal(buffer, before), "the same without sS"
     assert_close(rstd, torch.rsqrt(wanted_h.float().pow(2).mean(-1) + 1e-5), dtype)
     if with_residual:
         assert_close(h, wanted_h, dtype)
-        assert torch.equal(again, h)
+        assert torch.equal(h_copy, h)
 
 
 def test_the_sum_is_written_twice_where_asked_for(device, dtype):
     x, residual = (torch.randn(5, 48, device=device).to(dtype) for _ in range(2))
-    y, h, again = (poisoned(5, 48, dtype=dtype, device=device) for _ in range(3))
-    forward_into(x, residual, torch.ones(48, device=device, dtype=dtype), 1e-5, 0.0, y, h, again)
+    y, h, h_copy = (poisoned(5, 48, dtype=dtype, device=device) for _ in range(3))
+    weight = torch.ones(48, device=device, dtype=dtype)
+    forward_into(NormInput(x, weight, Norm(1e-5), residual, h, h_copy), y)
     assert_close(h, x.float() + residual.float(), dtype)
-    assert torch.equal(again, h) and again.data_ptr() != h.data_ptr()
+    assert torch.equal(h_copy, h) and h_copy.data_ptr() != h.data_ptr()
 
 
 def test_inputs_are_left_alone(device, dtype):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned
-from lorakernels.rope import rope, rope_reference, rotate_into
+from lorakernels.rope import HeadTensors, Rotary, rope, rope_reference, rotate_into
 
 
 def table(batch, seq, rot, device, dtype):
@@ -58,7 +58,8 @@ def test_head_norms_and_one_buffer(n_q, n_k, d, device, dtype):
     cos, sin = table(1, seq, d, device, dtype)
     q, k, v = split(y)
     out_q, out_k = (poisoned(*t.shape, dtype=dtype, device=device) for t in (q, k))
-    rotate_into(q, k, cos, sin, out_q, out_k, norms=norms, eps=1e-5)
+    rotary = Rotary(cos, sin, norms, 1e-5)
+    rotate_into(HeadTensors(q, k), HeadTensors(out_q, out_k), rotary)
     leaves = [t.float().clone().requires_grad_() for t in (q, k)]
     wanted = [rope_reference(t, cos, sin, w, 1e-5) for t, w in zip(leaves, norms, strict=True)]
     assert_close(out_q, wanted[0], dtype, 2)
@@ -66,20 +67,7 @@ def test_head_norms_and_one_buffer(n_q, n_k, d, device, dtype):
     grads = [torch.randn(t.shape, device=device).to(dtype) for t in (q, k, v)]
     back = poisoned(batch * seq, sum(widths) + 3, dtype=dtype, device=device)
     b = split(back)
-    rotate_into(
-        grads[0],
-        grads[1],
-        cos,
-        sin,
-        b[0],
-        b[1],
-        v=grads[2],
-        out_v=b[2],
-        raw=(q, k),
-        norms=norms,
-        eps=1e-5,
-        backward=True,
-    )
+    rotate_into(HeadTensors(*grads), HeadTensors(*b), rotary, raw=(q, k), backward=True)
     want = torch.autograd.grad(wanted, leaves, [g.float() for g in grads[:2]])
     assert_close(b[0], want[0], dtype, 2)
     assert_close(b[1], want[1], dtype, 2)

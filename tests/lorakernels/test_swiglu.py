@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, gradients, poisoned, strided
 from lorakernels import glu
-from lorakernels.pack import Kept
+from lorakernels.concat_operand import LoraColumns, ScaledS
+from lorakernels.glu import GluBackward
 from lorakernels.runtime import TILES, tensor_cores
 from lorakernels.swiglu import swiglu, swiglu_reference
 
@@ -38,15 +39,15 @@ def test_lora_columns(act, p, tile, device, dtype):
     gate, up = (torch.randn(m, n, device=device).to(dtype) for _ in range(2))
     a = torch.randn(p, n, device=device).to(dtype)
     buffer = poisoned(m, n + p, dtype=dtype, device=device)
-    kept = Kept(poisoned(m, p, dtype=dtype, device=device), torch.randn(p, device=device))
-    glu.forward_lora_into(gate, up, buffer, a, act, tile, kept=kept)
+    scaled_s = ScaledS(poisoned(m, p, dtype=dtype, device=device), torch.randn(p, device=device))
+    glu.forward_lora_into(gate, up, buffer, LoraColumns(a, None, scaled_s), act, tile)
     h = glu.reference(gate, up, act)
     assert_close(buffer[:, :n], h, dtype)
     assert_close(buffer[:, n:], buffer[:, :n].float() @ a.float().t(), dtype, 2)
-    assert_close(kept.s, buffer[:, :n].float() @ a.float().t() * kept.scales, dtype, 3)
+    assert_close(scaled_s.out, buffer[:, :n].float() @ a.float().t() * scaled_s.scales, dtype, 3)
     if p == 64:  # rows of A that are zero anyway, and need not be read
         a[3:], buffer[:] = 0, float("nan")
-        glu.forward_lora_into(gate, up, buffer, a, act, tile, rank=3)
+        glu.forward_lora_into(gate, up, buffer, LoraColumns(a, 3), act, tile)
         assert_close(buffer[:, n:], buffer[:, :n].float() @ a.float().t(), dtype, 2)
 
 
@@ -57,7 +58,7 @@ def test_backward_leaves_h_in_the_gradient(act, device, dtype):
     leaves = [t.float().clone().requires_grad_() for t in (gate, up)]
     wanted = torch.autograd.grad(glu.reference(*leaves, act), leaves, grad.float())
     both = poisoned(m, 2 * n + 4, dtype=dtype, device=device)
-    glu.backward_into(gate, up, grad, both[:, :n], both[:, n : 2 * n], act, h_into_grad=True)
+    glu.backward_into(GluBackward(gate, up, grad, act), both[:, :n], both[:, n : 2 * n], h_into_grad=True)
     assert_close(both[:, :n], wanted[0], dtype, 2)
     assert_close(both[:, n : 2 * n], wanted[1], dtype, 2)
     assert_close(grad, glu.reference(gate, up, act), dtype)
@@ -71,13 +72,13 @@ def test_backward_with_a(act, tile, m, n, rank, in_place, device, dtype):
     wide, grad = torch.randn(m, 2 * n + 4, device=device).to(dtype), torch.randn(m, n, device=device).to(dtype)
     gate, up, ds = wide[:, :n], wide[:, n : 2 * n], strided(torch.randn(m, rank, device=device).to(dtype))
     wanted, h = poisoned(m, 2 * n, dtype=dtype, device=device), grad.clone()
-    glu.backward_into(gate.clone(), up.clone(), h, wanted[:, :n], wanted[:, n:], act, h_into_grad=True)
+    glu.backward_into(GluBackward(gate.clone(), up.clone(), h, act), wanted[:, :n], wanted[:, n:], h_into_grad=True)
     out = wide if in_place else poisoned(m, 2 * n, dtype=dtype, device=device)
-    kept = grad.clone()
-    da = glu.backward_a_into(gate, up, grad, out[:, :n], out[:, n : 2 * n], ds, act, tile)
+    before = grad.clone()
+    da = glu.backward_a_into(GluBackward(gate, up, grad, act), out[:, :n], out[:, n : 2 * n], ds, tile)
     assert_close(out[:, : 2 * n], wanted, dtype)
     assert_close(da, ds.float().t() @ h.float(), torch.float32, 10)
-    assert torch.equal(grad, kept)
+    assert torch.equal(grad, before)
 
 
 @pytest.mark.parametrize("act", glu.ACTIVATIONS)
@@ -95,16 +96,16 @@ def test_backward_with_everything_of_lora(act, tile, m, n, rank, p, in_place, de
     sb[:n, :rank] = torch.randn(n, rank, device=device)
     sb[n:, rank : 2 * rank] = torch.randn(n, rank, device=device)
     wanted, h = poisoned(m, 2 * n, dtype=dtype, device=device), grad.clone()
-    glu.backward_into(gate.clone(), up.clone(), h, wanted[:, :n], wanted[:, n:], act, h_into_grad=True)
-    into, kept = wide if in_place else poisoned(m, 2 * n + p, dtype=dtype, device=device), grad.clone()
-    da, db = glu.backward_whole_into(gate, up, grad, into, ds, sb, s, act, tile)
+    glu.backward_into(GluBackward(gate.clone(), up.clone(), h, act), wanted[:, :n], wanted[:, n:], h_into_grad=True)
+    into, before = wide if in_place else poisoned(m, 2 * n + p, dtype=dtype, device=device), grad.clone()
+    da, db = glu.backward_whole_into(GluBackward(gate, up, grad, act), into, ds, sb, s, tile)
     assert_close(into[:, : 2 * n], wanted, dtype)
     assert_close(da, ds.float().t() @ h.float(), torch.float32, 10)
     dy = into[:, : 2 * n].float()
     assert_close(into[:, 2 * n :], dy @ sb.float(), dtype, 4)
     both = torch.cat((dy[:, :n].t() @ s[:, :rank].float(), dy[:, n:].t() @ s[:, rank : 2 * rank].float()))
     assert_close(db, both, torch.float32, 10)
-    assert torch.equal(grad, kept)
+    assert torch.equal(grad, before)
 
 
 def test_whole_is_for_two_members_alike(device):
@@ -115,7 +116,7 @@ def test_whole_is_for_two_members_alike(device):
         assert not glu.whole_fits(ds, ranks, widths)
     with pytest.raises(ValueError, match="do not fit"):
         x = torch.randn(4, 8)
-        glu.backward_whole_into(x, x, x, x, ds, torch.zeros(16, 6), torch.zeros(4, 6), "silu")
+        glu.backward_whole_into(GluBackward(x, x, x, "silu"), x, ds, torch.zeros(16, 6), torch.zeros(4, 6))
 
 
 @pytest.mark.parametrize("act", glu.ACTIVATIONS)
@@ -125,8 +126,8 @@ def test_backward_over_its_own_inputs(act, device, dtype):
     gate, up = wide[:, :n], wide[:, n : 2 * n]
     apart = poisoned(m, 2 * n, dtype=dtype, device=device)
     h = grad.clone()
-    glu.backward_into(gate.clone(), up.clone(), h, apart[:, :n], apart[:, n:], act, h_into_grad=True)
-    glu.backward_into(gate, up, grad, gate, up, act, h_into_grad=True)
+    glu.backward_into(GluBackward(gate.clone(), up.clone(), h, act), apart[:, :n], apart[:, n:], h_into_grad=True)
+    glu.backward_into(GluBackward(gate, up, grad, act), gate, up, h_into_grad=True)
     assert_close(wide[:, : 2 * n], apart, dtype)
     assert_close(grad, h, dtype)
 

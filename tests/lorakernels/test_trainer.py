@@ -1,9 +1,11 @@
 """transformers' Trainer over a patched model: losses, accumulation with num_items_in_batch, evaluation, saving."""
 
+from copy import deepcopy
+
 import lorakernels
 import pytest
 import torch
-from tiny_models import batch, build, twin
+from tiny_models import batch, build
 
 
 def train(model, folder, **kwargs):
@@ -34,7 +36,7 @@ def train(model, folder, **kwargs):
 @pytest.mark.parametrize("kwargs", [{}, {"gradient_checkpointing": True}, {"bf16": True}], ids=["plain", "gc", "bf16"])
 def test_trainer(kwargs, tmp_path):
     model = build("llama")
-    plain = twin(model)
+    plain = deepcopy(model)
     assert lorakernels.apply(model).total > 0
     losses, evaluated, predictions = train(model, tmp_path / "ours", **kwargs)
     wanted, wanted_evaluated, wanted_predictions = train(plain, tmp_path / "plain", **kwargs)
@@ -69,7 +71,7 @@ def test_sft_trainer(kwargs, tmp_path):
         return [e["loss"] for e in trainer.state.log_history if "loss" in e]
 
     model = build("llama")
-    plain = twin(model)
+    plain = deepcopy(model)
     assert lorakernels.apply(model).total > 0
     losses, wanted = train(model, tmp_path / "ours"), train(plain, tmp_path / "plain")
     assert len(losses) == 3 and losses[0] != losses[-1]
@@ -96,7 +98,7 @@ def test_grad_scaler_in_float16(device, reentrant):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         model.enable_input_require_grads()
     data = {n: t.to(device) for n, t in batch(4, 12).items()}
-    plain = twin(model)
+    plain = deepcopy(model)
     assert lorakernels.apply(model).total > 0
 
     def train(model):

@@ -1,6 +1,5 @@
 """Two-layer models of every family that `apply` knows, with LoRA whose B is not zero."""
 
-import copy
 from zlib import crc32
 
 import torch
@@ -68,11 +67,6 @@ def build(family: str, dtype=torch.float32, targets=None, seed=0, sizes=None, **
     return model.train()
 
 
-def twin(model):
-    """A copy that shares nothing."""
-    return copy.deepcopy(model)
-
-
 def seed_of(name: str) -> int:
     """A linear's seed, from its path in the model."""
     return crc32(name.split("base_model.model.")[-1].encode()) & 0x7FFFFFFF
@@ -86,8 +80,8 @@ class Seeded(torch.nn.Dropout):
         if not self.training:
             return x
         ones = torch.ones(x.shape[:-1].numel(), x.shape[-1], device=x.device)
-        kept = dropped(ones, torch.tensor([self.seed], device=x.device), self.p) != 0
-        return x * kept.view(x.shape) / (1 - self.p)
+        mask = dropped(ones, torch.tensor([self.seed], device=x.device), self.p) != 0
+        return x * mask.view(x.shape) / (1 - self.p)
 
 
 def share_masks(plain, monkeypatch) -> None:

@@ -1,17 +1,18 @@
-"""A branch of the CUDA graph that is being captured, beside the chain that the next layer's backward waits for.
+"""A side stream of the CUDA graph that is being captured, beside the main stream that the next layer's backward is on.
 
 A captured step of a small model is a chain of short launches, each of which leaves most of the GPU idle. dA, dB and
-their casts are waited for by the optimizer alone, so they go on a branch that the node joins at its end:
+their casts are waited for by the optimizer alone, so they go on a side stream that the node joins at its end:
 
-    branch = Branch(device)
-    with branch:           # after what has been launched so far
+    side_stream = SideStream(device)
+    with side_stream:      # after what has been launched so far
         dA, dB, casts
     dX, the norm's backward
-    branch.join()
+    side_stream.join()
 
 Uncaptured nothing changes but the order of the calls: there a small model waits for its host, which events would cost
-more time. A large model's launches fill the GPU by themselves. What the branch reads must not be freed before `join`
-(`keep`): a launch of the chain would be given its memory. Run: python -m pytest tests/lorakernels/test_branch.py
+more time. A large model's launches fill the GPU by themselves. What the side stream reads must not be freed before
+`join` (`keep_alive`): a launch of the main stream would be given its memory.
+Run: python -m pytest tests/lorakernels/test_side_stream.py
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from typing import Any
 import torch
 
 _streams: dict[torch.device, Any] = {}  # one a device; a new one for each node would want a library workspace each
-MAX_ELEMENTS = 32 * 2**20  # of a node's widest tensor; above it the branch gains nothing (docs/lab-notes.md)
+MAX_ELEMENTS = 32 * 2**20  # of a node's widest tensor; above it the side stream gains nothing (docs/lab-notes.md)
 
 
-class Branch:
-    """May be entered several times; each time it waits for what has been launched on the chain by then."""
+class SideStream:
+    """May be entered several times; each time it waits for what has been launched on the main stream by then.
+
+    device: of the node; elements: how many its widest tensor has, above MAX_ELEMENTS there is no side stream.
+    """
 
     def __init__(self, device: torch.device, elements: int = 0):
         small = elements <= MAX_ELEMENTS
@@ -34,9 +38,9 @@ class Branch:
             if device not in _streams:
                 _streams[device] = torch.cuda.Stream(device)
             self._stream, self._used = _streams[device], False
-            self._kept: list[Any] = []
+            self._held: list[Any] = []
 
-    def __enter__(self) -> Branch:
+    def __enter__(self) -> SideStream:
         if self.active:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             self._context = torch.cuda.stream(self._stream)
@@ -48,14 +52,14 @@ class Branch:
         if self.active:
             self._context.__exit__(*error)
 
-    def keep(self, *read: Any) -> None:
-        """Holds what the branch reads until `join`, if there is a branch."""
+    def keep_alive(self, *read: Any) -> None:
+        """Holds what the side stream reads (tensors, or records with tensors in them) until `join`, if it is active."""
         if self.active:
-            self._kept += read
+            self._held += read
 
     def join(self) -> None:
-        """What is launched from here on comes after the branch."""
+        """What is launched from here on comes after the side stream."""
         if self.active and self._used:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._used = False
-            self._kept.clear()
+            self._held.clear()

@@ -1,7 +1,9 @@
-"""The nodes of a decoder layer, with their forms measured and picked. Run: python -m pytest benchmarks/micro/bench_fused.py"""  # noqa: E501
+"""The MLP's node, with its forms measured and picked. Run: python -m pytest benchmarks/micro/bench_mlp_node.py"""
 
-from lorakernels.fused import Norm, gated_mlp
-from lorakernels.projection import Member, Projection
+from lorakernels.member import Member
+from lorakernels.mlp_node import gated_mlp
+from lorakernels.projection import Projection
+from lorakernels.rms_norm import Norm
 from torch import nn
 
 

@@ -1,16 +1,17 @@
-"""The branch of a captured graph. Run: python -m pytest tests/lorakernels/test_branch.py"""
+"""The side stream of a captured graph. Run: python -m pytest tests/lorakernels/test_side_stream.py"""
 
 import contextlib
 import gc
 import weakref
+from copy import deepcopy
 
 import lorakernels
 import pytest
 import torch
-from lorakernels import branch, fused, tune
-from lorakernels.branch import Branch
+from lorakernels import mlp_node, projection_node, side_stream, tune
 from lorakernels.runtime import INTERPRET
-from tiny_models import batch, build, captured, cuda, step, twin, worst
+from lorakernels.side_stream import SideStream
+from tiny_models import batch, build, captured, cuda, step, worst
 
 
 class Stream:
@@ -27,7 +28,7 @@ class Stream:
 def log(monkeypatch):
     """A machine whose current stream is being captured."""
     seen: list[str] = []
-    current = [Stream("chain", seen)]
+    current = [Stream("main", seen)]
 
     @contextlib.contextmanager
     def on(stream):
@@ -37,14 +38,14 @@ def log(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("branch", seen))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", seen))
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(branch, "_streams", {})
+    monkeypatch.setattr(side_stream, "_streams", {})
     return lambda text=None: seen.append(f"{current[-1].name}: {text}") if text else seen
 
 
-def test_each_entry_waits_for_the_chain_and_join_for_the_branch(log):
-    b = Branch(torch.device("cuda", 0))
+def test_each_entry_waits_for_the_main_stream_and_join_for_the_side_stream(log):
+    b = SideStream(torch.device("cuda", 0))
     log("dS")
     with b:
         log("dB")
@@ -55,28 +56,28 @@ def test_each_entry_waits_for_the_chain_and_join_for_the_branch(log):
     b.join()
     log("next node")
     assert log() == [
-        "chain: dS", "branch waits for chain", "branch: dB", "chain: dX", "branch waits for chain", "branch: dA",
-        "chain: norm", "chain waits for branch", "chain: next node",
+        "main: dS", "side waits for main", "side: dB", "main: dX", "side waits for main", "side: dA",
+        "main: norm", "main waits for side", "main: next node",
     ]  # fmt: skip
 
 
-def test_a_branch_that_was_not_entered_is_not_waited_for(log):
-    Branch(torch.device("cuda", 0)).join()
+def test_a_side_stream_that_was_not_entered_is_not_waited_for(log):
+    SideStream(torch.device("cuda", 0)).join()
     assert log() == []
 
 
 def test_all_nodes_of_a_device_share_a_stream(log):
     for _ in range(2):
-        with Branch(torch.device("cuda", 0)):
+        with SideStream(torch.device("cuda", 0)):
             pass
-    assert len(branch._streams) == 1
+    assert len(side_stream._streams) == 1
 
 
-def test_what_the_branch_reads_is_kept_until_join(log):
-    b, tensor = Branch(torch.device("cuda", 0)), torch.ones(3)
+def test_what_the_side_stream_reads_is_held_until_join(log):
+    b, tensor = SideStream(torch.device("cuda", 0)), torch.ones(3)
     seen = weakref.ref(tensor)
     with b:
-        b.keep(tensor)
+        b.keep_alive(tensor)
     del tensor
     gc.collect()
     assert seen() is not None
@@ -85,22 +86,23 @@ def test_what_the_branch_reads_is_kept_until_join(log):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_outside_a_capture_nothing_is_kept_and_nobody_waits(device, log, monkeypatch):
+def test_outside_a_capture_nothing_is_held_and_nobody_waits(device, log, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    b, tensor = Branch(torch.device(device)), torch.ones(3)
+    b, tensor = SideStream(torch.device(device)), torch.ones(3)
     seen = weakref.ref(tensor)
     with b:
         log("dA")
-    b.keep(tensor)
+    b.keep_alive(tensor)
     del tensor
     assert seen() is None
     b.join()
-    assert log() == ["chain: dA"]
+    assert log() == ["main: dA"]
 
 
 def test_a_large_node_has_none(log):
     device = torch.device("cuda", 0)
-    assert Branch(device, branch.MAX_ELEMENTS).active and not Branch(device, branch.MAX_ELEMENTS + 1).active
+    assert SideStream(device, side_stream.MAX_ELEMENTS).active
+    assert not SideStream(device, side_stream.MAX_ELEMENTS + 1).active
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -109,16 +111,16 @@ def test_a_large_node_has_none(log):
     "options", [{}, {"lora_dropout": 0.2}, {"targets": ["q_proj", "v_proj", "down_proj"]}], ids=str
 )
 def test_what_a_capture_computes(family, form, options, monkeypatch):
-    """With the branch's way taken (dB beside dS, sums that the chain leaves alone) the gradients stay the same. In
-    float64 and, under Triton's interpreter, by the kernels, in float16."""
+    """With the side stream taken (dB beside dS, an accumulator that the main stream leaves alone) the gradients stay
+    the same. In float64 and, under Triton's interpreter, by the kernels, in float16."""
     if INTERPRET and (family, form) not in (("llama", None), ("qwen3", "whole")):
         pytest.skip("the interpreter is slow")
     joined = []
 
-    class Taken(Branch):
+    class Taken(SideStream):
         def __init__(self, device, elements=0):
             super().__init__(device, elements)
-            self.active, self.entered, self._kept = True, 0, []
+            self.active, self.entered, self._held = True, 0, []
 
         def __enter__(self):
             self.entered += 1
@@ -129,23 +131,24 @@ def test_what_a_capture_computes(family, form, options, monkeypatch):
 
         def join(self):
             joined.append(self.entered)
-            self._kept.clear()
+            self._held.clear()
 
     dtype = torch.float16 if INTERPRET else torch.float64
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 64, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "num_hidden_layers": 1}
     model, data = build(family, dtype, sizes=sizes, **options), batch(2, 5)
-    other = twin(model)
+    other = deepcopy(model)
     results = []
     with contextlib.nullcontext() if form is None else tune.forced(form):
         for m in (model, other):
             lorakernels.apply(m)
             torch.manual_seed(3)
             results.append(step(m, data))
-            monkeypatch.setattr(fused, "Branch", Taken)
+            for node in (mlp_node, projection_node):
+                monkeypatch.setattr(node, "SideStream", Taken)
     (loss, wanted), (got_loss, got) = results
     assert len(joined) == 3 if "targets" not in options else joined
-    assert max(joined) >= 2, "the branch was not entered"
+    assert max(joined) >= 2, "the side stream was not entered"
     assert got_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     assert worst(got, wanted) <= (2e-3 if INTERPRET else 1e-12)
 
@@ -157,12 +160,13 @@ FORMS = [None, "plain", "apart", "one_read", "one_read_small", "one_read_narrow"
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("form", FORMS)
 def test_captured_gradients_are_the_uncaptured_ones(form, dropout, monkeypatch):
-    """Whatever form puts on the branch: what the chain overwrites too early, or does not wait for, would show. Two
-    thousand rows, so that the launches take long enough to overlap; the gradients are poisoned before each replay."""
+    """Whatever form puts on the side stream: what the main stream overwrites too early, or does not wait for, would
+    show. Two thousand rows, so that the launches take long enough to overlap; the gradients are poisoned before each
+    replay."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     options = {"lora_dropout": dropout, "targets": ["q_proj", "o_proj", "down_proj"] if dropout else None}
     model, data = build("llama", torch.bfloat16, sizes=sizes, **options).cuda(), cuda(batch(8, 256))
-    other = twin(model)
+    other = deepcopy(model)
     if dropout:  # the same masks on both sides
         monkeypatch.setattr(
             "lorakernels.projection.draw_seed",

@@ -1,81 +1,26 @@
-"""Reading a model: which linears, norms and activations there are, what PEFT put on them, and whether today, at this
-very forward, they still are what they were when `apply` looked. PEFT and transformers are only looked at, never
-imported.
+"""The model's linears: which there are, what PEFT put on them, and whether today, at this very forward, they still are
+what they were when `apply` looked. PEFT is only looked at, never imported.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .fused import Norm
-from .projection import Member
-
-FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi3")
-# RMSNorm classes of transformers by the number added to their weight, and the name of their epsilon.
-NORMS = {
-    **{f"{n}RMSNorm": (0.0, "variance_epsilon") for n in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Phi3")},
-    "GemmaRMSNorm": (1.0, "eps"),
-    "Gemma2RMSNorm": (1.0, "eps"),
-}
-
-
-class NotFused(Exception):
-    """Why a site is left to PEFT, in words a user understands."""
-
-
-def quiet(module: Any) -> bool:
-    """True if nothing hooks into the module: a fused path does not call it, so its hooks would be silently skipped."""
-    m = module
-    hooked = m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-    if hooked or "forward" in m.__dict__:
-        return False
-    return not m._forward_hooks or all(_idle(hook) for hook in m._forward_hooks.values())
-
-
-def _idle(hook: Any) -> bool:
-    """Whether a hook is one of transformers' own that is not collecting: they stay for good once anybody has asked for
-    hidden states, and do nothing unless somebody asks again."""
-    home = sys.modules.get("transformers.utils.output_capturing")
-    if home is None or getattr(hook, "__module__", "") != home.__name__:
-        return False
-    collector = getattr(home, "_active_collector", None)
-    return collector is not None and not collector.get()
-
-
-def hooked_globally() -> bool:
-    """True if somebody watches every module there is (torch.nn.modules.module.register_module_forward_hook)."""
-    m = torch.nn.modules.module
-    forward = m._global_forward_hooks or m._global_forward_pre_hooks
-    return bool(forward or m._global_backward_hooks or m._global_backward_pre_hooks)
-
-
-def untouched(function: Any, home: str) -> bool:
-    """Whether a function is the library `home`'s own: what is fused does its work, and nobody else's."""
-    function = inspect.unwrap(function)
-    return getattr(function, "__module__", "").partition(".")[0] == home
-
-
-def check_class(module: Any, kind: str | None = None) -> None:
-    """NotFused with the reason unless this is the class of a family that is known (`kind`: "MLP", "DecoderLayer" …),
-    of transformers itself, with the forward that it came with."""
-    name = type(module).__name__
-    if kind is not None and name not in {f"{family}{kind}" for family in FAMILIES}:
-        raise NotFused(f"{name} is not a known {kind}")
-    if type(module).__module__.partition(".")[0] != "transformers":
-        raise NotFused(f"{name} is {type(module).__module__}'s, not transformers'")
-    if not untouched(type(module).forward, "transformers"):
-        raise NotFused(f"the forward of {name} was replaced")
+from .member import Adapter, Member
+from .module_checks import NotFused, is_library_function, is_unhooked
 
 
 @dataclass
-class LinearSite:
-    """A linear of the model, with or without LoRA, and the Member that the projection works with."""
+class LinearModule:
+    """A linear of the model, with or without LoRA, and the Member that the projection works with.
+
+    name: its full path; module: PEFT's layer, or the linear itself; base: the frozen linear; adapter: the name of the
+    active one, or None; parent: the module that it is in.
+    """
 
     name: str
     module: Any
@@ -100,7 +45,7 @@ class LinearSite:
         base = self.base
         if module is not base and module._modules.get("base_layer") is not base:
             return False
-        if not (quiet(module) and (module is base or quiet(base)) and type(base) is self.kind):
+        if not (is_unhooked(module) and (module is base or is_unhooked(base)) and type(base) is self.kind):
             return False
         weight = base._parameters.get("weight")  # None where somebody has put a parametrization on it
         if weight is None or weight.requires_grad or "bias" not in base._parameters:
@@ -128,11 +73,11 @@ class LinearSite:
             weight = a._parameters.get("weight")
             if weight is None or weight.shape[0] != self.rank:
                 return False
-            if not (quiet(a) and quiet(b) and quiet(drop)):
+            if not (is_unhooked(a) and is_unhooked(b) and is_unhooked(drop)):
                 return False
             dropout = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
             scale, b = float(module.scaling[self.adapter]), b._parameters
-            member.adapter = a._parameters["weight"], b["weight"], b["bias"], scale, dropout
+            member.adapter = Adapter(weight, b["weight"], b["bias"], scale, dropout)
         return True
 
 
@@ -165,13 +110,13 @@ def is_lora(module: Any) -> bool:
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 
-def linear_site(name: str, parent: Any) -> LinearSite:
-    """The site of the linear `name` (its full path) in parent, or NotFused with the reason."""
+def linear_module(name: str, parent: Any) -> LinearModule:
+    """The linear `name` (its full path) in parent. Raises NotFused with the reason where it is left to PEFT."""
     module = getattr(parent, name.rpartition(".")[2])
     lora = is_lora(module)
     if lora and not type(module).__module__.startswith("peft.tuners.lora"):
         raise NotFused(f"{type(module).__name__} is not PEFT's LoRA linear")
-    if lora and not untouched(type(module).forward, "peft"):
+    if lora and not is_library_function(type(module).forward, "peft"):
         raise NotFused(f"the forward of PEFT's {type(module).__name__} was replaced")
     if not lora and hasattr(module, "base_layer"):
         raise NotFused(f"the adapter {type(module).__module__}.{type(module).__name__} is not LoRA")
@@ -181,7 +126,7 @@ def linear_site(name: str, parent: Any) -> LinearSite:
         raise NotFused("its base weight is trained")
     if _sharded(base):
         raise NotFused("its weight is sharded (FSDP)")
-    if not quiet(module) or not quiet(base):
+    if not is_unhooked(module) or not is_unhooked(base):
         raise NotFused("it has hooks or a replaced forward")
     adapter = _only_adapter(module) if lora else None
     member = Member(name, base.weight, base.bias, quantized=quantized, compute_dtype=dtype)
@@ -190,7 +135,7 @@ def linear_site(name: str, parent: Any) -> LinearSite:
         if a.device != base.weight.device:
             raise NotFused(f"its adapter is on {a.device}, its weight on {base.weight.device}")
         member = Member(name, base.weight, base.bias, a, b, quantized=quantized, compute_dtype=dtype)
-    return LinearSite(name, module, base, adapter, member, parent)
+    return LinearModule(name, module, base, adapter, member, parent)
 
 
 def _base_kind(base: Any) -> tuple[object | None, torch.dtype | None]:
@@ -205,7 +150,7 @@ def _base_kind(base: Any) -> tuple[object | None, torch.dtype | None]:
         if state.quant_type != "nf4":
             raise NotFused(f"4-bit type {state.quant_type} is not NF4")
         return state, base.compute_dtype or state.dtype
-    if type(base) is not nn.Linear or not untouched(nn.Linear.forward, "torch"):
+    if type(base) is not nn.Linear or not is_library_function(nn.Linear.forward, "torch"):
         raise NotFused(f"its base layer is a {kind}, not a Linear")
     if base.weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise NotFused(f"its weight is {base.weight.dtype}")
@@ -233,42 +178,3 @@ def _only_adapter(module) -> str | None:
     if any(type(part[adapter]) is not nn.Linear for part in (module.lora_A, module.lora_B)):
         raise NotFused("its lora_A or lora_B is not a Linear")
     return adapter
-
-
-def norm_of(module: Any) -> Norm:
-    """Its constants, or NotFused with the reason."""
-    known = NORMS.get(type(module).__name__)
-    if known is None:
-        raise NotFused(f"{type(module).__name__} is not a known RMSNorm")
-    check_class(module)
-    if not quiet(module):
-        raise NotFused("its norm has hooks or a replaced forward")
-    return Norm(float(eps_of(module)), known[0])
-
-
-def eps_of(module: Any) -> Any:
-    """A known norm's epsilon, as it is now."""
-    return getattr(module, NORMS[type(module).__name__][1])
-
-
-def still(module: Any, eps: Any) -> bool:
-    """Whether a norm of `norm_of` is what it was (a parametrization, say, would be another class)."""
-    return type(module).__name__ in NORMS and quiet(module) and eps_of(module) == eps
-
-
-def activation_of(function) -> str:
-    """Which activation it computes, found by asking it: names differ between versions, values do not."""
-    if isinstance(function, nn.Module) and [*function.parameters(), *function.buffers()]:
-        raise NotFused(f"its activation {type(function).__name__} has parameters")
-    x = torch.linspace(-40, 40, 401, dtype=torch.float64)  # as far as the tails go: some are clipped at 10
-    from .glu import ACTIVATIONS, activation
-
-    try:
-        with torch.no_grad():
-            y = function(x.clone())
-    except Exception as error:
-        raise NotFused(f"its activation {type(function).__name__} could not be tried: {error}") from error
-    for act in ACTIVATIONS:
-        if y.shape == x.shape and (y - activation(x, act)).abs().max() < 1e-6:
-            return act
-    raise NotFused(f"its activation {type(function).__name__} is neither SiLU nor GELU")

@@ -1,0 +1,21 @@
+"""[x | x · Aᵀ] by tile, against a copy and a GEMM; S by itself. Run: pytest benchmarks/micro/bench_concat_operand.py"""
+
+import pytest
+from lorakernels.concat_operand import LoraColumns, concat_operand_into, s_into
+from lorakernels.runtime import TILES
+
+
+@pytest.mark.parametrize("tile", [*TILES, None])
+@pytest.mark.parametrize("p", [16, 64])
+def test_concat_operand(tile, p, time, tensor, shapes):
+    m, k = shapes["tokens"], shapes["hidden"]
+    x, columns, out = tensor(m, k), LoraColumns(tensor(p, k)), tensor(m, k + p)
+    time(lambda: concat_operand_into(x, columns, out, tile), 2 * x.numel() * x.element_size())
+
+
+@pytest.mark.parametrize("tile", [*TILES, None])
+@pytest.mark.parametrize("p", [16, 64])
+def test_s(tile, p, time, tensor, shapes):
+    m, k = shapes["tokens"], shapes["hidden"]
+    buffer, columns = tensor(m, k + p), LoraColumns(tensor(p, k))
+    time(lambda: s_into(buffer[:, :k], columns, buffer[:, k:], tile), m * k * buffer.element_size())

@@ -1,0 +1,193 @@
+"""From dY to dX: the gradient of a projection's output, with LoRA's columns dS behind it, and what the input gets.
+
+    dS = dY · sB                    `output_gradient`, with dB = dYᵀ · sS where one read of dY for both is faster
+    dX = [dY | dS] · [W ; A]        `input_gradient`, one GEMM, or the frozen one and an in-place addmm
+
+dY: (M, N), dS: (M, p), dX: (M, K); W, sB and A as in `operand.py`. Which form is taken is measured (`tune`).
+Run: python -m pytest tests/lorakernels/test_projection.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import tune
+from .concat_operand import spare_columns
+from .dropout import add_product_into
+from .grad_accumulator import GradAccumulator
+from .linear_cross_entropy import mm_in
+from .lora_grad import B_TILES, AdapterColumns, b_gradient, ds_and_db, fitting_tiles
+from .operand import Operand
+from .projection import Projection
+from .runtime import contiguous_on_cpu, rows, tensor_cores
+from .side_stream import SideStream
+
+
+@dataclass(slots=True)
+class SavedForward:
+    """What one projection's backward starts from: the operand that forward used, its sS (M, p), the seeds (members,) of
+    its dropout or None.
+
+    accumulator: where the float32 gradients grow (None: in tensors of their own). side_stream: where the adapters'
+    gradients are made beside the main stream, in a captured graph; then the accumulator is that stream's alone.
+    """
+
+    op: Operand
+    scaled_s: torch.Tensor
+    seeds: torch.Tensor | None = None
+    accumulator: GradAccumulator | None = None
+    side_stream: SideStream | None = None
+
+    @property
+    def main_stream_accumulator(self) -> GradAccumulator | None:
+        """Where kernels of the main stream let theirs grow."""
+        return self.accumulator if self.side_stream is None else None
+
+
+@dataclass(slots=True)
+class OutputGradient:
+    """dY (M, N) and dS (M, p) of one projection. both: [dY | dS] (M, N + p) where they lie side by side, else None; db:
+    dB of all members (N, r) in float32 where the read that made dS gave it, else None."""
+
+    dy: torch.Tensor
+    ds: torch.Tensor
+    both: torch.Tensor | None = None
+    db: torch.Tensor | None = None
+
+
+# ---- dS, behind dY or apart ------------------------------------------------------------------------------------------
+def output_gradient(
+    projection: Projection, dy: torch.Tensor, saved: SavedForward, with_dx: bool = True
+) -> OutputGradient:
+    """Of a dY (…, N) that lies anywhere. Unless it came with spare columns it is copied in front of dS only where the
+    one GEMM that this allows is measured to be worth it; with_dx: whether dX is wanted."""
+    op, n, p = saved.op, projection.n, projection.p
+    wide = spare_columns(dy, n + p, op.sb.dtype)
+    if wide is not None:
+        return wide_output_gradient(projection, wide, saved)
+    flat = rows(dy).to(op.sb.dtype)
+    if not p:
+        return OutputGradient(flat, flat[:, n:])
+
+    def empty(columns: int) -> torch.Tensor:
+        return torch.empty(flat.shape[0], columns, dtype=flat.dtype, device=flat.device)
+
+    def packed() -> OutputGradient:
+        wide = empty(n + p)
+        wide[:, :n].copy_(flat)
+        return wide_output_gradient(projection, wide, saved)
+
+    def apart() -> OutputGradient:
+        ds = empty(p)
+        return OutputGradient(flat, ds, None, _write_ds(projection, flat, ds, saved))
+
+    if op.full is None or saved.seeds is not None or not with_dx or not projection.one_gemm:
+        return apart()  # nothing would read the two as one
+    forms = {"packed": packed, "apart": apart}
+    trials = {
+        name: partial(lambda form: input_gradient(projection, form(), saved), form) for name, form in forms.items()
+    }
+    key = (tune.bucket(flat.shape[0]), projection.k, n, p, flat.dtype)
+    return forms[tune.pick("gradient", key, trials, flat.device)]()
+
+
+def wide_output_gradient(projection: Projection, wide: torch.Tensor, saved: SavedForward) -> OutputGradient:
+    """Of a dY that lies in the first columns of wide (M, N + p); dS is written behind it."""
+    dy, ds = wide[:, : projection.n], wide[:, projection.n :]
+    return OutputGradient(dy, ds, wide, _write_ds(projection, dy, ds, saved))
+
+
+def _write_ds(projection: Projection, dy: torch.Tensor, ds: torch.Tensor, saved: SavedForward) -> torch.Tensor | None:
+    """ds (M, p) = dY · sB. Where one read of dY for both is faster it returns dB of all members too, (N, r) in float32;
+    else None."""
+    if not projection.p:
+        return None
+    sb, scaled_s = saved.op.sb, saved.scaled_s
+    widths, ranks = projection.widths, projection.ranks
+
+    def library() -> None:
+        torch.mm(contiguous_on_cpu(dy), sb, out=ds)
+
+    if saved.side_stream is not None:
+        with saved.side_stream:  # nobody but the optimizer waits for dB
+            db = _b_gradients(projection, dy, saved)
+        library()
+        return db
+    adapters = AdapterColumns(sb, scaled_s, widths, ranks[0])
+    one_read: dict[str, Any] = {
+        tile: partial(ds_and_db, dy, ds, adapters, tile, saved.accumulator)
+        for tile in fitting_tiles(dy, widths, ranks)
+    }  # fmt: skip
+
+    def library_with_b() -> list[torch.Tensor]:  # what the library's dS costs when dB's own products come later
+        library()
+        at = zip(projection.rows, projection.columns, strict=True)
+        return [mm_in(dy[:, r].t(), scaled_s[:, c], torch.float32) for r, c in at]
+
+    key = (tune.bucket(dy.shape[0]), projection.n, projection.p, len(widths), dy.dtype)
+    form = tune.pick("dS and dB", key, one_read | {"plain": library_with_b}, dy.device)
+    if form in one_read:
+        return one_read[form]()
+    library()
+    return None
+
+
+def _b_gradients(projection: Projection, dy: torch.Tensor, saved: SavedForward) -> torch.Tensor | None:
+    """dB of all members, (N, r) in float32, in one launch where a kernel fits them; else None."""
+    widths, ranks = projection.widths, projection.ranks
+    fitting = fitting_tiles(dy, widths, ranks, B_TILES)
+    if not fitting:
+        return None
+    return b_gradient(dy, saved.scaled_s, widths, ranks[0], fitting[0], saved.accumulator)
+
+
+# ---- dX --------------------------------------------------------------------------------------------------------------
+def input_gradient(projection: Projection, gradient: OutputGradient, saved: SavedForward) -> torch.Tensor:
+    """dX (M, K)."""
+    dy, ds, both = gradient.dy, gradient.ds, gradient.both
+    op, seeds, k, p = saved.op, saved.seeds, projection.k, projection.p
+
+    def addmm() -> torch.Tensor:
+        dx = _frozen_input_gradient(projection, dy, op)
+        return dx.addmm_(ds, op.a) if p and seeds is None else dx
+
+    if op.full is None or not p or seeds is not None:
+        dx = addmm()
+    else:
+        forms = {"addmm": addmm}
+        if projection.one_gemm and both is not None:
+            forms = {"one": partial(_concat_input_gradient, both, op.full, k)} | forms
+        key = (tune.bucket(dy.shape[0]), k, projection.n, p, dy.dtype)
+        dx = forms[tune.pick("backward", key, forms, dy.device)]()
+    if seeds is not None:
+        _add_dropped(projection, dx, ds, op, seeds)
+    return dx
+
+
+def _concat_input_gradient(both: torch.Tensor, full: torch.Tensor, k: int) -> torch.Tensor:
+    return both @ full[:, :k]
+
+
+def _frozen_input_gradient(projection: Projection, dy: torch.Tensor, op: Operand) -> torch.Tensor:
+    if op.w is not None:
+        return dy @ op.w
+    assert projection.fp8 is not None, "an operand without weights is FP8's"
+    return projection.fp8.backward(dy)
+
+
+def _add_dropped(projection: Projection, dx: torch.Tensor, ds: torch.Tensor, op: Operand, seeds: torch.Tensor) -> None:
+    """dx (M, K) += dropout(dS · A), member by member."""
+    for i, (m, cols) in enumerate(zip(projection.members, projection.columns, strict=True)):
+        if not m.rank:
+            continue
+        arguments = ds[:, cols], op.a[cols], seeds[i : i + 1], m.dropout
+        forms = {"plain": partial(add_product_into, *arguments, fused=False)}
+        if tensor_cores(ds, op.a):
+            forms = {"fused": partial(add_product_into, *arguments)} | forms
+        key = (tune.bucket(dx.shape[0]), projection.k, m.rank, dx.dtype)
+        trials = tune.on_spare(forms, lambda: (dx.clone(),))
+        forms[tune.pick("dropped sum", key, trials, dx.device)](dx)
