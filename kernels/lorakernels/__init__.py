@@ -1,6 +1,6 @@
-"""Kernels for LoRA fine-tuning in torch and Triton. `apply(model)` puts them under a PEFT model, `remove(model)` takes
-them away; each kernel is also a function of its own: `from lorakernels.swiglu import swiglu`. On a CPU everything
-runs through torch, on a GPU through Triton.
+"""Here belongs what makes LoRA fine-tuning faster under a PEFT model: kernels in Triton, each with a torch path for a
+CPU, the autograd nodes made of them, and `apply(model)` and `remove(model)`, which put them under a model and take them
+away. It may import torch and triton, nothing else: PEFT and transformers are looked at through the model alone.
 """
 
 from .patching import Change, Left, Report, apply, remove

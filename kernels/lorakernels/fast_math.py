@@ -23,7 +23,7 @@ SIGMOID_PTX: Any = tl.constexpr(
 
 
 @jit
-def exp(x):
+def exp(x: Any) -> Any:
     """e^x of a float32 tile."""
     if INTERPRETED:
         return tl.exp(x)
@@ -31,7 +31,7 @@ def exp(x):
 
 
 @jit
-def sigmoid(x):
+def sigmoid(x: Any) -> Any:
     """1 / (1 + e^-x) of a float32 tile. Declared impure, so that the compiler does not do it twice where a result is
     needed in two layouts, for a store and for a tl.dot."""
     if INTERPRETED:
@@ -40,6 +40,7 @@ def sigmoid(x):
 
 
 @jit
-def tanh(x):
-    """Through a sigmoid of 2x: the exponential of a large negative number is 0, never inf / inf."""
+def tanh(x: Any) -> Any:
+    """tanh x of a float32 tile, through a sigmoid of 2x: the exponential of a large negative number is 0, never
+    inf / inf."""
     return 2.0 * sigmoid(2.0 * x) - 1.0

@@ -21,22 +21,27 @@ from .runtime import compute_dtype
 
 
 class LazyLogits:
-    """Stands in for the logits that were never made. Who looks at them (TRL's SFTTrainer for its token accuracy, a loss
-    of one's own) gets them then, with gradient where gradients are on, at the price of making them; who does not look
-    pays nothing. What can be known without them is: shape, dtype, device, and that `float()` is to be float32
-    (accelerate asks for that in mixed precision).
+    """Stands in for the logits (B, S, V) of hidden (B, S, H), weight (V, H) and bias (V,), that were never made. Who
+    looks at them (TRL's SFTTrainer for its token accuracy, a loss of one's own) gets them then, with gradient where
+    gradients are on, at the price of making them; who does not look pays nothing. What can be known without them is:
+    shape, dtype, device, and that `float()` is to be float32 (accelerate asks for that in mixed precision).
     """
 
-    def __init__(self, hidden, weight, bias, softcap: float | None, dtype: torch.dtype | None = None):
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         self._parts, self._logits = (hidden, weight, bias, softcap), None
         self._version = weight._version if weight.requires_grad else None
         self.dtype, self.device, self.ndim = dtype or hidden.dtype, hidden.device, hidden.ndim
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
 
     def float(self) -> LazyLogits:
+        """These logits (B, S, V) in float32, as little made as before."""
         return LazyLogits(*self._parts, torch.float32)
 
     def materialize(self) -> torch.Tensor:
+        """The logits (B, S, V), made at the first call. Raises RuntimeError where the head was trained on since."""
         hidden, weight, bias, cap = self._parts
         if self._logits is None and self._version not in (None, weight._version):
             raise RuntimeError(
@@ -50,26 +55,27 @@ class LazyLogits:
         return self._logits
 
     def retain_grad(self) -> None:
+        """Raises RuntimeError: these logits have no gradient."""
         raise RuntimeError("the loss is not made from these logits; apply with linear_cross_entropy=False")
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.materialize(), name)
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        def real(x):
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def real(x: Any) -> Any:
             return x.materialize() if isinstance(x, cls) else x
 
-        args = [[real(i) for i in a] if isinstance(a, list | tuple) else real(a) for a in args]
-        return function(*args, **{k: real(v) for k, v in (kwargs or {}).items()})
+        positional = [[real(i) for i in a] if isinstance(a, list | tuple) else real(a) for a in args]
+        return function(*positional, **{k: real(v) for k, v in (kwargs or {}).items()})
 
 
-def _operator(name: str):
-    def operate(self, *others):
-        others = [o.materialize() if isinstance(o, LazyLogits) else o for o in others]
-        return getattr(self.materialize(), name)(*others)
+def _operator(name: str) -> Any:
+    def operate(self: LazyLogits, *others: Any) -> Any:
+        values = [o.materialize() if isinstance(o, LazyLogits) else o for o in others]
+        return getattr(self.materialize(), name)(*values)
 
     return operate
 
@@ -82,7 +88,7 @@ LazyLogits.__hash__ = object.__hash__  # as torch's tensors: == goes by element,
 
 
 def check_head(model: Any) -> None:
-    """NotFused with the reason if this model's loss must be left alone."""
+    """Raises NotFused with the reason if this model's loss must be left alone."""
     check_class(model, "ForCausalLM")
     head = model.lm_head
     if type(head) is not nn.Linear:
@@ -91,7 +97,8 @@ def check_head(model: Any) -> None:
         raise NotFused("its head has hooks, or the model's forward was replaced")
 
 
-def causal_lm_forward(self, *args, **kwargs):
+def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Bound to a causal language model: its own output class, or tuple, with `LazyLogits` in it."""
     own = type(self).forward
     names = list(inspect.signature(inspect.unwrap(own)).parameters)[1:]
     kwargs.update(zip(names, args, strict=False))
@@ -121,12 +128,12 @@ def causal_lm_forward(self, *args, **kwargs):
     return result if wanted else result.to_tuple()
 
 
-def _output_class(model):
+def _output_class(model: Any) -> Any:
     home = sys.modules[type(model).__module__]
     return getattr(home, "MoeCausalLMOutputWithPast", None) or home.CausalLMOutputWithPast
 
 
-def _fits(model, kwargs) -> bool:
+def _fits(model: Any, kwargs: dict[str, Any]) -> bool:
     if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled() or hooked_globally():
         return False
     keep = kwargs.get("logits_to_keep", 0)

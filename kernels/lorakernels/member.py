@@ -61,10 +61,12 @@ class Member:
 
     @property
     def rank(self) -> int:
+        """Rows of A, 0 without an adapter."""
         return 0 if self.a is None else self.a.shape[0]
 
     @property
     def adapter(self) -> Adapter:
+        """As it is now; a model's linear sets it anew on each forward."""
         return Adapter(self.a, self.b, self.lora_bias, self.scale, self.dropout)
 
     @adapter.setter

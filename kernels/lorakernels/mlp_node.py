@@ -48,6 +48,7 @@ class MLPSpec:
 
     @property
     def projections(self) -> list[Projection]:
+        """In the order in which the node saves what it saves for each."""
         return [*self.groups, self.down]
 
 

@@ -33,7 +33,8 @@ class PerProjection(NamedTuple):
 
 
 def per_projection(saved_tensors: Sequence[torch.Tensor], n: int) -> PerProjection:
-    """The last tensors that a node of n projections has saved, in the order sS, seeds, parameters."""
+    """The tensors that a node of n projections has saved behind its own, in this order: n times sS (M, p), n times the
+    seeds (members,) or None, the parameters."""
     return PerProjection(saved_tensors[:n], saved_tensors[n : 2 * n], saved_tensors[2 * n :])
 
 
@@ -72,8 +73,8 @@ def shared_input_gradient(
 def as_parameters(
     gradients: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor | None], saved: Sequence[SavedForward]
 ) -> list[torch.Tensor | None]:
-    """The gradients in the dtypes of their parameters, of the same shapes; the node's accumulator is cast in one
-    launch."""
+    """The gradients in the dtypes of their parameters: A (r, K), B (N, r), biases (N,). The node's accumulator is cast
+    in one launch."""
     accumulator = saved[0].accumulator
     assert accumulator is not None
     pairs = zip(gradients, parameters, strict=True)

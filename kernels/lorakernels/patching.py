@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 
-from . import layers
+from .attention import ATTENTION, BACKENDS, AttentionPlan, attention_forward, attention_plan
+from .decoder_layer import layer_forward, layer_plan
 from .head import causal_lm_forward, check_head
-from .layers import ATTENTION, BACKENDS, Switches
 from .lora_modules import is_lora
+from .mlp import MLPPlan, mlp_forward, mlp_plan, norm_forward
 from .module_checks import NORMS, NotFused, is_unhooked, norm_of
+from .plans import Linears, Switches
 
 STATE = "_lorakernels_state"
 LINEARS = {f"{n}_proj" for n in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
@@ -50,6 +52,8 @@ class Left:
 
 @dataclass
 class Report:
+    """What `apply` did to a model, and what it left alone."""
+
     changed: list[Change] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
 
@@ -60,6 +64,7 @@ class Report:
 
     @property
     def total(self) -> int:
+        """Number of modules and parts of modules that run on our kernels."""
         return sum(self.counts.values())
 
     def __str__(self) -> str:
@@ -77,7 +82,7 @@ class _State:
     def __deepcopy__(self, memo: dict) -> _State:
         return _State(copy.deepcopy(self.undo, memo))
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         raise TypeError(
             "a model that lorakernels.apply has changed cannot be pickled; call lorakernels.remove first, or save its "
             "state_dict (save_pretrained works as it is)"
@@ -102,7 +107,7 @@ def _unbind_saving(model: Any) -> None:
 _adapters_only = ContextVar("_adapters_only", default=False)
 
 
-def _save_adapters(self, *args, **kwargs):
+def _save_adapters(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Bound to a PeftModel as its save_pretrained."""
     token = _adapters_only.set(True)
     try:
@@ -111,7 +116,7 @@ def _save_adapters(self, *args, **kwargs):
         _adapters_only.reset(token)
 
 
-def _own_weight(module, state_dict, prefix, metadata) -> None:
+def _own_weight(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A state_dict has the weight itself, not a view of the buffer that others are in: what writes state_dicts takes
     views of one storage for one tensor, or cannot write them."""
     name = f"{prefix}weight"
@@ -126,14 +131,14 @@ class _Patcher:
         self.switches, self.report, self.state = switches, Report(), _State()
         self.taken: set[str] = set()  # linears
 
-    def bind(self, module: Any, forward, plan=None) -> None:
+    def bind(self, module: Any, forward: Callable[..., Any], plan: Any = None) -> None:
         if "forward" in module.__dict__:
             raise NotFused("its forward was replaced already")
         module._lorakernels = plan
 
         # Trainer reads the signature of forward to know which columns of the data to keep.
         @wraps(type(module).forward)
-        def signed(self, *args, **kwargs):
+        def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
             is_ours = "_lorakernels" in self.__dict__
             return (forward if is_ours else type(self).forward)(self, *args, **kwargs)
 
@@ -141,7 +146,7 @@ class _Patcher:
         module.forward = MethodType(signed, module)
         self.state.undo.append(partial(_unbind, module))
 
-    def take(self, linears: layers.Linears | None) -> None:
+    def take(self, linears: Linears | None) -> None:
         if linears is None:
             return
         linears.adopt()
@@ -153,7 +158,7 @@ class _Patcher:
             if group.not_fp8:
                 self.leave(" + ".join(m.name for m in group.members), "fp8", group.not_fp8)
 
-    def leave(self, name: str, part: str, reason) -> None:
+    def leave(self, name: str, part: str, reason: object) -> None:
         self.report.left.append(Left(name, part, str(reason)))
 
     def saving(self, model: Any) -> None:
@@ -170,14 +175,14 @@ class _Patcher:
         if attention is not None:
             self.attention(f"{name}.self_attn", layer.self_attn, attention)
         if mlp is not None:
-            self.try_bind(f"{name}.mlp", layer.mlp, layers.mlp_forward, mlp, ["mlp"], [mlp.gate_up, mlp.down])
+            self.try_bind(f"{name}.mlp", layer.mlp, mlp_forward, mlp, ["mlp"], [mlp.gate_up, mlp.down])
 
-    def attention_plan(self, name, module):
+    def attention_plan(self, name: str, module: Any) -> AttentionPlan | None:
         s = self.switches
         if not (s.qkv or s.o or s.rope):
             return None
         try:
-            plan, left = layers.attention_plan(module, name, s)
+            plan, left = attention_plan(module, name, s)
         except NotFused as reason:
             self.leave(name, "attention", reason)
             return None
@@ -185,16 +190,16 @@ class _Patcher:
             self.leave(name, part, reason)
         return plan
 
-    def mlp_plan(self, name, module):
+    def mlp_plan(self, name: str, module: Any) -> MLPPlan | None:
         if not self.switches.mlp or module is None:
             return None
         try:
-            return layers.mlp_plan(module, name, self.switches)
+            return mlp_plan(module, name, self.switches)
         except NotFused as reason:
             self.leave(name, "mlp", reason)
             return None
 
-    def whole(self, name, layer, attention, mlp) -> bool:
+    def whole(self, name: str, layer: Any, attention: AttentionPlan | None, mlp: MLPPlan | None) -> bool:
         """Takes the whole layer if norms, q,k,v and o are ours, and its MLP is ours or no gated MLP (experts)."""
         known_mlp = mlp is not None or not hasattr(layer.mlp, "down_proj")
         if attention is None or attention.qkv is None or attention.o is None:
@@ -202,10 +207,10 @@ class _Patcher:
         if not (self.switches.rms_norm and known_mlp):
             return False
         try:
-            plan = layers.layer_plan(layer, attention, mlp)
+            plan = layer_plan(layer, attention, mlp)
             if not is_unhooked(layer.self_attn) or (mlp is not None and not is_unhooked(layer.mlp)):
                 raise NotFused("its attention or MLP has hooks or a replaced forward")
-            self.bind(layer, layers.layer_forward, plan)
+            self.bind(layer, layer_forward, plan)
         except NotFused as reason:
             self.leave(name, "layer", reason)
             return False
@@ -215,12 +220,15 @@ class _Patcher:
         self.report.changed.append(Change(name, tuple(parts)))
         return True
 
-    def attention(self, name, module, plan) -> None:
+    def attention(self, name: str, module: Any, plan: AttentionPlan) -> None:
         parts = [p for p, here in (("qkv", plan.qkv), ("o", plan.o), ("rope", plan.rope)) if here]
         if parts:
-            self.try_bind(name, module, layers.attention_forward, plan, parts, [plan.qkv, plan.o])
+            self.try_bind(name, module, attention_forward, plan, parts, [plan.qkv, plan.o])
 
-    def try_bind(self, name, module, forward, plan, parts, linears) -> None:
+    def try_bind(
+        self, name: str, module: Any, forward: Callable[..., Any], plan: Any, parts: list[str],
+        linears: list[Linears | None],
+    ) -> None:  # fmt: skip
         try:
             self.bind(module, forward, plan)
         except NotFused as reason:
@@ -237,15 +245,15 @@ class _Patcher:
             return
         self.leave(name, "linear", f"{leaf} ({type(module).__name__}) is not part of a layer that is known here")
 
-    def norm(self, name, module) -> None:
+    def norm(self, name: str, module: Any) -> None:
         try:
-            self.bind(module, layers.norm_forward, norm_of(module))
+            self.bind(module, norm_forward, norm_of(module))
         except NotFused as reason:
             self.leave(name, "rms_norm", reason)
             return
         self.report.changed.append(Change(name, ("rms_norm",)))
 
-    def head(self, name, model) -> None:
+    def head(self, name: str, model: Any) -> None:
         try:
             check_head(model)
             self.bind(model, causal_lm_forward)
@@ -259,7 +267,7 @@ def _within(name: str, modules: list[str]) -> bool:
     return name.startswith(tuple(f"{m}." for m in modules))
 
 
-def _check_backends(names) -> tuple[str, ...] | None:
+def _check_backends(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if names is None:
         return None
     names = (names,) if isinstance(names, str) else tuple(names)
@@ -278,23 +286,16 @@ def apply(
     mlp, qkv, o, rms_norm, rope, linear_cross_entropy: the parts. one_gemm: [X|S]·[W|sB]ᵀ where it is measured to be
     faster; off: a GEMM and an in-place addmm. merge_projections: q, k, v and gate, up as one GEMM each. fp8: the frozen
     weights' products in FP8 (changes the mathematics: see fp8.py). sdpa_backends: an order of "cudnn", "flash",
-    "efficient", "math" to pin where attention is plain causal SDPA without a mask; None leaves torch's choice.
+    "efficient", "math" to pin where attention is plain causal SDPA without a mask; None leaves torch's choice. Raises
+    TypeError where model is none, ValueError at an unknown backend, RuntimeError where `apply` was called before.
     """
     _check_model(model, "apply")
     if any(STATE in m.__dict__ or "_lorakernels" in m.__dict__ for m in model.modules()):
         raise RuntimeError("lorakernels.apply was called on this model before; call lorakernels.remove first")
     switches = Switches(
-        mlp,
-        qkv,
-        o,
-        rms_norm,
-        rope,
-        linear_cross_entropy,
-        one_gemm,
-        merge_projections,
-        fp8,
-        _check_backends(sdpa_backends),
-    )
+        mlp=mlp, qkv=qkv, o=o, rms_norm=rms_norm, rope=rope, linear_cross_entropy=linear_cross_entropy,
+        one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, sdpa_backends=_check_backends(sdpa_backends),
+    )  # fmt: skip
     patcher = _Patcher(switches)
     modules = list(model.named_modules())
     known: list[str] = []

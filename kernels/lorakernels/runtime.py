@@ -30,6 +30,7 @@ else:
     tl = SimpleNamespace(constexpr=lambda value: value)
 
     def jit(function: Any) -> Any:
+        """The function as it is: nothing ever launches it here."""
         return function
 
 

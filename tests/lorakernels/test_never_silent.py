@@ -11,7 +11,7 @@ import lorakernels
 import pytest
 import torch
 import transformers
-from lorakernels import layers
+from lorakernels import attention, decoder_layer
 from lorakernels.head import LazyLogits
 from pairs import assert_like_peft, layer, pair, step
 from peft import LoraConfig, get_peft_model
@@ -317,8 +317,9 @@ def test_hidden_states_are_asked_for_once(monkeypatch):
     """transformers leaves its hooks behind; neither the states nor the kernels may be gone after that."""
     ours, plain = pair()
     calls = []
-    own = layers.project
-    monkeypatch.setattr(layers, "project", lambda *args, **kwargs: (calls.append(1), own(*args, **kwargs))[1])
+    own = attention.project
+    for module in (attention, decoder_layer):
+        monkeypatch.setattr(module, "project", lambda *args, **kwargs: (calls.append(1), own(*args, **kwargs))[1])
     for _ in range(2):
         states, wanted = (m(**batch(), output_hidden_states=True).hidden_states for m in (ours, plain))
         assert len(states) == len(wanted)

@@ -1,0 +1,216 @@
+"""Attention on our kernels: any of q, k, v with LoRA, RoPE and o. What lies between is always transformers' own
+attention interface, with the model's implementation, mask, sliding window and soft cap.
+
+Shapes: hidden states (B, S, K); q, k, v (B, H, S, D) where attention reads them; cos, sin (B or 1, S, ≤ D).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .adapter import Loader
+from .heads import Heads
+from .module_checks import (
+    NotFused,
+    check_class,
+    hooked_globally,
+    is_library_function,
+    is_unchanged_norm,
+    norm_of,
+)
+from .operand import with_loaded_adapters
+from .plans import Linears, Plan, Switches, linears
+from .projection import Projection
+from .projection_node import project
+from .rms_norm import Norm
+from .rope import rope
+
+# Attention classes of transformers: where they take their sliding window from, and whether they soft-cap.
+ATTENTION = {
+    "LlamaAttention": ("none", False),
+    "GemmaAttention": ("none", False),
+    "MistralAttention": ("config", False),
+    "MixtralAttention": ("config", False),
+    "Phi3Attention": ("config", False),
+    "Qwen2Attention": ("module", False),
+    "Qwen3Attention": ("module", False),
+    "Gemma2Attention": ("module", True),
+}
+BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+
+
+@dataclass
+class AttentionPlan(Plan):
+    """qkv, o: None where they are not ours; head_norms: the modules of Qwen3's norms of q and k, where they are part of
+    our node; backends: of SDPA, to pin."""
+
+    heads: Heads
+    qkv: Linears | None = None
+    o: Linears | None = None
+    rope: bool = True
+    backends: tuple[str, ...] | None = None
+    head_norms: tuple[Any, Any] | None = None
+    loader: Loader = field(default_factory=Loader)
+
+    @property
+    def groups(self) -> list[Projection]:
+        """Of q, k, v and of o, where they are ours."""
+        return [g for part in (self.qkv, self.o) if part is not None for g in part.groups]
+
+    def ready(self) -> bool:
+        """Whether everything still is as planned."""
+        parts = [p for p in (self.qkv, self.o) if p is not None]
+        return self.same_class and self._norms_as_planned() and all(p.ready() for p in parts)
+
+    def _norms_as_planned(self) -> bool:
+        if self.head_norms is None:
+            return True
+        here, eps = self.module._modules, self.heads.norm_eps
+        ours = zip(("q_norm", "k_norm"), self.head_norms, strict=True)
+        return all(here[n] is m and is_unchanged_norm(m, eps) and not m.weight.requires_grad for n, m in ours)
+
+
+def head_layout(attention: Any) -> tuple[Heads, tuple[Any, Any] | None]:
+    """Sizes from the projections themselves, and Qwen3's head norms where there are. Raises NotFused where these are
+    trained or differ."""
+    size, groups = attention.head_dim, attention.num_key_value_groups
+    norms, eps = None, None
+    if hasattr(attention, "q_norm"):
+        norms = (attention.q_norm, attention.k_norm)
+        wanted = [norm_of(n) for n in norms]
+        if wanted[0] != wanted[1] or wanted[0].offset or any(n.weight.requires_grad for n in norms):
+            raise NotFused("its head norms are trained or differ")
+        eps = wanted[0].eps
+    n_q = attention.config.num_attention_heads
+    return Heads(n_q, n_q // groups, size, True, eps), norms
+
+
+def attention_plan(attention: Any, path: str, switches: Switches) -> tuple[AttentionPlan, dict[str, str]]:
+    """(plan, parts left alone with the reason) of an attention module, whose path this is. Raises NotFused with the
+    reason where nothing of it can be ours."""
+    if type(attention).__name__ not in ATTENTION:
+        raise NotFused(f"{type(attention).__name__} is not a known attention")
+    check_class(attention)
+    heads, norms = head_layout(attention)
+    own_rope = is_library_function(sys.modules[type(attention).__module__].apply_rotary_pos_emb, "transformers")
+    rope = switches.rope and own_rope
+    plan = AttentionPlan(attention, heads, rope=rope, backends=switches.sdpa_backends, head_norms=norms)
+    names = {"qkv": ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"], "o": ["o_proj"]}
+    left = {} if own_rope or not switches.rope else {"rope": "apply_rotary_pos_emb was replaced"}
+    for part in ("qkv", "o"):
+        if not getattr(switches, part):
+            continue
+        try:
+            setattr(plan, part, linears(attention, path, names[part], switches))
+        except NotFused as reason:
+            left[part] = str(reason)
+    if norms is not None and not (rope and plan.qkv):
+        plan.head_norms = None  # they run as modules then
+    return plan, left
+
+
+def query_key_value(
+    plan: AttentionPlan, x: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], *,
+    norm: Norm | None = None, norm_weight: torch.Tensor | None = None, pass_through: bool = False, spare: int = 0,
+) -> Any:  # fmt: skip
+    """q, k, v as (B, H, S, D), rotated, of x (B, S, K); with pass_through also x. position_embeddings: (cos, sin);
+    norm, norm_weight (K,), spare: as in `project`."""
+    assert plan.qkv is not None
+    norms = plan.head_norms
+    heads = plan.heads if norms is not None else Heads(plan.heads.n_q, plan.heads.n_k, plan.heads.size, plan.rope)
+    split_norms = hasattr(plan.module, "q_norm") and norms is None
+    if split_norms:
+        heads = Heads(heads.n_q, heads.n_k, heads.size, False)
+    cos, sin = position_embeddings
+    weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
+    out = project(
+        x, plan.qkv.groups, norm=norm, norm_weight=norm_weight, heads=heads, cos=cos, sin=sin, head_norms=weights,
+        pass_through=pass_through, spare=spare,
+    )  # fmt: skip
+    q, k, v = out[:3]
+    if split_norms:
+        q, k = plan.module.q_norm(q), plan.module.k_norm(k)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if not heads.rotate:
+        q, k = rotate(plan, q, k, cos, sin)
+    return (q, k, v, out[3]) if pass_through else (q, k, v)
+
+
+def rotate(
+    plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k, (B, H, S, D) each, rotated by our kernel or, where that is not wanted, by the model's own function."""
+    if plan.rope:
+        return rope(q, k, cos, sin)
+    return sys.modules[type(plan.module).__module__].apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def plain_query_key_value(
+    plan: AttentionPlan, x: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v as (B, H, S, D), rotated, of x (B, S, K), through the model's own modules."""
+    a, h = plan.module, plan.heads
+    parts = a.qkv_proj(x).split(h.widths, -1) if hasattr(a, "qkv_proj") else (a.q_proj(x), a.k_proj(x), a.v_proj(x))
+    q, k, v = (t.unflatten(-1, (-1, h.size)) for t in parts)
+    if hasattr(a, "q_norm"):
+        q, k = a.q_norm(q), a.k_norm(k)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return *rotate(plan, q, k, *position_embeddings), v
+
+
+def attend(
+    plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, past_key_values: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """transformers' attention interface, called as the model's own attention calls it, on q, k, v (B, H, S, D):
+    (output (B, S, H, D), attention's weights or None). mask, past_key_values: as the model got them."""
+    a = plan.module
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, a.layer_idx)
+    home = sys.modules[type(a).__module__]
+    name = a.config._attn_implementation
+    interface = home.ALL_ATTENTION_FUNCTIONS.get_interface(name, home.eager_attention_forward)
+    window, softcap = ATTENTION[type(a).__name__]
+    if window != "none":
+        kwargs["sliding_window"] = getattr(a.config if window == "config" else a, "sliding_window", None)
+    if softcap:
+        kwargs["softcap"] = a.attn_logit_softcapping
+    dropout = a.attention_dropout if a.training else 0.0
+    pinned = plan.backends if name == "sdpa" and mask is None else None
+    with _backends(pinned):
+        return interface(a, q, k, v, mask, dropout=dropout, scaling=a.scaling, **kwargs)
+
+
+def _backends(names: tuple[str, ...] | None) -> contextlib.AbstractContextManager[Any]:
+    if not names:
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([getattr(SDPBackend, BACKENDS[n]) for n in names], set_priority=True)
+
+
+def attention_forward(
+    self: Any, hidden_states: torch.Tensor, position_embeddings: Any = None, attention_mask: Any = None,
+    past_key_values: Any = None, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Bound to an attention instance: any of q,k,v, RoPE and o may be ours. (output (B, S, K), attention's weights or
+    None) of hidden_states (B, S, K)."""
+    plan: AttentionPlan = self._lorakernels
+    if hooked_globally() or not plan.ready():
+        return type(self).forward(
+            self, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
+            past_key_values=past_key_values, **kwargs,
+        )  # fmt: skip
+    with with_loaded_adapters(plan.groups, plan.loader, hidden_states):
+        make = query_key_value if plan.qkv is not None else plain_query_key_value
+        q, k, v = make(plan, hidden_states, position_embeddings)
+        out, weights = attend(plan, q, k, v, attention_mask, past_key_values, **kwargs)
+        out = out.reshape(*hidden_states.shape[:-1], -1)
+        if plan.o is not None:
+            return project(out, plan.o.groups).to(hidden_states.dtype), weights
+        return self.o_proj(out.contiguous()), weights

@@ -1,0 +1,133 @@
+"""A whole decoder layer on our kernels: norms, attention and MLP as three nodes, where everything of it is known."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .adapter import Loader
+from .attention import AttentionPlan, attend, query_key_value
+from .mlp import MLPPlan
+from .mlp_node import gated_mlp
+from .module_checks import (
+    NotFused,
+    check_class,
+    hooked_globally,
+    is_inactive_dropout,
+    is_unchanged_norm,
+    is_unhooked,
+    norm_of,
+)
+from .operand import with_loaded_adapters
+from .plans import Plan
+from .projection import Projection
+from .projection_node import project
+from .rms_norm import Norm, rms_norm
+
+
+@dataclass
+class LayerPlan(Plan):
+    """norms: (module, constants) by name; mlp: None where the layer has experts instead; positional: the names of the
+    layer's arguments behind hidden_states; own_checkpointing: whether the class's forward does the checkpointing;
+    drops: Phi-3's dropouts of the residual, which must be none."""
+
+    attention: AttentionPlan
+    norms: dict[str, tuple[Any, Norm]]
+    mlp: MLPPlan | None
+    positional: list[str] = field(default_factory=list)
+    own_checkpointing: bool = False
+    drops: dict[str, Any] = field(default_factory=dict)
+    loader: Loader = field(default_factory=Loader)
+
+    def ready(self) -> bool:
+        """Whether everything still is as planned."""
+        here = self.module._modules
+        same = here["self_attn"] is self.attention.module and is_unhooked(here["self_attn"]) and self.same_class
+        if self.drops:
+            same = same and all(here[n] is m and is_inactive_dropout(m) for n, m in self.drops.items())
+        if self.mlp is not None:
+            same = same and here["mlp"] is self.mlp.module and is_unhooked(here["mlp"])
+        norms = all(here[n] is m and is_unchanged_norm(m, norm.eps) for n, (m, norm) in self.norms.items())
+        return same and norms and self.attention.ready() and (self.mlp is None or self.mlp.ready())
+
+    @property
+    def groups(self) -> list[Projection]:
+        """Of attention and of the MLP."""
+        return self.attention.groups + (self.mlp.groups if self.mlp else [])
+
+    def norm(self, name: str) -> dict[str, Any]:
+        """The norm of this name as keyword arguments of `project` and `gated_mlp`."""
+        module, norm = self.norms[name]
+        return {"norm": norm, "norm_weight": module.weight}
+
+
+def layer_plan(layer: Any, attention: AttentionPlan, mlp: MLPPlan | None) -> LayerPlan:
+    """Of a decoder layer with these parts. Raises NotFused with the reason where it cannot be taken as a whole."""
+    names = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    norms = {n: (getattr(layer, n), norm_of(getattr(layer, n))) for n in names if hasattr(layer, n)}
+    if not {"input_layernorm", "post_attention_layernorm"} <= set(norms) or len(norms) == 3:
+        raise NotFused(f"{type(layer).__name__} has other norms than a known layer")
+    check_class(layer, "DecoderLayer")
+    drops = {n: m for n, m in layer.named_children() if n in ("resid_attn_dropout", "resid_mlp_dropout")}
+    if busy := [n for n, m in drops.items() if not is_inactive_dropout(m)]:
+        raise NotFused(f"it drops out its residual, or has hooks there ({busy[0]})")
+    known = {"self_attn", "mlp", *drops, *names}
+    if other := {n for n, _ in layer.named_children()} - known:
+        raise NotFused(f"{type(layer).__name__} has parts of its own: {sorted(other)}")
+    signature = inspect.signature(inspect.unwrap(type(layer).forward))
+    positional = list(signature.parameters)[2:]
+    # transformers checkpoints in __call__ (then our forward is inside already) or, later, in the class's forward.
+    outside = any("__call__" in c.__dict__ for c in type(layer).__mro__ if c is not nn.Module)
+    return LayerPlan(layer, attention, norms, mlp, positional, not outside, drops)
+
+
+def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Bound to a decoder layer instance: (B, S, K) of hidden_states (B, S, K)."""
+    plan: LayerPlan = self._lorakernels
+    kwargs.update(zip(plan.positional, args, strict=False))
+    asked = kwargs.get("output_attentions", False) or getattr(plan.attention.module.config, "output_attentions", False)
+    if asked or hooked_globally() or not plan.ready() or kwargs.get("position_embeddings") is None:
+        return type(self).forward(self, hidden_states, **kwargs)
+    if plan.own_checkpointing and self.training and getattr(self, "gradient_checkpointing", False):
+        # A cache would be updated a second time by the recomputation.
+        kwargs.update({k: v for k, v in (("use_cache", False), ("past_key_values", None)) if k in kwargs})
+        return self._gradient_checkpointing_func(partial(_layer, plan, **kwargs), hidden_states)
+    return _layer(plan, hidden_states, **kwargs)
+
+
+def _layer(plan: LayerPlan, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    with with_loaded_adapters(plan.groups, plan.loader, x):
+        return _fused_layer(plan, x, *args, **kwargs)
+
+
+def _fused_layer(
+    plan: LayerPlan, x: torch.Tensor, attention_mask: Any = None, position_embeddings: Any = None,
+    past_key_values: Any = None, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
+    assert plan.attention.o is not None
+    sandwich = "pre_feedforward_layernorm" in plan.norms
+    spare = plan.mlp.down.groups[0].p if plan.mlp else 0  # x is another layer's down projection, of the same rank
+    q, k, v, x = query_key_value(
+        plan.attention, x, position_embeddings, **plan.norm("input_layernorm"), pass_through=True, spare=spare
+    )
+    out, _ = attend(plan.attention, q, k, v, attention_mask, past_key_values, **kwargs)
+    out = out.reshape(*x.shape[:-1], -1)
+    out = project(out, plan.attention.o.groups)
+    if sandwich:
+        module, norm = plan.norms["post_attention_layernorm"]
+        out = rms_norm(out, module.weight, norm.eps, norm.offset)
+    before = plan.norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm")
+    if plan.mlp is None:
+        y, x = rms_norm(out, before["norm_weight"], before["norm"].eps, before["norm"].offset, residual=x)
+        return x + plan.module.mlp(y)
+    mlp = partial(gated_mlp, out, plan.mlp.gate_up.groups, plan.mlp.down.groups[0], plan.mlp.act, residual=x, **before)
+    if not sandwich:
+        return mlp(add=True)
+    y, x = mlp(pass_through=True)
+    module, norm = plan.norms["post_feedforward_layernorm"]
+    return x + rms_norm(y, module.weight, norm.eps, norm.offset)

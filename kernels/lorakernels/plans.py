@@ -1,0 +1,83 @@
+"""What `apply` was asked for, and what it decides for one module: a plan, made once, and the projections it works with.
+
+Each forward first asks its plan whether everything still is as planned (adapters neither disabled nor merged, no new
+hooks); if not, the class's own forward runs, which is PEFT's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .lora_modules import LinearModule, linear_module
+from .module_checks import NotFused
+from .projection import Projection
+
+
+@dataclass
+class Switches:
+    """What `apply` was asked for."""
+
+    mlp: bool = True
+    qkv: bool = True
+    o: bool = True
+    rms_norm: bool = True
+    rope: bool = True
+    linear_cross_entropy: bool = True
+    one_gemm: bool = True
+    merge_projections: bool = True
+    fp8: bool = False
+    sdpa_backends: tuple[str, ...] | None = None
+
+
+class Linears:
+    """Linears that share an input: merged into one Projection, or one each."""
+
+    def __init__(self, modules: list[LinearModule], switches: Switches):
+        self.modules = modules
+        members = [m.member for m in modules]
+        # One dtype, device and kind of storage a buffer; q and k in NF4 with a bf16 v stay apart.
+        same = len({(m.weight.dtype, m.weight.device, m.quantized is None, m.compute_dtype) for m in members}) == 1
+        parts = [members] if switches.merge_projections and same else [[m] for m in members]
+        self.groups = [Projection(part, switches.one_gemm, switches.fp8) for part in parts]
+
+    def ready(self) -> bool:
+        """Reads all of them anew; False if PEFT must run this forward."""
+        return all(m.ready() for m in self.modules)
+
+    def adopt(self) -> None:
+        """Moves the frozen weights into the projections' buffers."""
+        for g in self.groups:
+            g.adopt()
+
+    def release(self) -> None:
+        """Gives each module a contiguous weight of its own again."""
+        for g in self.groups:
+            g.release()
+
+
+def linears(module: Any, path: str, names: list[str], switches: Switches) -> Linears:
+    """The linears of these names in a module, whose path this is. Raises NotFused with the reason where one is left to
+    PEFT."""
+    found = []
+    for name in names:
+        try:
+            found.append(linear_module(f"{path}.{name}", module))
+        except NotFused as reason:
+            raise NotFused(f"{name}: {reason}") from None
+    return Linears(found, switches)
+
+
+@dataclass
+class Plan:
+    """What was decided for one module, whose class must stay what it was."""
+
+    module: Any
+
+    def __post_init__(self) -> None:
+        self.kind = type(self.module)
+
+    @property
+    def same_class(self) -> bool:
+        """Whether the module's class is the one that was planned for."""
+        return type(self.module) is self.kind
