@@ -1,38 +1,31 @@
-"""Statistics of paired trials: speed-up with an interval, significance, noise floor, verdict. Numbers in, numbers out.
+"""What may be said of measured times: medians, significance, noise floor, verdict. Numbers in, numbers out.
 
-Times are milliseconds, one a trial, in the order of the rounds. Everything is done on logarithms: a ratio and its
-inverse are then equally far from 1, and one slow trial moves nothing much. NaN, infinite and non-positive times are
-refused with a ValueError: a trial that did not happen has no place in a list of trials.
+The ratio of two arms and its interval are in contrast.py. What is asked of every row of a table is answered for many
+lists of trials at once: those of one length become one array.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-Verdict = Literal["faster", "slower", "same", "unclear"]
-Times = Sequence[float] | NDArray[np.float64]
+from lorabench.record.contrast import ALPHA, Speedup, Times, log_times
+from lorabench.record.contrast import speedup as speedup  # what run/runner.py calls it by
 
-RESAMPLES = 2000
-MIN_TRIALS = 3
+Verdict = Literal["faster", "slower", "same", "unclear"]
+Rows = NDArray[np.float64]  # trials of one number each, shape (rows, trials)
+
 MIN_TRIALS_FOR_VERDICT = 6  # below it even the most extreme signed-rank outcome has p > 0.05
 MIN_FLOOR = 0.01  # clocks and allocator alone move a step by about this much between two processes
 MAX_SAME = 0.05  # a wider band than this is no statement of equality, however wide the noise
-ALPHA = 0.05
-_CHUNK = 4_000_000  # elements of one bootstrap slab: 32 MB, whatever the number of trials
-
-
-class Speedup(NamedTuple):
-    """Reference / candidate: 2 is twice as fast. `low` and `high` bound it with 95 % confidence."""
-
-    centre: float
-    low: float
-    high: float
+TWO_SIDED = float(stats.norm.ppf(1 - ALPHA / 2))  # standard errors to either end of a 95 % interval
+POWER = float(stats.norm.ppf(0.8))  # and beyond it, for an effect that is found 4 times out of 5
 
 
 class Median(NamedTuple):
@@ -43,107 +36,84 @@ class Median(NamedTuple):
     high: float
 
 
-def log_times(ms: Times, name: str = "ms") -> NDArray[np.float64]:
-    """Natural logarithms of a list of times; ValueError unless one-dimensional, finite and positive."""
-    times = np.asarray(ms, dtype=np.float64)
-    if times.ndim != 1 or not np.all(np.isfinite(times)) or np.any(times <= 0):
-        raise ValueError(f"{name}: expected a list of finite times above 0 ms, got {_excerpt(times)}")
-    return np.log(times)
-
-
-def _excerpt(times: NDArray[np.float64]) -> str:
-    if times.ndim != 1:
-        return f"an array of shape {times.shape}"
-    bad = times[~(np.isfinite(times) & (times > 0))]
-    return f"{bad[0]} among {times.size} values"
-
-
-def _samples(reference_ms: Times, candidate_ms: Times, paired: bool) -> list[NDArray[np.float64]]:
-    """[log ratios] when paired, [log reference, log candidate] otherwise."""
-    reference, candidate = log_times(reference_ms, "reference_ms"), log_times(candidate_ms, "candidate_ms")
-    if not paired:
-        return [reference, candidate]
-    if reference.size != candidate.size:
-        raise ValueError(f"paired trials need lists of one length, got {reference.size} and {candidate.size}")
-    return [reference - candidate]
-
-
-def _hodges_lehmann(samples: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Centre of every row. samples: one (rows, n) array → median of the n(n+1)/2 Walsh averages; two → of the n·m
-    differences."""
-    if len(samples) == 1:
-        i, j = np.triu_indices(samples[0].shape[1])
-        pairs = (samples[0][:, i] + samples[0][:, j]) / 2
-    else:
-        pairs = (samples[0][:, :, None] - samples[1][:, None, :]).reshape(len(samples[0]), -1)
-    return np.median(pairs, axis=1, overwrite_input=True)
-
-
-def replicates(
-    reference_ms: Times, candidate_ms: Times, paired: bool, seed: int = 0, resamples: int = RESAMPLES
-) -> NDArray[np.float64]:
-    """Bootstrap replicates of the log speed-up, shape (resamples,): resampled by round when paired, by trial within
-    each arm otherwise. Two cells' replicates may be subtracted if they were drawn with different seeds."""
-    samples = _samples(reference_ms, candidate_ms, paired)
-    rng = np.random.default_rng(seed)
-    drawn = [x[rng.integers(0, x.size, (resamples, x.size))] for x in samples]
-    pairs = math.prod(x.size for x in samples) if len(samples) == 2 else samples[0].size * (samples[0].size + 1) // 2
-    rows = max(1, _CHUNK // pairs)
-    slabs = [_hodges_lehmann([x[k : k + rows] for x in drawn]) for k in range(0, resamples, rows)]
-    return np.concatenate(slabs)
-
-
-def tails(trials: int) -> tuple[float, float]:
-    """Quantiles of the bootstrap distribution that make a 95 % interval from this many trials.
-
-    The plain percentile interval is too narrow for few samples; this is the expanded one (Hesterberg 2015): the
-    normal tail beyond t·sqrt(n/(n-1)). At 30 trials it cuts 1.9 % a side instead of 2.5 %.
-    """
-    t = stats.t.ppf(1 - ALPHA / 2, trials - 1) * math.sqrt(trials / (trials - 1))
-    tail = float(stats.norm.cdf(-t))
-    return tail, 1 - tail
-
-
-def speedup(reference_ms: Times, candidate_ms: Times, paired: bool, seed: int = 0) -> Speedup | None:
-    """Speed-up of the candidate with a 95 % bootstrap interval; None with fewer than three trials in an arm.
-
-    paired: both lists are of one process, trial by trial in one round: Hodges–Lehmann centre of the log ratios.
-    Not paired (A B B A blocks in separate processes): two-sample Hodges–Lehmann shift of the logarithms. Its interval
-    knows the spread of the trials, not that between processes: two blocks an arm are too few to estimate it.
-    """
-    samples = _samples(reference_ms, candidate_ms, paired)
-    trials = min(x.size for x in samples)
-    if trials < MIN_TRIALS:
-        return None
-    centre = float(_hodges_lehmann([x[None] for x in samples])[0])
-    low, high = np.quantile(replicates(reference_ms, candidate_ms, paired, seed), tails(trials))
-    return Speedup(math.exp(centre), math.exp(min(low, centre)), math.exp(max(high, centre)))
-
-
 def median_interval(ms: Times) -> Median | None:
     """Median with the distribution-free 95 % interval of its order statistics; None for an empty list.
 
     Below six trials no order statistics reach 95 %: the interval is then the range, the widest that there is.
     """
-    ordered = np.sort(np.exp(log_times(ms)))
-    if not ordered.size:
-        return None
-    k = max(int(stats.binom.ppf(ALPHA / 2, ordered.size, 0.5)) - 1, 0)
-    return Median(float(np.median(ordered)), float(ordered[k]), float(ordered[-1 - k]))
+    times = np.exp(log_times(ms))
+    return Median(*map(float, _medians(times[None])[0])) if times.size else None
+
+
+def median_intervals(lists: Sequence[Sequence[float] | None]) -> Rows:
+    """Shape (lists, 3): centre, low and high of the median of each list, see `median_interval`; NaN without trials."""
+    found = np.full((len(lists), 3), np.nan)
+    alike: dict[int, list[int]] = {}
+    for i, times in enumerate(lists):
+        if times:
+            alike.setdefault(len(times), []).append(i)
+    for members in alike.values():
+        found[members] = _medians(np.asarray([lists[i] for i in members], dtype=np.float64))
+    return found
+
+
+def _medians(rows: Rows) -> Rows:
+    ordered = np.sort(rows, axis=1)
+    k = _order_statistic(rows.shape[1])
+    return np.stack([np.median(ordered, axis=1), ordered[:, k], ordered[:, -1 - k]], axis=1)
+
+
+@cache
+def _order_statistic(trials: int) -> int:
+    return max(int(stats.binom.ppf(ALPHA / 2, trials, 0.5)) - 1, 0)
 
 
 def p_value(reference_ms: Times, candidate_ms: Times, paired: bool) -> float:
     """Two-sided p that the arms are equally fast: Wilcoxon signed rank on log ratios, or Mann–Whitney. 1 if equal."""
-    samples = _samples(reference_ms, candidate_ms, paired)
-    if paired:
-        return _p(stats.wilcoxon(samples[0])) if samples[0].any() else 1.0
-    if min(x.size for x in samples) == 0 or np.ptp(np.concatenate(samples)) == 0:
-        return 1.0
-    return _p(stats.mannwhitneyu(samples[0], samples[1]))
+    return float(p_values([(reference_ms, candidate_ms)], [paired])[0])
 
 
-def _p(result: Any) -> float:  # scipy's result classes are made at run time: type checkers cannot see into them
-    return float(result.pvalue)
+def p_values(pairs: Sequence[tuple[Times, Times] | None], paired: Sequence[bool]) -> NDArray[np.float64]:
+    """`p_value` of many cells, given as (reference, candidate) in ms; NaN for None."""
+    logs = [(log_times(a, "reference_ms"), log_times(b, "candidate_ms")) for a, b in (p or ((), ()) for p in pairs)]
+    found = np.full(len(pairs), np.nan)
+    alike: dict[tuple[bool, int, int], list[int]] = {}
+    for i, (a, b) in enumerate(logs):
+        if pairs[i] is not None:
+            alike.setdefault((paired[i], a.size, b.size), []).append(i)
+    for (of_rounds, *_), members in alike.items():
+        first, second = (np.stack([logs[i][arm] for i in members]) for arm in (0, 1))
+        found[members] = _signed_rank(first - second) if of_rounds else _mann_whitney(first, second)
+    return found
+
+
+def _signed_rank(ratios: Rows) -> NDArray[np.float64]:
+    """Of each row. Rows with ties or zeros go apart: scipy takes one method for all that it is given at once."""
+    found = np.ones(len(ratios))
+    odd = ~_all_different(np.abs(ratios)) | (ratios == 0).any(axis=1)
+    for rows in (~odd, odd & ratios.any(axis=1)):
+        if rows.any() and ratios.shape[1]:
+            found[rows] = _p(stats.wilcoxon(ratios[rows], axis=1))
+    return found
+
+
+def _mann_whitney(reference: Rows, candidate: Rows) -> NDArray[np.float64]:
+    """Of each row; rows with ties go apart, as above."""
+    both = np.concatenate([reference, candidate], axis=1)
+    found = np.ones(len(both))
+    plain = _all_different(both)
+    for rows in (plain, ~plain & (both != both[:, :1]).any(axis=1)):
+        if rows.any() and reference.shape[1] and candidate.shape[1]:
+            found[rows] = _p(stats.mannwhitneyu(reference[rows], candidate[rows], axis=1))
+    return found
+
+
+def _all_different(rows: Rows) -> NDArray[np.bool_]:
+    return (np.diff(np.sort(rows, axis=1), axis=1) != 0).all(axis=1)
+
+
+def _p(result: Any) -> NDArray[np.float64]:  # scipy's result classes are made at run time: type checkers do not see them
+    return result.pvalue
 
 
 def holm(pvalues: Sequence[float]) -> list[float]:
@@ -176,10 +146,8 @@ def detectable(same: Speedup | None) -> float | None:
     """
     if same is None:
         return None
-    error = math.log(same.high / same.low) / (2 * stats.norm.ppf(1 - ALPHA / 2))
-    return math.expm1(
-        math.log1p(noise_floor(same)) + float(stats.norm.ppf(1 - ALPHA / 2) + stats.norm.ppf(0.8)) * error
-    )
+    error = math.log(same.high / same.low) / (2 * TWO_SIDED)
+    return math.expm1(math.log1p(noise_floor(same)) + (TWO_SIDED + POWER) * error)
 
 
 def verdict(
@@ -205,3 +173,12 @@ def verdict(
     if p_holm < ALPHA and found.high < 1 / top:
         return "slower"
     return "unclear"
+
+
+# TEMPORARY, until report/ has moved over
+from lorabench.record.contrast import contrast as _contrast  # noqa: E402
+from lorabench.record.contrast import tails as tails  # noqa: E402
+
+
+def replicates(a, b, paired, seed=0):
+    return _contrast(a, b, paired, seed).replicates
