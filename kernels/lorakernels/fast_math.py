@@ -4,7 +4,8 @@ Triton writes tl.exp and a division out so that subnormal numbers come out right
 more. At the clock that is left beside GEMMs an elementwise kernel is as much arithmetic as bytes (docs/lab-notes.md),
 and a subnormal probability or sigmoid is a zero to whoever reads it in bf16. So these flush subnormals. Elsewhere they
 are good to some 3 units in the last place of float32, or to |x| · 2⁻²⁴ where that is more. In the interpreter, which
-knows no PTX, they are the plain formulas. Run: python -m pytest tests/lorakernels/test_fast_math.py
+knows no PTX, they are the plain formulas. Triton would look their annotations up as globals of a kernel, so they have
+none. Run: python -m pytest tests/lorakernels/test_fast_math.py
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SIGMOID_PTX: Any = tl.constexpr(
 
 
 @jit
-def exp(x: Any) -> Any:
+def exp(x):
     """e^x of a float32 tile."""
     if INTERPRETED:
         return tl.exp(x)
@@ -31,7 +32,7 @@ def exp(x: Any) -> Any:
 
 
 @jit
-def sigmoid(x: Any) -> Any:
+def sigmoid(x):
     """1 / (1 + e^-x) of a float32 tile. Declared impure, so that the compiler does not do it twice where a result is
     needed in two layouts, for a store and for a tl.dot."""
     if INTERPRETED:
@@ -40,7 +41,7 @@ def sigmoid(x: Any) -> Any:
 
 
 @jit
-def tanh(x: Any) -> Any:
+def tanh(x):
     """tanh x of a float32 tile, through a sigmoid of 2x: the exponential of a large negative number is 0, never
     inf / inf."""
     return 2.0 * sigmoid(2.0 * x) - 1.0

@@ -1,6 +1,7 @@
 """Compiles every kernel of lorakernels for a GPU that need not be there, down to its machine code, in one dtype.
 
     python tests/lorakernels/compile_kernels.py 90 bfloat16        # compute capability 9.0
+    python tests/lorakernels/compile_kernels.py 90 bfloat16 once   # the first launch of each, not every tile
 
 A kernel that the interpreter runs may still be one that the compiler refuses. The launches are those of memcheck.py;
 instead of running, each is compiled. Needs the package triton, and a process of its own: it makes torch look like a
@@ -43,13 +44,14 @@ class Driver:
         return 0
 
 
-def main(capability: str, dtype: str) -> None:
+def main(capability: str, dtype: str, which: str = "all") -> None:
     triton.runtime.driver.set_active(Driver(int(capability)))
     compiled: set[Any] = set()  # the functions: two modules have kernels of the same name
 
     def launch(self: Any, grid: Any) -> Any:
         def compile_only(*args: Any, **kwargs: Any) -> None:
-            self.run(*args, grid=grid, warmup=True, **kwargs)
+            if which == "all" or self not in compiled:
+                self.run(*args, grid=grid, warmup=True, **kwargs)
             compiled.add(self)
 
         return compile_only

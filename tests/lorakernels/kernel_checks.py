@@ -1,12 +1,24 @@
 """Helpers of the kernels' tests: errors in units of the dtype, poisoned outputs, strided copies."""
 
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from lorakernels.runtime import INTERPRET
 
 DTYPES = [torch.float32, torch.float16, *([] if INTERPRET else [torch.bfloat16])]  # that a drawn shape may have
 EPS = {torch.float64: 1e-9, torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
+
+
+def exhaustive(*values: Any):
+    """One case of a grid that only `make test-all` runs: others of the grid show the same kind of situation."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def exhaustive_in_interpreter(*values: Any):
+    """The same, where Triton's interpreter runs it: there a case takes a hundred times as long."""
+    return exhaustive(*values) if INTERPRET else pytest.param(*values)
 
 
 def error(actual: torch.Tensor, wanted: torch.Tensor) -> float:

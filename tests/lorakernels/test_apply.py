@@ -5,6 +5,7 @@ from copy import deepcopy
 import lorakernels
 import pytest
 import torch
+from kernel_checks import exhaustive
 from lorakernels import tune
 from lorakernels.dropout import dropped
 from lorakernels.projection import Projection
@@ -32,8 +33,10 @@ def test_same_as_peft_in_float32(family, padded):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-@pytest.mark.parametrize("adapters", ["same", "float32"])
+@pytest.mark.parametrize(
+    "name, adapters",
+    [("bfloat16", "same"), exhaustive("bfloat16", "float32"), exhaustive("float16", "same"), ("float16", "float32")],
+)
 def test_not_less_exact_than_peft(family, name, adapters):
     """In low precision: no gradient further from float32 than twice PEFT's own."""
     model, data = build(family, getattr(torch, name), autocast_adapter_dtype=adapters == "float32"), batch(4, 16)
@@ -70,7 +73,7 @@ def test_remove_is_bitwise(family):
 SWITCHES = ["mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", *(exhaustive(f) for f in ("qwen3", "gemma2", "phi3", "mixtral"))])
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_each_part_is_a_toggle(family, switch, alone):

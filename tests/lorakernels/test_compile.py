@@ -11,8 +11,9 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
-def test_every_kernel_compiles():
-    command = [sys.executable, "-W", "ignore", str(HERE / "compile_kernels.py"), "90", "bfloat16"]
+@pytest.mark.parametrize("which", ["once", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_every_kernel_compiles(which):
+    command = [sys.executable, "-W", "ignore", str(HERE / "compile_kernels.py"), "90", "bfloat16", which]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "compiled" in done.stdout

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_close, poisoned, strided
+from kernel_checks import DTYPES, assert_close, exhaustive_in_interpreter, poisoned, strided
 from lorakernels.dropout import add_product_into, draw_seed, dropout, dropout_into, dropped, product_into
 from lorakernels.lora_grad import a_gradient
 from lorakernels.rms_norm import Norm, NormFactors
@@ -41,8 +41,8 @@ def test_neighbours_are_independent(device):
     assert (correlation - torch.eye(8, device=device)).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("m, n, rank", [(1, 1, 1), (37, 75, 5), (70, 200, 64), (9, 30, 65)])
+@pytest.mark.parametrize("p", [exhaustive_in_interpreter(0.0), 0.1, exhaustive_in_interpreter(1.0)])
+@pytest.mark.parametrize("m, n, rank", [(1, 1, 1), (37, 75, 5), exhaustive_in_interpreter(70, 200, 64), (9, 30, 65)])
 def test_products(p, m, n, rank, device, dtype):
     """Every product sees the mask that `dropout_into` makes."""
     x, a = strided(torch.randn(m, n, device=device).to(dtype)), torch.randn(rank, n, device=device).to(dtype)

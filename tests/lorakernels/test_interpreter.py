@@ -36,19 +36,26 @@ pytestmark = [
 ]
 
 
-def run(*arguments: str) -> None:
+def run(marks: str, *arguments: str) -> None:
     here = Path(__file__).parent
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", *arguments, "-x", "-p", "no:cacheprovider", "-m", "not gpu"]
+    command = [sys.executable, "-m", "pytest", *arguments, "-x", "-p", "no:cacheprovider", "-m", marks]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
 
-def test_triton_kernels_in_the_interpreter():
+FAST, REST = "not gpu and not exhaustive", "not gpu and exhaustive"
+
+
+@pytest.mark.parametrize("marks", [FAST, pytest.param(REST, marks=pytest.mark.exhaustive)], ids=["fast", "rest"])
+def test_triton_kernels_in_the_interpreter(marks):
     """All files in one process: each would spend longer on its imports than on its tests."""
-    run(*(f"test_{name}.py" for name in FILES))
+    run(marks, *(f"test_{name}.py" for name in FILES))
 
 
-def test_whole_models_in_the_interpreter():
-    run("test_apply.py", "-k", "same_as_peft_in_float32 and False and (llama or gemma2 or qwen3)")
+@pytest.mark.parametrize(
+    "families", ["qwen3", pytest.param("(llama or gemma2)", marks=pytest.mark.exhaustive)], ids=["fast", "rest"]
+)
+def test_whole_models_in_the_interpreter(families):
+    run(FAST, "test_apply.py", "-k", f"same_as_peft_in_float32 and False and {families}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_close, poisoned, strided
+from kernel_checks import DTYPES, assert_close, exhaustive, poisoned, strided
 from lorakernels.dropout import dropped
 from lorakernels.lora_grad import (
     A_TILES,
@@ -30,9 +30,17 @@ def on_triton(tensor):
 
 
 @pytest.mark.parametrize(
-    "widths, rank", [([70], 3), ([1], 1), ([128, 64, 64], 16), ([512, 256, 256], 16), ([192, 192], 5), ([130], 64)]
+    "widths, rank",
+    [
+        ([70], 3),
+        exhaustive([1], 1),
+        ([128, 64, 64], 16),
+        exhaustive([512, 256, 256], 16),
+        ([192, 192], 5),
+        exhaustive([130], 64),
+    ],
 )
-@pytest.mark.parametrize("m", [1, 37, 300])
+@pytest.mark.parametrize("m", [exhaustive(1), 37, 300])
 @pytest.mark.parametrize("tile", DS_DB_TILES)
 def test_ds_and_db(widths, rank, m, tile, device, dtype):
     n, p = sum(widths), rank * len(widths) + 2
@@ -55,8 +63,10 @@ def test_ds_and_db(widths, rank, m, tile, device, dtype):
         assert_close(db[part], wanted_db[part, i * rank : (i + 1) * rank], torch.float32, 10)
 
 
-@pytest.mark.parametrize("widths, rank", [([70], 3), ([1], 1), ([128, 64, 64], 16), ([192, 192], 5), ([130], 64)])
-@pytest.mark.parametrize("m", [1, 37, 300])
+@pytest.mark.parametrize(
+    "widths, rank", [([70], 3), exhaustive([1], 1), ([128, 64, 64], 16), ([192, 192], 5), exhaustive([130], 64)]
+)
+@pytest.mark.parametrize("m", [exhaustive(1), 37, 300])
 @pytest.mark.parametrize("tile", B_TILES)
 def test_b_gradient(widths, rank, m, tile, device, dtype):
     n, p = sum(widths), rank * len(widths) + 2
@@ -72,9 +82,9 @@ def test_b_gradient(widths, rank, m, tile, device, dtype):
         start += width
 
 
-@pytest.mark.parametrize("m, n, p", [(1, 1, 1), (37, 70, 3), (300, 130, 16), (129, 257, 100)])
+@pytest.mark.parametrize("m, n, p", [exhaustive(1, 1, 1), (37, 70, 3), (300, 130, 16), exhaustive(129, 257, 100)])
 @pytest.mark.parametrize("tile", A_TILES)
-@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+@pytest.mark.parametrize("offset", [None, exhaustive(0.0), 1.0])
 def test_a_gradient(m, n, p, tile, offset, device, dtype):
     h, ds = (strided(torch.randn(m, k, device=device).to(dtype)) for k in (n, p))
     on_triton(h)

@@ -8,6 +8,7 @@ from copy import deepcopy
 import lorakernels
 import pytest
 import torch
+from kernel_checks import exhaustive_in_interpreter
 from lorakernels import mlp_node, projection_node, side_stream, tune
 from lorakernels.runtime import INTERPRET
 from lorakernels.side_stream import SideStream
@@ -108,7 +109,13 @@ def test_a_large_node_has_none(log):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("form", [None, "plain", "addmm", "with_a", "whole"])
 @pytest.mark.parametrize(
-    "options", [{}, {"lora_dropout": 0.2}, {"targets": ["q_proj", "v_proj", "down_proj"]}], ids=str
+    "options",
+    [
+        {},
+        exhaustive_in_interpreter({"lora_dropout": 0.2}),
+        exhaustive_in_interpreter({"targets": ["q_proj", "v_proj", "down_proj"]}),
+    ],
+    ids=str,
 )
 def test_what_a_capture_computes(family, form, options, monkeypatch):
     """With the side stream taken (dB beside dS, an accumulator that the main stream leaves alone) the gradients stay

@@ -5,6 +5,7 @@ from copy import deepcopy
 import lorakernels
 import pytest
 import torch
+from kernel_checks import exhaustive
 from tiny_models import batch, build
 
 
@@ -33,7 +34,9 @@ def train(model, folder, **kwargs):
     return losses, trainer.evaluate()["eval_loss"], trainer.predict(data[:2]).predictions
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"gradient_checkpointing": True}, {"bf16": True}], ids=["plain", "gc", "bf16"])
+@pytest.mark.parametrize(
+    "kwargs", [exhaustive({}), {"gradient_checkpointing": True}, {"bf16": True}], ids=["plain", "gc", "bf16"]
+)
 def test_trainer(kwargs, tmp_path):
     model = build("llama")
     plain = deepcopy(model)
@@ -47,7 +50,7 @@ def test_trainer(kwargs, tmp_path):
     assert (tmp_path / "ours" / "checkpoint-4" / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"gradient_checkpointing": True}], ids=["plain", "gc"])
+@pytest.mark.parametrize("kwargs", [{}, exhaustive({"gradient_checkpointing": True})], ids=["plain", "gc"])
 def test_sft_trainer(kwargs, tmp_path):
     """TRL's trainer, which computes entropy and accuracy from the logits beside the loss."""
     pytest.importorskip("trl", reason="needs the package trl")
@@ -88,7 +91,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("reentrant", [None, exhaustive(True), False])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_grad_scaler_in_float16(device, reentrant):
     """A float16 base with float32 adapters under autocast and torch's GradScaler, as Trainer runs fp16; with and
