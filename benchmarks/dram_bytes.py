@@ -19,6 +19,7 @@ import csv
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 HIDDEN, TOKENS = (4096, 5120, 8192), 8192
@@ -70,7 +71,8 @@ def arms(hidden: int, tokens: int, dropout: float, device):
     """The suite's arms of one linear, built one after the other."""
     import torch
 
-    from lorabench.measure.arm import build
+    from lorabench.contract.kind import kind
+    from lorabench.measure.kind import request_of
     from lorabench.measure.machine import describe
     from lorabench.plan.compose import load_config, plan
 
@@ -81,8 +83,7 @@ def arms(hidden: int, tokens: int, dropout: float, device):
     if names != ARMS:
         raise RuntimeError(f"the suite has the arms {names}, expected {ARMS}")
     for name, cell in zip(names, cells, strict=True):
-        samples = cell.workload.draw(cell.model.hf_config().vocab_size, cell.seed)
-        yield build(name, cell.model, cell.workload, samples, cell.candidate, dtype=dtype, device=device, seed=0)
+        yield replace(kind(cell.kind).build(request_of(cell, "candidate", dtype, device)), name=name)
 
 
 def profile(arm) -> None:

@@ -33,10 +33,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from lorabench.contract.batch import Batch, Sample, pad
+from lorabench.contract.workload import Workload
 from lorabench.measure.machine import commit, describe
+from lorabench.plan.samples import draw as draw_samples
 from lorabench.plan.weights import source_arguments
-from lorabench.plan.workload import Batch, Sample, Workload, pad
-from lorabench.run.store import write_atomically
+from lorabench.record.store import write_atomically
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": LINEARS}
@@ -117,7 +119,7 @@ def samples(options: argparse.Namespace) -> tuple[list[Sample], list[Sample]]:
         name="text", kind="text", path=options.text, tokenizer=options.weights, samples=rows,
         batch_size=options.batch, seq_len=options.seq_len,
     )  # fmt: skip
-    drawn = feed.draw(vocab_size=1 << 31, seed=0)
+    drawn = draw_samples(feed, vocab_size=1 << 31, seed=0)
     return drawn[aside:], drawn[:aside]
 
 

@@ -7,7 +7,7 @@
 Arguments are the sweep's (`python -m lorabench.sweep --help`). All arms run in this one process, one after another, so
 that their kernels can be compared; toggles whose patches outlive their model (liger, unsloth) belong into a process of
 their own. There is no gate here: a sweep says whether the numbers are right. To keep the output with its environment:
-`python -m lorabench.logged FILE python benchmarks/profile_step.py …`
+`python -m lorabench.log_command FILE python benchmarks/profile_step.py …`
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lorabench.contract.arm import Arm
+from lorabench.contract.cell import Cell
+from lorabench.contract.kind import kind
+from lorabench.contract.names import NameUnknown
 from lorabench.measure import memory, trial
-from lorabench.measure.arm import Arm, build
+from lorabench.measure.kind import request_of
 from lorabench.measure.machine import describe
 from lorabench.measure.profile import device_spans, union, waits
 from lorabench.plan.compose import ConfigError, load_config, plan
-from lorabench.plan.design import Cell
-from lorabench.plan.registry import NameUnknown
 
 LARGEST = 45  # kernels that are listed; what is left is a line of its own
 LONGEST = 8  # waits of the GPU, for the host mostly, that are listed
@@ -63,24 +65,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def of(cell: Cell, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
     """The lines of one candidate."""
-    samples = cell.workload.draw(cell.model.hf_config().vocab_size, cell.seed)
     held = memory.allocated(device)
-    arm = build(
-        "candidate", cell.model, cell.workload, samples, cell.candidate, dtype=dtype, device=device, seed=cell.seed
-    )
+    arm = kind(cell.kind).build(request_of(cell, "candidate", dtype, device))
     trial.warm_up(arm, cell.warmup)
-    arm.step.clear()
+    arm.kind.clear(arm)
     used = memory.measure(arm, memory.allocated(device) - held, 0)
     done = [trial.run_trial(arm) for _ in range(cell.trials)]
 
     def median(phase: str, times: str) -> float:
         return statistics.median(getattr(t, times).get(phase, 0.0) for t in done)
 
-    on_device, on_host = ({p: median(p, times) for p in trial.TIMED} for times in ("device_ms", "host_ms"))
+    on_device, on_host = ({p: median(p, times) for p in arm.kind.phases} for times in ("device_ms", "host_ms"))
     yield f"\n{cell.title}"
-    yield "  " + "  ".join(f"{p} {on_device[p]:.1f} (host {on_host[p]:.1f})" for p in trial.TIMED)
+    yield "  " + "  ".join(f"{p} {on_device[p]:.1f} (host {on_host[p]:.1f})" for p in arm.kind.phases)
+    forward_backward = sum(on_device.get(p, 0.0) for p in ("forward", "backward"))
     yield (
-        f"  fb {on_device['forward'] + on_device['backward']:.1f}  loss {done[-1].loss:.4f}"
+        f"  fb {forward_backward:.1f}  loss {done[-1].loss:.4f}"
         + (
             f"  static {used.static / 2**30:.2f} GiB, peak {used.peak / 2**30:.2f} GiB"
             if used.static and used.peak

@@ -7,20 +7,27 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from lorabench.measure.arm import Arm, build
+from lorabench.contract.arm import Arm
+from lorabench.contract.batch import Sample
+from lorabench.contract.cell import Cell
+from lorabench.contract.job import jobs_of
+from lorabench.contract.kind import kind
+from lorabench.contract.ranks import ONE, Ranks
+from lorabench.contract.workload import Workload
+from lorabench.measure import numerics
+from lorabench.measure.cell import ArmResult, Measurement, Task
+from lorabench.measure.kind import Request
 from lorabench.plan import registry
 from lorabench.plan.compose import DEFAULTS, SweepConfig, load_config, plan
-from lorabench.plan.design import Cell
-from lorabench.plan.workload import Sample, Workload
-from lorabench.run.record import ARMS
-from lorabench.run.worker import ArmResult, Job, Measurement
+from lorabench.record.schema import ARMS
 
 PEFT = ("sdpa", "adamw_foreach", "padding")
 
@@ -29,14 +36,12 @@ def config(*overrides: str) -> SweepConfig:
     return load_config(list(overrides))
 
 
-def gate_of(cell: Cell, folder: Path, dtype: Callable[[str], str]) -> Measurement:
-    """A measurement of the cell in this process, its numerics gate not yet run. folder: of the kept twins; dtype: the
-    machine's answer to the dtype that a model wants."""
-    machine: Any = SimpleNamespace(device="cpu", dtype=dtype)
-    job = Job(
-        cell, machine, ARMS, rounds=1, gate=True, ceiling_tflops=None, log="", twins=str(folder), spawned=0.0, sweep=0
-    )
-    measurement = Measurement(job, tell=lambda text: None)
+def measurement_of(cell: Cell, scratch: Path, machine: Any = None, *, gate: bool = True) -> Measurement:
+    """A measurement of the cell in this process, nothing of it done yet. `machine`: None is a CPU that computes in
+    float32."""
+    machine = machine or SimpleNamespace(device="cpu", dtype=lambda wanted: "float32")
+    task = Task(cell, machine, ARMS, rounds=1, gate=gate, ceiling_tflops=None, scratch=str(scratch))
+    measurement = Measurement(task, tell=lambda text: None)
     measurement.result.arms = {name: ArmResult() for name in ARMS}
     return measurement
 
@@ -46,7 +51,7 @@ def cells(*overrides: str) -> list[Cell]:
     return plan(config("models=[tiny-llama]", "trials=3", "workload=2x16", *overrides), "cpu").cells
 
 
-def arm(
+def request(
     *names: Any,
     model: str = "tiny-llama",
     samples: list[Sample] | None = None,
@@ -54,14 +59,35 @@ def arm(
     dtype: torch.dtype = torch.float32,
     overrides: tuple[str, ...] = (),
     device: str = "cpu",
-    **kwargs: Any,
-) -> Arm:
-    """An arm of a tiny model, with the ablations of these names and no others."""
-    spec = plan(config(f"models=[{model}]", *overrides), "cpu").cells[0].model
+    layers: int | None = None,
+    upcast: bool = False,
+    ranks: Ranks = ONE,
+    scratch: Path = Path(),
+) -> Request:
+    """What an arm of a tiny model is built from, with the ablations of these names and no others."""
+    cell = plan(config(f"models=[{model}]", *overrides), "cpu").cells[0]
     feed = workload or Workload(name="test", kind="fixed", batch_size=2, seq_len=16)
-    drawn = samples or feed.draw(spec.hf_config().vocab_size, 0)
-    ablations = [registry.ablation(name) for name in names]
-    return build("candidate", spec, feed, drawn, ablations, dtype=dtype, device=torch.device(device), seed=0, **kwargs)
+    cell = replace(cell, workload=feed)
+    ablations = tuple(registry.ablation(name) for name in names)
+    drawn = [samples] if samples else kind(cell.kind).samples(cell)
+    return Request(
+        name="candidate", cell=cell, model=cell.model, jobs=jobs_of(cell.model, feed, 0), samples=drawn,
+        ablations=ablations, dtype=dtype, device=torch.device(device), seed=0, scratch=scratch, layers=layers,
+        upcast=upcast, ranks=ranks,
+    )  # fmt: skip
+
+
+def arm(*names: Any, **kwargs: Any) -> Arm:
+    """An arm of a tiny model: see `request`."""
+    wanted = request(*names, **kwargs)
+    return kind(wanted.cell.kind).build(wanted)
+
+
+def shared_step(*names: Any, **kwargs: Any) -> numerics.Outcome:
+    """One step of an arm under the dropout masks that the gate's models share."""
+    made = arm(*names, **kwargs)
+    numerics.share_masks(made.model)
+    return numerics.one_step(made)
 
 
 @contextlib.contextmanager

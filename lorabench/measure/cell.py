@@ -24,7 +24,7 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.work import Work
 from lorabench.measure import memory, profile, roofline, telemetry, trial
-from lorabench.measure.kind import GateRequest, JobCounts, Kind, Request
+from lorabench.measure.kind import GateRequest, JobCounts, Kind, Request, request_of
 from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Numerics, PhaseRoofline, RankSpread, Telemetry
 
 
@@ -93,8 +93,7 @@ class Measurement:
         self.result = Result()
         self.now = "starting"  # which arm is being worked on, for the reason of a failure
         self.arms: dict[str, Arm] = {}
-        self.jobs = self.cell.jobs
-        self.samples = self.kind.samples(self.cell)
+        self.plain = request_of(self.cell, ARMS[0], self.dtype, self.device, Path(task.scratch))
 
     def run(self) -> Result:
         self.result.arms = {name: ArmResult() for name in self.task.arms}
@@ -139,11 +138,8 @@ class Measurement:
 
     def _request(self, name: str, ablations: Sequence[Ablation]) -> Request:
         parallel = name in ARMS and self.cell.ranks_of(name) > 1
-        return Request(
-            name=name, cell=self.cell, model=self.cell.model, jobs=self.jobs, samples=self.samples,
-            ablations=tuple(ablations), dtype=self.dtype, device=self.device, seed=self.cell.seed,
-            scratch=Path(self.task.scratch), ranks=self.ranks if parallel else ONE,
-        )  # fmt: skip
+        ranks = self.ranks if parallel else ONE
+        return replace(self.plain, name=name, ablations=tuple(ablations), ranks=ranks)
 
     def _working_on(self, name: str) -> None:
         self.now = name
@@ -196,7 +192,7 @@ class Measurement:
                 raise NotApplied(f"{ablation.name} changed nothing in {self.cell.model.name}")
             into.applied[ablation.name] = sites
             into.notes.update(ablation.notes(evidence))
-            if ablation.own_dropout_masks and any(job.lora.lora_dropout for job in self.jobs):
+            if ablation.own_dropout_masks and any(job.lora.lora_dropout for job in self.plain.jobs):
                 into.notes["gate"] = f"at dropout 0: {ablation.name} draws masks that plain PEFT cannot share"
 
     def agreement(self) -> None:
@@ -232,7 +228,7 @@ class Measurement:
             for name, arm in self.arms.items():
                 self.tell(f"profiling the {name}")
                 into = self.result.arms[name]
-                works = arm.kind.work(self.cell, self.samples, arm.ablations)
+                works = arm.kind.work(self.cell, self.plain.samples, arm.ablations)
                 into.jobs = {j: replace(c, tflop=w.tflop) for (j, c), w in zip(into.jobs.items(), works, strict=False)}
                 busy, done = profile.device_busy(arm), self.trials[name]
                 into.roofline = roofline.phase_rooflines(done, busy, sum(works, Work()), self.task.ceiling_tflops)

@@ -18,7 +18,7 @@ from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
 from lorabench.contract.job import Job, alone
-from lorabench.contract.kind import KindSpec
+from lorabench.contract.kind import KindSpec, kind
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.record.schema import Numerics
@@ -52,6 +52,14 @@ class Request:
     def only(self, index: int) -> Request:
         """The same with one of its jobs, as if it were the only one."""
         return replace(self, jobs=[alone(self.jobs[index])], samples=[self.samples[index]])
+
+
+def request_of(cell: Cell, name: str, dtype: torch.dtype, device: torch.device, scratch: Path = Path()) -> Request:
+    """What one arm of a cell, "reference" or "candidate", is built from by its kind."""
+    return Request(
+        name=name, cell=cell, model=cell.model, jobs=cell.jobs, samples=kind(cell.kind).samples(cell),
+        ablations=cell.arm(name), dtype=dtype, device=device, seed=cell.seed, scratch=scratch,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

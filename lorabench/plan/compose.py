@@ -177,8 +177,8 @@ def _subject(item: Any, config: SweepConfig, default: Defaults, device: str) -> 
         raise NameUnknown(f"a model is a name, NAME@WORKLOAD, a YAML file, or {{either: {{r: 8, …}}}}, not {item!r}")
     prefix, colon, rest = item.partition(":")
     name, _, own = (rest if colon else item).partition("@")
-    of_name, spec = model(name, config, lora)
-    chosen = kind(prefix if colon else of_name or config.kind)
+    of_name = next((k.name for k in registered().values() if k.model(name)), None)
+    chosen, spec = kind(prefix if colon else of_name or config.kind), model(name, config, lora)
     wanted = own or config.workload
     auto = chosen.default_workload(device) or default.workload
     made = workload(auto if wanted == "auto" else wanted)
@@ -187,17 +187,13 @@ def _subject(item: Any, config: SweepConfig, default: Defaults, device: str) -> 
     return subject
 
 
-def model(name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None) -> tuple[str | None, ModelSpec]:
-    """(kind, model): a model by name (conf/model) or from a YAML file with `source` and `config`, of no kind of its own;
-    or one that only a kind knows (`linear-4096x14336`). `lora` changes the sweep's adapter for it, and is part of its
-    label. Raises NameUnknown."""
-    known = ((k.name, fields) for k in registered().values() if (fields := k.model(name)))
-    of_name, fields = next(known, (None, None))
-    label = name
-    if fields is None:
-        fields, label = _read("model", name)
+def model(name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None) -> ModelSpec:
+    """A model by name (conf/model), from a YAML file with `source` and `config`, or one that only a kind knows
+    (`linear-4096x14336`). `lora` changes the sweep's adapter for it, and is part of its label. Raises NameUnknown."""
+    of_a_kind = next((fields for k in registered().values() if (fields := k.model(name))), None)
+    fields, label = (of_a_kind, name) if of_a_kind else _read("model", name)
     common = {"dtype": config.dtype, "weights": config.weights, "lora": config.lora.model_dump() | dict(lora or {})}
-    return of_name, ModelSpec.model_validate({"name": label + _changes(lora or {}), **common, **fields})
+    return ModelSpec.model_validate({"name": label + _changes(lora or {}), **common, **fields})
 
 
 def _changes(values: Mapping[str, Any]) -> str:

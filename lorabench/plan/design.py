@@ -139,7 +139,7 @@ def refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
 
 def _unsupported(cell: Cell, machine: Machine) -> str | None:
     bounded = {a.bounds for a in cell.candidate if a.bounds}
-    for ablation in (*cell.reference, *cell.candidate):
+    for ablation in (*cell.toggles, *cell.reference, *cell.candidate):
         if not any(_knows(ablation, name) for name in (cell.kind, *bounded)):
             own = " and ".join(ablation.kinds)
             return f"{ablation.name} is for cells of the kind {own}; {cell.model.name} is measured as {cell.kind}"

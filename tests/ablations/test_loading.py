@@ -3,17 +3,18 @@ both arms have it; our kernels over it. On the CPU, through bitsandbytes' CPU co
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import PEFT, arm, cells, gate_of
+from helpers import PEFT, arm, cells, measurement_of
 from torch import nn
 
 from ablations.loading import Nf4Base, quantized_weights
-from lorabench.measure import numerics
+from lorabench.contract.ablation import Evidence, conflict
+from lorabench.measure.cell import Failure
+from lorabench.measure.gradient_kind import GradientKind
 from lorabench.measure.numerics import one_step
-from lorabench.plan.ablation import Evidence, conflict
-from lorabench.run.worker import Failure
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
 
@@ -95,9 +96,9 @@ def test_the_gold_is_float32_over_the_same_numbers():
 
 def gated(cell, folder):
     """The gate of one cell in this process: the candidate's verdict, with the full arms' agreement left out."""
-    measurement = gate_of(cell, folder, dtype=lambda wanted: wanted)
+    measurement = measurement_of(cell, folder, SimpleNamespace(device="cpu", dtype=lambda wanted: wanted))
     measurement.gate()
-    return measurement.result.arms["candidate"].numerics
+    return measurement.result.arms["candidate"].numerics[""]
 
 
 def cell(*overrides, dtype="bfloat16"):
@@ -110,7 +111,7 @@ def test_where_both_arms_have_it_kernels_are_judged_as_tightly_as_over_dense_wei
     dense = gated(cell("ablations=[lora_kernels]", dtype=dtype), tmp_path)
     assert verdict.passed and verdict.tolerance is None
     assert verdict.grad_allowed < 1.5 * dense.grad_allowed < 0.06
-    assert len(list(tmp_path.iterdir())) == 2  # dense twins are not those of the quantized base
+    assert len(list(tmp_path.iterdir())) == 2  # the gold of dense weights is not that of the quantized base
 
 
 def test_a_kernel_that_is_wrong_by_a_tenth_over_the_same_base_does_not_pass(tmp_path, monkeypatch):
@@ -130,13 +131,13 @@ def test_a_kernel_that_is_wrong_by_a_tenth_over_the_same_base_does_not_pass(tmp_
 @pytest.mark.parametrize("reference", ["peft", "[sdpa,padding,{nf4_base:{bnb_4bit_use_double_quant:false}}]"])
 def test_against_another_base_it_is_tolerated_and_says_so(reference, tmp_path, monkeypatch):
     """Whether the reference is dense or quantized in another way, the gold is dense."""
-    golds, plain = [], numerics.twin
+    golds, plain = [], GradientKind._outcomes
 
-    def twin(make, name, ablations, **kwargs):
-        golds.append((name, ablations))
-        return plain(make, name, ablations, **kwargs)
+    def outcomes(self, request):
+        golds.append((request.name, request.ablations))
+        return plain(self, request)
 
-    monkeypatch.setattr(numerics, "twin", twin)
+    monkeypatch.setattr(GradientKind, "_outcomes", outcomes)
     verdict = gated(cell(f"reference={reference}", "ablations=[nf4_base]", dtype="float32"), tmp_path)
     assert golds[0] == ("gold", ())
     assert verdict.passed and verdict.tolerance == "frozen weights in 4 bits"

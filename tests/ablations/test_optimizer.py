@@ -6,10 +6,10 @@ import torch
 from helpers import arm
 
 from ablations.optimizer import NoOptimizer
+from lorabench.contract.ablation import Evidence
 from lorabench.measure.numerics import one_step
 from lorabench.measure.profile import traced
 from lorabench.measure.trial import run_trial
-from lorabench.plan.ablation import Evidence
 
 LOW = ("sdpa", "adapters_in_compute_dtype")
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ablations import peers
 from ablations.liger import apply_liger
+from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, conflict
+from lorabench.contract.cell import Cell
 from lorabench.measure.numerics import one_step
 from lorabench.plan import registry
-from lorabench.plan.ablation import Evidence, NotApplied, Unsupported, conflict
-from lorabench.plan.design import Cell
 
 NEEDS_BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs the package bitsandbytes")
 NAMES = ("axolotl", "axolotl_liger", "unsloth")
@@ -178,7 +178,7 @@ def test_a_peer_that_left_everything_to_peft_is_not_applied():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_peer_has_processes_and_the_slot_of_the_others(name):
     peer = registry.ablation(name)
-    common = {"model": None, "workload": None, "design": "solo", "trials": 3, "warmup": 1, "seed": 0}
+    common = {"kind": "train", "kind_in_key": False, "model": None, "workload": None, "design": "solo", "trials": 3, "warmup": 1, "seed": 0}
     assert Cell(reference=(), candidate=(peer,), toggles=(peer,), **common).separate
     for other in ("lora_kernels", "liger"):
         assert "fused_kernels" in conflict([peer, registry.ablation(other)])

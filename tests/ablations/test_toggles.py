@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers import PEFT, arm
 
+from lorabench.contract.ablation import Evidence, NotApplied
+from lorabench.contract.batch import Batch
 from lorabench.measure.profile import traced
 from lorabench.measure.trial import run_trial
 from lorabench.plan import registry
-from lorabench.plan.ablation import Evidence, NotApplied
-from lorabench.plan.workload import Batch
 
 LAYERS = 3
 
@@ -85,7 +85,7 @@ def test_torch_compile_counts_its_graphs():
 
 
 def test_a_toggle_that_patches_nothing_has_to_say_how_it_engaged():
-    from lorabench.plan.ablation import Ablation
+    from lorabench.contract.ablation import Ablation
 
     with pytest.raises(NotImplementedError):
         Ablation().audit(Evidence(arm(*PEFT), None, None))

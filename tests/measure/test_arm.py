@@ -1,12 +1,15 @@
 """Arms: same seed, same numbers, whatever the toggles; a step whose gradients do not depend on its batches."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import PEFT, arm, random_samples
 
+from lorabench.contract.ranks import ONE
+from lorabench.contract.workload import Workload
 from lorabench.measure.numerics import first_step, one_step
 from lorabench.measure.trial import run_rounds, run_trial, warm_up
-from lorabench.plan.workload import Workload
 
 
 def tensors(made):
@@ -29,7 +32,7 @@ def test_lora_b_starts_non_zero_and_adapters_do_not_depend_on_their_precision():
             assert a.std().item() == pytest.approx(0.02, rel=0.2)
 
 
-def test_the_shallow_twin_has_the_full_model_s_weights():
+def test_the_shallow_model_has_the_full_model_s_weights():
     full, twin = tensors(arm(*PEFT)), tensors(arm(*PEFT, layers=2))
     assert set(twin) < set(full)
     assert all(torch.equal(full[n], twin[n]) for n in twin)
@@ -38,9 +41,9 @@ def test_the_shallow_twin_has_the_full_model_s_weights():
 def test_another_seed_gives_other_weights():
     spec = arm(*PEFT)
     name, first = next(iter(tensors(spec).items()))
-    from lorabench.measure.arm import _fill
+    from lorabench.measure.build import fill_base
 
-    _fill(spec.model, torch.float32, 1, adapters=False)
+    fill_base(spec.model, torch.float32, 1)
     assert not torch.equal(arm(*PEFT).model.get_parameter(name), first)
 
 
@@ -66,7 +69,7 @@ def test_float16_starts_backward_from_the_summed_loss():
 
 def test_gradient_norms_of_scaled_arms_are_those_of_the_mean():
     stepped, not_stepped = arm(*PEFT, dtype=torch.float16), arm("sdpa", "no_optimizer", "padding", dtype=torch.float16)
-    one, other = first_step(stepped, run_trial), first_step(not_stepped, run_trial)
+    one, other = (first_step(made, lambda made=made: run_trial(made))[""] for made in (stepped, not_stepped))
     assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
 
 
@@ -107,7 +110,7 @@ def test_every_trial_runs_one_fresh_forward_and_one_backward(monkeypatch):
 def test_rounds_pair_the_arms_in_a_random_order():
     one, two = arm(*PEFT), arm("eager")
     one.name, two.name = "reference", "candidate"
-    trials = run_rounds([one, two], 8, seed=0)
+    trials = run_rounds({"reference": one, "candidate": two}, 8, seed=0)
     assert {len(t) for t in trials.values()} == {8}
     first = [a.began < b.began for a, b in zip(trials["reference"], trials["candidate"], strict=True)]
     assert 0 < sum(first) < 8
@@ -123,7 +126,7 @@ def test_warm_up_goes_on_while_trials_still_get_faster(monkeypatch):
             self.total_ms = total
 
     monkeypatch.setattr("lorabench.measure.trial.run_trial", lambda arm: Fake(next(times)))
-    assert [t.total_ms for t in warm_up(None, 2)] == [100.0, 50.0, 20.0, 19.0]
+    assert [t.total_ms for t in warm_up(SimpleNamespace(ranks=ONE), 2)] == [100.0, 50.0, 20.0, 19.0]
 
 
 def test_the_loss_is_transformers_own_for_one_batch():

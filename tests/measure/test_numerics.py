@@ -6,23 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import PEFT, arm
+from helpers import PEFT, arm, shared_step
 
+from lorabench.contract.ablation import Tolerance
 from lorabench.measure import numerics
-from lorabench.measure.numerics import First, agree, explain, judge, share_masks, twin
+from lorabench.measure.numerics import First, agree, explain, judge, share_masks
 from lorabench.plan import registry
-from lorabench.plan.ablation import Tolerance
-from lorabench.run.record import Numerics
+from lorabench.record.schema import Numerics
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def outcomes(dtype, *names, overrides=()):
-    def make(name, ablations, upcast):
-        return arm(*ablations, dtype=dtype, layers=2, upcast=upcast, overrides=overrides)
-
-    gold, low = twin(make, "gold", (), upcast=True), twin(make, "plain", (), upcast=False)
-    return gold, low, twin(make, "candidate", names, upcast=False)
+    step = partial(shared_step, dtype=dtype, layers=2, overrides=overrides)
+    return step(upcast=True), step(), step(*names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

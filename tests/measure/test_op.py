@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from helpers import arm, cells, config
+from helpers import arm, cells, config, shared_step
 
+from lorabench.contract.ablation import Evidence, NotApplied
 from lorabench.measure import numerics, trial
+from lorabench.measure.cell import Measurement
 from lorabench.measure.machine import describe
 from lorabench.measure.profile import traced
 from lorabench.plan import registry
-from lorabench.plan.ablation import Evidence, NotApplied
 from lorabench.plan.compose import plan
 from lorabench.plan.design import refusal
 from lorabench.run.runner import Runner
-from lorabench.run.worker import Measurement
 
 K, N, ROWS = 24, 40, 32  # the helpers' workload has two samples of 16 tokens
 LINEAR = f"linear-{K}x{N}"
@@ -91,11 +91,12 @@ def test_a_trial_has_two_phases_and_leaves_the_adapter_alone():
 
 def test_the_cache_is_made_cold_before_every_trial_and_before_it_starts(monkeypatch):
     made, calls = op("adapters_in_compute_dtype"), []
-    for name in ("clear", "settle", "forward", "backward"):
+    for name in ("clear", "forward", "backward"):
         original = getattr(made.step, name)
         monkeypatch.setattr(made.step, name, lambda *a, n=name, o=original: (calls.append(n), o(*a))[1])
+    monkeypatch.setattr("lorabench.measure.kinds.op.empty_l2", lambda device: calls.append("empty"))
     trial.run_trial(made, lambda phase: calls.append(f"({phase}"))
-    assert calls == ["clear", "settle", "(forward", "forward", "(backward", "backward"]
+    assert calls == ["clear", "empty", "(forward", "forward", "(backward", "backward"]
 
 
 def test_both_arms_and_the_gate_s_gold_get_the_same_numbers():
@@ -110,9 +111,8 @@ def test_both_arms_and_the_gate_s_gold_get_the_same_numbers():
 @pytest.mark.parametrize("toggle", [None, "lora_addmm"])
 def test_the_gate_shares_the_dropout_mask(toggle):
     dropout = {"model": LINEAR, "overrides": ("lora.lora_dropout=0.5",)}
-    make = lambda name, names, upcast: arm(*names, upcast=upcast, **dropout)  # noqa: E731
-    gold = numerics.twin(make, "gold", (), upcast=True)
-    got = numerics.twin(make, "candidate", [toggle] * (toggle is not None), upcast=False)
+    gold = shared_step(upcast=True, **dropout)
+    got = shared_step(*[toggle] * (toggle is not None), **dropout)
     assert numerics.judge(gold, gold, got, torch.float32, ()).passed
     undropped = numerics.one_step(op())
     verdict = numerics.judge(gold, gold, undropped, torch.float32, ())
@@ -158,7 +158,7 @@ def test_toggles_for_whole_models_are_refused_and_so_is_the_bare_linear_of_a_mod
         dtype = staticmethod(lambda name: "float32")
 
     linear = cells(f"models=[{LINEAR}]", "reference=linear", "ablations=[packing,bare_linear]")
-    words = f"packing is for whole models; {LINEAR} is a single operation"
+    words = f"packing is for cells of the kind train; {LINEAR} is measured as op"
     assert refusal(linear[1], Machine) == ("unsupported", words)
     assert refusal(linear[2], Machine) is None
     whole = cells("ablations=[bare_linear]")[1]
@@ -168,8 +168,8 @@ def test_toggles_for_whole_models_are_refused_and_so_is_the_bare_linear_of_a_mod
 class Here:
     """Workers that measure in this process."""
 
-    def run(self, job, timeout_s, tell):
-        return Measurement(job, tell).run()
+    def run(self, task, timeout_s, tell, log):
+        return Measurement(task, tell).run()
 
 
 def test_the_suite_s_cells_become_records_on_a_cpu(tmp_path):
@@ -181,7 +181,7 @@ def test_the_suite_s_cells_become_records_on_a_cpu(tmp_path):
     assert {r.model for r in every} == {f"{LINEAR}(lora_dropout=0.1, r=4)"}
     assert {(r.status, r.reason) for r in every} == {("ok", None)}
     assert all(set(r.phases) == {"forward", "backward", "total"} for r in every)
-    assert [r.limit for r in every] == [None, True, None, None]
+    assert [r.kind for r in every] == ["op", "limit", "op", "op"]
     assert [r.numerics and r.numerics.tensors for r in every] == [4, None, 4, 4]
     assert ours.applied["lora_kernels"] == 1
     assert ours.notes["gate"].startswith("at dropout 0: lora_kernels draws masks") and "gate" not in addmm.notes

@@ -5,39 +5,45 @@ import torch
 from helpers import PEFT, arm
 from torch.utils.flop_counter import FlopCounterMode
 
+from lorabench.contract.work import Work
+from lorabench.measure import flops
 from lorabench.measure.profile import union, waits
-from lorabench.measure.roofline import bounds, ceilings, flops, label
+from lorabench.measure.roofline import ceilings, label, phase_rooflines
 from lorabench.measure.trial import Trial
 from lorabench.plan.compose import load_config, model
-from lorabench.run.record import PhaseBound
+from lorabench.record.schema import PhaseRoofline
+
+
+def tiny_llama():
+    spec = model("tiny-llama", load_config([]))
+    return flops.decoder(spec.hf_config(), spec.lora)
 
 
 def test_forward_flops_match_torch_s_counter():
     made = arm("eager", "adamw", "padding")
-    spec = model("tiny-llama", load_config([]))
+    shape = tiny_llama()
     with FlopCounterMode(display=False) as counter:
         made.step.forward(made.step.batches[0])
     counted = counter.get_total_flops() / 1e12
-    ours = flops(spec.shape(), made.samples)
-    attention = spec.shape().layers * 2 * sum(len(s.tokens) ** 2 for s in made.samples) * 64 / 1e12
-    assert ours["forward"] + attention == pytest.approx(counted, rel=0.02)  # eager computes the upper triangle too
+    lengths = flops.lengths_of(made.samples)
+    attention = shape.layers * 2 * sum(len(s.tokens) ** 2 for s in made.samples) * 64 / 1e12
+    assert flops.forward_tflop(shape, lengths) + attention == pytest.approx(counted, rel=0.02)  # eager computes the upper triangle too
 
 
 def test_backward_flops_match_torch_s_counter_without_attention():
     made = arm("eager", "adamw", "padding")
-    spec = model("tiny-llama", load_config([]))
+    shape = tiny_llama()
     loss = made.step.forward(made.step.batches[0])
     with FlopCounterMode(display=False) as counter:
         made.step.backward(loss)
-    shape = spec.shape()
     attention = 2.5 * shape.layers * 2 * sum(len(s.tokens) ** 2 for s in made.samples) * 64 / 1e12
     eager_attention = 2 * 2 * shape.layers * 2 * sum(len(s.tokens) ** 2 for s in made.samples) * 64 / 1e12
-    ours = flops(shape, made.samples)["backward"] - attention + eager_attention
+    ours = flops.backward_tflop(shape, flops.lengths_of(made.samples)) - attention + eager_attention
     assert ours == pytest.approx(counter.get_total_flops() / 1e12, rel=0.1)
 
 
 def part(**fields):
-    return PhaseBound(**fields)
+    return PhaseRoofline(**fields)
 
 
 def test_labels():
@@ -51,13 +57,18 @@ def test_labels():
 def test_an_unknown_ceiling_or_busy_time_gives_no_label():
     assert label(10.0, part(tflop=1.0), 100.0) is None
     assert label(10.0, part(device_busy_ms=9.5, tflop=0.6), None) is None
-    trial = Trial(
-        {"forward": 2.0, "backward": 4.0, "step": 1.0}, {"forward": 2.0, "backward": 4.0, "step": 1.0}, 1, 0, 1
-    )
-    made = bounds([trial], None, {"forward": 1.0, "backward": 1.0, "step": 0.0}, None, recomputes=True)
+    times = {"forward": 2.0, "backward": 4.0, "step": 1.0}
+    trial = Trial(times, times, {"": 1.0}, 0, 1)
+    work = Work({"forward": 1.0, "backward": 1.0}, recompute_tflop={"backward": 1.0})
+    made = phase_rooflines([trial], None, work, None)
     assert made["forward"].of_ceiling is None and made["backward"].recompute_tflop == 1.0
-    known = bounds([trial], None, {"forward": 1.0, "backward": 1.0, "step": 0.0}, 1000.0, recomputes=False)
+    known = phase_rooflines([trial], None, work, 1000.0)
     assert known["forward"].of_ceiling == pytest.approx(0.5)
+
+
+def test_work_adds_up_by_phase():
+    both = Work({"a": 1.0}, {"b": 2.0}) + Work({"a": 0.5, "c": 1.0})
+    assert (both.tflop, both.gbytes, both.recompute_tflop) == ({"a": 1.5, "c": 1.0}, {"b": 2.0}, {})
 
 
 def test_ceilings_are_measured():
@@ -68,11 +79,9 @@ def test_ceilings_are_measured():
 
 @pytest.mark.parametrize("names", [PEFT, ("eager", "packing")])
 def test_memory_parts_count_tied_weights_once(names):
-    from lorabench.measure.memory import _parts
-
     made = arm(*names)
     distinct = {p.data_ptr(): p.nbytes for p in made.model.parameters() if not p.requires_grad}
-    assert _parts(made)["weights"] == sum(distinct.values())
+    assert made.kind.held(made)["weights"] == sum(distinct.values())
 
 
 def test_the_device_is_busy_for_the_union_of_its_intervals():

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from lorabench.measure.numerics import one_step
 from lorabench.measure.trial import run_trial
 from lorabench.plan.compose import load_config, model, workload
+from lorabench.plan.samples import draw
 from lorabench.plan.weights import WeightsError, gguf_file, load_tokenizer
 
 REAL = "smollm2-135m-instruct"
@@ -48,7 +49,7 @@ def feed(real, tmp_path_factory):
 
 
 def test_real_weights_know_english_and_random_ones_do_not(real, feed):
-    samples = feed.draw(49152, 0)
+    samples = draw(feed, 49152, 0)
     assert "Paris" in load_tokenizer(real).decode([t for s in samples for t in s.tokens])
     with torch.no_grad():
         losses = {}
@@ -66,7 +67,7 @@ def test_real_weights_know_english_and_random_ones_do_not(real, feed):
 
 def test_loss_curves_with_and_without_a_toggle_stay_together(real, feed):
     """A few optimizer steps on real text with real weights: packing and the fused optimizer against padding."""
-    samples = feed.draw(49152, 0)
+    samples = draw(feed, 49152, 0)
     curves = {}
     for names in (("sdpa", "adamw_foreach", "padding"), ("sdpa", "adamw_fused", "packing")):
         made = arm(

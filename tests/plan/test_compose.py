@@ -3,8 +3,8 @@
 import pytest
 from helpers import cells, config
 
+from lorabench.contract.names import NameUnknown
 from lorabench.plan.compose import ConfigError, names_in, plan, workload
-from lorabench.plan.registry import NameUnknown
 from lorabench.sweep import help_text, main
 
 

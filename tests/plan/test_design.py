@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from helpers import PEFT, cells
 
+from lorabench.contract.ablation import combine, conflict
 from lorabench.plan import registry
-from lorabench.plan.ablation import combine, conflict
 from lorabench.plan.compose import ConfigError
 from lorabench.plan.design import DesignError, check_design, refusal
 

@@ -3,8 +3,10 @@
 import pytest
 from helpers import config
 
-from lorabench.plan.compose import model, names_in
-from lorabench.plan.registry import NameUnknown
+from lorabench.contract.kind import kind
+from lorabench.contract.names import NameUnknown
+from lorabench.measure import flops
+from lorabench.plan.compose import model, names_in, plan
 
 PUBLISHED = {"smollm2-135m": 134_515_008, "smollm2-1.7b": 1_711_376_384, "llama-3.1-8b": 8_030_261_248}
 
@@ -29,20 +31,22 @@ def test_shapes_count_the_linears_of_a_layer(name):
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(spec.hf_config(layers=1))
     linears = [m for m in built.model.layers[0].modules() if isinstance(m, torch.nn.Linear)]
-    shape = spec.shape()
+    shape = flops.decoder(spec.hf_config(), spec.lora)
     assert shape.frozen_per_layer == sum(m.weight.numel() for m in linears)
     assert shape.adapter_per_layer == sum(16 * (m.in_features + m.out_features) for m in linears)
     assert shape.layers == spec.config["num_hidden_layers"]
 
 
-def test_a_single_linear_is_a_model_by_its_name():
+def test_a_single_linear_is_a_model_by_its_name_and_a_cell_of_its_kind():
     spec = model("linear-24x40", config("weights=no/such-model"), {"r": 3})
-    assert (spec.name, spec.op, spec.weights) == ("linear-24x40(r=3)", True, "random")
-    assert spec.adapter()["target_modules"] == ["linear"] and spec.adapter()["r"] == 3
-    shape = spec.shape()
-    assert (shape.layers, shape.frozen_per_layer, shape.adapter_per_layer) == (1, 24 * 40, 3 * (24 + 40))
-    assert (shape.attention_width, shape.head) == (0, 0)
-    assert not model("tiny-llama", config()).op
+    assert (spec.name, spec.family, spec.weights) == ("linear-24x40(r=3)", "linear", "random")
+    both = config("models=[{linear-24x40@1x8: {r: 3}}, tiny-llama@1x8]", "reference=[]", "ablations=[lora_addmm]")
+    cells = plan(both, "cpu").cells
+    assert [c.kind for c in cells] == ["op", "op", "train", "train"]
+    own = kind("op")
+    assert own.adapter(cells[0].model)["target_modules"] == ["linear"] and own.adapter(cells[0].model)["r"] == 3
+    (work,) = own.work(cells[0], own.samples(cells[0]))
+    assert work.tflop["forward"] == pytest.approx(2e-12 * 8 * (24 * 40 + 3 * (24 + 40)))
     for wrong in ("linear-24", "linear-0x40", "linear-24x40x2"):
         with pytest.raises(NameUnknown, match="linear-INxOUT"):
             model(wrong, config())

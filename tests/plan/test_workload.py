@@ -7,7 +7,9 @@ import pytest
 import torch
 from helpers import random_samples
 
-from lorabench.plan.workload import IGNORE, Workload, WorkloadError, draw_lengths, fixed, length_tables, pad
+from lorabench.contract.batch import IGNORE, pad
+from lorabench.contract.workload import Workload, WorkloadError, fixed, length_tables
+from lorabench.plan.samples import draw, draw_lengths
 
 
 @pytest.mark.parametrize("name", length_tables()["measured"])
@@ -29,9 +31,9 @@ def test_approximate_lengths_are_labelled_and_near_their_mean(name):
 
 def test_same_seed_same_samples():
     feed = Workload(name="x", kind="lengths", distribution="gsm8k", batch_size=2, seq_len=512, samples=6)
-    assert feed.draw(100, 5) == feed.draw(100, 5) != feed.draw(100, 6)
-    assert len(feed.draw(100, 5)) == 6
-    assert max(max(s.tokens) for s in feed.draw(100, 5)) < 100
+    assert draw(feed, 100, 5) == draw(feed, 100, 5) != draw(feed, 100, 6)
+    assert len(draw(feed, 100, 5)) == 6
+    assert max(max(s.tokens) for s in draw(feed, 100, 5)) < 100
 
 
 def test_padding_is_counted_apart_from_real_tokens():
@@ -47,7 +49,7 @@ def test_padding_is_counted_apart_from_real_tokens():
 def test_fixed_by_its_name():
     assert (fixed("4x2048").batch_size, fixed("4x2048").seq_len) == (4, 2048)
     assert fixed("4by2048") is None
-    assert {len(s.tokens) for s in fixed("3x7").draw(50, 0)} == {7}
+    assert {len(s.tokens) for s in draw(fixed("3x7"), 50, 0)} == {7}
 
 
 class Words:
@@ -71,7 +73,7 @@ def text(path, **more):
 def test_text_is_tokenized_and_only_the_answer_may_be_trained(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"question": "1+1", "answer": str(i)}) + "\n" for i in range(3)))
-    sample = text(path, train_on="last_field").draw(100, 0)[0]
+    sample = draw(text(path, train_on="last_field"), 100, 0)[0]
     assert len(sample.tokens) == len("1+1\n") + len("2\n") + 1 and sample.tokens[-1] == 1
     assert sample.labels[:4] == [IGNORE] * 4
     assert sample.labels[4:] == sample.tokens[4:]
@@ -89,16 +91,16 @@ def test_bad_text_is_one_line(tmp_path, tokenizer, content, says):
     path = tmp_path / "a.jsonl"
     path.write_text(content)
     with pytest.raises(WorkloadError, match=says):
-        text(path).draw(100, 0)
+        draw(text(path), 100, 0)
     with pytest.raises(WorkloadError, match="no such file"):
-        text(tmp_path / "missing.jsonl").draw(100, 0)
+        draw(text(tmp_path / "missing.jsonl"), 100, 0)
 
 
 def test_a_tokenizer_above_the_vocabulary_is_refused(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     path.write_text('{"question": "x", "answer": "y"}\n' * 2)
     with pytest.raises(WorkloadError, match="above the model's vocabulary"):
-        text(path).draw(5, 0)
+        draw(text(path), 5, 0)
 
 
 def test_batches_are_long_integers():

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from lorabench.plan.ablation import Ablation, Unsupported
+from lorabench.contract.ablation import Ablation, Unsupported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,6 @@ class Refuses(Polite):
 @dataclass(frozen=True, kw_only=True)
 class Absent(Polite):
     name: ClassVar[str] = "absent"
-    from lorabench.plan.ablation import Requires
+    from lorabench.contract.ablation import Requires
 
     requires: ClassVar = Requires(packages={"no_such_package": "pip install no-such-package"})

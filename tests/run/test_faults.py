@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from helpers import cells, sweep
 
-from lorabench.run.record import Record
-from lorabench.run.store import RecordError, Store, StoreError, read_records
+from lorabench.record.schema import Record
+from lorabench.record.store import RecordError, Store, StoreError, read_records
 
 ARGS = ("models=[tiny-llama]", "workload=2x16", "trials=2", "warmup=1", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
 
 
 def record(key: str = "k", **fields) -> Record:
-    named = {"key": key, "session": "s", "model": "m", "workload": "w", "design": "solo"}
+    named = {"kind": "train", "key": key, "session": "s", "model": "m", "workload": "w", "design": "solo"}
     base = {**named, "reference": [], "candidate": [], "ablations": ["a"]}
     return Record(**{**base, "status": "unsupported", "reason": "why", **fields})
 
@@ -87,13 +87,13 @@ def test_a_worker_dies_with_its_sweep(plugin, tmp_path):
         time.sleep(0.05)
     workers = _workers(tmp_path)
     assert workers
-    assert list(temporary.glob("lorabench-twins-*"))
+    assert list(temporary.glob("lorabench-*"))
     first.send_signal(signal.SIGKILL)
     first.wait()
     while _workers(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _workers(tmp_path)
-    assert not list(temporary.glob("lorabench-twins-*"))
+    assert not list(temporary.glob("lorabench-*"))
     shutil.rmtree(temporary)
 
 
@@ -211,7 +211,11 @@ def test_the_last_record_of_a_key_counts(tmp_path):
         ({"status": "wrong_numerics", "phases": {}}, "must not carry times"),
         ({"status": "faster"}, "Input should be"),
         ({"speed": 2}, "Extra inputs"),
-        ({"schema": 2}, "reads schema 1"),
+        ({"schema": 3}, "reads schemas 1 to 2"),
+        ({"kind": "trian"}, "no kind named 'trian'; did you mean train"),
+        ({"status": "ok", "phases": {"read": {}}, "applied": {}, "pairing": "abba", "tokens": {"real": 1, "trained": 1,
+          "reference_padded": 0, "candidate_padded": 0}, "numerics": {"passed": True, "worst": "", "tensors": 1},
+          "reason": None}, "kind train has no phase 'read'"),
         ({"status": "oom", "phases": {"total": {"reference_ms": [float("nan")]}}}, "finite"),
     ],
 )

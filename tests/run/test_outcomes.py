@@ -7,7 +7,7 @@ import json
 import pytest
 from helpers import sweep
 
-from lorabench.run.store import read_records
+from lorabench.record.store import read_records
 
 TOGGLES = (
     "polite,leaky,grumpy,greedy,hang,killed,raises,wrong,deep_wrong,nothing,refuses,absent,"

@@ -6,21 +6,21 @@ from types import SimpleNamespace
 import pytest
 from helpers import cells
 
+from lorabench.measure.cell import ArmResult, Result
 from lorabench.run.runner import Runner
-from lorabench.run.worker import ArmResult, Result
 
 MACHINE = SimpleNamespace(device="cpu", dtype=lambda wanted: "float32")
 
 
 class Pretended:
-    """Workers that answer at once: `answer(job)`."""
+    """Workers that answer at once: `answer(task)`."""
 
     def __init__(self, answer):
-        self.answer, self.jobs = answer, []
+        self.answer, self.tasks = answer, []
 
-    def run(self, job, timeout_s, tell):
-        self.jobs.append(job)
-        return self.answer(job)
+    def run(self, task, timeout_s, tell, log):
+        self.tasks.append(task)
+        return self.answer(task)
 
 
 def runner(answer, folder):
@@ -28,25 +28,25 @@ def runner(answer, folder):
 
 
 def test_the_attempt_together_stays_in_the_cost(tmp_path):
-    def answer(job):
-        if len(job.arms) == 2:
+    def answer(task):
+        if len(task.arms) == 2:
             seconds = {"gate": 2.0, "build": 1.0, "trials": 5.0}
             return Result("oom", "no room", "candidate", resident=True, seconds=seconds)
         times = {phase: [1.0, 1.0] for phase in ("forward", "backward", "step", "total")}
-        return Result(arms={job.arms[0]: ArmResult(times=times)}, seconds={"build": 0.5, "trials": 3.0})
+        return Result(arms={task.arms[0]: ArmResult(times=times)}, seconds={"build": 0.5, "trials": 3.0})
 
     with runner(answer, tmp_path) as made:
         pair = made._together(cells("ablations=[eager]")[1], lambda text: None)
-        assert len(made.workers.jobs) == 5
+        assert len(made.workers.tasks) == 5
     assert pair.pairing == "abba"
     assert pair.seconds == pytest.approx({"gate": 2.0, "build": 3.0, "trials": 17.0})
 
 
-def test_the_twins_folder_is_every_worker_s_and_ends_with_the_sweep(tmp_path):
-    with runner(lambda job: Result("crash", "why"), tmp_path) as made:
+def test_the_scratch_folder_is_every_worker_s_and_ends_with_the_sweep(tmp_path):
+    with runner(lambda task: Result("crash", "why"), tmp_path) as made:
         for cell in cells("ablations=[eager]"):
             made._together(cell, lambda text: None)
-        folder = {job.twins for job in made.workers.jobs}
+        folder = {task.scratch for task in made.workers.tasks}
         assert len(folder) == 1
         path = Path(folder.pop())
         assert path.is_dir() and path != tmp_path and tmp_path not in path.parents

@@ -1,21 +1,20 @@
-"""The gate's gold and plain twins are computed once, and what comes out of the file is what was put in."""
+"""The gate's gold and plain outcomes are computed once, and what comes out of the file is what was put in."""
+
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import arm, cells, gate_of
+from helpers import cells, measurement_of, shared_step
 
-from lorabench.measure import numerics, twins
-from lorabench.measure.numerics import twin
+from lorabench.measure import gold_cache
+from lorabench.measure.gradient_kind import GradientKind
 
 DEVICE = torch.device("cpu")
 
 
 def computed(dtype):
-    def make(name, ablations, upcast):
-        return arm(*ablations, dtype=dtype, layers=2, upcast=upcast)
-
-    gold = twin(make, "gold", (), upcast=True)
-    return gold, gold if dtype == torch.float32 else twin(make, "plain", (), upcast=False)
+    gold = shared_step(dtype=dtype, layers=2, upcast=True)
+    return gold, gold if dtype == torch.float32 else shared_step(dtype=dtype, layers=2)
 
 
 def same(one, two):
@@ -27,33 +26,33 @@ def same(one, two):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_read_is_what_was_computed(dtype, tmp_path):
-    file, calls = tmp_path / "twins.safetensors", []
+    file, calls = tmp_path / "gold.safetensors", []
 
     def compute():
         calls.append(1)
         return computed(dtype)
 
-    first, second = (twins.kept(file, DEVICE, compute) for _ in range(2))
+    first, second = (gold_cache.cached(file, DEVICE, compute) for _ in range(2))
     assert calls == [1]
     assert all(same(a, b) for a, b in zip(first, second, strict=True))
     assert (second[0] is second[1]) == (dtype == torch.float32)
-    assert [f.name for f in tmp_path.iterdir()] == ["twins.safetensors"]
+    assert [f.name for f in tmp_path.iterdir()] == ["gold.safetensors"]
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
     made = computed(torch.float32)
-    gold, low = twins.kept(tmp_path / "gone" / "twins.safetensors", DEVICE, lambda: made)
+    gold, low = gold_cache.cached(tmp_path / "gone" / "gold.safetensors", DEVICE, lambda: made)
     assert gold is made[0] and low is made[1]
 
 
 def test_one_file_for_all_that_differ_in_their_toggles_alone():
     def file(*overrides, seed=0, dtype=torch.float32):
         cell = cells(*overrides, "ablations=[eager]")[1]
-        return twins.path("folder", cell.model, cell.workload, seed, dtype)
+        return gold_cache.path(Path("folder"), cell.model, cell.workload, seed, dtype)
 
     def over(base):
         cell = cells(f"reference=[sdpa,{base}]", "ablations=[eager]")[1]
-        return twins.path("folder", cell.model, cell.workload, 0, torch.float32, cell.loading)
+        return gold_cache.path(Path("folder"), cell.model, cell.workload, 0, torch.float32, cell.held_weights)
 
     same = [file(), file("reference=peft_low"), file("trials=7"), over("padding")]
     other = [
@@ -65,13 +64,14 @@ def test_one_file_for_all_that_differ_in_their_toggles_alone():
 
 
 def gated(cell, folder, monkeypatch):
-    """(twins built, the candidate's verdict) of the gate of one cell."""
-    built, plain = [], numerics.twin
-    measurement = gate_of(cell, folder, dtype=lambda wanted: "float32")
+    """(models built, the candidate's verdict) of the gate of one cell."""
+    built, plain = [], GradientKind._outcomes
+    measurement = measurement_of(cell, folder)
     with monkeypatch.context() as patch:
-        patch.setattr(numerics, "twin", lambda make, name, *a, **k: built.append(name) or plain(make, name, *a, **k))
+        noted = lambda self, request: built.append(request.name) or plain(self, request)  # noqa: E731
+        patch.setattr(GradientKind, "_outcomes", noted)
         measurement.gate()
-    return built, measurement.result.arms["candidate"].numerics
+    return built, measurement.result.arms["candidate"].numerics[""]
 
 
 def test_the_next_cell_s_gate_computes_its_arms_alone(tmp_path, monkeypatch):
@@ -84,7 +84,7 @@ def test_the_next_cell_s_gate_computes_its_arms_alone(tmp_path, monkeypatch):
     assert (["gold", *built], verdict) == gated(second, fresh, monkeypatch)
 
 
-def test_a_cell_gated_without_dropout_has_twins_of_its_own(tmp_path, monkeypatch):
+def test_a_cell_gated_without_dropout_has_a_gold_of_its_own(tmp_path, monkeypatch):
     dropping = cells("ablations=[eager,lora_kernels]", "lora.lora_dropout=0.3")
     first, second = (c for c in dropping if c.toggles)
     gated(first, tmp_path, monkeypatch)
