@@ -48,14 +48,20 @@ def run(marks: str, *arguments: str) -> None:
 FAST, REST = "not gpu and not exhaustive", "not gpu and exhaustive"
 
 
-@pytest.mark.parametrize("marks", [FAST, pytest.param(REST, marks=pytest.mark.exhaustive)], ids=["fast", "rest"])
-def test_triton_kernels_in_the_interpreter(marks):
-    """All files in one process: each would spend longer on its imports than on its tests."""
-    run(marks, *(f"test_{name}.py" for name in FILES))
+def whole_model(family: str) -> str:
+    return f"test_apply.py::test_same_as_peft_in_float32[False-{family}]"
 
 
-@pytest.mark.parametrize(
-    "families", ["qwen3", pytest.param("(llama or gemma2)", marks=pytest.mark.exhaustive)], ids=["fast", "rest"]
-)
-def test_whole_models_in_the_interpreter(families):
-    run(FAST, "test_apply.py", "-k", f"same_as_peft_in_float32 and False and {families}")
+def test_triton_kernels_in_the_interpreter():
+    """All files, and a whole model, in one process: each would spend longer on its imports than on its tests."""
+    run(FAST, *(f"test_{name}.py" for name in FILES), whole_model("qwen3"))
+
+
+@pytest.mark.exhaustive
+def test_the_rest_of_the_triton_kernels_in_the_interpreter():
+    run(REST, *(f"test_{name}.py" for name in FILES))
+
+
+@pytest.mark.exhaustive
+def test_other_whole_models_in_the_interpreter():
+    run(FAST, whole_model("llama"), whole_model("gemma2"))
