@@ -1,0 +1,288 @@
+"""lorabench from Python: two variants of a user's own step measured in pairs, and results as a frame."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import random_samples
+from torch import nn
+
+import lorabench
+import lorabench.measure.cell  # sets the attribute `measure` of the package to the module
+from lorabench import Phases, Tolerance, WrongNumerics, measure
+from lorabench.contract.batch import pad
+from lorabench.contract.step import Step
+
+QUICK = {"trials": 6, "warmup": 1}
+RATE = 1e-3
+
+
+def net(scale: float = 1.0, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(32, 32), nn.Dropout(dropout), nn.Tanh(), nn.Linear(32, 1))
+    with torch.no_grad():
+        made[0].weight.mul_(scale)
+    return made
+
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+
+def phases(model: nn.Module, *, times: int = 1, rate: float = RATE, error: float = 1.0, **changed) -> Phases:
+    """A step of a model on X, its forward done `times` times, its loss's gradient multiplied by `error`."""
+
+    def forward() -> torch.Tensor:
+        for _ in range(times - 1):
+            model(X)
+        loss = model(X.to(next(model.parameters()).dtype)).float().square().mean()
+        return loss * error - (loss * (error - 1)).detach()  # the same number, whatever its gradient
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    return Phases(**{"forward": forward, "model": model, "optimizer": optimizer, **changed})
+
+
+def whole(parts: Phases):
+    """The same as one function."""
+    optimizer = parts.optimizer
+    assert optimizer is not None
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = parts.forward()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def test_twenty_times_the_forward_is_slower():
+    found = measure(reference=phases(net()), candidate=phases(net(), times=60), **QUICK)
+    assert found.speedup.speedup.high < 1 and found.phases["forward"].centre < 0.2
+    assert list(found.phases) == list(found.reference_ms) == ["forward", "backward", "step", "total"]
+    assert all(len(ms) == 6 for times in (found.reference_ms, found.candidate_ms) for ms in times.values())
+    parts = [sum(found.candidate_ms[phase][i] for phase in ("forward", "backward", "step")) for i in range(6)]
+    assert found.candidate_ms["total"] == pytest.approx(parts)
+    assert found.numerics is None and set(found.memory) == set(found.losses) == {"reference", "candidate"}
+    text = str(found)
+    assert "\n" not in text and "6 paired trials" in text and "forward 0." in text and "no gold" in text
+
+
+def test_whole_steps_and_the_order_of_the_ratio():
+    slow, quick = whole(phases(net(), times=100)), whole(phases(net()))
+    found = measure(reference=slow, candidate=quick, **QUICK)
+    assert found.speedup.speedup.low > 1 and found.speedup is found.phases["total"]
+    assert list(found.phases) == ["total"] and found.losses["candidate"][-1] < found.losses["candidate"][0]
+    assert found.memory["candidate"].static is None
+
+
+def test_the_same_step_is_no_faster_by_an_order():
+    found = measure(reference=phases(net()), candidate=phases(net()), seed=3, **QUICK)
+    assert 0.2 < found.speedup.centre < 5
+
+
+def test_a_gold_lets_the_same_mathematics_pass():
+    found = measure(reference=phases(net()), candidate=phases(net()), gold=phases(net()), **QUICK)
+    assert found.numerics and found.numerics.passed and found.numerics.tensors == 4
+    assert found.numerics.update_error == pytest.approx(0, abs=1e-5) and "numerics passed" in str(found)
+    assert found.memory["reference"].weights == 0 and found.memory["reference"].adapters == 4 * (32 * 32 + 32 + 33)
+
+
+@pytest.mark.parametrize(
+    "candidate, words",
+    [
+        ({"error": 1.05}, "the gradient of"),
+        ({"rate": 2 * RATE}, "first update is off by 1 from the gold's"),
+        ({"backward": lambda loss: None}, "the gradient of"),
+    ],
+)
+def test_wrong_numerics_have_no_speed(candidate, words, monkeypatch):
+    monkeypatch.setattr("lorabench.measure.trial.run_rounds", lambda *_: pytest.fail("was timed"))
+    wrong = phases(net(), **candidate)
+    with pytest.raises(WrongNumerics, match=words) as caught:
+        measure(reference=phases(net()), candidate=wrong, gold=phases(net()), **QUICK)
+    assert not caught.value.numerics.passed and "PEFT" not in str(caught.value) and "Adam" not in str(caught.value)
+
+
+def test_a_wrong_loss_and_other_tensors_are_wrong_numerics():
+    right = net()
+    off = phases(right, forward=lambda: right(X).square().mean() + 0.1)
+    with pytest.raises(WrongNumerics, match="the loss is off"):
+        measure(reference=phases(net()), candidate=off, gold=phases(net()), **QUICK)
+    fewer = net()
+    fewer[0].weight.requires_grad_(False)
+    with pytest.raises(WrongNumerics, match=r"trained tensors differ .*0\.weight"):
+        measure(reference=phases(net()), candidate=phases(fewer), gold=phases(net()), **QUICK)
+
+
+def test_a_tolerance_is_declared_and_shown():
+    kind = {"reference": phases(net()), "gold": phases(net()), **QUICK}
+    declared = Tolerance(words="gradients by 1.05", grad=0.1)
+    found = measure(candidate=phases(net(), error=1.05), tolerance=declared, **kind)
+    assert found.numerics and found.numerics.tolerance == "gradients by 1.05"
+    assert found.numerics.grad_error == pytest.approx(0.05, rel=0.01)
+
+
+def test_a_reference_that_is_nothing_like_the_gold_measures_nothing():
+    with pytest.raises(WrongNumerics, match=r"reference's gradient is off by .* same weights"):
+        measure(reference=phases(net(scale=-2)), candidate=phases(net(scale=-2)), gold=phases(net()), **QUICK)
+
+
+def test_low_precision_is_allowed_what_the_reference_is_off_by():
+    rounded = net().bfloat16()
+    three = [phases(m) for m in (copy.deepcopy(rounded), copy.deepcopy(rounded), copy.deepcopy(rounded).float())]
+    found = measure(reference=three[0], candidate=three[1], gold=three[2], **QUICK)
+    assert found.numerics and 0 < (found.numerics.grad_error or 0) < (found.numerics.grad_allowed or 0) < 0.2
+
+
+def test_dropout_is_compared_under_shared_masks_and_then_given_back():
+    models = [net(dropout=0.5) for _ in range(3)]
+    drops = [m[1] for m in models]
+    found = measure(reference=phases(models[0]), candidate=phases(models[1]), gold=phases(models[2]), **QUICK)
+    assert found.numerics and found.numerics.passed
+    assert [m[1] for m in models] == drops and type(drops[0]) is nn.Dropout
+
+
+def peft_model() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    base = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, use_cache=False, **sizes))
+    made = get_peft_model(base, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return made.train()
+
+
+def test_a_peft_model_with_gold_as_phases_and_as_our_step():
+    model = peft_model()
+    batches = pad(random_samples([16, 12], vocabulary=64), 2)
+
+    def as_phases(model: nn.Module) -> Phases:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
+        return Phases(model=model, optimizer=optimizer, forward=lambda: model(**batches[0].inputs).loss)
+
+    def as_step(model: nn.Module) -> Step:
+        return Step(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE), batches)
+
+    mine, steps, gold = (copy.deepcopy(model) for _ in range(3))
+    found = measure(reference=as_phases(mine), candidate=as_step(steps), gold=as_phases(gold), **QUICK)
+    assert found.numerics and found.numerics.passed and found.numerics.tensors == 14
+    assert list(found.phases) == ["forward", "backward", "step", "total"]
+    assert found.memory["candidate"].adapters == found.memory["reference"].adapters > 0
+
+
+def meta() -> Phases:
+    return Phases(forward=lambda: torch.zeros(()), model=nn.Linear(2, 2, device="meta"))
+
+
+def with_conv_dropout() -> Phases:
+    return phases(nn.Sequential(net(), nn.Dropout1d(0.5)))
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"reference": None}, "reference= is NoneType; expected a function"),
+        ({"candidate": net()}, "candidate= is a model"),
+        ({"trials": 2}, "trials=2: expected a whole number of at least 3"),
+        ({"trials": "30"}, "trials='30'"),
+        ({"warmup": 0}, "warmup=0"),
+        ({"device": "mps"}, "one device|device mps"),
+        ({"device": "gpu"}, "device 'gpu'"),
+        ({"device": "cuda:77"}, "device cuda:77: torch sees"),
+        ({"reference": lambda: None, "candidate": lambda: 1.0}, "the reference returned NoneType; expected its loss"),
+        ({"reference": lambda: 1.0, "candidate": lambda: X}, r"candidate returned a tensor of shape \(64, 32\)"),
+        ({"reference": lambda: 1.0, "candidate": lambda: float("nan")}, "the candidate's loss is nan"),
+        ({"candidate": lambda: 1.0}, "one variant is a whole step and another Phases"),
+        ({"candidate": phases(net(), forward=lambda: 1.0)}, "Phases.forward returned float"),
+        ({"candidate": meta()}, "on one device: reference cpu, candidate meta"),
+        ({"reference": lambda: 1.0, "candidate": lambda: 1.0, "gold": lambda: 1.0}, "names no model"),
+        ({"gold": phases(net().bfloat16())}, "holds bfloat16"),
+        ({"gold": phases(net(), optimizer=None)}, "reference updates its parameters and the gold does not"),
+        ({"gold": with_conv_dropout()}, "masks that cannot be shared"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(given, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        measure(**{"reference": phases(net()), "candidate": phases(net()), **QUICK, **given})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_that_is_lost_later_is_no_speed():
+    losses = iter([1.0] * 10 + [float("inf")] * 90)
+    with pytest.raises(ValueError, match="loss of the candidate is inf in trial"):
+        measure(reference=lambda: 1.0, candidate=lambda: next(losses), **{**QUICK, "trials": 30})
+
+
+@pytest.mark.parametrize("wrong", [{"forward": 1}, {"backward": 1}, {"forward": None}, {}])
+def test_phases_say_what_they_lack(wrong):
+    with pytest.raises(ValueError, match=r"has to be a function|needs clear="):
+        Phases(**{"forward": lambda: None, **wrong})
+
+
+def test_phases_by_hand_are_called_in_order_and_without_gradients():
+    model, calls = net(), []
+
+    def clear() -> None:
+        calls.append("clear")
+        model.zero_grad()
+
+    def forward() -> torch.Tensor:
+        assert all(p.grad is None for p in model.parameters())
+        calls.append("forward")
+        return model(X).square().mean()
+
+    def backward(loss: torch.Tensor) -> None:
+        calls.append("backward")
+        loss.backward()
+
+    by_hand = Phases(forward=forward, backward=backward, step=lambda: calls.append("step"), clear=clear)
+    measure(reference=by_hand, candidate=phases(net()), **QUICK)
+    without_repeats = [call for call, _ in groupby(calls)]
+    assert without_repeats[:8] == ["clear", "forward", "backward", "step"] * 2
+
+
+ONLY_IMPORT = "import sys, lorabench; assert not {'torch', 'pandas', 'transformers', 'pydantic'} & set(sys.modules); "
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import lorabench.measure; assert lorabench.measure is sys.modules['lorabench.measure']",
+        "from lorabench import measure; import lorabench.measure.kind; assert measure is lorabench.measure",
+        "lorabench.Ablation; lorabench.measure; assert 'torch' not in sys.modules",
+        "import lorabench.measure.trial as t; assert lorabench.measure.trial is t",
+        "assert lorabench.__version__[0].isdigit() and 'Phases' in dir(lorabench); from lorabench import *; Measured",
+    ],
+)
+def test_the_names_come_cheaply_and_both_ways_round(code):
+    call = "; callable(lorabench.measure) or sys.exit(1)"
+    done = subprocess.run([sys.executable, "-c", ONLY_IMPORT + code + call], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_callable_package_shows_the_functions_signature():
+    shown = inspect.signature(lorabench.measure)
+    assert [*shown.parameters][:3] == ["reference", "candidate", "gold"]
+    assert shown.return_annotation == "Measured" and lorabench.measure.cell.Measurement
+    with pytest.raises(AttributeError, match="no attribute 'mesure'"):
+        lorabench.mesure  # noqa: B018
+
+
+def test_load_results_is_a_frame_a_row_a_record():
+    folder = next(Path(__file__).resolve().parents[1].glob("results/*/*/records.jsonl")).parent
+    frame = lorabench.load_results(folder)
+    assert len(frame) and {"model", "toggles", "status", "total_speedup"} <= set(frame.columns)
+    with pytest.raises(ValueError, match="no such file"):
+        lorabench.load_results(folder / "nowhere")
