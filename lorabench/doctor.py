@@ -1,14 +1,15 @@
 """The doctor: what this machine can run, and why not the rest.  python -m lorabench.doctor
 
-Exit code 0 when the default sweep can run, 1 when something it needs is missing.
+Exit code 0 when the default sweep can run, 1 when something it needs is missing, 2 for an argument: it takes none.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,10 +68,13 @@ def _gpu_findings(machine: Machine) -> Iterator[Finding]:
     words = f"other processes on the GPU: {others}" if others else "nothing else on the GPU"
     yield Finding("note" if others else "ok", "neighbours", words)
     if machine.gpus > 1:
-        yield Finding("ok", "GPUs", f"{machine.gpus}; a cell uses the first one")
+        yield Finding("ok", "GPUs", f"{machine.gpus}; a cell uses the first one, with world_size=N and ddp the first N")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    summary, _, codes = (__doc__ or "").partition("\n\n")
+    summary = summary.partition("  ")[0]
+    argparse.ArgumentParser(prog="python -m lorabench.doctor", description=summary, epilog=codes).parse_args(argv)
     console, machine = Console(), describe()
     found = list(findings(machine))
     for finding in found:

@@ -1,12 +1,14 @@
 """The doctor: it says what this machine can run, and why not the rest."""
 
+import pytest
+
 from lorabench import doctor
 from lorabench.measure.machine import describe
 
 
 def test_it_names_device_precision_and_every_ablation(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    assert doctor.main() == 0
+    assert doctor.main([]) == 0
     text = capsys.readouterr().out
     assert "precision" in text and "commit" in text and "torch " in text
     for name in doctor.registered():
@@ -16,3 +18,12 @@ def test_it_names_device_precision_and_every_ablation(capsys, monkeypatch):
 def test_no_ablations_is_bad(monkeypatch):
     monkeypatch.setattr(doctor, "registered", dict)
     assert [f.level for f in doctor.findings(describe()) if f.what == "ablations"] == ["bad"]
+
+
+@pytest.mark.parametrize("arguments, code", [(["--help"], 0), (["everything"], 2)])
+def test_it_takes_no_arguments_but_help(arguments, code, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(arguments)
+    assert stopped.value.code == code
+    said = capsys.readouterr()
+    assert "usage: python -m lorabench.doctor" in said.out + said.err and "precision" not in said.out

@@ -1,0 +1,77 @@
+"""The command line: lorabench SUBCOMMAND [ARGUMENT ...], or python -m lorabench.
+
+    lorabench sweep 'ablations=[lora_kernels]' output=output/first
+    lorabench doctor
+    lorabench --help
+
+Each subcommand is the module that `python -m lorabench.NAME` runs. It is imported when it is called, so that help is
+instant. Exit codes are the subcommand's own; 2 for a wrong one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module, metadata
+from typing import NamedTuple
+
+from lorabench.contract.names import NameUnknown, nearest
+
+
+class Command(NamedTuple):
+    """A subcommand: the module whose `main(arguments)` it is, one line of help, and arguments that it always gives."""
+
+    module: str
+    summary: str
+    first: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "sweep": Command("lorabench.sweep", "measure optimizations, each against its reference, and write the report"),
+    "list": Command("lorabench.sweep", "the optimizations, and what each lacks on this machine", ("list=true",)),
+    "report": Command("lorabench.report.__main__", "tables, plots and page again, from a results folder"),
+    "compare": Command("lorabench.compare", "two results folders against each other"),
+    "doctor": Command("lorabench.doctor", "what this machine can run, and why not the rest"),
+    "log": Command("lorabench.log_command", "run a command; keep its output and the environment it ran in"),
+}
+
+
+def help_text() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "lorabench: measures what optimizations of LoRA fine-tuning buy, each checked and timed in pairs.",
+            "",
+            "usage: lorabench SUBCOMMAND [ARGUMENT ...]",
+            "       lorabench SUBCOMMAND --help",
+            "       lorabench --version",
+            "",
+            *lines,
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns its exit code. argparse inside it may raise SystemExit."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else None
+    if name is None or name in ("-h", "--help", "help"):
+        print(help_text(), file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
+    if name == "--version":
+        print(f"lorabench {metadata.version('lorabench')}")
+        return 0
+    try:
+        command = _command(name)
+    except NameUnknown as error:
+        print(f"lorabench: {error}", file=sys.stderr)
+        return 2
+    return import_module(command.module).main([*command.first, *arguments[1:]])
+
+
+def _command(name: str) -> Command:
+    """Raises NameUnknown with the nearest right name."""
+    if name not in COMMANDS:
+        raise nearest("subcommand", name, COMMANDS)
+    return COMMANDS[name]
