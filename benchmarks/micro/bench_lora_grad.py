@@ -19,9 +19,9 @@ from lorakernels.runtime import use_triton
 
 
 @pytest.mark.parametrize("form", [*DS_DB_TILES, "library"])
-@pytest.mark.parametrize("site", ["hidden", "wide"])
-def test_ds_and_db(form, site, time, tensor, shapes):
-    m, n, r = shapes["tokens"], shapes[site], shapes["rank"]
+@pytest.mark.parametrize("width", ["hidden", "wide"])
+def test_ds_and_db(form, width, time, tensor, shapes):
+    m, n, r = shapes["tokens"], shapes[width], shapes["rank"]
     d, sb, s = tensor(m, n + r), tensor(n, r), tensor(m, r)
     if form != "library" and form not in fitting_tiles(d, [n], [r]):
         pytest.skip("runs in Triton only")

@@ -10,16 +10,16 @@ from lorakernels.projection import Projection
 from lorakernels.projection_node import project
 from torch import nn
 
-SITES = {"o": [("hidden", "hidden")], "qkv": [("hidden", "hidden")] * 3, "gate_up": [("wide", "hidden")] * 2}
-SITES["down"] = [("hidden", "wide")]
+LINEARS = {"o": [("hidden", "hidden")], "qkv": [("hidden", "hidden")] * 3, "gate_up": [("wide", "hidden")] * 2}
+LINEARS["down"] = [("hidden", "wide")]
 
 
 @pytest.mark.parametrize("form", ["one", "addmm", "peft", "bare"])
-@pytest.mark.parametrize("site", SITES)
-def test_projection(form, site, time, phase, tensor, shapes):
+@pytest.mark.parametrize("linear", LINEARS)
+def test_projection(form, linear, time, phase, tensor, shapes):
     members = []
-    for i, (n, k) in enumerate(SITES[site]):
-        n = shapes[n] // 4 if site == "qkv" and i else shapes[n]
+    for i, (n, k) in enumerate(LINEARS[linear]):
+        n = shapes[n] // 4 if linear == "qkv" and i else shapes[n]
         k, r = shapes[k], shapes["rank"]
         weight = nn.Parameter(tensor(n, k), requires_grad=False)
         members.append(Member(str(i), weight, a=tensor(r, k, grad=True), b=tensor(n, r, grad=True), scale=2.0))

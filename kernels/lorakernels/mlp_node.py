@@ -221,10 +221,12 @@ def gated_mlp(
     (that, x + residual).
 
     groups: [Projection of gate and up], or one of each. act: "silu", "gelu" or "gelu_tanh"; norm_weight: (K,). Raises
-    ValueError where the projections do not fit x or one another, and at a residual without a norm.
+    ValueError where the projections do not fit x or one another, at a residual without a norm, and where a norm has no
+    weight.
     """
     check(x.shape[-1] == groups[0].k, f"x must have {groups[0].k} columns", x=x)
     check(norm is not None or residual is None, "a residual needs a norm", x=x, residual=residual)
+    check(norm is None or norm_weight is not None, "a norm needs its weight", x=x, norm_weight=norm_weight)
     check(sum(g.n for g in groups) == 2 * down.k, "gate and up do not fit down", x=x)
     dtype = compute_dtype(x, groups[0].compute_dtype)
     spec = MLPSpec(groups, down, act, norm, add, pass_through, dtype)

@@ -178,9 +178,13 @@ def project(
 
     groups: one Projection, or several that share x (their outputs lie side by side). norm, norm_weight (K,): of x
     before them; cos, sin: (B or 1, S, ≤ D); head_norms: weights (D,) for q and k. spare: columns of room behind the
-    norm's dX, for the projection whose output x is. Raises ValueError where x does not have K columns.
+    norm's dX, for the projection whose output x is. Raises ValueError where x does not have K columns, or a norm has no
+    weight.
     """
     check(x.shape[-1] == groups[0].k, f"x must have {groups[0].k} columns", x=x)
+    check(norm is None or norm_weight is not None, "a norm needs its weight", x=x, norm_weight=norm_weight)
+    normed_heads = heads is not None and heads.norm_eps is not None
+    check(not normed_heads or all(w is not None for w in head_norms), "head norms need their weights", x=x)
     dtype = compute_dtype(x, groups[0].compute_dtype)
     spec = ProjectSpec(groups, norm, heads, pass_through, spare, dtype)
     parameters = [t for g in groups for m in g.members for t in m.parameters]

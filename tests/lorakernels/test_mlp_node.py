@@ -120,3 +120,16 @@ def test_what_is_saved():
     parameters = sum(t.numel() for t in leaves([*members, down]))
     per_token = 32 + 128 + groups[0].p + 16
     assert sum(saved.values()) <= 7 * per_token + parameters
+
+
+def test_what_does_not_fit():
+    groups, down = [Projection([member("gate_up", 36, 12, 4)])], Projection([member("down", 12, 18, 3)])
+    x = torch.zeros(2, 12, dtype=F64)
+    with pytest.raises(ValueError, match="a norm needs its weight"):
+        gated_mlp(x, groups, down, "silu", norm=Norm(1e-6))
+    with pytest.raises(ValueError, match="a residual needs a norm"):
+        gated_mlp(x, groups, down, "silu", residual=x)
+    with pytest.raises(ValueError, match="12 columns"):
+        gated_mlp(x[:, 1:], groups, down, "silu")
+    with pytest.raises(ValueError, match="gate and up do not fit down"):
+        gated_mlp(x, groups, Projection([member("down", 12, 17, 3)]), "silu")

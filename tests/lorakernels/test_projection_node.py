@@ -142,3 +142,11 @@ def test_fp8_base_leaves_the_adapters_exact():
     assert (a[0] - b[0]).norm() / b[0].norm() < 0.05
     assert_close(a[1], b[1], torch.float32, 2)
     assert_close(a[2], b[2], torch.float32, 2)
+
+
+def test_a_norm_without_its_weight():
+    x, groups = torch.zeros(1, 2, 20, dtype=F64), [Projection(qkv())]
+    with pytest.raises(ValueError, match="a norm needs its weight"):
+        project(x, groups, norm=Norm(1e-6))
+    with pytest.raises(ValueError, match="head norms need their weights"):
+        project(x, groups, heads=Heads(2, 1, 8, True, 1e-6), head_norms=(torch.ones(8), None))
