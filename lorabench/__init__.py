@@ -11,7 +11,7 @@ Importing this costs nothing: torch, transformers and pandas come when a name th
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 __all__ = [
@@ -39,7 +39,7 @@ else:
     def __getattr__(name: str) -> object:
         """A public name on its first use. Raises AttributeError for any other."""
         if name == "__version__":
-            return metadata.version("lorabench")
+            return import_module("importlib.metadata").version("lorabench")
         if name == "measure":
             return import_module("lorabench.measure")
         if name in _WHERE:

@@ -253,22 +253,34 @@ def test_phases_by_hand_are_called_in_order_and_without_gradients():
     assert without_repeats[:8] == ["clear", "forward", "backward", "step"] * 2
 
 
-ONLY_IMPORT = "import sys, lorabench; assert not {'torch', 'pandas', 'transformers', 'pydantic'} & set(sys.modules); "
+HEAVY = "not {'torch', 'pandas', 'transformers', 'scipy'} & set(sys.modules)"
+CHEAP = f"""
+import sys, lorabench
+assert {HEAVY} and 'pydantic' not in sys.modules
+assert lorabench.Ablation and lorabench.__version__[0].isdigit() and 'Phases' in dir(lorabench)
+import lorabench.measure as package
+assert lorabench.measure is package is sys.modules['lorabench.measure'] and callable(package) and {HEAVY}
+"""
+FUNCTION_FIRST = """
+from lorabench import measure
+import lorabench.measure.trial as trial
+import lorabench
+assert measure is lorabench.measure and lorabench.measure.trial is trial and callable(measure)
+from lorabench import *
+assert Measured and Phases and load_results and measure is lorabench.measure
+"""
+PACKAGE_FIRST = """
+import lorabench.measure.trial
+from lorabench import measure
+assert measure is lorabench.measure
+found = lorabench.measure(reference=lambda: 1.0, candidate=lambda: 1.0, trials=3, warmup=1)
+assert isinstance(found, lorabench.Measured)
+"""
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import lorabench.measure; assert lorabench.measure is sys.modules['lorabench.measure']",
-        "from lorabench import measure; import lorabench.measure.kind; assert measure is lorabench.measure",
-        "lorabench.Ablation; lorabench.measure; assert 'torch' not in sys.modules",
-        "import lorabench.measure.trial as t; assert lorabench.measure.trial is t",
-        "assert lorabench.__version__[0].isdigit() and 'Phases' in dir(lorabench); from lorabench import *; Measured",
-    ],
-)
+@pytest.mark.parametrize("code", [CHEAP, FUNCTION_FIRST, PACKAGE_FIRST])
 def test_the_names_come_cheaply_and_both_ways_round(code):
-    call = "; callable(lorabench.measure) or sys.exit(1)"
-    done = subprocess.run([sys.executable, "-c", ONLY_IMPORT + code + call], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -286,3 +298,38 @@ def test_load_results_is_a_frame_a_row_a_record():
     assert len(frame) and {"model", "toggles", "status", "total_speedup"} <= set(frame.columns)
     with pytest.raises(ValueError, match="no such file"):
         lorabench.load_results(folder / "nowhere")
+
+
+def test_what_the_readme_shows():
+    batch, model = X, net()
+    faster = copy.deepcopy(model)
+
+    def parts(model: nn.Module) -> Phases:
+        optimizer = torch.optim.AdamW(model.parameters())
+        return lorabench.Phases(model=model, optimizer=optimizer, forward=lambda: model(batch).square().mean())
+
+    gold = copy.deepcopy(model).float()
+    result = lorabench.measure(reference=parts(model), candidate=parts(faster), gold=parts(gold), trials=6)
+    assert "numerics passed" in str(result) and result.speedup.speedup.low <= result.speedup.centre
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_device_is_found_and_memory_has_peaks():
+    def on_gpu(*, width: int = 4096) -> Phases:
+        torch.manual_seed(0)
+        model = nn.Linear(width, 1024, device="cuda")
+        batch = torch.randn(512, width, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        return Phases(model=model, optimizer=optimizer, forward=lambda: model(batch).square().mean())
+
+    found = measure(reference=on_gpu(), candidate=on_gpu(), gold=on_gpu(), **QUICK)
+    assert found.numerics and found.numerics.passed
+    held = found.memory["candidate"]
+    assert held.peaks and set(held.peaks) == {"forward", "backward", "step"}
+    assert held.static == (held.adapters or 0) + (held.optimizer or 0) <= (held.peak or 0)
+    slow = measure(reference=on_gpu(), candidate=on_gpu(width=4096 * 16), device="cuda", **QUICK)
+    assert slow.speedup.speedup.high < 1
+    with pytest.raises(ValueError, match="on one device: device cpu, reference cuda:0"):
+        measure(reference=on_gpu(), candidate=on_gpu(), device="cpu", **QUICK)
+    with pytest.raises(ValueError, match="losses are on different devices: reference cuda:0, candidate cpu"):
+        measure(reference=lambda: torch.ones((), device="cuda"), candidate=lambda: torch.ones(()), **QUICK)

@@ -24,7 +24,8 @@ class Phases:
 
     `forward` returns the loss, a tensor of one element. The rest has ordinary answers: `backward(loss)` is
     `loss.backward()`, `step()` is the optimizer's (without one there is no update), and `clear()`, which is not timed,
-    drops the gradients of the optimizer or the model. The numerics gate and the memory of weights need `model`.
+    drops the gradients of the optimizer or the model. The numerics gate and the memory of weights need `model`. With a
+    gradient scaler, `backward` has to unscale for the gate.
 
     Raises ValueError for what is no function, and where nothing says how gradients are dropped.
     """
