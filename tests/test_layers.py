@@ -79,6 +79,125 @@ def test_no_package_imports_one_above_it(package):
     assert not wrong, wrong
 
 
+# The flow of the data through lorabench: each folder imports only from those before it (and any file at the top, such as
+# sweep.py, from all of them). Nothing in a folder imports a file at the top.
+FLOW = ("contract", "plan", "record", "measure", "run", "report")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of lorabench by its dotted name."""
+    named = {}
+    for file in sources(PACKAGES["lorabench"]):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return named
+
+
+def imported(tree: ast.AST, known: dict[str, Path]) -> set[str]:
+    """Modules of lorabench that a file imports, wherever the import stands: in a function or under TYPE_CHECKING too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {full if (full := f"{node.module}.{a.name}") in known else node.module for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(f"a relative import in line {node.lineno}")
+    return {name for name in found if name in known or name.startswith("a relative")}
+
+
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: imported(ast.parse(file.read_text()), known) - {name} for name, file in known.items()}
+
+
+def place(module: str) -> int:
+    """Where in the flow a module stands; what lies at the top comes last."""
+    parts = module.split(".")
+    return FLOW.index(parts[1]) if len(parts) > 1 and parts[1] in FLOW else len(FLOW)
+
+
+def test_every_import_goes_with_the_flow():
+    wrong = [f"{a} imports {b}" for a, bs in graph().items() for b in bs if place(b) > place(a)]
+    assert not wrong, wrong
+
+
+def test_no_circle_of_files():
+    edges = graph()
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = list(edges[start])
+        while todo:
+            module = todo.pop()
+            if module not in seen:
+                seen.add(module)
+                todo += edges.get(module, ())
+        return seen
+
+    assert not sorted(module for module in edges if module in reached(module))
+
+
+def test_every_folder_says_what_belongs_there_and_what_it_may_import():
+    for name in FLOW:
+        words = ast.get_docstring(ast.parse((PACKAGES["lorabench"] / name / "__init__.py").read_text())) or ""
+        assert "Belongs here" in words and "May import" in words, name
+
+
+# What only the kinds may know, in the files that are common to all of them.
+COMMON = ("contract", "plan", "record", "measure", "run", "report")
+READS_OLDER = "lorabench/record/older.py"  # schema 1 had these names as fields: it has to know them, and nothing else has
+
+
+# Where such a word is something else, or says only what a default is.
+OTHER_MEANINGS = {
+    ("lorabench/contract/ablation.py", "train"): "the kind of a toggle that says no other",
+    ("lorabench/contract/workload.py", "train"): "the split of a data set",
+    ("lorabench/measure/gold_cache.py", "loss"): "a field of an outcome",
+    ("lorabench/measure/gradient_kind.py", "optimizer"): "a field of ArmMemory",
+    ("lorabench/report/plots.py", "o"): "matplotlib's circle",
+}
+
+
+def names_of_kinds() -> set[str]:
+    from lorabench.contract.kind import registered
+    from lorabench.plan.registry import ablation_class
+    from lorabench.plan.registry import registered as toggles
+
+    kinds = registered().values()
+    own = {k.name for k in kinds} | {phase for k in kinds for phase in k.phases}
+    classes = [ablation_class(name) for name in toggles() if ":" in toggles()[name].value]
+    slots = {c.slot for c in classes}
+    families = {f for c in classes for f in c.requires.families or ()}
+    return own | slots | families
+
+
+def decided(tree: ast.AST, names: set[str]) -> Iterator[tuple[str, int]]:
+    """(name, line) of every string that is one of `names` and stands where a program can act on it: compared, looked up,
+    passed on, collected or given a name."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Compare, ast.Subscript, ast.Call, ast.Dict, ast.Tuple, ast.List, ast.Set)):
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.Constant) and child.value in names:
+                    yield str(child.value), child.lineno
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):
+            if node.value.value in names:
+                yield str(node.value.value), node.lineno
+
+
+def test_no_name_of_a_kind_family_slot_or_phase_decides_anything_outside_the_kinds():
+    names, wrong = names_of_kinds(), []
+    assert {"train", "read", "forward", "step", "loading", "llama", "linear"} <= names
+    for folder in COMMON:
+        for file in sources(PACKAGES["lorabench"] / folder):
+            where = str(file.relative_to(ROOT))
+            if "measure/kinds" in where or where == READS_OLDER:
+                continue
+            found = decided(ast.parse(file.read_text()), names)
+            wrong += [f"{where}:{line} {name!r}" for name, line in found if (where, name) not in OTHER_MEANINGS]
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_nothing_unsafe_and_no_second_backward(package):
     wrong = [

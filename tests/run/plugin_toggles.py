@@ -8,7 +8,9 @@ from typing import ClassVar
 
 import torch
 
+from ablations.parallel import Ddp
 from lorabench.contract.ablation import Ablation, Unsupported
+from lorabench.contract.step import Wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class Wrong(Polite):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepWrong(Polite):
-    """Wrong below the twin's second layer: only the full arms' agreement can see it."""
+    """Wrong below the shallow model's second layer: only the full arms' agreement can see it."""
 
     name: ClassVar[str] = "deep_wrong"
 
@@ -115,3 +117,72 @@ class Absent(Polite):
     from lorabench.contract.ablation import Requires
 
     requires: ClassVar = Requires(packages={"no_such_package": "pip install no-such-package"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRaises(Ddp):
+    """`go_wrong` happens on rank 1 alone, while the model is divided; the other ranks wait for it in a collective."""
+
+    name: ClassVar[str] = "rank_raises"
+
+    def go_wrong(self):
+        raise LookupError("only here")
+
+    def step(self, step):
+        if os.environ["RANK"] == "1":
+            self.go_wrong()
+        return super().step(step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHangsEarly(RankRaises):
+    name: ClassVar[str] = "rank_hangs_early"
+
+    def go_wrong(self):
+        time.sleep(10_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankKilled(RankRaises):
+    name: ClassVar[str] = "rank_killed"
+
+    def go_wrong(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGreedy(RankRaises):
+    name: ClassVar[str] = "rank_greedy"
+
+    def go_wrong(self):
+        torch.ones(1 << 50)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHangs(Ddp):
+    """Rank 1 never comes back from the forward of a later trial."""
+
+    name: ClassVar[str] = "rank_hangs"
+
+    def step(self, step):
+        return Sleeper(super().step(step))
+
+
+class Sleeper(Wrapped):
+    calls = 0
+
+    def forward(self, batch):
+        Sleeper.calls += 1
+        if os.environ["RANK"] == "1" and Sleeper.calls == 5:
+            time.sleep(10_000)
+        return self.inner.forward(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsummed(Ddp):
+    """DDP that forgets that its ranks' gradients are averaged: they are half as large as one process's."""
+
+    name: ClassVar[str] = "unsummed"
+
+    def step(self, step):
+        return super().step(step).inner

@@ -1,0 +1,166 @@
+"""Several jobs on one base: however they are put together, each comes out as if it had been alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import PEFT, cells, measurement_of
+
+from lorabench.contract.kind import kind
+from lorabench.measure.cell import Failure, Measurement
+from lorabench.measure.kind import request_of
+from lorabench.measure.machine import describe
+from lorabench.measure.numerics import one_step
+from lorabench.measure.trial import run_trial
+from lorabench.plan import registry
+from lorabench.plan.compose import ConfigError
+from lorabench.record.schema import Record
+from lorabench.run.runner import Runner
+
+CPU = torch.device("cpu")
+
+
+def two_jobs(*overrides):
+    return cells("workload=two_jobs", "dtype=float32", *overrides)
+
+
+def request(cell=None):
+    return request_of(cell or two_jobs()[0], "reference", torch.float32, CPU)
+
+
+def test_each_job_has_its_samples_adapter_optimizer_and_seed():
+    arm = kind("train").build(request())
+    short, long = arm.steps
+    assert [s.name for s in arm.steps] == ["short", "long"]
+    assert [len(s.tokens) for s in short.samples] == [16, 16] and [len(s.tokens) for s in long.samples] == [48, 48]
+    assert (len(short.batches), len(long.batches)) == (1, 2)
+    ranks = [{p.shape[0] for n, p in arm.adapters(s) if "lora_A" in n} for s in arm.steps]
+    assert ranks == [{4}, {8}]
+    assert [s.optimizer.param_groups[0]["lr"] for s in arm.steps] == [2e-4, 1e-4]
+    assert short.items == 2 * 15 and long.items == 2 * 47
+    scaling = {m.scaling[name] for m in arm.model.modules() if isinstance(getattr(m, "scaling", None), dict) for name in ("short",)}
+    assert scaling == {8 / 4}
+
+
+def test_each_job_trains_as_if_it_were_alone():
+    """Loss and every gradient of the first step, and the parameters after three, bit for bit: plain PEFT, one after the
+    other by `set_adapter`, shares nothing but the frozen base."""
+    together, train = request(), kind("train")
+    arm = train.build(together)
+    alone = [train.build(together.only(i)) for i in range(2)]
+    for step, own in zip(arm.steps, alone, strict=True):
+        mine, theirs = one_step(arm, step), one_step(own)
+        assert mine.loss == theirs.loss
+        assert mine.gradients.keys() == theirs.gradients.keys()
+        assert all(torch.equal(g, theirs.gradients[n]) for n, g in mine.gradients.items())
+    for _ in range(2):
+        run_trial(arm)
+        for own in alone:
+            run_trial(own)
+    for step, own in zip(arm.steps, alone, strict=True):
+        after = dict(own.adapters())
+        assert all(torch.equal(p, after[n]) for n, p in arm.adapters(step))
+
+
+def test_a_trial_steps_every_job_once_and_tells_their_losses_apart():
+    arm = kind("train").build(request())
+    before = {s.name: {n: p.detach().clone() for n, p in arm.adapters(s)} for s in arm.steps}
+    trial = run_trial(arm)
+    assert set(trial.losses) == {"short", "long"} and trial.loss == sum(trial.losses.values())
+    assert set(trial.device_ms) == {"forward", "backward", "step"}
+    for step in arm.steps:
+        assert all(not torch.equal(p, before[step.name][n]) for n, p in arm.adapters(step))
+
+
+def test_memory_and_work_are_counted_by_job():
+    cell = two_jobs()[0]
+    train = kind("train")
+    arm = train.build(request(cell))
+    run_trial(arm)
+    counts = train.counts(arm)
+    assert counts["long"].adapter_bytes == 2 * counts["short"].adapter_bytes > 0
+    assert counts["long"].optimizer_bytes > counts["short"].optimizer_bytes > 0
+    assert (counts["short"].real, counts["long"].real) == (32, 96)
+    held = train.held(arm)
+    assert held["adapters"] == sum(c.adapter_bytes for c in counts.values())
+    assert held["optimizer"] == sum(c.optimizer_bytes for c in counts.values())
+    short, long = train.work(cell, train.samples(cell))
+    assert long.tflop["forward"] > 3 * short.tflop["forward"]  # three times the tokens, and a larger adapter
+
+
+class Here:
+    """Workers that measure in this process."""
+
+    def run(self, task, timeout_s, tell, log):
+        return Measurement(task, tell).run()
+
+
+def test_two_jobs_become_a_record_with_a_gate_of_each(tmp_path):
+    with Runner(Here(), describe(), None, "test", 60, tmp_path) as runner:
+        records = [runner.measure(c) for c in two_jobs("ablations=[gradient_checkpointing,lora_kernels]")]
+    assert {(r.status, r.reason) for r in records} == {("ok", None)}
+    for record in records:
+        assert set(record.jobs) == {"short", "long"}
+        assert [(j.r, j.tokens.real, j.tokens.trained) for j in record.jobs.values()] == [(4, 32, 30), (8, 96, 94)]
+        assert record.tokens.real == 128 and record.tokens.trained == 124
+        assert all(j.numerics.passed and j.numerics.tensors == 28 for j in record.jobs.values())
+        assert all(j.numerics.full_grad_norm_error is not None for j in record.jobs.values())
+        assert all(j.tflop["backward"] > 0 for j in record.jobs.values())
+    again = records[1]
+    assert Record.model_validate_json(again.model_dump_json(by_alias=True, exclude_none=True)) == again
+
+
+def test_the_gate_names_the_job_that_is_wrong(tmp_path, monkeypatch):
+    toggle = registry.ablation_class("gradient_checkpointing")
+
+    def spoil(self, model):
+        for name, p in model.named_parameters():
+            if ".long." in name and "lora_B" in name:
+                p.requires_grad_().register_hook(lambda grad: 1.02 * grad)  # PEFT trains one adapter at a time
+        return 1
+
+    cell = two_jobs("ablations=[gradient_checkpointing]")[1]
+    monkeypatch.setattr(toggle, "patch", spoil)
+    gated = measurement_of(cell, tmp_path)
+    with pytest.raises(Failure, match="candidate, job long: the gradient of .*lora_B"):
+        gated.gate()
+    found = gated.result.arms["candidate"].numerics
+    assert found["short"].passed and not found["long"].passed
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        ("{name: a-b}", "should match pattern"),
+        ("{name: a, lora: {rank: 3}}", "Extra inputs"),
+        ("{name: a, workload: {length: 3}}", "Extra inputs"),
+        ("{name: a, learning_rate: 0}", "greater than 0"),
+        ("{name: a}, {name: a}", "two jobs are named 'a'"),
+    ],
+)
+def test_a_wrong_job_is_one_line_before_a_start(job, says):
+    with pytest.raises(ConfigError, match=says):
+        cells(f"workload={{2x16: {{jobs: [{job}]}}}}")
+
+
+def test_without_jobs_a_workload_s_key_is_what_it_was():
+    from lorabench.record.store import read_records
+
+    results = Path(__file__).resolve().parents[2] / "results/h200"
+    for suite in ("peers", "qlora", "first_sweep", "axolotl_blog", "lorakernels_parts", "lorafusion_kernels"):
+        from helpers import config
+
+        from lorabench.plan.compose import plan
+
+        planned = {c.key: c for c in plan(config(f"suite={suite}"), "cuda").cells}
+        recorded = {r.key: r for r in read_records(results / suite)}
+        assert recorded.keys() <= planned.keys(), suite
+        assert all(planned[k].kind == r.kind for k, r in recorded.items()), suite
+
+
+def test_a_workload_without_jobs_has_one_and_bears_no_name():
+    (job,) = cells()[0].jobs
+    assert (job.name, job.adapter, job.learning_rate, job.seed) == ("", "default", 1e-4, 0)
+    assert kind("train").build(request(cells(f"reference=[{','.join(PEFT)}]")[0])).step.name == ""

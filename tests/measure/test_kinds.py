@@ -1,0 +1,182 @@
+"""The kinds `load` and `evaluate`, their toggles and their gates; what every kind has to say; and sweeps that mix them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import cells, config
+
+from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
+from lorabench.contract.kind import kind, registered
+from lorabench.contract.names import NameUnknown
+from lorabench.measure.cell import Measurement
+from lorabench.measure.kind import Kind, request_of
+from lorabench.measure.kinds import load
+from lorabench.measure.machine import describe
+from lorabench.measure.trial import run_trial
+from lorabench.plan import registry
+from lorabench.plan.compose import ConfigError, plan
+from lorabench.plan.design import refusal
+from lorabench.run.runner import Runner
+
+CPU = torch.device("cpu")
+
+
+class Here:
+    """Workers that measure in this process."""
+
+    def run(self, task, timeout_s, tell, log):
+        return Measurement(task, tell).run()
+
+
+def records(tmp_path, *overrides):
+    planned = plan(config("trials=3", "warmup=1", "dtype=float32", *overrides), "cpu").cells
+    with Runner(Here(), describe(), None, "test", 60, tmp_path) as runner:
+        return [runner.measure(cell) for cell in planned]
+
+
+def loading(tmp_path, *names, workload="warm_cache"):
+    wanted = f"ablations=[{','.join(names)}]"
+    cell = cells("kind=load", f"workload={workload}", wanted)[-1]
+    return kind("load").build(request_of(cell, "candidate", torch.float32, CPU, tmp_path))
+
+
+def test_there_are_five_kinds_and_each_says_its_phases():
+    found = registered()
+    assert {n: k.phases for n, k in found.items()} == {
+        "train": ("forward", "backward", "step"),
+        "op": ("forward", "backward"),
+        "limit": ("forward", "backward"),
+        "load": ("read", "place"),
+        "evaluate": ("generate", "score"),
+    }
+    assert [n for n, k in found.items() if not k.candidate] == ["limit"]
+    assert all(isinstance(k, Kind) and k.summary and k.total for k in found.values())
+    with pytest.raises(NameUnknown, match="did you mean evaluate"):
+        kind("evaluation")
+
+
+def test_a_wrong_kind_is_one_line():
+    with pytest.raises(ConfigError, match="no kind named 'lode'; did you mean load"):
+        cells("kind=lode")
+    with pytest.raises(ConfigError, match="no kind named 'eval'"):
+        cells("models=[eval:tiny-llama]")
+
+
+@pytest.mark.parametrize("workload", ["warm_cache", "cold_cache"])
+def test_loading_is_measured_and_every_tensor_is_compared_bit_for_bit(tmp_path, workload):
+    """Another file system than a disk's may refuse to forget; then the record says so."""
+    again, parallel = records(tmp_path, "kind=load", "models=[tiny-llama]", f"workload={workload}",
+                              "ablations=[parallel_reading]")  # fmt: skip
+    if workload == "cold_cache" and parallel.status == "unsupported":
+        assert "does not forget" in parallel.reason
+        return
+    for record in (again, parallel):
+        assert (record.status, record.kind, record.pairing) == ("ok", "load", "paired"), record.reason
+        assert list(record.phases) == ["read", "place", "total"]
+        assert record.numerics.passed and record.numerics.unequal == 0 and record.numerics.tensors == 30
+        assert record.tokens is None and record.memory["candidate"].weights > 250_000
+        assert record.roofline["candidate"]["read"].gbytes == pytest.approx(record.memory["candidate"].weights / 2e9, rel=0.05)
+    assert 1 <= parallel.applied["parallel_reading"] <= 4
+
+
+def test_a_checkpoint_is_several_files_made_once(tmp_path):
+    one, two = loading(tmp_path), loading(tmp_path, "parallel_reading")
+    assert one.files == two.files and len(one.files) >= load.SHARDS - 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda loaded, name: loaded[name].view(torch.uint8)[-1].bitwise_xor_(1), "1 of 30 tensors"),
+        (lambda loaded, name: loaded.pop(name), "1 of 29 tensors"),
+        (lambda loaded, name: loaded.update(more=torch.zeros(1)), "1 of 31 tensors"),
+        (lambda loaded, name: loaded.update({name: loaded[name].double()}), "1 of 30 tensors"),
+    ],
+    ids=["one bit", "missing", "added", "dtype"],
+)
+def test_one_bit_that_differs_is_no_speed(tmp_path, spoil, says):
+    arm, own = loading(tmp_path), kind("load")
+
+    def run():
+        run_trial(arm)
+        name = next(n for n, t in arm.loaded.items() if t.dim() == 1)
+        arm.loaded = {n: t.clone() for n, t in arm.loaded.items()}
+        spoil(arm.loaded, name)
+
+    found = own.first(arm, run)[""]
+    right = own.first(arm, lambda: run_trial(arm))[""]
+    verdict = own.agree(None, None, right, found, torch.float32)
+    assert not verdict.passed and own.explain(verdict).startswith(says)
+    assert own.agree(None, None, right, right, torch.float32).passed
+
+
+def test_parallel_reading_of_one_file_did_nothing(tmp_path):
+    arm = loading(tmp_path, "parallel_reading")
+    arm.files = arm.files[:1]
+    with pytest.raises(NotApplied, match="one file"):
+        registry.ablation("parallel_reading").audit(Evidence(arm, None, None))
+    with pytest.raises(NameUnknown, match="expected 2 or more"):
+        registry.ablation({"parallel_reading": {"threads": 1}})
+
+
+def test_a_page_cache_that_does_not_forget_is_unsupported(tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "resident", lambda descriptor, size: 1.0)
+    monkeypatch.setattr(load.time, "sleep", lambda seconds: None)
+    (tmp_path / "file").write_bytes(b"1")
+    with pytest.raises(Unsupported, match="a cold cache needs a disk"):
+        load.forget(tmp_path / "file")
+
+
+def test_evaluation_is_measured_and_its_tokens_and_loss_are_compared(tmp_path):
+    again, without = records(tmp_path, "kind=evaluate", "models=[tiny-llama@2x16]", "ablations=[no_kv_cache]")
+    for record in (again, without):
+        assert (record.status, record.kind) == ("ok", "evaluate"), record.reason
+        assert list(record.phases) == ["generate", "score", "total"]
+        assert record.numerics.passed and record.numerics.tensors == 2 * 16 and record.numerics.unequal == 0
+        assert record.tokens.real == 2 * 16 + 2 * 16
+    assert without.applied["no_kv_cache"] == 2
+    assert without.reference == ["sdpa"]  # what of the reference an evaluation knows
+
+
+def test_another_token_or_another_loss_is_no_speed():
+    own = kind("evaluate")
+    right = {"answers": [[1, 2, 3], [4, 5, 6]], "loss": 2.0}
+    token = {"answers": [[1, 2, 3], [4, 9, 6]], "loss": 2.0}
+    loss = {"answers": right["answers"], "loss": 2.001}
+    assert own.agree(None, None, right, right, torch.float32).passed
+    verdict = own.agree(None, None, right, token, torch.float32)
+    assert not verdict.passed and "first token 2 of answer 2" in own.explain(verdict)
+    verdict = own.agree(None, None, right, loss, torch.float32)
+    assert not verdict.passed and "validation loss is off by 0.0005" in own.explain(verdict)
+    assert own.agree(None, None, right, loss, torch.bfloat16).passed
+
+
+def test_a_sweep_mixes_kinds_and_each_toggle_goes_where_it_is_known():
+    made = plan(config("models=[tiny-llama@2x16,load:tiny-llama,evaluate:tiny-llama@2x16,linear-8x8@1x4]",
+                       "ablations=[eager,parallel_reading,no_kv_cache,frozen_limit,bare_linear,liger]"), "cpu")  # fmt: skip
+    rows = [(c.kind, c.workload.name, [t.name for t in c.toggles]) for c in made.cells]
+    assert rows == [
+        ("train", "2x16", []), ("train", "2x16", ["eager"]), ("limit", "2x16", ["frozen_limit"]),
+        ("train", "2x16", ["liger"]),
+        ("load", "warm_cache", []), ("load", "warm_cache", ["parallel_reading"]),
+        ("evaluate", "2x16", []), ("evaluate", "2x16", ["eager"]), ("evaluate", "2x16", ["no_kv_cache"]),
+        ("op", "1x4", []), ("limit", "1x4", ["bare_linear"]),
+    ]  # fmt: skip
+    assert len({c.key for c in made.cells}) == len(made.cells)
+
+
+def test_what_a_kind_cannot_measure_is_known_before_a_start():
+    machine = describe()
+    by_kind = {
+        "load": ("workload=2x16", "takes warm_cache or cold_cache"),
+        "train": ("workload=warm_cache", "has no samples to train on"),
+        "op": ("workload=2x16", "is a whole model"),
+        "evaluate": ("workload=two_jobs", "one job's checkpoint"),
+    }
+    for name, (workload, words) in by_kind.items():
+        status, reason = refusal(cells(f"kind={name}", workload)[0], machine)
+        assert status == "unsupported" and words in reason
+    one = cells("kind=load", "workload=warm_cache", "weights=/no/such")[0]
+    assert "random weights that it saves itself" in refusal(one, machine)[1]

@@ -1,0 +1,117 @@
+"""Several ranks of one cell, really several processes: DDP's gradient is one process's, and a rank that fails is named."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import cells, sweep
+
+from lorabench.measure.cell import ArmResult, Result
+from lorabench.plan.design import refusal
+from lorabench.record.store import read_records
+from lorabench.run.ranks import merged
+
+COMMON = ("models=[tiny-llama]", "workload=4x16", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
+
+
+def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin, tmp_path):
+    """Samples of unequal length: normalized by the tokens of all of them, not rank by rank."""
+    feed = "workload={alpaca:{samples:4,batch_size:2,seq_len:24}}"
+    done = sweep(*COMMON, feed, "ablations=[ddp,unsummed]", f"output={tmp_path}", cwd=tmp_path, env=plugin)
+    assert done.returncode == 0, done.stderr
+    again, ddp, unsummed = read_records(tmp_path)
+    assert ddp.status == "ok", ddp.reason
+    assert ddp.applied["ddp"] == 2 and ddp.notes["ddp"] == {"world_size": 2, "backend": "gloo"}
+    assert ddp.numerics.tensors == 2 * 7 * 2 and ddp.numerics.grad_error < 1e-5 and ddp.numerics.loss_error < 1e-6
+    assert ddp.numerics.full_grad_norm_error < 1e-5 and ddp.numerics.full_loss_error < 1e-6
+    assert ddp.tokens.trained == again.tokens.trained
+    spread = ddp.ranks["candidate"]
+    assert spread.size == 2 and len(spread.slowest) == 3 and 0 <= spread.spread < 1 and set(ddp.ranks) == {"candidate"}
+    assert again.ranks is None
+    assert unsummed.status == "wrong_numerics"
+    assert unsummed.numerics.grad_error == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("toggle", "status", "reason"),
+    [
+        ("rank_raises", "crash", "rank 1: LookupError: only here"),
+        ("rank_killed", "crash", "rank 1: the worker was killed by SIGKILL"),
+        ("rank_greedy", "oom", "rank 1: the candidate ran out of memory"),
+        ("rank_hangs_early", "timeout", "rank 1: no result after 15 s; it was numerics gate"),
+        ("rank_hangs", "timeout", "rank 1: no result after 15 s; it was "),
+    ],
+)
+def test_a_rank_that_fails_is_one_typed_record_that_names_it_and_leaves_no_process(
+    plugin, tmp_path, toggle, status, reason
+):
+    """The candidate alone: its reference would pass, and is another test's business."""
+    reference = f"reference=[sdpa,adamw_foreach,padding,{toggle}]"
+    output = f"output={tmp_path}"
+    done = sweep(*COMMON, "timeout_s=15", reference, "ablations=[]", output, cwd=tmp_path, env=plugin)
+    assert done.returncode == 0, done.stderr
+    (record,) = read_records(tmp_path)
+    assert record.status == status, record.reason
+    assert record.reason.startswith(reason) or f"candidate ran out of memory" in reason
+    assert record.rank == 1 and record.phases is None
+    deadline = time.monotonic() + 20
+    while processes_in(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_in(tmp_path)
+    assert not list(tmp_path.glob(".worker.log*"))
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Processes whose output goes into a worker's log of this folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "fd" / "1").startswith(str(folder / ".worker.log")):
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+def result(*trials, extra=None):
+    times = {"forward": [f for f, _ in trials], "backward": [b for _, b in trials]}
+    times["total"] = [f + b for f, b in trials]
+    return Result(arms={"reference": ArmResult(times=extra or {}), "candidate": ArmResult(times=times)})
+
+
+def test_the_times_are_the_slowest_rank_s_and_the_spread_is_kept():
+    cell = cells("ablations=[ddp]", "world_size=2")[1]
+    own = {"forward": [9.0], "total": [9.0]}
+    one = merged(cell, [result((1.0, 2.0), (5.0, 5.0), extra=own), result((2.0, 2.0), (1.0, 4.0), extra={})])
+    assert one.arms["candidate"].times == {"forward": [2.0, 5.0], "backward": [2.0, 5.0], "total": [4.0, 10.0]}
+    assert one.arms["reference"].times == own
+    spread = one.ranks["candidate"]
+    assert (spread.size, spread.slowest) == (2, [1, 0])
+    assert spread.spread == pytest.approx((0.25 + 0.5) / 2)
+
+
+def test_what_cannot_be_divided_is_known_before_a_start():
+    class Cpu:
+        device, gpus, capability = "cpu", 0, None
+        dtype = staticmethod(lambda name: "float32")
+
+    class Gpu(Cpu):
+        device, gpus = "cuda", 1
+
+    (cell,) = [c for c in cells("ablations=[ddp]") if c.toggles]
+    assert refusal(cell, Cpu) == ("unsupported", "ddp steps on several processes: give world_size=2 or more")
+    (two,) = [c for c in cells("ablations=[ddp]", "world_size=2") if c.toggles]
+    assert refusal(two, Cpu) is None and two.ranks == 2 and two.ranks_of("reference") == 1
+    assert refusal(two, Gpu) == ("unsupported", "world_size=2 needs 2 GPUs; this machine has 1")
+
+
+def test_one_rank_changes_no_key():
+    plain, several = cells("ablations=[eager]")[1], cells("ablations=[eager]", "world_size=2")[1]
+    assert plain.key == several.key  # neither arm has a parallel toggle, so the cell is the same measurement
+    two, four = (cells("ablations=[ddp]", f"world_size={n}")[1] for n in (2, 4))
+    assert two.key != four.key
+    assert torch.distributed.is_available()
