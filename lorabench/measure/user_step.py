@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -38,10 +38,10 @@ class Phases:
     optimizer: torch.optim.Optimizer | None = None
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward", "step", "clear"):
-            given = getattr(self, name)
-            if (given is not None or name == "forward") and not callable(given):
-                raise ValueError(f"Phases({name}=…) has to be a function, not {type(given).__name__}")
+        for call in fields(self)[:-2]:  # the last two are objects
+            given = getattr(self, call.name)
+            if given is not call.default and not callable(given):
+                raise ValueError(f"Phases({call.name}=…) has to be a function, not {type(given).__name__}")
         if self.clear is None and self.optimizer is None and self.model is None:
             raise ValueError("Phases needs clear=, optimizer= or model=: a trial starts without gradients")
 
