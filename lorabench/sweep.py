@@ -9,13 +9,11 @@ Thin on purpose: compose, plan, run, report.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,6 +26,10 @@ from lorabench.plan.design import refusal
 from lorabench.plan.registry import ablation_class, registered
 from lorabench.record.schema import Record
 from lorabench.record.store import RecordError, Store, StoreError
+from lorabench.run.session import new_session as new_session  # log_command takes it from here
+
+if TYPE_CHECKING:
+    from lorabench.run.queue import Queue
 
 HELP = """\
 lorabench.sweep: measures LoRA fine-tuning optimizations, each against its reference, in pairs.
@@ -51,6 +53,8 @@ what is compared
 how
   trials=30 warmup=5       on a CPU 10 and 1                 seed=0
   timeout_s=900            for one worker process
+  queue=local              ray: as many cells at once as a Ray cluster's nodes hold; RAY_ADDRESS names it (auto: this
+                           machine's), else Ray is started here for this sweep
 where to
   output=output/sweep      records.jsonl, environment.json, summary.md/.csv/.tex, plots/*.png, report.html
   resume=true              true: what is missing; failed: also what crashed, hung or did not fit; false: no old records
@@ -156,35 +160,17 @@ def show_plan(console: Console, planned: Plan, machine: Any) -> None:
 
 def run(config: Any, arguments: list[str], console: Console) -> int:
     """Measure what is missing in `output`, then write the report."""
-    from lorabench.run.process import ProbeError, Workers
+    from lorabench.run.process import ProbeError
+    from lorabench.run.queue import QueueError, queue
 
     plan(config, "cpu")  # names first: a wrong one must cost neither a probe nor a folder
-    workers = Workers()
-    with Store(config.output) as store:
-        if store.repaired:
-            console.print(f"[yellow]{escape(store.repaired)}")
-        recorded = {r.key: r for r in store.records()}
-        if recorded and config.resume is False:
-            raise ConfigError(f"{config.output} already holds {len(recorded)} records; resume=true, or another output=")
-        # A look at the machine takes seconds, of its GPU too: not where a machine like the last session's left nothing.
-        device = store.last_device() if recorded else None
-        cells, todo = _missing(config, device, recorded) if device else ([], [])
-        where = ""
-        if todo or not device:
-            try:
-                machine, ceilings = workers.probe(config.dtype)
-            except ProbeError as error:
-                raise ConfigError(str(error)) from None
-            cells, todo = _missing(config, machine.device, recorded)
-            where = f" on {machine.name}"
-        console.print(
-            f"lorabench {version('lorabench')}{where}: {len(cells)} cells, "
-            f"{len(cells) - len(todo)} already recorded in {config.output}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
-        if todo:
-            _measure(todo, store, config, arguments, workers, machine, ceilings, console)
-        return _report(config, console)
+    try:
+        where = queue(config.queue, config.dtype, config.timeout_s, config.output)
+        with Store(config.output) as store, where:
+            _measure(store, where, config, arguments, console)
+            return _report(config, console)
+    except (ProbeError, QueueError) as error:
+        raise ConfigError(str(error)) from None
 
 
 def _missing(config: Any, device: str, recorded: dict[str, Record]) -> tuple[list[Cell], list[Cell]]:
@@ -194,20 +180,36 @@ def _missing(config: Any, device: str, recorded: dict[str, Record]) -> tuple[lis
     return cells, [c for c in cells if c.key not in recorded or recorded[c.key].status in again]
 
 
-def _measure(
-    todo: list[Cell], store: Store, config: Any, arguments: list[str], workers: Any, machine: Any,
-    ceilings: Any, console: Console,
-) -> None:  # fmt: skip
+def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], console: Console) -> None:
+    """Measure what is missing, and store it."""
+    if store.repaired:
+        console.print(f"[yellow]{escape(store.repaired)}")
+    recorded = {r.key: r for r in store.records()}
+    if recorded and config.resume is False:
+        raise ConfigError(f"{config.output} already holds {len(recorded)} records; resume=true, or another output=")
+    # A look at the machine takes seconds, of its GPU too: not where a machine like the last session's left nothing.
+    device = store.last_device() if recorded else None
+    cells, todo = _missing(config, device, recorded) if device else ([], [])
+    machine = None
+    if todo or not device:
+        machine = queue.look(["python", "-m", "lorabench.sweep", *arguments])
+        cells, todo = _missing(config, machine.device, recorded)
+    console.print(
+        f"lorabench {version('lorabench')}{f' on {queue.where}' if machine else ''}: {len(cells)} cells, "
+        f"{len(cells) - len(todo)} already recorded in {config.output}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if todo and machine:
+        _drain(queue, todo, store, console, sum(refusal(cell, machine) is not None for cell in todo))
+
+
+def _drain(queue: Queue, todo: list[Cell], store: Store, console: Console, refused: int) -> None:
+    """Every record into the store, and before it the session that it names."""
     from lorabench.run.progress import Display
-    from lorabench.run.queue import LocalQueue
 
-    session = new_session(["python", "-m", "lorabench.sweep", *arguments])
-    session |= {"machine": machine.model_dump(mode="json"), "ceilings": ceilings, "workers": workers.method}
-    queue = LocalQueue(workers, machine, session, config.timeout_s, config.output)
     began, stored = time.monotonic(), set[str]()
-    refused = sum(refusal(cell, machine) is not None for cell in todo)
 
-    def store_sessions() -> None:  # before a record that names one
+    def store_sessions() -> None:
         for name in queue.sessions.keys() - stored:
             store.add_session(queue.sessions[name])
             stored.add(name)
@@ -222,29 +224,11 @@ def _measure(
         store.add_session({**queue.sessions[name], "wall_s": round(time.monotonic() - began, 1)})
 
 
-def new_session(command: list[str]) -> dict[str, Any]:
-    """One run's entry in environment.json: when, what command, which code. To be made before the run, which may write
-    into the checkout; the machine is added by who has looked at it."""
-    from lorabench.measure.machine import commit
-
-    now = datetime.now(UTC)
-    head, dirty = commit()
-    return {
-        "id": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}",
-        "started": now.isoformat(timespec="seconds"),
-        "command": command,
-        "lorabench": version("lorabench"),
-        "commit": head,
-        "dirty": dirty,
-        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
-    }
-
-
 def _report(config: Any, console: Console) -> int:
+    from lorabench.record.store import read_records
     from lorabench.report import write_report
     from lorabench.report.analysis import read_sessions
     from lorabench.report.tables import console_table
-    from lorabench.record.store import read_records
 
     written = write_report(config.output)
     records, sessions = read_records(config.output), read_sessions(config.output)

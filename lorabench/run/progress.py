@@ -22,6 +22,8 @@ class Display:
         self.measurable = len(todo) - refused  # a cell that is refused beforehand takes no time
         self.began = time.monotonic()
         self.spent: list[float] = []  # seconds of the cells that were really measured
+        self.started: dict[str, float] = {}  # of the cells that run now, by their keys: a queue may run several
+        self.most = 1  # how many ran at once
         self.bar = Progress(
             TextColumn("[bold]{task.fields[cell]}"), BarColumn(bar_width=16), MofNCompleteColumn(),
             TextColumn("{task.fields[phase]}"), TimeElapsedColumn(), TextColumn("expected {task.fields[expected]}"),
@@ -37,15 +39,18 @@ class Display:
         self.bar.stop()
 
     def start(self, cell: Cell) -> None:
-        self.started = time.monotonic()
-        self.bar.update(self.task, cell=cell.title, phase="starting", expected=self._expected())
+        self.started[cell.key] = time.monotonic()
+        self.most = max(self.most, len(self.started))
+        title = cell.title if len(self.started) == 1 else f"{len(self.started)} cells"
+        self.bar.update(self.task, cell=title, phase="starting", expected=self._expected())
 
     def phase(self, text: str) -> None:
         self.bar.update(self.task, phase=text)
 
     def end(self, cell: Cell, record: Record) -> None:
         self.done += 1
-        took = time.monotonic() - self.started
+        now = time.monotonic()
+        took = now - self.started.pop(cell.key, now)  # a cell may end that never started: nowhere was room for it
         if record.cost is not None:
             self.spent.append(took)
         self.bar.update(self.task, advance=1, expected=self._expected())
@@ -63,7 +68,7 @@ class Display:
         """The whole sweep at the pace so far."""
         if not self.spent:
             return "?"
-        left = max(self.measurable - len(self.spent), 0) * sum(self.spent) / len(self.spent)
+        left = max(self.measurable - len(self.spent), 0) * sum(self.spent) / len(self.spent) / self.most
         return f"{time.monotonic() - self.began + left:.0f} s"
 
 

@@ -179,11 +179,16 @@ class Runner:
             pair.result.status, pair.result.reason, pair.result.arm = failure.status, failure.reason, failure.arm
 
     def _record(self, cell: Cell, **fields: Any) -> Record:
-        return Record(
-            kind=cell.kind, key=cell.key, session=self.session, model=cell.model.name, workload=cell.workload.name,
-            design=cell.design, reference=[a.label for a in cell.reference],
-            candidate=[a.label for a in cell.candidate], ablations=[a.label for a in cell.toggles], **fields,
-        )  # fmt: skip
+        return record_of(cell, self.session, **fields)
+
+
+def record_of(cell: Cell, session: str, **fields: Any) -> Record:
+    """A record of this cell: what every record says of its cell, and these fields."""
+    return Record(
+        kind=cell.kind, key=cell.key, session=session, model=cell.model.name, workload=cell.workload.name,
+        design=cell.design, reference=[a.label for a in cell.reference],
+        candidate=[a.label for a in cell.candidate], ablations=[a.label for a in cell.toggles], **fields,
+    )  # fmt: skip
 
 
 def _verdicts(pair: Pair) -> dict[str, Numerics]:

@@ -1,0 +1,187 @@
+"""The queue over the nodes of a Ray cluster: which cell is where, what is tried again, what becomes of what is lost.
+
+A cell has exactly one record because it has at most one task at any time and leaves the list with its record. Ray
+itself tries nothing again: it would not say where, nor how often. What speaks to Ray is in ray_cluster.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol
+
+from lorabench.contract.cell import Cell
+from lorabench.contract.machine import Machine
+from lorabench.record.schema import Record
+from lorabench.run.process import ProbeError
+from lorabench.run.queue import QueueError, Watch
+from lorabench.run.runner import record_of
+from lorabench.run.session import Session, new_session
+
+ATTEMPTS = 3  # a node's death is not the cell's doing, but a cell that has brought down three is not sent to a fourth
+PATIENCE_S = 60.0  # for a node that could hold a cell, where there is none (any more)
+
+Task = Any  # a request on its way, as the cluster knows it: an ObjectRefGenerator
+
+
+class Cluster(Protocol):
+    """What the queue asks of Ray. `news`, an event each: those of ray_node.py, ("node", the node's host, address and
+    id), and ("lost", why) for a task from which nothing more comes."""
+
+    version: str
+
+    def start(self) -> None: ...
+
+    def size(self) -> int: ...
+
+    def send(self, request: bytes, sweep: str, ranks: int) -> Task: ...
+
+    def news(self, tasks: Sequence[Task]) -> list[tuple[Task, str, Any]]:
+        """What came from these tasks; waits a second for something, and may return with nothing."""
+        ...
+
+    def lacking(self, tasks: Sequence[Task]) -> dict[Task, str]:
+        """The tasks that no living node could hold if it were idle, and what none of them has, in words."""
+        ...
+
+    def cancel(self, tasks: Sequence[Task]) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass
+class Sent:
+    """A cell on its way: the nodes it has been on, what became of it there, and what its present one said last."""
+
+    cell: Cell
+    attempts: int = 0
+    losses: list[str] = field(default_factory=list)
+    node: str = ""  # "" while it waits for one
+    phase: str = "starting"
+    session: str | None = None
+
+
+class RayQueue:
+    """Cells as tasks on the nodes of a cluster, as many at once as those hold. Each node is a session of its own."""
+
+    def __init__(self, cluster: Cluster, dtype: str, timeout_s: float) -> None:
+        self.cluster, self.where = cluster, ""
+        self.sweep: dict[str, Any] = {"dtype": dtype, "timeout_s": timeout_s, "ray": cluster.version}
+        self.sessions: dict[str, Session] = {}
+        self.tasks: dict[Task, Sent] = {}
+        self.homeless_since: float | None = None
+
+    def __enter__(self) -> RayQueue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cluster.cancel(list(self.tasks))
+        self.cluster.stop()
+
+    def look(self, command: list[str]) -> Machine:
+        """The machine of whichever node answers first; Ray sends only to nodes with GPUs where there are any.
+
+        The sweep has a session of its own, without ceilings: what it planned for. Only the record of a cell that was
+        lost before its node had said what it is names that one.
+        """
+        self.cluster.start()
+        own = new_session(command)
+        self.sweep |= {"id": own["id"], "command": command}
+        seen = self._first_session()
+        self.sessions[own["id"]] = own | {"machine": seen["machine"], "ray": self.cluster.version}
+        self.sessions[seen["id"]] = seen
+        machine, nodes = Machine.model_validate(seen["machine"]), self.cluster.size()
+        self.where = f"{nodes} {'node' if nodes == 1 else 'nodes'} of a Ray cluster, planned for {machine.name}"
+        return machine
+
+    def _first_session(self) -> Session:
+        task, session = self._send(None), {}
+        while True:
+            for _, what, value in self._news([task]):
+                if what == "session":
+                    session = value
+                elif what == "seen":
+                    return session
+                elif what == "lost":
+                    raise ProbeError(f"a node of the Ray cluster {value} (every node needs this lorabench installed)")
+                elif what == "homeless":
+                    raise ProbeError(f"no node of the Ray cluster has {value} for a cell")
+
+    def run(self, cells: Sequence[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
+        for cell in cells:
+            self._dispatch(Sent(cell))
+        while self.tasks:
+            for task, what, value in self._news(list(self.tasks)):
+                if record := self._heard(task, what, value, watch):
+                    yield self.tasks.pop(task).cell, record
+
+    def _dispatch(self, sent: Sent) -> None:
+        sent.attempts, sent.node, sent.phase, sent.session = sent.attempts + 1, "", "starting", None
+        self.tasks[self._send(sent.cell)] = sent
+
+    def _send(self, cell: Cell | None) -> Task:
+        request = bytes(ForkingPickler.dumps((self.sweep, cell)))
+        return self.cluster.send(request, self.sweep["id"], cell.ranks if cell else 1)
+
+    def _news(self, tasks: Sequence[Task]) -> list[tuple[Task, str, Any]]:
+        """The cluster's news of these tasks. ("homeless", what is lacking) is news of ours: no living node could hold
+        it for a while. Ray would wait for one for ever."""
+        if news := self.cluster.news(tasks):
+            return news
+        lacking = self.cluster.lacking(tasks)
+        if not lacking:
+            self.homeless_since = None
+            return []
+        self.homeless_since = self.homeless_since or time.monotonic()
+        waited = time.monotonic() - self.homeless_since
+        return [(task, "homeless", what) for task, what in lacking.items()] if waited >= PATIENCE_S else []
+
+    def _heard(self, task: Task, what: str, value: Any, watch: Watch) -> Record | None:
+        """Take one event in; its cell's record, if this was the last one."""
+        sent = self.tasks[task]
+        if what == "node":
+            sent.node = f"{value['host']} ({value['address']}, node {value['id'][:8]})"
+            watch.start(sent.cell)
+        elif what == "session":
+            self._join_session(sent, value)
+        elif what == "phase":
+            sent.phase = value
+            watch.phase(value if len(self.tasks) == 1 else f"{sent.cell.title}: {value}")
+        elif what == "record":
+            return self._checked(sent, Record.model_validate_json(value))
+        elif what == "lost":
+            sent.losses.append(f"{f'the node {sent.node}' if sent.node else 'a node'} {value} while {sent.phase}")
+            return self._again(task)
+        elif what == "homeless":
+            self.cluster.cancel([task])
+            sent.losses.append(f"no living node of the cluster has {value} for it")
+            return self._crash(sent)
+        return None
+
+    def _join_session(self, sent: Sent, session: Session) -> None:
+        found, planned = session["machine"]["device"], self.sessions[self.sweep["id"]]["machine"]["device"]
+        if found != planned:  # the cells are others there: another workload, another number of trials
+            raise QueueError(f"the sweep is planned for {planned}, and lorabench finds only {found} on {sent.node}")
+        self.sessions[session["id"]] = session
+        sent.session = session["id"]
+
+    def _checked(self, sent: Sent, record: Record) -> Record:
+        if record.key != sent.cell.key:
+            raise QueueError(f"the node {sent.node} has another version of lorabench; install this one on every node")
+        return record
+
+    def _again(self, task: Task) -> Record | None:
+        """Send a lost cell once more, or make the record of one that was lost too often."""
+        sent = self.tasks[task]
+        if sent.attempts == ATTEMPTS:
+            return self._crash(sent)
+        self._dispatch(self.tasks.pop(task))
+        return None
+
+    def _crash(self, sent: Sent) -> Record:
+        *before, last = sent.losses
+        tried = "tried once" if sent.attempts == 1 else f"tried {sent.attempts} times"
+        reason = f"{last} ({tried}{'; before that ' if before else ''}{', '.join(before)})"
+        return record_of(sent.cell, sent.session or self.sweep["id"], status="crash", reason=reason)

@@ -1,0 +1,28 @@
+"""The session: one run's entry in environment.json, which the records that it measured name."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+Session = dict[str, Any]
+
+
+def new_session(command: list[str]) -> Session:
+    """One run's entry in environment.json: when, what command, which code. To be made before the run, which may write
+    into the checkout; the machine is added by who has looked at it."""
+    from lorabench.measure.machine import commit
+
+    now = datetime.now(UTC)
+    head, dirty = commit()
+    return {
+        "id": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}",
+        "started": now.isoformat(timespec="seconds"),
+        "command": command,
+        "lorabench": version("lorabench"),
+        "commit": head,
+        "dirty": dirty,
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+    }
