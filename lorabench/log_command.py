@@ -1,7 +1,7 @@
 """Runs a command and keeps what it printed, beside the machine, the versions and the commit that it ran on.
 
     python -m lorabench.log_command FILE COMMAND...
-    python -m lorabench.log_command results/h200/memcheck/memcheck.log compute-sanitizer --tool memcheck python tests/x.py
+    python -m lorabench.log_command results/h200/memcheck.log compute-sanitizer --tool memcheck python tests/x.py
 
 For what is measured outside a sweep (a memory check, a profile, a table of kernels): environment.json beside FILE is
 the same as a sweep's, with FILE's name as the session. FILE is written anew. Exit code: the command's own; 2 where it
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lorabench.measure.machine import describe
 from lorabench.record.store import RecordError, Store, StoreError
-from lorabench.sweep import new_session
+from lorabench.run.session import new_session
 
 
 def main(argv: Sequence[str] | None = None) -> int:

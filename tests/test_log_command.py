@@ -1,13 +1,14 @@
-"""python -m lorabench.logged: any command's output beside the environment it ran in."""
+"""python -m lorabench.log_command: any command's output beside the environment it ran in."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
 
-from lorabench import logged
+from lorabench import log_command, logged
 
 
 def sessions(folder):
@@ -21,7 +22,7 @@ def command(text: str) -> list[str]:
 def test_keeps_output_and_environment(tmp_path, capsys):
     file = tmp_path / "new" / "check.log"
     wanted = "import sys; print('hello', flush=True); sys.stderr.write('and an error\\n'); sys.exit(3)"
-    assert logged.main([str(file), *command(wanted)]) == 3
+    assert log_command.main([str(file), *command(wanted)]) == 3
     assert file.read_text() == "hello\nand an error\n"
     assert capsys.readouterr().out == "hello\nand an error\n"
     (session,) = sessions(file.parent)
@@ -32,33 +33,40 @@ def test_keeps_output_and_environment(tmp_path, capsys):
 
 def test_a_second_run_replaces_the_first_and_leaves_others(tmp_path):
     for name, text in (("a.log", "print(1)"), ("b.log", "print(2)"), ("a.log", "print(3)")):
-        assert logged.main([str(tmp_path / name), *command(text)]) == 0
+        assert log_command.main([str(tmp_path / name), *command(text)]) == 0
     assert (tmp_path / "a.log").read_text() == "3\n"
     assert {s["id"]: s["command"][-1] for s in sessions(tmp_path)} == {"a.log": "print(3)", "b.log": "print(2)"}
 
 
 def test_the_code_is_looked_at_before_and_the_machine_after(tmp_path, monkeypatch):
     file, seen = tmp_path / "a.log", {}
-    new_session, describe = logged.new_session, logged.describe
-    monkeypatch.setattr(logged, "new_session", lambda c: seen.update(code=file.exists()) or new_session(c))
-    monkeypatch.setattr(logged, "describe", lambda: seen.update(machine=file.read_text()) or describe())
-    assert logged.main([str(file), *command("print(1)")]) == 0
+    new_session, describe = log_command.new_session, log_command.describe
+    monkeypatch.setattr(log_command, "new_session", lambda c: seen.update(code=file.exists()) or new_session(c))
+    monkeypatch.setattr(log_command, "describe", lambda: seen.update(machine=file.read_text()) or describe())
+    assert log_command.main([str(file), *command("print(1)")]) == 0
     assert seen == {"code": False, "machine": "1\n"}
 
 
 def test_bad_input_is_one_line_and_loses_nothing(tmp_path, capsys):
     file = tmp_path / "a.log"
     file.write_text("the last run's")
-    assert logged.main([str(file), "/no/such/command"]) == 2
+    assert log_command.main([str(file), "/no/such/command"]) == 2
     assert file.read_text() == "the last run's"
     error = capsys.readouterr().err
     assert "/no/such/command" in error and "expected" in error and error.count("\n") == 1
     (tmp_path / "environment.json").write_text("no JSON")
-    assert logged.main([str(file), *command("print(1)")]) == 2
+    assert log_command.main([str(file), *command("print(1)")]) == 2
     assert file.read_text() == "the last run's" and "environment file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments, code", [([], 2), (["only.log"], 2), (["--help"], 0)])
 def test_usage(arguments, code, capsys):
-    assert logged.main(arguments) == code
-    assert "python -m lorabench.logged FILE COMMAND" in capsys.readouterr().out
+    assert log_command.main(arguments) == code
+    assert "python -m lorabench.log_command FILE COMMAND" in capsys.readouterr().out
+
+
+def test_the_older_name_is_the_same_command():
+    """`python -m lorabench.logged` stands in published notes."""
+    assert logged.main is log_command.main
+    done = subprocess.run([sys.executable, "-m", "lorabench.logged", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "python -m lorabench.log_command FILE COMMAND" in done.stdout
