@@ -10,23 +10,20 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from scipy.stats import t as student
 
 from lorabench.record import stats
-from lorabench.report.analysis import Session, noise_interval, phase_speedup, read_sessions, toggles
-from lorabench.record.stats import Speedup
-from lorabench.report.tables import ratio
+from lorabench.record.contrast import Contrast, Speedup
 from lorabench.record.schema import Record
-from lorabench.record.store import read_records
+from lorabench.report.analysis import Analysis, Session
+from lorabench.report.contrasts import Contrasts, toggles
+from lorabench.report.words import speedup
 
 Outcome = Literal[
     "better", "worse", "same", "unclear", "fails now", "works now", "fails in both", "appeared", "vanished"
@@ -44,69 +41,45 @@ class Change(NamedTuple):
     outcome: Outcome
 
 
-class Raw(NamedTuple):
-    """A change before the correction over all cells."""
-
-    change: Speedup
-    p: float
-    trials: int
-
-
 def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
     """Every cell of either run, A/A left out; regressions first.
 
     A content that stands twice in a run (two designs share cells) counts as its last `ok` record.
     """
-    first, second = _cells(before), _cells(after)
-    both = [k for k in first if k in second]
-    raw = {k: r for k in both if (r := _raw(first[k], second[k]))}
-    adjusted = dict(zip(raw, stats.holm([r.p for r in raw.values()]), strict=True))
+    return compared(Analysis(before, salt="a"), Analysis(after, salt="b"))
+
+
+def compared(before: Analysis, after: Analysis) -> list[Change]:
+    """`compare` of two runs that are analysed already, each with a salt of its own."""
+    first, second = _cells(before.records), _cells(after.records)
+    raw = {k: c for k in first if k in second and (c := _change(before, first[k], after, second[k]))}
+    adjusted = dict(zip(raw, stats.holm([c.p_value() for c in raw.values()]), strict=True))
     changes = []
     for content in [*first, *(k for k in second if k not in first)]:
         a, b, found = first.get(content), second.get(content), raw.get(content)
-        if found is None:
+        if a is None or b is None or found is None:
             changes.append(Change(a, b, None, _without_ratio(a, b)))
             continue
         # The two runs' noise is independent: their floors add like standard errors.
-        floors = [stats.noise_floor(noise_interval(r, run)) for r, run in ((a, before), (b, after)) if r]
-        logs = [math.log1p(floor) for floor in floors]
-        verdict = stats.verdict(found.change, adjusted[content], math.expm1(math.hypot(*logs)), found.trials)
-        changes.append(Change(a, b, found.change, _WORDS[verdict or "unclear"]))
+        floors = [math.log1p(stats.noise_floor(run.floors.of(r))) for r, run in ((a, before), (b, after))]
+        verdict = stats.verdict(found.speedup, adjusted[content], math.expm1(math.hypot(*floors)), found.trials)
+        changes.append(Change(a, b, found.speedup, _WORDS[verdict or "unclear"]))
     return sorted(changes, key=lambda c: (c.outcome not in REGRESSIONS, c.outcome))
+
+
+def _change(before: Analysis, first: Record, after: Analysis, second: Record) -> Contrast | None:
+    """The ratio in the second run / the ratio in the first; None where one of them has none."""
+    a, b = before.contrasts.of(first), after.contrasts.of(second)
+    return b.difference(a) if a and b else None
 
 
 def _cells(records: Sequence[Record]) -> dict[tuple[Any, ...], Record]:
     found: dict[tuple[Any, ...], Record] = {}
     for r in records:
-        content = (r.model, r.workload, frozenset(r.reference), frozenset(r.candidate))
+        content = (r.kind, r.model, r.workload, frozenset(r.reference), frozenset(r.candidate))
         if not r.is_noise_floor and (r.status == "ok" or content not in found):
             found[content] = r
     return found
-
-
-def _raw(before: Record, after: Record) -> Raw | None:
-    """The change of one cell's ratio, with the p-value that there is none (Student's t on the bootstrap's error)."""
-    ratios = [phase_speedup(r, "total") if r.status == "ok" else None for r in (before, after)]
-    if ratios[0] is None or ratios[1] is None:
-        return None
-    centre = math.log(ratios[1].centre / ratios[0].centre)
-    drawn = _draw(after, "b") - _draw(before, "a")
-    trials = min(len(ms) for r in (before, after) for ms in _times(r))
-    low, high = np.quantile(drawn, stats.tails(trials))
-    error = float(np.std(drawn)) * math.sqrt(trials / (trials - 1))
-    p = 2 * float(student.sf(abs(centre) / error, trials - 1)) if error else float(centre == 0)
-    return Raw(Speedup(*(math.exp(x) for x in (centre, min(low, centre), max(high, centre)))), p, trials)
-
-
-def _times(record: Record) -> tuple[list[float], list[float]]:
-    total = record.phases["total"] if record.phases else None
-    assert total and total.reference_ms and total.candidate_ms  # phase_speedup found a ratio in them
-    return total.reference_ms, total.candidate_ms
-
-
-def _draw(record: Record, run: str) -> np.ndarray:
-    seed = zlib.crc32(f"{run}{record.key}".encode())  # one key in two runs must not draw the same rounds
-    return stats.replicates(*_times(record), record.pairing != "abba", seed)
 
 
 def _without_ratio(before: Record | None, after: Record | None) -> Outcome:
@@ -144,18 +117,18 @@ def table(changes: Sequence[Change]) -> Table:
     for c in changes:
         record = c.after or c.before
         assert record is not None
-        cells = [f"{record.model} @ {record.workload}", toggles(record), _shown(c.before), _shown(c.after)]
-        cells += [ratio(*c.change) if c.change else "", c.outcome]
+        cells = [f"{record.model} @ {record.workload}", toggles(record), _ratio(c.before), _ratio(c.after)]
+        cells += [speedup(c.change), c.outcome]
         style = "red" if c.outcome in REGRESSIONS else "green" if c.outcome in ("better", "works now") else ""
         made.add_row(*(Text(cell) for cell in cells), style=style)
     return made
 
 
-def _shown(record: Record | None) -> str:
+def _ratio(record: Record | None) -> str:
+    """What stands in the record: the ratio, or its status where there is none."""
     if record is None:
         return ""
-    found = phase_speedup(record, "total") if record.status == "ok" else None
-    return ratio(*found) if found else record.status
+    return speedup(Contrasts().speedup(record)) or record.status
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -165,13 +138,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fail-on-regression", action="store_true", help="exit 1 where a cell is slower or fails now")
     asked = parser.parse_args(arguments)
     try:
-        runs = [(read_records(path), read_sessions(path)) for path in (asked.run_a, asked.run_b)]
-        changes = compare(runs[0][0], runs[1][0])
+        before, after = Analysis.read(asked.run_a, salt="a"), Analysis.read(asked.run_b, salt="b")
+        changes = compared(before, after)
     except (OSError, ValueError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 2
     console = Console()
-    for what, a, b in machine_changes(runs[0][1], runs[1][1]):
+    for what, a, b in machine_changes(before.sessions, after.sessions):
         console.print(Text(f"differs: {what}: {a} → {b}"))
     console.print(table(changes))
     counts = [c.outcome for c in changes]

@@ -112,7 +112,9 @@ def _all_different(rows: Rows) -> NDArray[np.bool_]:
     return (np.diff(np.sort(rows, axis=1), axis=1) != 0).all(axis=1)
 
 
-def _p(result: Any) -> NDArray[np.float64]:  # scipy's result classes are made at run time: type checkers do not see them
+def _p(
+    result: Any,
+) -> NDArray[np.float64]:  # scipy's result classes are made at run time: type checkers do not see them
     return result.pvalue
 
 
@@ -173,12 +175,3 @@ def verdict(
     if p_holm < ALPHA and found.high < 1 / top:
         return "slower"
     return "unclear"
-
-
-# TEMPORARY, until report/ has moved over
-from lorabench.record.contrast import contrast as _contrast  # noqa: E402
-from lorabench.record.contrast import tails as tails  # noqa: E402
-
-
-def replicates(a, b, paired, seed=0):
-    return _contrast(a, b, paired, seed).replicates

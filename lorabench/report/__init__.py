@@ -1,4 +1,8 @@
-"""What the records mean: statistics, tables, plots and a page, all from records.jsonl and environment.json."""
+"""What the records of a folder mean: one analysis, and the tables, plots, page and console table drawn from it.
+
+Belongs here: whatever takes more than one record to say, published numbers to hold them against, and how all is shown.
+May import: contract, plan, record, measure, run; nothing imports it but the commands.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-# What is imported inside the functions (pandas, matplotlib, jinja2) takes seconds that a sweep's runner, which needs
-# only report.stats, should not wait for.
+# What is imported inside the functions (pandas, matplotlib, jinja2) takes seconds that a sweep should not wait for
+# before its first cell.
 
 
 def load_results(folder: str | Path) -> pd.DataFrame:
-    """The tidy table of one results folder, a row a cell: see report.analysis. Raises RecordError (a ValueError)."""
+    """The tidy table of one results folder, a row a cell: see report/tidy. Raises RecordError (a ValueError)."""
     from lorabench.report.analysis import load_results
 
     return load_results(folder)
@@ -26,20 +30,6 @@ def write_report(folder: str | Path) -> list[Path]:
     longer have is removed, so that none is stale. Raises RecordError (ValueError) for records that cannot be read,
     OSError where the folder cannot be written.
     """
-    from lorabench.report import page, plots, tables
-    from lorabench.report.analysis import frame, read_sessions
-    from lorabench.record.store import read_records, write_atomically
+    from lorabench.report.write import Report
 
-    folder = Path(folder)
-    records, sessions = read_records(folder), read_sessions(folder)
-    images = plots.plots(records, sessions)
-    files = {
-        "summary.csv": tables.csv(frame(records, sessions)).encode(),
-        "summary.md": tables.markdown(records, sessions).encode(),
-        "summary.tex": tables.latex(records, sessions).encode(),
-        **{f"plots/{name}": png for name, png in images.items()},
-        "report.html": page.page(records, sessions, images).encode(),
-    }
-    for name in set(plots.NAMES) - set(images):
-        (folder / "plots" / name).unlink(missing_ok=True)
-    return [write_atomically(folder / name, content) for name, content in files.items()]
+    return Report.of(folder).write()

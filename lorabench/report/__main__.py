@@ -11,10 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lorabench.report import write_report
-from lorabench.report.analysis import read_sessions
-from lorabench.report.tables import console_table
-from lorabench.record.store import read_records
+from lorabench.report.write import Report
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,13 +19,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder with records.jsonl, the output of a sweep")
     folder = parser.parse_args(arguments).run
     try:
-        written = write_report(folder)
-        records, sessions = read_records(folder), read_sessions(folder)
+        report = Report.of(folder)
+        written = report.write()
     except (OSError, ValueError) as error:  # RecordError is a ValueError, StoreError an OSError
         print(" ".join(str(error).split()), file=sys.stderr)
         return 2
     console = Console()
-    console.print(console_table(records, sessions, console.width))
+    console.print(report.terminal(console.width))
     print("\n".join(str(path) for path in written))
     return 0
 

@@ -1,26 +1,30 @@
-"""report.html: one self-contained page with all that the records say. It needs neither network nor scripts."""
+"""report.html: one self-contained page with all that the records say. It needs no network; scripts only sort the tables
+and open a cell's details, which are kept as data and become elements when they are asked for."""
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from lorabench.record import stats
-from lorabench.report.attribution import groups
-from lorabench.report.claims import load_claims
-from lorabench.report.analysis import GIB, Session, overhead_share, toggles
-from lorabench.report.tables import HEADINGS, claim_tables, grouped, number, ratio, shown_columns
 from lorabench.record.schema import Record
+from lorabench.report.analysis import Analysis, Session
+from lorabench.report.cells import BOUND, GRADIENT, PADDING, UNEQUAL, VERDICT, rate
+from lorabench.report.claims import load_claims
+from lorabench.report.details import detail, pairs
+from lorabench.report.plots import Drawn
+from lorabench.report.shown import Shown
+from lorabench.report.tidy import GIB, kinds_of, overhead_share
+from lorabench.report.words import number
 
 CAPTIONS = {
-    "speedup.png": "Speed-up of the whole step with its 95 % interval. Grey band: the noise floor. Hollow diamonds: "
+    "speedup.png": "Speed-up of the whole with its 95 % interval. Grey band: the noise floor. Hollow diamonds: "
     "published numbers for the same toggle.",
     "memory.png": "Peak memory of reference and candidate, each net of what the other holds.",
-    "phases.png": "Where the candidate's step goes. The black line is its own reference, measured beside it.",
+    "phases.png": "Where the candidate's time goes. The black line is its own reference, measured beside it.",
     "tradeoff.png": "Speed against memory.",
     "ladder.png": "The ladder: each rung keeps the ones above it.",
 }
@@ -38,11 +42,6 @@ GLOSSARY = {
     "lies beyond the noise floor",
     "same": "the whole 95 % interval lies inside the noise floor: equal as far as this machine can tell",
     "unclear": "none of these; more trials or a quieter machine might tell",
-    "limit": "bare frozen GEMMs plus the fastest attention, forward and backward, on the same shapes (of a single "
-    "linear: that linear without its adapter): no way to train, so it has neither a gate nor a verdict, and its total "
-    "is forward + backward",
-    "of limit": "the limit's time / the row's, both of forward, or of forward + backward: 1 would be LoRA, norms, loss "
-    "and all else for nothing. A ratio of two ratios, each measured in pairs against the same reference",
     "noise floor": "how far the reference is from itself when measured twice (A/A), at least ±1 %",
     "detects": "the smallest true speed-up that as many trials would call faster 4 times out of 5",
     "speed-up": "reference time / candidate time: Hodges–Lehmann centre of the log ratios of paired trials, with a "
@@ -51,16 +50,11 @@ GLOSSARY = {
 }
 
 
-# What a row says at a glance, from left to right; the other columns are folded away below it.
-GLANCE = ("toggles", "total", "forward", "backward", "step", "of_limit", "time", "memory", "verdict")
-
-
-def page(records: Sequence[Record], sessions: Sequence[Session] = (), plots: dict[str, bytes] | None = None) -> str:
-    """The page as text. plots: file name → PNG. Everything shown is escaped."""
-    found = grouped(records, sessions)
-    columns = shown_columns(found)
-    details = [[detail(r) for r in members] for members in groups(records).values()]
+def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = None) -> str:
+    """The page as text. plots: by file name. Everything shown is escaped."""
+    records, sessions = analysis.records, analysis.sessions
     share = overhead_share(records)
+    layouts = _layouts(shown, {rate(k) for k in kinds_of(records)})
     environment = Environment(
         loader=PackageLoader("lorabench", "report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -70,16 +64,51 @@ def page(records: Sequence[Record], sessions: Sequence[Session] = (), plots: dic
         counts=_counts(records),
         overhead=f"{100 * share:.0f} %" if math.isfinite(share) else "",
         wall=number(sum(r.cost.wall for r in records if r.cost) / 60),
-        headings=HEADINGS,
-        columns=[c for c in GLANCE if c in columns],
-        more=["toggles", *(c for c in columns if c not in GLANCE)],
         where=_where(sessions),
-        groups=list(zip(found, details, strict=True)),
-        plots=[(name, CAPTIONS[name], base64.b64encode(png).decode()) for name, png in (plots or {}).items()],
-        claims=claim_tables(records),
+        groups=shown.groups,
+        layouts=layouts,
+        layout_of=lambda group: layouts[tuple(group.columns)],
+        tone=_tone,
+        details=[detail(r, analysis.row(r)) for group in shown.groups for r in group.records],
+        plots=[(_caption(name, drawn), base64.b64encode(drawn.png).decode()) for name, drawn in (plots or {}).items()],
+        claims=shown.claims,
         sources=load_claims(),
-        glossary=GLOSSARY,
+        glossary=GLOSSARY | _glossary_of_kinds(records),
     )
+
+
+def _layouts(shown: Shown, rates: set[str]) -> dict[tuple[str, ...], tuple[int, list[int]]]:
+    """Columns of a group → (number of this layout, the places, from 1, of those that only a click shows)."""
+    folded = {PADDING, BOUND, GRADIENT, UNEQUAL, *rates}
+    kinds = dict.fromkeys(tuple(group.columns) for group in shown.groups)
+    return {
+        columns: (n, [i for i, column in enumerate(columns, start=1) if column in folded])
+        for n, columns in enumerate(kinds)
+    }
+
+
+def _tone(row: Mapping[str, str]) -> str:
+    """The class of a row: its verdict's first word, or that it failed."""
+    word = row[VERDICT].split()[0]
+    return word if word in ("faster", "slower", "same", "unclear", "noise", "too") or word.endswith(":") else "failed"
+
+
+def _caption(name: str, drawn: Drawn) -> str:
+    return CAPTIONS[name] + (f" Shown: {drawn.left_out}." if drawn.left_out else "")
+
+
+def _glossary_of_kinds(records: Sequence[Record]) -> dict[str, str]:
+    """What was measured, in the kinds' own words."""
+    found: dict[str, str] = {}
+    for kind in kinds_of(records):
+        found[kind.name] = f"{kind.summary}; its total is {kind.total}"
+        if not kind.candidate:
+            found[kind.name] += "; no candidate, so it has neither a gate nor a verdict"
+            found[f"of {kind.name}"] = (
+                f"the {kind.name}'s time / the row's, over the phases named: 1 would be all else for nothing. A ratio "
+                "of two ratios, each measured in pairs against the same reference; unpaired: of the two times as they are"
+            )
+    return found
 
 
 def _counts(records: Sequence[Record]) -> str:
@@ -104,7 +133,7 @@ def _session(session: Session) -> dict[str, str]:
     dirty = {True: " with uncommitted changes", False: "", None: ""}[session.get("dirty")]
     gemm = ceilings.get("gemm_tflops") or {}
     memory = machine.get("memory_bytes")
-    shown = {
+    shown: dict[str, Any] = {
         "session": session["id"],
         "started": session.get("started"),
         "command": " ".join(map(str, session.get("command") or [])),
@@ -114,7 +143,7 @@ def _session(session: Session) -> dict[str, str]:
         "name": machine.get("name"),
         "CPU": machine.get("cpu"),
         "GPUs": machine.get("gpus"),
-        "GPU": _pairs(machine.get("gpu") or {}),
+        "GPU": pairs(machine.get("gpu") or {}),
         "driver": machine.get("driver"),
         "cores": machine.get("cores"),
         "memory": f"{memory / GIB:.1f} GiB" if memory else None,
@@ -122,63 +151,6 @@ def _session(session: Session) -> dict[str, str]:
         "measured ceiling, copy": f"{number(ceilings['copy_gbs'])} GB/s" if ceilings.get("copy_gbs") else None,
         "workers": session.get("workers"),
         "allocator": session.get("allocator"),
-        "packages": _pairs(machine.get("packages") or {}),
+        "packages": pairs(machine.get("packages") or {}),
     }
     return {k: str(v) for k, v in shown.items() if v not in (None, "")}
-
-
-def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{k} {v}" for k, v in values.items() if v not in (None, "", [], {}))
-
-
-def detail(record: Record) -> dict[str, Any]:
-    """Everything about one cell: `title`, `facts` (name → text), `log`."""
-    facts = {
-        "status": f"{record.status}: {record.reason}" if record.reason else record.status,
-        "reference": " + ".join(record.reference) or "plain",
-        "candidate": " + ".join(record.candidate) or "plain",
-        "pairing": record.pairing,
-        "applied sites": _pairs(record.applied or {}),
-        **{phase: _phase(record, phase) for phase in record.phases or {}},
-        "tokens": _pairs(record.tokens.model_dump()) if record.tokens else None,
-        **{f"memory, {arm}": _memory({**m.model_dump(exclude={'peaks'}), **(m.peaks or {})}) for arm, m in (record.memory or {}).items()},
-        "numerics": _numerics(record),
-        **{f"bound, {arm} {p}": _pairs(_rounded(b.model_dump())) for arm, ps in (record.roofline or {}).items()
-           for p, b in ps.items()},
-        "telemetry": _pairs(record.telemetry.model_dump()) if record.telemetry else None,
-        "notes": _pairs(record.notes),
-        "cost, s": _pairs(_rounded(record.cost.model_dump())) if record.cost else None,
-        "design": record.design,
-        "key": f"{record.key}, session {record.session}",
-    }  # fmt: skip
-    return {"title": toggles(record), "status": record.status, "log": record.log,
-            "facts": {k: v for k, v in facts.items() if v}}  # fmt: skip
-
-
-def _rounded(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: number(v) if isinstance(v, float) else v for k, v in values.items()}
-
-
-def _memory(sizes: dict[str, int | None]) -> str:
-    shown = {k: v if k == "retries" else f"{number(v / GIB)} GiB" for k, v in sizes.items() if v is not None}
-    return _pairs(shown)
-
-
-def _phase(record: Record, phase: str) -> str:
-    """Both medians with their intervals, and the ratio."""
-    times = (record.phases or {}).get(phase)  # type: ignore[call-overload]
-    if times is None:
-        return ""
-    parts = []
-    for name, ms in (("reference", times.reference_ms), ("candidate", times.candidate_ms)):
-        if ms:
-            centre, low, high = stats.median_interval(ms) or (math.nan,) * 3
-            parts.append(f"{name} {number(centre, 4)} ms [{number(low, 4)}, {number(high, 4)}] of {len(ms)}")
-    if times.speedup is not None:
-        parts.append(f"× {ratio(times.speedup, *(math.nan if x is None else x for x in (times.low, times.high)))}")
-    return "; ".join(parts)
-
-
-def _numerics(record: Record) -> str:
-    gate = record.numerics
-    return _pairs(_rounded(gate.model_dump())) if gate else ""

@@ -1,4 +1,4 @@
-"""Records as a sweep would leave them, with simulated trials of a known speed-up."""
+"""Records as a sweep would leave them, with simulated trials of a known speed-up; and as older sweeps left them."""
 
 from __future__ import annotations
 
@@ -8,40 +8,42 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lorabench.run.record import Record
+from lorabench.record.schema import Record
 
-SHARES = {"forward": 0.3, "backward": 0.6, "step": 0.1}
+SHARES = {"forward": 0.3, "backward": 0.6, "step": 0.1}  # of a step's time
+PHASES = {"train": SHARES, "op": {"forward": 0.4, "backward": 0.6}, "limit": {"forward": 0.3, "backward": 0.6},
+          "load": {"read": 0.5, "place": 0.5}, "evaluate": {"generate": 0.7, "score": 0.3}}  # fmt: skip
 FAILED = {"timeout", "crash", "wrong_numerics", "not_applied", "unsupported", "conflict"}
 
 
-def simulate(speedup, trials, sd, seed, reference_ms=100.0):
+def simulate(speedup, trials, sd, seed, shares, reference_ms=100.0):
     """{phase: (reference, candidate)} in ms: a drift that both arms share, noise of their own, one ratio throughout."""
     rng = np.random.default_rng(seed)
     drift = np.exp(np.cumsum(rng.normal(0, 0.005, trials)))
     times = {}
-    for phase, share in SHARES.items():
+    for phase, share in shares.items():
         times[phase] = tuple(
             share * reference_ms / by * drift * np.exp(rng.normal(0, sd, trials)) for by in (1.0, speedup)
         )
-    times["total"] = tuple(sum(times[p][arm] for p in SHARES) for arm in (0, 1))
+    times["total"] = tuple(sum(times[p][arm] for p in shares) for arm in (0, 1))
     return times
 
 
 def build_record(
     ablations=(), *, speedup=1.0, status="ok", trials=30, sd=0.01, seed=0, gpu=True, model="smollm2-135m",
-    workload="alpaca", reference=("sdpa", "adamw_fused"), design="solo", arm=None, peaks=(8.0, 6.0), **changes,
+    workload="alpaca", reference=("sdpa", "adamw_fused"), design="solo", arm=None, peaks=(8.0, 6.0), kind="train", **changes,
 ):  # fmt: skip
     ablations = list(ablations)
     both = [*reference, *ablations]
     fields = {
-        "schema": 1, "key": f"{model}|{workload}|{design}|{'+'.join(both)}|{'+'.join(ablations)}", "session": "s1",
+        "schema": 2, "kind": kind, "key": f"{model}|{workload}|{design}|{'+'.join(both)}|{'+'.join(ablations)}", "session": "s1",
         "model": model, "workload": workload, "design": design, "reference": list(reference), "candidate": both,
         "ablations": ablations, "status": status,
     }  # fmt: skip
     if status != "ok":
         fields |= {"reason": f"{status} because of a cause", "arm": arm, "log": "Traceback: the last line"}
     if status == "ok" or (status == "oom" and arm):
-        times = simulate(speedup, trials, sd, seed + sum(map(ord, fields["key"])))
+        times = simulate(speedup, trials, sd, seed + sum(map(ord, fields["key"])), PHASES[kind])
         hide = None if status == "ok" else arm
         fields["phases"] = {
             p: {f"{a}_ms": None if a == hide else list(ms) for a, ms in zip(("reference", "candidate"), t, strict=True)}
@@ -52,14 +54,39 @@ def build_record(
         fields["memory"] = {a: _memory(gib, gpu) for a, gib in zip(("reference", "candidate"), peaks, strict=True)}
         fields["memory"].pop(hide, None)
     if status == "ok":
-        fields |= {"numerics": _numerics(), "applied": dict.fromkeys(ablations, 30), "bound": _bound() if gpu else None}
+        fields |= {
+            "numerics": _numerics(),
+            "applied": dict.fromkeys(ablations, 30),
+            "roofline": _roofline(kind) if gpu else None,
+        }
         fields["cost"] = {"wall": 60.0, "spawn": 5.0, "build": 10.0, "gate": 5.0, "warmup": 20.0, "trials": 16.0}
+    if kind == "limit":
+        fields |= {"numerics": None}
     return Record.model_validate(fields | changes)
+
+
+def as_schema_1(record):
+    """The line of a record as the first lorabench wrote it: a limit was a flag, with the reference's step in its total."""
+    old = json.loads(record.model_dump_json(by_alias=True, exclude_none=True)) | {"schema": 1}
+    if old.pop("kind") == "limit":
+        old["limit"] = True
+        total = old["phases"]["total"]
+        old["phases"]["total"] = {name: [ms + 10 for ms in times] for name, times in total.items()}
+        old["phases"]["total"] |= {"speedup": 99.0, "low": 98.0, "high": 100.0}
+    if "roofline" in old:
+        old["bound"] = old.pop("roofline")
+    for held in old.get("memory", {}).values():
+        held |= held.pop("peaks", {})
+    return old
 
 
 def _memory(gib, gpu):
     size = int(gib * 2**30)
-    return {"forward": size // 2, "backward": size, "step": size // 3, "peak": size} if gpu else {"process": size}
+    return (
+        {"peaks": {"forward": size // 2, "backward": size, "step": size // 3}, "peak": size}
+        if gpu
+        else {"process": size}
+    )
 
 
 def _numerics():
@@ -67,13 +94,14 @@ def _numerics():
             "plain_grad_error": 6e-3, "worst": "layers.0.q_proj.lora_A.weight", "tensors": 56}  # fmt: skip
 
 
-def _bound():
+def _roofline(kind):
     phases = {
         "forward": {"host_ms": 5.0, "device_busy_ms": 28.0, "of_ceiling": 0.5, "label": "compute-bound"},
         "backward": {"of_ceiling": 0.4, "label": "memory-bound"},
         "step": {"label": "host-bound"},
     }
-    return {"reference": phases, "candidate": phases}
+    own = {p: found for p, found in phases.items() if p in PHASES[kind]}
+    return {"reference": own, "candidate": own}
 
 
 def build_session(session="s1", device="NVIDIA H200", **machine):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lorabench.report import attribution
+from lorabench.report.contrasts import Contrasts
 
 
 def factorial(record, gains, **changes):
@@ -39,7 +40,7 @@ def test_shapley_is_efficient_symmetric_and_gives_a_dummy_nothing():
 
 def test_shapley_of_a_factorial_shares_the_interaction(record):
     records = [record([], design="factorial"), *factorial(record, {"a": 1.5, "b": 1.2, ("a", "b"): 0.81})]
-    split = attribution.shapley(records)
+    split = attribution.shapley(records, Contrasts())
     assert split.factors["a"].centre == pytest.approx(1.5 * 0.9, rel=0.01)
     assert split.factors["b"].centre == pytest.approx(1.2 * 0.9, rel=0.01)
     assert split.factors["a"].low < 1.35 < split.factors["a"].high
@@ -51,14 +52,14 @@ def test_shapley_with_missing_cells_names_them_and_keeps_the_complete_part(recor
     records = list(factorial(record, {"a": 1.5, "b": 1.2, "c": 1.1}))
     lost = [r for r in records if set(r.ablations) == {"b", "c"}]
     failed = record(["b", "c"], design="factorial", status="oom", arm="candidate")
-    split = attribution.shapley([failed if r in lost else r for r in records])
+    split = attribution.shapley([failed if r in lost else r for r in records], Contrasts())
     assert split.players == ("a", "b")
     assert (split.left_out, split.missing) == (("c",), (("b", "c"),))
-    assert attribution.shapley([r for r in records if len(r.ablations) == 1]) is None
+    assert attribution.shapley([r for r in records if len(r.ablations) == 1], Contrasts()) is None
 
 
 def test_pairwise_interaction_recovers_the_extra_factor(record):
-    (found,) = attribution.interactions(list(factorial(record, {"a": 1.5, "b": 1.2, ("a", "b"): 0.8})))
+    (found,) = attribution.interactions(list(factorial(record, {"a": 1.5, "b": 1.2, ("a", "b"): 0.8})), Contrasts())
     assert {found.first, found.second} == {"a", "b"}
     assert found.effect.low < 0.8 < found.effect.high
     assert found.effect.high < 0.83
@@ -67,13 +68,13 @@ def test_pairwise_interaction_recovers_the_extra_factor(record):
 def test_ladder_increments_multiply_up_and_a_failed_rung_has_none(record):
     names, speeds = ["a", "b", "c"], [1.2, 1.5, 1.35]
     steps = [record(names[: i + 1], speedup=s, design="ladder") for i, s in enumerate(speeds)]
-    rungs = attribution.ladder([steps[2], record([], design="ladder"), steps[0], steps[1]])  # any order
+    rungs = attribution.ladder([steps[2], record([], design="ladder"), steps[0], steps[1]], Contrasts())  # any order
     assert [r.added for r in rungs] == names
     product = math.prod(r.increment.centre for r in rungs)
     assert product == pytest.approx(rungs[-1].cumulative.centre)
     assert rungs[2].increment.high < 1 < rungs[1].increment.low
     broken = record(["a", "b"], design="ladder", status="crash")
-    rungs = attribution.ladder([steps[0], broken, steps[2]])
+    rungs = attribution.ladder([steps[0], broken, steps[2]], Contrasts())
     assert [r.increment is None for r in rungs] == [False, True, True]
     assert rungs[2].cumulative.centre == pytest.approx(1.35, rel=0.02)
 
@@ -81,6 +82,6 @@ def test_ladder_increments_multiply_up_and_a_failed_rung_has_none(record):
 def test_leave_one_out_is_ordered_by_worth(record):
     cells = [record(["a"], reference=("b",), speedup=1.1), record(["b"], reference=("a",), speedup=1.6)]
     cells = [c.model_copy(update={"design": "leave_one_out"}) for c in cells]
-    found = attribution.leave_one_out([*cells, record(["x"], speedup=9.0)])
+    found = attribution.leave_one_out([*cells, record(["x"], speedup=9.0)], Contrasts())
     assert [x.toggle for x in found] == ["b", "a"]
     assert found[0].speedup.centre == pytest.approx(1.6, rel=0.02)

@@ -4,9 +4,9 @@ import pytest
 from helpers import md_rows
 
 from lorabench.report import tables
-from lorabench.report.frame import frame, of_limit
+from lorabench.report.analysis import frame, of_limit
 from lorabench.report.plots import plots
-from lorabench.run.record import PhaseBound
+from lorabench.record.schema import PhaseBound
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from lorabench.report import stats
-from lorabench.report.stats import Speedup
+from lorabench.record import stats
+from lorabench.record.stats import Speedup
 
 
 def trials(ratio=1.0, n=30, sd=0.02, drift=0.0, seed=0):

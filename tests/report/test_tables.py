@@ -10,8 +10,8 @@ from helpers import md_rows
 from rich.console import Console
 
 from lorabench.report import tables
-from lorabench.report.frame import frame
-from lorabench.run.record import Record
+from lorabench.report.analysis import frame
+from lorabench.record.schema import Record
 
 
 def console(records, width):

@@ -1,0 +1,186 @@
+"""The human table as text, made once: groups of rows, a text a column. Each output only escapes and draws it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lorabench.contract.kind import kind
+from lorabench.record.schema import ARMS, TOTAL, Record
+from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
+from lorabench.report.analysis import Analysis
+from lorabench.report.attribution import interactions, ladder, leave_one_out, shapley
+from lorabench.report.contrasts import Contrasts
+from lorabench.report.groups import Group
+from lorabench.report.shares import ShareOf, columns
+from lorabench.report.tidy import GIB, kinds_of, phases_of
+from lorabench.report.words import arrow, number, percent, ratio, speedup
+
+# The columns, by their headings. Beside these there is one a phase, one a share and one for each kind's throughput.
+TOGGLE = "toggle"
+WHOLE = f"{TOTAL} × [95 %]"
+TIME = "median ms, ref → cand"
+MEMORY = "peak GiB, ref → cand"
+PADDING = "padding, ref → cand"
+BOUND = "bound (of ceiling)"
+GRADIENT = "gradient error / allowed"
+UNEQUAL = "differs from the reference's"
+VERDICT = "verdict"
+ALWAYS = (TOGGLE, WHOLE, VERDICT)
+
+LADDER = ["rung", "cumulative × [95 %]", "increment × [95 %]", "status"]
+
+AnyTable = tuple[str, list[str], list[list[str]]]  # caption, headings, rows
+
+
+class TextGroup(NamedTuple):
+    """One group: rows of text by heading, with the record of each, and `tables` of (caption, headings, rows) below."""
+
+    title: str
+    columns: list[str]
+    rows: list[dict[str, str]]
+    records: list[Record]
+    tables: list[AnyTable]
+
+    def table(self, captioned: str = "") -> AnyTable:
+        return captioned, self.columns, [[row[c] for c in self.columns] for row in self.rows]
+
+
+def text_groups(analysis: Analysis) -> list[TextGroup]:
+    """The human table of all records, a group a model @ workload (and kind, and reference)."""
+    made = []
+    shares = columns(kinds_of(analysis.records))
+    for group in analysis.groups:
+        records = analysis.ordered(group)
+        rows = [_cells(analysis.row(r), r, group, shares) for r in records]
+        own = _headings([group.kind], shares)
+        made.append(TextGroup(group.title, own, rows, records, attribution_tables(group.records, analysis.contrasts)))
+    holds = {c for group in made for row in group.rows for c, text in row.items() if text}
+    return [g._replace(columns=[c for c in g.columns if c in ALWAYS or c in holds]) for g in made]
+
+
+def all_columns(found: Sequence[TextGroup], records: Sequence[Record]) -> list[str]:
+    """The columns of all groups in one order, for one table of them all."""
+    there = {c for group in found for c in group.columns} or set(ALWAYS)
+    kinds = kinds_of(records)
+    return [c for c in _headings(kinds, columns(kinds)) if c in there]
+
+
+def giving_way(records: Sequence[Record]) -> list[str]:
+    """The columns that give way on a narrow terminal, least important first. Total, memory and verdict never do."""
+    kinds = kinds_of(records)
+    shares = [s.heading for s in reversed(columns(kinds))]
+    return [PADDING, GRADIENT, UNEQUAL, BOUND, *map(rate, kinds), TIME, *map(times, phases_of(records)), *shares]
+
+
+def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:
+    """All that rows of these kinds can have, from left to right."""
+    phases = dict.fromkeys(p for k in kinds for p in k.phases)
+    bounded = [s.heading for s in reversed(shares) if set(s.kind.phases) <= set(phases)]
+    rates = dict.fromkeys(map(rate, kinds))
+    return [
+        TOGGLE, *map(times, phases), WHOLE, *bounded, TIME, MEMORY, *rates, PADDING, BOUND, GRADIENT, UNEQUAL, VERDICT,
+    ]  # fmt: skip
+
+
+def times(phase: str) -> str:
+    """The heading of a phase's speed-up."""
+    return f"{phase} ×"
+
+
+def rate(of_kind: Any) -> str:
+    """The heading of a kind's throughput."""
+    return f"{of_kind.rate or 'real tokens/s'}, ref → cand"
+
+
+def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequence[ShareOf]) -> dict[str, str]:
+    cells = dict.fromkeys(_headings([group.kind], shares), "")
+    cells |= {times(p): ratio(row[f"{p}_speedup"]) for p in group.kind.phases}
+    cells |= {s.heading: _share(row, s.column) for s in shares if s.heading in cells}
+    saved = f" ({0.0 - row['memory_saved_pct']:+.1f} %)" if math.isfinite(row["memory_saved_pct"]) else ""
+    memory = arrow(*(row[f"{arm}_peak_gib"] for arm in ARMS))
+    return cells | {
+        TOGGLE: row["toggles"],
+        WHOLE: ratio(row[f"{TOTAL}_speedup"], row[f"{TOTAL}_low"], row[f"{TOTAL}_high"]),
+        TIME: arrow(*(row[f"{TOTAL}_{arm}_ms"] for arm in ARMS)),
+        MEMORY: memory + saved if memory else "",
+        rate(group.kind): arrow(*(row[f"{arm}_tokens_s"] for arm in ARMS)),
+        PADDING: arrow(*(row[f"{arm}_padded_share"] for arm in ARMS), percent),
+        BOUND: _roofline(row),
+        **_gate(record),
+        VERDICT: judgement(row, record, group),
+    }
+
+
+def _share(row: Mapping[Any, Any], name: str) -> str:
+    shown = ratio(row[name], row[f"{name}_low"], row[f"{name}_high"])
+    return f"{shown} unpaired" if shown and not row[f"{name}_paired"] else shown
+
+
+def _roofline(row: Mapping[Any, Any]) -> str:
+    of_ceiling = percent(row["candidate_of_ceiling"])
+    label = row["candidate_bound"] if isinstance(row["candidate_bound"], str) else ""  # pandas holds None as NaN
+    return f"{label}{f' ({of_ceiling})' if of_ceiling else ''}".strip()
+
+
+def _gate(record: Record) -> dict[str, str]:
+    gate = record.numerics
+    if gate is None:
+        return {}
+    shown = f"{number(gate.grad_error, 2)} / {number(gate.grad_allowed, 2)}"
+    found = {} if shown == " / " else {GRADIENT: shown}
+    return found if gate.unequal is None else {**found, UNEQUAL: f"{gate.unequal} of {gate.tensors}"}
+
+
+def judgement(row: Mapping[Any, Any], record: Record, group: Group) -> str:
+    """The last word on a row: verdict, or status and reason; for A/A, what the noise lets us see."""
+    if fits_alone(row):
+        return f"reference does not fit, candidate does (oom): {row['reason']}"
+    if record.status != "ok":
+        return f"{row['status']}: {row['reason']}"
+    if not record.is_candidate:
+        return _least(kind(record.kind), group.kind)
+    if record.is_noise_floor:
+        sees = f", detects {percent(row['detectable'])}" if math.isfinite(row["detectable"]) else ""
+        return f"noise floor ±{percent(row['noise_floor'])}{sees}"
+    disturbed = row["disturbed"] if math.isfinite(row["disturbed"]) else 0
+    flags = f" ({disturbed:.0f} of {row['trials']} trials disturbed)" if disturbed else ""
+    few = 0 < row["trials"] < MIN_TRIALS_FOR_VERDICT
+    said = row["verdict"] if isinstance(row["verdict"], str) else "too few trials"
+    needs = f" ({row['trials']} trials, a verdict needs {MIN_TRIALS_FOR_VERDICT})" if few else ""
+    return said + needs + flags
+
+
+def fits_alone(row: Mapping[Any, Any]) -> bool:
+    """Whether only the reference ran out of memory, and the candidate was timed alone."""
+    return row["status"] == "oom" and row["arm"] == "reference" and math.isfinite(row[f"{TOTAL}_candidate_ms"])
+
+
+def _least(own: Any, bounded: Any) -> str:
+    lacks = " and ".join(p for p in bounded.phases if p not in own.phases)
+    return f"{own.name}: no candidate; its total is {own.total}" + (f", without {lacks}" if lacks else "")
+
+
+def attribution_tables(members: Sequence[Record], contrasts: Contrasts) -> list[AnyTable]:
+    """(caption, headings, rows) for each way of attribution that these records allow."""
+    made: list[AnyTable] = []
+    if rungs := ladder(members, contrasts):
+        rows = [[r.added, speedup(r.cumulative), speedup(r.increment), r.record.status] for r in rungs]
+        made.append(("Ladder: each rung keeps the ones above it", LADDER, rows))
+    if left := leave_one_out(members, contrasts):
+        rows = [[x.toggle, speedup(x.speedup), x.record.status] for x in left]
+        made.append(("Leave one out: all toggles against all but one", [TOGGLE, WHOLE, "status"], rows))
+    if pairs := interactions(members, contrasts):
+        rows = [[p.first, p.second, speedup(p.effect)] for p in pairs]
+        made.append(("Interaction S(ab) / (S(a) S(b)): 1 is independent", [TOGGLE, "with", "factor [95 %]"], rows))
+    if split := shapley(members, contrasts):
+        rows = [[p, speedup(split.factors[p]), _gib(split.saved_bytes, p)] for p in split.players]
+        gaps = "; ".join(" + ".join(s) for s in split.missing)
+        part = f" over {', '.join(split.players)} only; no time for: {gaps}" if gaps else ""
+        made.append((f"Shapley values{part}", [TOGGLE, "factor of time [95 %]", "peak GiB saved"], rows))
+    return made
+
+
+def _gib(saved: dict[str, float] | None, player: str) -> str:
+    return number(saved[player] / GIB) if saved else ""

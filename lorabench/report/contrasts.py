@@ -1,0 +1,84 @@
+"""The contrasts of records, each made once: every table, plot and comparison asks here."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from lorabench.record.contrast import Contrast, Speedup, contrast, mean
+from lorabench.record.schema import ARMS, TOTAL, Phase, Record
+from lorabench.record.store import RecordError
+
+Phases = tuple[str, ...]
+WHOLE: Phases = (TOTAL,)
+
+
+def toggles(record: Record) -> str:
+    """The row's name: the toggles under test."""
+    return " + ".join(record.ablations) or "reference again (A/A)"
+
+
+def trials(record: Record, phases: Phases = WHOLE) -> Phase | None:
+    """The trials of a phase, or the sums of several, trial by trial; None where one of them was not measured."""
+    found = [(record.phases or {}).get(name) for name in phases]
+    there = [phase for phase in found if phase is not None]
+    if len(there) != len(found):
+        return None
+    if len(there) == 1:
+        return there[0]
+    sums: dict[str, list[float] | None] = {}
+    for name in (f"{arm}_ms" for arm in ARMS):
+        lists = [getattr(phase, name) for phase in there]
+        sums[name] = [sum(times) for times in zip(*lists, strict=True)] if all(lists) else None
+    return Phase.model_construct(None, **sums)
+
+
+class Contrasts:
+    """Record and phases → their contrast, made when first asked for and kept.
+
+    `salt` tells two runs apart: one key in two runs must not draw the same rounds, or their errors would cancel.
+    """
+
+    def __init__(self, salt: str = "") -> None:
+        self._salt = salt
+        # By identity: two records may have one key. The record is kept, so that its id stays its own.
+        self._made: dict[tuple[int, Phases], tuple[Record, Contrast | None]] = {}
+
+    def of(self, record: Record, phases: Phases = WHOLE) -> Contrast | None:
+        """None where an arm has no time, or too few trials. Raises RecordError for trials that do not go together."""
+        at = (id(record), phases)
+        if at not in self._made:
+            self._made[at] = (record, self._make(record, phases))
+        return self._made[at][1]
+
+    def speedup(self, record: Record, phases: Phases = WHOLE) -> Speedup | None:
+        """The ratio with its interval, as it stands in the record or else computed from its trials."""
+        stored = _stored((record.phases or {}).get(phases[0])) if len(phases) == 1 else None
+        if stored:  # of many rows nothing else is ever asked
+            return stored
+        found = self.of(record, phases)
+        return found and found.speedup
+
+    def mean(self, records: Sequence[Record], phases: Phases = WHOLE) -> Contrast | None:
+        """Geometric mean of several cells; None where one of them has no ratio."""
+        found = [c for r in records if (c := self.of(r, phases))]
+        return mean(found) if found and len(found) == len(records) else None
+
+    def _make(self, record: Record, phases: Phases) -> Contrast | None:
+        found = trials(record, phases)
+        if found is None or not found.reference_ms or not found.candidate_ms:
+            return None
+        seed = zlib.crc32(f"{self._salt}{record.key}".encode())
+        try:
+            return contrast(
+                found.reference_ms, found.candidate_ms, record.pairing != "abba", seed, known=_stored(found)
+            )
+        except ValueError as error:
+            where = f"record {record.key} ({toggles(record)}), {' + '.join(phases)}"
+            raise RecordError(f"{where}: {error}") from None
+
+
+def _stored(phase: Phase | None) -> Speedup | None:
+    if phase is None or phase.speedup is None or phase.low is None or phase.high is None:
+        return None
+    return Speedup(phase.speedup, phase.low, phase.high)

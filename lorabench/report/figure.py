@@ -1,0 +1,144 @@
+"""What all plots share: panels one under the other, row names, logarithmic axes, PNG bytes.
+
+Drawn without pyplot's global state. All margins are known beforehand, from the widths of the texts: matplotlib's own
+layout engine draws each figure three times to find them.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
+from matplotlib.ticker import FixedLocator, NullLocator
+
+WIDTH, ROW = 9.5, 0.27  # inches: figure, one row
+TITLE, AXIS = 0.38, 0.57  # inches above a panel and below it
+SMALL = 8.5
+TWO_LINES = 0.8 * SMALL  # two lines have to fit a row
+TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100)
+
+
+class Strip(NamedTuple):
+    """A panel of rows from the top: each with its label on the left and a note on the right, (text, colour)."""
+
+    title: str
+    labels: list[str]
+    notes: list[tuple[str, str]]
+    axis: str
+
+
+def rows_figure(strips: Sequence[Strip], said: str) -> tuple[Figure, list[Axes]]:
+    """A figure of panels of rows, to be drawn into at y = 0, 1, 2 …; said: what it leaves out."""
+    labels = [[short(label) for label in strip.labels] for strip in strips]
+    left = widest(label for names in labels for label in names)
+    right = widest(text for strip in strips for text, _ in strip.notes)
+    figure, axes = stack([len(names) for names in labels], left, right, said)
+    for ax, strip, names in zip(axes, strips, labels, strict=True):
+        _name_rows(ax, names)
+        title(ax, strip.title)
+        ax.set_xlabel(strip.axis, fontsize=SMALL)
+        for y, (text, colour) in enumerate(strip.notes):
+            _beside(ax, y, text, 0.08, ha="left", color=colour)
+    return figure, axes
+
+
+def stack(rows: Sequence[int], left: float, right: float, said: str = "") -> tuple[Figure, list[Axes]]:
+    """A figure with one panel under the other, each as high as its number of rows, and room for a legend on top.
+
+    left, right: inches beside the panels. said: what the figure leaves out, at its foot.
+    """
+    heights = [max(n, 2) * ROW for n in rows]
+    top, foot = 0.4, 0.25 if said else 0.0
+    whole = sum(heights) + len(rows) * (TITLE + AXIS) + top + foot
+    figure = Figure(figsize=(WIDTH, whole), dpi=110)
+    at = whole - top
+    axes = []
+    for height in heights:
+        at -= TITLE + height
+        axes.append(figure.add_axes((left / WIDTH, at / whole, (WIDTH - left - right) / WIDTH, height / whole)))
+        at -= AXIS
+    if said:
+        figure.text(0.5, 0.06 / whole, said, ha="center", va="bottom", fontsize=SMALL, color="#D55E00")
+    return figure, axes
+
+
+def png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})  # the same bytes from the same records
+    return buffer.getvalue()
+
+
+def widest(texts: Iterable[str]) -> float:
+    """Inches that the longest of these texts takes beside a panel."""
+    return max((_width(text) for text in set(texts)), default=0.0) + 0.2
+
+
+def _width(text: str) -> float:
+    font = FontProperties(size=size_of(text))
+    return max(text_to_path.get_text_width_height_descent(x, font, False)[0] for x in text.split("\n")) / 72
+
+
+def size_of(text: str) -> float:
+    return TWO_LINES if "\n" in text else SMALL
+
+
+def legend(figure: Figure, handles: Sequence[Any]) -> None:
+    figure.legend(handles=list(handles), loc="upper center", ncols=len(handles), frameon=False, fontsize=SMALL)
+
+
+def title(ax: Axes, text: str) -> None:
+    ax.set_title(text, loc="left", fontsize=10.5, fontweight="bold")
+
+
+def _name_rows(ax: Axes, labels: Sequence[str]) -> None:
+    ax.set_yticks([])
+    for y, label in enumerate(labels):
+        _beside(ax, y, label, -0.08, size_of(label), ha="right", linespacing=0.95)
+    ax.set_ylim(len(labels) - 0.4, -0.6)
+    ax.tick_params(axis="x", labelsize=SMALL)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.grid(axis="x", color="#e6e6e6", linewidth=0.7)
+    ax.set_axisbelow(True)
+
+
+def _beside(ax: Axes, y: float, text: str, inches: float, size: float = SMALL, **style: Any) -> None:
+    """Text at the height of a row, so many inches right of its panel, or left of it where negative."""
+    x = inches / (ax.get_position().width * WIDTH) + (1 if inches > 0 else 0)
+    ax.text(x, y, text, transform=ax.get_yaxis_transform(), va="center", fontsize=size, **style)
+
+
+def short(label: str, longest: int = 40) -> str:
+    """A row's name that fits beside the axis, on two lines if need be; of many toggles the last one, which tells a
+    ladder's rungs apart."""
+    names = label.split(" + ")
+    for i in range(len(names), 0, -1):  # as many as fit on the first line
+        first, second = " + ".join(names[:i]), " + ".join(names[i:])
+        if max(len(first) + 2, len(second)) <= longest:
+            return f"{first} +\n{second}" if second else first
+    if len(names) > 1:
+        label = f"{len(names) - 1} more + {names[-1]}"
+    return label if len(label) <= longest else label[: longest - 1] + "…"
+
+
+def log_axis(ax: Axes, which: Literal["x", "y"], values: Sequence[float]) -> None:
+    """A logarithmic axis of ratios, its ticks round numbers with room between them; 1 always."""
+    low, high = min([*values, 0.95]), max([*values, 1.05])
+    margin = (high / low) ** 0.06
+    span = math.log(high / low)
+    kept: list[float] = []
+    inside = [t for t in TICKS if low / margin <= t <= high * margin]
+    for tick in sorted(inside, key=lambda t: (t != 1, t not in (0.5, 2, 5, 10), t)):
+        if all(abs(math.log(tick / k)) > span / 14 for k in kept):
+            kept.append(tick)
+    ax.set(**{f"{which}scale": "log", f"{which}lim": (low / margin, high * margin)})
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    axis.set_major_locator(FixedLocator(sorted(kept)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda x, _: f"{x:g}×")

@@ -1,0 +1,263 @@
+"""Records as one tidy table: a row a cell, a column a quantity, units in the column's name. What every output reads.
+
+A cell that failed keeps its row, with status and reason; what was not measured is NaN or None, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lorabench.contract.kind import kind, registered
+from lorabench.record import stats
+from lorabench.record.schema import ARMS, TOTAL, ArmMemory, JobRecord, Phase, Record
+from lorabench.report.contrasts import Contrasts, toggles
+from lorabench.report.noise import NoiseFloors
+from lorabench.report.shares import Shares, columns
+
+GIB = 2**30
+UNKNOWN = (math.nan, math.nan, math.nan)
+NOTHING = Phase()
+SHARE_FIELDS = ("", "_low", "_high", "_paired")
+
+
+def tidy(records: Sequence[Record], devices: Sequence[str], contrasts: Contrasts, floors: NoiseFloors) -> pd.DataFrame:
+    """One row a record, in their order. Columns, apart from the record's own fields:
+
+    {phase}_{arm}_ms, _ms_low, _ms_high: median with its 95 % interval; {phase}_speedup, _low, _high likewise; of each
+    phase of the kinds that are there and of the total.
+    p, p_holm: of the total, raw and corrected over all these records. noise_floor, detectable: shares, from the A/A
+    record of the same model, workload and (where there is one) reference. verdict: see stats.verdict; None for A/A.
+    {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling:
+    of the phase that takes longest, and averaged by time. of_limit, _low, _high, _paired: limit's time / candidate's
+    time, both of the limit's phases, and of_limit_forward of forward alone (see `shares`). limit: least work, no
+    candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only where a record has several jobs or ranks.
+    device: from environment.json.
+    """
+    found = _columns([_row(r, device) for r, device in zip(records, devices, strict=True)])
+    found |= _times(records, contrasts) | _shares(records, devices, contrasts)
+    found |= _judged(records, contrasts, floors, found)
+    names = [c for c in _order(records) if c in found or not _only_where_present(c)]
+    return pd.DataFrame({c: found.get(c, [math.nan] * len(records)) for c in names}, columns=pd.Index(names))
+
+
+def kinds_of(records: Iterable[Record]) -> list[Any]:
+    """The kinds that are there, in the order in which they are registered."""
+    there = {r.kind for r in records}
+    return [k for name, k in registered().items() if name in there]
+
+
+def phases_of(records: Iterable[Record]) -> list[str]:
+    """The phases of the kinds that are there, in the kinds' order; without any record, of every kind's."""
+    return list(dict.fromkeys(p for k in kinds_of(records) for p in k.phases))
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name, math.nan) for row in rows] for name in names}
+
+
+def _row(record: Record, device: str) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "key": record.key,
+        "session": record.session,
+        "device": device,
+        "kind": record.kind,
+        "model": record.model,
+        "workload": record.workload,
+        "design": record.design,
+        "toggles": toggles(record),
+        "reference": " + ".join(record.reference),
+        "candidate": " + ".join(record.candidate),
+        "noise_record": record.is_noise_floor,
+        **{name: record.kind == name for name in _least_kinds()},
+        "status": record.status,
+        "reason": record.reason,
+        "arm": record.arm,
+        "pairing": record.pairing,
+        "applied": ", ".join(f"{name} {sites}" for name, sites in (record.applied or {}).items()),
+    }
+    # Not of the least work: what it holds says nothing, and its FLOPs are those of what it leaves out.
+    own = _memory(record) | _throughput(record) | _roofline(record) if record.is_candidate else {}
+    return row | own | _checks(record) | _jobs(record.jobs or {}) | _ranks(record)
+
+
+def _least_kinds() -> list[str]:
+    return [name for name, k in registered().items() if not k.candidate]
+
+
+def _times(records: Sequence[Record], contrasts: Contrasts) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for phase in (*phases_of(records), TOTAL):
+        times = [(r.phases or {}).get(phase, NOTHING) for r in records]
+        for arm in ARMS:
+            medians = stats.median_intervals([getattr(t, f"{arm}_ms") for t in times])
+            found |= {f"{phase}_{arm}_{c}": medians[:, i] for i, c in enumerate(("ms", "ms_low", "ms_high"))}
+        ratios = np.array([contrasts.speedup(r, (phase,)) or UNKNOWN for r in records]).reshape(-1, 3)
+        found |= {f"{phase}_{c}": ratios[:, i] for i, c in enumerate(("speedup", "low", "high"))}
+    pairs = [_both((r.phases or {}).get(TOTAL, NOTHING)) for r in records]
+    found["trials"] = [min(map(len, pair)) if pair else 0 for pair in pairs]
+    found["p"] = stats.p_values(pairs, [r.pairing != "abba" for r in records])
+    return found
+
+
+def _both(phase: Phase) -> tuple[list[float], list[float]] | None:
+    return (phase.reference_ms, phase.candidate_ms) if phase.reference_ms and phase.candidate_ms else None
+
+
+def _shares(records: Sequence[Record], devices: Sequence[str], contrasts: Contrasts) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    shares = Shares(records, devices, contrasts)
+    for column in columns(kinds_of(records)):
+        values = [shares.of(r, column) or (*UNKNOWN, None) for r in records]
+        found |= {f"{column.column}{field}": [v[i] for v in values] for i, field in enumerate(SHARE_FIELDS)}
+    return found
+
+
+def _memory(record: Record) -> dict[str, Any]:
+    held: dict[Any, ArmMemory] = dict(record.memory or {})
+    arms = {arm: held.get(arm) or ArmMemory() for arm in ARMS}
+    # A CPU has only the process's resident set; the two are never compared with each other.
+    measure = "peak" if any(m.peak is not None for m in arms.values()) else "process"
+    used = {arm: getattr(m, measure) for arm, m in arms.items()}
+    found: dict[str, Any] = {
+        f"{arm}_peak_gib": b / GIB if b is not None and measure == "peak" else math.nan for arm, b in used.items()
+    }
+    found |= {f"{arm}_process_gib": m.process / GIB if m.process is not None else math.nan for arm, m in arms.items()}
+    reference, candidate = used["reference"], used["candidate"]
+    saved = measure == "peak" and reference and candidate is not None
+    found["memory_saved_pct"] = 100 * (1 - candidate / reference) if saved else math.nan
+    return found
+
+
+def _throughput(record: Record) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    total, tokens = (record.phases or {}).get(TOTAL, NOTHING), record.tokens
+    for arm in ARMS if tokens else ():
+        assert tokens is not None
+        padded = getattr(tokens, f"{arm}_padded")
+        found[f"{arm}_tokens_s"] = 1000 * tokens.real / _median(getattr(total, f"{arm}_ms"))
+        found[f"{arm}_padded_share"] = padded / max(tokens.real + padded, 1)
+    return found
+
+
+def _median(ms: list[float] | None) -> float:
+    """Of a short list: sorting it is ten times as fast as an array of it."""
+    if not ms:
+        return math.nan
+    ordered, half = sorted(ms), len(ms) // 2
+    return ordered[half] if len(ms) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def _roofline(record: Record) -> dict[str, Any]:
+    """Columns {arm}_bound and {arm}_of_ceiling, as they have always been called: the label and the share reached."""
+    found: dict[str, Any] = {}
+    for arm, profiled in (record.roofline or {}).items():
+        took = {p: _median(getattr((record.phases or {}).get(p, NOTHING), f"{arm}_ms")) for p in profiled}
+        labels = [(took[p], x.label) for p, x in profiled.items() if x.label and took[p] > 0]
+        reached = [(took[p], x.of_ceiling) for p, x in profiled.items() if x.of_ceiling is not None and took[p] > 0]
+        found[f"{arm}_bound"] = max(labels)[1] if labels else None
+        whole = sum(t for t, _ in reached)
+        found[f"{arm}_of_ceiling"] = sum(t * x for t, x in reached) / whole if reached else math.nan
+    return found
+
+
+def _checks(record: Record) -> dict[str, Any]:
+    gate, cost, telemetry = record.numerics, record.cost, record.telemetry
+    found: dict[str, Any] = {"disturbed": len(telemetry.disturbed_trials)} if telemetry else {}
+    if gate:
+        found |= {
+            "grad_error": gate.grad_error,
+            "grad_allowed": gate.grad_allowed,
+            "loss_error": gate.loss_error,
+            "loss_allowed": gate.loss_allowed,
+            "worst_tensor": gate.worst,
+            "tolerance": gate.tolerance,
+        }
+        found |= {} if gate.unequal is None else {"unequal": gate.unequal}
+    if cost:
+        found |= {"wall_s": cost.wall, "overhead_share": overhead_share([record])}
+    return found
+
+
+def _jobs(jobs: dict[str, JobRecord]) -> dict[str, Any]:
+    """Several jobs of one cell, each column in their order."""
+    if not jobs:
+        return {}
+    said = lambda show: ", ".join(f"{name} {show(job)}" for name, job in jobs.items())  # noqa: E731
+    return {
+        "jobs": len(jobs),
+        "job_tokens": said(lambda job: job.tokens.real),
+        "job_r": said(lambda job: job.r),
+        "job_gate": said(gate_of),
+    }
+
+
+def gate_of(job: JobRecord) -> str:
+    """passed, failed, or none where it was not judged."""
+    return "none" if job.numerics is None else "passed" if job.numerics.passed else "failed"
+
+
+def _ranks(record: Record) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for arm, spread in (record.ranks or {}).items():
+        found |= {f"{arm}_ranks": spread.size, f"{arm}_rank_spread": spread.spread}
+    return found
+
+
+def overhead_share(records: Sequence[Record]) -> float:
+    """Share of the wall time that is neither warm-up nor trials; NaN where no record has its cost."""
+    costs = [r.cost for r in records if r.cost]
+    wall = sum(c.wall for c in costs)
+    return max(0.0, 1 - sum(c.warmup + c.trials for c in costs) / wall) if wall > 0 else math.nan
+
+
+_ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
+_WHERE_PRESENT = {"unequal", "jobs", "job_tokens", "job_r", "job_gate", *_ARMS_OF("ranks", "rank_spread")}
+
+
+def _only_where_present(column: str) -> bool:
+    return column in _WHERE_PRESENT
+
+
+def _order(records: Sequence[Record]) -> list[str]:
+    times = [f"{arm}_{c}" for arm in ARMS for c in ("ms", "ms_low", "ms_high")]
+    phases = [TOTAL, *reversed(phases_of(records))]
+    return [
+        *("model", "workload", "toggles", "status", "verdict", "reason"),
+        *(f"{p}_{c}" for p in phases for c in ("speedup", "low", "high", *times)),
+        *(f"{share.column}{field}" for share in columns(kinds_of(records)) for field in SHARE_FIELDS),
+        *("trials", "disturbed", "p", "p_holm", "noise_floor", "detectable"),
+        *_ARMS_OF("peak_gib", "process_gib", "tokens_s", "padded_share", "bound", "of_ceiling"),
+        "memory_saved_pct",
+        *("grad_error", "grad_allowed", "loss_error", "loss_allowed", "unequal", "worst_tensor", "tolerance"),
+        *("applied", "jobs", "job_tokens", "job_r", "job_gate", *_ARMS_OF("ranks", "rank_spread")),
+        *("reference", "candidate", "design", "pairing", "arm", "noise_record", *_least_kinds()),
+        *("wall_s", "overhead_share", "device", "session", "key", "kind"),
+    ]
+
+
+def _judged(
+    records: Sequence[Record], contrasts: Contrasts, floors: NoiseFloors, found: dict[str, Any]
+) -> dict[str, Any]:
+    """What takes more than one record: Holm's correction, noise floor, verdict."""
+    p, same = found["p"], [floors.of(r) for r in records]
+    tested = [r.status == "ok" and not r.is_noise_floor and kind(r.kind).candidate for r in records]
+    judged = [i for i, is_tested in enumerate(tested) if is_tested and p[i] >= 0]
+    adjusted = dict(zip(judged, stats.holm([p[i] for i in judged]), strict=True))
+    floor = [stats.noise_floor(s) for s in same]
+    detectable = [stats.detectable(s) for s in same]
+    verdicts = {
+        i: stats.verdict(contrasts.speedup(records[i]), corrected, floor[i], found["trials"][i])
+        for i, corrected in adjusted.items()
+    }
+    return {
+        "p_holm": [adjusted.get(i, math.nan) for i in range(len(records))],
+        "noise_floor": floor,
+        "detectable": [math.nan if d is None else d for d in detectable],
+        "verdict": [verdicts.get(i) for i in range(len(records))],
+    }

@@ -1,0 +1,44 @@
+"""Numbers as text, the same in every table and on the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lorabench.record.contrast import Speedup
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """A number with so many significant digits, never in scientific notation above 1e-4; '' for what is unknown."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-4:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:.{max(digits - 1 - math.floor(math.log10(abs(value))), 0)}f}"
+
+
+def ratio(value: float, low: float = math.nan, high: float = math.nan) -> str:
+    """`1.31 [1.29, 1.33]`; without interval where there is none."""
+    if not math.isfinite(value):
+        return ""
+    digits = 2 if max(value, high if math.isfinite(high) else 0) >= 10 or high - low > 0.05 else 3
+    shown = f"{value:.{digits}f}"
+    return f"{shown} [{low:.{digits}f}, {high:.{digits}f}]" if math.isfinite(low) and math.isfinite(high) else shown
+
+
+def speedup(found: Speedup | None) -> str:
+    return ratio(*found) if found else ""
+
+
+def arrow(before: Any, after: Any, show: Callable[[Any], str] = number) -> str:
+    """`before → after`, reference and candidate; '' where neither is known."""
+    first, second = show(before), show(after)
+    return f"{first or 'none'} → {second or 'none'}" if first or second else ""
+
+
+def percent(value: Any) -> str:
+    """A share as `12.3 %`; '' for what is unknown."""
+    return "" if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"

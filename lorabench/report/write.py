@@ -1,0 +1,43 @@
+"""A results folder's report: analysed once, then written, or shown on a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+
+from lorabench.record.store import write_atomically
+from lorabench.report import page, plots, tables
+from lorabench.report.analysis import Analysis, collector_paused
+from lorabench.report.shown import Shown, show
+
+
+class Report:
+    """All outputs of one folder. Raises RecordError (ValueError) for records that cannot be read."""
+
+    def __init__(self, folder: Path, analysis: Analysis, shown: Shown) -> None:
+        self.folder, self.analysis, self.shown = folder, analysis, shown
+
+    @classmethod
+    def of(cls, folder: str | Path) -> Report:
+        analysis = Analysis.read(folder)
+        return cls(Path(folder), analysis, show(analysis))
+
+    def write(self) -> list[Path]:
+        """See `lorabench.report.write_report`."""
+        with collector_paused():
+            images = plots.plots(self.analysis)
+            files = {
+                "summary.csv": tables.csv(self.analysis.table).encode(),
+                "summary.md": tables.markdown(self.shown).encode(),
+                "summary.tex": tables.latex(self.shown).encode(),
+                **{f"plots/{name}": drawn.png for name, drawn in images.items()},
+                "report.html": page.page(self.analysis, self.shown, images).encode(),
+            }
+        for name in set(plots.NAMES) - set(images):
+            (self.folder / "plots" / name).unlink(missing_ok=True)
+        return [write_atomically(self.folder / name, content) for name, content in files.items()]
+
+    def terminal(self, width: int) -> Table:
+        """The table for a terminal that is `width` characters wide."""
+        return tables.terminal_table(self.shown, width)
