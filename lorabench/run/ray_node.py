@@ -11,6 +11,7 @@ The task imports nothing but the standard library: a request goes through it unr
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from multiprocessing import Pipe, active_children
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +104,18 @@ def main(descriptor: int) -> None:
     """
     if os.fork():
         os._exit(0)
+    folder = Path(get_temp_dir())  # multiprocessing's own: a socket's path is short, so nothing is put above it
+    tempfile.tempdir = str(folder)  # for the runner's folder
     connection = Connection(descriptor)
-    with tempfile.TemporaryDirectory(prefix="lorabench-node-", ignore_cleanup_errors=True) as folder:
-        tempfile.tempdir = folder  # for the runner's own folder, too
-        station = Station(connection, Path(folder))
-        try:
-            while True:
-                asked = connection.recv_bytes(), connection.recv()
-                # Beside this thread, which so sees at any time that the Ray worker is gone.
-                threading.Thread(target=station.answer, args=asked, daemon=True).start()
-        except (EOFError, OSError):
-            station.abandon()
+    station = Station(connection, folder)
+    try:
+        while True:
+            asked = connection.recv_bytes(), connection.recv()
+            # Beside this thread, which so sees at any time that the Ray worker is gone.
+            threading.Thread(target=station.answer, args=asked, daemon=True).start()
+    except (EOFError, OSError):
+        station.abandon()
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # without waiting for the thread that may be measuring
 
 

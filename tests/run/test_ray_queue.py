@@ -1,0 +1,396 @@
+"""The queue over a Ray cluster: what it makes of news from a pretended one, the station without Ray, and a real cluster
+of three nodes of which one dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import pytest
+from helpers import cells
+
+from lorabench.contract.machine import Machine
+from lorabench.record.store import RECORDS, Store, read_records
+from lorabench.run import ray_node, ray_queue
+from lorabench.run.process import ProbeError
+from lorabench.run.queue import QueueError, queue
+from lorabench.run.runner import record_of
+
+MACHINE = Machine(
+    device="cpu", name="pretended", cpu="pretended", cores=1, memory_bytes=1, os="", python="", packages={},
+    native_bfloat16=False,
+)  # fmt: skip
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'lorabench[ray]'")
+
+
+class Watched:
+    """A display that keeps what it was shown."""
+
+    def __init__(self):
+        self.started, self.phases = [], []
+
+    def start(self, cell):
+        self.started.append(cell.key)
+
+    def phase(self, text):
+        self.phases.append(text)
+
+
+class Pretended:
+    """A cluster whose tasks answer what `script` says of (cell or None, how often it was sent): a list of events. The
+    last task sent answers first."""
+
+    version = "0"
+
+    def __init__(self, script):
+        self.script, self.answers, self.sent, self.calls = script, {}, {}, []
+
+    def start(self):
+        self.calls.append("start")
+
+    def size(self):
+        return 3
+
+    def send(self, request, sweep, ranks):
+        _, cell = ForkingPickler.loads(request)
+        key = cell.key if cell else None
+        self.sent[key] = self.sent.get(key, 0) + 1
+        task = (key, self.sent[key])
+        self.answers[task] = list(self.script(cell, self.sent[key]))
+        return task
+
+    def news(self, tasks):
+        task = next((t for t in reversed(tasks) if self.answers[t]), None)
+        return [(task, *self.answers[task].pop(0))] if task else []
+
+    def lacking(self, tasks):
+        return dict.fromkeys(tasks, "4 GPUs")
+
+    def cancel(self, tasks):
+        self.calls.append(("cancel", len(tasks)))
+
+    def stop(self):
+        self.calls.append("stop")
+
+
+def node(number):
+    return "node", {"host": f"host{number}", "address": f"10.0.0.{number}", "id": f"{number}" * 56}
+
+
+def session(number, device="cpu"):
+    return "session", {"id": f"s{number}", "machine": {**MACHINE.model_dump(mode="json"), "device": device}}
+
+
+def measured(cell, number):
+    record = record_of(cell, f"s{number}", status="unsupported", reason="pretended")
+    return "record", record.model_dump_json(by_alias=True, exclude_none=True)
+
+
+def fine(cell, attempt):
+    """A node of its own for every cell, and the first for the look."""
+    number = 1 if cell is None else cells("ablations=[eager,sdpa_math]").index(cell) + 1
+    last = ("seen", None) if cell is None else measured(cell, number)
+    return [node(number), session(number), ("phase", "timing"), last]
+
+
+def pretended(script):
+    made = ray_queue.RayQueue(Pretended(script), "auto", 60.0)
+    assert made.look(["python"]).name == "pretended"
+    return made
+
+
+def test_records_come_in_any_order_each_after_its_node_s_session():
+    todo, watch = cells("ablations=[eager,sdpa_math]"), Watched()
+    with pretended(fine) as asked:
+        seen = []
+        for cell, record in asked.run(todo, watch):
+            assert record.session in asked.sessions
+            assert record.key == cell.key
+            seen.append(cell.key)
+    assert seen == [cell.key for cell in reversed(todo)] == watch.started
+    assert {"s1", "s2", "s3"} < set(asked.sessions) and len(asked.sessions) == 4  # and the sweep's own
+    assert asked.cluster.calls == ["start", ("cancel", 0), "stop"]
+    assert watch.phases[-1] == "timing" and watch.phases[0].endswith("sdpa_math: timing")
+
+
+def test_the_sweep_stores_a_session_before_the_record_that_names_it(tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from lorabench import sweep
+
+    order = []
+    monkeypatch.setattr(Store, "add_session", lambda self, s: order.append(s["id"]))
+    monkeypatch.setattr(Store, "append", lambda self, r: order.append((r.session, r.key)))
+    todo = cells("ablations=[eager,sdpa_math]")
+    with Store(tmp_path) as store, pretended(fine) as asked:
+        sweep._drain(asked, todo, store, Console(quiet=True), 0)
+    named = [entry for entry in order if isinstance(entry, tuple)]
+    assert len(named) == 3
+    assert all(order.index(own) < order.index((own, key)) for own, key in named)
+
+
+def test_a_cell_whose_nodes_die_is_tried_three_times_and_then_a_crash():
+    def dies(cell, attempt):
+        return (
+            fine(None, 1) if cell is None else [node(attempt), session(attempt), ("phase", "timing"), ("lost", "died")]
+        )
+
+    todo = cells("ablations=[eager]")[:1]
+    with pretended(dies) as asked:
+        [(cell, record)] = asked.run(todo, Watched())
+    assert (cell, record.status, record.session) == (todo[0], "crash", "s3")
+    assert record.reason == (
+        "the node host3 (10.0.0.3, node 33333333) died while timing (tried 3 times; before that the node host1 "
+        "(10.0.0.1, node 11111111) died while timing, the node host2 (10.0.0.2, node 22222222) died while timing)"
+    )
+
+
+def test_a_node_s_death_is_one_more_try():
+    def dies_once(cell, attempt):
+        return [node(2), ("lost", "died")] if cell and attempt == 1 else fine(cell, attempt)
+
+    todo = cells("ablations=[eager,sdpa_math]")
+    with pretended(dies_once) as asked:
+        found = list(asked.run(todo, Watched()))
+    assert sorted(cell.key for cell, _ in found) == sorted(cell.key for cell in todo)
+    assert {record.status for _, record in found} == {"unsupported"}
+
+
+def test_a_cell_that_was_lost_on_its_way_names_the_sweep_s_own_session():
+    lost = lambda cell, attempt: fine(None, 1) if cell is None else [("lost", "failed (no lorabench)")]  # noqa: E731
+    with pretended(lost) as asked:
+        [(_, record)] = asked.run(cells("ablations=[eager]")[:1], Watched())
+    assert record.reason.startswith("a node failed (no lorabench) while starting (tried 3 times")
+    assert asked.sessions[record.session]["machine"]["name"] == "pretended"
+
+
+def test_a_cell_that_no_living_node_could_hold_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(ray_queue, "PATIENCE_S", 0.0)
+    with pretended(lambda cell, attempt: [] if cell else fine(cell, attempt)) as asked:
+        [(_, record)] = asked.run(cells("ablations=[eager]")[:1], Watched())
+    assert record.status == "crash"
+    assert record.reason == "no living node of the cluster has 4 GPUs for it (tried once)"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ([node(1), session(1, "cuda")], "planned for cpu, and lorabench finds only cuda on host1"),
+        ([node(1), session(1), measured(cells("ablations=[sdpa_math]")[-1], 1)], "another version of lorabench"),
+    ],
+)
+def test_a_node_that_does_not_fit_the_plan_stops_the_sweep(answer, said):
+    script = lambda cell, attempt: fine(None, 1) if cell is None else list(answer)  # noqa: E731
+    with pretended(script) as asked, pytest.raises(QueueError, match=said):
+        list(asked.run(cells("ablations=[eager]")[:1], Watched()))
+    assert asked.cluster.calls[1:] == [("cancel", 1), "stop"]
+
+
+def test_a_cluster_that_cannot_be_looked_at_is_one_line():
+    asked = ray_queue.RayQueue(Pretended(lambda cell, attempt: [node(1), ("lost", "failed (why)")]), "auto", 60.0)
+    with pytest.raises(ProbeError, match=r"a node of the Ray cluster failed \(why\) \(every node needs"):
+        asked.look(["python"])
+
+
+def test_without_ray_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
+    from lorabench import sweep
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code = sweep.main(["models=[tiny-llama]", "ablations=[eager]", "queue=ray", f"output={tmp_path / 'out'}"])
+    assert code == 2
+    assert capsys.readouterr().err == ("lorabench: queue=ray needs the package ray: pip install 'lorabench[ray]'\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_queue_needs_ray_unless_it_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert queue("local", "auto", 60.0, tmp_path).sessions == {}
+
+
+def request(cell):
+    sweep = {"id": "sweep", "dtype": "auto", "timeout_s": 120.0, "ray": "0", "command": ["python"]}
+    return bytes(ForkingPickler.dumps((sweep, cell)))
+
+
+@pytest.fixture
+def station():
+    """What runs on a node, here: one station for all requests of a test. Gives a function: cell → its events."""
+    where, alone = {"host": "h", "address": "a", "id": "0123456789"}, {"OMP_NUM_THREADS": "1"}
+    yield lambda cell: list(ray_node.serve(request(cell), "sweep", where, alone))
+    ray_node._forget()
+
+
+def test_a_station_looks_once_and_serves_one_cell_after_the_other(station):
+    refused = [c for c in cells("ablations=[eager,sdpa]") if c.toggles and c.toggles[0].name == "sdpa"]  # at once
+    look, first, second = (station(cell) for cell in (None, *refused, *refused))
+    assert [what for what, _ in look] == ["session", "seen"]
+    own = look[0][1]
+    assert own["node"]["host"] == "h" and own["ceilings"]["gemm_tflops"] and own["id"].startswith("sweep-01234567-")
+    assert first[0] == second[0] == ("session", own)
+    assert [what for what, _ in first] == ["session", "record"]
+    assert f'"session":"{own["id"]}"' in first[1][1] and '"not_applied"' in first[1][1]
+
+
+def test_a_request_that_cannot_be_read_fails_in_one_line(station):
+    with pytest.raises(ray_node.NodeError, match=r"^UnpicklingError: "):
+        list(ray_node.serve(b"nonsense", "sweep", {}, {}))
+    assert not ray_node._now  # and the next request gets a new station
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def short():
+    """A folder with a short path: sockets are put into it."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_ray_worker_leaves_neither_a_process_nor_a_file(tmp_path, short):
+    """The task's process, here a pretended Ray worker, is killed by SIGKILL while its cell is measured."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom lorabench.run import ray_node\n"
+        "for event in ray_node.serve(Path(sys.argv[1]).read_bytes(), 'sweep', {'id': '01234567'}, {}):\n"
+        "    print(event[0], flush=True)\n"
+    )
+    (tmp_path / "request").write_bytes(request(cells("ablations=[eager]", "trials=100000")[0]))
+    own = {**os.environ, "TMPDIR": str(short), "LORABENCH_TEST": str(tmp_path)}
+    worker = subprocess.Popen(
+        [sys.executable, script, tmp_path / "request"], stdout=subprocess.PIPE, text=True, env=own
+    )
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        if line == "phase\n":
+            break
+    assert ours(tmp_path) > {worker.pid}
+    worker.kill()
+    worker.wait()
+    wait_until(lambda: not ours(tmp_path))
+    wait_until(lambda: not [*short.glob("pymp-*"), *short.glob("lorabench-*")])
+
+
+def ours(folder):
+    """The ids of living processes with this folder in their environment."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if f"LORABENCH_TEST={folder}".encode() in file.read().split(b"\0"):
+                    found.add(int(pid))
+        except OSError:  # ended, or another user's
+            continue
+    return found
+
+
+@pytest.fixture
+def three_nodes(monkeypatch):
+    """A cluster of three nodes on this machine, which RAY_ADDRESS names; the sweep's own is the first."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    nodes = [cluster.add_node(num_cpus=1, object_store_memory=80_000_000) for _ in range(3)]
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster, nodes
+    cluster.shutdown()
+
+
+class Killing(Watched):
+    """Kills a node as soon as a cell is being measured on it."""
+
+    def __init__(self, asked, cluster, node):
+        super().__init__()
+        self.asked, self.cluster, self.node, self.victims = asked, cluster, node, []
+
+    def phase(self, text):
+        super().phase(text)
+        there = [s.cell.key for s in self.asked.tasks.values() if f"node {self.node.node_id[:8]}" in s.node]
+        if there and not self.victims:
+            self.victims = there
+            self.cluster.remove_node(self.node, allow_graceful=False)
+
+
+@needs_ray
+@pytest.mark.exhaustive
+def test_three_nodes_of_which_one_dies_in_the_middle(three_nodes, tmp_path, capfd):
+    cluster, nodes = three_nodes
+    todo = cells("ablations=[eager,sdpa_math,gradient_checkpointing,adamw]")
+    capfd.readouterr()
+    with Store(tmp_path) as store, queue("ray", "auto", 300.0, tmp_path) as asked:
+        asked.look(["python"])
+        watch = Killing(asked, cluster, nodes[1])
+        for _, record in asked.run(todo, watch):
+            store.add_session(asked.sessions[record.session])
+            store.append(record)
+    assert capfd.readouterr() == ("", "")  # of what Ray has to say, nothing
+    assert len(watch.victims) == 1
+    assert len((tmp_path / RECORDS).read_text().splitlines()) == len(todo)
+    records = {r.key: r for r in read_records(tmp_path)}
+    assert set(records) == {cell.key for cell in todo}
+    assert {r.status for r in records.values()} == {"ok"}
+    sessions = {s["id"]: s for s in Store(tmp_path).sessions()}
+    where = {key: sessions[r.session]["node"]["id"] for key, r in records.items()}
+    assert set(where.values()) <= {n.node_id for n in nodes}
+    assert where[watch.victims[0]] != nodes[1].node_id  # measured anew, on another one
+    assert all(sessions[r.session]["ceilings"] and sessions[r.session]["ray"] for r in records.values())
+
+
+COMMAND = ("models=[tiny-llama]", "trials=3", "workload=2x16", "ablations=[eager]", "queue=ray")
+
+
+def started(folder, *overrides, **environment):
+    """The sweep's command, in a process group of its own."""
+    command = [sys.executable, "-m", "lorabench.sweep", *COMMAND, *overrides, f"output={folder / 'out'}"]
+    own = {**os.environ, "LORABENCH_TEST": str(folder), **environment}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=own, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+@needs_ray
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_from_the_command_line_without_a_cluster_interrupted_and_continued(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    first = started(tmp_path, "ablations=[eager,sdpa_math]")
+    assert first.stdout is not None
+    assert any(line.startswith("[1/3]") for line in first.stdout)  # and the second is on its way
+    os.killpg(first.pid, signal.SIGINT)
+    _, said = first.communicate()
+    assert first.returncode == 130
+    assert said == "lorabench: stopped; the same command continues where it stopped\n"
+    wait_until(lambda: not ours(tmp_path))
+    before = (tmp_path / "out" / RECORDS).read_text()
+
+    second = started(tmp_path, "ablations=[eager,sdpa_math]")
+    out, said = second.communicate()
+    assert (second.returncode, said) == (0, ""), out
+    assert f"3 cells, {len(before.splitlines())} already recorded" in out
+    assert (tmp_path / "out" / RECORDS).read_text().startswith(before)
+    records = read_records(tmp_path / "out")
+    sessions = {s["id"]: s for s in Store(tmp_path / "out").sessions()}
+    assert len(records) == 3 and {r.status for r in records} == {"ok"}
+    assert all(sessions[r.session]["node"]["host"] for r in records)
+    wait_until(lambda: not ours(tmp_path))
+
+
+@needs_ray
+def test_a_cluster_that_does_not_answer_is_one_line(tmp_path):
+    done = started(tmp_path, RAY_ADDRESS="ray://10.0.0.1:10001")
+    out, said = done.communicate()
+    assert (done.returncode, out) == (2, "")
+    assert said.startswith("lorabench: RAY_ADDRESS=ray://10.0.0.1:10001: a sweep runs on a node of its cluster")
+    assert said.count("\n") == 1
