@@ -9,7 +9,6 @@ every adapter on every forward (see `operand.py`), so at small batches its launc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -19,14 +18,9 @@ BLOCK = 2048
 TL = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-class AdapterCopy(NamedTuple):
-    """One adapter and its places: A (r, K) and out_a (r, K); B (N, r), its factor scale, and out_b (N, r)."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float
-    out_a: torch.Tensor
-    out_b: torch.Tensor
+# One adapter and its places: A (r, K), B (N, r), its factor, out_a (r, K), out_b (N, r). A plain tuple: one is made for
+# each linear on each forward.
+AdapterCopy = tuple[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor]
 
 
 @kernel

@@ -23,6 +23,9 @@ from .output_grad import OutputGradient, SavedForward
 from .projection import Projection
 from .runtime import MAX_FUSED_RANK, tensor_cores, use_triton
 
+BiasGradients = tuple[torch.Tensor | None, torch.Tensor | None]
+NO_BIASES: BiasGradients = None, None
+
 
 def accumulator_for(projections: Sequence[Projection], m: int, device: torch.device) -> GradAccumulator:
     """Room for dS of m rows, dB and dA of all members of these projections."""
@@ -54,13 +57,15 @@ def parameter_gradients(
             else:
                 seed = None if seeds is None else seeds[i : i + 1]
                 da = _a_gradients(projection, gradient.ds[:, cols], source, saved.accumulator, seed, m.dropout)
+        rows, d_biases = projection.rows[i], NO_BIASES
         if need_b and m.b is not None:
-            db = _b_gradient(projection, i, gradient, saved, m.b.dtype)
-        total = None
+            if gradient.db is not None:
+                db = gradient.db[rows]
+            else:
+                db = mm_in(gradient.dy[:, rows].t(), saved.scaled_s[:, cols], m.b.dtype)
         if need_lora_bias or need_bias:
-            dy = gradient.dy[:, projection.rows[i]]
-            total = dy.sum(0, dtype=torch.promote_types(torch.float32, dy.dtype))
-        out += [da, db, *_bias_gradients(m, total, need_lora_bias, need_bias)]
+            d_biases = _bias_gradients(m, gradient.dy[:, rows], need_lora_bias, need_bias)
+        out += [da, db, *d_biases]
     return out
 
 
@@ -92,21 +97,8 @@ def _a_gradients_by_library(
     return mm_in(scaled.t(), source.h.to(ds.dtype), dtype) * (factors.weight + factors.norm.offset)
 
 
-def _b_gradient(
-    projection: Projection, i: int, gradient: OutputGradient, saved: SavedForward, dtype: torch.dtype
-) -> torch.Tensor:
-    """dB (N, r) of member i, in float32 where the read that made dS gave it, else in dtype."""
-    rows, cols = projection.rows[i], projection.columns[i]
-    if gradient.db is not None:
-        return gradient.db[rows]
-    return mm_in(gradient.dy[:, rows].t(), saved.scaled_s[:, cols], dtype)
-
-
-def _bias_gradients(
-    m: Member, total: torch.Tensor | None, need_lora_bias: bool, need_bias: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of lora_B's bias and of the bias, (N,) each, where they are there and wanted; total: dY summed over its rows."""
-    if total is None:
-        return None, None
+def _bias_gradients(m: Member, dy: torch.Tensor, need_lora_bias: bool, need_bias: bool) -> BiasGradients:
+    """Of lora_B's bias and of the bias, (N,) each, where they are there and wanted; dy: (M, N) of this member."""
+    total = dy.sum(0, dtype=torch.promote_types(torch.float32, dy.dtype))
     d_lora_bias = (total * m.scale).to(m.lora_bias.dtype) if need_lora_bias and m.lora_bias is not None else None
     return d_lora_bias, total.to(m.bias.dtype) if need_bias and m.bias is not None else None

@@ -56,6 +56,10 @@ class GluBackward(NamedTuple):
     grad: torch.Tensor
     act: str
 
+    def of(self, grad: torch.Tensor) -> GluBackward:
+        """The same for another grad (M, I): a trial's copy, mostly this one's own."""
+        return self if grad is self.grad else self._replace(grad=grad)
+
 
 def activation(gate: torch.Tensor, act: str) -> torch.Tensor:
     """act(gate) of a gate of any shape, in its dtype; act: a key of ACTIVATIONS."""

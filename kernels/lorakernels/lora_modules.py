@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .member import Adapter, Member
+from .member import Member
 from .module_checks import NotFused, is_library_function, is_unhooked
 
 
@@ -77,7 +77,7 @@ class LinearModule:
                 return False
             dropout = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
             scale, b = float(module.scaling[self.adapter]), b._parameters
-            member.adapter = Adapter(weight, b["weight"], b["bias"], scale, dropout)
+            member.adapter = weight, b["weight"], b["bias"], scale, dropout
         return True
 
 

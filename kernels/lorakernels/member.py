@@ -1,32 +1,25 @@
 """One frozen linear with at most one adapter, as a projection works with it: its tensors, and nothing of its module.
 
-Between a forward and its backward another forward may have read another adapter into the same member; `adapters_of`
-and `with_saved_adapters` take a backward back to the adapters of its own forward.
+Between a forward and its backward another forward may have read another adapter into the same member;
+`with_saved_adapters` takes a backward back to the adapters of its own forward.
 Run: python -m pytest tests/lorakernels/test_projection.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from .runtime import check
 
-
-class Adapter(NamedTuple):
-    """What a model's linear reads anew on each forward: A (r, K), B (N, r) and lora_B's bias (N,), or None; the factor
-    of B, and the probability of the dropout before A."""
-
-    a: torch.Tensor | None
-    b: torch.Tensor | None
-    lora_bias: torch.Tensor | None
-    scale: float
-    dropout: float
+# What a model's linear reads anew on each forward: A (r, K), B (N, r) and lora_B's bias (N,), or None; the factor of B,
+# and the probability of the dropout before A. A plain tuple: three of them are made for a linear in each step.
+Adapter = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float, float]
 
 
 @dataclass
@@ -67,7 +60,7 @@ class Member:
     @property
     def adapter(self) -> Adapter:
         """As it is now; a model's linear sets it anew on each forward."""
-        return Adapter(self.a, self.b, self.lora_bias, self.scale, self.dropout)
+        return self.a, self.b, self.lora_bias, self.scale, self.dropout
 
     @adapter.setter
     def adapter(self, values: Adapter) -> None:
@@ -81,11 +74,6 @@ class Member:
 
 
 SavedAdapters = list[tuple[Member, Adapter]]
-
-
-def adapters_of(members: Iterable[Member]) -> SavedAdapters:
-    """Every member with the adapter that it has now, for `with_saved_adapters`."""
-    return [(m, m.adapter) for m in members]
 
 
 @contextmanager

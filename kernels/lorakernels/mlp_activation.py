@@ -86,7 +86,7 @@ def _single_group_backward(
 
     def apart(dh: torch.Tensor, into: torch.Tensor) -> ActivationGradient:
         parts = into[:, :width], into[:, width : 2 * width]
-        return ActivationGradient([into], None, _parts_backward(inputs._replace(grad=dh), parts, ds_down, accumulator))
+        return ActivationGradient([into], None, _parts_backward(inputs.of(dh), parts, ds_down, accumulator))
 
     def apart_with_ds(dh: torch.Tensor, into: torch.Tensor) -> None:
         # What the form costs; where it is taken, its dS and dB come later.
@@ -96,7 +96,7 @@ def _single_group_backward(
         wide_output_gradient(group, into, saved)
 
     def whole(tile: str, ds: torch.Tensor, dh: torch.Tensor, into: torch.Tensor) -> ActivationGradient:
-        grad = inputs._replace(grad=dh)
+        grad = inputs.of(dh)
         da, db = glu.backward_whole_into(grad, into, ds, saved.op.sb, saved.scaled_s, tile, accumulator)
         gradient = OutputGradient(into[:, : group.n], into[:, group.n :], into, db)
         return ActivationGradient([into], [gradient], da)
@@ -137,7 +137,7 @@ def _backward_with_a(
     dh, act = inputs.grad, inputs.act
 
     def plain(dh: torch.Tensor, d_gate: torch.Tensor, d_up: torch.Tensor) -> None:
-        glu.backward_into(inputs._replace(grad=dh), d_gate, d_up, h_into_grad=True)
+        glu.backward_into(inputs.of(dh), d_gate, d_up, h_into_grad=True)
 
     def plain_with_a(dh: torch.Tensor, d_gate: torch.Tensor, d_up: torch.Tensor) -> None:
         # What the form costs; where it is taken, dA comes later.
@@ -145,7 +145,7 @@ def _backward_with_a(
         mm_in(ds_down.t(), dh, torch.float32)
 
     def one_pass(tile: str, dh: torch.Tensor, d_gate: torch.Tensor, d_up: torch.Tensor) -> torch.Tensor:
-        return glu.backward_a_into(inputs._replace(grad=dh), d_gate, d_up, ds_down, tile, accumulator)
+        return glu.backward_a_into(inputs.of(dh), d_gate, d_up, ds_down, tile, accumulator)
 
     forms: dict[str, Any] = {**{tile: partial(one_pass, tile) for tile in glu.A_TILES}, "plain": plain}
     spare = forms | {"plain": plain_with_a}

@@ -13,7 +13,7 @@ import torch
 
 from .adapter_grad import parameter_gradients
 from .lora_grad import SavedInput
-from .member import adapters_of, with_saved_adapters
+from .member import with_saved_adapters
 from .mlp_activation import activate, activation_backward
 from .node_backward import (
     NormGradient,
@@ -25,7 +25,7 @@ from .node_backward import (
     shared_parameter_gradients,
 )
 from .node_forward import NodeInput, fill_operand, of_shape, outputs
-from .operand import Operand
+from .operand import Operand, adapters_of
 from .output_grad import OutputGradient, SavedForward, input_gradient, output_gradient, wide_output_gradient
 from .products import concat_product
 from .projection import Projection
@@ -36,7 +36,8 @@ from .side_stream import SideStream
 
 @dataclass(slots=True)
 class MLPSpec:
-    """What is no tensor of a call of `gated_mlp`, whose arguments these are; dtype: of the products."""
+    """What is no tensor of a call of `gated_mlp`, whose arguments these are; dtype: of the products; projections: all,
+    in the order in which the node saves what it saves for each."""
 
     groups: list[Projection]
     down: Projection
@@ -45,11 +46,7 @@ class MLPSpec:
     add: bool
     pass_through: bool
     dtype: torch.dtype
-
-    @property
-    def projections(self) -> list[Projection]:
-        """In the order in which the node saves what it saves for each."""
-        return [*self.groups, self.down]
+    projections: list[Projection]
 
 
 class MLPTensors(NamedTuple):
@@ -90,8 +87,7 @@ class GatedMLP(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         with no_autocast(x.device):
             made = _forward(spec, x, residual, norm_weight)
-        ctx.spec, ctx.shape = spec, x.shape
-        ctx.adapters = adapters_of(m for g in spec.projections for m in g.members)
+        ctx.spec, ctx.shape, ctx.adapters = spec, x.shape, adapters_of(spec.projections)
         ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
         ctx.save_for_backward(*made.own, *made.scaled_s, *made.seeds, *parameters)
         ctx.set_materialize_grads(False)
@@ -169,8 +165,9 @@ def _backward(
     side_stream = SideStream(grad.device, own.gate_up.numel())
     saved = saved_forwards(spec.projections, ops, each, own.h.shape[0], side_stream, grad.device)
     gradients, last = _down_backward(spec, own, saved, side_stream, grad, needs[n_first:])
+    factors = own.factors(spec.norm)
     with side_stream:
-        source = SavedInput(own.h, spec.dtype, own.factors(spec.norm))
+        source = SavedInput(own.h, spec.dtype, factors)
         first = shared_parameter_gradients(groups, saved[:-1], gradients, needs[LEADING:n_first], source)
         d_parameters = as_parameters([*first, *last], each.parameters, saved)
     dx = d_weight = None
@@ -179,8 +176,7 @@ def _backward(
         d_residual = d_pass
         if spec.add:
             d_residual = grad if d_pass is None else grad + d_pass
-        norm = NormGradient(own.h, own.factors(spec.norm), ctx.shape, spec.down.p, needs[3])
-        dx, d_weight = norm.of(dx, d_residual)
+        dx, d_weight = NormGradient(own.h, factors, ctx.shape, spec.down.p, needs[3]).of(dx, d_residual)
     side_stream.join()
     return dx, d_weight, d_parameters
 
@@ -226,9 +222,11 @@ def gated_mlp(
     """
     check(x.shape[-1] == groups[0].k, f"x must have {groups[0].k} columns", x=x)
     check(norm is not None or residual is None, "a residual needs a norm", x=x, residual=residual)
-    check(norm is None or norm_weight is not None, "a norm needs its weight", x=x, norm_weight=norm_weight)
+    if norm is not None and norm_weight is None:
+        raise ValueError("a norm needs its weight")
     check(sum(g.n for g in groups) == 2 * down.k, "gate and up do not fit down", x=x)
     dtype = compute_dtype(x, groups[0].compute_dtype)
-    spec = MLPSpec(groups, down, act, norm, add, pass_through, dtype)
-    parameters = [t for g in spec.projections for m in g.members for t in m.parameters]
+    projections = [*groups, down]
+    spec = MLPSpec(groups, down, act, norm, add, pass_through, dtype, projections)
+    parameters = [t for g in projections for m in g.members for t in m.parameters]
     return GatedMLP.apply(spec, x, residual, norm_weight, *parameters)

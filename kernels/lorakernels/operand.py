@@ -22,7 +22,7 @@ import torch
 
 from .adapter import AdapterCopy, Loader, load_adapter
 from .fp8 import FrozenFp8, why_not
-from .member import Member
+from .member import Member, SavedAdapters
 from .nf4 import dequantize_into
 from .runtime import compute_dtype, round_up
 
@@ -143,7 +143,7 @@ class OperandBuffer:
         """Every adapter with its place in the operand."""
         placed = zip(self.members, op.places, strict=True)
         return [
-            AdapterCopy(m.a, m.b, m.scale, *at) for m, at in placed if m.a is not None and m.b is not None
+            (m.a, m.b, m.scale, *at) for m, at in placed if m.a is not None and m.b is not None
         ]  # fmt: skip
 
     def _load(self, op: Operand) -> None:
@@ -202,6 +202,11 @@ class OperandBuffer:
         """What the members compute in where autocast does not say otherwise."""
         m = self.members[0]
         return m.weight.dtype if m.quantized is None else m.compute_dtype or m.quantized.dtype
+
+
+def adapters_of(groups: Sequence[OperandBuffer]) -> SavedAdapters:
+    """Every member of the groups with the adapter that it has now, for `with_saved_adapters`."""
+    return [(m, m.adapter) for g in groups for m in g.members]
 
 
 @contextmanager

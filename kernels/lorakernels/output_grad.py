@@ -117,11 +117,10 @@ def _write_ds(projection: Projection, dy: torch.Tensor, ds: torch.Tensor, saved:
             db = _b_gradients(projection, dy, saved)
         library()
         return db
-    adapters = AdapterColumns(sb, scaled_s, widths, ranks[0])
-    one_read: dict[str, Any] = {
-        tile: partial(ds_and_db, dy, ds, adapters, tile, saved.accumulator)
-        for tile in fitting_tiles(dy, widths, ranks)
-    }  # fmt: skip
+    one_read: dict[str, Any] = {}
+    if fitting := fitting_tiles(dy, widths, ranks):
+        adapters = AdapterColumns(sb, scaled_s, widths, ranks[0])
+        one_read = {tile: partial(ds_and_db, dy, ds, adapters, tile, saved.accumulator) for tile in fitting}
 
     def library_with_b() -> list[torch.Tensor]:  # what the library's dS costs when dB's own products come later
         library()

@@ -14,7 +14,7 @@ import torch
 
 from .heads import Heads, Rotation
 from .lora_grad import SavedInput
-from .member import adapters_of, with_saved_adapters
+from .member import with_saved_adapters
 from .node_backward import (
     NormGradient,
     PerProjection,
@@ -25,6 +25,7 @@ from .node_backward import (
     shared_parameter_gradients,
 )
 from .node_forward import NodeInput, fill_operand, of_shape, output_of_foreign_input, outputs
+from .operand import adapters_of
 from .output_grad import OutputGradient, SavedForward, output_gradient, wide_output_gradient
 from .projection import Projection
 from .rms_norm import Norm, NormFactors, NormInput
@@ -90,7 +91,7 @@ class Project(torch.autograd.Function):
             outs: tuple[torch.Tensor, ...] = (of_shape(y, x.shape),)
             if spec.heads is not None:
                 outs, raw = Rotation(spec.heads, cos, sin, q_norm, k_norm).forward(y, x.shape[:-1])
-        ctx.spec, ctx.shape, ctx.adapters = spec, x.shape, adapters_of(m for g in groups for m in g.members)
+        ctx.spec, ctx.shape, ctx.adapters = spec, x.shape, adapters_of(groups)
         saved_x = flat if norm is not None or any(g.p for g in groups) else None
         own = ProjectTensors(saved_x, norm_weight, rstd, cos, sin, q_norm, k_norm, raw)
         ctx.save_for_backward(*own, *scaled_s, *seeds, *parameters)
@@ -182,11 +183,13 @@ def project(
     weight.
     """
     check(x.shape[-1] == groups[0].k, f"x must have {groups[0].k} columns", x=x)
-    check(norm is None or norm_weight is not None, "a norm needs its weight", x=x, norm_weight=norm_weight)
-    normed_heads = heads is not None and heads.norm_eps is not None
-    check(not normed_heads or all(w is not None for w in head_norms), "head norms need their weights", x=x)
+    if norm is not None and norm_weight is None:
+        raise ValueError("a norm needs its weight")
+    q_norm, k_norm = head_norms
+    if heads is not None and heads.norm_eps is not None and (q_norm is None or k_norm is None):
+        raise ValueError("head norms need their weights")
     dtype = compute_dtype(x, groups[0].compute_dtype)
     spec = ProjectSpec(groups, norm, heads, pass_through, spare, dtype)
     parameters = [t for g in groups for m in g.members for t in m.parameters]
-    outs = Project.apply(spec, x, norm_weight, cos, sin, *head_norms, *parameters)
+    outs = Project.apply(spec, x, norm_weight, cos, sin, q_norm, k_norm, *parameters)
     return outs[0] if len(outs) == 1 else outs

@@ -180,7 +180,8 @@ def forward_into(inputs: NormInput, y: torch.Tensor) -> torch.Tensor:
     x, weight, norm, residual, h, h_copy = inputs
     m, n = x.shape
     check(n <= MAX_COLUMNS, f"RMSNorm takes at most {MAX_COLUMNS} columns", x=x)
-    check(residual is None or h is not None, "a residual needs h", x=x, residual=residual)
+    if residual is not None and h is None:
+        raise ValueError("a residual needs h")
     others = [t for t in (weight, y, residual) if t is not None]
     if not use_triton(x, *others):
         return _forward_torch(inputs, y)
@@ -220,7 +221,8 @@ def forward_lora_into(
     m, n = x.shape
     lora_a, rank = columns.a, columns.rows
     p = lora_a.shape[0]
-    check(residual is None or h is not None, "a residual needs h", x=x, residual=residual)
+    if residual is not None and h is None:
+        raise ValueError("a residual needs h")
     check(
         buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
     )
