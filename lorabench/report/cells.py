@@ -99,18 +99,24 @@ def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequenc
     cells |= {times(p): ratio(row[f"{p}_speedup"]) for p in group.kind.phases}
     cells |= {s.heading: _share(row, s.column) for s in shares if s.heading in cells}
     saved = f" ({0.0 - row['memory_saved_pct']:+.1f} %)" if math.isfinite(row["memory_saved_pct"]) else ""
-    memory = arrow(*(row[f"{arm}_peak_gib"] for arm in ARMS))
+    memory = arrow(*_both(row, "{}_peak_gib"))
     return cells | {
         TOGGLE: row["toggles"],
         WHOLE: ratio(row[f"{TOTAL}_speedup"], row[f"{TOTAL}_low"], row[f"{TOTAL}_high"]),
-        TIME: arrow(*(row[f"{TOTAL}_{arm}_ms"] for arm in ARMS)),
+        TIME: arrow(*_both(row, f"{TOTAL}_{{}}_ms")),
         MEMORY: memory + saved if memory else "",
-        rate(group.kind): arrow(*(row[f"{arm}_tokens_s"] for arm in ARMS)),
-        PADDING: arrow(*(row[f"{arm}_padded_share"] for arm in ARMS), percent),
+        rate(group.kind): arrow(*_both(row, "{}_tokens_s")),
+        PADDING: arrow(*_both(row, "{}_padded_share"), percent),
         BOUND: _roofline(row),
         **_gate(record),
         VERDICT: judgement(row, record, group),
     }
+
+
+def _both(row: Mapping[Any, Any], column: str) -> tuple[Any, Any]:
+    """Reference's and candidate's; the column's name has {} for the arm."""
+    reference, candidate = (row[column.format(arm)] for arm in ARMS)
+    return reference, candidate
 
 
 def _share(row: Mapping[Any, Any], name: str) -> str:

@@ -106,7 +106,7 @@ def _glossary_of_kinds(records: Sequence[Record]) -> dict[str, str]:
             found[kind.name] += "; no candidate, so it has neither a gate nor a verdict"
             found[f"of {kind.name}"] = (
                 f"the {kind.name}'s time / the row's, over the phases named: 1 would be all else for nothing. A ratio "
-                "of two ratios, each measured in pairs against the same reference; unpaired: of the two times as they are"
+                "of two ratios, each measured in pairs against the same reference; unpaired: of the two times"
             )
     return found
 

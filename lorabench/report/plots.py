@@ -1,8 +1,8 @@
 """The plots, as PNG bytes: speed-up, memory, phases, speed against memory, ladder. Drawn without pyplot's global state.
 
 Colours are Okabe and Ito's, which the colour-blind tell apart; a verdict also has a marker of its own. One panel a
-group, stacked, so that a row stays readable at the width of a README. A figure has at most MAX_ROWS rows: what it
-leaves out it says, and the tables have it.
+group, stacked, so that a row stays readable at the width of a README. A figure has at most MAX_ROWS rows
+and MAX_PANELS panels: what it leaves out it says, and the tables have it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BLUE, ORANGE, GREEN, VERMILLION, GREY, PURPLE = "#0072B2", "#E69F00", "#009E73",
 LOOK = {"faster": (BLUE, "^"), "slower": (VERMILLION, "v"), "same": (GREY, "s"), "unclear": (ORANGE, "o")}
 LEAST = (PURPLE, "*")  # of what is no candidate: it has no verdict
 PHASE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, VERMILLION)  # by a phase's place in its kind
-MAX_ROWS = 150  # of a figure: more take minutes to draw, and nobody reads them in a picture
+MAX_ROWS, MAX_PANELS = 150, 40  # of a figure: more take minutes to draw, and nobody reads them in a picture
 LEADER = 0.3  # inches from a panel to the names beside it
 NAMES = ("speedup.png", "memory.png", "phases.png", "tradeoff.png", "ladder.png")
 
@@ -84,7 +84,7 @@ def _that_fit(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
     """The panels that one figure can show, the first always, and in words what is left out."""
     shown, rows = [], 0
     for panel in panels:
-        if shown and rows + len(panel.marks) > MAX_ROWS:
+        if shown and (rows + len(panel.marks) > MAX_ROWS or len(shown) == MAX_PANELS):
             break
         shown.append(panel._replace(marks=panel.marks[:MAX_ROWS]))
         rows += len(shown[-1].marks)
@@ -325,7 +325,7 @@ def _ladder(analysis: Analysis) -> Figured:
     drawn = [rungs[panel.title][: len(panel.marks)] for panel in shown]
     axis = "time, % of the reference; with the increment of each rung"
     strips = [
-        Strip(p.title, ["reference", *(f"+ {r.added}" for r in own)], [("", ""), *map(_brings, own)], axis)
+        Strip(p.title, ["reference", *(f"+ {r.added}" for r in own)], [("", "black"), *map(_brings, own)], axis)
         for p, own in zip(shown, drawn, strict=True)
     ]
     figure, axes = rows_figure(strips, left_out)

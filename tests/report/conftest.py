@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +33,14 @@ def simulate(speedup, trials, sd, seed, shares, reference_ms=100.0):
 
 def build_record(
     ablations=(), *, speedup=1.0, status="ok", trials=30, sd=0.01, seed=0, gpu=True, model="smollm2-135m",
-    workload="alpaca", reference=("sdpa", "adamw_fused"), design="solo", arm=None, peaks=(8.0, 6.0), kind="train", **changes,
+    workload="alpaca", reference=("sdpa", "adamw_fused"), design="solo", arm=None, peaks=(8.0, 6.0),
+    kind="train", **changes,
 ):  # fmt: skip
     ablations = list(ablations)
     both = [*reference, *ablations]
     fields = {
-        "schema": 2, "kind": kind, "key": f"{model}|{workload}|{design}|{'+'.join(both)}|{'+'.join(ablations)}", "session": "s1",
+        "schema": 2, "kind": kind, "session": "s1",
+        "key": f"{model}|{workload}|{design}|{'+'.join(both)}|{'+'.join(ablations)}",
         "model": model, "workload": workload, "design": design, "reference": list(reference), "candidate": both,
         "ablations": ablations, "status": status,
     }  # fmt: skip
@@ -66,7 +70,7 @@ def build_record(
 
 
 def as_schema_1(record):
-    """The line of a record as the first lorabench wrote it: a limit was a flag, with the reference's step in its total."""
+    """A record as the first lorabench wrote it: a limit was a flag, with the reference's step in its total."""
     old = json.loads(record.model_dump_json(by_alias=True, exclude_none=True)) | {"schema": 1}
     if old.pop("kind") == "limit":
         old["limit"] = True
@@ -132,9 +136,63 @@ def build_sweep(**common):
     return [*done, build_record(["packing"], status="oom", arm="reference", **common)]
 
 
+class Tags(HTMLParser):
+    """What a browser would see: tags, links, text, and the contents of the scripts apart."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.links, self.text, self.scripts = [], [], "", []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self.lasttag == "script" and self.scripts:
+            self.scripts[-1] += data
+        self.text += data
+
+
+@pytest.fixture
+def tags():
+    """HTML to what a browser sees."""
+    return Tags
+
+
+@pytest.fixture
+def cells_of():
+    """HTML of a page to the details of its cells."""
+
+    def read(html):
+        (data,) = re.findall(r'<script type="application/json" id="cells">(.*?)</script>', html, re.DOTALL)
+        return json.loads(data)
+
+    return read
+
+
 @pytest.fixture
 def record():
     return build_record
+
+
+@pytest.fixture
+def older():
+    return as_schema_1
+
+
+@pytest.fixture
+def several_jobs(record):
+    """A record of two jobs on two ranks."""
+    tokens = {"real": 512, "trained": 500, "reference_padded": 10, "candidate_padded": 0}
+    jobs = {
+        "a": {"r": 8, "tokens": tokens, "numerics": _numerics()},
+        "b": {"r": 16, "tokens": tokens | {"real": 1024}},
+    }
+    ranks = {"candidate": {"size": 2, "slowest": [0] * 20 + [1] * 10, "spread": 0.03}}
+    return record(["a"], jobs=jobs, ranks=ranks)
 
 
 @pytest.fixture

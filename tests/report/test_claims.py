@@ -1,14 +1,24 @@
 """Published numbers: they load, stand beside the right records, in the right direction."""
 
+import math
+
 import pytest
 from pydantic import ValidationError
 
 from lorabench.report import claims
-from lorabench.report.tables import claim_rows
+from lorabench.report.analysis import Analysis
+from lorabench.report.claim_tables import claim_rows
+from lorabench.report.contrasts import Contrasts
 
 
 def found(records, source=None):
     return [m for m in claims.match(records) if source in (None, m.source.id)]
+
+
+def measured(record, quantity, phase=None):
+    words = {"statistic": "single run", "wording": "w", "baseline": "b", "candidate": ["x"]}
+    claim = claims.Claim.model_validate({"quantity": quantity, "low": 1, "high": 1, "phase": phase, **words})
+    return claims.measured(record, claim, Contrasts())[0]
 
 
 def test_every_source_loads_with_its_figures():
@@ -44,7 +54,7 @@ def test_three_kernels_together_match_but_one_alone_does_not(record):
 def test_checkpointing_on_is_the_inverse_of_the_claim_for_off(record):
     (on,) = found([record(["gradient_checkpointing"], speedup=0.76)])
     assert (on.inverted, on.low, on.high) == (True, pytest.approx(1 / 1.35), pytest.approx(1 / 1.25))
-    assert claims.outcome(on) == "within"
+    assert claims.outcome(on, Contrasts()) == "within"
 
 
 def test_another_reference_is_said_and_an_optimizer_is_not_inverted_against_it(record):
@@ -63,12 +73,14 @@ def test_parameters_of_a_toggle_do_not_hide_its_claims(record):
 @pytest.mark.parametrize(("speedup", "expected"), [(1.5, "below"), (3.0, "within"), (6.0, "above")])
 def test_outcome_compares_the_interval_with_the_range(record, speedup, expected):
     (packing,) = found([record(["packing"], speedup=speedup)])
-    assert claims.outcome(packing) == expected
+    assert claims.outcome(packing, Contrasts()) == expected
 
 
 def test_measured_memory_is_of_the_phase_that_the_claim_names(record):
-    value, *_ = claims.measured(record(["lora_kernels"], peaks=(8, 5)), "backward_memory_saved_pct")
-    assert value == pytest.approx(37.5)
+    cell = record(["lora_kernels"], peaks=(8, 5))
+    assert measured(cell, "backward_memory_saved_pct") == pytest.approx(37.5)
+    assert measured(cell, "peak_memory_gb") == pytest.approx(5 * 2**30 / 1e9)
+    assert math.isnan(measured(cell, "attention_speedup"))
 
 
 THEIRS = "linear-4096x4096(lora_dropout=0.1)"
@@ -76,32 +88,59 @@ THEIRS = "linear-4096x4096(lora_dropout=0.1)"
 
 def test_a_claim_of_a_kernel_alone_stands_beside_single_linears_only(record):
     common = {"reference": ("adapters_in_compute_dtype",), "speedup": 1.5}
-    linear = record(["lora_kernels"], model=THEIRS, **common)
-    others = [record(["lora_kernels"], model=m, **common) for m in ("smollm2-135m", f"norm-{THEIRS}", "linear-8x8")]
+    linear = record(["lora_kernels"], model=THEIRS, kind="op", **common)
+    others = [record(["lora_kernels"], model=m, kind="op", **common) for m in (f"norm-{THEIRS}", "linear-8x8")]
+    others += [record(["lora_kernels"], model=m, **common) for m in ("smollm2-135m", THEIRS)]
     assert not found(others, "lorafusion_kernels")
     average, best = found([linear], "lorafusion_kernels")
     assert len(found([linear])) == 2  # and nothing that was said of whole models
     assert (average.low, best.low, best.same_baseline) == (1.27, 1.39, True)
-    assert claims.measured(linear, "kernel_speedup")[0] == pytest.approx(1.5, rel=0.05)
-    assert claims.outcome(best) == "above"
+    assert measured(linear, "kernel_speedup", "total") == pytest.approx(1.5, rel=0.05)
+    assert claims.outcome(best, Contrasts()) == "above"
 
 
 def test_an_average_and_a_maximum_stand_beside_ours_over_the_same_cells(record):
     def cell(speedup, workload, **changes):
-        base = {"reference": ("adapters_in_compute_dtype",), "model": THEIRS, "workload": workload}
+        base = {"reference": ("adapters_in_compute_dtype",), "model": THEIRS, "workload": workload, "kind": "op"}
         return record(["lora_kernels"], **base, speedup=speedup, **changes)
 
     cells = [cell(1.1, "1x2048"), cell(1.21, "1x4096"), cell(1.6, "1x8192", status="crash")]
-    average, best = claims.claims_frame(cells).to_dict("records")
+    average, best = frame(cells).to_dict("records")
     assert (average["model"], best["model"]) == ("average of 2 cells", "maximum of 2 cells")
     assert average["measured"] == pytest.approx((1.1 * 1.21) ** 0.5, rel=0.01)
     assert average["measured_low"] < average["measured"] < average["measured_high"]
-    assert best["measured"] == claims.measured(cells[1], "kernel_speedup")[0]
+    assert best["measured"] == measured(cells[1], "kernel_speedup", "total")
     assert (average["outcome"], best["outcome"]) == ("below", "below")
-    assert [r[0] for r in claim_rows(cells)] == ["lora_kernels, average of 2 cells", "lora_kernels, maximum of 2 cells"]
-    lost = claims.claims_frame(cells[2:])
+    assert [r[0] for r in claim_rows(Analysis(cells))] == [
+        "lora_kernels, average of 2 cells",
+        "lora_kernels, maximum of 2 cells",
+    ]
+    lost = frame(cells[2:])
     assert set(lost["status"]) == {"crash"}
     assert lost["measured"].isna().all()
+
+
+def frame(records):
+    return claims.claims_frame(claims.match(records), Contrasts())
+
+
+def test_a_claim_stands_beside_records_of_its_kind(record):
+    """A limit, or an evaluation with the same toggle, is not what the source measured."""
+    assert found([record(["lora_kernels"])], "axolotl_blog")
+    for other in ("limit", "evaluate"):
+        assert not found([record(["lora_kernels"], kind=other)])
+
+
+def test_a_model_may_be_a_pattern(record):
+    words = {"statistic": "single run", "wording": "w", "baseline": "b", "candidate": ["x"], "low": 1, "high": 1}
+    source = {"id": "s", "title": "t", "publisher": "p", "hardware": "h", "protocol": "p", "kind": "op"}
+    claim = words | {"quantity": "forward_speedup", "model": "linear-*"}
+    sources = [claims.Source.model_validate(source | {"claims": [claim]})]
+    cells = [record(["x"], model=m, kind="op") for m in ("linear-8x8", "norm-linear-8x8")]
+    assert [m.record.model for m in claims.match(cells, sources)] == ["linear-8x8"]
+    for wrong in ({"quantity": "step_speedup"}, {"quantity": "foward_speedup"}, {"phase": "step"}, {"kind": "train2"}):
+        with pytest.raises(ValidationError):
+            claims.Source.model_validate(source | {"claims": [claim | wrong]})
 
 
 def test_a_claim_without_direction_or_with_a_typo_is_refused():

@@ -42,6 +42,11 @@ def test_a_machine_twice_as_fast_changes_no_ratio(record):
     assert change.outcome == "same"
 
 
+def test_cells_of_two_kinds_are_two_cells(record):
+    a, b = record(["x"]), record(["x"], kind="evaluate")
+    assert sorted(c.outcome for c in compare([a], [b])) == ["appeared", "vanished"]
+
+
 def test_cells_match_by_content_whatever_the_key_and_the_order_of_toggles(record):
     before = record(["a", "b"], speedup=1.3, key="one")
     after = record(["b", "a"], speedup=1.3, key="two", reference=("adamw_fused", "sdpa"), design="factorial")

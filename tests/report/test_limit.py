@@ -1,12 +1,30 @@
-"""A bound on the step: last, without a verdict, and every other row as a fraction of it."""
+"""The least work of a step: last, without a verdict, and every other row as a fraction of it."""
 
 import pytest
 from helpers import md_rows
 
+from lorabench.contract.kind import kind
+from lorabench.record.schema import PhaseRoofline
 from lorabench.report import tables
-from lorabench.report.analysis import frame, of_limit
+from lorabench.report.analysis import Analysis
 from lorabench.report.plots import plots
-from lorabench.record.schema import PhaseBound
+from lorabench.report.shares import ShareOf, Shares
+from lorabench.report.shown import show
+
+BOTH, FORWARD = ("forward", "backward"), ("forward",)
+
+
+def frame(records, sessions=()):
+    return Analysis(records, sessions).table
+
+
+def markdown(records):
+    return tables.markdown(show(Analysis(records)))
+
+
+def of_limit(record, records, phases=BOTH):
+    analysis = Analysis([record, *records])
+    return Shares(analysis.records, analysis.devices, analysis.contrasts).of(record, ShareOf(kind("limit"), phases))
 
 
 @pytest.fixture
@@ -14,11 +32,7 @@ def with_limit(record):
     """The reference, two toggles, one failure and a limit that is twice as fast as the reference and has no step."""
 
     def build(**common):
-        bound = record(["frozen_limit"], speedup=2.0, limit=True, **common)
-        phases = {p: t for p, t in bound.phases.items() if p != "step"}
-        with_a_step = {"speedup": 3.0, "low": 2.9, "high": 3.1}  # as recorded: the reference's total has a step
-        phases["total"] = phases["total"].model_copy(update=with_a_step)
-        bound = bound.model_copy(update={"phases": phases, "numerics": None})
+        bound = record(["frozen_limit"], speedup=2.0, kind="limit", **common)
         others = [record([], **common), record(["lora_kernels"], speedup=1.6, **common)]
         return [bound, *others, record(["liger"], speedup=1.2, **common), record(["x"], status="crash", **common)]
 
@@ -49,7 +63,7 @@ def test_forward_has_a_share_of_its_own(record, with_limit):
     slow = cell.phases["forward"].model_copy(
         update={"candidate_ms": cell.phases["forward"].reference_ms, "speedup": None}
     )
-    found = of_limit(cell.model_copy(update={"phases": cell.phases | {"forward": slow}}), [bound], "forward")
+    found = of_limit(cell.model_copy(update={"phases": cell.phases | {"forward": slow}}), [bound], FORWARD)
     assert found and found.centre == pytest.approx(0.5, rel=0.01)
 
 
@@ -71,7 +85,7 @@ def test_references_of_unlike_hosts_leave_the_two_times_as_they_are(record, with
     assert found.centre == pytest.approx(0.8 / 1.2, rel=0.03)  # not 0.8, which the ratio of the ratios would still be
     nearly = cell.model_copy(update={"phases": {p: _times(t, 1.03) for p, t in cell.phases.items()}})
     assert of_limit(nearly, [bound]).paired
-    rows = md_rows(tables.markdown([cell, slower, bound]), "smollm2-135m @ alpaca")
+    rows = md_rows(markdown([cell, slower, bound]), "smollm2-135m @ alpaca")
     unpaired = [c for c in (r["of limit [95 %], forward + backward"] for r in rows) if c.endswith(" unpaired")]
     assert len(unpaired) == 1
     assert unpaired[0].startswith("0.65")
@@ -79,9 +93,9 @@ def test_references_of_unlike_hosts_leave_the_two_times_as_they_are(record, with
 
 def test_a_reference_that_waits_for_its_host_leaves_the_two_times_as_they_are(record, with_limit):
     bound, cell = with_limit()[0], record(["a"], speedup=1.6)
-    label = lambda name: {"reference": {"backward": PhaseBound(label=name)}}  # noqa: E731
-    assert of_limit(cell.model_copy(update={"bound": label("memory-bound")}), [bound]).paired
-    assert not of_limit(cell.model_copy(update={"bound": label("host-bound")}), [bound]).paired
+    label = lambda name: {"reference": {"backward": PhaseRoofline(label=name)}}  # noqa: E731
+    assert of_limit(cell.model_copy(update={"roofline": label("memory-bound")}), [bound]).paired
+    assert not of_limit(cell.model_copy(update={"roofline": label("host-bound")}), [bound]).paired
 
 
 def test_a_limit_of_another_device_does_not_count(record, with_limit):
@@ -100,24 +114,25 @@ def _times(phase, factor):
 
 def test_the_limit_is_the_last_row_and_has_no_verdict_memory_or_gate(with_limit):
     records = with_limit()
-    rows = md_rows(tables.markdown(records), "smollm2-135m @ alpaca")
+    rows = md_rows(markdown(records), "smollm2-135m @ alpaca")
     assert [r["toggle"] for r in rows] == ["reference again (A/A)", "lora_kernels", "liger", "x", "frozen_limit"]
     assert rows[-1]["verdict"].startswith("limit: ")
     assert float(rows[-1]["total × [95 %]"].split()[0]) == pytest.approx(2, rel=0.01)
+    assert rows[-1]["verdict"] == "limit: no candidate; its total is forward + backward, without step"
     assert all(rows[-1][c] == "" for c in ("step ×", "peak GiB, ref → cand", "gradient error / allowed"))
     assert rows[1]["of limit [95 %], forward + backward"].startswith("0.80")
     table = frame(records).set_index("toggles")
     assert table.loc[["frozen_limit"], ["verdict", "p_holm"]].isna().all(axis=None)
-    assert plots(records)["speedup.png"].startswith(b"\x89PNG")
+    assert plots(Analysis(records))["speedup.png"].png.startswith(b"\x89PNG")
 
 
 def test_without_a_limit_there_is_no_such_column(sweep):
-    assert "of limit" not in tables.markdown(sweep())
+    assert "of limit" not in markdown(sweep())
 
 
 def test_several_references_are_tables_of_their_own(with_limit):
     low = (*("sdpa", "adamw_fused"), "adapters_in_compute_dtype")
-    text = tables.markdown([*with_limit(), *with_limit(reference=low)])
+    text = markdown([*with_limit(), *with_limit(reference=low)])
     titles = [f"smollm2-135m @ alpaca, reference {w} adapters\\_in\\_compute\\_dtype" for w in ("without", "with")]
     for title in titles:
         assert len(md_rows(text, title)) == 5

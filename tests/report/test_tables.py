@@ -9,9 +9,22 @@ import pytest
 from helpers import md_rows
 from rich.console import Console
 
-from lorabench.report import tables
-from lorabench.report.analysis import frame
 from lorabench.record.schema import Record
+from lorabench.report import claim_tables, tables, words
+from lorabench.report.analysis import Analysis
+from lorabench.report.shown import show
+
+
+def frame(records, sessions=()):
+    return Analysis(records, sessions).table
+
+
+def markdown(records):
+    return tables.markdown(show(Analysis(records)))
+
+
+def latex(records):
+    return tables.latex(show(Analysis(records)))
 
 
 def console(records, width):
@@ -53,17 +66,17 @@ def test_noise_floor_is_that_of_the_same_model(record):
 def test_failed_rows_are_kept_everywhere_with_status_and_reason(sweep):
     records = sweep()
     failed = [r for r in records if r.status != "ok"]
-    rows = {row["toggle"]: row["verdict"] for row in md_rows(tables.markdown(records), "smollm2-135m @ alpaca")}
+    rows = {row["toggle"]: row["verdict"] for row in md_rows(markdown(records), "smollm2-135m @ alpaca")}
     assert len(rows) == len(records)
     for r in failed:
         assert f"{r.status}" in rows["+".join(r.ablations)] and r.reason in rows["+".join(r.ablations)]
-        assert tables.tex(r.reason) in tables.latex(records)
+        assert tables.tex(r.reason) in latex(records)
     assert set(pd.read_csv(io.StringIO(tables.csv(frame(records))))["status"]) == {r.status for r in records}
 
 
 def test_reference_that_does_not_fit_shows_the_candidates_time(record):
     cell = record(["packing"], status="oom", arm="reference")
-    (row,) = md_rows(tables.markdown([cell]), "smollm2-135m @ alpaca")
+    (row,) = md_rows(markdown([cell]), "smollm2-135m @ alpaca")
     assert row["verdict"].startswith("reference does not fit, candidate does")
     assert re.fullmatch(r"none → \d+", row["median ms, ref → cand"])
     assert row["peak GiB, ref → cand"] == "none → 6.00"
@@ -72,10 +85,10 @@ def test_reference_that_does_not_fit_shows_the_candidates_time(record):
 
 def test_order_is_noise_floor_then_fastest_then_failed_whatever_the_order_of_records(sweep):
     records = sweep()
-    rows = [r["toggle"] for r in md_rows(tables.markdown(records[::-1]), "smollm2-135m @ alpaca")]
+    rows = [r["toggle"] for r in md_rows(markdown(records[::-1]), "smollm2-135m @ alpaca")]
     assert rows[:4] == ["reference again (A/A)", "lora_kernels", "adamw_foreach", "gradient_checkpointing"]
-    assert md_rows(tables.markdown(records[::-1]), "smollm2-135m @ alpaca")[1] in md_rows(
-        tables.markdown(records), "smollm2-135m @ alpaca"
+    assert md_rows(markdown(records[::-1]), "smollm2-135m @ alpaca")[1] in md_rows(
+        markdown(records), "smollm2-135m @ alpaca"
     )
 
 
@@ -93,15 +106,15 @@ def test_md_and_tex_show_the_same_numbers_as_the_frame(sweep):
     shown = f"{row['total_speedup']:.3f} [{row['total_low']:.3f}, {row['total_high']:.3f}]"
     (cell,) = [
         r["total × [95 %]"]
-        for r in md_rows(tables.markdown(records), "smollm2-135m @ alpaca")
+        for r in md_rows(markdown(records), "smollm2-135m @ alpaca")
         if r["toggle"] == "lora_kernels"
     ]
     assert cell == shown
-    assert tables.tex(shown) in tables.latex(records)
+    assert tables.tex(shown) in latex(records)
 
 
 def test_columns_empty_throughout_are_dropped_on_a_cpu(sweep):
-    on_cpu, on_gpu = (tables.markdown(sweep(gpu=gpu)) for gpu in (False, True))
+    on_cpu, on_gpu = (markdown(sweep(gpu=gpu)) for gpu in (False, True))
     assert "peak GiB" in on_gpu and "bound" in on_gpu
     assert "peak GiB" not in on_cpu and "bound" not in on_cpu
     assert "nan" not in on_cpu + on_gpu
@@ -110,13 +123,13 @@ def test_columns_empty_throughout_are_dropped_on_a_cpu(sweep):
 def test_markup_in_names_and_reasons_is_escaped(record):
     nasty = r"a|b *c* <script> 50% & $x_1$ {y} \n ~^#"
     records = [record(["t"], status="crash", reason=f"{nasty}\nsecond line")]
-    text = tables.markdown(records)
+    text = markdown(records)
     (row,) = md_rows(text, "smollm2-135m @ alpaca")  # a bare | would have made more cells
     assert "<script>" not in text and "&lt;script&gt;" in row["verdict"] and "second line" in row["verdict"]
-    latex = tables.latex(records)
-    assert r"50\% \& \$x\_1\$ \{y\} \textbackslash{}n \textasciitilde{}\textasciicircum{}\#" in latex
-    assert r"a\textbar{}b" in latex
-    body = latex.split(r"\midrule")[1]
+    made = latex(records)
+    assert r"50\% \& \$x\_1\$ \{y\} \textbackslash{}n \textasciitilde{}\textasciicircum{}\#" in made
+    assert r"a\textbar{}b" in made
+    body = made.split(r"\midrule")[1]
     assert not re.search(r"(?<!\\)[%$#_]", body.split(r"\bottomrule")[0])
 
 
@@ -129,7 +142,7 @@ def test_console_fits_its_width_and_keeps_the_total(sweep, width):
 
 
 def test_number_keeps_three_digits_and_no_false_zero():
-    assert [tables.number(x) for x in (1234.6, 12.34, 0.01234, 3e-6, 0, math.nan, None)] == [
+    assert [words.number(x) for x in (1234.6, 12.34, 0.01234, 3e-6, 0, math.nan, None)] == [
         "1235", "12.3", "0.0123", "3.00e-06", "0", "", "",
     ]  # fmt: skip
 
@@ -138,8 +151,8 @@ def test_a_source_that_several_candidates_test_is_a_table_of_its_own(record):
     low = ("sdpa", "adamw_fused", "adapters_in_compute_dtype")
     cells = [record(names, speedup=1.3, reference=r) for r in (low[:2], low) for names in ([], ["axolotl"], ["liger"])]
     cells.append(record(["lora_kernels"], speedup=1.6))
-    mine, other = tables.claim_tables([*cells, record(["gradient_checkpointing"])])
-    assert "Axolotl" in mine[0] and other[1] == tables.CLAIMS
+    mine, other = claim_tables.claim_tables(Analysis([*cells, record(["gradient_checkpointing"])]))
+    assert "Axolotl" in mine[0] and other[1] == claim_tables.CLAIMS
     reference = [f", reference {w} adapters_in_compute_dtype" for w in ("without", "with")]
     columns = [f"axolotl{reference[0]}", f"axolotl{reference[1]}", f"lora_kernels{reference[0]}"]
     assert mine[1] == ["model @ workload", "quantity", "published", *columns]
@@ -147,20 +160,20 @@ def test_a_source_that_several_candidates_test_is_a_table_of_its_own(record):
     assert [cell.split()[-1] for cell in mine[2][0][3:]] == ["below", "below", "above"]
     assert len(mine[2]) == 4
     assert not any("axolotl" in row[0] for row in other[2])
-    text = tables.markdown(cells)
+    text = markdown(cells)
     assert all(h in text.replace("\\", "") for h in mine[1])
 
 
 def test_few_trials_are_said(record):
     for trials, said in ((5, "unclear (5 trials, a verdict needs 6)"), (2, "too few trials (2 trials"), (12, "faster")):
-        (row,) = md_rows(tables.markdown([record(["a"], speedup=2.0, trials=trials)]), "smollm2-135m @ alpaca")
+        (row,) = md_rows(markdown([record(["a"], speedup=2.0, trials=trials)]), "smollm2-135m @ alpaca")
         assert row["verdict"].startswith(said)
 
 
 def test_no_records_at_all():
-    assert tables.markdown([]) == "No records.\n"
+    assert markdown([]) == "No records.\n"
     assert len(frame([])) == 0
-    assert "no records" in tables.latex([])
+    assert "no records" in latex([])
 
 
 def test_a_time_that_is_none_never_gets_into_a_record(record):

@@ -1,0 +1,72 @@
+"""Any kind of cell gets its tables, plots and page, alone or beside others, from what the kind says of itself."""
+
+import pytest
+from helpers import md_rows
+
+from lorabench.report import tables, write_report
+from lorabench.report.analysis import Analysis
+from lorabench.report.groups import groups
+from lorabench.report.shown import show
+
+PHASES = {"train": ["forward", "backward", "step"], "op": ["forward", "backward"], "load": ["read", "place"],
+          "evaluate": ["generate", "score"]}  # fmt: skip
+TITLE = "smollm2-135m @ alpaca"
+
+
+def markdown(records):
+    return tables.markdown(show(Analysis(records)))
+
+
+@pytest.mark.parametrize("kind", PHASES)
+def test_the_columns_are_the_kinds_phases(record, kind):
+    records = [record([], kind=kind), record(["a"], speedup=1.5, kind=kind)]
+    table = Analysis(records).table
+    timed = [c.removesuffix("_speedup") for c in table.columns if c.endswith("_speedup")]
+    assert timed == ["total", *reversed(PHASES[kind])]
+    row = md_rows(markdown(records), TITLE)[1]
+    for phase in PHASES[kind]:
+        assert float(row[f"{phase} ×"]) == pytest.approx(1.5, rel=0.02)
+    assert ("of_limit" in table) == ("of_limit_forward" in table) == (kind in ("train", "op"))
+
+
+def test_kinds_of_one_model_and_workload_are_tables_of_their_own(record, folder, tmp_path):
+    records = [record(x, kind=kind, key=f"{kind}{x}") for kind in ("train", "evaluate") for x in ([], ["a"])]
+    text = markdown(records)
+    assert "step ×" in md_rows(text, f"{TITLE}, train")[0]
+    assert list(md_rows(text, f"{TITLE}, evaluate")[0])[1:4] == ["generate ×", "score ×", "total × [95 %]"]
+    run = folder(tmp_path, records)
+    assert {p.name for p in write_report(run)} >= {"speedup.png", "phases.png", "report.html"}
+    page = (run / "report.html").read_text()
+    assert "generate + score" in page and "forward + backward + step" in page
+
+
+def test_the_least_work_stands_last_in_the_table_that_it_bounds(record):
+    cells = [record(x, kind=kind, key=f"{kind}{x}") for kind in ("evaluate", "train") for x in ([], ["a"])]
+    found = groups([record(["bound"], kind="limit"), *cells])
+    assert [(g.title, g.kind.name, len(g.records)) for g in found] == [
+        (f"{TITLE}, train", "train", 3), (f"{TITLE}, evaluate", "evaluate", 2),
+    ]  # fmt: skip
+    (alone,) = groups([record(["bound"], kind="limit")])
+    assert alone.kind.name == "limit"
+
+
+def test_the_noise_floor_is_of_the_same_kind(record):
+    records = [record([], sd=0.001), record([], sd=0.2, kind="evaluate"), record(["a"], kind="evaluate"), record(["a"])]
+    floors = Analysis(records).table["noise_floor"]
+    assert floors[2] > 0.03 > floors[3] == 0.01
+
+
+def test_what_is_equal_bit_for_bit_is_said(record):
+    gate = {"passed": True, "worst": "", "tensors": 272, "unequal": 0}
+    records = [record(["a"], kind="load", numerics=gate, tokens=None, roofline=None)]
+    (row,) = md_rows(markdown(records), TITLE)
+    assert row["differs from the reference's"] == "0 of 272"
+    assert "gradient error / allowed" not in row
+    assert Analysis(records).table["unequal"][0] == 0
+
+
+def test_jobs_and_ranks_are_columns_only_where_there_are_any(record, several_jobs):
+    row = Analysis([several_jobs, record(["b"])]).table.iloc[0]
+    assert (row["jobs"], row["job_tokens"], row["job_r"]) == (2, "a 512, b 1024", "a 8, b 16")
+    assert (row["job_gate"], row["candidate_ranks"], row["candidate_rank_spread"]) == ("a passed, b none", 2, 0.03)
+    assert not {"jobs", "job_gate", "candidate_ranks", "reference_ranks", "unequal"} & {*Analysis([record([])]).table}
