@@ -52,10 +52,10 @@ class GradientKind(Kind):
         masked = any(a.own_dropout_masks for a in both)
         request = partial(_shallow, gate, masked)
         plain = [] if gate.ranks.rank else list(self._golds(gate, request("gold", gate.cell.held_weights)))
-        judged: list[Any] = []
+        judged: list[Any] | None = None
         for name in gate.names:
             gate.working_on(name)
-            if gate.cell.toggles or not judged:
+            if gate.cell.toggles or judged is None:
                 judged = list(self._judged(gate, name, request, plain))
             yield from ((name, job, verdict) for _, job, verdict in judged)  # reference against itself: judged once
         _free(request("gold", ()).device)
