@@ -15,7 +15,7 @@ import pandas as pd
 from lorabench.record.contrast import Speedup
 from lorabench.record.schema import Record
 from lorabench.record.store import ENVIRONMENT, RecordError, read_records
-from lorabench.report.claims import Match, Source, match
+from lorabench.report.claims import Match, match
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.groups import Group, groups
 from lorabench.report.noise import NoiseFloors
@@ -85,10 +85,7 @@ class Analysis:
     @cached_property
     def matches(self) -> list[Match]:
         """Every published number beside every record that it can be held against."""
-        return self.matches_of(None)
-
-    def matches_of(self, sources: Sequence[Source] | None) -> list[Match]:
-        return match(self.records, sources)
+        return match(self.records)
 
 
 def load_results(folder: str | Path) -> pd.DataFrame:

@@ -59,6 +59,7 @@ def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = N
         loader=PackageLoader("lorabench", "report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}  # facts in our order
     return environment.get_template("page.html.jinja").render(
         sessions=[_session(s) for s in sessions],
         counts=_counts(records),

@@ -38,8 +38,13 @@ def tidy(records: Sequence[Record], devices: Sequence[str], contrasts: Contrasts
     candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only where a record has several jobs or ranks.
     device: from environment.json.
     """
-    found = _columns([_row(r, device) for r, device in zip(records, devices, strict=True)])
-    found |= _times(records, contrasts) | _shares(records, devices, contrasts)
+    found = _times(records, contrasts)
+    medians = {name: found[name].tolist() for name in found if name.endswith("_ms")}
+    found |= _columns([
+        _row(record, device, {name: of[i] for name, of in medians.items()})
+        for i, (record, device) in enumerate(zip(records, devices, strict=True))
+    ])  # fmt: skip
+    found |= _shares(records, devices, contrasts)
     found |= _judged(records, contrasts, floors, found)
     names = [c for c in _order(records) if c in found or not _only_where_present(c)]
     return pd.DataFrame({c: found.get(c, [math.nan] * len(records)) for c in names}, columns=pd.Index(names))
@@ -52,7 +57,7 @@ def kinds_of(records: Iterable[Record]) -> list[Any]:
 
 
 def phases_of(records: Iterable[Record]) -> list[str]:
-    """The phases of the kinds that are there, in the kinds' order; without any record, of every kind's."""
+    """The phases of the kinds that are there, in the kinds' order."""
     return list(dict.fromkeys(p for k in kinds_of(records) for p in k.phases))
 
 
@@ -61,7 +66,8 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: [row.get(name, math.nan) for row in rows] for name in names}
 
 
-def _row(record: Record, device: str) -> dict[str, Any]:
+def _row(record: Record, device: str, took: dict[str, float]) -> dict[str, Any]:
+    """What a record says by itself. took: median ms by `{phase}_{arm}_ms`."""
     row: dict[str, Any] = {
         "key": record.key,
         "session": record.session,
@@ -82,7 +88,7 @@ def _row(record: Record, device: str) -> dict[str, Any]:
         "applied": ", ".join(f"{name} {sites}" for name, sites in (record.applied or {}).items()),
     }
     # Not of the least work: what it holds says nothing, and its FLOPs are those of what it leaves out.
-    own = _memory(record) | _throughput(record) | _roofline(record) if record.is_candidate else {}
+    own = _memory(record) | _throughput(record, took) | _roofline(record, took) if record.is_candidate else {}
     return row | own | _checks(record) | _jobs(record.jobs or {}) | _ranks(record)
 
 
@@ -134,32 +140,24 @@ def _memory(record: Record) -> dict[str, Any]:
     return found
 
 
-def _throughput(record: Record) -> dict[str, Any]:
+def _throughput(record: Record, took: dict[str, float]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    total, tokens = (record.phases or {}).get(TOTAL, NOTHING), record.tokens
+    tokens = record.tokens
     for arm in ARMS if tokens else ():
         assert tokens is not None
         padded = getattr(tokens, f"{arm}_padded")
-        found[f"{arm}_tokens_s"] = 1000 * tokens.real / _median(getattr(total, f"{arm}_ms"))
+        found[f"{arm}_tokens_s"] = 1000 * tokens.real / took[f"{TOTAL}_{arm}_ms"]
         found[f"{arm}_padded_share"] = padded / max(tokens.real + padded, 1)
     return found
 
 
-def _median(ms: list[float] | None) -> float:
-    """Of a short list: sorting it is ten times as fast as an array of it."""
-    if not ms:
-        return math.nan
-    ordered, half = sorted(ms), len(ms) // 2
-    return ordered[half] if len(ms) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
-def _roofline(record: Record) -> dict[str, Any]:
+def _roofline(record: Record, took: dict[str, float]) -> dict[str, Any]:
     """Columns {arm}_bound and {arm}_of_ceiling, as they have always been called: the label and the share reached."""
     found: dict[str, Any] = {}
     for arm, profiled in (record.roofline or {}).items():
-        took = {p: _median(getattr((record.phases or {}).get(p, NOTHING), f"{arm}_ms")) for p in profiled}
-        labels = [(took[p], x.label) for p, x in profiled.items() if x.label and took[p] > 0]
-        reached = [(took[p], x.of_ceiling) for p, x in profiled.items() if x.of_ceiling is not None and took[p] > 0]
+        timed = [(ms, x) for p, x in profiled.items() if (ms := took.get(f"{p}_{arm}_ms", math.nan)) > 0]
+        labels = [(ms, x.label) for ms, x in timed if x.label]
+        reached = [(ms, x.of_ceiling) for ms, x in timed if x.of_ceiling is not None]
         found[f"{arm}_bound"] = max(labels)[1] if labels else None
         whole = sum(t for t, _ in reached)
         found[f"{arm}_of_ceiling"] = sum(t * x for t, x in reached) / whole if reached else math.nan

@@ -45,6 +45,7 @@ def test_every_row_stands_once_and_names_its_details(sweep, cells_of):
 def test_the_details_of_a_cell_are_all_there(record, cells_of):
     (cell,) = cells_of(html_of([record(["a"], speedup=1.4, notes={"backend": "triton"})]))
     facts = cell["facts"]
+    assert list(facts)[:3] == ["status", "kind", "reference"]  # what matters first, not by the alphabet
     assert facts["backward"].startswith("reference ") and "× 1." in facts["backward"]
     assert facts["memory, candidate"] == "peak 6.00 GiB, forward 3.00 GiB, backward 6.00 GiB, step 2.00 GiB"
     assert facts["roofline, candidate step"] == "label host-bound"
