@@ -161,16 +161,28 @@ def show_plan(console: Console, planned: Plan, machine: Any) -> None:
 def run(config: Any, arguments: list[str], console: Console) -> int:
     """Measure what is missing in `output`, then write the report."""
     from lorabench.run.process import ProbeError
-    from lorabench.run.queue import QueueError, queue
+    from lorabench.run.queue import QueueError
 
     plan(config, "cpu")  # names first: a wrong one must cost neither a probe nor a folder
     try:
-        where = queue(config.queue, config.dtype, config.timeout_s, config.output)
-        with Store(config.output) as store, where:
-            _measure(store, where, config, arguments, console)
+        chosen = _queue(config)
+        with Store(config.output) as store, chosen as queue:
+            _measure(store, queue, config, arguments, console)
             return _report(config, console)
     except (ProbeError, QueueError) as error:
         raise ConfigError(str(error)) from None
+
+
+def _queue(config: Any) -> Queue:
+    """Raises QueueError where the wanted one cannot be used here at all. Ray is imported for queue=ray alone."""
+    if config.queue == "ray":
+        from lorabench.run.ray_cluster import RayCluster
+        from lorabench.run.ray_queue import RayQueue
+
+        return RayQueue(RayCluster(), config.dtype, config.timeout_s)
+    from lorabench.run.local_queue import LocalQueue
+
+    return LocalQueue(config.dtype, config.timeout_s, config.output)
 
 
 def _missing(config: Any, device: str, recorded: dict[str, Record]) -> tuple[list[Cell], list[Cell]]:

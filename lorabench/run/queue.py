@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from lorabench.contract.cell import Cell
 from lorabench.contract.machine import Machine
 from lorabench.record.schema import Record
-from lorabench.run.process import Workers
-from lorabench.run.runner import Runner
-from lorabench.run.session import Session, new_session
+from lorabench.run.session import Session
 
 
 class QueueError(RuntimeError):
@@ -48,44 +45,3 @@ class Queue(Protocol):
     def __enter__(self) -> Queue: ...
 
     def __exit__(self, *_: object) -> None: ...
-
-
-def queue(name: str, dtype: str, timeout_s: float, folder: Path) -> Queue:
-    """The queue of this name, `local` or `ray`. Raises QueueError where it cannot be used here at all."""
-    if name == "ray":
-        from lorabench.run.ray_cluster import RayCluster
-        from lorabench.run.ray_queue import RayQueue
-
-        return RayQueue(RayCluster(), dtype, timeout_s)
-    return LocalQueue(dtype, timeout_s, folder)
-
-
-class LocalQueue:
-    """One cell after the other, on this machine."""
-
-    def __init__(self, dtype: str, timeout_s: float, folder: Path) -> None:
-        """`folder` takes the running worker's log."""
-        self.dtype, self.timeout_s, self.folder = dtype, timeout_s, folder
-        self.workers, self.where = Workers(), ""
-        self.sessions: dict[str, Session] = {}
-
-    def __enter__(self) -> LocalQueue:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """A cell's processes end with the cell."""
-
-    def look(self, command: list[str]) -> Machine:
-        self.machine, self.ceilings = self.workers.probe(self.dtype)
-        self.where = self.machine.name
-        looked: Session = {"machine": self.machine.model_dump(mode="json"), "ceilings": self.ceilings}
-        self.session = new_session(command) | looked | {"workers": self.workers.method}
-        self.sessions = {self.session["id"]: self.session}
-        return self.machine
-
-    def run(self, cells: Sequence[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
-        own = self.machine, self.ceilings, self.session["id"]
-        with Runner(self.workers, *own, self.timeout_s, self.folder) as runner:
-            for cell in cells:
-                watch.start(cell)
-                yield cell, runner.measure(cell, watch.phase)

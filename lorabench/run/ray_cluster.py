@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from lorabench.run import ray_node
 from lorabench.run.queue import QueueError
 
 POLL_S = 1.0
+ANSWER_S = 10.0  # for the cluster that RAY_ADDRESS names
 OBJECTS_BYTES = 100_000_000  # of the object store of a Ray of our own: records are small, and Ray would take gigabytes
 
 
@@ -46,8 +48,8 @@ class RayCluster:
 
     def _join(self) -> None:
         address = os.environ.get("RAY_ADDRESS")
-        if address and "://" in address:
-            raise QueueError(f"RAY_ADDRESS={address}: a sweep runs on a node of its cluster; there, RAY_ADDRESS=auto")
+        if address:
+            _check(address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._quieten()
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
@@ -135,3 +137,16 @@ class RayCluster:
         if self.joined:
             self.ray.shutdown()
             self.joined = False
+
+
+def _check(address: str) -> None:
+    """Raises QueueError for an address that Ray would try for minutes, or that is no place to run a sweep."""
+    if "://" in address:
+        raise QueueError(f"RAY_ADDRESS={address}: a sweep runs on a node of its cluster; there, RAY_ADDRESS=auto")
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():  # auto
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise QueueError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error.strerror or error}") from None

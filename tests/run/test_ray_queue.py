@@ -14,13 +14,15 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
-from helpers import cells
+from helpers import cells, config
+from rich.console import Console
 
+from lorabench import sweep
 from lorabench.contract.machine import Machine
 from lorabench.record.store import RECORDS, Store, read_records
 from lorabench.run import ray_node, ray_queue
 from lorabench.run.process import ProbeError
-from lorabench.run.queue import QueueError, queue
+from lorabench.run.queue import QueueError
 from lorabench.run.runner import record_of
 
 MACHINE = Machine(
@@ -28,6 +30,11 @@ MACHINE = Machine(
     native_bfloat16=False,
 )  # fmt: skip
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'lorabench[ray]'")
+
+
+def chosen(name, folder):
+    """The queue of this name, as a sweep makes it."""
+    return sweep._queue(config(f"queue={name}", f"output={folder}", "timeout_s=300"))
 
 
 class Watched:
@@ -121,10 +128,6 @@ def test_records_come_in_any_order_each_after_its_node_s_session():
 
 
 def test_the_sweep_stores_a_session_before_the_record_that_names_it(tmp_path, monkeypatch):
-    from rich.console import Console
-
-    from lorabench import sweep
-
     order = []
     monkeypatch.setattr(Store, "add_session", lambda self, s: order.append(s["id"]))
     monkeypatch.setattr(Store, "append", lambda self, r: order.append((r.session, r.key)))
@@ -200,8 +203,6 @@ def test_a_cluster_that_cannot_be_looked_at_is_one_line():
 
 
 def test_without_ray_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
-    from lorabench import sweep
-
     monkeypatch.setitem(sys.modules, "ray", None)
     code = sweep.main(["models=[tiny-llama]", "ablations=[eager]", "queue=ray", f"output={tmp_path / 'out'}"])
     assert code == 2
@@ -211,12 +212,12 @@ def test_without_ray_one_line_says_what_to_install(tmp_path, monkeypatch, capsys
 
 def test_no_queue_needs_ray_unless_it_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert queue("local", "auto", 60.0, tmp_path).sessions == {}
+    assert chosen("local", tmp_path).sessions == {}
 
 
 def request(cell):
-    sweep = {"id": "sweep", "dtype": "auto", "timeout_s": 120.0, "ray": "0", "command": ["python"]}
-    return bytes(ForkingPickler.dumps((sweep, cell)))
+    asked = {"id": "sweep", "dtype": "auto", "timeout_s": 120.0, "ray": "0", "command": ["python"]}
+    return bytes(ForkingPickler.dumps((asked, cell)))
 
 
 @pytest.fixture
@@ -330,7 +331,7 @@ def test_three_nodes_of_which_one_dies_in_the_middle(three_nodes, tmp_path, capf
     cluster, nodes = three_nodes
     todo = cells("ablations=[eager,sdpa_math,gradient_checkpointing,adamw]")
     capfd.readouterr()
-    with Store(tmp_path) as store, queue("ray", "auto", 300.0, tmp_path) as asked:
+    with Store(tmp_path) as store, chosen("ray", tmp_path) as asked:
         asked.look(["python"])
         watch = Killing(asked, cluster, nodes[1])
         for _, record in asked.run(todo, watch):
@@ -388,9 +389,16 @@ def test_from_the_command_line_without_a_cluster_interrupted_and_continued(tmp_p
 
 
 @needs_ray
-def test_a_cluster_that_does_not_answer_is_one_line(tmp_path):
-    done = started(tmp_path, RAY_ADDRESS="ray://10.0.0.1:10001")
-    out, said = done.communicate()
-    assert (done.returncode, out) == (2, "")
-    assert said.startswith("lorabench: RAY_ADDRESS=ray://10.0.0.1:10001: a sweep runs on a node of its cluster")
-    assert said.count("\n") == 1
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("ray://10.0.0.1:10001", "RAY_ADDRESS=ray://10.0.0.1:10001: a sweep runs on a node of its cluster"),
+        ("127.0.0.1:1", "no Ray cluster answers at RAY_ADDRESS=127.0.0.1:1: Connection refused"),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_is_one_line(address, said, monkeypatch):
+    from lorabench.run.ray_cluster import RayCluster
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(QueueError, match=f"^{said}[^\n]*$"):
+        RayCluster().start()
