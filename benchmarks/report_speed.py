@@ -45,9 +45,10 @@ def synthetic(folder: Path, count: int, seed: int = 0) -> Path:
 def _record(n: int, rng: np.random.Generator) -> dict[str, object]:
     ablations = [f"toggle_{n % 10}"] if n % 10 else []
     phases = {p: _trials(share, rng) for p, share in PHASES.items()}
-    total = {a: [round(sum(ms), 4) for ms in zip(*(p[a] for p in phases.values()), strict=True)]
-             for a in ("reference_ms", "candidate_ms")}  # fmt: skip
-    phases["total"] = total
+    phases["total"] = {
+        arm: [round(float(sum(ms)), 4) for ms in zip(*(p[arm] for p in phases.values()), strict=True)]
+        for arm in ("reference_ms", "candidate_ms")
+    }
     ratio = {"speedup": 1.25, "low": 1.24, "high": 1.26}
     gib = {"weights": 2**31, "static": 2**32, "peaks": dict.fromkeys(PHASES, 2**33), "peak": 2**33, "reserved": 2**33}
     profiled = {p: {"host_ms": 1.0, "device_busy_ms": 2.0, "tflop": 0.1, "of_ceiling": 0.5, "label": "compute-bound"}

@@ -58,9 +58,10 @@ def median_intervals(lists: Sequence[Sequence[float] | None]) -> Rows:
 
 
 def _medians(rows: Rows) -> Rows:
-    ordered = np.sort(rows, axis=1)
-    k = _order_statistic(rows.shape[1])
-    return np.stack([np.median(ordered, axis=1), ordered[:, k], ordered[:, -1 - k]], axis=1)
+    ordered, n = np.sort(rows, axis=1), rows.shape[1]
+    k = _order_statistic(n)
+    median = (ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
+    return np.stack([median, ordered[:, k], ordered[:, -1 - k]], axis=1)
 
 
 @cache
@@ -75,16 +76,22 @@ def p_value(reference_ms: Times, candidate_ms: Times, paired: bool) -> float:
 
 def p_values(pairs: Sequence[tuple[Times, Times] | None], paired: Sequence[bool]) -> NDArray[np.float64]:
     """`p_value` of many cells, given as (reference, candidate) in ms; NaN for None."""
-    logs = [(log_times(a, "reference_ms"), log_times(b, "candidate_ms")) for a, b in (p or ((), ()) for p in pairs)]
     found = np.full(len(pairs), np.nan)
     alike: dict[tuple[bool, int, int], list[int]] = {}
-    for i, (a, b) in enumerate(logs):
-        if pairs[i] is not None:
-            alike.setdefault((paired[i], a.size, b.size), []).append(i)
+    for i, pair in enumerate(pairs):
+        if pair is not None:
+            alike.setdefault((paired[i], len(pair[0]), len(pair[1])), []).append(i)
     for (of_rounds, *_), members in alike.items():
-        first, second = (np.stack([logs[i][arm] for i in members]) for arm in (0, 1))
+        arms = list(zip(*(pair for i in members if (pair := pairs[i]) is not None), strict=True))
+        first, second = _logs(arms[0], "reference_ms"), _logs(arms[1], "candidate_ms")
         found[members] = _signed_rank(first - second) if of_rounds else _mann_whitney(first, second)
     return found
+
+
+def _logs(lists: Sequence[Times], name: str) -> Rows:
+    """Logarithms of lists of one length, shape (lists, length)."""
+    rows = np.asarray(lists, dtype=np.float64)
+    return log_times(rows.ravel(), name).reshape(rows.shape)
 
 
 def _signed_rank(ratios: Rows) -> NDArray[np.float64]:

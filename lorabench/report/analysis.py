@@ -90,7 +90,8 @@ class Analysis:
 
 def load_results(folder: str | Path) -> pd.DataFrame:
     """The tidy table of one results folder (see `tidy`). Raises RecordError where it cannot be read."""
-    return Analysis.read(folder).table
+    with collector_paused():  # until the records are gone again
+        return Analysis.read(folder).table
 
 
 def read_sessions(folder: Path) -> list[Session]:

@@ -49,15 +49,17 @@ class TextGroup(NamedTuple):
 
 def text_groups(analysis: Analysis) -> list[TextGroup]:
     """The human table of all records, a group a model @ workload (and kind, and reference)."""
-    made = []
+    made: list[TextGroup] = []
+    holds: dict[str, set[str]] = {}  # by kind, the columns that hold anything: they are the same in all its groups
     shares = columns(kinds_of(analysis.records))
     for group in analysis.groups:
         records = analysis.ordered(group)
         rows = [_cells(analysis.row(r), r, group, shares) for r in records]
+        holds.setdefault(group.kind.name, set(ALWAYS)).update(c for row in rows for c, text in row.items() if text)
         own = _headings([group.kind], shares)
         made.append(TextGroup(group.title, own, rows, records, attribution_tables(group.records, analysis.contrasts)))
-    holds = {c for group in made for row in group.rows for c, text in row.items() if text}
-    return [g._replace(columns=[c for c in g.columns if c in ALWAYS or c in holds]) for g in made]
+    kinds = [group.kind.name for group in analysis.groups]
+    return [g._replace(columns=[c for c in g.columns if c in holds[k]]) for g, k in zip(made, kinds, strict=True)]
 
 
 def all_columns(found: Sequence[TextGroup], records: Sequence[Record]) -> list[str]:

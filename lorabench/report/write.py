@@ -20,8 +20,9 @@ class Report:
 
     @classmethod
     def of(cls, folder: str | Path) -> Report:
-        analysis = Analysis.read(folder)
-        return cls(Path(folder), analysis, show(analysis))
+        with collector_paused():
+            analysis = Analysis.read(folder)
+            return cls(Path(folder), analysis, show(analysis))
 
     def write(self) -> list[Path]:
         """See `lorabench.report.write_report`."""

@@ -31,7 +31,9 @@ def test_the_columns_are_the_kinds_phases(record, kind):
 
 def test_kinds_of_one_model_and_workload_are_tables_of_their_own(record, folder, tmp_path):
     records = [record(x, kind=kind, key=f"{kind}{x}") for kind in ("train", "evaluate") for x in ([], ["a"])]
-    text = markdown(records)
+    text = markdown([*records, record(["b"], kind="load", tokens=None, workload="warm_cache")])
+    (load,) = md_rows(text, "smollm2-135m @ warm\\_cache")
+    assert "read ×" in load and "real tokens/s, ref → cand" not in load
     assert "step ×" in md_rows(text, f"{TITLE}, train")[0]
     assert list(md_rows(text, f"{TITLE}, evaluate")[0])[1:4] == ["generate ×", "score ×", "total × [95 %]"]
     run = folder(tmp_path, records)
