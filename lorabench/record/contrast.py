@@ -89,12 +89,11 @@ def contrast(
     if known is None and trials < MIN_TRIALS:
         return None
     centre = known.centre if known else math.exp(_hodges_lehmann(samples))
-    found = Contrast(centre, trials, lambda: _replicates(samples, seed), lambda: own())
 
-    def own() -> tuple[float, float]:
+    def interval() -> tuple[float, float]:
         return known[1:] if known else _bounds(math.log(centre), _replicates(samples, 0), trials)
 
-    return found
+    return Contrast(centre, trials, lambda: _replicates(samples, seed), interval)
 
 
 def speedup(reference_ms: Times, candidate_ms: Times, paired: bool) -> Speedup | None:
