@@ -5,13 +5,20 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-.PHONY: sweep test lint clean
+.PHONY: sweep test test-all lint clean
 
 sweep: $(VENV)/.installed
 	$(VENV)/bin/python -m lorabench.sweep $(ARGS)
 
+PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+
+# Every kernel, toggle, outcome and command at least once, in minutes.
 test: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not exhaustive" $(ARGS)
+
+# And the remainder of every grid, and a Ray cluster of three nodes.
+test-all: $(VENV)/.installed-all
+	$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .
@@ -23,6 +30,10 @@ $(VENV)/.installed: pyproject.toml
 	$(VENV)/bin/pip install -q --upgrade pip
 	$(VENV)/bin/pip install -q '$(TORCH)'
 	$(VENV)/bin/pip install -q -e '.[test]'
+	touch $@
+
+$(VENV)/.installed-all: $(VENV)/.installed
+	$(VENV)/bin/pip install -q -e '.[test,ray]'
 	touch $@
 
 clean:
