@@ -10,7 +10,8 @@ from lorabench.contract.ablation import Ablation, Evidence, NotApplied
 
 @dataclass(frozen=True, kw_only=True)
 class NoKvCache(Ablation):
-    """`use_cache=False`: every new token computes all positions before it again. What the cache is worth is its inverse."""
+    """`use_cache=False`: every new token computes all positions before it again. What the cache is worth is its
+    inverse."""
 
     name: ClassVar[str] = "no_kv_cache"
     slot: ClassVar[str] = "generation"

@@ -37,6 +37,7 @@ lorabench.sweep: measures LoRA fine-tuning optimizations, each against its refer
 usage: python -m lorabench.sweep [key=value ...]        (Hydra's override grammar)
 
 what is measured
+  kind=train               what a cell is: train, op, load (weights to the device), evaluate; one model's own: load:NAME
   models=[NAME,...]        NAME, NAME@WORKLOAD, a YAML file, or {{NAME:{{r:8,...}}}} with an adapter of its own; also
                            a single linear: linear-4096x14336. Known:
                            {models}
@@ -53,6 +54,7 @@ what is compared
 how
   trials=30 warmup=5       on a CPU 10 and 1                 seed=0
   timeout_s=900            for one worker process
+  world_size=1             processes of an arm with a parallel toggle (ddp), one a GPU
   queue=local              ray: as many cells at once as a Ray cluster's nodes hold; RAY_ADDRESS names it (auto: this
                            machine's), else Ray is started here for this sweep
 where to
@@ -237,14 +239,11 @@ def _drain(queue: Queue, todo: list[Cell], store: Store, console: Console, refus
 
 
 def _report(config: Any, console: Console) -> int:
-    from lorabench.record.store import read_records
-    from lorabench.report import write_report
-    from lorabench.report.analysis import read_sessions
-    from lorabench.report.tables import console_table
+    from lorabench.report.write import Report
 
-    written = write_report(config.output)
-    records, sessions = read_records(config.output), read_sessions(config.output)
-    console.print(console_table(records, sessions, width=console.width))
+    report = Report.of(config.output)
+    written = report.write()
+    console.print(report.terminal(console.width))
     pictures = [p for p in written if p.name in ("speedup.png", "report.html")]
     console.print("look at " + " and ".join(map(str, pictures or written)), highlight=False, soft_wrap=True)
     return 0

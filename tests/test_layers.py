@@ -79,8 +79,8 @@ def test_no_package_imports_one_above_it(package):
     assert not wrong, wrong
 
 
-# The flow of the data through lorabench: each folder imports only from those before it (and any file at the top, such as
-# sweep.py, from all of them). Nothing in a folder imports a file at the top.
+# The flow of the data through lorabench: each folder imports only from those before it (and any file at the top, such
+# as sweep.py, from all of them). Nothing in a folder imports a file at the top.
 FLOW = ("contract", "plan", "record", "measure", "run", "report")
 
 
@@ -94,7 +94,8 @@ def modules() -> dict[str, Path]:
 
 
 def imported(tree: ast.AST, known: dict[str, Path]) -> set[str]:
-    """Modules of lorabench that a file imports, wherever the import stands: in a function or under TYPE_CHECKING too."""
+    """Modules of lorabench that a file imports, wherever the import stands: in a function or under TYPE_CHECKING
+    too."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -146,7 +147,9 @@ def test_every_folder_says_what_belongs_there_and_what_it_may_import():
 
 # What only the kinds may know, in the files that are common to all of them.
 COMMON = ("contract", "plan", "record", "measure", "run", "report")
-READS_OLDER = "lorabench/record/older.py"  # schema 1 had these names as fields: it has to know them, and nothing else has
+READS_OLDER = (
+    "lorabench/record/older.py"  # schema 1 had these names as fields: it has to know them, and nothing else has
+)
 
 
 # Where such a word is something else, or says only what a default is.
@@ -173,16 +176,16 @@ def names_of_kinds() -> set[str]:
 
 
 def decided(tree: ast.AST, names: set[str]) -> Iterator[tuple[str, int]]:
-    """(name, line) of every string that is one of `names` and stands where a program can act on it: compared, looked up,
-    passed on, collected or given a name."""
+    """(name, line) of every string that is one of `names` and stands where a program can act on it: compared, looked
+    up, passed on, collected or given a name."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Compare, ast.Subscript, ast.Call, ast.Dict, ast.Tuple, ast.List, ast.Set)):
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.Constant) and child.value in names:
                     yield str(child.value), child.lineno
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):
-            if node.value.value in names:
-                yield str(node.value.value), node.lineno
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        if isinstance(value, ast.Constant) and value.value in names:
+            yield str(value.value), node.lineno
 
 
 def test_no_name_of_a_kind_family_slot_or_phase_decides_anything_outside_the_kinds():

@@ -2,8 +2,8 @@
 
 A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
 and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
-load, adapt, prepare, build, patch, shard, batch, optimize, step (or read, or generate, in the kinds that load weights or
-evaluate a checkpoint); `audit` then proves that the toggle engaged.
+load, adapt, prepare, build, patch, shard, batch, optimize, step (or read, or generate, in the kinds that load weights
+or evaluate a checkpoint); `audit` then proves that the toggle engaged.
 docs/add-an-ablation.md walks through one.
 """
 

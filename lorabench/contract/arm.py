@@ -52,8 +52,8 @@ class Arm:
         return sum(b.padded for step in self.steps for b in step.batches)
 
     def adapters(self, step: Step | None = None) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of every trained tensor of a job (None: of the only one), by the names that PEFT gives to an
-        adapter which is alone."""
+        """(name, parameter) of every trained tensor of a job (None: of the only one), by the names that PEFT gives to
+        an adapter which is alone."""
         step = step or self.step
         if not step.name:
             return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)

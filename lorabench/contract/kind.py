@@ -48,7 +48,8 @@ class KindSpec:
         return None
 
     def work(self, cell: Cell, samples: Sequence[Sequence[Sample]], ablations: Sequence[Any] = ()) -> list[Work]:
-        """The useful work of one trial of an arm with these toggles, a Work a job, from shapes and the jobs' samples."""
+        """The useful work of one trial of an arm with these toggles, a Work a job, from shapes and the jobs'
+        samples."""
         return [Work() for _ in samples]
 
     def older(self, record: Mapping[str, Any]) -> bool:

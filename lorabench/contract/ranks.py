@@ -18,8 +18,9 @@ def _own(value: float) -> float:
 class Ranks:
     """This process among those that step together. `rank` counts from 0; rank 0 reports.
 
-    `barrier` waits for all of them; `total` and `largest` give the sum and the maximum of a number over them; `beat` counts
-    that something began, by which a rank that hangs is told from those that wait for it. With one rank all do nothing.
+    `barrier` waits for all of them; `total` and `largest` give the sum and the maximum of a number over them; `beat`
+    counts that something began, by which a rank that hangs is told from those that wait for it. With one rank all do
+    nothing.
     """
 
     rank: int = 0

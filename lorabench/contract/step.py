@@ -15,8 +15,9 @@ from lorabench.contract.job import ADAPTER, Job
 class Step:
     """Forward and backward of each batch, then one update. Toggles wrap it: see `Wrapped`.
 
-    The loss of every batch is the sum over its trained tokens divided by the trained tokens of the whole step (`items`),
-    over all batches and all ranks, so that the gradients do not depend on how the samples were put into batches.
+    The loss of every batch is the sum over its trained tokens divided by the trained tokens of the whole step
+    (`items`), over all batches and all ranks, so that the gradients do not depend on how the samples were put into
+    batches.
 
     `loss_scale`: backward starts from the loss times this, and `update` divides it out again; 1 but in float16.
     """

@@ -1,5 +1,5 @@
-"""The workload: what is fed. Random samples of one length, random samples of a data set's lengths, real text, or nothing
-but weights; for one fine-tuning job or for several. `plan/samples.py` draws the samples.
+"""The workload: what is fed. Random samples of one length, random samples of a data set's lengths, real text, or
+nothing but weights; for one fine-tuning job or for several. `plan/samples.py` draws the samples.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Workload(BaseModel):
     `distribution`. kind text: a JSONL file (`path`) or hub data set (`dataset`), its `fields` joined and tokenized.
     kind weights: no samples; the model's files are read, from a `page_cache` that holds them or not.
 
-    `jobs`: several fine-tuning jobs on one base, each with what it changes of the fields above and of the adapter. None:
-    the workload is the one job.
+    `jobs`: several fine-tuning jobs on one base, each with what it changes of the fields above and of the adapter.
+    None: the workload is the one job.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -1,7 +1,7 @@
 """Builds a training arm: the model with its adapters, what the toggles change, batches, optimizers, steps.
 
-The hooks are called in the order of a training run. Same seed, same weights, whatever the toggles: every tensor is drawn
-from its own name.
+The hooks are called in the order of a training run. Same seed, same weights, whatever the toggles: every tensor is
+drawn from its own name.
 """
 
 from __future__ import annotations
@@ -184,9 +184,9 @@ def fill_base(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
 def _fill(model: nn.Module, dtype: torch.dtype, seed: int, adapter: str | None) -> None:
     """Draw one job's adapter, or (None) everything else, each tensor from a generator seeded by its own name.
 
-    An adapter's tensors bear the names that they would have alone, so a job starts alike alone and beside others. Values
-    are rounded to the compute dtype first, so that float32 and bfloat16 adapters, and the gate's float32 gold, start
-    from the very same numbers. Norm weights stay as the model made them.
+    An adapter's tensors bear the names that they would have alone, so a job starts alike alone and beside others.
+    Values are rounded to the compute dtype first, so that float32 and bfloat16 adapters, and the gate's float32 gold,
+    start from the very same numbers. Norm weights stay as the model made them.
     """
     with torch.no_grad():
         for name, tensor in model.named_parameters():

@@ -54,8 +54,8 @@ def forward_tflop(shape: Shape, lengths: Sequence[int]) -> float:
 def backward_tflop(shape: Shape, lengths: Sequence[int]) -> float:
     """Useful TFLOP of one backward: frozen weights get dX but no dW.
 
-    2 per frozen weight (dX), 4 per adapter weight (dX, dA, dB), 2.5 x attention's forward (dQ, dK, dV, dP, and the scores
-    again, which every memory-efficient attention recomputes; Dao, FlashAttention-2, section 3.1).
+    2 per frozen weight (dX), 4 per adapter weight (dX, dA, dB), 2.5 x attention's forward (dQ, dK, dV, dP, and the
+    scores again, which every memory-efficient attention recomputes; Dao, FlashAttention-2, section 3.1).
     """
     frozen, adapters = _weights(shape)
     return (2.0 * sum(lengths) * (frozen + 2 * adapters) + 2.5 * _attention(shape, lengths)) / 1e12

@@ -28,8 +28,8 @@ from lorabench.measure.numerics import Outcome
 def path(
     folder: Path, spec: ModelSpec, workload: Workload, seed: int, dtype: torch.dtype, held: Sequence[Ablation] = ()
 ) -> Path:
-    """The file of these outcomes. Device and library versions are the sweep's, and so is the folder. `held`: toggles that
-    both have, because they say how frozen weights are held."""
+    """The file of these outcomes. Device and library versions are the sweep's, and so is the folder. `held`: toggles
+    that both have, because they say how frozen weights are held."""
     models = [spec.model_dump(mode="json"), [[a.name, asdict(a)] for a in held]]
     content = [*models, workload.model_dump(mode="json"), seed, str(dtype)]
     return folder / f"{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}.safetensors"

@@ -132,8 +132,8 @@ class Kind(KindSpec):
         yield from ()
 
     def first(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Any]:
-        """Run the first full trial by `run()`, and keep of each job what the other arm has to agree with. It may have to
-        cross a process's boundary: numbers and strings, no tensors."""
+        """Run the first full trial by `run()`, and keep of each job what the other arm has to agree with. It may have
+        to cross a process's boundary: numbers and strings, no tensors."""
         run()
         return {}
 

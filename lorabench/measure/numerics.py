@@ -1,8 +1,8 @@
 """The numerics gate: before anything is timed, loss and every adapter gradient against plain PEFT in float32.
 
-On a shallow model (2 layers, the model's own widths): the gold is plain PEFT in float32, with the weights as the compute
-dtype rounded them. What plain PEFT in the compute dtype itself makes of error is the measure: a candidate may make a
-small multiple of it. docs/methodology.md has the reasons for the numbers below.
+On a shallow model (2 layers, the model's own widths): the gold is plain PEFT in float32, with the weights as the
+compute dtype rounded them. What plain PEFT in the compute dtype itself makes of error is the measure: a candidate may
+make a small multiple of it. docs/methodology.md has the reasons for the numbers below.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def shorten(samples: Sequence[Sample]) -> list[Sample]:
 
 def one_step(arm: Arm, step: Step | None = None) -> Outcome:
     """One whole step of a job (None: of the only one) of a shallow model, with the optimizer's update, if it has one,
-    checked against plain AdamW on the same gradients. Of several ranks each has its part of the loss, here their sum."""
+    checked against plain AdamW on the same gradients. Of several ranks each has its part of the loss, here their
+    sum."""
     step = step or arm.step
     step.clear()
     loss, others = 0.0, {}

@@ -1,5 +1,5 @@
-"""The timing loop. What one trial does its kind says (of training: one fresh forward, one backward, one optimizer step);
-here it is put between marks, warmed up, and repeated in rounds.
+"""The timing loop. What one trial does its kind says (of training: one fresh forward, one backward, one optimizer
+step); here it is put between marks, warmed up, and repeated in rounds.
 """
 
 from __future__ import annotations

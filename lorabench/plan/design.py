@@ -84,8 +84,8 @@ def cells(
 ) -> list[Cell]:
     """Every cell of a sweep: for each subject the reference against itself, then the design's contrasts.
 
-    A kind takes of the reference what it knows. A candidate is measured on the subjects whose kind knows its toggles; one
-    that no subject's kind knows becomes a cell all the same, which is refused with the reason.
+    A kind takes of the reference what it knows. A candidate is measured on the subjects whose kind knows its toggles;
+    one that no subject's kind knows becomes a cell all the same, which is refused with the reason.
     """
     check_design(design, ablations)
     if reason := conflict(reference):

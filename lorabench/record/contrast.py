@@ -56,6 +56,16 @@ class Contrast:
         return Speedup(self.centre, *self._interval())
 
     @property
+    def low(self) -> float:
+        """Lower 95 % bound of the ratio."""
+        return self.speedup.low
+
+    @property
+    def high(self) -> float:
+        """Upper 95 % bound of the ratio."""
+        return self.speedup.high
+
+    @property
     def logs(self) -> Logs:
         """Logarithm of the ratio, then its replicates, shape (1 + RESAMPLES,): what combinations are made of."""
         return np.concatenate([[math.log(self.centre)], self.replicates])

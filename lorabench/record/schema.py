@@ -1,7 +1,7 @@
 """The record: what one cell came to, as it stands in one line of records.jsonl.
 
-The status decides which fields a record may have: a row with `wrong_numerics` cannot carry a speed, by construction. What
-a record with status `ok` must carry beside its times, its kind says.
+The status decides which fields a record may have: a row with `wrong_numerics` cannot carry a speed, by construction.
+What a record with status `ok` must carry beside its times, its kind says.
 """
 
 from __future__ import annotations

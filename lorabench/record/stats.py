@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from lorabench.record.contrast import ALPHA, Speedup, Times, log_times
-from lorabench.record.contrast import speedup as speedup  # what run/runner.py calls it by
 
 Verdict = Literal["faster", "slower", "same", "unclear"]
 Rows = NDArray[np.float64]  # trials of one number each, shape (rows, trials)

@@ -12,10 +12,8 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from lorabench.record.schema import Record
-from lorabench.report.analysis import Analysis, Session
 from lorabench.report.cells import TOGGLE, VERDICT, WHOLE
-from lorabench.report.shown import Shown, show
+from lorabench.report.shown import Shown
 
 
 def markdown(shown: Shown) -> str:
@@ -100,11 +98,6 @@ def terminal_table(shown: Shown, width: int = 120) -> Table:
         for row in rows:
             table.add_row(*(Text(row.get(c, ""), style=_style(row) if c == VERDICT else "") for c in columns))
     return table
-
-
-def console_table(records: Sequence[Record], sessions: Sequence[Session] = (), width: int = 120) -> Table:
-    """`terminal_table` of records that nothing else has analysed."""
-    return terminal_table(show(Analysis(records, sessions)), width)
 
 
 def _that_fit(shown: Shown, rows: Sequence[dict[str, str]], width: int) -> list[str]:

@@ -27,8 +27,9 @@ HOST = "127.0.0.1"
 class Seat:
     """Where a task's process belongs: its rank, the sweep that it must not outlive, its log.
 
-    `port` is where rank 0 of several listens, and 0 with one rank. `beats` (shared memory, one count a rank) is counted up
-    with whatever a rank begins; of ranks that hang, the one that began least is the one that the others wait for.
+    `port` is where rank 0 of several listens, and 0 with one rank. `beats` (shared memory, one count a rank) is
+    counted up with whatever a rank begins; of ranks that hang, the one that began least is the one that the others
+    wait for.
     """
 
     rank: int

@@ -24,8 +24,8 @@ from lorabench.measure.cell import ArmResult, Failure, Result, Task, agree
 from lorabench.measure.kind import JobCounts
 from lorabench.measure.numerics import share_of_allowance
 from lorabench.plan.design import refusal
+from lorabench.record.contrast import speedup
 from lorabench.record.schema import ARMS, TOTAL, Cost, JobRecord, Numerics, Phase, Record, Tokens
-from lorabench.record.stats import speedup
 from lorabench.run.process import Workers, log_of, tail
 
 
@@ -162,8 +162,8 @@ class Runner:
         survivors = {n: a for n, a in pair.arms.items() if a.times} if result.status == "oom" else {}
         own: dict[str, Any] = {}
         if survivors:
-            arms = (survivors.get(name) for name in ARMS)
-            own = {"pairing": pair.pairing, "phases": _phases(cell, *arms, pair.pairing)}
+            phases = _phases(cell, survivors.get("reference"), survivors.get("candidate"), pair.pairing)
+            own = {"pairing": pair.pairing, "phases": phases}
             own["roofline"] = _present(pair, "roofline")
         return self._record(
             cell, status=result.status, reason=result.reason, arm=result.arm, rank=result.rank,
@@ -223,9 +223,9 @@ def _jobs(cell: Cell, pair: Pair, verdicts: dict[str, Numerics]) -> dict[str, Jo
         return None
     made = {}
     for job in cell.jobs:
-        counts = {name: arm.jobs[job.name] for name, arm in pair.arms.items() if job.name in arm.jobs}
-        own = tuple({job.name: counts[name]} if name in counts else {} for name in ARMS)
-        tokens = _tokens(*own)
+        counts: dict[Any, JobCounts] = {n: arm.jobs[job.name] for n, arm in pair.arms.items() if job.name in arm.jobs}
+        reference, candidate = ({job.name: counts[name]} if name in counts else {} for name in ARMS)
+        tokens = _tokens(reference, candidate)
         assert tokens is not None  # an arm that was measured has counted its jobs
         made[job.name] = JobRecord(
             r=job.lora.r, tokens=tokens, numerics=verdicts.get(job.name),

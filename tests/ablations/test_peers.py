@@ -178,7 +178,16 @@ def test_a_peer_that_left_everything_to_peft_is_not_applied():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_peer_has_processes_and_the_slot_of_the_others(name):
     peer = registry.ablation(name)
-    common = {"kind": "train", "kind_in_key": False, "model": None, "workload": None, "design": "solo", "trials": 3, "warmup": 1, "seed": 0}
+    common = {
+        "kind": "train",
+        "kind_in_key": False,
+        "model": None,
+        "workload": None,
+        "design": "solo",
+        "trials": 3,
+        "warmup": 1,
+        "seed": 0,
+    }
     assert Cell(reference=(), candidate=(peer,), toggles=(peer,), **common).separate
     for other in ("lora_kernels", "liger"):
         assert "fused_kernels" in conflict([peer, registry.ablation(other)])

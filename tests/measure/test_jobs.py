@@ -40,7 +40,12 @@ def test_each_job_has_its_samples_adapter_optimizer_and_seed():
     assert ranks == [{4}, {8}]
     assert [s.optimizer.param_groups[0]["lr"] for s in arm.steps] == [2e-4, 1e-4]
     assert short.items == 2 * 15 and long.items == 2 * 47
-    scaling = {m.scaling[name] for m in arm.model.modules() if isinstance(getattr(m, "scaling", None), dict) for name in ("short",)}
+    scaling = {
+        m.scaling[name]
+        for m in arm.model.modules()
+        if isinstance(getattr(m, "scaling", None), dict)
+        for name in ("short",)
+    }
     assert scaling == {8 / 4}
 
 
@@ -124,7 +129,7 @@ def test_the_gate_names_the_job_that_is_wrong(tmp_path, monkeypatch):
     cell = two_jobs("ablations=[gradient_checkpointing]")[1]
     monkeypatch.setattr(toggle, "patch", spoil)
     gated = measurement_of(cell, tmp_path)
-    with pytest.raises(Failure, match="candidate, job long: the gradient of .*lora_B"):
+    with pytest.raises(Failure, match=r"candidate, job long: the gradient of .*lora_B"):
         gated.gate()
     found = gated.result.arms["candidate"].numerics
     assert found["short"].passed and not found["long"].passed

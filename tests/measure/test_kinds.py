@@ -1,4 +1,5 @@
-"""The kinds `load` and `evaluate`, their toggles and their gates; what every kind has to say; and sweeps that mix them."""
+"""The kinds `load` and `evaluate`, their toggles and their gates; what every kind has to say; and sweeps that mix
+them."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def test_loading_is_measured_and_every_tensor_is_compared_bit_for_bit(tmp_path, 
         assert list(record.phases) == ["read", "place", "total"]
         assert record.numerics.passed and record.numerics.unequal == 0 and record.numerics.tensors == 30
         assert record.tokens is None and record.memory["candidate"].weights > 250_000
-        assert record.roofline["candidate"]["read"].gbytes == pytest.approx(record.memory["candidate"].weights / 2e9, rel=0.05)
+        assert record.roofline["candidate"]["read"].gbytes == pytest.approx(
+            record.memory["candidate"].weights / 2e9, rel=0.05
+        )
     assert 1 <= parallel.applied["parallel_reading"] <= 4
 
 
@@ -154,8 +157,9 @@ def test_another_token_or_another_loss_is_no_speed():
 
 
 def test_a_sweep_mixes_kinds_and_each_toggle_goes_where_it_is_known():
-    made = plan(config("models=[tiny-llama@2x16,load:tiny-llama,evaluate:tiny-llama@2x16,linear-8x8@1x4]",
-                       "ablations=[eager,parallel_reading,no_kv_cache,frozen_limit,bare_linear,liger]"), "cpu")  # fmt: skip
+    models = "models=[tiny-llama@2x16,load:tiny-llama,evaluate:tiny-llama@2x16,linear-8x8@1x4]"
+    toggles = "ablations=[eager,parallel_reading,no_kv_cache,frozen_limit,bare_linear,liger]"
+    made = plan(config(models, toggles), "cpu")
     rows = [(c.kind, c.workload.name, [t.name for t in c.toggles]) for c in made.cells]
     assert rows == [
         ("train", "2x16", []), ("train", "2x16", ["eager"]), ("limit", "2x16", ["frozen_limit"]),

@@ -27,7 +27,9 @@ def test_forward_flops_match_torch_s_counter():
     counted = counter.get_total_flops() / 1e12
     lengths = flops.lengths_of(made.samples)
     attention = shape.layers * 2 * sum(len(s.tokens) ** 2 for s in made.samples) * 64 / 1e12
-    assert flops.forward_tflop(shape, lengths) + attention == pytest.approx(counted, rel=0.02)  # eager computes the upper triangle too
+    assert flops.forward_tflop(shape, lengths) + attention == pytest.approx(
+        counted, rel=0.02
+    )  # eager computes the upper triangle too
 
 
 def test_backward_flops_match_torch_s_counter_without_attention():

@@ -29,7 +29,7 @@ def latex(records):
 
 def console(records, width):
     out = io.StringIO()
-    Console(file=out, width=width).print(tables.console_table(records, width=width))
+    Console(file=out, width=width).print(tables.terminal_table(show(Analysis(records)), width))
     return out.getvalue()
 
 

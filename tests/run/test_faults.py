@@ -213,9 +213,18 @@ def test_the_last_record_of_a_key_counts(tmp_path):
         ({"speed": 2}, "Extra inputs"),
         ({"schema": 3}, "reads schemas 1 to 2"),
         ({"kind": "trian"}, "no kind named 'trian'; did you mean train"),
-        ({"status": "ok", "phases": {"read": {}}, "applied": {}, "pairing": "abba", "tokens": {"real": 1, "trained": 1,
-          "reference_padded": 0, "candidate_padded": 0}, "numerics": {"passed": True, "worst": "", "tensors": 1},
-          "reason": None}, "kind train has no phase 'read'"),
+        (
+            {
+                "status": "ok",
+                "phases": {"read": {}},
+                "applied": {},
+                "pairing": "abba",
+                "tokens": {"real": 1, "trained": 1, "reference_padded": 0, "candidate_padded": 0},
+                "numerics": {"passed": True, "worst": "", "tensors": 1},
+                "reason": None,
+            },
+            "kind train has no phase 'read'",
+        ),
         ({"status": "oom", "phases": {"total": {"reference_ms": [float("nan")]}}}, "finite"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Several ranks of one cell, really several processes: DDP's gradient is one process's, and a rank that fails is named."""
+"""Several ranks of one cell, really several processes: DDP's gradient is one process's, and a rank that fails is
+named."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Kind `evaluate`: what a checkpoint's evaluation computes: greedy generation over a few prompts, loss of a validation set.
+"""Kind `evaluate`: what a checkpoint's evaluation computes: greedy generation over a few prompts, loss of a validation
+set.
 
     python -m lorabench.sweep kind=evaluate 'models=[smollm2-135m]' 'ablations=[no_kv_cache]' workload=gsm8k
 
-The validation set is the workload's samples. A prompt is the first half of one of them; each is answered alone. The gate:
-the same tokens, and the same loss but for rounding.
+The validation set is the workload's samples. A prompt is the first half of one of them; each is answered alone. The
+gate: the same tokens, and the same loss but for rounding.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ NEW_TOKENS = 16  # that each prompt is answered with; an end-of-text token does 
 
 @dataclass
 class EvaluateArm(Arm):
-    """`generation`: the arguments of `model.generate`, as the toggles left them. `answers` and `loss`: the last trial's;
-    `with_cache`: how many of its answers kept keys and values."""
+    """`generation`: the arguments of `model.generate`, as the toggles left them. `answers` and `loss`: the last
+    trial's; `with_cache`: how many of its answers kept keys and values."""
 
     generation: dict[str, Any] = field(default_factory=dict)
     answers: list[list[int]] = field(default_factory=list)
@@ -121,7 +122,8 @@ class Evaluate(Kind):
 
     def explain(self, numerics: Numerics) -> str:
         if numerics.unequal:
-            return f"{numerics.unequal} of {numerics.tensors} generated tokens differ from the reference's, first {numerics.worst}"
+            found = f"{numerics.unequal} of {numerics.tensors} generated tokens"
+            return f"{found} differ from the reference's, first {numerics.worst}"
         return f"the validation loss is off by {numerics.loss_error:.2g} (allowed {numerics.loss_allowed:.2g})"
 
 

@@ -1,4 +1,5 @@
-"""Kind `train`: one optimizer step of a PEFT model over its workload; of several jobs, one step each, one after the other."""
+"""Kind `train`: one optimizer step of a PEFT model over its workload; of several jobs, one step each, one after the
+other."""
 
 from __future__ import annotations
 
