@@ -231,7 +231,9 @@ class Measurement:
                 works = arm.kind.work(self.cell, self.plain.samples, arm.ablations)
                 into.jobs = {j: replace(c, tflop=w.tflop) for (j, c), w in zip(into.jobs.items(), works, strict=False)}
                 busy, done = profile.device_busy(arm), self.trials[name]
-                into.roofline = roofline.phase_rooflines(done, busy, sum(works, Work()), self.task.ceiling_tflops)
+                ceiling = self.task.ceiling_tflops  # of one device; the work is that of all ranks together
+                of_all = ceiling and ceiling * arm.ranks.size
+                into.roofline = roofline.phase_rooflines(done, busy, sum(works, Work()), of_all)
 
 
 def agree(cell: Cell, kind_: Kind, arms: dict[str, ArmResult], dtype: torch.dtype) -> None:

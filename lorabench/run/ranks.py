@@ -9,7 +9,7 @@ import os
 import socket
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from lorabench.contract.cell import Cell
 from lorabench.contract.ranks import Ranks
 from lorabench.measure.cell import Result
+from lorabench.measure.kind import JobCounts
 from lorabench.record.schema import TOTAL, RankSpread
 
 HOST = "127.0.0.1"
@@ -90,4 +91,14 @@ def merged(cell: Cell, results: Sequence[Result]) -> Result:
         arm.times = {phase: [own[rank][phase][i] for i, rank in enumerate(slowest)] for phase in arm.times}
         spread = statistics.median((max(row) - min(row)) / max(row) for row in totals)
         first.ranks[name] = RankSpread(size=len(results), slowest=slowest, spread=spread)
+        arm.jobs = _whole_batch([result.arms[name].jobs for result in results])
     return first
+
+
+def _whole_batch(counts: Sequence[dict[str, JobCounts]]) -> dict[str, JobCounts]:
+    """The counts of each job over all ranks: every rank has counted the positions of its own share of the batch. The
+    trained tokens, by which losses are normalized, are the whole step's on each of them."""
+    return {
+        job: replace(own, real=sum(c[job].real for c in counts), padded=sum(c[job].padded for c in counts))
+        for job, own in counts[0].items()
+    }

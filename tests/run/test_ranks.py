@@ -30,7 +30,8 @@ def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin
     assert ddp.applied["ddp"] == 2 and ddp.notes["ddp"] == {"world_size": 2, "backend": "gloo"}
     assert ddp.numerics.tensors == 2 * 7 * 2 and ddp.numerics.grad_error < 1e-5 and ddp.numerics.loss_error < 1e-6
     assert ddp.numerics.full_grad_norm_error < 1e-5 and ddp.numerics.full_loss_error < 1e-6
-    assert ddp.tokens.trained == again.tokens.trained
+    assert ddp.tokens.trained == again.tokens.trained and ddp.tokens.real == again.tokens.real
+    assert ddp.roofline["candidate"]["forward"].tflop == again.roofline["candidate"]["forward"].tflop
     spread = ddp.ranks["candidate"]
     assert spread.size == 2 and len(spread.slowest) == 3 and 0 <= spread.spread < 1 and set(ddp.ranks) == {"candidate"}
     assert again.ranks is None
