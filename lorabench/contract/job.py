@@ -42,6 +42,6 @@ def jobs_of(model: ModelSpec, workload: Workload, seed: int) -> list[Job]:
     ]  # fmt: skip
 
 
-def alone(job: Job) -> Job:
+def as_only_job(job: Job) -> Job:
     """The same job as the only one on its base."""
     return Job("", ADAPTER, job.workload, job.lora, job.learning_rate, job.seed, job.optimizer)

@@ -17,7 +17,7 @@ from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
-from lorabench.contract.job import Job, alone
+from lorabench.contract.job import Job, as_only_job
 from lorabench.contract.kind import KindSpec, kind
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import ONE, Ranks
@@ -51,7 +51,7 @@ class Request:
 
     def only(self, index: int) -> Request:
         """The same with one of its jobs, as if it were the only one."""
-        return replace(self, jobs=[alone(self.jobs[index])], samples=[self.samples[index]])
+        return replace(self, jobs=[as_only_job(self.jobs[index])], samples=[self.samples[index]])
 
 
 def request_of(cell: Cell, name: str, dtype: torch.dtype, device: torch.device, scratch: Path = Path()) -> Request:

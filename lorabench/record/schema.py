@@ -22,9 +22,10 @@ ARMS: tuple[str, ...] = get_args(ArmName)
 
 
 class Strict(BaseModel):
-    """A part of a record: unknown fields are an error, so that a typo is never silently lost."""
+    """A part of a record: unknown fields are an error, so that a typo is never silently lost. A number that is not
+    finite is written as a word ("NaN", "Infinity"), which JSON can hold and reading turns back into the number."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
 
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -177,7 +178,7 @@ class Record(Strict):
     cost: Cost | None = None
     log: str | None = None  # tail of the worker's output, where it failed
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, ser_json_inf_nan="strings")
 
     @property
     def is_noise_floor(self) -> bool:

@@ -71,6 +71,20 @@ def _older(line: bytes) -> dict[str, Any] | None:
         return None
 
 
+def _encoded(record: Record) -> bytes:
+    """The record's line, proved to be readable: a toggle's notes may hold what JSON cannot."""
+    try:
+        line = record.model_dump_json(by_alias=True, exclude_none=True).encode()
+        Record.model_validate_json(line)
+        return line
+    except (ValueError, TypeError, RecursionError) as error:  # pydantic's and Unicode's errors are ValueErrors
+        own = ("kind", "key", "session", "model", "workload", "design", "reference", "candidate", "ablations")
+        words = " ".join(str(error).split())[:300].encode(errors="replace").decode()
+        reason = f"the cell was measured, but its record cannot be written as JSON (its notes?): {words}"
+        crash = Record(**{name: getattr(record, name) for name in own}, status="crash", reason=reason)
+        return crash.model_dump_json(by_alias=True, exclude_none=True).encode()
+
+
 class Store:
     """One sweep's hold on a folder. Use as a context manager; a second holder gets a StoreError at once."""
 
@@ -127,8 +141,9 @@ class Store:
         return read_records(self.folder)
 
     def append(self, record: Record) -> None:
-        """Add one line and wait until it is on the disk. On failure the file is cut back to what it was."""
-        line = record.model_dump_json(by_alias=True, exclude_none=True).encode() + b"\n"
+        """Add one line and wait until it is on the disk. On failure the file is cut back to what it was. A record that
+        could not be read again is stored as a crash of its cell that says so."""
+        line = _encoded(record) + b"\n"
         path = self.folder / RECORDS
         size = None
         try:

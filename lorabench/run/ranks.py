@@ -56,7 +56,10 @@ def joined(seat: Seat, device_type: str, beat: Callable[[], None]) -> tuple[Rank
 
     os.environ |= {
         "RANK": str(seat.rank), "LOCAL_RANK": str(seat.rank), "WORLD_SIZE": str(seat.size),
-        "LOCAL_WORLD_SIZE": str(seat.size), "GROUP_RANK": "0", "MASTER_ADDR": HOST, "MASTER_PORT": str(seat.port),
+        "LOCAL_WORLD_SIZE": str(seat.size), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
+        "ROLE_RANK": str(seat.rank), "ROLE_WORLD_SIZE": str(seat.size), "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(seat.port), "TORCHELASTIC_RUN_ID": str(seat.sweep), "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
     }  # fmt: skip
     device = torch.device(device_type)
     if device_type == "cuda":

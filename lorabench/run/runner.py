@@ -105,12 +105,12 @@ class Runner:
         """The other arm alone: "the reference does not fit, the candidate does" is a result."""
         other = ARMS[pair.result.arm == "reference"]
         tell(f"the {other} alone")
-        alone = self._run(cell, (other,), cell.trials, True, tell)
-        _add(pair.seconds, alone.seconds)
-        if alone.status == "ok":
-            pair.arms[other] = alone.arms[other]
+        survivor = self._run(cell, (other,), cell.trials, True, tell)
+        _add(pair.seconds, survivor.seconds)
+        if survivor.status == "ok":
+            pair.arms[other] = survivor.arms[other]
         else:
-            pair.result.reason = f"{pair.result.reason}; alone, the {other}: {alone.reason}"
+            pair.result.reason = f"{pair.result.reason}; alone, the {other}: {survivor.reason}"
         pair.arms.pop(str(pair.result.arm), None)
 
     def _separately(self, cell: Cell, tell: Callable[[str], None]) -> Pair:

@@ -15,7 +15,7 @@ NAMES = {
     "raises": "Raises", "wrong": "Wrong", "deep_wrong": "DeepWrong", "nothing": "Nothing", "refuses": "Refuses",
     "absent": "Absent", "broken": "DoesNotExist",
     "rank_raises": "RankRaises", "rank_hangs": "RankHangs", "rank_killed": "RankKilled", "rank_greedy": "RankGreedy",
-    "rank_hangs_early": "RankHangsEarly", "unsummed": "Unsummed",
+    "rank_hangs_early": "RankHangsEarly", "unsummed": "Unsummed", "not_a_number": "NotANumber", "odd_notes": "OddNotes",
 }  # fmt: skip
 
 

@@ -83,6 +83,26 @@ class Wrong(Polite):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotANumber(Polite):
+    name: ClassVar[str] = "not_a_number"
+
+    def patch(self, model):
+        params = [p for n, p in model.named_parameters() if "lora_A" in n]
+        params[-1].register_hook(lambda grad: grad * float("nan"))
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OddNotes(Polite):
+    """Right in everything but what it says of itself, which JSON cannot hold."""
+
+    name: ClassVar[str] = "odd_notes"
+
+    def notes(self, evidence):
+        return {"odd": {torch.float32: b"\xff"}}
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeepWrong(Polite):
     """Wrong below the shallow model's second layer: only the full arms' agreement can see it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -13,9 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import cells, sweep
 
-from lorabench.record.schema import Record
+from lorabench.record.schema import Numerics, Record
 from lorabench.record.store import RecordError, Store, StoreError, read_records
 
 ARGS = ("models=[tiny-llama]", "workload=2x16", "trials=2", "warmup=1", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
@@ -237,3 +239,29 @@ def test_titles_name_what_is_compared():
     assert [c.title for c in cells("ablations=[eager]")] == [
         "tiny-llama @ 2x16: reference against itself", "tiny-llama @ 2x16: eager",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [{"x": object()}, {"x": b"\xff\xfe"}, {"x": "\ud800"}, {"x": {1, 2}}, {"x": torch.float32}],
+    ids=["an object", "bytes", "a surrogate", "a set", "a dtype"],
+)
+def test_notes_that_json_cannot_hold_never_brick_the_folder(tmp_path, notes):
+    with Store(tmp_path) as store:
+        store.append(record("before"))
+        store.append(record("odd", notes=notes))
+        store.append(record("after"))
+    found = {r.key: r for r in read_records(tmp_path)}
+    assert list(found) == ["before", "odd", "after"]
+    odd = found["odd"]
+    assert odd.notes.keys() == notes.keys() or (odd.status == "crash" and "cannot be written as JSON" in odd.reason)
+
+
+def test_numbers_that_are_not_finite_are_kept_as_what_they_are(tmp_path):
+    errors = {"grad_error": float("inf"), "grad_allowed": 0.1, "loss_error": float("nan")}
+    wrong = Numerics(passed=False, worst="w", tensors=1, **errors)
+    with Store(tmp_path) as store:
+        store.append(record("k", status="wrong_numerics", numerics=wrong))
+    (found,) = read_records(tmp_path)
+    assert found.numerics.grad_error == float("inf") and found.numerics.loss_error != found.numerics.loss_error
+    assert json.loads((tmp_path / "records.jsonl").read_text())["numerics"]["loss_error"] == "NaN"

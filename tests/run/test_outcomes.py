@@ -10,7 +10,7 @@ from helpers import sweep
 from lorabench.record.store import read_records
 
 TOGGLES = (
-    "polite,leaky,grumpy,greedy,hang,killed,raises,wrong,deep_wrong,nothing,refuses,absent,"
+    "polite,leaky,grumpy,greedy,hang,killed,raises,wrong,deep_wrong,nothing,refuses,absent,not_a_number,odd_notes,"
     "{polite:{times:2}}"
 )  # fmt: skip
 COMMON = ("models=[tiny-llama]", "workload=2x16", "trials=3", "warmup=1", "timeout_s=12")
@@ -27,7 +27,7 @@ def outcomes(plugin, tmp_path_factory):
 
 def test_a_failing_cell_never_stops_the_sweep(outcomes):
     done, records, folder = outcomes
-    assert len(records) == 14
+    assert len(records) == 16
     assert (folder / "report.html").exists() and (folder / "summary.md").exists()
     assert "Traceback" not in done.stderr
 
@@ -57,6 +57,8 @@ def test_a_global_patch_is_measured_in_processes_of_its_own(outcomes):
         ("raises", "crash", "LookupError: nobody expected this", None),
         ("wrong", "wrong_numerics", "lora_A", "candidate"),
         ("deep_wrong", "wrong_numerics", "gradient norms differ", "candidate"),
+        ("not_a_number", "wrong_numerics", "is off by inf from float32 PEFT", "candidate"),
+        ("odd_notes", "crash", "its record cannot be written as JSON", None),
         ("nothing", "not_applied", "nothing changed nothing in tiny-llama", "candidate"),
         ("refuses", "unsupported", "it does not like this model", "candidate"),
         ("absent", "unsupported", "pip install no-such-package", None),
