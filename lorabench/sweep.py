@@ -46,7 +46,8 @@ what is measured
   weights=random           or a hub name, a local folder, smollm2-135m-instruct
   lora.r=16 lora.lora_dropout=0.0 ...   PEFT's names        dtype=auto|bfloat16|float16|float32
 what is compared
-  ablations=[NAME,...]     NAME or {{NAME:{{parameter:value}}}}; [NAME,NAME] is one candidate; list=true shows them all
+  ablations=[NAME,...]     NAME or {{NAME:{{parameter:value}}}}; [NAME,NAME] is one candidate; list=true shows them all;
+                           where none are named, those that conf/sweep.yaml has for the kind
   reference=peft           peft (as it comes), peft_low (adapters in the compute dtype), several of them in a list,
                            or a list of ablations
   design=solo              solo, ladder, leave_one_out, pairwise, factorial

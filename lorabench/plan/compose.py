@@ -44,7 +44,8 @@ class SweepConfig(BaseModel):
     lora: Lora
     dtype: str
     weights: str
-    ablations: list[Any]
+    ablations: list[Any] | None
+    own_ablations: dict[str, list[Any]]
     reference: str | list[Any]
     design: str
     baselines: dict[str, list[Any]]
@@ -134,7 +135,7 @@ def plan(config: SweepConfig, device: str) -> Plan:
         if config.design not in DESIGNS:
             raise nearest("design", config.design, DESIGNS)
         subjects = [_subject(item, config, default, device) for item in config.models]
-        toggles = [_together(item) for item in config.ablations]
+        toggles = [_together(item) for item in _ablations(config, subjects)]
         counts = {"trials": config.trials or default.trials, "warmup": config.warmup or default.warmup}
         counts |= {"seed": config.seed, "world_size": config.world_size}
         made = [
@@ -159,6 +160,15 @@ def references(config: SweepConfig) -> list[list[Ablation]]:
                 raise nearest("baseline", str(name), config.baselines)
         return [[registry.ablation(item) for item in config.baselines[name]] for name in names]
     return [[registry.ablation(item) for item in items]]
+
+
+def _ablations(config: SweepConfig, subjects: Sequence[Subject]) -> list[Any]:
+    """What the command line gives, or what each of the measured kinds has of its own, once."""
+    if config.ablations is not None:
+        return config.ablations
+    kinds = dict.fromkeys(subject.kind for subject in subjects)
+    own = [item for name in kinds for item in config.own_ablations.get(name, ())]
+    return [item for i, item in enumerate(own) if item not in own[:i]]
 
 
 def _together(item: Any) -> tuple[Ablation, ...]:

@@ -18,6 +18,20 @@ def test_defaults_are_peft_as_it_comes_with_sdpa_foreach_and_padding():
     assert plan(config(), "cuda").cells[0].workload.name == "4x2048"
 
 
+def test_every_kind_has_toggles_of_its_own_where_none_are_named():
+    def named(*overrides):
+        made = plan(config("workload=auto", *overrides), "cpu").cells
+        return {t.name for c in made for t in c.toggles}, {c.kind for c in made}
+
+    assert named("kind=load", "models=[tiny-llama]") == ({"parallel_reading"}, {"load"})
+    assert named("kind=evaluate", "models=[tiny-llama]") == ({"no_kv_cache"}, {"evaluate"})
+    of_op = {"lora_addmm", "lora_kernels", "bare_linear"}
+    assert named("models=[linear-8x8@1x4]", "reference=linear") == (of_op, {"op", "limit"})
+    both, kinds = named("models=[tiny-llama,load:tiny-llama]")
+    assert {"eager", "packing", "parallel_reading"} <= both and kinds == {"train", "load"}
+    assert named("models=[tiny-llama]", "ablations=[]")[0] == set()
+
+
 def test_overrides_reach_the_cells():
     cell = cells("lora.r=7", "seed=3", "warmup=4", "dtype=float16", "reference=peft_low", "ablations=[eager]")[1]
     assert (cell.model.lora.r, cell.seed, cell.warmup, cell.model.dtype) == (7, 3, 4, "float16")
