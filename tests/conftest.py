@@ -9,11 +9,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two c
 import pytest
 
 
+LONGEST = ("test_interpreter", "test_ranks", "test_faults", "test_outcomes", "test_weights", "test_ray_queue")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    # The longest of all, minutes in one process: beside the others from the beginning, not alone at the end.
-    items.sort(key=lambda item: "test_interpreter" not in item.nodeid)
+    # The longest begin: beside the others, not alone at the end.
+    items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -59,17 +59,17 @@ def both_arms_parallel(plugin, folder):
         pytest.param(
             "rank_hangs_early",
             "timeout",
-            "rank 1: no result after 40 s; it was numerics gate",
+            "rank 1: no result after 30 s; it was numerics gate",
             marks=pytest.mark.exhaustive,
         ),
-        ("rank_hangs", "timeout", "rank 1: no result after 40 s; it was "),
+        ("rank_hangs", "timeout", "rank 1: no result after 30 s; it was "),
     ],
 )
 def test_a_rank_that_fails_is_one_typed_record_that_names_it_and_leaves_no_process(
     plugin, tmp_path, toggle, status, reason
 ):
     """It is in both arms, so the reference meets it first. Only what hangs waits for the time-out."""
-    limit = 40 if status == "timeout" else 180
+    limit = 30 if status == "timeout" else 180
     reference = f"reference=[sdpa,adamw_foreach,padding,{toggle}]"
     output = f"output={tmp_path}"
     done = sweep(*COMMON, f"timeout_s={limit}", reference, "ablations=[]", output, cwd=tmp_path, env=plugin)
