@@ -8,7 +8,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two c
 
 import pytest
 
-
 LONGEST = ("test_interpreter", "test_ranks", "test_faults", "test_outcomes", "test_weights", "test_ray_queue")
 
 
