@@ -53,9 +53,9 @@ def both_arms_parallel(plugin, folder):
 @pytest.mark.parametrize(
     ("toggle", "status", "reason"),
     [
-        ("rank_raises", "crash", "rank 1: LookupError: only here"),
+        pytest.param("rank_raises", "crash", "rank 1: LookupError: only here", marks=pytest.mark.exhaustive),
         ("rank_killed", "crash", "rank 1: the worker was killed by SIGKILL"),
-        ("rank_greedy", "oom", "rank 1: the candidate ran out of memory"),
+        pytest.param("rank_greedy", "oom", "rank 1: the candidate ran out of memory", marks=pytest.mark.exhaustive),
         pytest.param(
             "rank_hangs_early",
             "timeout",
