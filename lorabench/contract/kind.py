@@ -32,7 +32,6 @@ class KindSpec:
     in_key: ClassVar[bool] = True  # False: older than the word kind; its cells keep their keys
     # Phase sums over which any row of the same model and workload is given as a share of this one's time.
     shares: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    rate: ClassVar[str | None] = None  # heading of the throughput column; None: real tokens a second
 
     def model(self, name: str) -> dict[str, Any] | None:
         """Fields of a ModelSpec for a model name that this kind alone knows, or None. Raises NameUnknown where the name

@@ -22,6 +22,7 @@ TOGGLE = "toggle"
 WHOLE = f"{TOTAL} × [95 %]"
 TIME = "median ms, ref → cand"
 MEMORY = "peak GiB, ref → cand"
+THROUGHPUT = "real tokens/s, ref → cand"
 PADDING = "padding, ref → cand"
 BOUND = "bound (of ceiling)"
 GRADIENT = "gradient error / allowed"
@@ -73,27 +74,22 @@ def giving_way(records: Sequence[Record]) -> list[str]:
     """The columns that give way on a narrow terminal, least important first. Total, memory and verdict never do."""
     kinds = kinds_of(records)
     shares = [s.heading for s in reversed(columns(kinds))]
-    return [PADDING, GRADIENT, UNEQUAL, BOUND, *map(rate, kinds), TIME, *map(times, phases_of(records)), *shares]
+    return [PADDING, GRADIENT, UNEQUAL, BOUND, THROUGHPUT, TIME, *map(times, phases_of(records)), *shares]
 
 
 def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:
     """All that rows of these kinds can have, from left to right."""
     phases = dict.fromkeys(p for k in kinds for p in k.phases)
     bounded = [s.heading for s in reversed(shares) if set(s.kind.phases) <= set(phases)]
-    rates = dict.fromkeys(map(rate, kinds))
     return [
-        TOGGLE, *map(times, phases), WHOLE, *bounded, TIME, MEMORY, *rates, PADDING, BOUND, GRADIENT, UNEQUAL, VERDICT,
+        TOGGLE, *map(times, phases), WHOLE, *bounded, TIME, MEMORY, THROUGHPUT, PADDING, BOUND, GRADIENT, UNEQUAL,
+        VERDICT,
     ]  # fmt: skip
 
 
 def times(phase: str) -> str:
     """The heading of a phase's speed-up."""
     return f"{phase} ×"
-
-
-def rate(of_kind: Any) -> str:
-    """The heading of a kind's throughput."""
-    return f"{of_kind.rate or 'real tokens/s'}, ref → cand"
 
 
 def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequence[ShareOf]) -> dict[str, str]:
@@ -107,7 +103,7 @@ def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequenc
         WHOLE: ratio(row[f"{TOTAL}_speedup"], row[f"{TOTAL}_low"], row[f"{TOTAL}_high"]),
         TIME: arrow(*_both(row, f"{TOTAL}_{{}}_ms")),
         MEMORY: memory + saved if memory else "",
-        rate(group.kind): arrow(*_both(row, "{}_tokens_s")),
+        THROUGHPUT: arrow(*_both(row, "{}_tokens_s")),
         PADDING: arrow(*_both(row, "{}_padded_share"), percent),
         BOUND: _roofline(row),
         **_gate(record),

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lorabench.record.schema import Record
 from lorabench.report.analysis import Analysis, Session
-from lorabench.report.cells import BOUND, GRADIENT, PADDING, UNEQUAL, VERDICT, rate
+from lorabench.report.cells import BOUND, GRADIENT, PADDING, THROUGHPUT, UNEQUAL, VERDICT
 from lorabench.report.claims import load_claims
 from lorabench.report.details import detail, pairs
 from lorabench.report.plots import Drawn
@@ -54,7 +54,7 @@ def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = N
     """The page as text. plots: by file name. Everything shown is escaped."""
     records, sessions = analysis.records, analysis.sessions
     share = overhead_share(records)
-    layouts = _layouts(shown, {rate(k) for k in kinds_of(records)})
+    layouts = _layouts(shown)
     environment = Environment(
         loader=PackageLoader("lorabench", "report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -78,9 +78,9 @@ def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = N
     )
 
 
-def _layouts(shown: Shown, rates: set[str]) -> dict[tuple[str, ...], tuple[int, list[int]]]:
+def _layouts(shown: Shown) -> dict[tuple[str, ...], tuple[int, list[int]]]:
     """Columns of a group → (number of this layout, the places, from 1, of those that only a click shows)."""
-    folded = {PADDING, BOUND, GRADIENT, UNEQUAL, *rates}
+    folded = {PADDING, BOUND, GRADIENT, THROUGHPUT, UNEQUAL}
     kinds = dict.fromkeys(tuple(group.columns) for group in shown.groups)
     return {
         columns: (n, [i for i, column in enumerate(columns, start=1) if column in folded])

@@ -22,6 +22,8 @@ from lorabench.run import worker
 from lorabench.run.ranks import Seat, free_port, merged
 
 POLL_S = 0.2
+ABORTED = signal.SIGABRT.name
+OF_ONE_RANK = ("crash", "oom")  # what happens to one rank; a refusal or a wrong gradient is the whole arm's
 GRACE_S = 0.5  # for other ranks to say what happened to them
 LOG_TAIL = 4000  # characters of a failed worker's output that its record keeps
 
@@ -78,9 +80,7 @@ class Workers:
             for number in range(size):
                 ours, theirs = self._context.Pipe(duplex=False)
                 own_log = log_of(log, number)
-                seat = Seat(
-                    number, size, port, str(own_log), time.time(), os.getpid(), timeout_s, beats
-                )  # fmt: skip
+                seat = Seat(number, size, port, str(own_log), time.time(), os.getpid(), timeout_s, beats)
                 process = self._context.Process(target=worker.main, args=(task, seat, theirs), daemon=False)
                 process.start()
                 theirs.close()
@@ -159,18 +159,18 @@ def _outcome(task: Task, ranks: list[_Rank], timeout_s: float, tell: Callable[[s
 
 
 def _wrong(ranks: list[_Rank]) -> Result:
-    """The result of the rank that went wrong first: who died without a word took the others' connections with it."""
-    several = len(ranks) > 1
-    died = [rank for rank in ranks if rank.died]
+    """The result of the rank that went wrong first. Who was killed took the others' connections with it, and they
+    raise; who raised may make the others abort, as NCCL does when a connection breaks."""
+    killed = [rank for rank in ranks if rank.died and ABORTED not in rank.died]
     own = [rank for rank in ranks if rank.result and rank.result.status != "ok"]
     raised = sorted((rank for rank in ranks if rank.failed), key=lambda rank: rank.failed or (0.0, ""))
-    first = (died or own or raised)[0]
+    first = (killed or own or raised or [rank for rank in ranks if rank.died])[0]
     if first.result:
         result = first.result
     else:
         reason = first.died or (first.failed or (0.0, ""))[1]
         result = Result("crash", reason, arm=_arm_in(first.phase))
-    if several:
+    if len(ranks) > 1 and result.status in OF_ONE_RANK:
         result.rank = first.number
         result.reason = f"rank {first.number}: {result.reason}"
     return result
