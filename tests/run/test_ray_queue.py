@@ -228,6 +228,7 @@ def station():
     ray_node._forget()
 
 
+@pytest.mark.exhaustive
 def test_a_station_looks_once_and_serves_one_cell_after_the_other(station):
     refused = [c for c in cells("ablations=[eager,sdpa]") if c.toggles and c.toggles[0].name == "sdpa"]  # at once
     look, first, second = (station(cell) for cell in (None, *refused, *refused))
