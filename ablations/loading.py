@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load
 from torch import nn
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, WeightsReader
+from lorabench.measure.kinds.load import PlainReader, read_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class ParallelReading(Ablation):
         return len(arm.reader.readers)
 
 
-class _Parallel(WeightsReader):
+class _Parallel(PlainReader):
     """`readers`: the threads that read in the last trial, and how many files each."""
 
     def __init__(self, threads: int) -> None:
@@ -138,7 +138,4 @@ class _Parallel(WeightsReader):
     def _one(self, file: Path) -> dict[str, torch.Tensor]:
         me = threading.get_ident()
         self.readers[me] = self.readers.get(me, 0) + 1
-        return load(file.read_bytes())
-
-    def place(self, held: list[dict[str, torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(device) for shard in held for name, tensor in shard.items()}
+        return read_file(file)

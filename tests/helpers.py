@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from lorabench.contract.kind import kind
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.workload import Workload
 from lorabench.measure import numerics
-from lorabench.measure.cell import ArmResult, Measurement, Task
+from lorabench.measure.cell import ArmResult, Measurement, Result, Task
 from lorabench.measure.kind import Request
 from lorabench.plan import registry
 from lorabench.plan.compose import DEFAULTS, SweepConfig, load_config, plan
@@ -108,6 +109,25 @@ def sweep(*overrides: str, cwd: Path, **kwargs: Any) -> subprocess.CompletedProc
     """Run `python -m lorabench.sweep` as a user would."""
     command = [sys.executable, "-m", "lorabench.sweep", *overrides]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False, **kwargs)
+
+
+class InProcess:
+    """Workers for a Runner that measure in this process."""
+
+    def run(self, task: Task, timeout_s: float, tell: Any, log: Path) -> Result:
+        return Measurement(task, tell).run()
+
+
+def workers_in(folder: Path) -> list[str]:
+    """Processes whose output goes into a worker's log of this results folder, of any rank."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "fd" / "1").startswith(str(folder / ".worker.log")):
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
 
 
 def random_samples(lengths: list[int], vocabulary: int = 256, seed: int = 0) -> list[Sample]:

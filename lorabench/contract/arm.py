@@ -60,6 +60,13 @@ class Arm:
         mine = f".{step.adapter}."  # PEFT trains what belongs to the active adapter: another job's may be active now
         return ((own_name(n, step.adapter), p) for n, p in self.model.named_parameters() if mine in n)
 
+    def parameter_bytes(self) -> dict[str, int]:
+        """Bytes of the frozen weights and of every job's adapter, by these names."""
+        trained = [p for step in self.steps for _, p in self.adapters(step)]
+        ours = {id(p) for p in trained}
+        frozen = [p for p in self.model.parameters() if id(p) not in ours]
+        return {"weights": bytes_of(frozen), "adapters": bytes_of(trained)}
+
     def gradients(self, step: Step | None = None) -> dict[str, Tensor]:
         """A float32 copy of every adapter gradient between backward and update. A missing one is zeros: the gate will
         see it."""

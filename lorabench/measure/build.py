@@ -37,7 +37,7 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
 
     Raises what the hooks raise, WeightsError, and out-of-memory errors.
     """
-    ordered = sorted(request.ablations, key=lambda a: (a.rank, a.name))
+    ordered = request.ordered
     model = _model(request, kind, ordered, make_base, config)
     for job in request.jobs:
         _fill(model, request.dtype, job.seed, job.adapter)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,13 +29,7 @@ class GradientKind(Kind):
             step.clear()
 
     def held(self, arm: Arm) -> dict[str, int]:
-        trained = [p for step in arm.steps for _, p in arm.adapters(step)]
-        ours = {id(p) for p in trained}
-        return {
-            "weights": bytes_of([p for p in arm.model.parameters() if id(p) not in ours]),
-            "adapters": bytes_of(trained),
-            "optimizer": bytes_of([t for step in arm.steps for t in _states(step)]),
-        }
+        return {**arm.parameter_bytes(), "optimizer": bytes_of([t for step in arm.steps for t in _states(step)])}
 
     def counts(self, arm: Arm) -> dict[str, JobCounts]:
         return {
@@ -58,7 +51,6 @@ class GradientKind(Kind):
             if gate.cell.toggles or judged is None:
                 judged = list(self._judged(gate, name, request, plain))
             yield from ((name, job, verdict) for _, job, verdict in judged)  # reference against itself: judged once
-        _free(request("gold", ()).device)
 
     def _golds(self, gate: GateRequest, request: Request) -> Iterator[tuple[numerics.Outcome, numerics.Outcome]]:
         """(gold, plain PEFT in the compute dtype) of each job, alone on its base; before anything is patched here."""
@@ -124,9 +116,3 @@ def _shallow(gate: GateRequest, masked: bool, name: str, ablations: Sequence[Abl
 
 def _states(step: Step) -> list[torch.Tensor]:
     return [t for s in step.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

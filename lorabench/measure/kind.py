@@ -49,6 +49,11 @@ class Request:
     upcast: bool = False
     ranks: Ranks = ONE
 
+    @property
+    def ordered(self) -> list[Ablation]:
+        """The toggles in the order in which their hooks are called, whatever the order of the list."""
+        return sorted(self.ablations, key=lambda a: (a.rank, a.name))
+
     def only(self, index: int) -> Request:
         """The same with one of its jobs, as if it were the only one."""
         return replace(self, jobs=[as_only_job(self.jobs[index])], samples=[self.samples[index]])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lorabench.contract.arm import Arm, bytes_of
+from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Batch
 from lorabench.contract.step import Step
 from lorabench.measure.kind import Begin, Kind
@@ -96,9 +96,7 @@ class PhasedKind(Train):
             return {}
         if arm.step.optimizer is not None:
             return super().held(arm)
-        trained = {id(p): p for _, p in arm.adapters()}
-        frozen = [p for p in arm.model.parameters() if id(p) not in trained]
-        return {"weights": bytes_of(frozen), "adapters": bytes_of([*trained.values()])}
+        return arm.parameter_bytes()
 
 
 @dataclass

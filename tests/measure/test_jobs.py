@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import PEFT, cells, measurement_of
+from helpers import PEFT, InProcess, cells, measurement_of
 
 from lorabench.contract.kind import kind
-from lorabench.measure.cell import Failure, Measurement
+from lorabench.measure.cell import Failure
 from lorabench.measure.kind import request_of
 from lorabench.measure.machine import describe
 from lorabench.measure.numerics import one_step
@@ -95,15 +95,8 @@ def test_memory_and_work_are_counted_by_job():
     assert long.tflop["forward"] > 3 * short.tflop["forward"]  # three times the tokens, and a larger adapter
 
 
-class Here:
-    """Workers that measure in this process."""
-
-    def run(self, task, timeout_s, tell, log):
-        return Measurement(task, tell).run()
-
-
 def test_two_jobs_become_a_record_with_a_gate_of_each(tmp_path):
-    with Runner(Here(), describe(), None, "test", 60, tmp_path) as runner:
+    with Runner(InProcess(), describe(), None, "test", 60, tmp_path) as runner:
         records = [runner.measure(c) for c in two_jobs("ablations=[gradient_checkpointing,lora_kernels]")]
     assert {(r.status, r.reason) for r in records} == {("ok", None)}
     for record in records:

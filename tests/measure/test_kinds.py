@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import cells, config
+from helpers import InProcess, cells, config
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
 from lorabench.contract.kind import kind, registered
 from lorabench.contract.names import NameUnknown
-from lorabench.measure.cell import Measurement
 from lorabench.measure.kind import Kind, request_of
 from lorabench.measure.kinds import load
 from lorabench.measure.machine import describe
@@ -23,16 +22,9 @@ from lorabench.run.runner import Runner
 CPU = torch.device("cpu")
 
 
-class Here:
-    """Workers that measure in this process."""
-
-    def run(self, task, timeout_s, tell, log):
-        return Measurement(task, tell).run()
-
-
 def records(tmp_path, *overrides):
     planned = plan(config("trials=3", "warmup=1", "dtype=float32", *overrides), "cpu").cells
-    with Runner(Here(), describe(), None, "test", 60, tmp_path) as runner:
+    with Runner(InProcess(), describe(), None, "test", 60, tmp_path) as runner:
         return [runner.measure(cell) for cell in planned]
 
 

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from helpers import arm, cells, config, shared_step
+from helpers import InProcess, arm, cells, config, shared_step
 
 from lorabench.contract.ablation import Evidence, NotApplied
 from lorabench.measure import numerics, trial
-from lorabench.measure.cell import Measurement
 from lorabench.measure.machine import describe
 from lorabench.measure.profile import traced
 from lorabench.plan import registry
@@ -165,17 +164,10 @@ def test_toggles_for_whole_models_are_refused_and_so_is_the_bare_linear_of_a_mod
     assert refusal(whole, Machine) == ("unsupported", "bare_linear knows the families linear; tiny-llama is a llama")
 
 
-class Here:
-    """Workers that measure in this process."""
-
-    def run(self, task, timeout_s, tell, log):
-        return Measurement(task, tell).run()
-
-
 def test_the_suite_s_cells_become_records_on_a_cpu(tmp_path):
     small = ("reference=linear", "trials=3", "warmup=1", "dtype=float32")
     overrides = config("suite=lorafusion_kernels", *small, f"models=[{{{LINEAR}@1x32: {{lora_dropout: 0.1, r: 4}}}}]")
-    with Runner(Here(), describe(), None, "test", 60, tmp_path) as runner:
+    with Runner(InProcess(), describe(), None, "test", 60, tmp_path) as runner:
         every = [runner.measure(cell) for cell in plan(overrides, "cpu").cells]
     again, _, addmm, ours = every
     assert {r.model for r in every} == {f"{LINEAR}(lora_dropout=0.1, r=4)"}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import cells, sweep
+from helpers import cells, sweep, workers_in
 
 from lorabench.record.schema import Numerics, Record
 from lorabench.record.store import RecordError, Store, StoreError, read_records
@@ -85,30 +85,18 @@ def test_a_worker_dies_with_its_sweep(plugin, tmp_path):
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     deadline = time.monotonic() + 60
-    while not _workers(tmp_path) and time.monotonic() < deadline:
+    while not workers_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
-    workers = _workers(tmp_path)
+    workers = workers_in(tmp_path)
     assert workers
     assert list(temporary.glob("lorabench-*"))
     first.send_signal(signal.SIGKILL)
     first.wait()
-    while _workers(tmp_path) and time.monotonic() < deadline:
+    while workers_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _workers(tmp_path)
+    assert not workers_in(tmp_path)
     assert not list(temporary.glob("lorabench-*"))
     shutil.rmtree(temporary)
-
-
-def _workers(folder: Path) -> list[str]:
-    """Processes that write into the folder's worker log."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(process / "fd" / "1") == str(folder / ".worker.log"):
-                found.append(process.name)
-        except OSError:
-            continue
-    return found
 
 
 def test_two_sweeps_into_one_folder(tmp_path):

@@ -3,13 +3,11 @@ named."""
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import cells, sweep
+from helpers import cells, sweep, workers_in
 
 from lorabench.measure.cell import ArmResult, Result
 from lorabench.plan.design import refusal
@@ -79,22 +77,10 @@ def test_a_rank_that_fails_is_one_typed_record_that_names_it_and_leaves_no_proce
     assert record.reason.startswith(reason.replace("candidate", "reference"))
     assert record.rank == 1 and record.phases is None
     deadline = time.monotonic() + 20
-    while processes_in(tmp_path) and time.monotonic() < deadline:
+    while workers_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not processes_in(tmp_path)
+    assert not workers_in(tmp_path)
     assert not list(tmp_path.glob(".worker.log*"))
-
-
-def processes_in(folder: Path) -> list[str]:
-    """Processes whose output goes into a worker's log of this folder."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(process / "fd" / "1").startswith(str(folder / ".worker.log")):
-                found.append(process.name)
-        except OSError:
-            continue
-    return found
 
 
 def result(*trials, extra=None):

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from lorabench.contract.arm import Arm, bytes_of
-from lorabench.contract.batch import IGNORE, Sample
+from lorabench.contract.arm import Arm
+from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
@@ -72,7 +72,7 @@ class Evaluate(Kind):
             "do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "use_cache": True,
             "pad_token_id": 0,
         }  # fmt: skip
-        for ablation in sorted(request.ablations, key=lambda a: (a.rank, a.name)):
+        for ablation in request.ordered:
             ablation.generate(generation)
         return EvaluateArm(**{**vars(made), "kind": self}, generation=generation)
 
@@ -91,14 +91,11 @@ class Evaluate(Kind):
         return {"": arm.loss}
 
     def held(self, arm: Arm) -> dict[str, int]:
-        adapter = [p for _, p in arm.adapters()]
-        ours = {id(p) for p in adapter}
-        return {"weights": bytes_of([p for p in arm.model.parameters() if id(p) not in ours]),
-                "adapters": bytes_of(adapter)}  # fmt: skip
+        return arm.parameter_bytes()
 
     def counts(self, arm: Arm) -> dict[str, JobCounts]:
         generated = len(prompts(arm.samples)) * NEW_TOKENS
-        scored = sum(label != IGNORE for s in arm.samples for label in s.labels[1:])
+        scored = sum(sample.trained for sample in arm.samples)
         return {"": JobCounts(arm.real + generated, arm.padded, scored)}
 
     def first(self, arm: Any, run: Callable[[], Any]) -> dict[str, Any]:

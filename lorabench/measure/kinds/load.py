@@ -74,7 +74,7 @@ class Load(Kind):
 
     def build(self, request: Request) -> Arm:
         files = checkpoint(request)
-        readers = (a.read() for a in sorted(request.ablations, key=lambda a: (a.rank, a.name)))
+        readers = (a.read() for a in request.ordered)
         reader = next((r for r in readers if r is not None), None) or PlainReader()
         cold = request.cell.workload.page_cache == "cold"
         if not cold:
