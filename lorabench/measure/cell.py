@@ -224,11 +224,13 @@ class Measurement:
 
     def profile(self) -> None:
         """Busy time of the device, after the trials, and with it the label and the distance to the ceiling."""
+        dtype = str(self.dtype).removeprefix("torch.")  # which the model may leave to the machine
+        cell = replace(self.cell, model=self.cell.model.model_copy(update={"dtype": dtype}))
         with self._seconds("profile"):
             for name, arm in self.arms.items():
                 self.tell(f"profiling the {name}")
                 into = self.result.arms[name]
-                works = arm.kind.work(self.cell, self.plain.samples, arm.ablations)
+                works = arm.kind.work(cell, self.plain.samples, arm.ablations)
                 into.jobs = {j: replace(c, tflop=w.tflop) for (j, c), w in zip(into.jobs.items(), works, strict=False)}
                 busy, done = profile.device_busy(arm), self.trials[name]
                 ceiling = self.task.ceiling_tflops  # of one device; the work is that of all ranks together

@@ -67,9 +67,10 @@ class Load(Kind):
         return None
 
     def work(self, cell: Cell, samples: Sequence[Any], ablations: Sequence[Any] = ()) -> list[Work]:
-        with torch.device("meta"):
-            model = causal_lm(cell.model, {"dtype": torch.bfloat16}, torch.device("meta"), None)
-        gbytes = 2e-9 * sum(p.numel() for p in model.parameters())
+        """In the model's dtype; where that is left to the machine, which planning has not asked, two bytes a weight."""
+        dtype = torch.bfloat16 if cell.model.dtype == "auto" else getattr(torch, cell.model.dtype)
+        model = causal_lm(cell.model, {"dtype": dtype}, torch.device("meta"), None)
+        gbytes = 1e-9 * sum(p.nbytes for p in model.parameters())
         return [Work(gbytes={READ: gbytes, PLACE: gbytes})]
 
     def build(self, request: Request) -> Arm:
