@@ -166,6 +166,7 @@ class _Captured(Wrapped):
         with torch.cuda.graph(graphs["step"], pool=pool, stream=side):
             self.inner.update()
         self.loss, self.graphs = loss.detach(), graphs
+        self.keeps_gradients = True  # a replayed backward writes into the buffers that it was captured with
 
     def _snapshot(self) -> list[Tensor]:
         """The trained parameters, before the eager steps of the warm-up change them."""

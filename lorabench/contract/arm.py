@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,9 @@ class Arm:
     kind: Any  # measure/kind.py's Kind: what a trial of it does
     patched: dict[str, int | None] = field(default_factory=dict)
     ranks: Ranks = ONE
+    feeds: list[Callable[[int], None]] = field(default_factory=list)  # by step: puts a trial's tokens into its batches
+    outs: Any = None  # what the last trial returned, until it is cleared
+    witnesses: list[Any] = field(default_factory=list)  # measure/witness.py's, by step
 
     @property
     def step(self) -> Step:

@@ -23,6 +23,7 @@ class Step:
     """
 
     updates: bool = True  # False: the parameters stay as they are, and there is nothing to time after backward
+    keeps_gradients: bool = False  # True: backward writes into the buffers of the trial before (a captured graph does)
 
     def __init__(
         self,
@@ -58,7 +59,12 @@ class Step:
         return self
 
     def clear(self) -> None:
+        """Drop the gradients, for a toggle or a user that runs steps of its own. The harness drops them itself."""
         self.optimizer.zero_grad(set_to_none=True)
+
+    def cleared(self) -> None:
+        """The trained parameters' gradients have been dropped: drop what else a trial left. Only the innermost step is
+        asked."""
 
     def forward(self, batch: Batch) -> Tensor:
         if self.name and self.model.active_adapter != self.adapter:  # another job's was on
@@ -75,22 +81,25 @@ class Step:
         self.optimizer.step()
 
     def loss_of(self, out: Tensor) -> float:
-        """The number that stands for the loss, of what `forward` returned; asked for after the trial."""
+        """The number that stands for the loss, of what `forward` returned; the innermost step is asked for it."""
         return float(out)
 
     def compared(self, out: Tensor) -> dict[str, Tensor]:
-        """What the gate compares beside the adapter's gradients, in float32; `out` is what `forward` returned."""
+        """What is compared beside the adapter's gradients, in float32; `out` is what `forward` returned. The innermost
+        step is asked."""
         return {}
 
 
 class Wrapped(Step):
-    """A step around another step: override the calls that the toggle changes."""
+    """A step around another step: override forward, backward and update. The harness calls nothing else of a wrapper:
+    what a toggle does belongs inside the clock."""
 
     def __init__(self, inner: Step) -> None:
         self.inner = inner
         self.model, self.optimizer = inner.model, inner.optimizer
         self.batches, self.samples, self.items = inner.batches, inner.samples, inner.items
         self.updates, self.loss_scale = inner.updates, inner.loss_scale
+        self.keeps_gradients = inner.keeps_gradients
         self.job, self.adapter = inner.job, inner.adapter
 
     @property
@@ -108,9 +117,3 @@ class Wrapped(Step):
 
     def update(self) -> None:
         self.inner.update()
-
-    def loss_of(self, out: Tensor) -> float:
-        return self.inner.loss_of(out)
-
-    def compared(self, out: Tensor) -> dict[str, Tensor]:
-        return self.inner.compared(out)

@@ -21,6 +21,7 @@ from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.job import ADAPTER, Job
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
+from lorabench.measure.feed import Feed, marked
 from lorabench.measure.kind import Kind, Request
 from lorabench.plan import registry
 from lorabench.plan.weights import WeightsError, source_arguments
@@ -53,6 +54,24 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
         request.name, request.ablations, model, steps, request.dtype, request.device, kind, patched,
         request.ranks,
     )  # fmt: skip
+
+
+def feeds(request: Request, arm: Arm, vocabulary: int) -> list[Feed]:
+    """Of each job what puts a trial's fresh tokens into its batches. Raises Unsupported where they cannot take any."""
+    made = []
+    for job, samples, step in zip(request.jobs, request.samples, arm.steps, strict=True):
+        layout = _batches(request, request.ordered, job, marked(samples))
+        random = job.workload.kind != "text"
+        made.append(Feed(step.batches, layout, samples, vocabulary, random, job.seed))
+    return made
+
+
+def _batches(request: Request, ordered: Sequence[Ablation], job: Job, samples: list[Sample]) -> list[Batch]:
+    """This rank's batches of a job, as the toggles make them."""
+    shards = (a.shard(samples, request.ranks) for a in ordered)
+    mine = next((s for s in shards if s is not None), samples)
+    made = (a.batch(mine, job.workload) for a in ordered)
+    return next((b for b in made if b is not None), None) or pad(mine, job.workload.batch_size)
 
 
 def _model(request: Request, kind: Kind, ordered: Sequence[Ablation], make_base: MakeBase, config: Any) -> nn.Module:
@@ -104,10 +123,7 @@ def _step(
     make_step: MakeStep,
 ) -> Step:  # fmt: skip
     """One job's step: its batches, its optimizer, and what the toggles wrap around both."""
-    shards = (a.shard(samples, request.ranks) for a in ordered)
-    mine = next((s for s in shards if s is not None), samples)
-    made = (a.batch(mine, job.workload) for a in ordered)
-    batches = next((b for b in made if b is not None), None) or pad(mine, job.workload.batch_size)
+    batches = _batches(request, ordered, job, samples)
     params = [p for n, p in model.named_parameters() if (p.requires_grad if not job.name else f".{job.adapter}." in n)]
     own = [registry.ablation(job.optimizer)] if job.optimizer else []
     optimizers = (a.optimize(params, job.learning_rate) for a in [*own, *ordered])

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.work import Work
-from lorabench.measure import memory, profile, roofline, telemetry, trial
+from lorabench.measure import fairness, memory, profile, roofline, telemetry, trial
 from lorabench.measure.kind import GateRequest, JobCounts, Kind, Request, request_of
 from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Numerics, PhaseRoofline, RankSpread, Telemetry
 
@@ -43,13 +45,13 @@ class Task:
 
 @dataclass
 class ArmResult:
-    """What one arm came to in one process: times in milliseconds per phase, in the order of the rounds. `first` and
-    `numerics` by job: what the other arm has to agree with, and the gate's verdict."""
+    """What one arm came to in one process: times in milliseconds per phase, in the order of the rounds. `numerics` by
+    job: the gate's verdict. `evidence`: of each process and rank, by job, what is held against the other arm's."""
 
     times: dict[str, list[float]] = field(default_factory=dict)
     memory: ArmMemory | None = None
     roofline: dict[str, PhaseRoofline] | None = None
-    first: dict[str, Any] = field(default_factory=dict)
+    evidence: list[dict[str, Any]] = field(default_factory=list)
     numerics: dict[str, Numerics] = field(default_factory=dict)
     applied: dict[str, int] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
@@ -93,6 +95,8 @@ class Measurement:
         self.result = Result()
         self.now = "starting"  # which arm is being worked on, for the reason of a failure
         self.arms: dict[str, Arm] = {}
+        self.alone: list[trial.Trial] = []  # the first arm's trials while it was the only one
+        self.guard: fairness.Guard | None = None  # what was so before the second arm was built
         self.plain = request_of(self.cell, ARMS[0], self.dtype, self.device, Path(task.scratch))
 
     def run(self) -> Result:
@@ -105,15 +109,18 @@ class Measurement:
                     self.prepare(name)
             self.agreement()
             self.time()
+            self.agreement()
             self.profile()
         except Failure as failure:
             self._fail(failure.status, failure.reason, failure.arm)
+        except fairness.Untrusted as error:
+            self._fail("untrusted", str(error), "candidate")
         except Unsupported as error:
             self._fail("unsupported", str(error), self.now)
         except NotApplied as error:
             self._fail("not_applied", str(error), self.now)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not memory.out_of_memory(error):
                 raise
             self._fail("oom", f"the {self.now} ran out of memory: {_shortage(error)}", self.now)
             self.result.resident = len(self.arms) + (self.now not in self.arms) > 1
@@ -169,14 +176,24 @@ class Measurement:
         held, cached = memory.allocated(self.device), memory.reserved(self.device)
         with self._seconds("build"):
             self.tell(f"building the {name}")
-            arm = self.kind.build(self._request(name, self.cell.arm(name)))
+            request = self._request(name, self.cell.arm(name))
+            arm = self.kind.build(request)
         with self._seconds("warmup"):
             self.tell(f"warming up the {name}")
-            first = lambda: self.kind.first(arm, lambda: trial.run_trial(arm))  # noqa: E731
-            into.first, ops = profile.traced(first)
+            ops: Counter[str] = Counter()
+
+            def traced() -> trial.Trial:
+                done, ran = profile.traced(lambda: trial.run_trial(arm))
+                ops.update(ran)
+                return done
+
+            into.evidence = [self.kind.first(arm, traced, request)]
             self._audit(arm, ops, into)
-            trial.warm_up(arm, self.cell.warmup)
+            self.kind.settle(arm, lambda: trial.run_trial(arm))
+            warm = trial.warm_up(arm, self.cell.warmup)
             arm.kind.clear(arm)
+        if not self.arms:
+            self.alone, self.guard = warm, fairness.Guard(arm.model)
         self.arms[name] = arm
         with self._seconds("profile"):
             self.tell(f"memory of the {name}")
@@ -203,18 +220,53 @@ class Measurement:
     def time(self) -> None:
         self.now = " and ".join(self.task.arms)
         arms = {name: self.arms.get(name) for name in self.task.arms}
+        here = {name: arm for name, arm in arms.items() if arm}
         with self._seconds("warmup"):
             trial.run_rounds(arms, 1, self.cell.seed)  # both once more, now that both are there
+            for arm in here.values():
+                self.kind.begin(arm)
+        models = {name: fairness.of_model(arm.model) for name, arm in here.items()}
+        busy = dict(self.guard.busy()) if self.guard else {}
         with self._seconds("trials"), telemetry.Sampler() as sampler:
             tell = lambda n: self.tell(f"trial {n + 1} of {self.task.rounds}")  # noqa: E731
             try:
-                self.trials = trial.run_rounds(arms, self.task.rounds, self.cell.seed + 1, tell)
+                self.trials = trial.run_rounds(arms, self.task.rounds, self.cell.seed + 1, tell, self._seen)
             except trial.Diverged as error:
                 raise Failure("wrong_numerics", str(error), None) from None
+        self._check_fairness(here, models, busy)
+        with self._seconds("gate"):
+            for name, arm in here.items():
+                self.tell(f"certifying the {name}")
+                arm.kind.feed(arm, self.task.rounds + 1)
+                self.kind.last(arm, partial(trial.run_trial, arm))
+                arm.kind.clear(arm)
         if self.trials:
             self.result.telemetry = sampler.summary(list(zip(*self.trials.values(), strict=True)))
         for name, done in self.trials.items():
             self.result.arms[name].times = self._times(done)
+
+    def _seen(self, name: str, done: trial.Trial) -> None:
+        self.kind.seen(self.arms[name], done.losses)
+        if self.guard and not self.cell.separate:
+            self.guard.check()
+
+    def _check_fairness(self, arms: dict[str, Arm], models: dict[str, Any], busy: dict[str, float]) -> None:
+        """Raises Untrusted where the trials' times are not what they seem."""
+        for name, arm in arms.items():
+            fairness.check_clock(name, self.trials[name])
+            if changed := fairness.difference(models[name], fairness.of_model(arm.model)):
+                raise fairness.Untrusted(f"the {name} changed its own model while it was timed: {changed}")
+        if self.guard and len(arms) > 1:
+            self.guard.check(everything=True)
+            spent = sum(done.ended - done.began for trials in self.trials.values() for done in trials)
+            fairness.check_busy(busy, dict(self.guard.busy()), spent)
+            reference, candidate = (self.trials[name] for name in ARMS)
+            fairness.check_slowed(self.alone[1:], reference, self.device.type)
+            for name, own, other in ((ARMS[0], reference, candidate), (ARMS[1], candidate, reference)):
+                pairs = list(zip(own, other, strict=True))
+                early = [mine for mine, theirs in pairs if mine.began < theirs.began]
+                late = [mine for mine, theirs in pairs if mine.began > theirs.began]
+                fairness.check_order(name, early, late)
 
     def _times(self, done: Sequence[trial.Trial]) -> dict[str, list[float]]:
         """Of each of the kind's phases, and their sum."""
@@ -244,15 +296,16 @@ def agree(cell: Cell, kind_: Kind, arms: dict[str, ArmResult], dtype: torch.dtyp
     Also used by the runner, for arms of two processes.
     """
     reference, candidate = (arms[name] for name in ARMS)
-    for job in candidate.first:
-        before = candidate.numerics.get(job)
-        verdict = kind_.agree(cell, before, reference.first[job], candidate.first[job], dtype)
-        if verdict is None:
-            continue
-        candidate.numerics[job] = verdict
-        if not verdict.passed:
-            reason = kind_.explain(verdict)
-            raise Failure("wrong_numerics", f"job {job}: {reason}" if job else reason, "candidate")
+    measure, *others = reference.evidence
+    for evidence in (*others, *candidate.evidence):  # another process of the reference's has to agree with it, too
+        for job, found in evidence.items():
+            verdict = kind_.agree(cell, candidate.numerics.get(job), measure[job], found, dtype)
+            if verdict is None:
+                continue
+            candidate.numerics[job] = verdict
+            if not verdict.passed:
+                reason = kind_.explain(verdict)
+                raise Failure("wrong_numerics", f"job {job}: {reason}" if job else reason, "candidate")
 
 
 def _of(name: str, job: str) -> str:
@@ -266,13 +319,3 @@ def _shortage(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0][:500]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """torch's own exception on a GPU; on a CPU its allocator raises a RuntimeError that only its text tells apart."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        words in text for words in ("DefaultCPUAllocator", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    )

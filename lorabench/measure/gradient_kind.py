@@ -1,32 +1,48 @@
-"""Base of the kinds whose arms make gradients: the numerics gate on a shallow model, and the full arms' agreement."""
+"""Base of the kinds whose arms make gradients: the numerics gate on a shallow model, and the certificate of what was
+timed."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm, bytes_of
 from lorabench.contract.cell import Cell
+from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
-from lorabench.measure import gold_cache, numerics
-from lorabench.measure.kind import GateRequest, JobCounts, Kind, Request, Verdicts
+from lorabench.measure import depth_noise, gold_cache, numerics
+from lorabench.measure.certificate import certify
+from lorabench.measure.kind import EVIDENCE, GateRequest, JobCounts, Kind, Request, Verdicts
+from lorabench.measure.memory import out_of_memory
+from lorabench.measure.witness import Glimpse, Witness, without_dropout
 from lorabench.record.schema import Numerics
 
 
 class GradientKind(Kind):
     """Loss and every adapter gradient are compared with plain PEFT in float32, job by job, each as if it were alone."""
 
+    def bytes_per_token(self, model: ModelSpec) -> int:
+        """About what one token takes in a float32 forward and backward of the shallow model."""
+        raise NotImplementedError
+
     def losses(self, arm: Arm, out: Any) -> dict[str, float]:
-        return {step.name: sum(step.loss_of(x) for x in mine) for step, mine in zip(arm.steps, out, strict=True)}
+        arm.outs = out
+        return {
+            step.name: sum(step.innermost.loss_of(x) for x in mine) for step, mine in zip(arm.steps, out, strict=True)
+        }
 
     def clear(self, arm: Arm) -> None:
+        arm.outs = None
         for step in arm.steps:
-            step.clear()
+            numerics.clear(arm, step)
 
     def held(self, arm: Arm) -> dict[str, int]:
         return {**arm.parameter_bytes(), "optimizer": bytes_of([t for step in arm.steps for t in _states(step)])}
@@ -43,8 +59,10 @@ class GradientKind(Kind):
     def gate(self, gate: GateRequest) -> Verdicts:
         both = (*gate.cell.reference, *gate.cell.candidate)
         masked = any(a.own_dropout_masks for a in both)
-        request = partial(_shallow, gate, masked)
+        request = partial(_shallow, gate, masked, self.bytes_per_token(gate.cell.model))
         plain = [] if gate.ranks.rank else list(self._golds(gate, request("gold", gate.cell.held_weights)))
+        if not gate.ranks.rank:
+            self._measure_noise(gate)
         judged: list[Any] | None = None
         for name in gate.names:
             gate.working_on(name)
@@ -59,8 +77,25 @@ class GradientKind(Kind):
         for i, job in enumerate(request.jobs):
             mine = request.only(i)
             spec = mine.model.with_lora(job.lora)
-            file = gold_cache.path(request.scratch, spec, job.workload, job.seed, request.dtype, held)
+            cut = max(len(s.tokens) for s in mine.samples[0])
+            file = gold_cache.path(request.scratch, spec, job.workload, job.seed, request.dtype, held, cut)
             yield gold_cache.cached(file, request.device, partial(self._gold_and_plain, mine))
+
+    def _measure_noise(self, gate: GateRequest) -> None:
+        """How far two right runs are apart at full depth, of each job alone; kept for `first`."""
+        gate.working_on("plain model at full depth")
+        request = gate.arm("plain", gate.cell.held_weights)
+        for i in range(len(request.jobs)):
+            depth_noise.cached(_noise_file(request, i), partial(self._noise, request.only(i)))
+
+    def _noise(self, request: Request) -> depth_noise.DepthNoise | None:
+        try:
+            arm = self.build(request)
+            return depth_noise.measure(arm, partial(numerics.one_pass, arm, arm.step))
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            return None  # the limits are then wider, and the record says so
 
     def _gold_and_plain(self, request: Request) -> tuple[numerics.Outcome, numerics.Outcome]:
         gold = self._outcomes(replace(request, upcast=True))[""]
@@ -85,33 +120,104 @@ class GradientKind(Kind):
             return
         found = self._outcomes(wanted)
         judged = [a for a in ablations if a not in gate.cell.held_weights]
+        longest = max(len(s.tokens) for samples in wanted.samples for s in samples)
         for (job, got), (gold, low) in zip(found.items(), plain, strict=False):
-            yield name, job, numerics.judge(gold, low, got, wanted.dtype, judged)
+            verdict = numerics.judge(gold, low, got, wanted.dtype, judged)
+            yield name, job, verdict.model_copy(update={"shallow_tokens": longest})
 
-    def first(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Any]:
-        return numerics.first_step(arm, run)
+    def first(self, arm: Arm, run: Callable[[], Any], request: Request) -> dict[str, Any]:
+        held = replace(request, ablations=request.cell.held_weights)
+        arm.witnesses = [Witness(arm, step, request.scratch / EVIDENCE) for step in arm.steps]
+        trial = run()
+        for i, (witness, outs) in enumerate(zip(arm.witnesses, arm.outs, strict=True)):
+            witness.testimony.phases = tuple(trial.device_ms)
+            witness.testimony.noise = depth_noise.read(_noise_file(held, i))
+            witness.first(arm.ranks.total(trial.losses[witness.step.name]), outs)
+        return {w.step.name: w.testimony for w in arm.witnesses}
+
+    def settle(self, arm: Arm, run: Callable[[], Any]) -> None:
+        """Under dropout: whether the arm can be run without it, and how far it moves the gradients where it is on."""
+        if not any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in arm.model.modules()):
+            return
+        seen = [self._from_start(arm, run, seed, off) for off in (True, False) for seed in (1, 2)]
+        for witness, (off, off_again, on, on_again) in zip(arm.witnesses, zip(*seen, strict=True), strict=True):
+            witness.under_dropout((off, off_again), (on, on_again))
+
+    def _from_start(self, arm: Arm, run: Callable[[], Any], seed: int, off: bool) -> list[Glimpse]:
+        """One trial from where the first one began, with dropout `off` or on: what each job's gradients were."""
+        for witness in arm.witnesses:
+            witness.at_start()
+        torch.manual_seed(seed)
+        with without_dropout(arm.model) if off else contextlib.nullcontext():
+            trial = run()
+        return [
+            witness.glimpse(arm.ranks.total(trial.losses[witness.step.name]), outs, keep=off and seed == 1)
+            for witness, outs in zip(arm.witnesses, arm.outs, strict=True)
+        ]
+
+    def begin(self, arm: Arm) -> None:
+        for witness in arm.witnesses:
+            witness.begin()
+
+    def seen(self, arm: Arm, losses: dict[str, float]) -> None:
+        for witness, outs in zip(arm.witnesses, arm.outs, strict=True):
+            witness.seen(arm.ranks.total(losses[witness.step.name]), outs)
+
+    def last(self, arm: Arm, run: Callable[[], Any]) -> None:
+        for witness in arm.witnesses:
+            witness.end()
+        off = all(witness.testimony.masks_off for witness in arm.witnesses)
+        with without_dropout(arm.model) if off else contextlib.nullcontext():
+            trial = run()
+        for witness, outs in zip(arm.witnesses, arm.outs, strict=True):
+            witness.last(arm.ranks.total(trial.losses[witness.step.name]), outs)
 
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype
     ) -> Numerics | None:
         if verdict is None:
             return None
-        dropout = max(job.lora.lora_dropout for job in cell.jobs)
-        return numerics.agree(verdict, reference, candidate, dtype, dropout)
+        declared = [
+            a.tolerance for a in (*cell.reference, *cell.candidate) if a.tolerance and a not in cell.held_weights
+        ]
+        return numerics.with_checks(verdict, [*verdict.checks, *certify(reference, candidate, dtype, declared)])
 
     def explain(self, numerics_: Numerics) -> str:
         return numerics.explain(numerics_)
 
 
-def _shallow(gate: GateRequest, masked: bool, name: str, ablations: Sequence[Ablation]) -> Request:
-    """What the gate builds: few layers, few short samples, no dropout where an arm draws masks of its own."""
+def _shallow(
+    gate: GateRequest, masked: bool, bytes_per_token: int, name: str, ablations: Sequence[Ablation]
+) -> Request:
+    """What the gate builds: few layers, few samples, no dropout where an arm draws masks of its own. The samples are
+    whole where a float32 batch of them fits `_spare`, else cut to GATE_TOKENS."""
     wanted = gate.arm(name, ablations)
-    samples = [numerics.shorten(s) for s in wanted.samples]
+    longest = max(len(s.tokens) for samples in wanted.samples for s in samples)
+    rows = max(min(job.workload.batch_size, numerics.GATE_SAMPLES) for job in wanted.jobs)
+    whole = rows * longest * bytes_per_token <= _spare(wanted.device)
+    tokens = longest if whole else min(longest, numerics.GATE_TOKENS)
+    samples = [numerics.shorten(s, tokens) for s in wanted.samples]
     jobs = wanted.jobs
     if masked:
         jobs = [replace(j, lora=j.lora.model_copy(update={"lora_dropout": 0.0})) for j in jobs]
     model = wanted.model.without_dropout() if masked else wanted.model
     return replace(wanted, model=model, jobs=jobs, samples=samples, layers=numerics.GATE_LAYERS)
+
+
+def _spare(device: torch.device) -> int:
+    """Bytes that a shallow model in float32 may take: half of what is free, and no more than 2 GiB on a CPU, where it
+    would take minutes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return min(psutil.virtual_memory().available // 2, 2 << 30)
+
+
+def _noise_file(request: Request, index: int) -> Path:
+    """Where the noise of one job is kept: see depth_noise.py."""
+    job = request.jobs[index]
+    spec = request.model.with_lora(job.lora)
+    file = gold_cache.path(request.scratch, spec, job.workload, job.seed, request.dtype, request.ablations)
+    return file.with_suffix(".noise.json")
 
 
 def _states(step: Step) -> list[torch.Tensor]:

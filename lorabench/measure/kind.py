@@ -23,6 +23,7 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.record.schema import Numerics
 
+EVIDENCE = "evidence"  # folder inside the sweep's own for what a cell's arms are certified by; emptied after each cell
 Begin = Callable[[str], None]  # called with a phase's name where it begins; the end of the trial ends the last one
 Verdicts = Iterator[tuple[str, str, Numerics]]  # (arm, job, verdict); the job is "" where there is but one
 
@@ -136,16 +137,32 @@ class Kind(KindSpec):
         """Judge the arms before anything is built at full size and timed."""
         yield from ()
 
-    def first(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Any]:
-        """Run the first full trial by `run()`, and keep of each job what the other arm has to agree with. It may have
-        to cross a process's boundary: numbers and strings, no tensors."""
+    def feed(self, arm: Arm, number: int) -> None:
+        """Put the data of trial `number` into the arm: the same in both arms, other data in every trial; 0 is the
+        workload's own. Nothing: the kind's data is the same in every trial."""
+
+    def first(self, arm: Arm, run: Callable[[], Any], request: Request) -> dict[str, Any]:
+        """Run the first full trial by `run()`, and keep of each job the evidence that the other arm's is held against.
+        It may have to cross a process's boundary: numbers, strings, paths, no tensors."""
         run()
         return {}
+
+    def settle(self, arm: Arm, run: Callable[[], Any]) -> None:
+        """Right after `first`, without any trace: what else has to be known of the arm before it is warmed up."""
+
+    def begin(self, arm: Arm) -> None:
+        """Before the timed trials: back to where the first trial ended."""
+
+    def seen(self, arm: Arm, losses: dict[str, float]) -> None:
+        """After each timed trial, before it is cleared: add to the evidence."""
+
+    def last(self, arm: Arm, run: Callable[[], Any]) -> None:
+        """After the timed trials: run one more by `run()`, and add to the evidence."""
 
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype
     ) -> Numerics | None:
-        """The candidate's verdict with the agreement of the full arms in it, of what `first` kept of one job."""
+        """The candidate's verdict with the agreement of the full arms in it, of one job's evidence."""
         return verdict
 
     def explain(self, numerics: Numerics) -> str:

@@ -80,3 +80,13 @@ def _process_peak(arm: Arm, static: int) -> int | None:
     status = Path("/proc/self/status").read_text().splitlines()
     peak = next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
     return None if peak is None else max(peak - before, 0) + static
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """torch's own exception on a GPU; on a CPU its allocator raises a RuntimeError that only its text tells apart."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        words in text for words in ("DefaultCPUAllocator", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    )

@@ -7,10 +7,9 @@ make a small multiple of it. docs/methodology.md has the reasons for the numbers
 
 from __future__ import annotations
 
-import copy
 import statistics
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,18 +20,17 @@ from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.step import Step
 from lorabench.contract.workload import LEARNING_RATE
-from lorabench.measure.trial import Trial
-from lorabench.record.schema import Numerics
+from lorabench.measure.certificate import tolerated
+from lorabench.measure.depth_noise import distance
+from lorabench.record.schema import Check, Numerics
 
 GATE_LAYERS = 2
-GATE_SAMPLES, GATE_TOKENS = 8, 256  # of the workload's samples, cut to this: enough for every path, cheap in float32
+GATE_SAMPLES = 8  # of the workload's samples: enough for every path, cheap in float32
+GATE_TOKENS = 256  # of each sample, where memory does not allow it whole
 MULTIPLE = 3.0  # a candidate's error may be this multiple of plain PEFT's own
+SCALE = 0.005  # of the projection of a gradient on the gold's: rounding turns a tensor, and hardly scales it
 # Where plain PEFT happens to make no error (float32 against float32), this much is still rounding.
 FLOOR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# The full arms against each other: rounding grows with depth, so these are wide; they are there for gross mistakes.
-FULL_LOSS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-FULL_GRAD_NORM = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-FULL_GRAD_NORM_MOST = 0.5  # with any tolerance: an arm without a gradient is off by 1, and must never pass
 UPDATE = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 1e-1}
 
 
@@ -72,8 +70,9 @@ def share_masks(model: nn.Module) -> int:
     return changed
 
 
-def shorten(samples: Sequence[Sample]) -> list[Sample]:
-    return [Sample(s.tokens[:GATE_TOKENS], s.labels[:GATE_TOKENS]) for s in samples[:GATE_SAMPLES]]
+def shorten(samples: Sequence[Sample], tokens: int) -> list[Sample]:
+    """The first few samples, each cut to so many tokens."""
+    return [Sample(s.tokens[:tokens], s.labels[:tokens]) for s in samples[:GATE_SAMPLES]]
 
 
 def one_step(arm: Arm, step: Step | None = None) -> Outcome:
@@ -81,20 +80,35 @@ def one_step(arm: Arm, step: Step | None = None) -> Outcome:
     checked against plain AdamW on the same gradients. Of several ranks each has its part of the loss, here their
     sum."""
     step = step or arm.step
-    step.clear()
-    loss, others = 0.0, {}
-    for batch in step.batches:
-        part = step.forward(batch)
-        step.backward(part)
-        loss += step.loss_of(part.detach())
-        others |= step.compared(part)
-    gradients = arm.gradients(step) | others
-    loss = arm.ranks.total(loss)
+    loss, gradients = one_pass(arm, step)
     if not step.updates:
         return Outcome(loss, gradients, None)
     before = {n: p.detach().clone() for n, p in arm.adapters(step)}
     step.update()
     return Outcome(loss, gradients, _update_error(arm, step, before, gradients))
+
+
+def one_pass(arm: Arm, step: Step) -> tuple[float, dict[str, Tensor]]:
+    """Forward and backward of a job: the loss, over all ranks, and what is compared, in float32."""
+    clear(arm, step)
+    loss, others = 0.0, {}
+    for batch in step.batches:
+        part = step.forward(batch)
+        step.backward(part)
+        loss += step.innermost.loss_of(part.detach())
+        others |= step.innermost.compared(part)
+    return arm.ranks.total(loss), arm.gradients(step) | others
+
+
+def clear(arm: Arm, step: Step) -> None:
+    """A step begins without gradients. The harness drops them itself, so that no toggle is asked outside the clock. A
+    step that keeps its gradients' buffers gets them full of NaN: what its backward does not write shows."""
+    for _, param in arm.adapters(step):
+        if step.keeps_gradients and param.grad is not None:
+            param.grad.detach().fill_(float("nan"))
+        else:
+            param.grad = None
+    step.innermost.cleared()
 
 
 def _update_error(arm: Arm, step: Step, before: dict[str, Tensor], gradients: dict[str, Tensor]) -> float:
@@ -129,11 +143,15 @@ def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablatio
     own = {n: relative(g, gold.gradients[n]) for n, g in low.gradients.items()}
     typical = statistics.median(own.values())
     worst, worst_share, error, allowed = "", -1.0, 0.0, 0.0
+    turned, turned_share, scale_error, scale_allowed = "", -1.0, 0.0, 0.0
     for n, g in got.gradients.items():
         limit = _limit(max(own[n], typical), dtype, declared)
-        found = relative(g, gold.gradients[n])
+        found, scale, _ = distance(g, gold.gradients[n])
         if found / limit > worst_share:
             worst, worst_share, error, allowed = n, found / limit, found, limit
+        most = _scale_limit(distance(low.gradients[n], gold.gradients[n])[1], found, declared)
+        if scale / most > turned_share:
+            turned, turned_share, scale_error, scale_allowed = n, scale / most, scale, most
     scale = max(abs(gold.loss), 1e-30)
     loss_error = abs(got.loss - gold.loss) / scale
     loss_allowed = max(MULTIPLE * abs(low.loss - gold.loss) / scale, FLOOR[dtype] / 2, extra_loss)
@@ -141,25 +159,23 @@ def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablatio
     update_right = update_error is None or update_error <= max(UPDATE[dtype], extra_update)
     plain_worst = max(own, key=own.__getitem__)
     return Numerics(
-        passed=error <= allowed and loss_error <= loss_allowed and update_right,
+        passed=error <= allowed and scale_error <= scale_allowed and loss_error <= loss_allowed and update_right,
+        scale_error=scale_error, scale_allowed=scale_allowed, scale_worst=turned,
         loss_error=loss_error, loss_allowed=loss_allowed, grad_error=error, grad_allowed=allowed,
         plain_grad_error=own[plain_worst], plain_worst=plain_worst if own[plain_worst] else None, worst=worst,
         tensors=len(got.gradients), update_error=update_error, tolerance="; ".join(t.words for t in declared) or None,
-        full_loss_allowed=max(FULL_LOSS[dtype], extra_loss),
-        full_grad_norm_allowed=min(FULL_GRAD_NORM_MOST, max([FULL_GRAD_NORM[dtype], *(t.grad for t in declared)])),
     )  # fmt: skip
 
 
 def _limit(own: float, dtype: torch.dtype, declared: Sequence[Tolerance]) -> float:
     """What a tensor may be off by in which plain PEFT is off by `own`."""
-    limit = max(MULTIPLE * own, FLOOR[dtype])
-    for t in declared:
-        # In float32 plain PEFT is the gold: there is no error of its own to multiply.
-        if t.eps is None or dtype == torch.float32:
-            limit = max(limit, t.grad)
-        else:
-            limit = max(limit, min(t.grad, t.eps / torch.finfo(dtype).eps * own))
-    return limit
+    return tolerated(max(MULTIPLE * own, FLOOR[dtype]), own, dtype, declared)
+
+
+def _scale_limit(own: float, error: float, declared: Sequence[Tolerance]) -> float:
+    """What a tensor's projection may be off by, where plain PEFT's is off by `own` and its relative error is `error`. A
+    declared rounding may turn it by the square of its error; a wrong factor would be as large as the error itself."""
+    return max(SCALE, 2 * own, error**2 if any(t.grad for t in declared) else 0.0)
 
 
 def _mismatch(gold: Outcome, got: Outcome) -> Numerics:
@@ -182,17 +198,16 @@ def explain(numerics: Numerics) -> str:
             f"{what} is off by {numerics.grad_error:.2g} from float32 PEFT "
             f"(allowed {numerics.grad_allowed:.2g}; plain PEFT's worst tensor {numerics.plain_grad_error:.2g})"
         )
+    if (numerics.scale_error or 0.0) > (numerics.scale_allowed or 0.0):
+        return (
+            f"the gradient of {numerics.scale_worst} is scaled: its projection on float32 PEFT's is off by "
+            f"{numerics.scale_error:.2g} (allowed {numerics.scale_allowed:.2g})"
+        )
     if numerics.loss_error > numerics.loss_allowed:
         return f"the loss is off by {numerics.loss_error:.2g} (allowed {numerics.loss_allowed:.2g})"
-    if (numerics.full_loss_error or 0) > (numerics.full_loss_allowed or 0):
-        return (
-            f"the full arms' losses differ by {numerics.full_loss_error:.2g} (allowed {numerics.full_loss_allowed:.2g})"
-        )
-    if (numerics.full_grad_norm_error or 0) > (numerics.full_grad_norm_allowed or 0):
-        return (
-            f"the full arms' gradient norms differ by {numerics.full_grad_norm_error:.2g} "
-            f"(allowed {numerics.full_grad_norm_allowed:.2g})"
-        )
+    if failed := next((c for c in numerics.checks if not c.passed), None):
+        at = f" at {failed.where}" if failed.where else ""
+        return f"{failed.name} is off by {failed.found:.2g}{at} (allowed {failed.allowed:.2g})"
     return f"the optimizer's first update is off by {numerics.update_error:.2g} from AdamW's on the same gradients"
 
 
@@ -201,45 +216,25 @@ def share_of_allowance(numerics: Numerics) -> float:
     pairs = (
         (numerics.grad_error, numerics.grad_allowed),
         (numerics.loss_error, numerics.loss_allowed),
-        (numerics.full_loss_error, numerics.full_loss_allowed),
+        (numerics.scale_error, numerics.scale_allowed),
+        (numerics.full_loss_error, numerics.full_loss_allowed),  # of older records, as is the next
         (numerics.full_grad_norm_error, numerics.full_grad_norm_allowed),
+        *((check.found, check.allowed) for check in numerics.checks if check.allowed),
     )
     return max((e / a if a else float("inf") for e, a in pairs if e is not None and a is not None), default=0.0)
 
 
-@dataclass(frozen=True)
-class First:
-    """Loss and gradient norm of one job in a full arm's first step."""
-
-    loss: float
-    grad_norm: float
-
-
-def first_step(arm: Arm, run: Callable[[], Trial]) -> dict[str, First]:
-    """Run the first trial of a full arm and note of each job what the other arm has to agree with."""
-    trial = run()
-    return {
-        step.name: First(arm.ranks.total(trial.losses[step.name]), _norm_of_gradients(arm, step)) for step in arm.steps
-    }
+def with_checks(numerics: Numerics, checks: Sequence[Check]) -> Numerics:
+    """The gate's verdict with what the full arms and their trials came to. Of checks of one name (several processes,
+    several ranks) the one nearest to its limit stands."""
+    worst: dict[str, Check] = {}
+    for check in checks:
+        before = worst.get(check.name)
+        if before is None or _share(check) > _share(before):
+            worst[check.name] = check
+    kept = list(worst.values())
+    return numerics.model_copy(update={"checks": kept, "passed": numerics.passed and all(c.passed for c in kept)})
 
 
-def _norm_of_gradients(arm: Arm, step: Step) -> float:
-    norms = [p.grad.detach().float().norm() for _, p in arm.adapters(step) if p.grad is not None]
-    norm = torch.stack(norms).norm() if norms else torch.zeros(())
-    return float(norm) / (1.0 if step.updates else step.loss_scale)  # an update has divided the scale out
-
-
-def agree(numerics: Numerics, reference: First, candidate: First, dtype: torch.dtype, dropout: float) -> Numerics:
-    """Add the full arms' agreement, within what `judge` allowed, to the gate's verdict. Under dropout the arms draw
-    different masks: no statement."""
-    result = copy.copy(numerics)
-    if dropout > 0:
-        result.full_loss_allowed = result.full_grad_norm_allowed = None
-        return result
-    result.full_loss_allowed = loss_allowed = numerics.full_loss_allowed or FULL_LOSS[dtype]
-    result.full_grad_norm_allowed = norm_allowed = numerics.full_grad_norm_allowed or FULL_GRAD_NORM[dtype]
-    result.full_loss_error = abs(candidate.loss - reference.loss) / max(abs(reference.loss), 1e-30)
-    result.full_grad_norm_error = abs(candidate.grad_norm - reference.grad_norm) / max(reference.grad_norm, 1e-30)
-    within = result.full_loss_error <= loss_allowed and result.full_grad_norm_error <= norm_allowed
-    result.passed = numerics.passed and within
-    return result
+def _share(check: Check) -> float:
+    return check.found / check.allowed if check.allowed else float("inf") if check.found else 0.0

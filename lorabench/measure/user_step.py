@@ -90,6 +90,11 @@ class PhasedKind(Train):
 
     name: ClassVar[str] = "user_phases"
 
+    def clear(self, arm: Arm) -> None:
+        """As the user does it, whose step this is."""
+        for step in arm.steps:
+            step.clear()
+
     def held(self, arm: Arm) -> dict[str, int]:
         """Bytes of the model that the user named; {} where none was."""
         if not any(True for _ in arm.model.parameters()):

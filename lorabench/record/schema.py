@@ -16,7 +16,9 @@ from lorabench.contract.names import NameUnknown
 SCHEMA = 2
 TOTAL = "total"  # the sum of a kind's phases, beside them in `phases`
 
-Status = Literal["ok", "oom", "timeout", "crash", "wrong_numerics", "not_applied", "unsupported", "conflict"]
+Status = Literal[
+    "ok", "oom", "timeout", "crash", "wrong_numerics", "untrusted", "not_applied", "unsupported", "conflict"
+]
 ArmName = Literal["reference", "candidate"]
 ARMS: tuple[str, ...] = get_args(ArmName)
 
@@ -80,6 +82,19 @@ class PhaseRoofline(Strict):
     label: Literal["host-bound", "memory-bound", "compute-bound"] | None = None
 
 
+class Check(Strict):
+    """One comparison of what was timed: what was found at its worst place, and what was allowed there."""
+
+    name: str
+    found: float
+    allowed: float
+    where: str = ""  # the tensor, the trial
+
+    @property
+    def passed(self) -> bool:
+        return self.found <= self.allowed
+
+
 class Numerics(Strict):
     """What the gate found. Errors are relative: |loss - gold| / |gold| and ||g - gold|| / ||gold|| (Frobenius).
 
@@ -97,7 +112,12 @@ class Numerics(Strict):
     tensors: int  # tensors (or numbers) compared
     unequal: int | None = None  # how many of them differ, where they have to be equal
     update_error: float | None = None  # optimizer's first update against float32 AdamW on the same gradients
-    full_loss_error: float | None = None  # the full arms against each other, first warm-up round
+    scale_error: float | None = None  # |<g, gold> / <gold, gold> - 1| of the worst tensor
+    scale_allowed: float | None = None
+    scale_worst: str = ""
+    shallow_tokens: int | None = None  # of the longest sample on which the shallow models were compared
+    checks: list[Check] = Field(default_factory=list)  # of the full arms and of every timed trial
+    full_loss_error: float | None = None  # older records: the full arms against each other, first warm-up round
     full_grad_norm_error: float | None = None
     full_loss_allowed: float | None = None
     full_grad_norm_allowed: float | None = None

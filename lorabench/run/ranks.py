@@ -94,6 +94,7 @@ def merged(cell: Cell, results: Sequence[Result]) -> Result:
         arm.times = {phase: [own[rank][phase][i] for i, rank in enumerate(slowest)] for phase in arm.times}
         spread = statistics.median((max(row) - min(row)) / max(row) for row in totals)
         first.ranks[name] = RankSpread(size=len(results), slowest=slowest, spread=spread)
+        arm.evidence = [one for result in results for one in result.arms[name].evidence]
         arm.jobs = _whole_batch([result.arms[name].jobs for result in results])
     return first
 

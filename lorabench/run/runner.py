@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from lorabench.contract.cell import Cell
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.measure.cell import ArmResult, Failure, Result, Task, agree
-from lorabench.measure.kind import JobCounts
+from lorabench.measure.kind import EVIDENCE, JobCounts
 from lorabench.measure.numerics import share_of_allowance
 from lorabench.plan.design import refusal
 from lorabench.record.contrast import speedup
@@ -78,6 +79,7 @@ class Runner:
         if record.status in ("crash", "timeout", "oom"):
             record.log = tail(log_of(self.log, record.rank or 0))
         self._forget_logs(cell)
+        shutil.rmtree(Path(self._scratch.name) / EVIDENCE, ignore_errors=True)
         return record
 
     def _forget_logs(self, cell: Cell) -> None:
@@ -133,6 +135,7 @@ class Runner:
             elif again:
                 for phase, times in result.arms[arm].times.items():
                     pair.arms[arm].times[phase] += times
+                pair.arms[arm].evidence += result.arms[arm].evidence
             else:
                 pair.arms[arm] = result.arms[arm]
                 pair.result.telemetry = pair.result.telemetry or result.telemetry

@@ -22,8 +22,8 @@ from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.work import Work
 from lorabench.measure import flops
+from lorabench.measure.certificate import LOSS
 from lorabench.measure.kind import Begin, JobCounts, Kind, Request
-from lorabench.measure.numerics import FULL_LOSS
 from lorabench.record.schema import Numerics
 
 GENERATE, SCORE = "generate", "score"
@@ -98,7 +98,7 @@ class Evaluate(Kind):
         scored = sum(sample.trained for sample in arm.samples)
         return {"": JobCounts(arm.real + generated, arm.padded, scored)}
 
-    def first(self, arm: Any, run: Callable[[], Any]) -> dict[str, Any]:
+    def first(self, arm: Any, run: Callable[[], Any], request: Request) -> dict[str, Any]:
         run()
         return {"": {"answers": arm.answers, "loss": arm.loss}}
 
@@ -113,7 +113,7 @@ class Evaluate(Kind):
         different = [name for name, same in pairs if not same]
         error = abs(candidate["loss"] - reference["loss"]) / max(abs(reference["loss"]), 1e-30)
         return Numerics(
-            passed=not different and error <= FULL_LOSS[dtype], loss_error=error, loss_allowed=FULL_LOSS[dtype],
+            passed=not different and error <= LOSS[dtype], loss_error=error, loss_allowed=LOSS[dtype],
             worst=next(iter(different), ""), tensors=len(pairs), unequal=len(different),
         )  # fmt: skip
 

@@ -83,7 +83,7 @@ class Load(Kind):
                 file.read_bytes()
         return LoadArm(
             request.name, request.ablations, nn.Module(), [], request.dtype, request.device, self,
-            {a.name: None for a in request.ablations}, request.ranks, files, reader, cold,
+            {a.name: None for a in request.ablations}, request.ranks, files=files, reader=reader, cold=cold,
         )  # fmt: skip
 
     def trial(self, arm: Any, begin: Begin) -> None:
@@ -104,7 +104,7 @@ class Load(Kind):
     def measures_host(self, arm: Arm) -> bool:
         return True
 
-    def first(self, arm: Any, run: Callable[[], Any]) -> dict[str, Any]:
+    def first(self, arm: Any, run: Callable[[], Any], request: Request) -> dict[str, Any]:
         run()
         differing = list(differences(arm.files, arm.loaded))
         return {"": {"unequal": len(differing), "tensors": len(arm.loaded), "worst": next(iter(differing), "")}}

@@ -94,6 +94,14 @@ class Op(GradientKind):
         base = lambda load: OneLinear(request.model, load["dtype"], request.device)  # noqa: E731
         return build(request, self, base, partial(_step, request), config)
 
+    def bytes_per_token(self, model: ModelSpec) -> int:
+        return 4 * 6 * (model.config["in_features"] + model.config["out_features"])
+
+    def feed(self, arm: Arm, number: int) -> None:
+        for step in arm.steps:
+            innermost: Any = step.innermost
+            innermost.fill(number)
+
     def trial(self, arm: Arm, begin: Begin) -> list[list[Tensor]]:
         empty_l2(arm.device)
         (batch,) = arm.step.batches
@@ -153,15 +161,22 @@ class OpStep(Step):
             drawn = torch.randn(1, real + padded, width, generator=generator, device=request.device)
             return drawn.to(request.dtype).to(held)
 
+        self.rows = rows
         self.x = rows("x", request.model.config["in_features"]).requires_grad_()
         self.dy = rows("dy", request.model.config["out_features"])
         batch = Batch({"x": self.x}, real=real, padded=padded, trained=real)
         super().__init__(model, optimizer, [batch], job=job, samples=samples)
         self.trained = [p for p in model.parameters() if p.requires_grad]
 
-    def clear(self) -> None:
-        super().clear()
+    def cleared(self) -> None:
         self.x.grad = None
+
+    def fill(self, number: int) -> None:
+        """X and dY of trial `number`, in place: a captured step reads them where they lie."""
+        suffix = f"/{number}" if number else ""
+        with torch.no_grad():
+            self.x.copy_(self.rows(f"x{suffix}", self.x.shape[-1]))
+            self.dy.copy_(self.rows(f"dy{suffix}", self.dy.shape[-1]))
 
     def forward(self, batch: Batch) -> Tensor:
         return self.model(batch.inputs["x"])

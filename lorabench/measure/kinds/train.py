@@ -15,10 +15,11 @@ from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.cell import Cell
 from lorabench.contract.job import Job
 from lorabench.contract.machine import Machine
+from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
 from lorabench.contract.work import Work
 from lorabench.measure import flops
-from lorabench.measure.build import build, causal_lm, float16_scale, to_device
+from lorabench.measure.build import build, causal_lm, feeds, float16_scale, to_device
 from lorabench.measure.gradient_kind import GradientKind
 from lorabench.measure.kind import Begin, Request
 from lorabench.plan.samples import draw
@@ -54,7 +55,19 @@ class Train(GradientKind):
 
     def build(self, request: Request) -> Arm:
         base = lambda load: causal_lm(request.model, load, request.device, request.layers)  # noqa: E731
-        return build(request, self, base, partial(_step, request), request.model.hf_config(request.layers))
+        config = request.model.hf_config(request.layers)
+        arm = build(request, self, base, partial(_step, request), config)
+        arm.feeds = [*feeds(request, arm, config.vocab_size)]
+        return arm
+
+    def bytes_per_token(self, model: ModelSpec) -> int:
+        """The logits are by far the largest: as they are, in float32, as probabilities, as gradients."""
+        config = model.hf_config()
+        return 4 * (4 * config.vocab_size + 60 * config.hidden_size)
+
+    def feed(self, arm: Arm, number: int) -> None:
+        for feed in arm.feeds:
+            feed(number)
 
     def trial(self, arm: Arm, begin: Begin) -> list[list[torch.Tensor]]:
         return [_one_step(step, begin) for step in arm.steps]

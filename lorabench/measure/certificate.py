@@ -1,0 +1,221 @@
+"""What was timed, held together: the evidence of a candidate against that of the reference, as a list of checks.
+
+Each check has what was found, what was allowed and where it was worst. What is allowed follows from how far two right
+runs of the model are apart at its full depth (`depth_noise.py`), and from nothing else unless a toggle declares a
+tolerance. docs/methodology.md has the reasons for the numbers below.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from lorabench.contract.ablation import Tolerance
+from lorabench.measure.depth_noise import DepthNoise, distance
+from lorabench.measure.witness import SKETCH, Testimony
+from lorabench.record.schema import Check
+
+MULTIPLE = 3.0  # two arms may be this many times as far apart as two right runs
+# Where two right runs happen to be equal (float32 on a CPU), this much is still rounding.
+GRADIENT = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+LOSS = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
+SCALE = 0.005  # of a projection on the other arm's gradient
+# Of a model whose noise could not be measured, because two plain runs did not fit the device.
+UNKNOWN = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+MOST = 0.5  # with any noise and any tolerance: an arm without a gradient is off by 1, and must never pass
+MOST_MASKED = 0.9  # the same where the arms draw dropout masks of their own
+MOST_SCALE = 0.25
+STEPS = 10  # two right runs drift apart as they train: after this many steps twice as much is allowed
+# Parameters that two right runs have trained: AdamW takes steps of one length, whatever the gradient's, so the sign of
+# an element that is nearly zero is as good as drawn, and weighs as much as any other.
+MOVED, MOVED_SCALE = 0.9, 0.3
+UPDATE = {False: 1e-3, True: 0.5}  # of each tensor, by whether it is held in fewer than 32 bits
+SPREAD = (0.4, 2.5)  # of two runs under dropout: the candidate's distance over the reference's
+
+
+def certify(
+    reference: Testimony, candidate: Testimony, dtype: torch.dtype, declared: Sequence[Tolerance] = ()
+) -> list[Check]:
+    """The checks of one job, of two processes or of one. Evidence that does not exist yet is not looked at."""
+    masked = not (reference.masks_off and candidate.masks_off)
+    allowed = _Allowed(reference.noise, masked, dtype, declared)
+    checks = [_same_phases(reference, candidate), _loss("the loss", reference.loss, candidate.loss, allowed.loss)]
+    if reference.before and candidate.before:
+        checks += _gradients("before the trials", reference.before, candidate.before, allowed)
+    if candidate.spread is not None and reference.spread is not None:
+        checks.append(_spread(reference.spread, candidate.spread))
+    if reference.losses and candidate.losses:
+        checks += _trials(reference, candidate, _Allowed(reference.noise, reference.dropout, dtype, declared))
+    for testimony, name in ((reference, "reference"), (candidate, "candidate")):
+        if testimony.update_errors:
+            checks.append(_updates(name, testimony, declared))
+    if reference.after and candidate.after and reference.last_loss is not None and candidate.last_loss is not None:
+        checks.append(_loss("the loss after the trials", reference.last_loss, candidate.last_loss, allowed.loss))
+        checks += _gradients("after the trials", reference.after, candidate.after, allowed)
+    if reference.updates and reference.moved and candidate.moved:
+        checks += _moved(reference.moved, candidate.moved)
+    return checks
+
+
+class _Allowed:
+    """What two arms may differ by; `masked`: where they draw dropout masks of their own."""
+
+    def __init__(
+        self, noise: DepthNoise | None, masked: bool, dtype: torch.dtype, declared: Sequence[Tolerance]
+    ) -> None:
+        self.dtype, self.declared, self.masked = dtype, declared, masked
+        self.noise = (noise.masks if masked and noise.masks else noise.tensors) if noise else {}
+        errors = [error for error, _ in self.noise.values()]
+        scales = sorted(scale for _, scale in self.noise.values())
+        self.typical = statistics.median(errors) if errors else 0.0
+        self.typical_scale = scales[int(0.9 * (len(scales) - 1))] if scales else 0.0
+        own = max(noise.loss, noise.masks_loss if masked else 0.0) if noise else 0.0
+        self.loss = max([LOSS[dtype], MULTIPLE * own, *(t.loss for t in declared)])
+        self.most = MOST_MASKED if masked else MOST
+
+    def error(self, name: str) -> float:
+        """Relative error of a tensor."""
+        if not self.noise:
+            limit = UNKNOWN[self.dtype]
+            return min(self.most, max([limit, *(t.grad for t in self.declared)]))
+        own = max(self.noise.get(name, (0.0, 0.0))[0], self.typical)
+        return min(self.most, tolerated(max(MULTIPLE * own, GRADIENT[self.dtype]), own, self.dtype, self.declared))
+
+    def scale(self, name: str, error: float) -> float:
+        """|projection - 1| of a tensor that was found to be off by `error`. What a declared tolerance lets a tensor be
+        off by may also turn it a little: by the square of that, as rounding does, and not by as much, as a factor."""
+        own = max(self.noise.get(name, (0.0, 0.0))[1], self.typical_scale)
+        if not self.noise:
+            own = UNKNOWN[self.dtype] / 10
+        turned = error**2 if any(t.grad for t in self.declared) else 0.0
+        return min(MOST_SCALE if not self.masked else MOST_MASKED, max(SCALE, MULTIPLE * own, turned))
+
+
+def tolerated(limit: float, own: float, dtype: torch.dtype, declared: Sequence[Tolerance]) -> float:
+    """`limit`, widened by what is declared, of a tensor in which plain runs are off by `own`."""
+    for t in declared:
+        # In float32 plain PEFT is the gold: there is no error of its own to multiply.
+        if t.eps is None or dtype == torch.float32:
+            limit = max(limit, t.grad)
+        else:
+            limit = max(limit, min(t.grad, t.eps / torch.finfo(dtype).eps * own))
+    return limit
+
+
+def _check(name: str, found: float, allowed: float, where: str = "") -> Check:
+    return Check(name=name, found=found if found == found else float("inf"), allowed=allowed, where=where)
+
+
+def _same_phases(reference: Testimony, candidate: Testimony) -> Check:
+    missing = [p for p in reference.phases if p not in candidate.phases]
+    added = [p for p in candidate.phases if p not in reference.phases]
+    return _check("phases that only one arm has", len(missing) + len(added), 0, ", ".join([*missing, *added]))
+
+
+def _loss(name: str, reference: float, candidate: float, allowed: float) -> Check:
+    return _check(name, abs(candidate - reference) / max(abs(reference), 1e-30), allowed)
+
+
+def _worst(name: str, found: Mapping[str, tuple[float, float]]) -> Check:
+    """Of (found, allowed) by place, the one nearest to its limit."""
+    where = max(found, key=lambda n: _share(*found[n]))
+    return _check(name, *found[where], where)
+
+
+def _share(found: float, allowed: float) -> float:
+    return math.inf if found != found else found / allowed if allowed else math.inf * (found > 0) if found else 0.0
+
+
+def _gradients(when: str, reference: Path, candidate: Path, allowed: _Allowed) -> Iterator[Check]:
+    errors: dict[str, tuple[float, float]] = {}
+    scales: dict[str, tuple[float, float]] = {}
+    both = own = 0.0  # <g, ref> and <ref, ref> over all tensors: what turns each only a little may turn all alike
+    odd = sorted({*_names(reference)} ^ {*_names(candidate)})
+    if odd:
+        yield _check(f"gradients that only one arm has {when}", len(odd), 0, odd[0])
+        return
+    for name, first, second in _pairs(reference, candidate):
+        error, scale, _ = distance(second, first)
+        errors[name] = error, allowed.error(name)
+        scales[name] = scale, allowed.scale(name, error)
+        both, own = both + float(torch.sum(first * second)), own + float(torch.sum(first * first))
+    yield _worst(f"each gradient {when}", errors)
+    yield _worst(f"the scale of each gradient {when}", scales)
+    overall = statistics.median(limit for _, limit in scales.values())
+    yield _check(f"the scale of all gradients {when}", abs(both / max(own, 1e-30) - 1), max(SCALE, overall / 2))
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as stored:
+        return list(stored.keys())
+
+
+def _pairs(reference: Path, candidate: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
+    with safe_open(reference, framework="pt") as first, safe_open(candidate, framework="pt") as second:
+        for name in first.keys():  # noqa: SIM118 (no mapping)
+            yield name, first.get_tensor(name), second.get_tensor(name)
+
+
+def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> Iterator[Check]:
+    """Of every timed trial: trial by trial the arms saw the same tokens, after the same number of steps."""
+    count = min(len(reference.losses), len(candidate.losses))
+    losses, gradients, scales = {}, {}, {}
+    for n in range(count):
+        growth = 1 + n / STEPS if reference.updates else 1.0
+        first, second = reference.losses[n], candidate.losses[n]
+        trial = f"trial {n + 1}"
+        losses[trial] = abs(second - first) / max(abs(first), 1e-30), allowed.loss * growth
+        for name, mine, theirs in zip(reference.names, reference.sketches[n], candidate.sketches[n], strict=True):
+            error, scale = _of_sketches(mine, theirs)
+            most = min(allowed.most * 1.5, allowed.error(name) * growth * (1 + 4 / SKETCH**0.5))
+            gradients[f"{name}, {trial}"] = error, most
+            seen = allowed.scale(name, error) * growth + 5 * error / SKETCH**0.5
+            scales[f"{name}, {trial}"] = scale, seen
+    yield _worst("the loss of each trial", losses)
+    yield _worst("each gradient of each trial", gradients)
+    yield _worst("the scale of each gradient of each trial", scales)
+
+
+def _of_sketches(reference: np.ndarray, candidate: np.ndarray) -> tuple[float, float]:
+    """(relative error, |projection - 1|) of two tensors, estimated from their sketches."""
+    square = float(reference @ reference)
+    if not (np.isfinite(reference).all() and np.isfinite(candidate).all()):
+        return math.inf, math.inf
+    if square == 0.0:
+        return (0.0, 0.0) if not candidate.any() else (math.inf, math.inf)
+    error = float(np.linalg.norm(candidate - reference)) / square**0.5
+    return error, abs(float(reference @ candidate) / square - 1)
+
+
+def _updates(arm: str, testimony: Testimony, declared: Sequence[Tolerance]) -> Check:
+    own = [t.update for t in declared] if arm == "candidate" else []
+    found = max(testimony.update_errors)
+    trial = testimony.update_errors.index(found) + 1
+    limit = max([UPDATE[testimony.low_precision], *own])
+    return _check(f"the {arm}'s update against AdamW on its own gradients", found, limit,
+                  f"{testimony.update_worst}, trial {trial}")  # fmt: skip
+
+
+def _moved(reference: Path, candidate: Path) -> Iterator[Check]:
+    errors, scales = {}, {}
+    for name, first, second in _pairs(reference, candidate):
+        error, scale, _ = distance(second, first)
+        errors[name], scales[name] = (error, MOVED), (scale, MOVED_SCALE)
+    if errors:
+        yield _worst("how far each parameter moved", errors)
+        yield _worst("how far along the other arm's way each parameter moved", scales)
+
+
+def _spread(reference: float, candidate: float) -> Check:
+    """How far dropout moves the gradients of two runs: an arm that leaves it out does not move at all."""
+    ratio = candidate / max(reference, 1e-30)
+    low, high = SPREAD
+    off = max(low / max(ratio, 1e-30), ratio / high)
+    return _check("how far dropout moves the gradients, against the reference", off, 1.0)

@@ -1,0 +1,198 @@
+"""Whether the times of a cell can be trusted: nothing done outside the clock, nothing changed for the other arm.
+
+A toggle runs in the process that measures it, so nothing here can stop one that means to cheat. What is here makes the
+known ways of it visible: each is named in the record, which then has the status `untrusted` and no speed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+from scipy import stats
+from torch import nn
+
+from lorabench.measure.trial import Trial
+
+# The wall clock may see this much more of a GPU's trial than its events do: launching the first kernel, waking up.
+OUTSIDE_SHARE, OUTSIDE_MS = 1.25, 2.0
+SLOWED = {"cuda": 1.3, "cpu": 2.0}  # the reference's fastest trial beside the candidate, over its slowest alone
+ORDER_RATIO, ORDER_P, ORDER_TRIALS = 1.25, 1e-3, 12  # of a candidate's trials that came first and second in a round
+BUSY = 0.05  # share of the trials' time that another thread or a child may compute
+WATCHED = ("lorabench.", "torch.nn.", "torch.optim.", "torch.autograd.", "torch.utils.checkpoint", "peft.tuners.lora.")
+
+
+class Untrusted(Exception):
+    """The times cannot be trusted; the message says why, in words."""
+
+
+def settings() -> dict[str, Any]:
+    """What is set for the whole process and can change what any arm computes or how fast, by its name."""
+    matmul, cudnn, sdp = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
+    return {
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's default device": torch.get_default_device(),
+        "torch's number of threads": torch.get_num_threads(),
+        "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "TF32 in matrix products": matmul.allow_tf32,
+        "TF32 in cuDNN": cudnn.allow_tf32,
+        "reduced precision in bfloat16's sums": matmul.allow_bf16_reduced_precision_reduction,
+        "reduced precision in float16's sums": matmul.allow_fp16_reduced_precision_reduction,
+        "deterministic algorithms": (
+            torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "cuDNN's flags": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        "scaled_dot_product_attention's backends": (
+            sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled(),
+        ),
+        "whether gradients are recorded": torch.is_grad_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "flushing of denormals": torch.tensor([1e-310], dtype=torch.float64).mul(1.0).item() != 0.0,
+        "the garbage collector": gc.get_threshold(),
+        "the interpreter's switch interval": sys.getswitchinterval(),
+        "the recursion limit": sys.getrecursionlimit(),
+        "tracing or profiling by Python": (sys.gettrace() is not None, sys.getprofile() is not None),
+        "the process's priority": os.nice(0),
+        "the process's CPUs": tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
+        "global module hooks": tuple(
+            len(hooks) for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_") and hooks
+        ),
+        "torch function and dispatch modes": (
+            torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(),
+        ),
+        "the current CUDA stream": torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+        **{f"time.{name}": getattr(time, name) for name in ("perf_counter", "perf_counter_ns", "time", "monotonic")},
+    }  # fmt: skip
+
+
+def functions() -> dict[str, int]:
+    """The identity of every function and class method of the modules that measure, train and adapt, by its name."""
+    found = {}
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, types.ModuleType) or not module_name.startswith(WATCHED):
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType):
+                found[f"{module_name}.{name}"] = _identity(value)
+            elif isinstance(value, type) and value.__module__ == module_name:
+                for attribute, method in list(vars(value).items()):
+                    if isinstance(method, (types.FunctionType, property, staticmethod, classmethod)):
+                        found[f"{module_name}.{name}.{attribute}"] = _identity(method)
+    return found
+
+
+def _identity(value: Any) -> int:
+    code = getattr(value, "__code__", None)
+    return hash((id(value), id(code)))
+
+
+def of_model(model: nn.Module) -> dict[str, Any]:
+    """What would make a model's forward or backward do something else: its modules, their hooks, what is trained."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        hooks = tuple(len(getattr(module, attribute)) for attribute in HOOKS if hasattr(module, attribute))
+        found[name or "the model"] = type(module), id(vars(module).get("forward")), hooks, module.training
+    for name, param in model.named_parameters():
+        hooks = len(param._backward_hooks or ()) + len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
+        found[name] = param.requires_grad, hooks
+    return found
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """The first name whose value is another one now; what only came to be is no change."""
+    return next((name for name, value in before.items() if name not in after or after[name] != value), None)
+
+
+class Guard:
+    """Notes what was so before the candidate was built, and says what is not any more."""
+
+    def __init__(self, reference: nn.Module | None) -> None:
+        self.reference = reference
+        self.settings, self.functions = settings(), functions()
+        self.model = {} if reference is None else of_model(reference)
+        self.threads = {thread.native_id for thread in threading.enumerate()}
+        self.children = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    def check(self, everything: bool = False) -> None:
+        """Raises Untrusted, and puts back what can be. `everything`: also what takes milliseconds to look through."""
+        changed = difference(self.settings, settings())
+        if changed:
+            raise Untrusted(f"the candidate changed {changed} for the whole process; say global_patch = True")
+        if not everything:
+            return
+        if name := difference(self.functions, functions()):
+            raise Untrusted(f"the candidate replaced {name} for the whole process; say global_patch = True")
+        if self.reference is not None and (name := difference(self.model, of_model(self.reference))):
+            raise Untrusted(f"the candidate changed the reference's model: {name}")
+
+    def busy(self) -> Iterator[tuple[str, float]]:
+        """(what, seconds computed so far) of each Python thread and each child process that came after this guard."""
+        process = psutil.Process()
+        spent = {t.id: t.user_time + t.system_time for t in process.threads()}
+        for thread in threading.enumerate():
+            if thread.native_id is not None and thread.native_id not in self.threads:
+                yield f"the thread {thread.name}", spent.get(thread.native_id, 0.0)
+        for child in process.children(recursive=True):
+            if child.pid not in self.children:
+                try:
+                    times = child.cpu_times()
+                except psutil.Error:
+                    continue
+                yield f"the process {child.pid}", times.user + times.system
+
+
+def check_busy(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> None:
+    """Raises Untrusted where a thread or a child of the candidate's computed while the trials ran."""
+    for name, spent in after.items():
+        used = spent - before.get(name, 0.0)
+        if used > BUSY * seconds and used > 0.05:
+            raise Untrusted(f"{name} computed for {used:.2g} s of the trials' {seconds:.2g} s beside both arms")
+
+
+def check_clock(name: str, trials: Sequence[Trial]) -> None:
+    """Raises Untrusted where work went on after the device's clock was read, or before it began."""
+    for number, done in enumerate(trials, start=1):
+        wall = 1000 * (done.ended - done.began)
+        if wall > OUTSIDE_SHARE * max(done.total_ms, sum(done.host_ms.values())) + OUTSIDE_MS:
+            raise Untrusted(
+                f"trial {number} of the {name} took {wall:.3g} ms of which its clock saw {done.total_ms:.3g}: "
+                "work outside the clock"
+            )
+        if not all(ms > 0 for ms in done.device_ms.values()):
+            raise Untrusted(f"trial {number} of the {name} has a phase of {min(done.device_ms.values()):g} ms")
+
+
+def check_slowed(alone: Sequence[Trial], beside: Sequence[Trial], device: str) -> None:
+    """Raises Untrusted where the reference is much slower beside the candidate than it was before there was one."""
+    if len(alone) < 2 or not beside:
+        return
+    before, after = max(t.total_ms for t in alone), min(t.total_ms for t in beside)
+    if after > SLOWED[device] * before:
+        raise Untrusted(
+            f"the reference took {after:.3g} ms at best beside the candidate and {before:.3g} ms at worst before the "
+            "candidate was built: the candidate slows it down, or the machine became busy; measure again"
+        )
+
+
+def check_order(name: str, first: Sequence[Trial], second: Sequence[Trial]) -> None:
+    """Raises Untrusted where an arm is much faster in the rounds in which it came second: it then uses what the other
+    arm has done."""
+    if len(first) + len(second) < ORDER_TRIALS or min(len(first), len(second)) < 4:
+        return
+    early, late = ([t.total_ms for t in trials] for trials in (first, second))
+    ratio = statistics.median(early) / statistics.median(late)
+    if ratio > ORDER_RATIO and stats.mannwhitneyu(early, late).pvalue < ORDER_P:
+        raise Untrusted(f"the {name} is {ratio:.2g} times as fast after the other arm's trial as before it")

@@ -1,0 +1,104 @@
+"""Fresh tokens for every trial, in the layout that a toggle gave its batches.
+
+A toggle's `batch` is asked twice, when the arm is built: for the workload's own samples, and for the same samples with
+a marker in place of each token. Where the markers came to lie is the layout. From then on the harness fills the tokens
+in itself, so no toggle sees a trial's data before the clock runs, and none can answer from what it saw before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorabench.contract.ablation import Unsupported
+from lorabench.contract.batch import IGNORE, Batch, Sample
+
+FIRST_MARKER = 1 << 24  # above every vocabulary, so that a padding token is never taken for a marker
+FILLED = ("input_ids", "labels")
+
+
+def marked(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with a number of its own in place of each token; labels are left out where they were."""
+    made, start = [], FIRST_MARKER
+    for sample in samples:
+        tokens = list(range(start, start + len(sample.tokens)))
+        labels = [IGNORE if old == IGNORE else new for old, new in zip(sample.labels, tokens, strict=True)]
+        made.append(Sample(tokens, labels))
+        start += len(tokens)
+    return made
+
+
+def own_tokens(samples: Sequence[Sample]) -> np.ndarray:
+    """The tokens of all samples, one after the other, int64."""
+    return np.fromiter((token for sample in samples for token in sample.tokens), dtype=np.int64)
+
+
+def fresh_tokens(samples: Sequence[Sample], vocabulary: int, random: bool, seed: int, number: int) -> np.ndarray:
+    """The tokens of a trial, in the order of `own_tokens`. Trial 0 has the samples' own. Later ones have other tokens
+    in samples of the same lengths: drawn anew where they were `random`, of real text each sample's own in another
+    order."""
+    if number == 0:
+        return own_tokens(samples)
+    rng = np.random.default_rng([seed, number])
+    if random:
+        return rng.integers(0, vocabulary, sum(len(s.tokens) for s in samples))
+    return np.concatenate([rng.permutation(np.asarray(s.tokens, dtype=np.int64)) for s in samples])
+
+
+@dataclass
+class _Slots:
+    """Where one input of one batch takes its values from: the n-th token of the step, or (-1) what it has always."""
+
+    name: str
+    token: Tensor
+    constant: Tensor
+
+
+class Feed:
+    """Fills the batches of one step. `batches` are the step's own, on their device; `layout` the same of the marked
+    samples. Raises Unsupported where the batches depend on what the tokens are, and not only on where they stand."""
+
+    def __init__(
+        self, batches: list[Batch], layout: Sequence[Batch], samples: Sequence[Sample], vocabulary: int, random: bool,
+        seed: int,
+    ) -> None:  # fmt: skip
+        self.batches, self.samples = batches, samples
+        self.vocabulary, self.random, self.seed = vocabulary, random, seed
+        self.slots = [_slots(own, marks) for own, marks in zip(batches, layout, strict=False)]
+        own = [batch.inputs for batch in batches]
+        if len(batches) != len(layout) or not all(_same(a, b) for a, b in zip(own, self._filled(0), strict=True)):
+            raise Unsupported("its batches depend on what the tokens are, so they cannot take a trial's fresh ones")
+
+    def __call__(self, number: int) -> None:
+        """Put the tokens of trial `number` into the step's batches."""
+        for i, inputs in enumerate(self._filled(number)):
+            self.batches[i] = replace(self.batches[i], inputs=inputs)
+
+    def _filled(self, number: int) -> list[dict[str, Tensor]]:
+        flat = torch.from_numpy(fresh_tokens(self.samples, self.vocabulary, self.random, self.seed, number))
+        made = []
+        for batch, slots in zip(self.batches, self.slots, strict=True):
+            filled = {}
+            for slot in slots:
+                tokens = flat.to(slot.token.device)
+                filled[slot.name] = torch.where(slot.token >= 0, tokens[slot.token.clamp_min(0)], slot.constant)
+            made.append(batch.inputs | filled)
+        return made
+
+
+def _slots(own: Batch, marks: Batch) -> list[_Slots]:
+    slots = []
+    for name in FILLED:
+        constant, marker = own.inputs.get(name), marks.inputs.get(name)
+        if isinstance(constant, Tensor) and isinstance(marker, Tensor):
+            token = torch.where(marker >= FIRST_MARKER, marker - FIRST_MARKER, -1)
+            slots.append(_Slots(name, token.to(constant.device), constant))
+    return slots
+
+
+def _same(own: dict[str, Tensor], filled: dict[str, Tensor]) -> bool:
+    return all(own[n].shape == filled[n].shape and torch.equal(own[n], filled[n]) for n in FILLED if n in own)
