@@ -59,7 +59,9 @@ def certify(
     if reference.after and candidate.after and reference.last_loss is not None and candidate.last_loss is not None:
         checks.append(_loss("the loss after the trials", reference.last_loss, candidate.last_loss, allowed.loss))
         checks += _gradients("after the trials", reference.after, candidate.after, allowed)
-    if reference.updates and reference.moved and candidate.moved:
+    # In 16 bits a step of AdamW is about as long as the distance between two numbers: where it leads is rounding.
+    rounded = reference.low_precision or candidate.low_precision
+    if reference.updates and reference.moved and candidate.moved and not rounded:
         checks += _moved(reference.moved, candidate.moved)
     return checks
 
