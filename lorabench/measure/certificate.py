@@ -35,8 +35,11 @@ MOST_SCALE = 0.25
 STEPS = 10  # two right runs drift apart as they train: after this many steps twice as much is allowed
 # Parameters that two right runs have trained: AdamW takes steps of one length, whatever the gradient's, so the sign of
 # an element that is nearly zero is as good as drawn, and weighs as much as any other.
-MOVED, MOVED_SCALE = 0.9, 0.3
+MOVED, MOVED_SCALE = 0.5, 0.2
+MOVED_SCALE_MASKED = 0.7  # under dropout, where only the way's length along the other arm's can be compared
+LOSS_MASKED = 10.0  # multiple of the noise that the masks make: thirty trials draw thirty pairs of them
 UPDATE = {False: 1e-3, True: 0.5}  # of each tensor, by whether it is held in fewer than 32 bits
+ALONG = 1 / 3  # share of a declared rounding's error that may lie along the gradient
 SPREAD = (0.4, 2.5)  # of two runs under dropout: the candidate's distance over the reference's
 
 
@@ -62,7 +65,7 @@ def certify(
     # In 16 bits a step of AdamW is about as long as the distance between two numbers: where it leads is rounding.
     rounded = reference.low_precision or candidate.low_precision
     if reference.updates and reference.moved and candidate.moved and not rounded:
-        checks += _moved(reference.moved, candidate.moved)
+        checks += _moved(reference.moved, candidate.moved, reference.dropout)
     return checks
 
 
@@ -73,13 +76,15 @@ class _Allowed:
         self, noise: DepthNoise | None, masked: bool, dtype: torch.dtype, declared: Sequence[Tolerance]
     ) -> None:
         self.dtype, self.declared, self.masked = dtype, declared, masked
-        self.noise = (noise.masks if masked and noise.masks else noise.tensors) if noise else {}
+        known = (noise.masks if masked and noise.masks else noise) if noise else None
+        self.noise = known.tensors if known else {}
+        self.turned = known.scale if known else UNKNOWN[dtype] / 10
         errors = [error for error, _ in self.noise.values()]
         scales = sorted(scale for _, scale in self.noise.values())
-        self.typical = statistics.median(errors) if errors else 0.0
+        self.middle = statistics.median(errors) if errors else 0.0
         self.typical_scale = scales[int(0.9 * (len(scales) - 1))] if scales else 0.0
-        own = max(noise.loss, noise.masks_loss if masked else 0.0) if noise else 0.0
-        self.loss = max([LOSS[dtype], MULTIPLE * own, *(t.loss for t in declared)])
+        own = known.loss if known else 0.0
+        self.loss = max([LOSS[dtype], (LOSS_MASKED if masked else MULTIPLE) * own, *(t.loss for t in declared)])
         self.most = MOST_MASKED if masked else MOST
 
     def error(self, name: str) -> float:
@@ -87,17 +92,22 @@ class _Allowed:
         if not self.noise:
             limit = UNKNOWN[self.dtype]
             return min(self.most, max([limit, *(t.grad for t in self.declared)]))
-        own = max(self.noise.get(name, (0.0, 0.0))[0], self.typical)
+        own = max(self.noise.get(name, (0.0, 0.0))[0], self.middle)
         return min(self.most, tolerated(max(MULTIPLE * own, GRADIENT[self.dtype]), own, self.dtype, self.declared))
 
     def scale(self, name: str, error: float) -> float:
-        """|projection - 1| of a tensor that was found to be off by `error`. What a declared tolerance lets a tensor be
-        off by may also turn it a little: by the square of that, as rounding does, and not by as much, as a factor."""
+        """|projection - 1| of a tensor that was found to be off by `error`. What a declared rounding puts it off by may
+        lie along it by a third at most: of a wrong factor all of it does."""
         own = max(self.noise.get(name, (0.0, 0.0))[1], self.typical_scale)
         if not self.noise:
             own = UNKNOWN[self.dtype] / 10
-        turned = error**2 if any(t.grad for t in self.declared) else 0.0
-        return min(MOST_SCALE if not self.masked else MOST_MASKED, max(SCALE, MULTIPLE * own, turned))
+        along = ALONG * error if any(t.grad for t in self.declared) else 0.0
+        return min(MOST_SCALE if not self.masked else MOST_MASKED, max(SCALE, MULTIPLE * own, along))
+
+    def typical(self, errors: Sequence[float]) -> float:
+        """|projection - 1| of the middle one of all tensors, which are off by these `errors`."""
+        along = ALONG * statistics.median(errors) if any(t.grad for t in self.declared) else 0.0
+        return min(MOST_SCALE, max(SCALE, MULTIPLE * self.turned, along))
 
 
 def tolerated(limit: float, own: float, dtype: torch.dtype, declared: Sequence[Tolerance]) -> float:
@@ -138,20 +148,20 @@ def _share(found: float, allowed: float) -> float:
 def _gradients(when: str, reference: Path, candidate: Path, allowed: _Allowed) -> Iterator[Check]:
     errors: dict[str, tuple[float, float]] = {}
     scales: dict[str, tuple[float, float]] = {}
-    both = own = 0.0  # <g, ref> and <ref, ref> over all tensors: what turns each only a little may turn all alike
+    signed: list[float] = []  # what is too small to show in one tensor may be alike in all of them
     odd = sorted({*_names(reference)} ^ {*_names(candidate)})
     if odd:
         yield _check(f"gradients that only one arm has {when}", len(odd), 0, odd[0])
         return
     for name, first, second in _pairs(reference, candidate):
-        error, scale, _ = distance(second, first)
+        error, scale = distance(second, first)
         errors[name] = error, allowed.error(name)
-        scales[name] = scale, allowed.scale(name, error)
-        both, own = both + float(torch.sum(first * second)), own + float(torch.sum(first * first))
+        scales[name] = abs(scale), allowed.scale(name, error)
+        signed.append(scale)
     yield _worst(f"each gradient {when}", errors)
     yield _worst(f"the scale of each gradient {when}", scales)
-    overall = statistics.median(limit for _, limit in scales.values())
-    yield _check(f"the scale of all gradients {when}", abs(both / max(own, 1e-30) - 1), max(SCALE, overall / 2))
+    typical = abs(statistics.median(signed))
+    yield _check(f"the typical gradient's scale {when}", typical, allowed.typical([e for e, _ in errors.values()]))
 
 
 def _names(file: Path) -> list[str]:
@@ -178,7 +188,7 @@ def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> It
             error, scale = _of_sketches(mine, theirs)
             most = min(allowed.most * 1.5, allowed.error(name) * growth * (1 + 4 / SKETCH**0.5))
             gradients[f"{name}, {trial}"] = error, most
-            seen = allowed.scale(name, error) * growth + 5 * error / SKETCH**0.5
+            seen = min(MOST_MASKED, allowed.scale(name, error) * growth + 5 * error / SKETCH**0.5)
             scales[f"{name}, {trial}"] = scale, seen
     yield _worst("the loss of each trial", losses)
     yield _worst("each gradient of each trial", gradients)
@@ -205,13 +215,15 @@ def _updates(arm: str, testimony: Testimony, declared: Sequence[Tolerance]) -> C
                   f"{testimony.update_worst}, trial {trial}")  # fmt: skip
 
 
-def _moved(reference: Path, candidate: Path) -> Iterator[Check]:
+def _moved(reference: Path, candidate: Path, masked: bool) -> Iterator[Check]:
+    far, along = (math.inf, MOVED_SCALE_MASKED) if masked else (MOVED, MOVED_SCALE)
     errors, scales = {}, {}
     for name, first, second in _pairs(reference, candidate):
-        error, scale, _ = distance(second, first)
-        errors[name], scales[name] = (error, MOVED), (scale, MOVED_SCALE)
+        error, scale = distance(second, first)
+        errors[name], scales[name] = (error, far), (abs(scale), along)
     if errors:
-        yield _worst("how far each parameter moved", errors)
+        if not masked:
+            yield _worst("how far each parameter moved", errors)
         yield _worst("how far along the other arm's way each parameter moved", scales)
 
 

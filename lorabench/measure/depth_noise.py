@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +25,19 @@ from torch import Tensor, nn
 from lorabench.contract.arm import Arm
 from lorabench.measure.witness import without_dropout
 
+RUNS = 2  # with other rounding, of which the worse counts: one run may be near the other by chance
 SKIPPED = ("lm_head",)  # moving each of a vocabulary's logits would cost more memory than the model has
 
 
 @dataclass(frozen=True)
 class DepthNoise:
-    """Of each trained tensor (relative error, |projection - 1|) of one run against another; of the loss its relative
-    difference. `masks`: the same of two runs under dropout, where there is any."""
+    """Of each trained tensor (relative error, |projection - 1|) of one run against another, of the typical tensor the
+    |projection - 1|, with its sign kept until the median; of the loss its relative difference."""
 
     tensors: dict[str, tuple[float, float]]
+    scale: float
     loss: float
-    masks: dict[str, tuple[float, float]] | None = None
-    masks_loss: float = 0.0
+    masks: DepthNoise | None = None  # of two runs under dropout, where there is any
 
 
 class _Neighbour(torch.autograd.Function):
@@ -74,36 +77,50 @@ def other_rounding(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def measure(arm: Arm, outcome: Callable[[], tuple[float, dict[str, Tensor]]]) -> DepthNoise:
-    """`outcome` runs one forward and backward of the arm: its loss and its gradients."""
+Outcome = tuple[float, dict[str, Tensor]]  # the loss of a forward and backward, and its gradients by name
+
+
+def measure(arm: Arm, outcome: Callable[[], Outcome]) -> DepthNoise:
+    """`outcome` runs one forward and backward of the arm."""
     with without_dropout(arm.model):
-        loss, gradients = outcome()
+        plain = outcome()
         with other_rounding(arm.model):
-            other_loss, others = outcome()
-    tensors = {n: distance(others[n], g)[:2] for n, g in gradients.items()}
-    found = DepthNoise(tensors, abs(other_loss - loss) / max(abs(loss), 1e-30))
+            found = _worse([_between(plain, outcome()) for _ in range(RUNS)])
     if not any(isinstance(m, nn.Dropout) and m.p > 0 for m in arm.model.modules()):
         return found
-    loss, gradients = outcome()
-    other_loss, others = outcome()
-    masks = {n: distance(others[n], g)[:2] for n, g in gradients.items()}
-    return DepthNoise(tensors, found.loss, masks, abs(other_loss - loss) / max(abs(loss), 1e-30))
+    masked = outcome()
+    return replace(found, masks=_worse([_between(masked, outcome()) for _ in range(RUNS)]))
 
 
-def distance(value: Tensor, reference: Tensor) -> tuple[float, float, float]:
-    """(||v - r|| / ||r||, |<v, r> / <r, r> - 1|, cosine); infinite errors where the value is not finite. The projection
-    shows a wrong scale or sign, which the norm of the difference hides behind rounding."""
+def _between(one: Outcome, other: Outcome) -> DepthNoise:
+    found = {n: distance(other[1][n], g) for n, g in one[1].items()}
+    tensors = {n: (d.error, abs(d.scale)) for n, d in found.items()}
+    scale = abs(statistics.median(d.scale for d in found.values()))
+    return DepthNoise(tensors, scale, abs(other[0] - one[0]) / max(abs(one[0]), 1e-30))
+
+
+def _worse(runs: Sequence[DepthNoise]) -> DepthNoise:
+    tensors = {n: tuple(map(max, zip(*(r.tensors[n] for r in runs), strict=True))) for n in runs[0].tensors}
+    return DepthNoise(tensors, max(r.scale for r in runs), max(r.loss for r in runs))  # type: ignore[arg-type]
+
+
+class Distance(NamedTuple):
+    """Of a tensor v from a reference r: ||v - r|| / ||r||, and <v, r> / <r, r> - 1. The second shows a wrong scale or
+    sign, which the first hides behind rounding."""
+
+    error: float
+    scale: float
+
+
+def distance(value: Tensor, reference: Tensor) -> Distance:
+    """Infinite where the value is not finite."""
     value, reference = value.reshape(-1).float(), reference.reshape(-1).float()
-    square = torch.dot(reference, reference).clamp_min(1e-30)
-    numbers = torch.stack(
-        [(value - reference).norm() / square.sqrt(), torch.dot(value, reference) / square, value.norm() / square.sqrt()]
-    ).tolist()
-    error, projection, length = numbers
-    if not all(number == number and abs(number) < float("inf") for number in numbers):
-        return float("inf"), float("inf"), 0.0
-    if not float(square) > 1e-30 and not float(value.norm()):
-        return 0.0, 0.0, 1.0  # both are zero
-    return error, abs(projection - 1), projection / max(length, 1e-30)
+    square = torch.dot(reference, reference)
+    error, along, own = torch.stack([(value - reference).norm(), torch.dot(value, reference), square]).tolist()
+    if own == 0.0 and error == 0.0:
+        return Distance(0.0, 0.0)
+    found = Distance(error / max(own, 1e-30) ** 0.5, along / max(own, 1e-30) - 1)
+    return found if all(map(math.isfinite, found)) else Distance(math.inf, math.inf)
 
 
 def cached(file: Path, compute: Callable[[], DepthNoise | None]) -> DepthNoise | None:
@@ -111,7 +128,7 @@ def cached(file: Path, compute: Callable[[], DepthNoise | None]) -> DepthNoise |
     if not file.exists():
         found = compute()
         partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(None if found is None else vars(found)))
+        partial.write_text(json.dumps(None if found is None else asdict(found)))
         os.replace(partial, file)
         gc.collect()
     return read(file)
@@ -121,5 +138,8 @@ def read(file: Path) -> DepthNoise | None:
     """What `cached` put there; None where nothing is."""
     if not file.exists():
         return None
-    stored: Mapping[str, Any] | None = json.loads(file.read_text())
-    return None if stored is None else DepthNoise(**stored)
+    stored: dict[str, Any] | None = json.loads(file.read_text())
+    if stored is None:
+        return None
+    masks = stored.pop("masks")
+    return DepthNoise(**stored, masks=None if masks is None else DepthNoise(**masks))

@@ -20,7 +20,7 @@ from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.step import Step
 from lorabench.contract.workload import LEARNING_RATE
-from lorabench.measure.certificate import tolerated
+from lorabench.measure.certificate import ALONG, tolerated
 from lorabench.measure.depth_noise import distance
 from lorabench.record.schema import Check, Numerics
 
@@ -146,10 +146,11 @@ def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablatio
     turned, turned_share, scale_error, scale_allowed = "", -1.0, 0.0, 0.0
     for n, g in got.gradients.items():
         limit = _limit(max(own[n], typical), dtype, declared)
-        found, scale, _ = distance(g, gold.gradients[n])
+        found, scale = distance(g, gold.gradients[n])
+        scale = abs(scale)
         if found / limit > worst_share:
             worst, worst_share, error, allowed = n, found / limit, found, limit
-        most = _scale_limit(distance(low.gradients[n], gold.gradients[n])[1], found, declared)
+        most = _scale_limit(abs(distance(low.gradients[n], gold.gradients[n]).scale), found, declared)
         if scale / most > turned_share:
             turned, turned_share, scale_error, scale_allowed = n, scale / most, scale, most
     scale = max(abs(gold.loss), 1e-30)
@@ -173,9 +174,9 @@ def _limit(own: float, dtype: torch.dtype, declared: Sequence[Tolerance]) -> flo
 
 
 def _scale_limit(own: float, error: float, declared: Sequence[Tolerance]) -> float:
-    """What a tensor's projection may be off by, where plain PEFT's is off by `own` and its relative error is `error`. A
-    declared rounding may turn it by the square of its error; a wrong factor would be as large as the error itself."""
-    return max(SCALE, 2 * own, error**2 if any(t.grad for t in declared) else 0.0)
+    """What a tensor's projection may be off by, where plain PEFT's is off by `own` and the tensor by `error`. Of what a
+    declared rounding puts it off by a third may lie along it; of a wrong factor all of it does."""
+    return max(SCALE, 2 * own, ALONG * error if any(t.grad for t in declared) else 0.0)
 
 
 def _mismatch(gold: Outcome, got: Outcome) -> Numerics:
