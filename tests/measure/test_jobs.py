@@ -104,7 +104,7 @@ def test_two_jobs_become_a_record_with_a_gate_of_each(tmp_path):
         assert [(j.r, j.tokens.real, j.tokens.trained) for j in record.jobs.values()] == [(4, 32, 30), (8, 96, 94)]
         assert record.tokens.real == 128 and record.tokens.trained == 124
         assert all(j.numerics.passed and j.numerics.tensors == 28 for j in record.jobs.values())
-        assert all(j.numerics.full_grad_norm_error is not None for j in record.jobs.values())
+        assert all(len(j.numerics.checks) > 10 for j in record.jobs.values())
         assert all(j.tflop["backward"] > 0 for j in record.jobs.values())
     again = records[1]
     assert Record.model_validate_json(again.model_dump_json(by_alias=True, exclude_none=True)) == again

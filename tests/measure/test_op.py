@@ -84,18 +84,18 @@ def test_a_trial_has_two_phases_and_leaves_the_adapter_alone():
     assert set(done.device_ms) == set(done.host_ms) == {"forward", "backward"}
     assert done.total_ms == pytest.approx(sum(done.device_ms.values()))
     assert all(torch.equal(p, before[n]) and p.grad is not None for n, p in made.adapters())
-    made.step.clear()
+    made.kind.clear(made)
     assert made.step.x.grad is None and all(p.grad is None for _, p in made.adapters())
 
 
 def test_the_cache_is_made_cold_before_every_trial_and_before_it_starts(monkeypatch):
     made, calls = op("adapters_in_compute_dtype"), []
-    for name in ("clear", "forward", "backward"):
+    for name in ("cleared", "forward", "backward"):
         original = getattr(made.step, name)
         monkeypatch.setattr(made.step, name, lambda *a, n=name, o=original: (calls.append(n), o(*a))[1])
     monkeypatch.setattr("lorabench.measure.kinds.op.empty_l2", lambda device: calls.append("empty"))
     trial.run_trial(made, lambda phase: calls.append(f"({phase}"))
-    assert calls == ["clear", "empty", "(forward", "forward", "(backward", "backward"]
+    assert calls == ["cleared", "empty", "(forward", "forward", "(backward", "backward"]
 
 
 def test_both_arms_and_the_gate_s_gold_get_the_same_numbers():

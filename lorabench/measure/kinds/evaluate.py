@@ -38,6 +38,7 @@ class EvaluateArm(Arm):
 
     generation: dict[str, Any] = field(default_factory=dict)
     answers: list[list[int]] = field(default_factory=list)
+    evidence: dict[str, Any] = field(default_factory=dict)  # of every trial, the answers and the loss
     loss: float = 0.0
     with_cache: int = 0
 
@@ -100,18 +101,26 @@ class Evaluate(Kind):
 
     def first(self, arm: Any, run: Callable[[], Any], request: Request) -> dict[str, Any]:
         run()
-        return {"": {"answers": arm.answers, "loss": arm.loss}}
+        arm.evidence = {"answers": [arm.answers], "losses": [arm.loss]}
+        return {"": arm.evidence}
+
+    def seen(self, arm: Any, losses: dict[str, float]) -> None:
+        arm.evidence["answers"].append(arm.answers)
+        arm.evidence["losses"].append(arm.loss)
 
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype
     ) -> Numerics | None:
+        trials = list(zip(reference["answers"], candidate["answers"], strict=False))  # the first one, then the timed
         pairs = [
-            (f"token {i + 1} of answer {n + 1}", a == b)
-            for n, (first, second) in enumerate(zip(reference["answers"], candidate["answers"], strict=True))
+            (f"token {i + 1} of answer {n + 1}" + (f" of trial {t}" if t else ""), a == b)
+            for t, (ours, theirs) in enumerate(trials)
+            for n, (first, second) in enumerate(zip(ours, theirs, strict=True))
             for i, (a, b) in enumerate(zip(first, second, strict=True))
         ]
         different = [name for name, same in pairs if not same]
-        error = abs(candidate["loss"] - reference["loss"]) / max(abs(reference["loss"]), 1e-30)
+        losses = zip(reference["losses"], candidate["losses"], strict=False)
+        error = max(abs(theirs - ours) / max(abs(ours), 1e-30) for ours, theirs in losses)
         return Numerics(
             passed=not different and error <= LOSS[dtype], loss_error=error, loss_allowed=LOSS[dtype],
             worst=next(iter(different), ""), tensors=len(pairs), unequal=len(different),

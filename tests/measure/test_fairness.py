@@ -1,0 +1,105 @@
+"""Times that cannot be trusted are refused, and the reason says what was found."""
+
+import threading
+import time
+
+import pytest
+import torch
+from helpers import PEFT, arm
+
+from lorabench.measure import fairness, trial
+from lorabench.measure.fairness import Guard, Untrusted
+
+
+def done(ms, wall=None, began=0.0, host=None):
+    return trial.Trial({"all": ms}, {"all": ms if host is None else host}, {}, began, began + (wall or ms) / 1000)
+
+
+@pytest.mark.parametrize(
+    ("change", "back", "named"),
+    [
+        (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32), "dtype"),
+        (lambda: torch.set_num_threads(1), lambda: torch.set_num_threads(2), "number of threads"),
+        (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False), "determ"),
+        (lambda: torch.autograd.set_detect_anomaly(True), lambda: torch.autograd.set_detect_anomaly(False), "anomaly"),
+        (lambda: setattr(time, "perf_counter", lambda: 0.0), None, "time.perf_counter"),
+    ],
+)
+def test_what_is_changed_for_the_whole_process_is_named(change, back, named):
+    torch.set_num_threads(2)
+    guard, own = Guard(None), time.perf_counter
+    guard.check(everything=True)
+    change()
+    try:
+        with pytest.raises(Untrusted, match=rf"changed .*{named}.* for the whole process"):
+            guard.check()
+    finally:
+        (back or (lambda: setattr(time, "perf_counter", own)))()
+    guard.check(everything=True)
+
+
+def test_a_replaced_function_and_a_hook_on_the_other_arm_s_model_are_named(monkeypatch):
+    reference = arm(*PEFT)
+    guard = Guard(reference.model)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Linear, "forward", lambda self, x: x)
+        with pytest.raises(Untrusted, match=r"replaced torch.nn.modules.linear.Linear.forward"):
+            guard.check(everything=True)
+    handle = next(reference.adapters())[1].register_hook(lambda grad: grad)
+    with pytest.raises(Untrusted, match="the reference's model: base_model"):
+        guard.check(everything=True)
+    handle.remove()
+    handle = reference.model.get_submodule("base_model.model.model.layers.1").register_forward_hook(print)
+    with pytest.raises(Untrusted, match="layers.1"):
+        guard.check(everything=True)
+    handle.remove()
+
+
+def test_a_thread_of_the_candidate_s_that_computes_is_named():
+    guard, stop = Guard(None), threading.Event()
+
+    def burn():
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=burn, name="burner")
+    thread.start()
+    try:
+        before = dict(guard.busy())
+        time.sleep(0.5)
+        with pytest.raises(Untrusted, match="the thread burner computed"):
+            fairness.check_busy(before, dict(guard.busy()), 0.5)
+        fairness.check_busy(before, before, 0.5)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_work_outside_the_clock_is_seen_on_the_wall():
+    fairness.check_clock("candidate", [done(10.0, wall=12.0), done(1.0, wall=30.0, host=29.0)])
+    with pytest.raises(Untrusted, match="trial 2 of the candidate took 40 ms of which its clock saw 10"):
+        fairness.check_clock("candidate", [done(10.0), done(10.0, wall=40.0)])
+
+
+def test_a_reference_that_became_slower_is_seen():
+    alone = [done(ms) for ms in (11.0, 10.0, 12.0)]
+    fairness.check_slowed(alone, [done(14.0), done(40.0)], "cuda")
+    with pytest.raises(Untrusted, match="slows it down"):
+        fairness.check_slowed(alone, [done(16.0), done(17.0)], "cuda")
+    fairness.check_slowed(alone[:1], [done(99.0)], "cuda")
+
+
+def test_an_arm_that_is_faster_after_the_other_one_is_seen():
+    early, late = [done(10.0 + i / 10) for i in range(8)], [done(5.0 + i / 10) for i in range(8)]
+    with pytest.raises(Untrusted, match="as fast after the other arm's trial"):
+        fairness.check_order("candidate", early, late)
+    fairness.check_order("candidate", late, early)
+    fairness.check_order("candidate", early[:3], late[:3])
+
+
+def test_what_a_model_s_forward_hangs_on_is_noticed():
+    made = arm(*PEFT)
+    before = fairness.of_model(made.model)
+    assert fairness.difference(before, fairness.of_model(made.model)) is None
+    next(made.adapters())[1].requires_grad_(False)
+    assert "lora_A" in str(fairness.difference(before, fairness.of_model(made.model)))
