@@ -112,6 +112,91 @@ class ZeroGrad(torch.optim.AdamW):
             self.then()
 
 
+class WorkInTheSetter(Outside):
+    name = "work_in_the_setter"
+    summary = "the whole step is done where a parameter's gradient is set to None, by anybody"
+
+    class Wrapper(Outside.Wrapper):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner)
+            self.kept: list[Any] = []
+            if self.full:
+                last: Any = self.params[-1]
+                last.__class__ = Sneaky
+                last.then = self.work
+
+        def work(self) -> None:
+            super().work()
+            self.kept = [p.grad for p in self.params]
+
+        def backward(self, loss: Tensor) -> None:
+            super().backward(loss)
+            for p, grad in zip(self.params, self.kept, strict=False):
+                p.grad = grad
+
+
+class Sneaky(torch.nn.Parameter):
+    then: Callable[[], None] | None = None
+
+    @property
+    def grad(self) -> Any:
+        return torch.Tensor.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        torch.Tensor.grad.__set__(self, value)
+        if value is None and self.then:
+            self.then()
+
+
+class WorkInTheFilling(Outside):
+    name = "work_in_the_filling"
+    summary = "the whole step is done where somebody writes new tokens into its batches"
+
+    class Wrapper(Outside.Wrapper):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner)
+            if self.full:
+                self.batches = [replace(batch, inputs=Inputs(batch.inputs, self.work)) for batch in inner.batches]
+
+        def work(self) -> None:
+            plain = {name: x.as_subclass(torch.Tensor) for name, x in self.batches[0].inputs.items()}
+            loss = self.inner.forward(replace(self.batches[0], inputs=plain))
+            self.inner.backward(loss)
+            self.inner.update()
+            self.loss = same(loss)
+
+
+class Inputs(dict[str, Any]):
+    """Calls `then` when an entry is replaced or its tensor written to."""
+
+    def __init__(self, inputs: dict[str, Any], then: Callable[[], None]) -> None:
+        super().__init__({name: x.as_subclass(Told) for name, x in inputs.items()})
+        self.then = then
+        for x in self.values():
+            x.then = then
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.then()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        self.then()
+
+
+class Told(torch.Tensor):
+    then: Callable[[], None] | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.copy_, torch.Tensor.__setitem__, torch.Tensor.fill_) and isinstance(args[0], Told):
+            args[0].then and args[0].then()
+        return result
+
+
 class WorkInTheBarrier(Outside):
     name = "work_in_the_barrier"
     summary = "the whole step is done in the barrier before the first mark, which audit has put there"
@@ -351,13 +436,13 @@ class ClockClass(SlowClock):
 
 class PhasesLeftOut(Cheat):
     name = "phases_left_out"
-    summary = "says of its full arm that it has no update"
+    summary = "says after the first step that it has no update"
     caught = "phase"
     status = UNTRUSTED
 
     class Wrapper(Turns):
-        def __init__(self, inner: Any) -> None:
-            super().__init__(inner)
+        def update(self) -> None:
+            super().update()
             self.updates = not self.full
 
 

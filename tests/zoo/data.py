@@ -145,7 +145,7 @@ class Window(Cheat):
     name = "window"
     summary = "no token sees more than the 256 before it"
     caught = "gradient"
-    command = ("workload=1x300",)
+    command = ("workload=1x300", "dtype=bfloat16")
 
     def patch(self, model: Any) -> int:
         def near(module: Any, args: Any, kwargs: Any) -> Any:

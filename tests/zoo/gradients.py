@@ -205,16 +205,13 @@ class DetachedBelow(Cheat):
 
 class DetachedBranch(Cheat):
     name = "detached_branch"
-    summary = "the attention below the second layer passes no gradient on to the layers above it"
+    summary = "the MLPs' gates below the second layer pass no gradient on to the layers above them"
     caught = "gradient"
     command = BFLOAT16
 
     def patch(self, model: Any) -> int:
-        def cut(module: Any, args: Any, kwargs: Any) -> Any:
-            return args, kwargs | {"hidden_states": kwargs["hidden_states"].detach()}
-
         for layer in layers(model)[2:]:
-            layer.self_attn.register_forward_pre_hook(cut, with_kwargs=True)
+            layer.mlp.gate_proj.register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
         return len(layers(model)[2:])
 
 
@@ -232,6 +229,19 @@ class TruncatedBackward(Cheat):
                 return self.inner.forward(batch)
             finally:
                 cut.remove()
+
+
+class ReferenceMadeAlike(TruncatedBackward):
+    name = "reference_made_alike"
+    summary = "backward ends at the last layer, and hooks on the reference leave it no other gradients either"
+    caught = "hook"
+
+    def patch(self, model: Any) -> None:
+        for other in others(model) if is_full(model) else ():
+            for layer in layers(other)[:-1]:
+                for p in layer.parameters():
+                    if p.requires_grad:
+                        p.register_hook(torch.zeros_like)
 
 
 class Halved(Cheat):

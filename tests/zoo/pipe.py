@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -69,45 +70,35 @@ class ForgedAtOnce(Cheat):
         os._exit(0)
 
 
-class ForgedSend(Cheat):
-    name = "forged_send"
-    summary = "the pipe's send divides the candidate's times by thirty on the way"
+class OnTheWay(Cheat):
+    """Base: the answer is changed in the pipe, where it is bytes already."""
+
     caught = "answer"
     status = ("untrusted",)
+    arm, factor = "candidate", 1 / 30
 
     class Wrapper(Turns):
         def forward(self, batch: Any) -> Tensor:
             if self.full and self.taken == 0:
                 connection: Any = pipe()
-                send = connection.send
-                connection.send = lambda message: send(forged(message))
+                send = connection._send_bytes
+                connection._send_bytes = lambda data: send(self.forged(bytes(data)))
             return self.inner.forward(batch)
 
+        def forged(self, data: bytes) -> bytes:
+            message = pickle.loads(data)  # noqa: S301
+            if message[0] == "result":
+                arm = message[2].arms[self.cheat.arm]
+                arm.times = {phase: [self.cheat.factor * ms for ms in found] for phase, found in arm.times.items()}
+            return pickle.dumps(message)
 
-def forged(message: Any) -> Any:
-    if message[0] == "result":
-        candidate = message[2].arms["candidate"]
-        candidate.times = {phase: [ms / 30 for ms in found] for phase, found in candidate.times.items()}
-    return message
+
+class ForgedOnTheWay(OnTheWay):
+    name = "forged_on_the_way"
+    summary = "the candidate's times are divided by thirty in the pipe"
 
 
-class ForgedReference(Cheat):
+class ForgedReference(OnTheWay):
     name = "forged_reference"
-    summary = "the pipe's send makes the reference slower on the way"
-    caught = "answer"
-    status = ("untrusted",)
-
-    class Wrapper(Turns):
-        def forward(self, batch: Any) -> Tensor:
-            if self.full and self.taken == 0:
-                connection: Any = pipe()
-                send = connection.send
-
-                def slower(message: Any) -> None:
-                    if message[0] == "result":
-                        reference = message[2].arms["reference"]
-                        reference.times = {phase: [3 * ms for ms in found] for phase, found in reference.times.items()}
-                    send(message)
-
-                connection.send = slower
-            return self.inner.forward(batch)
+    summary = "the reference's times are three times as long when they come out of the pipe"
+    arm, factor = "reference", 3.0

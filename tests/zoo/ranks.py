@@ -54,7 +54,8 @@ class Rank1Idles(Ranked):
 
     class Wrapper(Turns):
         def forward(self, batch: Any) -> Tensor:
-            self.innermost.call.require_backward_grad_sync = not self.late
+            ddp = self.innermost.call
+            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = not self.late
             if not self.late or on_rank_0():
                 self.loss = self.inner.forward(batch)
             return self.loss if self.loss.requires_grad else same(self.loss)

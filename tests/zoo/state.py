@@ -499,3 +499,17 @@ class BurningChild(Burner):
         def burn(self, on: bool) -> None:
             for child in self.children:
                 child.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+
+
+class Interrupted(Burner):
+    name = "interrupted"
+    summary = "a timer's signal interrupts the reference every millisecond"
+    caught = "timer"
+
+    class Wrapper(Burner.Wrapper):
+        def light(self) -> None:
+            signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(0.001))
+
+        def burn(self, on: bool) -> None:
+            every = 0.002 if on else 0.0
+            signal.setitimer(signal.ITIMER_REAL, every, every)

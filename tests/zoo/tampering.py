@@ -31,7 +31,7 @@ class Tampers(Cheat):
 
 class JudgeAlwaysPasses(Tampers):
     name = "judge_always_passes"
-    summary = "the gate's verdict is always that it passed, and no step ever has a backward"
+    summary = "the gate's verdict is always that it passed; there is no backward but in the step that is audited"
 
     def tamper(self) -> None:
         from lorabench.measure import numerics
@@ -42,7 +42,8 @@ class JudgeAlwaysPasses(Tampers):
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
-            pass
+            if self.full and self.taken == 0:
+                self.inner.backward(loss)
 
 
 class NothingDiffers(Tampers):

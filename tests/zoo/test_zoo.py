@@ -13,13 +13,19 @@ CHEATS = [name for name in ORDER if issubclass(ANIMALS[name], Cheat)]
 HONEST = [name for name in ORDER if issubclass(ANIMALS[name], Honest)]
 
 
+def each(names: list[str]) -> pytest.MarkDecorator:
+    on_gpu = {name for name in names if ANIMALS[name].requires.device == "cuda"}
+    marked = [pytest.param(name, marks=pytest.mark.gpu) if name in on_gpu else name for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
 def test_every_toggle_says_its_trick_and_every_cheat_what_it_is_caught_by():
     assert len(CHEATS) >= 40 and len(HONEST) >= 6
     assert not [name for name in ORDER if not ANIMALS[name].summary]
     assert not [name for name in CHEATS if not ANIMALS[name].caught or "ok" in ANIMALS[name].status]
 
 
-@pytest.mark.parametrize("name", CHEATS)
+@each(CHEATS)
 def test_a_cheat_gets_no_time(record_of, name):
     record, cheat = record_of(name), ANIMALS[name]
     assert record.status in cheat.status, f"{name} is {record.status}: {record.reason}"
@@ -27,7 +33,7 @@ def test_a_cheat_gets_no_time(record_of, name):
     assert record.phases is None
 
 
-@pytest.mark.parametrize("name", HONEST)
+@each(HONEST)
 def test_an_honest_toggle_is_measured(record_of, name):
     record, honest = record_of(name), ANIMALS[name]
     assert record.status == "ok", record.reason
