@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.cheat import Cheat, Turns, same
+from zoo.cheat import Cheat, Turns, is_full, same
 
 UNTRUSTED = ("untrusted", "wrong_numerics")
 
@@ -112,15 +112,28 @@ class ZeroGrad(torch.optim.AdamW):
             self.then()
 
 
-class WorkInTheSetter(Outside):
+class Later(Outside):
+    """Base: the full arm's first step is an honest one."""
+
+    class Wrapper(Outside.Wrapper):
+        @property
+        def full(self) -> bool:
+            return super().full and self.taken > 0
+
+        def update(self) -> None:
+            super().update()
+            self.taken += 1
+
+
+class WorkInTheSetter(Later):
     name = "work_in_the_setter"
     summary = "the whole step is done where a parameter's gradient is set to None, by anybody"
 
-    class Wrapper(Outside.Wrapper):
+    class Wrapper(Later.Wrapper):
         def __init__(self, inner: Any) -> None:
             super().__init__(inner)
             self.kept: list[Any] = []
-            if self.full:
+            if is_full(self.model):
                 last: Any = self.params[-1]
                 last.__class__ = Sneaky
                 last.then = self.work
@@ -149,14 +162,14 @@ class Sneaky(torch.nn.Parameter):
             self.then()
 
 
-class WorkInTheFilling(Outside):
+class WorkInTheFilling(Later):
     name = "work_in_the_filling"
     summary = "the whole step is done where somebody writes new tokens into its batches"
 
-    class Wrapper(Outside.Wrapper):
+    class Wrapper(Later.Wrapper):
         def __init__(self, inner: Any) -> None:
             super().__init__(inner)
-            if self.full:
+            if is_full(self.model):
                 self.batches = [replace(batch, inputs=Inputs(batch.inputs, self.work)) for batch in inner.batches]
 
         def work(self) -> None:
@@ -164,6 +177,7 @@ class WorkInTheFilling(Outside):
             loss = self.inner.forward(replace(self.batches[0], inputs=plain))
             self.inner.backward(loss)
             self.inner.update()
+            self.taken += 1
             self.loss = same(loss)
 
 

@@ -48,14 +48,18 @@ class LyingEvents(Cheat):
     requires = ON_A_GPU
 
     class Wrapper(Turns):
-        stepped = False
+        left = 0  # how many of the next spans are ours
+
+        def lie(self, real: Callable[..., float], a: Any, b: Any) -> float:
+            self.left -= 1
+            return real(a, b) / (10 if self.left >= 0 else 1)
 
         def update(self) -> None:
             if self.full and self.taken == 0:
                 elapsed = torch.cuda.Event.elapsed_time
-                torch.cuda.Event.elapsed_time = lambda a, b: elapsed(a, b) / (10 if self.stepped else 1)
+                torch.cuda.Event.elapsed_time = lambda a, b: self.lie(elapsed, a, b)
             super().update()
-            self.stepped = True
+            self.left = 3
 
 
 class NobodyWaits(Cheat):

@@ -50,15 +50,19 @@ class NoReduction(Ranked):
 
 class Rank1Idles(Ranked):
     name = "rank_1_idles"
-    summary = "the other rank does nothing after the first step, and rank 0 counts its own share twice"
+    summary = "the other rank does nothing after the second step, and rank 0 counts its own share twice"
 
     class Wrapper(Turns):
+        @property
+        def late(self) -> bool:
+            return self.full and self.taken > 1  # DDP makes its buckets anew in the second step, all ranks together
+
         def forward(self, batch: Any) -> Tensor:
             ddp = self.innermost.call
             ddp.require_backward_grad_sync = ddp.require_forward_param_sync = not self.late
             if not self.late or on_rank_0():
                 self.loss = self.inner.forward(batch)
-            return self.loss if self.loss.requires_grad else same(self.loss)
+            return self.loss
 
         def backward(self, loss: Tensor) -> None:
             if not self.late or on_rank_0():
