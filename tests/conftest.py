@@ -8,7 +8,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two c
 
 import pytest
 
-LONGEST = ("test_interpreter", "test_ranks", "test_faults", "test_outcomes", "test_weights", "test_ray_queue")
+LONGEST = (
+    "test_zoo",
+    "test_interpreter",
+    "test_ranks",
+    "test_faults",
+    "test_outcomes",
+    "test_weights",
+    "test_ray_queue",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,30 @@ def sweep(*overrides: str, cwd: Path, **kwargs: Any) -> subprocess.CompletedProc
     """Run `python -m lorabench.sweep` as a user would."""
     command = [sys.executable, "-m", "lorabench.sweep", *overrides]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False, **kwargs)
+
+
+def installed(folder: Path, package: str, files: Mapping[str, Path], points: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which a third party's package of toggles is installed, really: a wheel, pip, entry points.
+
+    `files` by their place in the package, `points` the class of each toggle as `module:Class`.
+    """
+    wheel = folder / f"{package}-1.0-py3-none-any.whl"
+    info = f"{package}-1.0.dist-info"
+    lines = "".join(f"{name} = {where}\n" for name, where in points.items())
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, file in files.items():
+            archive.write(file, name)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/entry_points.txt", f"[lorabench.ablations]\n{lines}")
+        archive.writestr(f"{info}/RECORD", "")
+    site = folder / "site"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site, wheel]
+    subprocess.run(command, check=True, capture_output=True)
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
 
 
 class InProcess:

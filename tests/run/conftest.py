@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from helpers import installed
 
 NAMES = {
     "polite": "Polite", "leaky": "Leaky", "grumpy": "Grumpy", "greedy": "Greedy", "hang": "Hang", "killed": "Killed",
@@ -22,20 +19,6 @@ NAMES = {
 @pytest.fixture(scope="session")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which the package is installed."""
-    folder = tmp_path_factory.mktemp("plugin")
-    wheel = folder / "plugin_toggles-1.0-py3-none-any.whl"
-    info = "plugin_toggles-1.0.dist-info"
-    points = "".join(f"{name} = plugin_toggles:{cls}\n" for name, cls in NAMES.items())
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.write(Path(__file__).with_name("plugin_toggles.py"), "plugin_toggles.py")
-        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: plugin-toggles\nVersion: 1.0\n")
-        file.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        file.writestr(f"{info}/entry_points.txt", f"[lorabench.ablations]\n{points}")
-        file.writestr(f"{info}/RECORD", "")
-    site = folder / "site"
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site, wheel]
-    subprocess.run(command, check=True, capture_output=True)
-    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+    file = Path(__file__).with_name("plugin_toggles.py")
+    points = {name: f"plugin_toggles:{cls}" for name, cls in NAMES.items()}
+    return installed(tmp_path_factory.mktemp("plugin"), "plugin_toggles", {file.name: file}, points)

@@ -1,0 +1,131 @@
+"""Harness tampering: toggles that change the code that judges them."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from zoo.cheat import Cheat, Turns
+
+
+class Tampers(Cheat):
+    """Base: leaves backward out altogether in the full arm, and changes the harness so that it does not see it."""
+
+    caught = "harness"
+    status = ("untrusted", "wrong_numerics")
+
+    def tamper(self) -> None:
+        raise NotImplementedError
+
+    def patch(self, model: Any) -> None:
+        self.tamper()
+
+    class Wrapper(Turns):
+        def backward(self, loss: Tensor) -> None:
+            if not self.late:
+                self.inner.backward(loss)
+
+
+class JudgeAlwaysPasses(Tampers):
+    name = "judge_always_passes"
+    summary = "the gate's verdict is always that it passed; there is no backward but in the step that is audited"
+
+    def tamper(self) -> None:
+        from lorabench.measure import numerics
+
+        judge, agree = numerics.judge, numerics.agree
+        numerics.judge = lambda *args: judge(*args).model_copy(update={"passed": True})
+        numerics.agree = lambda *args: agree(*args).model_copy(update={"passed": True})
+
+    class Wrapper(Turns):
+        def backward(self, loss: Tensor) -> None:
+            if self.full and self.taken == 0:
+                self.inner.backward(loss)
+
+
+class NothingDiffers(Tampers):
+    name = "nothing_differs"
+    summary = "the relative error of anything is zero"
+
+    def tamper(self) -> None:
+        from lorabench.measure import numerics
+
+        for name in ("relative", "projection", "sketch"):
+            if hasattr(numerics, name):
+                setattr(numerics, name, lambda *args: 0.0)
+
+
+class TrialsShrink(Tampers):
+    name = "trials_shrink"
+    summary = "the timing loop's trial of a candidate is thirty times as short"
+
+    def tamper(self) -> None:
+        from lorabench.measure import trial
+
+        run = trial.run_trial
+        if run.__name__ != "run_trial":
+            return
+
+        def shorter(arm: Any, *args: Any) -> Any:
+            done = run(arm, *args)
+            if arm.name == "reference":
+                return done
+            return replace(done, device_ms={phase: ms / 30 for phase, ms in done.device_ms.items()})
+
+        trial.run_trial = shorter
+
+
+class MeasurementShrinks(Tampers):
+    name = "measurement_shrinks"
+    summary = "the measurement's own way from trials to times divides the faster arm's"
+
+    def tamper(self) -> None:
+        from lorabench.measure.cell import Measurement
+
+        measurement: Any = next(o for o in gc.get_objects() if isinstance(o, Measurement))
+        times = measurement._times
+        asked: list[int] = []
+
+        def shorter(done: Any) -> dict[str, list[float]]:
+            asked.append(1)
+            return {phase: [ms / len(asked) ** 4 for ms in found] for phase, found in times(done).items()}
+
+        if "_times" not in vars(measurement):
+            measurement._times = shorter
+
+
+class CheckerLeftOut(Tampers):
+    name = "checker_left_out"
+    summary = "every function of the harness's modules whose name says that it checks something does nothing"
+
+    def tamper(self) -> None:
+        import lorabench.measure as package
+        from lorabench.measure import cell, gradient_kind, numerics, trial
+
+        words = ("check", "compare", "verify", "refer", "agree", "watch")
+        for module in (package, cell, gradient_kind, numerics, trial):
+            for name, value in list(vars(module).items()):
+                if callable(value) and not isinstance(value, type) and any(w in name.lower() for w in words):
+                    setattr(module, name, lambda *args, **kwargs: None)
+
+
+class StatisticsInTheSweep(Cheat):
+    name = "statistics_in_the_sweep"
+    summary = "asked for its label in the sweep's own process, replaces the function that makes the ratio"
+    caught = "ratio"
+    status = ("untrusted",)
+    alone = True
+
+    @property
+    def label(self) -> str:
+        from lorabench.run import runner
+
+        ratio = runner.speedup
+        if ratio.__name__ == "speedup":
+            runner.speedup = lambda reference, candidate, *, paired: ratio(
+                [30 * ms for ms in reference], candidate, paired=paired
+            )
+        return super().label

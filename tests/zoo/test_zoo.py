@@ -1,0 +1,42 @@
+"""No cheat gets a time, and nobody who is honest is refused one."""
+
+from __future__ import annotations
+
+import pytest
+
+from zoo.cheat import Cheat, Honest
+from zoo.menagerie import animals, groups
+
+ANIMALS = animals()
+ORDER = [name for group in groups(ANIMALS) for name in group]  # those of one sweep after one another
+CHEATS = [name for name in ORDER if issubclass(ANIMALS[name], Cheat)]
+HONEST = [name for name in ORDER if issubclass(ANIMALS[name], Honest)]
+
+
+def each(names: list[str]) -> pytest.MarkDecorator:
+    on_gpu = {name for name in names if ANIMALS[name].requires.device == "cuda"}
+    marked = [pytest.param(name, marks=pytest.mark.gpu) if name in on_gpu else name for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
+def test_every_toggle_says_its_trick_and_every_cheat_what_it_is_caught_by():
+    assert len(CHEATS) >= 40 and len(HONEST) >= 6
+    assert not [name for name in ORDER if not ANIMALS[name].summary]
+    assert not [name for name in CHEATS if not ANIMALS[name].caught or "ok" in ANIMALS[name].status]
+
+
+@each(CHEATS)
+def test_a_cheat_gets_no_time(record_of, name):
+    record, cheat = record_of(name), ANIMALS[name]
+    assert record.status in cheat.status, f"{name} is {record.status}: {record.reason}"
+    assert cheat.caught.lower() in record.reason.lower()
+    assert record.phases is None
+
+
+@each(HONEST)
+def test_an_honest_toggle_is_measured(record_of, name):
+    record, honest = record_of(name), ANIMALS[name]
+    assert record.status == "ok", record.reason
+    assert record.pairing == honest.pairing
+    if honest.at_most:
+        assert record.phases["total"].speedup < honest.at_most
