@@ -123,6 +123,7 @@ class Source(Strict):
     """Where claims come from. `kind`: of those claims that name none."""
 
     id: str
+    name: str  # short, for tables
     title: str
     publisher: str
     date: str | None = None

@@ -258,6 +258,7 @@ def test_an_average_and_a_maximum_stand_beside_ours_over_the_same_cells(record):
         "lora_kernels, maximum of 2 cells",
         "lora_kernels, average of 2 cells",
     ]
+    assert {r[4] for r in claim_rows(Analysis(cells))} == {"below (in place of lorafusion)"}
     lost = frame(cells[2:])
     assert set(lost["status"]) == {"crash"}
     assert lost["measured"].isna().all()
@@ -275,7 +276,7 @@ def test_a_claim_stands_beside_records_of_its_kind(record):
 
 
 def test_a_model_may_be_a_pattern(record):
-    source = {"id": "s", "title": "t", "publisher": "p", "hardware": "h", "protocol": "p", "kind": "op"}
+    source = {"id": "s", "name": "n", "title": "t", "publisher": "p", "hardware": "h", "protocol": "p", "kind": "op"}
     claim = a_claim(quantity="forward_speedup", model="linear-*")
     sources = [claims.Source.model_validate(source | {"claims": [claim]})]
     cells = [record(["x"], model=m, kind="op") for m in ("linear-8x8", "norm-linear-8x8")]
