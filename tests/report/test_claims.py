@@ -139,7 +139,7 @@ def test_three_kernels_together_match_but_one_alone_does_not(record):
     assert not found([record(three[:1])])
 
 
-QLORA = ("nf4_base", "sdpa", "padding", "adamw_fused")
+QLORA = ("nf4_base", "sdpa", "padding", "adamw_fused", "auto_batch_size")
 
 
 def test_checkpointing_on_is_the_inverse_of_the_claim_for_off(record):
@@ -165,7 +165,10 @@ def test_against_another_baseline_nothing_is_said_to_be_within(record):
     (first,), (second,) = found([same]), found([other])
     assert (claims.outcome(first, Contrasts()), claims.outcome(second, Contrasts())) == ("within", "")
     rows = claim_rows(Analysis([same, other]))
-    assert [r[4] for r in rows] == ["within", "against another baseline: without nf4_base + adamw_fused, with adamw"]
+    assert [r[4] for r in rows] == [
+        "within",
+        "against another baseline: without nf4_base + adamw_fused + auto_batch_size, with adamw",
+    ]
 
 
 def test_how_a_claim_stands(record):
