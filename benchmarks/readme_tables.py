@@ -196,8 +196,8 @@ def _of_source(source: Source, results: Results) -> str:
 
 def duels(results: Results) -> str:
     """README's table: our fastest row of each model and workload against the fastest of anybody else."""
-    heads = ["model, batch × length", "best peer", "ours", "ms, peer → ours", "faster by [95 %]", "GiB, peer → ours"]
-    heads += ["of the limit, peer → ours"]
+    heads = ["model, batch × length", "best peer", "ours", "ms, peer → ours", "faster by [95 %]", "interval is of"]
+    heads += ["GiB, peer → ours", "of the limit, peer → ours"]
     return grid(heads, [_duel(results.folders[folder], folder, *at) for folder, *at in DUELS])
 
 
@@ -212,7 +212,13 @@ def _duel(analysis: Analysis, folder: str, model: str, workload: str) -> list[st
     rows = [analysis.row(r) for r in (peer, ours)]
     both = lambda column, show: " → ".join(show(row.get(column, math.nan)) for row in rows)  # noqa: E731
     took, held = both("total_candidate_ms", number), both("candidate_peak_gib", number)
-    return [where, _name(peer), _name(ours), took, faster, held, both("of_limit", share)]
+    return [where, _name(peer), _name(ours), took, faster, _sessions(rows), held, both("of_limit", share)]
+
+
+def _sessions(rows: Sequence[Row]) -> str:
+    """Of how many sessions the rows are; tables of before `repeat=` do not say, and have one."""
+    fewest = min(int(row.get("sessions", 1)) for row in rows)
+    return "one session" if fewest == 1 else f"{fewest} sessions"
 
 
 def _rows(analysis: Analysis, model: str, workload: str) -> list[Record]:
