@@ -30,28 +30,33 @@ def claim_tables(analysis: Analysis) -> list[AnyTable]:
 
 
 def _side_by_side(source: Source, found: Sequence[Match], analysis: Analysis) -> AnyTable | None:
-    """A row a claim and cell, a column a candidate (and reference); None where no claim meets two candidates."""
+    """A row a claim and cell, a column a candidate and reference; None where no claim meets two of these."""
     titles = {id(r): group.title for group in analysis.groups for r in group.records}
     order, claims = {id(r): i for i, r in enumerate(analysis.records)}, {id(c): i for i, c in enumerate(source.claims)}
-    rows: dict[tuple[int, str], dict[str, str]] = {}
+    columns: dict[tuple[str, ...], str] = {}
+    rows: dict[tuple[int, str], tuple[list[str], dict[tuple[str, ...], str]]] = {}
     for m in sorted(found, key=lambda m: (claims[id(m.claim)], order[id(m.record)])):
         place = f"{m.record.model} @ {m.record.workload}"
-        column = toggles(m.record) + titles[id(m.record)].removeprefix(place)
-        head = {"model @ workload": place, "quantity": _quantity(m.claim.quantity)}
-        head["published"] = _range(m.claim.low, m.claim.high)
-        rows.setdefault((claims[id(m.claim)], place), head)[column] = _beside(m, analysis.contrasts)
-    headings = list(dict.fromkeys(itertools.chain(*rows.values())))
-    if any(m.inverted for m in found) or max(map(len, rows.values())) < 5:  # the three headings and two candidates
+        column = (toggles(m.record), *m.record.reference)
+        against = f", {_other_baseline(m.differs)}" if m.differs else titles[id(m.record)].removeprefix(place)
+        columns.setdefault(column, toggles(m.record) + against)
+        head = [place, _quantity(m.claim.quantity), _range(m.claim.low, m.claim.high)]
+        rows.setdefault((claims[id(m.claim)], place), (head, {}))[1][column] = _beside(m, analysis.contrasts)
+    if any(m.inverted for m in found) or max(len(cells) for _, cells in rows.values()) < 2:
         return None
     caption = f"{source.title} ({source.publisher}; {source.hardware}): published beside measured"
-    return caption, headings, [[row.get(c, "") for c in headings] for row in rows.values()]
+    headings = ["model @ workload", "quantity", "published", *columns.values()]
+    return caption, headings, [[*head, *(cells.get(c, "") for c in columns)] for head, cells in rows.values()]
 
 
 def _beside(m: Match, contrasts: Contrasts) -> str:
     value, low, high = measured(m.record, m.claim, contrasts)
     missing = "not measured here" if m.record.status == "ok" else m.record.status
-    said = " ".join(x for x in (outcome(m, contrasts), "" if m.same_baseline else "(other reference)") if x)
-    return f"{ratio(value, low, high)} {said}".strip() if math.isfinite(value) else missing
+    return f"{ratio(value, low, high)} {outcome(m, contrasts)}".strip() if math.isfinite(value) else missing
+
+
+def _other_baseline(differs: str) -> str:
+    return f"against another baseline: {differs}"
 
 
 def _quantity(name: str) -> str:
@@ -68,14 +73,15 @@ def claim_rows(analysis: Analysis, but: Collection[str] = ()) -> list[list[str]]
     for c in claims_frame(analysis.matches, analysis.contrasts).to_dict("records"):
         if c["source"] in but:
             continue
-        remarks = ["inverted: the source switches it off"] if c["inverted"] else []
-        remarks += [] if c["same_baseline"] else ["other reference"]
+        remarks = ["inverted: the source goes the other way"] if c["inverted"] else []
+        remarks += [f"in place of {c['stands_for']}"] if c["stands_for"] else []
+        said = _other_baseline(c["baseline_differs"]) if c["baseline_differs"] else c["outcome"]
         found = ratio(c["measured"], c["measured_low"], c["measured_high"]) if math.isfinite(c["measured"]) else ""
         missing = "not measured here" if c["status"] == "ok" else c["status"]
         rows.append([
             f"{c['toggles']}, {' @ '.join(filter(None, (c['model'], c['workload'])))}", _quantity(c["quantity"]),
             _range(c["claimed_low"], c["claimed_high"]), found or missing,
-            " ".join([c["outcome"], *(f"({r})" for r in remarks)]).strip(),
+            " ".join([said, *(f"({r})" for r in remarks)]).strip(),
             f"{c['baseline']}; {c['hardware']}", c["source"],
         ])  # fmt: skip
     return rows

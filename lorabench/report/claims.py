@@ -1,13 +1,17 @@
 """Published numbers, one file a source in claims/*.yaml, and which of our records stand beside them.
 
-A claim is a comparison: `reference` → `candidate`, both as toggles, so that its direction is written out and never
-guessed: "switching checkpointing off is 25–35 % faster" has reference [gradient_checkpointing] and candidate [].
+A claim is a comparison of two arms, `reference` → `candidate`, both as complete lists of toggles, so that its direction
+and its baseline are written out and never guessed: "switching checkpointing off is 25–35 % faster" has a reference with
+gradient_checkpointing and a candidate without. A record stands beside a claim if it tests the same toggles. Only if its
+reference is the claim's too do the two numbers compare; else the record says how its baseline differs. A claim that
+nothing can stand beside is `open`, with the reason.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
@@ -24,11 +28,17 @@ from lorabench.report.contrasts import Contrasts, toggles
 # A quantity is `{phase}_{measure}`: of a phase of the claim's kind, of the total, or of the peak over all phases.
 SPEEDUP, SAVED, HELD = "speedup", "memory_saved_pct", "memory_gb"
 PEAK = "peak"
+MORE, LESS = "more", "less"
+BETTER = {SPEEDUP: MORE, SAVED: MORE, HELD: LESS}  # which way a measure is better
 # What sources also state. No record holds these, unless the claim says of which phase they are.
-OTHER_QUANTITIES = (
-    "attention_speedup", "kernel_speedup", "load_speedup", "tokens_s", "latency_h", "gpu_utilization_pct",
-    "memory_traffic_saved_pct", "pipeline_bubble_pct", "minutes_saved_per_checkpoint",
-)  # fmt: skip
+OTHER_QUANTITIES = {
+    "attention_speedup": MORE, "kernel_speedup": MORE, "load_speedup": MORE, "tokens_s": MORE, "latency_h": LESS,
+    "latency_days": LESS, "gpu_utilization_pct": MORE, "memory_traffic_saved_pct": MORE, "pipeline_bubble_pct": LESS,
+    "minutes_saved_per_checkpoint": MORE, "quantizing_s": LESS, "partition_gb": LESS, "cost_usd": LESS,
+    "jobs_that_fit": MORE, "jobs_that_fit_ratio": MORE,
+}  # fmt: skip
+# How a number is printed → the same as a ratio of two times; every other unit is kept as it is.
+AS_RATIO = {"x": lambda n: n, "% faster": lambda n: (100 + n) / 100, "% less time": lambda n: 100 / (100 - n)}
 
 TOGETHER = ("average", "maximum")
 UNKNOWN = (math.nan, math.nan, math.nan)
@@ -39,48 +49,81 @@ class Strict(BaseModel):
 
 
 class Claim(Strict):
-    """One published number (low = high) or range: `reference` and `candidate` are what tells the arms apart."""
+    """One published number, or a range of two, in the source's own words, and what would have to be measured for it."""
 
+    id: str  # within its source
+    wording: str  # the source's own words, letter by letter; the numbers stand in it
+    printed: list[float] = Field(min_length=1, max_length=2)  # as the source prints them
+    unit: Literal["x", "% faster", "% less time", "%", "h", "days", "min", "s", "GB", "token/s", "jobs", "$"]
     quantity: str
     kind: str = ""  # of cell that can stand beside it; the source's where the claim names none
     phase: str | None = None  # that the quantity is of, where its name does not say it
-    low: float
-    high: float
-    statistic: Literal["average", "range", "maximum", "single run"]
-    wording: str  # the source's own words
+    of: str | None = None  # what was measured, where the source tells several apart
+    statistic: Literal["average", "range", "maximum", "at least", "single run"]
     baseline: str  # what it was compared with, in words
-    reference: list[str] = Field(default_factory=list)
-    candidate: list[str] = Field(default_factory=list)
-    equivalents: list[list[str]] = Field(default_factory=list)  # other toggles that stand for `candidate`
+    reference: list[str] = Field(default_factory=list)  # the baseline's toggles, all of them
+    candidate: list[str] = Field(default_factory=list)  # the candidate's, all of them
+    equivalents: list[list[str]] = Field(default_factory=list)  # toggles that stand for those which the candidate adds
+    may_hold: list[str] = Field(default_factory=list)  # toggles of a record's reference that change nothing about it
     model: str | None = None  # only records of this model, or of models like this pattern (*, ?)
     over: list[str] = Field(default_factory=list)  # models over whose cells it is the average or the maximum
     note: str | None = None  # how we read an ambiguous wording
-    unmatched: str | None = None  # why no record can stand beside it (yet)
+    caveat: str | None = None  # where the source disagrees with itself or with its own data
+    same_as: str | None = None  # id of a claim of the source that states the same in another unit
+    open: str | None = None  # why no record can stand beside it (yet)
 
     @model_validator(mode="after")
     def _check(self) -> Claim:
         if self.low > self.high:
             raise ValueError(f"low {self.low} is above high {self.high}")
-        if set(self.reference) == set(self.candidate) and not self.unmatched:
-            raise ValueError("reference and candidate are the same: say in `unmatched` why no record can match")
+        if not self.open and (not self.reference or set(self.reference) == set(self.candidate)):
+            raise ValueError(
+                "write out the toggles of reference and candidate, or say in `open` why no record can match"
+            )
         if self.over and (self.statistic not in TOGETHER or self.measure != SPEEDUP):
             raise ValueError(f"`over` is for a speedup that is one of {', '.join(TOGETHER)}, not {self.statistic}")
+        if self.measure == SPEEDUP and self.unit not in AS_RATIO:
+            raise ValueError(f"{self.quantity} in {self.unit!r}: a ratio is printed in {', '.join(AS_RATIO)}")
         return self
+
+    @property
+    def low(self) -> float:
+        """The number, or the lower end of the range; of a ratio always as a ratio."""
+        return self._read(self.printed[0])
+
+    @property
+    def high(self) -> float:
+        """The number again, or the upper end; infinite for "at least"."""
+        return math.inf if self.statistic == "at least" else self._read(self.printed[-1])
+
+    def _read(self, number: float) -> float:
+        return AS_RATIO[self.unit](number) if self.unit in AS_RATIO else number
 
     @property
     def measure(self) -> str:
         return self.quantity.partition("_")[2]
 
     @property
+    def better(self) -> str:
+        """Which way the quantity is better, "more" or "less"."""
+        return OTHER_QUANTITIES.get(self.quantity) or BETTER[self.measure]
+
+    @property
     def of_phase(self) -> str:
         """The phase, TOTAL or PEAK; a name that no record has for what none holds."""
         return self.phase or self.quantity.partition("_")[0]
+
+    @property
+    def ways(self) -> list[set[str]]:
+        """The sets of toggles that the candidate may add to the reference: the source's own first."""
+        return [set(self.candidate) - set(self.reference), *map(set, self.equivalents)]
 
 
 class Source(Strict):
     """Where claims come from. `kind`: of those claims that name none."""
 
     id: str
+    name: str  # short, for tables
     title: str
     publisher: str
     date: str | None = None
@@ -89,17 +132,40 @@ class Source(Strict):
     protocol: str
     kind: str = ""
     caveats: list[str] = Field(default_factory=list)
+    text_sha256: str | None = None  # of the text that was read, its white space as single spaces; None where not quoted
+    wordings_sha256: str | None = None  # of all that is quoted, when it was last found in that text
+    beside: list[str] = Field(default_factory=list)  # the text's other numbers, quoted: names, versions, set-up
     claims: list[Claim]
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Source:
+        ids = [claim.id for claim in self.claims]
         for claim in self.claims:
             claim.kind = claim.kind or self.kind
             phases = (*kind(claim.kind).phases, TOTAL)
-            known = {f"{p}_{m}" for p in (*phases, PEAK) for m in (SPEEDUP, SAVED, HELD)} | {*OTHER_QUANTITIES}
+            known = {f"{p}_{m}" for p in (*phases, PEAK) for m in BETTER} | {*OTHER_QUANTITIES}
             if claim.quantity not in known or claim.phase not in (None, *phases):
                 raise ValueError(f"kind {claim.kind} has no {claim.phase or ''} {claim.quantity}".replace("  ", " "))
+            if ids.count(claim.id) > 1 or claim.same_as not in (None, *ids):
+                raise ValueError(f"claim {claim.id}: its id is there twice, or there is no {claim.same_as}")
         return self
+
+    @property
+    def quotes(self) -> list[str]:
+        """All that is quoted, white space as single spaces."""
+        return [in_one_line(words) for words in (*(claim.wording for claim in self.claims), *self.beside)]
+
+    def quotes_sha256(self) -> str:
+        """What `wordings_sha256` has to be."""
+        return sha256("\n".join(self.quotes))
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Match(NamedTuple):
@@ -111,7 +177,8 @@ class Match(NamedTuple):
     low: float
     high: float
     inverted: bool
-    same_baseline: bool  # whether the record's reference holds the toggles of the claim's reference
+    differs: str  # in words, how the record's baseline differs from the claim's; '' where it is the same
+    stands_for: str  # the claim's own toggles, where the record has others in their place; else ''
 
 
 @cache
@@ -124,7 +191,8 @@ def load_claims() -> tuple[Source, ...]:
 
 def match(records: Sequence[Record], sources: Sequence[Source] | None = None) -> list[Match]:
     """Every claim beside every record that tests the same toggles (and model, where the claim names one)."""
-    pairs = [(s, c) for s in (load_claims() if sources is None else sources) for c in s.claims if not c.unmatched]
+    every = load_claims() if sources is None else sources
+    pairs = [(s, c) for s in every for c in s.claims if not c.open and not c.same_as]
     found = []
     for record in records:
         if not record.is_noise_floor:
@@ -141,19 +209,41 @@ def _is_about(claim: Claim, record: Record) -> bool:
 
 
 def _match(source: Source, claim: Claim, record: Record, tested: set[str], base: set[str]) -> Match | None:
-    removed = set(claim.reference) - set(claim.candidate)
-    if any(tested == set(c) - set(claim.reference) for c in [claim.candidate, *claim.equivalents]):
-        same = set(claim.reference) <= base
-        return Match(source, claim, record, claim.low, claim.high, inverted=False, same_baseline=same)
+    own = claim.ways[0]
+    if tested in claim.ways:
+        stands_for = "" if tested == own else " + ".join(t for t in claim.candidate if t in own)
+        differs = _differs(claim.reference, base, claim.may_hold)
+        return Match(source, claim, record, claim.low, claim.high, False, differs, stands_for)
     # The other way round: the record switches on what the source switched off. Only a ratio can be inverted.
-    if tested == removed and set(claim.candidate) <= base and claim.measure == SPEEDUP:
-        return Match(source, claim, record, 1 / claim.high, 1 / claim.low, inverted=True, same_baseline=True)
+    there = next((way for way in claim.ways if way <= base), None)
+    if tested == set(claim.reference) - set(claim.candidate) and there is not None and claim.measure == SPEEDUP:
+        stands_for = "" if there == own else " + ".join(t for t in claim.candidate if t in own)
+        baseline = [t for t in claim.candidate if t not in own] + sorted(there)
+        differs = _differs(baseline, base, claim.may_hold)
+        return Match(source, claim, record, 1 / claim.high, 1 / claim.low, True, differs, stands_for)
     return None
+
+
+def _differs(baseline: Sequence[str], base: set[str], may_hold: Iterable[str]) -> str:
+    """How a record's reference differs from a claim's baseline: `without x + y, with z`; '' where it does not."""
+    lacks = " + ".join(t for t in baseline if t not in base)
+    has = " + ".join(sorted(base - {*baseline, *may_hold}))
+    return ", ".join(filter(None, (lacks and f"without {lacks}", has and f"with {has}")))
 
 
 def _names(labels: Sequence[str]) -> set[str]:
     """Toggles without their parameters: `lora_kernels(rank=8)` is tested against claims for lora_kernels."""
     return {label.partition("(")[0].strip() for label in labels}
+
+
+def standing(claim: Claim, matches: Iterable[Match]) -> str:
+    """In words, how a claim stands where these are all matches: measured, against which baseline, or open and why."""
+    if claim.open or claim.same_as:
+        return f"open: {claim.open}" if claim.open else f"the same as {claim.same_as}"
+    done = [m for m in matches if m.claim is claim and m.record.status == "ok"]
+    if any(not m.differs for m in done):
+        return "measured"
+    return "measured against another baseline" if done else "open: not measured here"
 
 
 def measured(record: Record, claim: Claim, contrasts: Contrasts) -> tuple[float, float, float]:
@@ -176,13 +266,14 @@ def _bytes(held: ArmMemory | None, phase: str) -> int | None:
 
 
 def outcome(match: Match, contrasts: Contrasts) -> str:
-    """Our number against theirs: 'within' where the interval meets their range, else 'above', 'below', or ''."""
+    """Our number against theirs: 'within' where the interval meets their range, else 'above', 'below'; '' for what was
+    not measured, and where the two have not the same baseline."""
     return _outcome(match, *measured(match.record, match.claim, contrasts))
 
 
 def _outcome(match: Match, value: float, low: float, high: float) -> str:
     low, high = (value if math.isnan(low) else low), (value if math.isnan(high) else high)
-    if math.isnan(value):
+    if math.isnan(value) or match.differs:
         return ""
     if high < match.low:
         return "below"
@@ -197,9 +288,18 @@ def claims_frame(matches: Sequence[Match], contrasts: Contrasts) -> pd.DataFrame
         key = (id(m.claim), toggles(m.record), frozenset(m.record.reference)) if m.claim.over else n
         groups.setdefault(key, []).append(m)
     rows = [_row(m[0], contrasts) | (_over(m, contrasts) if m[0].claim.over else {}) for m in groups.values()]
-    names = ["source", "model", "workload", "toggles", "quantity", "claimed_low", "claimed_high", "statistic"]
-    names += ["measured", "measured_low", "measured_high", "outcome", "status", "same_baseline", "inverted"]
-    return pd.DataFrame(rows, columns=pd.Index([*names, "hardware", "baseline", "wording", "note"]))
+    names = ["source", "claim", "model", "workload", "toggles", "quantity", "claimed_low", "claimed_high", "statistic"]
+    names += [
+        "measured",
+        "measured_low",
+        "measured_high",
+        "outcome",
+        "status",
+        "baseline_differs",
+        "stands_for",
+        "inverted",
+    ]
+    return pd.DataFrame(rows, columns=pd.Index([*names, "hardware", "baseline", "wording", "note", "caveat"]))
 
 
 def _over(matches: Sequence[Match], contrasts: Contrasts) -> dict[str, Any]:
@@ -224,6 +324,7 @@ def _row(m: Match, contrasts: Contrasts) -> dict[str, Any]:
     value, low, high = measured(m.record, m.claim, contrasts)
     return {
         "source": m.source.title,
+        "claim": m.claim.id,
         "model": m.record.model,
         "workload": m.record.workload,
         "toggles": toggles(m.record),
@@ -236,10 +337,12 @@ def _row(m: Match, contrasts: Contrasts) -> dict[str, Any]:
         "measured_high": high,
         "outcome": _outcome(m, value, low, high),
         "status": m.record.status,
-        "same_baseline": m.same_baseline,
+        "baseline_differs": m.differs,
+        "stands_for": m.stands_for,
         "inverted": m.inverted,
         "hardware": m.source.hardware,
         "baseline": m.claim.baseline,
         "wording": m.claim.wording,
         "note": m.claim.note,
+        "caveat": m.claim.caveat,
     }

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from lorabench.record.schema import Record
 from lorabench.report.analysis import Analysis, Session
 from lorabench.report.cells import BOUND, GRADIENT, PADDING, THROUGHPUT, UNEQUAL, VERDICT
-from lorabench.report.claims import load_claims
+from lorabench.report.claims import load_claims, standing
 from lorabench.report.details import detail, pairs
 from lorabench.report.plots import Drawn
 from lorabench.report.shown import Shown
@@ -22,9 +22,10 @@ from lorabench.report.words import number
 
 CAPTIONS = {
     "speedup.png": "Speed-up of the whole with its 95 % interval. Grey band: the noise floor. Hollow diamonds: "
-    "published numbers for the same toggle.",
+    "published numbers for the same toggle against the same baseline.",
     "memory.png": "Peak memory of reference and candidate, each net of what the other holds.",
-    "phases.png": "Where the candidate's time goes. The black line is its own reference, measured beside it.",
+    "phases.png": "Where the candidate's time goes: the median of its total, divided as the medians of its phases are. "
+    "The black line is its own reference, measured beside it.",
     "tradeoff.png": "Speed against memory.",
     "ladder.png": "The ladder: each rung keeps the ones above it.",
 }
@@ -74,6 +75,7 @@ def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = N
         plots=[(_caption(name, drawn), base64.b64encode(drawn.png).decode()) for name, drawn in (plots or {}).items()],
         claims=shown.claims,
         sources=load_claims(),
+        standing=lambda claim: standing(claim, analysis.matches),
         glossary=GLOSSARY | _glossary_of_kinds(records),
     )
 

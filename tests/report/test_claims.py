@@ -1,41 +1,129 @@
-"""Published numbers: they load, stand beside the right records, in the right direction."""
+"""Published numbers: they load, say what the sources say, stand beside the right records, in the right direction.
+
+Every source quotes a text, and keeps a hash of the quotes as they were when all of them were last found in it. Whoever
+has the texts can look again: LORABENCH_TEXTS=FOLDER python -m pytest tests/report/test_claims.py
+"""
 
 import math
+import os
+import re
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from lorabench.report import claims
 from lorabench.report.analysis import Analysis
-from lorabench.report.claim_tables import claim_rows
+from lorabench.report.claim_tables import claim_rows, claim_tables
 from lorabench.report.contrasts import Contrasts
+
+QUOTED = [s for s in claims.load_claims() if s.text_sha256]
+WORDS = {"twice": 2.0}
 
 
 def found(records, source=None):
     return [m for m in claims.match(records) if source in (None, m.source.id)]
 
 
+def a_claim(**changes):
+    """Fields of a claim: `x` added to `base`."""
+    fields = {"id": "c", "wording": "1x", "printed": [1], "unit": "x", "quantity": "total_speedup", "baseline": "b"}
+    return fields | {"statistic": "single run", "reference": ["base"], "candidate": ["base", "x"]} | changes
+
+
 def measured(record, quantity, phase=None):
-    words = {"statistic": "single run", "wording": "w", "baseline": "b", "candidate": ["x"]}
-    claim = claims.Claim.model_validate({"quantity": quantity, "low": 1, "high": 1, "phase": phase, **words})
+    unit = "x" if quantity.endswith("speedup") else "%"
+    claim = claims.Claim.model_validate(a_claim(quantity=quantity, phase=phase, unit=unit))
     return claims.measured(record, claim, Contrasts())[0]
 
 
-def test_every_source_loads_with_its_figures():
-    sources = {s.id: s for s in claims.load_claims()}
-    assert set(sources) == {
-        "axolotl_blog",
-        "axolotl_guide",
-        "lorafusion",
-        "lorafusion_kernels",
-        "mlora",
-        "predibase_ladder",
-    }
-    assert len(sources["axolotl_blog"].claims) == 12
-    forward = [c for c in sources["axolotl_blog"].claims if c.quantity == "forward_speedup"]
-    assert [(c.model, c.low) for c in forward] == [
-        ("smollm2-135m", 1.48), ("smollm2-1.7b", 1.46), ("llama-3.1-8b", 1.48),
-    ]  # fmt: skip
+def claim_of(source, name):
+    return next(c for s in claims.load_claims() if s.id == source for c in s.claims if c.id == name)
+
+
+# -- what the sources say ---------------------------------------------------------------------------------------------
+
+
+def test_all_numbers_of_the_five_texts_are_there():
+    counted = {s.id: sum(len(c.printed) for c in s.claims) for s in QUOTED}
+    assert counted == {"axolotl_blog": 18, "axolotl_guide": 0, "lorafusion": 10, "mlora": 26, "predibase_ladder": 26}
+    assert sum(counted.values()) == 80
+
+
+def test_every_number_stands_in_its_quote():
+    for source in QUOTED:
+        for claim in source.claims:
+            said = [float(n) for n in re.findall(r"\d+(?:\.\d+)?", claim.wording)]
+            said += [n for word, n in WORDS.items() if word in claim.wording]
+            assert set(claim.printed) <= set(said), f"{source.id}/{claim.id}"
+
+
+@pytest.mark.parametrize("source", QUOTED, ids=lambda s: s.id)
+def test_the_quotes_are_those_that_were_found_in_the_text(source):
+    assert source.wordings_sha256 == source.quotes_sha256(), "a quote was changed: look it up (see this file's head)"
+
+
+@pytest.mark.parametrize("source", QUOTED, ids=lambda s: s.id)
+def test_every_quote_stands_in_the_text_and_no_number_of_it_is_left_out(source):
+    folder = os.environ.get("LORABENCH_TEXTS")
+    if not folder:
+        pytest.skip("LORABENCH_TEXTS names no folder with the texts")
+    texts = [claims.in_one_line(f.read_text()) for f in sorted(Path(folder).iterdir()) if f.is_file()]
+    (text,) = [t for t in texts if claims.sha256(t) == source.text_sha256]
+    assert not [quote for quote in source.quotes if quote not in text]
+    for quote in sorted(source.quotes, key=len, reverse=True):
+        text = text.replace(quote, " … ")
+    assert not re.findall(r".{0,40}\d.{0,40}", text)
+
+
+def test_a_number_that_says_the_same_again_says_the_same():
+    again = [(s, c) for s in QUOTED for c in s.claims if c.same_as]
+    assert len(again) == 6
+    for source, claim in again:
+        assert claim.low == pytest.approx(
+            claim_of(source.id, claim.same_as).low, abs=0.005 + 0.0005
+        )  # half a last digit each
+
+
+def test_where_a_source_disagrees_with_itself_the_claim_says_so():
+    hours = {c.id: c.printed[0] for s in QUOTED for c in s.claims if c.unit == "h"}
+    seq, parallel, ours = (hours[f"four-jobs-{i}-latency"] for i in ("seq", "parallel", "mlora"))
+    assert 100 * (1 - ours / seq) == pytest.approx(
+        claim_of("mlora", "faster-than-one-after-the-other").printed[0], abs=0.005
+    )
+    beside = claim_of("mlora", "faster-than-side-by-side")
+    assert f"{100 * (1 - ours / parallel):.2f} %" in beside.caveat
+    assert f"{beside.printed[0]}" == "3.92"
+
+    steps = [
+        claim_of("predibase_ladder", f"step-{n}")
+        for n in ("1-hardware", "2-fused-adam", "3-batch-size", "5-checkpointing")
+    ]
+    low, high = (math.prod(getattr(step, end) for step in steps) for end in ("low", "high"))
+    five = claim_of("predibase_ladder", "steps-1-to-5-average")
+    assert f"{low:.2f} to {high:.2f}" in five.caveat
+    assert five.high < low
+
+    days, after = (claim_of("predibase_ladder", f"magicoder-{when}") for when in ("before", "after"))
+    assert f"{24 * days.printed[0] / after.printed[0]:.0f}x" in after.caveat
+
+
+def test_a_percentage_becomes_a_ratio_by_what_it_is_a_percentage_of():
+    assert claim_of("predibase_ladder", "step-5-checkpointing").high == pytest.approx(1.35)
+    batch = claim_of("predibase_ladder", "step-3-batch-size")
+    assert (batch.low, batch.high) == (pytest.approx(1 / 0.7), pytest.approx(1 / 0.6))
+    assert claim_of("predibase_ladder", "step-6-loading").high == math.inf
+    assert claim_of("axolotl_blog", "smollm2-135m-forward-memory").low == 38.2
+
+
+def test_every_claim_has_a_direction_and_is_open_or_has_both_arms():
+    for source in claims.load_claims():
+        for claim in source.claims:
+            assert claim.better in ("more", "less")
+            assert bool(claim.open) != bool(claim.reference and claim.candidate)
+
+
+# -- beside records ---------------------------------------------------------------------------------------------------
 
 
 def test_a_claim_for_a_model_matches_only_that_model(record):
@@ -51,19 +139,72 @@ def test_three_kernels_together_match_but_one_alone_does_not(record):
     assert not found([record(three[:1])])
 
 
+QLORA = ("nf4_base", "sdpa", "padding", "adamw_fused", "auto_batch_size")
+
+
 def test_checkpointing_on_is_the_inverse_of_the_claim_for_off(record):
-    (on,) = found([record(["gradient_checkpointing"], speedup=0.76)])
+    (on,) = found([record(["gradient_checkpointing"], speedup=0.76, reference=QLORA)])
     assert (on.inverted, on.low, on.high) == (True, pytest.approx(1 / 1.35), pytest.approx(1 / 1.25))
     assert claims.outcome(on, Contrasts()) == "within"
 
 
-def test_another_reference_is_said_and_an_optimizer_is_not_inverted_against_it(record):
-    (other,) = found([record(["adamw_fused"], reference=("sdpa", "adamw_foreach"))])
-    (same,) = found([record(["adamw_fused"], reference=("sdpa", "paged_adamw_32bit"))])
-    assert (other.same_baseline, same.same_baseline, same.low) == (False, True, 1.39)
-    (back,) = found([record(["paged_adamw_32bit"], reference=("sdpa", "adamw_fused"))])
-    assert (back.inverted, back.low) == (True, pytest.approx(1 / 1.39))
+def test_a_baseline_is_the_claims_own_or_the_difference_is_said(record):
+    paged = ("nf4_base", "sdpa", "padding", "gradient_checkpointing", "paged_adamw_32bit")
+    (same,) = found([record(["adamw_fused"], reference=paged)])
+    assert (same.differs, same.low, same.inverted) == ("", 1.39, False)
+    (other,) = found([record(["adamw_fused"], reference=("sdpa", "padding", "adamw_foreach"))])
+    assert other.differs == "without nf4_base + gradient_checkpointing + paged_adamw_32bit, with adamw_foreach"
+    fused = ("nf4_base", "sdpa", "padding", "gradient_checkpointing", "adamw_fused")
+    (back,) = found([record(["paged_adamw_32bit"], reference=fused)])
+    assert (back.inverted, back.low, back.differs) == (True, pytest.approx(1 / 1.39), "")
     assert not found([record(["paged_adamw_32bit"], reference=("sdpa", "adamw_8bit"))])
+
+
+def test_against_another_baseline_nothing_is_said_to_be_within(record):
+    same, other = (record(["packing"], speedup=3.0, reference=base) for base in (QLORA, ("sdpa", "padding", "adamw")))
+    (first,), (second,) = found([same]), found([other])
+    assert (claims.outcome(first, Contrasts()), claims.outcome(second, Contrasts())) == ("within", "")
+    rows = claim_rows(Analysis([same, other]))
+    assert [r[4] for r in rows] == [
+        "within",
+        "against another baseline: without nf4_base + adamw_fused + auto_batch_size, with adamw",
+    ]
+
+
+def test_how_a_claim_stands(record):
+    packing, cost = (claim_of("predibase_ladder", name) for name in ("step-7-packing", "cost"))
+    gain = claim_of("axolotl_blog", "smollm2-135m-forward-gain")
+    same, other = (record(["packing"], reference=base) for base in (QLORA, ("sdpa", "padding", "adamw")))
+    failed = record(["packing"], reference=QLORA, status="crash")
+    assert claims.standing(packing, found([same, other])) == "measured"
+    assert claims.standing(packing, found([other])) == "measured against another baseline"
+    assert claims.standing(packing, found([failed])) == "open: not measured here"
+    assert claims.standing(cost, []).startswith("open: a price")
+    assert claims.standing(gain, []) == "the same as smollm2-135m-forward-speedup"
+
+
+def test_an_optimizer_changes_nothing_about_a_claim_of_forward_and_backward(record):
+    for optimizer, differs in (("no_optimizer", ""), ("adamw_foreach", ""), ("packing", "with packing")):
+        cell = record(["axolotl"], reference=("sdpa", "padding", optimizer))
+        assert {m.differs for m in found([cell], "axolotl_blog")} == {differs}
+
+
+def test_other_toggles_in_place_of_the_sources_own_are_named(record):
+    base = ("sdpa", "padding", "no_optimizer")
+    own, ours = record(["axolotl"], reference=base), record(["lora_kernels"], reference=base)
+    assert {m.stands_for for m in found([own], "axolotl_blog")} == {""}
+    assert {m.stands_for for m in found([ours], "axolotl_blog")} == {"axolotl"}
+    (row, *_) = claim_rows(Analysis([ours]))
+    assert row[4].endswith("(in place of axolotl)")
+
+
+def test_side_by_side_a_column_names_its_other_baseline(record):
+    plain, low = ("sdpa", "padding", "no_optimizer"), ("sdpa", "padding", "no_optimizer", "adapters_in_compute_dtype")
+    (table, *_) = claim_tables(Analysis([record(["axolotl"], reference=base, speedup=1.6) for base in (plain, low)]))
+    _, headings, rows = table
+    assert headings[3:] == ["axolotl", "axolotl, against another baseline: with adapters_in_compute_dtype"]
+    assert rows[0][3].endswith("above")
+    assert rows[0][4].endswith("]")
 
 
 def test_parameters_of_a_toggle_do_not_hide_its_claims(record):
@@ -72,7 +213,7 @@ def test_parameters_of_a_toggle_do_not_hide_its_claims(record):
 
 @pytest.mark.parametrize(("speedup", "expected"), [(1.5, "below"), (3.0, "within"), (6.0, "above")])
 def test_outcome_compares_the_interval_with_the_range(record, speedup, expected):
-    (packing,) = found([record(["packing"], speedup=speedup)])
+    (packing,) = found([record(["packing"], speedup=speedup, reference=QLORA)])
     assert claims.outcome(packing, Contrasts()) == expected
 
 
@@ -87,34 +228,40 @@ THEIRS = "linear-4096x4096(lora_dropout=0.1)"
 
 
 def test_a_claim_of_a_kernel_alone_stands_beside_single_linears_only(record):
-    common = {"reference": ("adapters_in_compute_dtype",), "speedup": 1.5}
+    common = {"reference": ("adapters_in_compute_dtype", "cuda_graph"), "speedup": 1.5}
     linear = record(["lora_kernels"], model=THEIRS, kind="op", **common)
     others = [record(["lora_kernels"], model=m, kind="op", **common) for m in (f"norm-{THEIRS}", "linear-8x8")]
     others += [record(["lora_kernels"], model=m, **common) for m in ("smollm2-135m", THEIRS)]
-    assert not found(others, "lorafusion_kernels")
-    average, best = found([linear], "lorafusion_kernels")
+    assert not found(others, "lorafusion")
+    best, average = found([linear], "lorafusion")
     assert len(found([linear])) == 2  # and nothing that was said of whole models
-    assert (average.low, best.low, best.same_baseline) == (1.27, 1.39, True)
+    assert (average.low, best.low, best.differs) == (1.27, 1.39, "")
     assert measured(linear, "kernel_speedup", "total") == pytest.approx(1.5, rel=0.05)
     assert claims.outcome(best, Contrasts()) == "above"
 
 
 def test_an_average_and_a_maximum_stand_beside_ours_over_the_same_cells(record):
     def cell(speedup, workload, **changes):
-        base = {"reference": ("adapters_in_compute_dtype",), "model": THEIRS, "workload": workload, "kind": "op"}
+        base = {
+            "reference": ("adapters_in_compute_dtype", "cuda_graph"),
+            "model": THEIRS,
+            "workload": workload,
+            "kind": "op",
+        }
         return record(["lora_kernels"], **base, speedup=speedup, **changes)
 
     cells = [cell(1.1, "1x2048"), cell(1.21, "1x4096"), cell(1.6, "1x8192", status="crash")]
-    average, best = frame(cells).to_dict("records")
+    best, average = frame(cells).to_dict("records")
     assert (average["model"], best["model"]) == ("average of 2 cells", "maximum of 2 cells")
     assert average["measured"] == pytest.approx((1.1 * 1.21) ** 0.5, rel=0.01)
     assert average["measured_low"] < average["measured"] < average["measured_high"]
     assert best["measured"] == measured(cells[1], "kernel_speedup", "total")
     assert (average["outcome"], best["outcome"]) == ("below", "below")
     assert [r[0] for r in claim_rows(Analysis(cells))] == [
-        "lora_kernels, average of 2 cells",
         "lora_kernels, maximum of 2 cells",
+        "lora_kernels, average of 2 cells",
     ]
+    assert {r[4] for r in claim_rows(Analysis(cells))} == {"below (in place of lorafusion)"}
     lost = frame(cells[2:])
     assert set(lost["status"]) == {"crash"}
     assert lost["measured"].isna().all()
@@ -132,24 +279,35 @@ def test_a_claim_stands_beside_records_of_its_kind(record):
 
 
 def test_a_model_may_be_a_pattern(record):
-    words = {"statistic": "single run", "wording": "w", "baseline": "b", "candidate": ["x"], "low": 1, "high": 1}
-    source = {"id": "s", "title": "t", "publisher": "p", "hardware": "h", "protocol": "p", "kind": "op"}
-    claim = words | {"quantity": "forward_speedup", "model": "linear-*"}
+    source = {"id": "s", "name": "n", "title": "t", "publisher": "p", "hardware": "h", "protocol": "p", "kind": "op"}
+    claim = a_claim(quantity="forward_speedup", model="linear-*")
     sources = [claims.Source.model_validate(source | {"claims": [claim]})]
     cells = [record(["x"], model=m, kind="op") for m in ("linear-8x8", "norm-linear-8x8")]
     assert [m.record.model for m in claims.match(cells, sources)] == ["linear-8x8"]
-    for wrong in ({"quantity": "step_speedup"}, {"quantity": "foward_speedup"}, {"phase": "step"}, {"kind": "train2"}):
+    for wrong in (
+        {"quantity": "step_speedup"},
+        {"quantity": "foward_speedup"},
+        {"phase": "step"},
+        {"kind": "train2"},
+        {"same_as": "d"},
+    ):
         with pytest.raises(ValidationError):
             claims.Source.model_validate(source | {"claims": [claim | wrong]})
 
 
-def test_a_claim_without_direction_or_with_a_typo_is_refused():
-    good = {"quantity": "total_speedup", "low": 1, "high": 2, "statistic": "range", "wording": "w", "baseline": "b"}
-    with pytest.raises(ValidationError, match="unmatched"):
-        claims.Claim.model_validate(good)
-    with pytest.raises(ValidationError, match="above high"):
-        claims.Claim.model_validate(good | {"low": 3, "candidate": ["a"]})
-    with pytest.raises(ValidationError, match="average, maximum"):
-        claims.Claim.model_validate(good | {"candidate": ["a"], "over": ["x"]})
-    with pytest.raises(ValidationError, match="Extra inputs"):
-        claims.Claim.model_validate(good | {"candidate": ["a"], "hardwear": "A100"})
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reference": []}, "write out"),
+        ({"candidate": ["base"]}, "write out"),
+        ({"printed": [3, 2]}, "above high"),
+        ({"printed": []}, "at least 1"),
+        ({"over": ["x"]}, "average, maximum"),
+        ({"unit": "GB"}, "a ratio is printed in"),
+        ({"hardwear": "A100"}, "Extra inputs"),
+    ],
+)
+def test_a_claim_without_arms_or_with_a_typo_is_refused(changes, said):
+    assert claims.Claim.model_validate(a_claim())
+    with pytest.raises(ValidationError, match=said):
+        claims.Claim.model_validate(a_claim(**changes))

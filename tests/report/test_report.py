@@ -3,10 +3,12 @@
 import re
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 
 from lorabench.report import load_results, plots, write_report
 from lorabench.report.__main__ import main
+from lorabench.report.analysis import Analysis
 from lorabench.report.figure import short
 
 TEXTS = {"summary.csv", "summary.md", "summary.tex", "report.html"}
@@ -110,3 +112,17 @@ def test_a_figure_of_many_groups_says_what_it_leaves_out(tmp_path, record, folde
     assert html.count(left_out) == 2 * 4  # caption and alternative text of every plot but the ladder
     assert len(load_results(run)) == len(cells)
     assert all(c.model in html for c in cells)
+
+
+def test_a_bar_of_phases_is_as_long_as_its_total_says(record):
+    """The medians of phases that are slow in different trials do not add up to the median of the trials' sums."""
+    slow = [10.0] * 12 + [40.0] * 18
+    times = {"forward": slow, "backward": slow[::-1], "step": [1.0] * 30}
+    times["total"] = [sum(trial) for trial in zip(*times.values(), strict=True)]
+    phases = {name: {"reference_ms": ms, "candidate_ms": ms} for name, ms in times.items()}
+    made = Analysis([record(["a"], phases=phases)])
+    panel = plots.Panel("", made.groups[0].kind, [plots.Mark(r, made.row(r)) for r in made.records])
+    widths = plots.phase_widths(panel)[:, 0]
+    assert made.row(made.records[0])["total_candidate_ms"] == np.median(times["total"]) == 51
+    assert widths.sum() == pytest.approx(51)
+    assert widths[0] == widths[1] == pytest.approx(40 * 51 / 81)

@@ -1,0 +1,358 @@
+"""The tables of README.md and docs/claims.md, from what lies in results/.
+
+    python benchmarks/readme_tables.py              # write them anew
+    python benchmarks/readme_tables.py FILE         # also those of another file with the same markers
+
+A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; what is outside of markers is nobody's but the author's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from lorabench.record.schema import Record
+from lorabench.report.analysis import Analysis, Row
+from lorabench.report.claims import AS_RATIO, Claim, Match, Source, claims_frame, load_claims, measured
+from lorabench.report.contrasts import WHOLE
+from lorabench.report.shares import ratio_of_ratios
+from lorabench.report.tables import md
+from lorabench.report.words import number, ratio
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = "lora_kernels"
+COMMON = "adapters_in_compute_dtype"  # every stack that can has it: it tells none apart
+# What README shows of the claims, by source and id; docs/claims.md has them all.
+SHOWN = (
+    ("axolotl_blog", "llama-3.1-8b-forward-speedup"),
+    ("axolotl_blog", "llama-3.1-8b-backward-speedup"),
+    ("axolotl_blog", "llama-3.1-8b-backward-memory"),
+    ("lorafusion", "kernels-average"),
+    ("lorafusion", "over-megatron-average"),
+    ("predibase_ladder", "step-5-checkpointing"),
+    ("predibase_ladder", "step-9-kernels"),
+    ("mlora", "faster-than-side-by-side"),
+)
+# The stacks that README lists, by the toggles of their rows, and where: results folder, model, workload.
+STACKS = (
+    ("PEFT, adapters in the compute dtype", [COMMON]),
+    ("the same, captured (`cuda_graph`)", [COMMON, "cuda_graph"]),
+    ("`axolotl`", ["axolotl", COMMON]),
+    ("`torch_compile`", ["torch_compile", COMMON]),
+    ("`liger`", ["liger", COMMON]),
+    ("`unsloth`", ["unsloth"]),
+    ("`axolotl_liger`", ["axolotl_liger", COMMON]),
+    ("`lora_kernels` (ours)", [OURS, COMMON]),
+    ("`lora_kernels`, captured", [OURS, COMMON, "cuda_graph"]),
+)
+PLACES = (
+    ("8B, 4 × 2048", "h200/peers", "llama-3.1-8b", "4x2048"),
+    ("8B, 1 × 8192", "h200/peers", "llama-3.1-8b", "1x8192"),
+    ("8B in NF4, 4 × 2048", "h200/qlora", "llama-3.1-8b", "4x2048"),
+    ("1.7B, 4 × 2048", "h200/peers", "smollm2-1.7b", "4x2048"),
+    ("135M, 4 × 2048", "h200/peers", "smollm2-135m", "4x2048"),
+    ("8B, 1 × 512", "h200/peers", "llama-3.1-8b", "1x512"),
+    ("1.7B, 1 × 512", "h200/peers", "smollm2-1.7b", "1x512"),
+    ("135M, 1 × 512", "h200/peers", "smollm2-135m", "1x512"),
+)
+# Ours against the best peer: results folder, model, workload.
+DUELS = (
+    ("h200/peers", "llama-3.1-8b", "4x2048"),
+    ("h200/peers", "llama-3.1-8b", "1x8192"),
+    ("h200/qlora", "llama-3.1-8b", "4x2048"),
+    ("h200/peers", "smollm2-1.7b", "4x2048"),
+    ("h200/peers", "smollm2-135m", "4x2048"),
+    ("h200/peers", "smollm2-135m", "1x512"),
+)
+
+
+class Results:
+    """All folders of results/ that hold records, by their place below it."""
+
+    def __init__(self, folder: Path = ROOT / "results") -> None:
+        places = sorted(path.parent for path in folder.rglob("records.jsonl"))
+        self.folders = {place.relative_to(folder).as_posix(): Analysis.read(place) for place in places}
+
+    @cached_property
+    def found(self) -> list[tuple[str, Match]]:
+        """Every claim beside every record that was measured: (folder, match)."""
+        return [(n, m) for n, a in self.folders.items() for m in a.matches if m.record.status == "ok"]
+
+
+class Measured(NamedTuple):
+    """What stands beside a claim: the number, by which toggles it was measured, against what, and in which folder."""
+
+    value: str
+    toggles: str
+    baseline: str
+    folder: str
+
+
+# -- published against measured ---------------------------------------------------------------------------------------
+
+
+def beside(claim: Claim, results: Results) -> Measured | None:
+    """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any;
+    several cells as the range of their ratios. In the claim's direction."""
+    found: dict[tuple[int, int, str, str, str], list[Match]] = {}
+    for folder, m in results.found:
+        if m.claim is claim and math.isfinite(_value(m, results.folders[folder])[0]):
+            apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
+            tested = "" if claim.over else " + ".join(m.record.ablations)
+            found.setdefault((bool(m.stands_for), apart, folder, m.differs, tested), []).append(m)
+    if not found:
+        return None
+    (_, _, folder, differs, _), rows = min(found.items(), key=lambda item: item[0])
+    baseline = f"another: {differs}" if differs else "the same"
+    toggles = " + ".join(f"`{t}`" for t in rows[0].record.ablations)
+    toggles += f", in place of `{rows[0].stands_for}`" if rows[0].stands_for else ""
+    return Measured(_together(claim, rows, results.folders[folder]), toggles, baseline, folder)
+
+
+def _value(m: Match, analysis: Analysis) -> tuple[float, float, float]:
+    value, low, high = measured(m.record, m.claim, analysis.contrasts)
+    return (1 / value, 1 / high, 1 / low) if m.inverted else (value, low, high)
+
+
+def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
+    if claim.over:
+        (row,) = claims_frame(rows, analysis.contrasts).to_dict("records")
+        return f"{ratio(row['measured'], row['measured_low'], row['measured_high'])} ×, {row['model']}"
+    values = [_value(m, analysis) for m in rows]
+    unit = "×" if claim.unit in AS_RATIO else claim.unit
+    if len(values) == 1:
+        return f"{ratio(*values[0]) if unit == '×' else number(values[0][0])} {unit}"
+    return f"{number(min(v[0] for v in values))} to {number(max(v[0] for v in values))} {unit} in {len(values)} cells"
+
+
+def printed(claim: Claim) -> str:
+    """The number as the source prints it; a percentage of time or speed as a ratio too."""
+    said = "–".join(f"{n:g}" for n in claim.printed)
+    least = {"at least": "at least ", "maximum": "up to "}.get(claim.statistic, "")
+    if claim.unit == "$":
+        return f"${said}"
+    if claim.unit not in AS_RATIO:
+        return f"{least}{said} {claim.unit}"
+    if claim.unit == "x":
+        return f"{least}{said} ×"
+    as_ratio = "–".join(f"{AS_RATIO[claim.unit](n):.3g}" for n in claim.printed)
+    return f"{least}{said} {claim.unit} ({as_ratio} ×)"
+
+
+def standing(claim: Claim, results: Results) -> list[str]:
+    """What was measured, against which baseline, where; or why nothing was. Three cells of Markdown."""
+    if claim.same_as:
+        return [f"says the same as {claim.same_as}", "", ""]
+    if claim.open:
+        return [f"open: {md(claim.open)}", "", ""]
+    found = beside(claim, results)
+    if found is None:
+        return ["open: no published results measure it", "", ""]
+    name = found.folder.rpartition("/")[2]
+    return [f"**{found.value}** ({found.toggles})", md(found.baseline), f"[{name}](RESULTS/{found.folder}/summary.md)"]
+
+
+def some_claims(results: Results) -> str:
+    """README's table."""
+    heads = ["published", "what", "measured here", "baseline", "in"]
+    every = {(s.id, c.id): (s, c) for s in load_claims() for c in s.claims}
+    rows = []
+    for key in SHOWN:
+        source, claim = every[key]
+        who = f"{source.name}: **{printed(claim)}**"
+        rows.append([who, _what(claim), *standing(claim, results)])
+    return grid(heads, rows).replace("RESULTS/", "results/")
+
+
+def _what(claim: Claim) -> str:
+    quantity = re.sub(r"_(pct|gb|usd|h|days|s)$", "", claim.quantity).replace("_", " ")
+    about = ", ".join(filter(None, (claim.model, quantity, claim.of)))
+    caveat = f"; {claim.caveat}" if claim.caveat else ""
+    return md(f"{about}, against {claim.baseline}{caveat}")
+
+
+def every_claim(results: Results) -> str:
+    """docs/claims.md's tables, one a source."""
+    return "\n\n".join(_of_source(source, results) for source in load_claims()).replace("RESULTS/", "../results/")
+
+
+def _of_source(source: Source, results: Results) -> str:
+    heads = ["id", "in the source's words", "number", "what", "measured here", "baseline", "in"]
+    rows = [[c.id, f"“{md(c.wording)}”", printed(c), _what(c), *standing(c, results)] for c in source.claims]
+    said = f"{sum(len(c.printed) for c in source.claims)} numbers. Hardware: {source.hardware}. {source.protocol}."
+    notes = "\n".join(f"- {md(caveat)}" for caveat in source.caveats)
+    parts = [f"## {md(source.title)} ({md(source.publisher)})", md(said), notes]
+    return "\n\n".join([*parts, grid(heads, rows)] if rows else parts)
+
+
+# -- ours against the best peer ---------------------------------------------------------------------------------------
+
+
+def duels(results: Results) -> str:
+    """README's table: our fastest row of each model and workload against the fastest of anybody else."""
+    heads = ["model, batch × length", "best peer", "ours", "ms, peer → ours", "faster by [95 %]", "interval is of"]
+    heads += ["GiB, peer → ours", "of the limit, peer → ours"]
+    return grid(heads, [_duel(results.folders[folder], folder, *at) for folder, *at in DUELS])
+
+
+def _duel(analysis: Analysis, folder: str, model: str, workload: str) -> list[str]:
+    here = _rows(analysis, model, workload)
+    peer, ours = (_fastest(analysis, [r for r in here if (OURS in r.ablations) == own]) for own in (False, True))
+    found = ratio_of_ratios(ours, peer, WHOLE, analysis.contrasts)
+    assert found is not None
+    faster = f"**{ratio(found.centre, found.low, found.high)} ×**" + ("" if found.paired else " unpaired")
+    base = " in NF4" if "nf4_base" in ours.reference else ""
+    where = f"[{model}{base}, {workload.replace('x', ' × ')}](results/{folder}/summary.md)"
+    rows = [analysis.row(r) for r in (peer, ours)]
+    both = lambda column, show: " → ".join(show(row.get(column, math.nan)) for row in rows)  # noqa: E731
+    took, held = both("total_candidate_ms", number), both("candidate_peak_gib", number)
+    return [where, _name(peer), _name(ours), took, faster, _sessions(rows), held, both("of_limit", share)]
+
+
+def _sessions(rows: Sequence[Row]) -> str:
+    """Of how many sessions the rows are; tables of before `repeat=` do not say, and have one."""
+    fewest = min(int(row.get("sessions", 1)) for row in rows)
+    return "one session" if fewest == 1 else f"{fewest} sessions"
+
+
+def _rows(analysis: Analysis, model: str, workload: str) -> list[Record]:
+    """The candidates that were measured there."""
+    return [
+        r for r in analysis.records
+        if (r.model, r.workload, r.status) == (model, workload, "ok") and r.is_candidate and not r.is_noise_floor
+    ]  # fmt: skip
+
+
+def _fastest(analysis: Analysis, records: Sequence[Record]) -> Record:
+    return max(records, key=lambda r: found.centre if (found := analysis.speedup(r)) else 0.0)
+
+
+def _name(record: Record) -> str:
+    """A stack by its toggles; PEFT where it is PEFT's own."""
+    named = [t for t in record.ablations if t not in (COMMON, "cuda_graph")]
+    name = " + ".join(f"`{t}`" for t in named) or "PEFT"
+    return f"{name}, captured" if "cuda_graph" in record.ablations else name
+
+
+def share(value: float) -> str:
+    """A share in whole per cent, rounded once, from the record's own figure; – for what has none."""
+    return f"{100 * value:.0f} %" if math.isfinite(value) else "–"
+
+
+# -- every toggle, every stack ----------------------------------------------------------------------------------------
+
+
+def stacks(results: Results) -> str:
+    """README's table of all stacks: speed-up over PEFT as it comes, and the share of the limit. The fastest is bold."""
+    columns = []
+    for _, folder, *at in PLACES:
+        analysis = results.folders[folder]
+        by_toggles = {frozenset(r.ablations): analysis.row(r) for r in _rows(analysis, *at)}
+        rows = [by_toggles.get(frozenset(toggles)) for _, toggles in STACKS]
+        best = max(row["total_speedup"] for row in rows if row)
+        columns.append([_stack(row, best) if row else "–" for row in rows])
+    heads = ["stack", *(_starred(results, place) for place in PLACES)]
+    rows = [[name, *cells] for (name, _), cells in zip(STACKS, zip(*columns, strict=True), strict=True)]
+    return f"{grid(heads, rows)}\n\n{_hosts(results)}"
+
+
+def _stack(row: Row, best: float) -> str:
+    reached = row.get("of_limit", math.nan)
+    said = number(row["total_speedup"]) + (f" ({share(reached)})" if math.isfinite(reached) else "")
+    return f"**{said}**" if row["total_speedup"] == best else said
+
+
+def _waits(analysis: Analysis, model: str, workload: str) -> bool:
+    """Whether PEFT itself waits for its host there."""
+    labels = [analysis.row(r)["reference_bound"] for r in _rows(analysis, model, workload)]
+    return labels.count("host-bound") > len(labels) / 2
+
+
+def _starred(results: Results, place: tuple[str, ...]) -> str:
+    name, folder, *at = place
+    return f"{name} \\*" if _waits(results.folders[folder], *at) else name
+
+
+def _hosts(results: Results) -> str:
+    """The note of the columns with a star: how long PEFT itself took, from the fastest host to the slowest."""
+    said = []
+    for name, folder, *at in PLACES:
+        analysis = results.folders[folder]
+        if _waits(analysis, *at):
+            there = [r for r in analysis.records if [r.model, r.workload] == at and r.is_candidate]
+            took = [ms for r in there if math.isfinite(ms := analysis.row(r)["total_reference_ms"])]
+            said.append(f"{name}: {number(min(took))} to {number(max(took))} ms")
+    return (
+        "\\* PEFT waits for its host here, and the host was not always the same. A step of PEFT took, from cell to "
+        f"cell, {'; '.join(said)}. Two rows of such a column compare only if they are of one session."
+    )
+
+
+def toggles_alone(results: Results) -> str:
+    """README's table of every toggle alone: speed-up with its interval, or why there is none."""
+    analysis = results.folders["h200/first_sweep"]
+    order = [r.ablations for r in analysis.ordered(analysis.groups[0])]
+    rows = []
+    for toggles in order:
+        own = {g.title: analysis.row(r) for g in analysis.groups for r in g.records if r.ablations == toggles}
+        name = " + ".join(f"`{t}`" for t in toggles) or "reference again (A/A)"
+        rows.append([name, *(_alone(own.get(g.title)) for g in analysis.groups)])
+    return grid(["toggle", *(g.title.replace(" @ ", ", ").replace("x", " × ") for g in analysis.groups)], rows)
+
+
+def _alone(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    centre, low, high = (row[f"total_{x}"] for x in ("speedup", "low", "high"))
+    return f"{centre:.2f} [{low:.2f}, {high:.2f}]" if math.isfinite(centre) else str(row["status"])
+
+
+# -- into the files ---------------------------------------------------------------------------------------------------
+
+
+def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *rows])
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "some claims": some_claims,
+    "best peer": duels,
+    "stacks": stacks,
+    "toggles alone": toggles_alone,
+    "every claim": every_claim,
+}
+
+
+def filled(text: str, results: Results) -> str:
+    """The text with every table that it has markers for."""
+    for name, make in TABLES.items():
+        marked = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+        if marked.search(text):
+            table = make(results)
+            text = marked.sub(lambda _, table=table: f"\n{table}\n\n", text)
+    return text
+
+
+FILES = (ROOT / "README.md", ROOT / "docs/claims.md")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", nargs="*", type=Path, help="files with markers, beside README.md and docs/claims.md")
+    results = Results()
+    for file in (*FILES, *parser.parse_args(arguments).file):
+        text = file.read_text(encoding="utf-8")
+        if (made := filled(text, results)) != text:
+            file.write_text(made, encoding="utf-8")
+            print(f"written: {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+"""The numbers that are printed, computed once more from the lines of records.jsonl, with none of the report's own code.
+
+Of results/*/summary.md every row, of README.md every table. A printed number may differ from the recomputed one by half
+a unit of its last digit; a ratio also by what the rounding of the times in a line can make of it.
+"""
+
+import json
+import math
+import re
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from helpers import benchmark
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "results"
+FOLDERS = sorted(path.parent for path in RESULTS.rglob("records.jsonl"))
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+GIB = 2**30
+LAST = 5e-5  # ms: half a unit of the last digit of a time in a line. The ratio in a line was made before rounding.
+
+
+# -- from the lines of records.jsonl ----------------------------------------------------------------------------------
+
+
+@cache
+def lines(folder):
+    """Every line, with the lines of its cell that were measured under `sessions`: several make one row."""
+    found = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    for line in found:
+        line["sessions"] = [x for x in found if x["key"] == line["key"] and x["status"] == "ok"] or [line]
+    return found
+
+
+def is_limit(line):
+    return bool(line.get("limit")) or line.get("kind") == "limit"
+
+
+def is_named(line, name):
+    own = " + ".join(line["ablations"])
+    return name == own if own else name.startswith("reference again (A/A")
+
+
+def phases_of(line):
+    return [p for p in line["phases"] if p != "total" and not (is_limit(line) and p == "step")]
+
+
+def trials(line, arm, phases=None):
+    """ms, trial by trial: of these phases together, or of the whole; None where the arm was not timed. The whole is as
+    the line has it, but for a limit's, to which older lines add the reference's step."""
+    wanted = phases or (phases_of(line) if is_limit(line) else ["total"])
+    found = [line.get("phases", {}).get(p, {}).get(f"{arm}_ms") for p in wanted]
+    return np.sum(found, axis=0) if all(found) else None
+
+
+def unpaired(a, b):
+    """The ratio of two lists that are no pairs, by each of its fair centres: the median of all differences of the
+    logarithms; the difference of the lists' own centres; the same of their halves, which are processes."""
+    a, b = np.log(a), np.log(b)
+    halves = lambda x: np.mean([middle(part) for part in np.array_split(x, 2)])  # noqa: E731
+    return np.exp([np.median(np.subtract.outer(a, b)), middle(a) - middle(b), halves(a) - halves(b)])
+
+
+def middle(logs):
+    """Hodges–Lehmann's centre: the median of the means of two."""
+    i, j = np.triu_indices(logs.size)
+    return np.median((logs[i] + logs[j]) / 2)
+
+
+def speedup(line, phases=None):
+    """By each centre that may be printed; of several sessions their geometric mean."""
+    return np.exp(np.mean([np.log(of_session(x, phases)) for x in line["sessions"]], axis=0))
+
+
+def of_session(line, phases=None):
+    """The centres are one where the rounds are pairs."""
+    before, after = (trials(line, arm, phases) for arm in ("reference", "candidate"))
+    if line.get("pairing") == "abba":
+        return unpaired(before, after)
+    return np.repeat(np.exp(middle(np.log(before / after))), 3)
+
+
+def rounding(line, phases=None):
+    """How far the ratio of a line may be from the one that its rounded times make, at most."""
+    medians = [np.median(trials(line, arm, phases)) for arm in ("reference", "candidate")]
+    return speedup(line, phases)[0] * sum(len(phases or phases_of(line)) * LAST / ms for ms in medians)
+
+
+def share(folder, line, phases, paired):
+    """The limit's time over the row's, by each centre."""
+    place = lambda x: (x["model"], x["workload"], sorted(x["reference"]))  # noqa: E731
+    *_, least = [x for x in lines(folder) if is_limit(x) and x["status"] == "ok" and place(x) == place(line)]
+    if paired:
+        return speedup(line, phases) / speedup(least, phases)
+    return unpaired(trials(least, "candidate", phases), trials(line, "candidate", phases))
+
+
+def median(line, arm):
+    """ms of the whole, over sessions that of their medians; None where the arm was not timed."""
+    found = [trials(x, arm) for x in line["sessions"]]
+    return None if any(ms is None for ms in found) else float(np.median([np.median(ms) for ms in found]))
+
+
+def peaks(line):
+    return [line["sessions"][-1]["memory"].get(arm, {}).get("peak") for arm in ("reference", "candidate")]
+
+
+# -- as they are printed ----------------------------------------------------------------------------------------------
+
+
+def tables(text):
+    """(heading above, rows as {column: cell}) of every Markdown table."""
+    title, found, head = "", [], None
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("#"):
+            title = plain(line.lstrip("# "))
+        if not line.startswith("|"):
+            head = None
+            continue
+        cells = [plain(cell.strip()) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if head is None:
+            head = cells
+            found.append((title, []))
+        elif set("".join(cells)) - set("-: "):
+            found[-1][1].append(dict(zip(head, cells, strict=True)))
+    return found
+
+
+def plain(text):
+    return text.replace("\\", "").replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+
+
+def agrees(printed, value, slack=0.0):
+    """Whether a number as text is this value, rounded once to as many digits."""
+    digits = len(printed.partition(".")[2])
+    return abs(float(printed) - value) <= 0.5 * 10**-digits * (1 + 1e-9) + slack + 1e-12
+
+
+def all_agree(cell, values, slack=0.0):
+    """Whether a cell's numbers, an interval's apart, are these in their order; what is unknown is not printed."""
+    shown = NUMBER.findall(re.sub(r"\[.*?\]", "", cell))
+    values = [v for v in values if v is not None]
+    return len(shown) == len(values) and all(agrees(*pair, slack) for pair in zip(shown, values, strict=True))
+
+
+def is_ratio(cell, centres, slack=0.0):
+    """Whether a ratio with its interval is one of these, within the interval; or the interval alone about one."""
+    interval = re.search(r"\[(.*?), (.*?)\]", cell)
+    shown = NUMBER.findall(re.sub(r"\[.*?\]", "", cell))
+    if not shown:
+        return interval is not None and any(float(interval[1]) <= c <= float(interval[2]) for c in centres)
+    there = interval is None or float(interval[1]) <= float(shown[0]) <= float(interval[2])
+    return there and any(all_agree(cell, [c], slack) for c in centres)
+
+
+def checks(folder, line, row):
+    """(column, whether its numbers are those of the record) for every column that is known here and holds any."""
+    medians = [median(line, arm) for arm in ("reference", "candidate")]
+    for column, cell in row.items():
+        if not NUMBER.search(cell):
+            continue
+        if column == "median ms, ref → cand":
+            yield column, all_agree(cell, medians)
+        elif column.startswith("total ×") and "(range)" in cell:  # the sessions' references were too far apart
+            ratios = [of_session(x) for x in line["sessions"]]
+            yield column, any(all_agree(cell, ends) for ends in zip(np.min(ratios, 0), np.max(ratios, 0), strict=True))
+        elif column.startswith("total ×"):
+            yield column, is_ratio(cell, speedup(line), rounding(line))
+        elif column.endswith(" ×") and column[:-2] in phases_of(line):
+            phases = [column[:-2]]
+            yield column, is_ratio(cell, speedup(line, phases), rounding(line, phases))
+        elif column.startswith("of limit [95 %], "):
+            phases, unpaired = column.split(", ")[1].split(" + "), "unpaired" in cell
+            slack = 2 * rounding(line, phases)  # a share of 1 at most, and the limit's own
+            yield column, is_ratio(cell, share(folder, line, phases, not unpaired), slack)
+        elif column == "peak GiB, ref → cand":
+            before, after = peaks(line)
+            saved = None if None in (before, after) else 100 * (after / before - 1)
+            yield column, all_agree(cell.replace("+", ""), [p and p / GIB for p in (before, after)] + [saved])
+        elif column == "real tokens/s, ref → cand":
+            yield column, all_agree(cell, [ms and 1000 * line["tokens"]["real"] / ms for ms in medians])
+        elif column == "padding, ref → cand":
+            tokens = line["tokens"]
+            padded = [tokens[f"{arm}_padded"] for arm in ("reference", "candidate")]
+            yield column, all_agree(cell, [100 * p / (tokens["real"] + p) for p in padded])
+
+
+def groups(folder):
+    """The tables of summary.md whose rows are cells: (model, workload, rows)."""
+    for title, rows in tables((folder / "summary.md").read_text()):
+        if rows and "toggle" in rows[0] and "verdict" in rows[0]:
+            place, _, workload = title.partition(" @ ")
+            yield place, workload.split(", ")[0], rows
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_total_is_the_sum_of_its_phases_trial_by_trial(folder):
+    for line in lines(folder):
+        for arm in ("reference", "candidate"):
+            if "phases" in line and not is_limit(line) and (whole := trials(line, arm)) is not None:
+                phases = phases_of(line)
+                assert trials(line, arm, phases) == pytest.approx(whole, abs=(len(phases) + 1) * LAST)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_number_of_a_summary_is_in_its_records(folder):
+    counted = 0
+    for model, workload, rows in groups(folder):
+        here = [x for x in lines(folder) if (x["model"], x["workload"]) == (model, workload)]
+        for row in rows:
+            timed = [x for x in here if is_named(x, row["toggle"]) and x["status"] in ("ok", "oom") and "phases" in x]
+            found = [list(checks(folder, x, row)) for x in timed]
+            # Several references: the row is of the one whose numbers it has.
+            assert not found or any(all(ok for _, ok in own) for own in found), (model, workload, row, found)
+            counted += max(map(len, found), default=0)
+    assert counted > 5 * len({x["key"] for x in lines(folder) if x["status"] == "ok"})
+
+
+# -- README -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script():
+    with benchmark("readme_tables") as module:
+        yield module
+
+
+@pytest.fixture(scope="module")
+def readme():
+    """Rows of README's tables by the heading above them."""
+    return dict(tables((ROOT / "README.md").read_text()))
+
+
+def record(folder, model, workload, ablations):
+    here = [x for x in lines(RESULTS / folder) if (x["model"], x["workload"]) == (model, workload)]
+    found = [x for x in here if set(x["ablations"]) == set(ablations) and x["status"] == "ok" and not is_limit(x)]
+    return found[-1] if found else None
+
+
+def summary(folder, line):
+    table = pd.read_csv(RESULTS / folder / "summary.csv")
+    return table[table.key == line["key"]].iloc[0]
+
+
+def test_the_tables_of_readme_and_claims_are_those_that_the_script_makes(script):
+    results = script.Results()
+    for file in script.FILES:
+        text = file.read_text()
+        assert "<!-- /" in text
+        assert script.filled(text, results) == text, f"run: python benchmarks/readme_tables.py ({file.name})"
+
+
+def test_every_number_of_readmes_stacks_is_in_its_records(script, readme):
+    rows = readme["Stacks that a user could pick, and our own kernels"]
+    for (_, ablations), row in zip(script.STACKS, rows, strict=True):
+        for (_, *place), cell in zip(script.PLACES, list(row.values())[1:], strict=True):
+            line = record(*place, ablations)
+            if line is None:
+                assert cell == "–"
+                continue
+            said, _, reached = cell.strip("*").partition(" ")
+            assert is_ratio(said, speedup(line)), (place, ablations, cell)
+            of_limit = summary(place[0], line).get("of_limit", math.nan)
+            expected = f"({100 * of_limit:.0f} %)" if math.isfinite(of_limit) else ""
+            assert reached == expected, (place, ablations, cell)
+            if reached:
+                paired = summary(place[0], line)["of_limit_paired"]
+                own = share(RESULTS / place[0], line, ["forward", "backward"], paired in (True, "True"))
+                assert is_ratio(reached, 100 * own), (place, ablations, cell, own)
+
+
+def test_every_number_of_readmes_toggles_is_in_its_records(readme):
+    for row in readme["Every toggle alone"]:
+        ablations = [t.strip("`") for t in row["toggle"].split(" + ") if t.startswith("`")]
+        for head, cell in list(row.items())[1:]:
+            model, workload = head.replace(" × ", "x").split(", ")
+            line = record("h200/first_sweep", model, workload, ablations)
+            if line is None:
+                assert not NUMBER.search(cell)
+            else:
+                assert is_ratio(cell, speedup(line), rounding(line)), (row, head, cell)
+
+
+def test_every_number_of_readmes_best_peers_is_of_the_very_rows(script, readme):
+    rows = readme["Ours against the best peer"]
+    for (folder, model, workload), row in zip(script.DUELS, rows, strict=True):
+        pair = [toggles_of(script, row[who]) for who in ("best peer", "ours")]
+        found = [_with_common(script, folder, model, workload, toggles) for toggles in pair]
+        assert all_agree(row["ms, peer → ours"], [median(x, "candidate") for x in found])
+        assert all_agree(row["GiB, peer → ours"], [peaks(x)[1] / GIB for x in found])
+        faster = row["faster by [95 %]"].strip("*")
+        paired = "unpaired" not in faster
+        own = speedup(found[1]) / speedup(found[0]) if paired else unpaired(*(trials(x, "candidate") for x in found))
+        assert is_ratio(faster, own)
+        fastest = [
+            max(speedup(x)[0] for x in _candidates(folder, model, workload) if (script.OURS in x["ablations"]) == ours)
+            for ours in (False, True)
+        ]
+        assert [speedup(x)[0] for x in found] == fastest
+
+
+def toggles_of(script, name):
+    stack, _, how = name.partition(", ")
+    return {t.strip("`") for t in stack.split(" + ") if t != "PEFT"} | ({"cuda_graph"} if how == "captured" else set())
+
+
+def _with_common(script, folder, model, workload, toggles):
+    """The faster of the rows with these toggles, with and without adapters in the compute dtype."""
+    both = [record(folder, model, workload, toggles | extra) for extra in (set(), {script.COMMON}) if toggles | extra]
+    return max((x for x in both if x), key=lambda x: speedup(x)[0])
+
+
+def _candidates(folder, model, workload):
+    here = [x for x in lines(RESULTS / folder) if (x["model"], x["workload"]) == (model, workload)]
+    return [x for x in here if x["status"] == "ok" and x["ablations"] and not is_limit(x)]
+
+
+@pytest.mark.parametrize(
+    ("printed", "value", "expected"), [("12", 12.47, True), ("13", 12.47, False), ("0.40", 0.404, True)]
+)
+def test_a_number_is_rounded_once(printed, value, expected):
+    assert agrees(printed, value) == expected
