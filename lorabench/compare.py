@@ -61,7 +61,7 @@ def compared(before: Analysis, after: Analysis) -> list[Change]:
             changes.append(Change(a, b, None, _without_ratio(a, b)))
             continue
         # The two runs' noise is independent: their floors add like standard errors.
-        floors = [math.log1p(stats.noise_floor(run.floors.of(r))) for r, run in ((a, before), (b, after))]
+        floors = [math.log1p(stats.noise_floor(run.floors.same(r))) for r, run in ((a, before), (b, after))]
         verdict = stats.verdict(found.speedup, adjusted[content], math.expm1(math.hypot(*floors)), found.trials)
         changes.append(Change(a, b, found.speedup, _WORDS[verdict or "unclear"]))
     return sorted(changes, key=lambda c: (c.outcome not in REGRESSIONS, c.outcome))

@@ -153,7 +153,13 @@ def judgement(row: Mapping[Any, Any], record: Record, group: Group) -> str:
     few = 0 < row["trials"] < MIN_TRIALS_FOR_VERDICT
     said = row["verdict"] if isinstance(row["verdict"], str) else "too few trials"
     needs = f" ({row['trials']} trials, a verdict needs {MIN_TRIALS_FOR_VERDICT})" if few else ""
-    return said + needs + flags
+    return said + needs + flags + _other_floor(row)
+
+
+def _other_floor(row: Mapping[Any, Any]) -> str:
+    """Said where no A/A record is paired as this row is."""
+    known = isinstance(row["noise_pairing"], str) and row["noise_pairing"] != row["pairing"]
+    return f" (noise floor of {'paired' if row['noise_pairing'] == 'paired' else 'separate'} A/A)" if known else ""
 
 
 def fits_alone(row: Mapping[Any, Any]) -> bool:

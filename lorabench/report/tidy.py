@@ -31,7 +31,8 @@ def tidy(records: Sequence[Record], devices: Sequence[str], contrasts: Contrasts
     {phase}_{arm}_ms, _ms_low, _ms_high: median with its 95 % interval; {phase}_speedup, _low, _high likewise; of each
     phase of the kinds that are there and of the total.
     p, p_holm: of the total, raw and corrected over all these records. noise_floor, detectable: shares, from the A/A
-    record of the same model, workload and (where there is one) reference. verdict: see stats.verdict; None for A/A.
+    record of the same model, workload and (where there is one) reference and pairing; noise_pairing: which that had.
+    processes: how many each arm had, where they were separate. verdict: see stats.verdict; None for A/A.
     {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling:
     of the phase that takes longest, and averaged by time. of_limit, _low, _high, _paired: limit's time / candidate's
     time, both of the limit's phases, and of_limit_forward of forward alone (see `shares`). limit: least work, no
@@ -85,11 +86,19 @@ def _row(record: Record, device: str, took: dict[str, float]) -> dict[str, Any]:
         "reason": record.reason,
         "arm": record.arm,
         "pairing": record.pairing,
+        "processes": _processes(record),
         "applied": ", ".join(f"{name} {sites}" for name, sites in (record.applied or {}).items()),
     }
     # Not of the least work: what it holds says nothing, and its FLOPs are those of what it leaves out.
     own = _memory(record) | _throughput(record, took) | _roofline(record, took) if record.is_candidate else {}
     return row | own | _checks(record) | _jobs(record.jobs or {}) | _ranks(record)
+
+
+def _processes(record: Record) -> str | None:
+    """How many the reference and the candidate had, where they were separate."""
+    found = record.trials_by_process
+    said = "" if record.processes else " (assumed)"
+    return " and ".join(str(len(sizes)) for sizes in found) + said if found else None
 
 
 def _least_kinds() -> list[str]:
@@ -105,14 +114,16 @@ def _times(records: Sequence[Record], contrasts: Contrasts) -> dict[str, Any]:
             found |= {f"{phase}_{arm}_{c}": medians[:, i] for i, c in enumerate(("ms", "ms_low", "ms_high"))}
         ratios = np.array([contrasts.speedup(r, (phase,)) or UNKNOWN for r in records]).reshape(-1, 3)
         found |= {f"{phase}_{c}": ratios[:, i] for i, c in enumerate(("speedup", "low", "high"))}
-    pairs = [_both((r.phases or {}).get(TOTAL, NOTHING)) for r in records]
-    found["trials"] = [min(map(len, pair)) if pair else 0 for pair in pairs]
-    found["p"] = stats.p_values(pairs, [r.pairing != "abba" for r in records])
+    whole = [contrasts.of(r) for r in records]
+    found["trials"] = [_trials(r) for r in records]
+    found["p"] = [c.p_value() if c else math.nan for c in whole]
     return found
 
 
-def _both(phase: Phase) -> tuple[list[float], list[float]] | None:
-    return (phase.reference_ms, phase.candidate_ms) if phase.reference_ms and phase.candidate_ms else None
+def _trials(record: Record) -> int:
+    """Of the smaller arm; 0 where one was not measured."""
+    total = (record.phases or {}).get(TOTAL, NOTHING)
+    return min(len(total.reference_ms or ()), len(total.candidate_ms or ()))
 
 
 def _shares(records: Sequence[Record], devices: Sequence[str], contrasts: Contrasts) -> dict[str, Any]:
@@ -229,12 +240,12 @@ def _order(records: Sequence[Record]) -> list[str]:
         *("model", "workload", "toggles", "status", "verdict", "reason"),
         *(f"{p}_{c}" for p in phases for c in ("speedup", "low", "high", *times)),
         *(f"{share.column}{field}" for share in columns(kinds_of(records)) for field in SHARE_FIELDS),
-        *("trials", "disturbed", "p", "p_holm", "noise_floor", "detectable"),
+        *("trials", "disturbed", "p", "p_holm", "noise_floor", "noise_pairing", "detectable"),
         *_ARMS_OF("peak_gib", "process_gib", "tokens_s", "padded_share", "bound", "of_ceiling"),
         "memory_saved_pct",
         *("grad_error", "grad_allowed", "loss_error", "loss_allowed", "unequal", "worst_tensor", "tolerance"),
         *("applied", "jobs", "job_tokens", "job_r", "job_gate", *_ARMS_OF("ranks", "rank_spread")),
-        *("reference", "candidate", "design", "pairing", "arm", "noise_record", *_least_kinds()),
+        *("reference", "candidate", "design", "pairing", "processes", "arm", "noise_record", *_least_kinds()),
         *("wall_s", "overhead_share", "device", "session", "key", "kind"),
     ]
 
@@ -243,7 +254,8 @@ def _judged(
     records: Sequence[Record], contrasts: Contrasts, floors: NoiseFloors, found: dict[str, Any]
 ) -> dict[str, Any]:
     """What takes more than one record: Holm's correction, noise floor, verdict."""
-    p, same = found["p"], [floors.of(r) for r in records]
+    p, floor_of = found["p"], [floors.of(r) for r in records]
+    same = [floors.same(r) for r in records]
     tested = [r.status == "ok" and not r.is_noise_floor and kind(r.kind).candidate for r in records]
     judged = [i for i, is_tested in enumerate(tested) if is_tested and p[i] >= 0]
     adjusted = dict(zip(judged, stats.holm([p[i] for i in judged]), strict=True))
@@ -256,6 +268,7 @@ def _judged(
     return {
         "p_holm": [adjusted.get(i, math.nan) for i in range(len(records))],
         "noise_floor": floor,
+        "noise_pairing": [f and f.pairing for f in floor_of],
         "detectable": [math.nan if d is None else d for d in detectable],
         "verdict": [verdicts.get(i) for i in range(len(records))],
     }
