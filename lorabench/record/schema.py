@@ -155,6 +155,7 @@ class Record(Strict):
     kind: str
     key: str  # of the cell's content: resume finds it by this
     session: str  # the sweep run that measured it; environment.json says on which machine
+    replicate: int = Field(0, ge=0)  # in which of the sessions that `repeat=` asks for; 0 in records that do not say
     model: str
     workload: str
     design: str
