@@ -79,9 +79,13 @@ def test_a_reference_that_moved_between_sessions_makes_a_range(record):
     records = in_sessions(record, (1.2, 1.3))
     records[1] = slower(records[1], 1.3)
     row, shown = analysed(records)
-    assert row["reference_moved"] == pytest.approx(0.3, abs=0.06)
-    assert shown["total × [95 %]"] == f"{row['session_low']:.2f}–{row['session_high']:.2f} (range)"
+    assert row["reference_moved"] == pytest.approx(0.3, abs=0.06) and row["verdict"] == "unclear"
+    assert shown["total × [95 %]"] == f"unclear, {row['session_low']:.2f}–{row['session_high']:.2f} (range)"
     assert "reference moved" in shown["verdict"]
+    five = [slower(r, 1 + 0.05 * i) for i, r in enumerate(in_sessions(record, (1.5, 1.52, 1.54, 1.56, 1.58)))]
+    row, shown = analysed(five)
+    assert row["verdict"] == "faster"
+    assert shown["total × [95 %]"] == f"{row['session_low']:.2f}–{row['session_high']:.2f} (range)"
     _, still = analysed(in_sessions(record, (1.2, 1.3)))
     assert "range" not in still["total × [95 %]"] and "moved" not in still["verdict"]
 
