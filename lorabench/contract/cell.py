@@ -15,6 +15,7 @@ from lorabench.contract.workload import Workload
 
 # Fields of a workload that came after the first published records: unset, they leave the keys as they were.
 LATER = ("seed", "page_cache", "jobs")
+PROCESSES = 4  # of each arm where they are separate, an even number: fewer do not show how far apart processes are
 
 
 @dataclass(frozen=True, kw_only=True)

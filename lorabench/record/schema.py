@@ -33,7 +33,8 @@ Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Phase(Strict):
-    """One phase's trials in milliseconds, in the order of the rounds, and reference / candidate with a 95 % interval.
+    """One phase's trials in milliseconds, in the order of the rounds, and reference / candidate with a 95 % interval,
+    as the code that measured them computed it. Reports compute it again.
 
     After an `oom` one of the two lists is None and so is the speed-up. The speed-up is also None in a record whose
     trials are too few for an interval.

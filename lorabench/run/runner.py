@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from lorabench.contract.cell import Cell
+from lorabench.contract.cell import PROCESSES, Cell
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.measure.cell import ArmResult, Failure, Result, Task, agree
@@ -27,8 +27,6 @@ from lorabench.plan.design import refusal
 from lorabench.record.contrast import speedup
 from lorabench.record.schema import ARMS, TOTAL, Cost, JobRecord, Numerics, Phase, Record, Tokens
 from lorabench.run.process import Workers, log_of, tail
-
-PROCESSES = 4  # of each arm where they are separate, an even number: fewer do not show how far apart processes are
 
 
 @dataclass
