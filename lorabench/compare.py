@@ -22,7 +22,7 @@ from lorabench.record import stats
 from lorabench.record.contrast import Contrast, Speedup
 from lorabench.record.schema import Record
 from lorabench.report.analysis import Analysis, Session
-from lorabench.report.contrasts import Contrasts, toggles
+from lorabench.report.contrasts import toggles
 from lorabench.report.words import speedup
 
 Outcome = Literal[
@@ -39,6 +39,7 @@ class Change(NamedTuple):
     after: Record | None
     change: Speedup | None
     outcome: Outcome
+    ratios: tuple[Speedup | None, Speedup | None] = (None, None)  # in either run
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
@@ -57,13 +58,14 @@ def compared(before: Analysis, after: Analysis) -> list[Change]:
     changes = []
     for content in [*first, *(k for k in second if k not in first)]:
         a, b, found = first.get(content), second.get(content), raw.get(content)
+        ratios = a and before.speedup(a), b and after.speedup(b)
         if a is None or b is None or found is None:
-            changes.append(Change(a, b, None, _without_ratio(a, b)))
+            changes.append(Change(a, b, None, _without_ratio(a, b), ratios))
             continue
         # The two runs' noise is independent: their floors add like standard errors.
-        floors = [math.log1p(stats.noise_floor(run.floors.of(r))) for r, run in ((a, before), (b, after))]
+        floors = [math.log1p(stats.noise_floor(run.floors.same(r))) for r, run in ((a, before), (b, after))]
         verdict = stats.verdict(found.speedup, adjusted[content], math.expm1(math.hypot(*floors)), found.trials)
-        changes.append(Change(a, b, found.speedup, _WORDS[verdict or "unclear"]))
+        changes.append(Change(a, b, found.speedup, _WORDS[verdict or "unclear"], ratios))
     return sorted(changes, key=lambda c: (c.outcome not in REGRESSIONS, c.outcome))
 
 
@@ -117,18 +119,17 @@ def table(changes: Sequence[Change]) -> Table:
     for c in changes:
         record = c.after or c.before
         assert record is not None
-        cells = [f"{record.model} @ {record.workload}", toggles(record), _ratio(c.before), _ratio(c.after)]
+        cells = [f"{record.model} @ {record.workload}", toggles(record)]
+        cells += [_ratio(c.before, c.ratios[0]), _ratio(c.after, c.ratios[1])]
         cells += [speedup(c.change), c.outcome]
         style = "red" if c.outcome in REGRESSIONS else "green" if c.outcome in ("better", "works now") else ""
         made.add_row(*(Text(cell) for cell in cells), style=style)
     return made
 
 
-def _ratio(record: Record | None) -> str:
-    """What stands in the record: the ratio, or its status where there is none."""
-    if record is None:
-        return ""
-    return speedup(Contrasts().speedup(record)) or record.status
+def _ratio(record: Record | None, found: Speedup | None) -> str:
+    """The ratio, or the status where there is none."""
+    return speedup(found) or (record.status if record else "")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ Thin on purpose: compose, plan, run, report.
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -24,12 +25,13 @@ from lorabench.contract.names import NameUnknown
 from lorabench.plan.compose import ConfigError, Plan, load_config, names_in, plan
 from lorabench.plan.design import refusal
 from lorabench.plan.registry import ablation_class, registered
-from lorabench.record.schema import Record
 from lorabench.record.store import RecordError, Store, StoreError
 from lorabench.run.session import new_session as new_session  # log_command takes it from here
 
 if TYPE_CHECKING:
     from lorabench.run.queue import Queue
+
+Recorded = dict[tuple[str, int], str]  # key and number of the session → status of the last record
 
 HELP = """\
 lorabench.sweep: measures LoRA fine-tuning optimizations, each against its reference, in pairs.
@@ -54,6 +56,7 @@ what is compared
   suite=NAME               a whole sweep that is published: {suites}
 how
   trials=30 warmup=5       on a CPU 10 and 1                 seed=0
+  repeat=1                 sessions in which every cell is measured, each in an order of its own; more can be added
   timeout_s=900            for one worker process
   world_size=1             processes of an arm with a parallel toggle (ddp), one a GPU
   queue=local              ray: as many cells at once as a Ray cluster's nodes hold; RAY_ADDRESS names it (auto: this
@@ -158,7 +161,11 @@ def show_plan(console: Console, planned: Plan, machine: Any) -> None:
         )
     console.print(table)
     tflops = next(iter(rates["gemm_tflops"].values()))
-    console.print(f"about {total / 60:.1f} minutes at {tflops:.2g} TFLOP/s (a rough estimate, measured just now)")
+    repeat = planned.config.repeat
+    sessions = f" in each of {repeat} sessions" if repeat > 1 else ""
+    console.print(
+        f"about {total / 60:.1f} minutes{sessions} at {tflops:.2g} TFLOP/s (a rough estimate, measured just now)"
+    )
 
 
 def run(config: Any, arguments: list[str], console: Console) -> int:
@@ -188,51 +195,69 @@ def _queue(config: Any) -> Queue:
     return LocalQueue(config.dtype, config.timeout_s, config.output)
 
 
-def _missing(config: Any, device: str, recorded: dict[str, Record]) -> tuple[list[Cell], list[Cell]]:
-    """All cells that the sweep has on such a device, and those that are to be measured."""
+def _missing(config: Any, device: str, recorded: Recorded) -> tuple[list[Cell], dict[int, list[Cell]]]:
+    """All cells that the sweep has on such a device, and by session those that are to be measured, in their order.
+
+    Of several sessions each has an order of its own: what a cell owes to those before it is no part of its ratio.
+    """
     again = ("crash", "timeout", "oom") if config.resume == "failed" else ()
     cells = plan(config, device).cells
-    return cells, [c for c in cells if c.key not in recorded or recorded[c.key].status in again]
+    todo = {}
+    for replicate in range(config.repeat):
+        found = [c for c in cells if recorded.get((c.key, replicate)) in (None, *again)]
+        if config.repeat > 1:
+            random.Random(f"{config.seed} {replicate}").shuffle(found)
+        if found:
+            todo[replicate] = found
+    return cells, todo
 
 
 def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], console: Console) -> None:
     """Measure what is missing, and store it."""
     if store.repaired:
         console.print(f"[yellow]{escape(store.repaired)}")
-    recorded = {r.key: r for r in store.records()}
+    recorded: Recorded = {(r.key, r.replicate): r.status for r in store.records()}
     if recorded and config.resume is False:
         raise ConfigError(f"{config.output} already holds {len(recorded)} records; resume=true, or another output=")
     # A look at the machine takes seconds, of its GPU too: not where a machine like the last session's left nothing.
     device = store.last_device() if recorded else None
-    cells, todo = _missing(config, device, recorded) if device else ([], [])
+    command = ["python", "-m", "lorabench.sweep", *arguments]
+    cells, todo = _missing(config, device, recorded) if device else ([], {})
     machine = None
     if todo or not device:
-        machine = queue.look(["python", "-m", "lorabench.sweep", *arguments])
+        machine = queue.look(command)
         cells, todo = _missing(config, machine.device, recorded)
+    sessions = f" in each of {config.repeat} sessions" if config.repeat > 1 else ""
+    left = sum(map(len, todo.values()))
     console.print(
-        f"lorabench {version('lorabench')}{f' on {queue.where}' if machine else ''}: {len(cells)} cells, "
-        f"{len(cells) - len(todo)} already recorded in {config.output}",
+        f"lorabench {version('lorabench')}{f' on {queue.where}' if machine else ''}: {len(cells)} cells{sessions}, "
+        f"{len(cells) * config.repeat - left} already recorded in {config.output}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    if todo and machine:
-        _drain(queue, todo, store, console, sum(refusal(cell, machine) is not None for cell in todo))
+    for number, (replicate, missing) in enumerate(todo.items()):
+        if config.repeat > 1:
+            console.print(f"session {replicate + 1} of {config.repeat}", highlight=False)
+        if number or machine is None:
+            machine = queue.look(command)  # a session of its own, with the ceilings of now
+        _drain(queue, missing, store, console, sum(refusal(c, machine) is not None for c in missing), replicate)
 
 
-def _drain(queue: Queue, todo: list[Cell], store: Store, console: Console, refused: int) -> None:
+def _drain(queue: Queue, todo: list[Cell], store: Store, console: Console, refused: int, replicate: int = 0) -> None:
     """Every record into the store, and before it the session that it names."""
     from lorabench.run.progress import Display
 
-    began, stored = time.monotonic(), set[str]()
+    began, before, stored = time.monotonic(), {s["id"] for s in store.sessions()}, list[str]()
 
     def store_sessions() -> None:
-        for name in queue.sessions.keys() - stored:
+        for name in [n for n in queue.sessions if n not in before and n not in stored]:
             store.add_session(queue.sessions[name])
-            stored.add(name)
+            stored.append(name)
 
     store_sessions()
     with Display(console, todo, refused) as display:
         for cell, record in queue.run(todo, display):
             store_sessions()
+            record.replicate = replicate
             store.append(record)
             display.end(cell, record)
     for name in stored:

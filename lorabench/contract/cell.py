@@ -15,6 +15,7 @@ from lorabench.contract.workload import Workload
 
 # Fields of a workload that came after the first published records: unset, they leave the keys as they were.
 LATER = ("seed", "page_cache", "jobs")
+PROCESSES = 4  # of each arm where they are separate, an even number: fewer do not show how far apart processes are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class Cell:
     warmup: int
     seed: int
     world_size: int = 1
+    # Of a reference against itself: the toggles for whose cells, measured in separate processes, it is the noise floor.
+    floor_of: tuple[Ablation, ...] = ()
 
     @property
     def key(self) -> str:
@@ -56,11 +59,14 @@ class Cell:
             content["kind"] = self.kind
         if self.ranks > 1:
             content["world_size"] = self.ranks
+        if self.floor_of:
+            content["separate"] = True
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def title(self) -> str:
-        what = " + ".join(t.label for t in self.toggles) or "reference against itself"
+        apart = ", separate processes" if self.floor_of else ""
+        what = " + ".join(t.label for t in self.toggles) or f"reference against itself{apart}"
         return f"{self.model.name} @ {self.workload.name}: {what}"
 
     @property
@@ -69,8 +75,9 @@ class Cell:
 
     @property
     def separate(self) -> bool:
-        """Whether a toggle's patch reaches beyond its own model, so that the arms must not share a process."""
-        return any(a.global_patch for a in (*self.reference, *self.candidate))
+        """Whether a toggle's patch reaches beyond its own model, so that the arms must not share a process; or whether
+        this is the noise floor of such cells."""
+        return bool(self.floor_of) or any(a.global_patch for a in (*self.reference, *self.candidate))
 
     @property
     def ranks(self) -> int:

@@ -52,6 +52,7 @@ class SweepConfig(BaseModel):
     trials: int | None = Field(ge=1)
     warmup: int | None = Field(ge=1)
     seed: int = Field(ge=0)
+    repeat: int = Field(ge=1)
     world_size: int = Field(ge=1)
     queue: Literal["local", "ray"]
     timeout_s: float = Field(gt=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from lorabench.contract.ablation import Ablation, combine, conflict
@@ -84,6 +84,7 @@ def cells(
 ) -> list[Cell]:
     """Every cell of a sweep: for each subject the reference against itself, then the design's contrasts.
 
+    Where some of these are measured in separate processes, so is the reference against itself, once more.
     A kind takes of the reference what it knows. A candidate is measured on the subjects whose kind knows its toggles;
     one that no subject's kind knows becomes a cell all the same, which is refused with the reason.
     """
@@ -95,16 +96,25 @@ def cells(
     for subject in subjects:
         own = [a for a in reference if subject.kind in a.kinds]
         known = [t for t in ablations if _goes_with(t, subject.kind, kinds)]
+        family = []
         for base, toggles in [(own, []), *(contrasts(design, own, known) if known else ())]:
             name = _kind_of(subject.kind, toggles)
-            made.append(
+            family.append(
                 Cell(
                     kind=name, kind_in_key=kind(name).in_key, model=subject.model, workload=subject.workload,
                     design=design, reference=tuple(base), candidate=tuple(combine(base, toggles)),
                     toggles=tuple(toggles), trials=trials, warmup=warmup, seed=seed, world_size=world_size,
                 )
             )  # fmt: skip
+        made += [family[0], *_separate_floor(family), *family[1:]]
     return made
+
+
+def _separate_floor(family: Sequence[Cell]) -> list[Cell]:
+    """The reference against itself in separate processes, where cells of the family are measured so and it is not."""
+    itself, *others = family
+    reach = dict.fromkeys(a for cell in others for a in (*cell.reference, *cell.candidate) if a.global_patch)
+    return [replace(itself, floor_of=tuple(reach))] if reach and not itself.separate else []
 
 
 def _kind_of(subject: str, toggles: Sequence[Ablation]) -> str:
@@ -129,6 +139,11 @@ def refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
             return "conflict", reason
     if reason := _unsupported(cell, machine):
         return "unsupported", reason
+    if cell.floor_of and all(a.requires.unmet(machine, cell.model) for a in cell.floor_of):
+        return (
+            "unsupported",
+            f"no cell needs this noise floor here: {cell.floor_of[0].requires.unmet(machine, cell.model)}",
+        )
     for toggle in cell.toggles:
         if toggle in cell.reference:
             return "not_applied", f"{toggle.label} is already part of the reference"

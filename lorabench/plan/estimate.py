@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lorabench.contract.cell import Cell
+from lorabench.contract.cell import PROCESSES, Cell
 from lorabench.contract.kind import kind
 from lorabench.contract.work import Work
 
@@ -22,4 +22,5 @@ def seconds(cell: Cell, ceilings: Mapping[str, Any]) -> float:
     work = sum(own.work(cell, own.samples(cell), cell.candidate), Work())
     tflops = next(iter(ceilings["gemm_tflops"].values()))
     one = sum(work.tflop.values()) / (tflops * EFFICIENCY) + sum(work.gbytes.values()) / ceilings["copy_gbs"]
-    return FIXED_S + (cell.trials + 2 * cell.warmup + 4) * 2 * one
+    pairs = PROCESSES if cell.separate else 1  # of processes, each with its own warm-up
+    return FIXED_S * pairs + (cell.trials + (2 * cell.warmup + 4) * pairs) * 2 * one

@@ -3,18 +3,22 @@
 Times are milliseconds, one a trial, in the order of the rounds. Everything is done on logarithms: a ratio and its
 inverse are then equally far from 1, and one slow trial moves nothing much. NaN, infinite and non-positive times are
 refused with a ValueError: a trial that did not happen has no place in a list of trials.
+
+Every interval is Student's t about an estimate with a standard error and degrees of freedom. What these count is what
+is independent: rounds in one process, as many as their autocorrelation leaves; processes; sessions. How often each
+covers the truth is simulated in docs/intervals.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special, stats
 
 Times = Sequence[float] | NDArray[np.float64]
 Logs = NDArray[np.float64]
@@ -22,6 +26,9 @@ Logs = NDArray[np.float64]
 RESAMPLES = 2000
 MIN_TRIALS = 3
 ALPHA = 0.05
+LEAST_CORRELATION = -0.2  # what is estimated below it is noise more often than not, and would narrow the interval
+MOST_CORRELATION = 0.9  # beyond it some thirty rounds hold one or two independent ones, and no estimate is left
+LEAST_FREEDOM = 2.0  # degrees: of fewer the interval would say only that nothing is known
 
 
 class Speedup(NamedTuple):
@@ -32,28 +39,55 @@ class Speedup(NamedTuple):
     high: float
 
 
-class Contrast:
-    """A ratio of two times, or what ratios of independent cells were combined to. Only asked for is it bootstrapped.
+class Estimate(NamedTuple):
+    """A logarithm with its standard error and the degrees of freedom that the error has."""
 
-    `centre` is the ratio (2 is twice as fast), `trials` the number in the smallest arm that went into it.
+    log: float
+    error: float
+    freedom: float
+
+    @property
+    def reach(self) -> float:
+        """From the logarithm to either end of its 95 % interval."""
+        return float(special.stdtrit(self.freedom, 1 - ALPHA / 2)) * self.error if self.error else 0.0
+
+
+class Contrast:
+    """A ratio of two times, or what ratios of independent cells were combined to.
+
+    `trials` is the number in the smallest arm that went into it.
     """
 
-    def __init__(
-        self, centre: float, trials: int, draw: Callable[[], Logs], interval: Callable[[], tuple[float, float]]
-    ) -> None:
-        """`draw` makes the bootstrap replicates of log(centre), `interval` the 95 % bounds of the centre."""
-        self.centre, self.trials = centre, trials
-        self._draw, self._interval = draw, interval
+    def __init__(self, estimate: Estimate, trials: int, seed: int = 0, replicates: Logs | None = None) -> None:
+        """`seed` of the replicates; or the `replicates` themselves, whose percentiles are then the interval."""
+        self.estimate, self.trials = estimate, trials
+        self._seed, self._given = seed, replicates
+
+    @property
+    def centre(self) -> float:
+        """The ratio: 2 is twice as fast."""
+        return math.exp(self.estimate.log)
 
     @cached_property
     def replicates(self) -> Logs:
-        """Bootstrap replicates of the logarithm of the ratio, shape (RESAMPLES,)."""
-        return self._draw()
+        """Draws from the ratio's confidence distribution, Student's t, as logarithms, shape (RESAMPLES,).
+
+        One from each RESAMPLES-th part of the distribution, in random order: its percentiles are exact, and draws of
+        different seeds are independent.
+        """
+        if self._given is not None:
+            return self._given
+        drawn = np.random.default_rng(self._seed).permutation(_quantiles_of_t(self.estimate.freedom))
+        return self.estimate.log + self.estimate.error * drawn
 
     @cached_property
     def speedup(self) -> Speedup:
         """The ratio with its 95 % interval."""
-        return Speedup(self.centre, *self._interval())
+        log, reach = self.estimate.log, self.estimate.reach
+        low, high = log - reach, log + reach
+        if self._given is not None:
+            low, high = np.quantile(self._given, (ALPHA / 2, 1 - ALPHA / 2))
+        return Speedup(math.exp(log), math.exp(min(low, log)), math.exp(max(high, log)))
 
     @property
     def low(self) -> float:
@@ -68,78 +102,86 @@ class Contrast:
     @property
     def logs(self) -> Logs:
         """Logarithm of the ratio, then its replicates, shape (1 + RESAMPLES,): what combinations are made of."""
-        return np.concatenate([[math.log(self.centre)], self.replicates])
+        return np.concatenate([[self.estimate.log], self.replicates])
 
     def difference(self, other: Contrast) -> Contrast:
         """How many times the other's ratio this one is. The two are of independent cells."""
-        return combined(self.logs - other.logs, min(self.trials, other.trials))
+        seed = hash((self._seed, other._seed)) % 2**32
+        return Contrast(_minus(self.estimate, other.estimate), min(self.trials, other.trials), seed)
 
     def p_value(self) -> float:
-        """Two-sided p that the ratio is 1: Student's t on the bootstrap's error."""
-        centre = math.log(self.centre)
-        error = float(np.std(self.replicates)) * math.sqrt(self.trials / (self.trials - 1))
-        return 2 * float(stats.t.sf(abs(centre) / error, self.trials - 1)) if error else float(centre == 0)
+        """Two-sided p that the ratio is 1: below 0.05 where the 95 % interval leaves 1 out, by the same Student's t."""
+        log, error, freedom = self.estimate
+        return 2 * float(special.stdtr(freedom, -abs(log) / error)) if error else float(log == 0)
 
 
 def contrast(
-    reference_ms: Times, candidate_ms: Times, paired: bool, seed: int = 0, known: Speedup | None = None
+    reference_ms: Times,
+    candidate_ms: Times,
+    paired: bool,
+    seed: int = 0,
+    processes: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Contrast | None:
     """The contrast of two lists of trials; None with fewer than three trials in an arm.
 
-    paired: both lists are of one process, trial by trial in one round: Hodges–Lehmann centre of the log ratios.
-    Not paired (A B B A blocks in separate processes): two-sample Hodges–Lehmann shift of the logarithms. Its interval
-    knows the spread of the trials, not that between processes: two blocks an arm are too few to estimate it.
+    paired: both lists are of one process, trial by trial in one round: Hodges–Lehmann centre of the log ratios, with
+    the error of as many independent rounds as their autocorrelation leaves.
+    Not paired: the difference of the arms, with the errors of both (Welch). `processes` says how many trials each
+    process of the reference and of the candidate made, in their order: an arm is then the mean of its processes'
+    centres, and its error is that between processes. Without it each list is of one process, and what differs between
+    two processes is in no interval.
 
     seed: of the replicates; contrasts that are combined need seeds of their own, or their draws would be correlated.
-    The contrast's own interval is always drawn with seed 0, so that it is the one that stands in a record. known: that
-    one, where it is at hand.
     """
-    samples = _samples(reference_ms, candidate_ms, paired)
-    trials = min(x.size for x in samples)
-    if known is None and trials < MIN_TRIALS:
+    reference, candidate = log_times(reference_ms, "reference_ms"), log_times(candidate_ms, "candidate_ms")
+    if paired and reference.size != candidate.size:
+        raise ValueError(f"paired trials need lists of one length, got {reference.size} and {candidate.size}")
+    trials = min(reference.size, candidate.size)
+    if trials < MIN_TRIALS:
         return None
-    centre = known.centre if known else math.exp(_hodges_lehmann(samples))
-
-    def interval() -> tuple[float, float]:
-        return known[1:] if known else _bounds(math.log(centre), _replicates(samples, 0), trials)
-
-    return Contrast(centre, trials, lambda: _replicates(samples, seed), interval)
+    if paired:
+        return Contrast(_of_rounds(reference - candidate), trials, seed)
+    of_reference, of_candidate = processes or ((), ())
+    return Contrast(_minus(_of_arm(reference, of_reference), _of_arm(candidate, of_candidate)), trials, seed)
 
 
-def speedup(reference_ms: Times, candidate_ms: Times, paired: bool) -> Speedup | None:
+def speedup(
+    reference_ms: Times,
+    candidate_ms: Times,
+    paired: bool,
+    processes: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Speedup | None:
     """Ratio and 95 % interval of two lists of trials, see `contrast`; None with fewer than three trials in an arm."""
-    found = contrast(reference_ms, candidate_ms, paired)
+    found = contrast(reference_ms, candidate_ms, paired, processes=processes)
     return found and found.speedup
 
 
 def combined(logs: Logs, trials: int) -> Contrast:
     """A contrast from a combination of several contrasts' `logs`: those of independent cells are combined one by one.
     trials: of the smallest of them."""
-    centre = float(logs[0])
-    return Contrast(math.exp(centre), trials, lambda: logs[1:], lambda: _bounds(centre, logs[1:], trials))
+    low, high = np.quantile(logs[1:], (ALPHA / 2, 1 - ALPHA / 2))
+    error = float(high - low) / (2 * float(stats.norm.ppf(1 - ALPHA / 2)))
+    return Contrast(Estimate(float(logs[0]), error, math.inf), trials, replicates=logs[1:])
 
 
 def mean(contrasts: Sequence[Contrast]) -> Contrast:
     """The geometric mean of several cells' ratios."""
-    return combined(np.mean([c.logs for c in contrasts], axis=0), min(c.trials for c in contrasts))
+    seed = hash(tuple(c._seed for c in contrasts)) % 2**32
+    return Contrast(_mean([c.estimate for c in contrasts]), min(c.trials for c in contrasts), seed)
 
 
-def _bounds(centre: float, replicates: Logs, trials: int) -> tuple[float, float]:
-    """95 % bounds of a ratio from the logarithms of its centre and replicates; the centre lies within."""
-    low, high = np.quantile(replicates, tails(trials))
-    return math.exp(min(low, centre)), math.exp(max(high, centre))
+def over_sessions(contrasts: Sequence[Contrast]) -> Contrast:
+    """What several sessions say of one cell: the geometric mean of their ratios.
 
-
-@cache
-def tails(trials: int) -> tuple[float, float]:
-    """Quantiles of the bootstrap distribution that make a 95 % interval from this many trials.
-
-    The plain percentile interval is too narrow for few samples; this is the expanded one (Hesterberg 2015): the
-    normal tail beyond t·sqrt(n/(n-1)). At 30 trials it cuts 1.9 % a side instead of 2.5 %.
+    Its error is that between sessions, sd / √n with n - 1 degrees of freedom. Where few sessions happen to agree more
+    closely than the error within each allows, it is the error within.
     """
-    t = stats.t.ppf(1 - ALPHA / 2, trials - 1) * math.sqrt(trials / (trials - 1))
-    tail = float(stats.norm.cdf(-t))
-    return tail, 1 - tail
+    if len(contrasts) == 1:
+        return contrasts[0]
+    together = mean(contrasts)
+    between = _student(np.array([c.estimate.log for c in contrasts]))
+    widest = max(together.estimate, between, key=lambda estimate: estimate.reach)
+    return Contrast(widest, together.trials, together._seed)
 
 
 def log_times(ms: Times, name: str = "ms") -> Logs:
@@ -157,68 +199,103 @@ def _excerpt(times: NDArray[np.float64]) -> str:
     return f"{bad[0]} among {times.size} values"
 
 
-def _samples(reference_ms: Times, candidate_ms: Times, paired: bool) -> list[Logs]:
-    """[log ratios] when paired, [log reference, log candidate] otherwise."""
-    reference, candidate = log_times(reference_ms, "reference_ms"), log_times(candidate_ms, "candidate_ms")
-    if not paired:
-        return [reference, candidate]
-    if reference.size != candidate.size:
-        raise ValueError(f"paired trials need lists of one length, got {reference.size} and {candidate.size}")
-    return [reference - candidate]
+def _of_rounds(logs: Logs) -> Estimate:
+    """The Hodges–Lehmann centre (median of the Walsh averages) of one process's rounds, in their order."""
+    n = logs.size
+    averages = _walsh_averages(logs)
+    independent = n / _inflation(logs)
+    error = _scale(averages, n) / math.sqrt(independent)
+    # Half of the degrees pay for the autocorrelation, which is itself an estimate.
+    return Estimate(_middle(averages), error, max((independent - 1) / 2, LEAST_FREEDOM))
 
 
-def _pairs(samples: list[Logs]) -> tuple[NDArray[np.intp], NDArray[np.intp], Logs]:
-    """The values whose median is the Hodges–Lehmann centre, in ascending order, with the indices that each is made of.
-
-    Of one sample the n(n+1)/2 Walsh averages, of two the n·m differences.
-    """
-    first, second = samples[0], samples[-1]
-    if len(samples) == 1:
-        i, j = np.triu_indices(first.size)
-        values = (first[i] + first[j]) / 2
-    else:
-        i, j = (x.ravel() for x in np.indices((first.size, second.size)))
-        values = first[i] - second[j]
-    order = np.argsort(values)
-    return i[order], j[order], values[order]
+def _walsh_averages(logs: Logs) -> Logs:
+    """Of n values the n(n+1)/2 means of two, in ascending order."""
+    i, j = _upper_triangle(logs.size)
+    return np.sort((logs[i] + logs[j]) / 2)
 
 
-def _hodges_lehmann(samples: list[Logs]) -> float:
-    return float(np.median(_pairs(samples)[2]))
+@cache
+def _upper_triangle(n: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    i, j = np.triu_indices(n)
+    return i, j
 
 
-def _replicates(samples: list[Logs], seed: int) -> Logs:
-    """Hodges–Lehmann centres of RESAMPLES resamples: by round when paired, by trial within each arm otherwise.
-
-    A resample has the same Walsh averages as the sample, only not equally often. So they are sorted once, and the
-    median of a resample is the value at which its weights have added up to half: for all resamples at once, and some
-    fifteen times as fast as a median of each.
-    """
-    i, j, values = _pairs(samples)
-    rng = np.random.default_rng(seed)
-    counts = [_how_often(rng.integers(0, x.size, (RESAMPLES, x.size)), x.size) for x in samples]
-    ranks = sorted({(values.size - 1) // 2, values.size // 2})  # the middle one, or the two about the middle
-    reached = np.zeros(RESAMPLES, np.int32)
-    places = np.zeros((len(ranks), RESAMPLES), np.int32)
-    for n, (a, b) in enumerate(zip(i.tolist(), j.tolist(), strict=True)):
-        if n % 32 == 0 and reached.min() > ranks[-1]:
-            break  # beyond the middle of every resample
-        reached += _weights(counts, a, b)
-        for place, rank in zip(places, ranks, strict=True):
-            place += reached <= rank
-    return np.mean(values[places], axis=0)
+def _middle(ordered: Logs) -> float:
+    """The median of values in ascending order."""
+    return float(ordered[(ordered.size - 1) // 2] + ordered[ordered.size // 2]) / 2
 
 
-def _weights(counts: list[NDArray[np.int32]], a: int, b: int) -> NDArray[np.int32]:
-    """How often the pair of trials a and b stands in each resample. A trial drawn c times from one sample has c(c+1)/2
-    averages with itself."""
-    if len(counts) == 1 and a == b:
-        return counts[0][a] * (counts[0][a] + 1) // 2
-    return counts[0][a] * counts[-1][b]
+def _scale(averages: Logs, n: int) -> float:
+    """√n times the standard error of the Hodges–Lehmann centre, were the n values independent: from the width of the
+    signed-rank test's 80 % interval (Lehmann 1963), which outliers do not reach."""
+    rank, normal = _signed_rank_bound(n)
+    return float(averages[-1 - rank] - averages[rank]) / (2 * normal) * math.sqrt(n)
 
 
-def _how_often(drawn: NDArray[np.int64], size: int) -> NDArray[np.int32]:
-    """Shape (size, resamples): how often each trial was drawn into each resample."""
-    flat = (drawn + size * np.arange(len(drawn))[:, None]).ravel()
-    counts = np.bincount(flat, minlength=size * len(drawn)).reshape(len(drawn), size)
-    return np.ascontiguousarray(counts.T, dtype=np.int32)
+@cache
+def _signed_rank_bound(n: int) -> tuple[int, float]:
+    """(the Walsh average at which the 80 % interval begins, how many standard errors of the rank sum that is)."""
+    middle, deviation = n * (n + 1) / 4, math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
+    rank = max(round(middle - float(stats.norm.ppf(0.9)) * deviation), 0)
+    return rank, (middle - rank) / deviation
+
+
+def _inflation(logs: Logs) -> float:
+    """How many times the variance of a mean of independent rounds that of these is, were they autoregressive:
+    1 + 2 Σ (1 - k/n) ρᵏ. Of the ranks, so that a slow trial weighs no more in it than in the centre."""
+    n = logs.size
+    centred = stats.rankdata(logs) - (n + 1) / 2
+    whole = float(centred @ centred)
+    if not whole:
+        return 1.0
+    found = float(centred[1:] @ centred[:-1]) / whole
+    # It comes out too small by (1 + 4 ρ) / n (Marriott & Pope 1954). The other 1 / n is there because ρ missed by as
+    # much costs more coverage than ρ overstated: the inflation bends upwards.
+    rho = min(max(found + (2 + 4 * found) / n, LEAST_CORRELATION), MOST_CORRELATION)
+    lags = np.arange(1, n)
+    return 1 + 2 * float((1 - lags / n) @ rho**lags)
+
+
+def _of_arm(logs: Logs, sizes: Sequence[int]) -> Estimate:
+    """An arm that was measured apart; of one process there is only the error within it."""
+    return _of_processes(logs, sizes) if len(sizes) > 1 else _of_rounds(logs)
+
+
+def _of_processes(logs: Logs, sizes: Sequence[int]) -> Estimate:
+    """The mean of several processes' centres, with the error that they show between them."""
+    if sum(sizes) != logs.size:
+        raise ValueError(f"{logs.size} trials do not make processes of {list(sizes)}")
+    parts = np.split(logs, np.cumsum(sizes)[:-1])
+    return _student(np.array([_middle(_walsh_averages(part)) for part in parts]))
+
+
+def _student(values: Logs) -> Estimate:
+    """Mean of independent values, sd / √n, n - 1 degrees."""
+    return Estimate(float(values.mean()), float(values.std(ddof=1)) / math.sqrt(values.size), values.size - 1)
+
+
+def _minus(first: Estimate, second: Estimate) -> Estimate:
+    """The difference of two independent estimates."""
+    return _summed([first, second], first.log - second.log)
+
+
+def _mean(estimates: Sequence[Estimate]) -> Estimate:
+    """The mean of independent estimates."""
+    n = len(estimates)
+    total = _summed(estimates, sum(e.log for e in estimates))
+    return Estimate(total.log / n, total.error / n, total.freedom)
+
+
+def _summed(parts: Sequence[Estimate], log: float) -> Estimate:
+    """Errors add in quadrature, and the degrees of freedom are Welch's and Satterthwaite's."""
+    variances = np.array([e.error**2 for e in parts])
+    whole = float(variances.sum())
+    if not whole:
+        return Estimate(log, 0.0, min(e.freedom for e in parts))
+    freedom = whole**2 / float((variances**2 / np.array([e.freedom for e in parts])).sum())
+    return Estimate(log, math.sqrt(whole), freedom)
+
+
+def _quantiles_of_t(freedom: float) -> Logs:
+    return special.stdtrit(freedom, (np.arange(RESAMPLES) + 0.5) / RESAMPLES)

@@ -6,6 +6,7 @@ What a record with status `ok` must carry beside its times, its kind says.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -34,7 +35,8 @@ Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Phase(Strict):
-    """One phase's trials in milliseconds, in the order of the rounds, and reference / candidate with a 95 % interval.
+    """One phase's trials in milliseconds, in the order of the rounds, and reference / candidate with a 95 % interval,
+    as the code that measured them computed it. Reports compute it again.
 
     After an `oom` one of the two lists is None and so is the speed-up. The speed-up is also None in a record whose
     trials are too few for an interval.
@@ -174,6 +176,7 @@ class Record(Strict):
     kind: str
     key: str  # of the cell's content: resume finds it by this
     session: str  # the sweep run that measured it; environment.json says on which machine
+    replicate: int = Field(0, ge=0)  # in which of the sessions that `repeat=` asks for; 0 in records that do not say
     model: str
     workload: str
     design: str
@@ -184,6 +187,7 @@ class Record(Strict):
     reason: str | None = None  # in words a user understands; required unless ok
     arm: ArmName | None = None  # which arm ran out of memory, hung or crashed, where that is known
     pairing: Literal["paired", "abba"] | None = None  # one process trial by trial, or processes in A B B A order
+    processes: dict[ArmName, list[int]] | None = None  # of separate ones: how many trials each made, in their order
     rank: int | None = None  # which of an arm's ranks it was
     phases: dict[str, Phase] | None = None  # those of the kind that both arms had, in order, and TOTAL
     tokens: Tokens | None = None
@@ -210,6 +214,20 @@ class Record(Strict):
         return kind(self.kind).candidate
 
     @property
+    def trials_by_process(self) -> tuple[list[int], list[int]] | None:
+        """How many trials each process of the reference and of the candidate made; None where they shared one process
+        or one of them was not measured. Records that do not say had two blocks an arm, with half of the trials each."""
+        total = (self.phases or {}).get(TOTAL)
+        if self.pairing != "abba" or total is None or not total.reference_ms or not total.candidate_ms:
+            return None
+        said: dict[Any, list[int]] = dict(self.processes or {})
+        of_reference, of_candidate = (
+            said.get(arm) or _halves(len(ms))
+            for arm, ms in zip(ARMS, (total.reference_ms, total.candidate_ms), strict=True)
+        )
+        return of_reference, of_candidate
+
+    @property
     def own_phases(self) -> list[str]:
         """The phases that were measured, in order, without their sum."""
         return [p for p in self.phases or {} if p != TOTAL]
@@ -234,6 +252,16 @@ class Record(Strict):
             for name, phase in (self.phases or {}).items():
                 if len(phase.reference_ms or ()) != len(phase.candidate_ms or ()):
                     raise ValueError(f"{name}: paired trials need lists of one length")
+        for arm, sizes in (self.processes or {}).items():
+            for name, phase in (self.phases or {}).items():
+                if (times := getattr(phase, f"{arm}_ms")) is not None and len(times) != sum(sizes):
+                    raise ValueError(
+                        f"{name}: the {arm}'s processes made {sum(sizes)} trials, its list has {len(times)}"
+                    )
         if self.phases is not None and self.status not in ("ok", "oom"):
             raise ValueError(f"status {self.status} must not carry times")
         return self
+
+
+def _halves(trials: int) -> list[int]:
+    return [half for half in (math.ceil(trials / 2), trials // 2) if half]

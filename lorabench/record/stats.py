@@ -1,7 +1,7 @@
-"""What may be said of measured times: medians, significance, noise floor, verdict. Numbers in, numbers out.
+"""What may be said of measured times: medians, Holm's correction, noise floor, verdict. Numbers in, numbers out.
 
-The ratio of two arms and its interval are in contrast.py. What is asked of every row of a table is answered for many
-lists of trials at once: those of one length become one array.
+The ratio of two arms, its interval and its p are in contrast.py. What is asked of every row of a table is answered for
+many lists of trials at once: those of one length become one array.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from lorabench.record.contrast import ALPHA, Speedup, Times, log_times
 Verdict = Literal["faster", "slower", "same", "unclear"]
 Rows = NDArray[np.float64]  # trials of one number each, shape (rows, trials)
 
-MIN_TRIALS_FOR_VERDICT = 6  # below it even the most extreme signed-rank outcome has p > 0.05
+MIN_TRIALS_FOR_VERDICT = 6  # fewer do not show their autocorrelation, nor whether one of them is an outlier
 MIN_FLOOR = 0.01  # clocks and allocator alone move a step by about this much between two processes
 MAX_SAME = 0.05  # a wider band than this is no statement of equality, however wide the noise
 TWO_SIDED = float(stats.norm.ppf(1 - ALPHA / 2))  # standard errors to either end of a 95 % interval
@@ -66,62 +66,6 @@ def _medians(rows: Rows) -> Rows:
 @cache
 def _order_statistic(trials: int) -> int:
     return max(int(stats.binom.ppf(ALPHA / 2, trials, 0.5)) - 1, 0)
-
-
-def p_value(reference_ms: Times, candidate_ms: Times, paired: bool) -> float:
-    """Two-sided p that the arms are equally fast: Wilcoxon signed rank on log ratios, or Mann–Whitney. 1 if equal."""
-    return float(p_values([(reference_ms, candidate_ms)], [paired])[0])
-
-
-def p_values(pairs: Sequence[tuple[Times, Times] | None], paired: Sequence[bool]) -> NDArray[np.float64]:
-    """`p_value` of many cells, given as (reference, candidate) in ms; NaN for None."""
-    found = np.full(len(pairs), np.nan)
-    alike: dict[tuple[bool, int, int], list[int]] = {}
-    for i, pair in enumerate(pairs):
-        if pair is not None:
-            alike.setdefault((paired[i], len(pair[0]), len(pair[1])), []).append(i)
-    for (of_rounds, *_), members in alike.items():
-        arms = list(zip(*(pair for i in members if (pair := pairs[i]) is not None), strict=True))
-        first, second = _logs(arms[0], "reference_ms"), _logs(arms[1], "candidate_ms")
-        found[members] = _signed_rank(first - second) if of_rounds else _mann_whitney(first, second)
-    return found
-
-
-def _logs(lists: Sequence[Times], name: str) -> Rows:
-    """Logarithms of lists of one length, shape (lists, length)."""
-    rows = np.asarray(lists, dtype=np.float64)
-    return log_times(rows.ravel(), name).reshape(rows.shape)
-
-
-def _signed_rank(ratios: Rows) -> NDArray[np.float64]:
-    """Of each row. Rows with ties or zeros go apart: scipy takes one method for all that it is given at once."""
-    found = np.ones(len(ratios))
-    odd = ~_all_different(np.abs(ratios)) | (ratios == 0).any(axis=1)
-    for rows in (~odd, odd & ratios.any(axis=1)):
-        if rows.any() and ratios.shape[1]:
-            found[rows] = _p(stats.wilcoxon(ratios[rows], axis=1))
-    return found
-
-
-def _mann_whitney(reference: Rows, candidate: Rows) -> NDArray[np.float64]:
-    """Of each row; rows with ties go apart, as above."""
-    both = np.concatenate([reference, candidate], axis=1)
-    found = np.ones(len(both))
-    plain = _all_different(both)
-    for rows in (plain, ~plain & (both != both[:, :1]).any(axis=1)):
-        if rows.any() and reference.shape[1] and candidate.shape[1]:
-            found[rows] = _p(stats.mannwhitneyu(reference[rows], candidate[rows], axis=1))
-    return found
-
-
-def _all_different(rows: Rows) -> NDArray[np.bool_]:
-    return (np.diff(np.sort(rows, axis=1), axis=1) != 0).all(axis=1)
-
-
-def _p(
-    result: Any,
-) -> NDArray[np.float64]:  # scipy's result classes are made at run time: type checkers do not see them
-    return result.pvalue
 
 
 def holm(pvalues: Sequence[float]) -> list[float]:

@@ -32,7 +32,8 @@ class StoreError(OSError):
 
 
 def read_records(path: Path) -> list[Record]:
-    """All records of a folder (or of a records.jsonl), the last one of each key, in the order of first appearance.
+    """All records of a folder (or of a records.jsonl), as they were written: a cell that was measured in several
+    sessions has several.
 
     Raises RecordError for a line that is no record. A last line without its newline is a write that was cut off:
     it is left out here and repaired by `Store`.
@@ -40,12 +41,8 @@ def read_records(path: Path) -> list[Record]:
     path = path / RECORDS if path.is_dir() else path
     if not path.exists():
         raise RecordError(f"{path}: no such file; expected the {RECORDS} that a sweep writes into its output")
-    latest: dict[str, Record] = {}
     lines = path.read_bytes().split(b"\n")[:-1]
-    for number, line in enumerate(lines, start=1):
-        record = _parse(line, path, number)
-        latest[record.key] = record
-    return list(latest.values())
+    return [_parse(line, path, number) for number, line in enumerate(lines, start=1)]
 
 
 def _parse(line: bytes, path: Path, number: int) -> Record:
@@ -78,7 +75,18 @@ def _encoded(record: Record) -> bytes:
         Record.model_validate_json(line)
         return line
     except (ValueError, TypeError, RecursionError) as error:  # pydantic's and Unicode's errors are ValueErrors
-        own = ("kind", "key", "session", "model", "workload", "design", "reference", "candidate", "ablations")
+        own = (
+            "kind",
+            "key",
+            "session",
+            "replicate",
+            "model",
+            "workload",
+            "design",
+            "reference",
+            "candidate",
+            "ablations",
+        )
         words = " ".join(str(error).split())[:300].encode(errors="replace").decode()
         reason = f"the cell was measured, but its record cannot be written as JSON (its notes?): {words}"
         crash = Record(**{name: getattr(record, name) for name in own}, status="crash", reason=reason)

@@ -19,6 +19,7 @@ from lorabench.report.claims import Match, match
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.groups import Group, groups
 from lorabench.report.noise import NoiseFloors
+from lorabench.report.replicates import rows
 from lorabench.report.tidy import tidy
 
 Session = dict[str, Any]
@@ -26,14 +27,17 @@ Row = dict[Any, Any]
 
 
 class Analysis:
-    """Records and sessions with all that is made of them, each when first asked for, and only once.
+    """Records and sessions with all that is made of them, each when first asked for, and only once. `rows` have all
+    records of a cell, `records` the one that each row shows.
 
     salt: tells two runs apart that are compared with each other, see `Contrasts`.
     """
 
     def __init__(self, records: Sequence[Record], sessions: Sequence[Session] = (), salt: str = "") -> None:
-        self.records, self.sessions = list(records), list(sessions)
-        self.contrasts = Contrasts(salt)
+        self.sessions = list(sessions)
+        self.rows = rows(records, sessions)
+        self.records = [row.shown for row in self.rows]
+        self.contrasts = Contrasts(salt, self.rows)
 
     @classmethod
     def read(cls, folder: str | Path, salt: str = "") -> Analysis:
@@ -53,9 +57,9 @@ class Analysis:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """The tidy table, a row a record, see `tidy`."""
+        """The tidy table, a row a cell, see `tidy`."""
         with collector_paused():
-            return tidy(self.records, self.devices, self.contrasts, self.floors)
+            return tidy(self.rows, self.sessions, self.devices, self.contrasts, self.floors)
 
     @cached_property
     def groups(self) -> list[Group]:

@@ -15,11 +15,13 @@ from lorabench.report.contrasts import Contrasts
 from lorabench.report.groups import Group
 from lorabench.report.shares import ShareOf, columns
 from lorabench.report.tidy import GIB, kinds_of, phases_of
-from lorabench.report.words import arrow, number, percent, ratio, speedup
+from lorabench.report.words import arrow, number, percent, ratio, span, speedup, unclear
 
 # The columns, by their headings. Beside these there is one a phase, one a share and one for each kind's throughput.
 TOGGLE = "toggle"
 WHOLE = f"{TOTAL} × [95 %]"
+HOST = "host-bound: ms (host's share), ref → cand"
+SESSIONS = "interval is of"
 TIME = "median ms, ref → cand"
 MEMORY = "peak GiB, ref → cand"
 THROUGHPUT = "real tokens/s, ref → cand"
@@ -29,6 +31,9 @@ GRADIENT = "gradient error / allowed"
 UNEQUAL = "differs from the reference's"
 VERDICT = "verdict"
 ALWAYS = (TOGGLE, WHOLE, VERDICT)
+
+HOST_BOUND = 0.2  # the share of a step in which the device waits, as in the label of a phase
+MOVED = 0.10  # of the reference between two sessions: a mean of such ratios would be of no machine
 
 LADDER = ["rung", "cumulative × [95 %]", "increment × [95 %]", "status"]
 
@@ -74,7 +79,7 @@ def giving_way(records: Sequence[Record]) -> list[str]:
     """The columns that give way on a narrow terminal, least important first. Total, memory and verdict never do."""
     kinds = kinds_of(records)
     shares = [s.heading for s in reversed(columns(kinds))]
-    return [PADDING, GRADIENT, UNEQUAL, BOUND, THROUGHPUT, TIME, *map(times, phases_of(records)), *shares]
+    return [PADDING, GRADIENT, UNEQUAL, BOUND, THROUGHPUT, TIME, SESSIONS, *map(times, phases_of(records)), *shares]
 
 
 def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:
@@ -82,8 +87,8 @@ def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:
     phases = dict.fromkeys(p for k in kinds for p in k.phases)
     bounded = [s.heading for s in reversed(shares) if set(s.kind.phases) <= set(phases)]
     return [
-        TOGGLE, *map(times, phases), WHOLE, *bounded, TIME, MEMORY, THROUGHPUT, PADDING, BOUND, GRADIENT, UNEQUAL,
-        VERDICT,
+        TOGGLE, *map(times, phases), WHOLE, HOST, SESSIONS, *bounded, TIME, MEMORY, THROUGHPUT, PADDING, BOUND,
+        GRADIENT, UNEQUAL, VERDICT,
     ]  # fmt: skip
 
 
@@ -94,13 +99,15 @@ def times(phase: str) -> str:
 
 def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequence[ShareOf]) -> dict[str, str]:
     cells = dict.fromkeys(_headings([group.kind], shares), "")
-    cells |= {times(p): ratio(row[f"{p}_speedup"]) for p in group.kind.phases}
+    cells |= {times(p): _phase(row, p) for p in group.kind.phases}
     cells |= {s.heading: _share(row, s.column) for s in shares if s.heading in cells}
     saved = f" ({0.0 - row['memory_saved_pct']:+.1f} %)" if math.isfinite(row["memory_saved_pct"]) else ""
     memory = arrow(*_both(row, "{}_peak_gib"))
     return cells | {
         TOGGLE: row["toggles"],
-        WHOLE: ratio(row[f"{TOTAL}_speedup"], row[f"{TOTAL}_low"], row[f"{TOTAL}_high"]),
+        WHOLE: whole(row),
+        HOST: _host(row),
+        SESSIONS: _sessions(row),
         TIME: arrow(*_both(row, f"{TOTAL}_{{}}_ms")),
         MEMORY: memory + saved if memory else "",
         THROUGHPUT: arrow(*_both(row, "{}_tokens_s")),
@@ -109,6 +116,53 @@ def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequenc
         **_gate(record),
         VERDICT: judgement(row, record, group),
     }
+
+
+def whole(row: Mapping[Any, Any]) -> str:
+    """The ratio with its interval. Of an unclear row the interval with that word; of one whose reference was not
+    equally fast in its sessions the range of their ratios. '' where there is none."""
+    if not math.isfinite(row[f"{TOTAL}_speedup"]):
+        return ""
+    word = "unclear, " if row["verdict"] == "unclear" else ""
+    if moved(row):
+        return f"{word}{span(row['session_low'], row['session_high'])} (range)"
+    bounds = row[f"{TOTAL}_low"], row[f"{TOTAL}_high"]
+    return unclear(*bounds) if word else ratio(row[f"{TOTAL}_speedup"], *bounds)
+
+
+def moved(row: Mapping[Any, Any]) -> bool:
+    """Whether the reference was more than a tenth slower in one session than in another."""
+    return bool(row["reference_moved"] > MOVED)
+
+
+def host_bound(row: Mapping[Any, Any]) -> bool:
+    """Whether the device of either arm waits for its host in a fifth of the step or more: a ratio of hosts."""
+    return any(row[f"{arm}_host_share"] >= HOST_BOUND for arm in ARMS)
+
+
+def _phase(row: Mapping[Any, Any], phase: str) -> str:
+    """A phase has no verdict of its own: where that of the whole is unclear, its interval alone."""
+    found = row[f"{phase}_speedup"], row[f"{phase}_low"], row[f"{phase}_high"]
+    if row["verdict"] == "unclear" and math.isfinite(found[0]):
+        return unclear(*found[1:]).removeprefix("unclear ")
+    return ratio(found[0])
+
+
+def _host(row: Mapping[Any, Any]) -> str:
+    if not host_bound(row) or not math.isfinite(row[f"{TOTAL}_speedup"]):
+        return ""
+    shown = [f"{number(row[f'{TOTAL}_{arm}_ms'])} ({100 * row[f'{arm}_host_share']:.0f} %)" for arm in ARMS]
+    return " → ".join(shown)
+
+
+def _sessions(row: Mapping[Any, Any]) -> str:
+    """Of how many sessions the interval knows, and how far apart their ratios were."""
+    count = row["sessions"]
+    if not count or not math.isfinite(row[f"{TOTAL}_speedup"]):
+        return ""
+    if count == 1:
+        return "one session"
+    return f"{count} sessions, {span(row['session_low'], row['session_high'])}"
 
 
 def _both(row: Mapping[Any, Any], column: str) -> tuple[Any, Any]:
@@ -142,18 +196,36 @@ def judgement(row: Mapping[Any, Any], record: Record, group: Group) -> str:
     if fits_alone(row):
         return f"reference does not fit, candidate does (oom): {row['reason']}"
     if record.status != "ok":
-        return f"{row['status']}: {row['reason']}"
+        return f"{row['status']}: {row['reason']}{_provenance(row)}"
     if not record.is_candidate:
-        return _least(kind(record.kind), group.kind)
+        return _least(kind(record.kind), group.kind) + _provenance(row)
     if record.is_noise_floor:
         sees = f", detects {percent(row['detectable'])}" if math.isfinite(row["detectable"]) else ""
-        return f"noise floor ±{percent(row['noise_floor'])}{sees}"
+        return f"noise floor ±{percent(row['noise_floor'])}{sees}{_provenance(row)}"
     disturbed = row["disturbed"] if math.isfinite(row["disturbed"]) else 0
     flags = f" ({disturbed:.0f} of {row['trials']} trials disturbed)" if disturbed else ""
     few = 0 < row["trials"] < MIN_TRIALS_FOR_VERDICT
     said = row["verdict"] if isinstance(row["verdict"], str) else "too few trials"
     needs = f" ({row['trials']} trials, a verdict needs {MIN_TRIALS_FOR_VERDICT})" if few else ""
-    return said + needs + flags
+    return said + needs + flags + _other_floor(row) + _provenance(row)
+
+
+def _other_floor(row: Mapping[Any, Any]) -> str:
+    """Said where no A/A record is paired as this row is."""
+    known = isinstance(row["noise_pairing"], str) and row["noise_pairing"] != row["pairing"]
+    return f" (noise floor of {'paired' if row['noise_pairing'] == 'paired' else 'separate'} A/A)" if known else ""
+
+
+def _provenance(row: Mapping[Any, Any]) -> str:
+    """What a reader has to know of the code and the sessions behind a row."""
+    said = ["uncommitted changes"] if row["dirty"] else []
+    if row["sessions_tried"] > max(row["sessions"], 1):
+        said.append(f"{row['sessions']} of {row['sessions_tried']} sessions ok")
+    if moved(row):
+        said.append(f"reference moved {100 * row['reference_moved']:.0f} % between sessions")
+    if row["other_code"]:
+        said.append(f"{row['other_code']} of other code left out")
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def fits_alone(row: Mapping[Any, Any]) -> bool:

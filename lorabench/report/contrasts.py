@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from lorabench.record.contrast import Contrast, Speedup, contrast, mean
+from lorabench.record.contrast import Contrast, Speedup, contrast, mean, over_sessions
 from lorabench.record.schema import ARMS, TOTAL, Phase, Record
 from lorabench.record.store import RecordError
+from lorabench.report.replicates import Row
 
 Phases = tuple[str, ...]
 WHOLE: Phases = (TOTAL,)
@@ -15,7 +16,8 @@ WHOLE: Phases = (TOTAL,)
 
 def toggles(record: Record) -> str:
     """The row's name: the toggles under test."""
-    return " + ".join(record.ablations) or "reference again (A/A)"
+    own = "A/A, separate processes" if record.pairing == "abba" else "A/A"
+    return " + ".join(record.ablations) or f"reference again ({own})"
 
 
 def trials(record: Record, phases: Phases = WHOLE) -> Phase | None:
@@ -34,13 +36,15 @@ def trials(record: Record, phases: Phases = WHOLE) -> Phase | None:
 
 
 class Contrasts:
-    """Record and phases → their contrast, made when first asked for and kept.
+    """Record and phases → their contrast, over all sessions of the row, made when first asked for and kept.
 
     `salt` tells two runs apart: one key in two runs must not draw the same rounds, or their errors would cancel.
+    `rows` have the records of other sessions that belong to a record; without them it stands for itself.
     """
 
-    def __init__(self, salt: str = "") -> None:
+    def __init__(self, salt: str = "", rows: Iterable[Row] = ()) -> None:
         self._salt = salt
+        self._rows = {id(row.shown): row.measured for row in rows}
         # By identity: two records may have one key. The record is kept, so that its id stays its own.
         self._made: dict[tuple[int, Phases], tuple[Record, Contrast | None]] = {}
 
@@ -48,14 +52,17 @@ class Contrasts:
         """None where an arm has no time, or too few trials. Raises RecordError for trials that do not go together."""
         at = (id(record), phases)
         if at not in self._made:
-            self._made[at] = (record, self._make(record, phases))
+            found = self.sessions(record, phases)
+            self._made[at] = (record, over_sessions(found) if found else None)
         return self._made[at][1]
 
+    def sessions(self, record: Record, phases: Phases = WHOLE) -> list[Contrast]:
+        """The contrast of each session that has one."""
+        return [c for r in self._rows.get(id(record), [record]) if (c := self._make(r, phases))]
+
     def speedup(self, record: Record, phases: Phases = WHOLE) -> Speedup | None:
-        """The ratio with its interval, as it stands in the record or else computed from its trials."""
-        stored = _stored((record.phases or {}).get(phases[0])) if len(phases) == 1 else None
-        if stored:  # of many rows nothing else is ever asked
-            return stored
+        """The ratio with its interval, computed from the trials: what stands in a record is of the code that wrote it,
+        and older intervals were too narrow (docs/intervals.md)."""
         found = self.of(record, phases)
         return found and found.speedup
 
@@ -68,17 +75,10 @@ class Contrasts:
         found = trials(record, phases)
         if found is None or not found.reference_ms or not found.candidate_ms:
             return None
-        seed = zlib.crc32(f"{self._salt}{record.key}".encode())
+        seed = zlib.crc32(f"{self._salt}{record.key}{record.replicate}{record.session}".encode())
+        together = record.pairing != "abba"
         try:
-            return contrast(
-                found.reference_ms, found.candidate_ms, record.pairing != "abba", seed, known=_stored(found)
-            )
+            return contrast(found.reference_ms, found.candidate_ms, together, seed, record.trials_by_process)
         except ValueError as error:
             where = f"record {record.key} ({toggles(record)}), {' + '.join(phases)}"
             raise RecordError(f"{where}: {error}") from None
-
-
-def _stored(phase: Phase | None) -> Speedup | None:
-    if phase is None or phase.speedup is None or phase.low is None or phase.high is None:
-        return None
-    return Speedup(phase.speedup, phase.low, phase.high)

@@ -22,6 +22,8 @@ def detail(record: Record, row: Row) -> dict[str, Any]:
         "reference": " + ".join(record.reference) or "plain",
         "candidate": " + ".join(record.candidate) or "plain",
         "pairing": record.pairing,
+        "processes": row["processes"],
+        "sessions": row["session_ratios"],
         "applied sites": pairs(record.applied or {}),
         **{name: _phase(name, phase, row) for name, phase in (record.phases or {}).items()},
         "tokens": pairs(record.tokens.model_dump()) if record.tokens else None,

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lorabench.record.schema import Record
 from lorabench.report.analysis import Analysis, Session
-from lorabench.report.cells import BOUND, GRADIENT, PADDING, THROUGHPUT, UNEQUAL, VERDICT
+from lorabench.report.cells import BOUND, GRADIENT, HOST, PADDING, THROUGHPUT, UNEQUAL, VERDICT
 from lorabench.report.claims import load_claims, standing
 from lorabench.report.details import detail, pairs
 from lorabench.report.plots import Drawn
@@ -42,12 +42,17 @@ GLOSSARY = {
     "faster / slower": "significant after Holm's correction over the sweep (p < 0.05), and the whole 95 % interval "
     "lies beyond the noise floor",
     "same": "the whole 95 % interval lies inside the noise floor: equal as far as this machine can tell",
-    "unclear": "none of these; more trials or a quieter machine might tell",
-    "noise floor": "how far the reference is from itself when measured twice (A/A), at least ±1 %",
+    "unclear": "none of these; more trials or a quieter machine might tell. The interval is shown without a ratio",
+    "interval is of": "the sessions that the interval knows; one session's says nothing of what differs in the next",
+    "host-bound": "the device waits for its host in a fifth of the step or more: milliseconds, and the share of them "
+    "that it waits. Such a ratio is of this host",
+    "range": "the reference took over 10 % longer in one session than in another: the sessions' ratios, without a mean",
+    "noise floor": "how far the reference is from itself when measured twice (A/A) and paired alike, at least ±1 %",
     "detects": "the smallest true speed-up that as many trials would call faster 4 times out of 5",
     "speed-up": "reference time / candidate time: Hodges–Lehmann centre of the log ratios of paired trials, with a "
-    "95 % bootstrap interval; throughput gain is the same number and is not repeated",
-    "abba": "the arms did not fit together, or a patch reaches beyond its model: separate processes, in A B B A order",
+    "95 % interval of as many rounds as their autocorrelation leaves; throughput gain is the same and is not repeated",
+    "abba": "the arms did not fit together, or a patch reaches beyond its model: separate processes, in A B B A order, "
+    "and an interval of the spread between them",
 }
 
 
@@ -91,9 +96,11 @@ def _layouts(shown: Shown) -> dict[tuple[str, ...], tuple[int, list[int]]]:
 
 
 def _tone(row: Mapping[str, str]) -> str:
-    """The class of a row: its verdict's first word, or that it failed."""
+    """The classes of a row: its verdict's first word, or that it failed; and whether it waits for its host."""
     word = row[VERDICT].split()[0]
-    return word if word in ("faster", "slower", "same", "unclear", "noise", "too") or word.endswith(":") else "failed"
+    if word not in ("faster", "slower", "same", "unclear", "noise", "too") and not word.endswith(":"):
+        return "failed"
+    return f"{word} host-bound" if row.get(HOST) else word
 
 
 def _caption(name: str, drawn: Drawn) -> str:

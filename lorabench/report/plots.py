@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lorabench.record.schema import ARMS, TOTAL, Record
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.attribution import Rung, ladder
-from lorabench.report.cells import fits_alone
+from lorabench.report.cells import fits_alone, whole
 from lorabench.report.figure import (
     SMALL,
     WIDTH,
@@ -38,7 +38,6 @@ from lorabench.report.figure import (
     title,
     widest,
 )  # fmt: skip
-from lorabench.report.words import ratio
 
 BLUE, ORANGE, GREEN, VERMILLION, GREY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777", "#CC79A7"
 LOOK = {"faster": (BLUE, "^"), "slower": (VERMILLION, "v"), "same": (GREY, "s"), "unclear": (ORANGE, "o")}
@@ -149,7 +148,7 @@ def _speedup(panels: Sequence[Panel], analysis: Analysis) -> Figured:
 def _says(row: Row) -> tuple[str, str]:
     """(text in the right margin, its colour): the number, or why there is none."""
     if math.isfinite(row[f"{TOTAL}_speedup"]):
-        return ratio(*_total(row)), "black"
+        return whole(row), "black"
     if fits_alone(row):
         return f"only this fits: {row[f'{TOTAL}_candidate_ms']:.4g} ms", BLUE
     return (row["status"] if row["status"] != "ok" else "too few trials"), VERMILLION

@@ -6,17 +6,19 @@ A cell that failed keeps its row, with status and reason; what was not measured 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from lorabench.contract.kind import kind, registered
 from lorabench.record import stats
 from lorabench.record.schema import ARMS, TOTAL, ArmMemory, JobRecord, Phase, Record
 from lorabench.report.contrasts import Contrasts, toggles
 from lorabench.report.noise import NoiseFloors
+from lorabench.report.replicates import Row
 from lorabench.report.shares import Shares, columns
 
 GIB = 2**30
@@ -25,25 +27,39 @@ NOTHING = Phase()
 SHARE_FIELDS = ("", "_low", "_high", "_paired")
 
 
-def tidy(records: Sequence[Record], devices: Sequence[str], contrasts: Contrasts, floors: NoiseFloors) -> pd.DataFrame:
-    """One row a record, in their order. Columns, apart from the record's own fields:
+def tidy(
+    rows: Sequence[Row],
+    sessions: Sequence[Mapping[str, Any]],
+    devices: Sequence[str],
+    contrasts: Contrasts,
+    floors: NoiseFloors,
+) -> pd.DataFrame:
+    """One row a cell, in their order. Columns, apart from the fields of the record that it shows:
 
     {phase}_{arm}_ms, _ms_low, _ms_high: median with its 95 % interval; {phase}_speedup, _low, _high likewise; of each
     phase of the kinds that are there and of the total.
+    Of several sessions the speed-up is their mean, with the spread between them in its interval, and the medians those
+    of the sessions' medians. sessions: how many were measured, sessions_tried: with those that failed; session_low,
+    session_high, session_ratios: their ratios of the total; reference_moved: between the fastest and the slowest, as a
+    share; other_code: records of another commit, which the row leaves out; dirty: measured with uncommitted changes.
     p, p_holm: of the total, raw and corrected over all these records. noise_floor, detectable: shares, from the A/A
-    record of the same model, workload and (where there is one) reference. verdict: see stats.verdict; None for A/A.
+    record of the same model, workload and (where there is one) reference and pairing; noise_pairing: which that had.
+    processes: how many each arm had, where they were separate. verdict: see stats.verdict; None for A/A.
     {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling:
-    of the phase that takes longest, and averaged by time. of_limit, _low, _high, _paired: limit's time / candidate's
-    time, both of the limit's phases, and of_limit_forward of forward alone (see `shares`). limit: least work, no
-    candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only where a record has several jobs or ranks.
+    of the phase that takes longest, and averaged by time; {arm}_host_share: of the time in which the device waited.
+    of_limit, _low, _high, _paired: limit's time / candidate's time, both of the limit's phases, and of_limit_forward of
+    forward alone (see `shares`). limit: least work, no candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only
+    where a record has several jobs or ranks.
     device: from environment.json.
     """
-    found = _times(records, contrasts)
+    records = [row.shown for row in rows]
+    found = _times(rows, contrasts)
     medians = {name: found[name].tolist() for name in found if name.endswith("_ms")}
     found |= _columns([
         _row(record, device, {name: of[i] for name, of in medians.items()})
         for i, (record, device) in enumerate(zip(records, devices, strict=True))
     ])  # fmt: skip
+    found |= _sessions(rows, sessions, contrasts)
     found |= _shares(records, devices, contrasts)
     found |= _judged(records, contrasts, floors, found)
     names = [c for c in _order(records) if c in found or not _only_where_present(c)]
@@ -85,6 +101,7 @@ def _row(record: Record, device: str, took: dict[str, float]) -> dict[str, Any]:
         "reason": record.reason,
         "arm": record.arm,
         "pairing": record.pairing,
+        "processes": _processes(record),
         "applied": ", ".join(f"{name} {sites}" for name, sites in (record.applied or {}).items()),
     }
     # Not of the least work: what it holds says nothing, and its FLOPs are those of what it leaves out.
@@ -92,27 +109,76 @@ def _row(record: Record, device: str, took: dict[str, float]) -> dict[str, Any]:
     return row | own | _checks(record) | _jobs(record.jobs or {}) | _ranks(record)
 
 
+def _processes(record: Record) -> str | None:
+    """How many the reference and the candidate had, where they were separate."""
+    found = record.trials_by_process
+    said = "" if record.processes else " (assumed)"
+    return " and ".join(str(len(sizes)) for sizes in found) + said if found else None
+
+
 def _least_kinds() -> list[str]:
     return [name for name, k in registered().items() if not k.candidate]
 
 
-def _times(records: Sequence[Record], contrasts: Contrasts) -> dict[str, Any]:
+def _times(rows: Sequence[Row], contrasts: Contrasts) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    records = [row.shown for row in rows]
+    every = [r for row in rows for r in row.measured]
+    begins = np.cumsum([0, *(len(row.measured) for row in rows)])[:-1]
     for phase in (*phases_of(records), TOTAL):
-        times = [(r.phases or {}).get(phase, NOTHING) for r in records]
+        times = [(r.phases or {}).get(phase, NOTHING) for r in every]
         for arm in ARMS:
-            medians = stats.median_intervals([getattr(t, f"{arm}_ms") for t in times])
+            medians = _over_sessions(stats.median_intervals([getattr(t, f"{arm}_ms") for t in times]), begins)
             found |= {f"{phase}_{arm}_{c}": medians[:, i] for i, c in enumerate(("ms", "ms_low", "ms_high"))}
         ratios = np.array([contrasts.speedup(r, (phase,)) or UNKNOWN for r in records]).reshape(-1, 3)
         found |= {f"{phase}_{c}": ratios[:, i] for i, c in enumerate(("speedup", "low", "high"))}
-    pairs = [_both((r.phases or {}).get(TOTAL, NOTHING)) for r in records]
-    found["trials"] = [min(map(len, pair)) if pair else 0 for pair in pairs]
-    found["p"] = stats.p_values(pairs, [r.pairing != "abba" for r in records])
+    whole = [contrasts.of(r) for r in records]
+    found["trials"] = [_trials(r) for r in records]
+    found["p"] = [c.p_value() if c else math.nan for c in whole]
     return found
 
 
-def _both(phase: Phase) -> tuple[list[float], list[float]] | None:
-    return (phase.reference_ms, phase.candidate_ms) if phase.reference_ms and phase.candidate_ms else None
+def _over_sessions(medians: NDArray[np.float64], begins: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Of each row the median of its sessions' medians, the lowest of their lower bounds and the highest upper one."""
+    if len(begins) == len(medians):
+        return medians
+    ends = [*begins[1:], len(medians)]
+    centres = [np.median(medians[a:b, 0]) for a, b in zip(begins, ends, strict=True)]
+    return np.stack(
+        [centres, np.minimum.reduceat(medians[:, 1], begins), np.maximum.reduceat(medians[:, 2], begins)], 1
+    )
+
+
+def _sessions(rows: Sequence[Row], sessions: Sequence[Mapping[str, Any]], contrasts: Contrasts) -> dict[str, Any]:
+    """What a row says of the sessions that it is of."""
+    dirty = {s["id"] for s in sessions if s.get("dirty")}
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        ratios = [c.centre for c in contrasts.sessions(row.shown)]
+        found.append({
+            "sessions": len(row.measured) if row.shown.status == "ok" else 0,
+            "sessions_tried": row.tried,
+            "session_low": min(ratios, default=math.nan),
+            "session_high": max(ratios, default=math.nan),
+            "session_ratios": ", ".join(f"{ratio:.4g}" for ratio in ratios) if len(ratios) > 1 else "",
+            "reference_moved": _reference_moved(row.measured),
+            "other_code": row.other_code,
+            "dirty": any(r.session in dirty for r in row.measured),
+        })  # fmt: skip
+    return _columns(found)
+
+
+def _reference_moved(records: Sequence[Record]) -> float:
+    """How much longer the reference took in the slowest session than in the fastest, as a share; NaN of one session."""
+    took = [ms for r in records if (ms := (r.phases or {}).get(TOTAL, NOTHING).reference_ms)]
+    medians = [float(np.median(ms)) for ms in took]
+    return max(medians) / min(medians) - 1 if len(medians) > 1 else math.nan
+
+
+def _trials(record: Record) -> int:
+    """Of the smaller arm; 0 where one was not measured."""
+    total = (record.phases or {}).get(TOTAL, NOTHING)
+    return min(len(total.reference_ms or ()), len(total.candidate_ms or ()))
 
 
 def _shares(records: Sequence[Record], devices: Sequence[str], contrasts: Contrasts) -> dict[str, Any]:
@@ -152,13 +218,18 @@ def _throughput(record: Record, took: dict[str, float]) -> dict[str, Any]:
 
 
 def _roofline(record: Record, took: dict[str, float]) -> dict[str, Any]:
-    """Columns {arm}_bound and {arm}_of_ceiling, as they have always been called: the label and the share reached."""
+    """Columns {arm}_bound and {arm}_of_ceiling, as they have always been called: the label and the share reached; and
+    {arm}_host_share, of the phases' time in which the device waited for its host."""
     found: dict[str, Any] = {}
     for arm, profiled in (record.roofline or {}).items():
         timed = [(ms, x) for p, x in profiled.items() if (ms := took.get(f"{p}_{arm}_ms", math.nan)) > 0]
         labels = [(ms, x.label) for ms, x in timed if x.label]
         reached = [(ms, x.of_ceiling) for ms, x in timed if x.of_ceiling is not None]
         found[f"{arm}_bound"] = max(labels)[1] if labels else None
+        busy = [(ms, x.device_busy_ms) for ms, x in timed if x.device_busy_ms]
+        found[f"{arm}_host_share"] = (
+            max(0.0, 1 - sum(b for _, b in busy) / sum(t for t, _ in busy)) if busy else math.nan
+        )
         whole = sum(t for t, _ in reached)
         found[f"{arm}_of_ceiling"] = sum(t * x for t, x in reached) / whole if reached else math.nan
     return found
@@ -229,12 +300,13 @@ def _order(records: Sequence[Record]) -> list[str]:
         *("model", "workload", "toggles", "status", "verdict", "reason"),
         *(f"{p}_{c}" for p in phases for c in ("speedup", "low", "high", *times)),
         *(f"{share.column}{field}" for share in columns(kinds_of(records)) for field in SHARE_FIELDS),
-        *("trials", "disturbed", "p", "p_holm", "noise_floor", "detectable"),
-        *_ARMS_OF("peak_gib", "process_gib", "tokens_s", "padded_share", "bound", "of_ceiling"),
+        *("sessions", "sessions_tried", "session_low", "session_high", "session_ratios", "reference_moved"),
+        *("other_code", "dirty", "trials", "disturbed", "p", "p_holm", "noise_floor", "noise_pairing", "detectable"),
+        *_ARMS_OF("peak_gib", "process_gib", "tokens_s", "padded_share", "bound", "of_ceiling", "host_share"),
         "memory_saved_pct",
         *("grad_error", "grad_allowed", "loss_error", "loss_allowed", "unequal", "worst_tensor", "tolerance"),
         *("applied", "jobs", "job_tokens", "job_r", "job_gate", *_ARMS_OF("ranks", "rank_spread")),
-        *("reference", "candidate", "design", "pairing", "arm", "noise_record", *_least_kinds()),
+        *("reference", "candidate", "design", "pairing", "processes", "arm", "noise_record", *_least_kinds()),
         *("wall_s", "overhead_share", "device", "session", "key", "kind"),
     ]
 
@@ -243,7 +315,8 @@ def _judged(
     records: Sequence[Record], contrasts: Contrasts, floors: NoiseFloors, found: dict[str, Any]
 ) -> dict[str, Any]:
     """What takes more than one record: Holm's correction, noise floor, verdict."""
-    p, same = found["p"], [floors.of(r) for r in records]
+    p, floor_of = found["p"], [floors.of(r) for r in records]
+    same = [floors.same(r) for r in records]
     tested = [r.status == "ok" and not r.is_noise_floor and kind(r.kind).candidate for r in records]
     judged = [i for i, is_tested in enumerate(tested) if is_tested and p[i] >= 0]
     adjusted = dict(zip(judged, stats.holm([p[i] for i in judged]), strict=True))
@@ -256,6 +329,7 @@ def _judged(
     return {
         "p_holm": [adjusted.get(i, math.nan) for i in range(len(records))],
         "noise_floor": floor,
+        "noise_pairing": [f and f.pairing for f in floor_of],
         "detectable": [math.nan if d is None else d for d in detectable],
         "verdict": [verdicts.get(i) for i in range(len(records))],
     }

@@ -33,6 +33,18 @@ def speedup(found: Speedup | None) -> str:
     return ratio(*found) if found else ""
 
 
+def unclear(low: float, high: float) -> str:
+    """`unclear [0.98, 1.05]`: an interval that says no direction is shown without a centre, which would."""
+    shown = ratio(high, low, high)
+    return f"unclear {shown[shown.index('[') :]}"
+
+
+def span(low: float, high: float) -> str:
+    """`1.31–1.52`."""
+    digits = 2 if high >= 10 or high - low > 0.05 else 3
+    return f"{low:.{digits}f}–{high:.{digits}f}"
+
+
 def arrow(before: Any, after: Any, show: Callable[[Any], str] = number) -> str:
     """`before → after`, reference and candidate; '' where neither is known."""
     first, second = show(before), show(after)

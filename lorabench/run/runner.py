@@ -1,7 +1,7 @@
 """The runner: one cell to its record, whatever happens to it.
 
 Both arms share one worker, trial by trial. They get processes of their own, in A B B A order, where a toggle's patch
-reaches beyond its model or where both arms do not fit the device together.
+reaches beyond its model or where both arms do not fit the device together, and for the noise floor of such cells.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from lorabench.contract.cell import Cell
+from lorabench.contract.cell import PROCESSES, Cell
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.measure.cell import ArmResult, Failure, Result, Task, agree
@@ -37,6 +37,7 @@ class Pair:
     pairing: Literal["paired", "abba"]
     result: Result
     seconds: dict[str, float] = field(default_factory=dict)
+    processes: dict[Any, list[int]] = field(default_factory=dict)  # of separate ones: how many trials each made
 
     @property
     def arms(self) -> dict[str, ArmResult]:
@@ -116,23 +117,26 @@ class Runner:
         pair.arms.pop(str(pair.result.arm), None)
 
     def _separately(self, cell: Cell, tell: Callable[[str], None]) -> Pair:
-        """Blocks in processes of their own, A B B A or B A A B. An arm that failed is not tried again."""
+        """Processes of their own, A B B A A B B A or the other way round. An arm that failed is not tried again."""
         first, second = random.Random(cell.seed).sample(ARMS, 2)
         pair = Pair("abba", Result())
         failed: dict[str, Result] = {}
-        for arm in (first, second, second, first):
+        for arm in (first, second, second, first) * (PROCESSES // 2):
             if arm in failed:
                 continue
             again = arm in pair.arms
-            rounds = math.ceil(cell.trials / 2)
+            rounds = math.ceil(cell.trials / PROCESSES)
             result = self._run(cell, (arm,), rounds, not again, lambda text, a=arm: tell(f"{a}: {text}"))
             _add(pair.seconds, result.seconds)
             if result.status != "ok":
                 failed[arm] = result
                 pair.arms.pop(arm, None)
+                pair.processes.pop(arm, None)
                 if result.status != "oom":
                     break
-            elif again:
+                continue
+            pair.processes.setdefault(arm, []).append(len(result.arms[arm].times[TOTAL]))
+            if again:
                 for phase, times in result.arms[arm].times.items():
                     pair.arms[arm].times[phase] += times
                 pair.arms[arm].evidence += result.arms[arm].evidence
@@ -157,16 +161,16 @@ class Runner:
         if result.status == "ok":
             assert reference and candidate
             return self._record(
-                cell, status="ok", pairing=pair.pairing, phases=_phases(cell, reference, candidate, pair.pairing),
-                tokens=_tokens(reference.jobs, candidate.jobs), memory=_present(pair, "memory"),
-                jobs=_jobs(cell, pair, verdicts), ranks=result.ranks or None, applied=candidate.applied,
-                notes=candidate.notes, roofline=_present(pair, "roofline"), **common,
+                cell, status="ok", pairing=pair.pairing, phases=_phases(cell, reference, candidate, pair),
+                processes=pair.processes or None, tokens=_tokens(reference.jobs, candidate.jobs),
+                memory=_present(pair, "memory"), jobs=_jobs(cell, pair, verdicts), ranks=result.ranks or None,
+                applied=candidate.applied, notes=candidate.notes, roofline=_present(pair, "roofline"), **common,
             )  # fmt: skip
         survivors = {n: a for n, a in pair.arms.items() if a.times} if result.status == "oom" else {}
         own: dict[str, Any] = {}
         if survivors:
-            phases = _phases(cell, survivors.get("reference"), survivors.get("candidate"), pair.pairing)
-            own = {"pairing": pair.pairing, "phases": phases}
+            phases = _phases(cell, survivors.get("reference"), survivors.get("candidate"), pair)
+            own = {"pairing": pair.pairing, "phases": phases, "processes": pair.processes or None}
             own["roofline"] = _present(pair, "roofline")
         return self._record(
             cell, status=result.status, reason=result.reason, arm=result.arm, rank=result.rank,
@@ -239,15 +243,20 @@ def _jobs(cell: Cell, pair: Pair, verdicts: dict[str, Numerics]) -> dict[str, Jo
     return made
 
 
-def _phases(cell: Cell, reference: ArmResult | None, candidate: ArmResult | None, pairing: str) -> dict[str, Phase]:
+def _phases(cell: Cell, reference: ArmResult | None, candidate: ArmResult | None, pair: Pair) -> dict[str, Phase]:
     """The phases that every arm has which was measured, in the kind's order, and their sum."""
     phases: dict[str, Phase] = {}
+    of_reference, of_candidate = (pair.processes.get(name, []) for name in ARMS)
     for name in (*kind(cell.kind).phases, TOTAL):
         times = [arm.times.get(name) if arm else None for arm in (reference, candidate)]
         if not any(times) or (reference and candidate and not all(times)):
             continue
         phase = Phase(reference_ms=_short(times[0]), candidate_ms=_short(times[1]))
-        if times[0] and times[1] and (ratio := speedup(times[0], times[1], paired=pairing == "paired")):
+        if (
+            times[0]
+            and times[1]
+            and (ratio := speedup(times[0], times[1], pair.pairing == "paired", (of_reference, of_candidate)))
+        ):
             phase.speedup, phase.low, phase.high = ratio.centre, ratio.low, ratio.high
         phases[name] = phase
     return phases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -9,16 +10,18 @@ from typing import Any
 
 Session = dict[str, Any]
 
+_earlier = itertools.count()  # sessions of this process: two may begin within one second
+
 
 def new_session(command: list[str]) -> Session:
     """One run's entry in environment.json: when, what command, which code. To be made before the run, which may write
     into the checkout; the machine is added by who has looked at it."""
     from lorabench.measure.machine import commit
 
-    now = datetime.now(UTC)
+    now, number = datetime.now(UTC), next(_earlier)
     head, dirty = commit()
     return {
-        "id": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}",
+        "id": f"{now:%Y%m%dT%H%M%S}-{os.getpid()}" + (f"-{number}" if number else ""),
         "started": now.isoformat(timespec="seconds"),
         "command": command,
         "lorabench": version("lorabench"),

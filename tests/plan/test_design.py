@@ -23,6 +23,18 @@ def test_every_design_begins_with_the_reference_against_itself():
         assert rows(design, "eager", "packing")[0] == (sorted(PEFT), [])
 
 
+def test_a_family_with_separate_processes_has_a_noise_floor_in_separate_processes():
+    made = cells("ablations=[eager,liger,packing]")
+    titles = [c.title.partition(": ")[2] for c in made]
+    assert titles[:2] == ["reference against itself", "reference against itself, separate processes"]
+    assert [c.separate for c in made] == [False, True, False, True, False]
+    assert made[0].key != made[1].key and not made[1].toggles
+    assert made[0].key == cells("ablations=[eager]")[0].key  # published keys stay
+    assert [c.separate for c in cells("ablations=[eager]")] == [False, False]
+    status, reason = refusal(made[1], CPU)
+    assert status == "unsupported" and "no cell needs this noise floor here" in reason
+
+
 def test_solo_ladder_pairwise_and_factorial():
     three = ("eager", "packing", "adamw_fused")
     assert [t for _, t in rows("solo", *three)[1:]] == [["eager"], ["packing"], ["adamw_fused"]]

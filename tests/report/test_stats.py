@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats as scipy_stats
 
 from lorabench.record import stats
-from lorabench.record.contrast import Speedup, speedup
+from lorabench.record.contrast import Speedup, contrast
 
 
 def trials(ratio=1.0, n=30, sd=0.02, drift=0.0, seed=0):
@@ -23,6 +22,11 @@ def test_median_interval_is_of_order_statistics():
     assert stats.median_interval([3.0]) == pytest.approx((3, 3, 3))
 
 
+def test_a_median_of_what_is_no_time_is_refused():
+    with pytest.raises(ValueError, match="finite times above 0"):
+        stats.median_interval([1.0, math.nan, 2.0])
+
+
 def test_medians_of_many_lists_are_those_of_each():
     rng = np.random.default_rng(0)
     lists = [list(rng.normal(50, 1, n)) for n in (1, 4, 5, 6, 30, 30, 7)]
@@ -30,26 +34,6 @@ def test_medians_of_many_lists_are_those_of_each():
     for row, times in zip(found, lists, strict=False):
         assert tuple(row) == pytest.approx(stats.median_interval(times))
     assert np.isnan(found[-2:]).all()
-
-
-def test_p_values_of_many_cells_are_scipys_of_each():
-    """Ties, zeros and few trials each take another method in scipy; in one array with others they must not."""
-    rng = np.random.default_rng(0)
-    pairs, paired = [], []
-    for n, decimals in ((5, 0), (8, 6), (9, 6), (20, 1), (20, 6), (30, 0), (30, 8), (60, 8)):
-        for _ in range(3):
-            reference, candidate = (list(np.round(rng.normal(m, 1, n), decimals)) for m in (50, 50.4))
-            pairs += [(reference, candidate)] * 2
-            paired += [True, False]
-    expected = [
-        scipy_stats.wilcoxon(np.log(a) - np.log(b)).pvalue
-        if p
-        else scipy_stats.mannwhitneyu(np.log(a), np.log(b)).pvalue
-        for (a, b), p in zip(pairs, paired, strict=True)
-    ]
-    found = stats.p_values([*pairs, None], [*paired, True])
-    assert found[:-1] == pytest.approx(expected, abs=1e-12)
-    assert math.isnan(found[-1])
 
 
 def test_holm_by_hand():
@@ -93,9 +77,13 @@ def test_noise_floor_is_the_far_end_of_the_interval_and_at_least_one_per_cent():
 
 
 def test_minimum_detectable_effect_is_found_four_times_in_five():
-    same = speedup(*trials(1.0, sd=0.05, seed=3), paired=True)
-    effect, floor = stats.detectable(same), stats.noise_floor(same)
-    runs = [trials(1 + effect, sd=0.05, seed=s) for s in range(100, 190)]
-    found = [stats.verdict(speedup(*r, True), stats.p_value(*r, True), floor, 30) == "faster" for r in runs]
-    assert 0.65 < np.mean(found) < 0.95  # the A/A interval is itself an estimate
+    found = []
+    for seed in range(20):  # the A/A interval is itself an estimate: on average over several
+        same = contrast(*trials(1.0, sd=0.05, seed=seed), paired=True).speedup
+        effect, floor = stats.detectable(same), stats.noise_floor(same)
+        runs = [
+            contrast(*trials(1 + effect, sd=0.05, seed=s), paired=True) for s in range(100 + 30 * seed, 130 + 30 * seed)
+        ]
+        found += [stats.verdict(c.speedup, c.p_value(), floor, 30) == "faster" for c in runs]
+    assert 0.7 < np.mean(found) < 0.9
     assert stats.detectable(None) is None

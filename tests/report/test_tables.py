@@ -4,12 +4,13 @@ import io
 import math
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 from helpers import md_rows
 from rich.console import Console
 
-from lorabench.record.schema import Record
+from lorabench.record.schema import ARMS, Record
 from lorabench.report import claim_tables, tables, words
 from lorabench.report.analysis import Analysis
 from lorabench.report.shown import show
@@ -49,11 +50,11 @@ def test_frame_has_the_known_values(sweep, session):
     assert (table.loc[["lora_kernels"], "p_holm"] >= table.loc[["lora_kernels"], "p"]).all()
 
 
-def test_the_numbers_in_a_record_win_over_computing_them_again(record):
+def test_an_interval_is_of_the_trials_and_not_what_an_older_lorabench_made_of_them(record):
     made = record(["a"], speedup=1.4)
     total = made.phases["total"].model_copy(update={"speedup": 1.23, "low": 1.2, "high": 1.25})
     stored = made.model_copy(update={"phases": made.phases | {"total": total}})
-    assert frame([stored])["total_speedup"][0] == 1.23
+    assert frame([stored])["total_low"][0] == frame([made])["total_low"][0] > 1.25
 
 
 def test_noise_floor_is_that_of_the_same_model(record):
@@ -61,6 +62,37 @@ def test_noise_floor_is_that_of_the_same_model(record):
     small, big = frame(records)["noise_floor"][2:]
     assert small == 0.01
     assert big > 0.03
+
+
+def test_a_row_is_judged_by_the_noise_floor_of_its_own_pairing(record):
+    apart = {"pairing": "abba", "processes": {arm: [8, 8, 7, 7] for arm in ARMS}}
+    rows = [record(["a"], **apart), record(["b"])]
+    floors = [record([], sd=0.001), record([], sd=0.2, key="other", **apart)]
+    table = frame([*floors, *rows])
+    assert table["noise_floor"][2] > 0.05 and table["noise_floor"][3] == 0.01
+    assert list(table["noise_pairing"][2:]) == ["abba", "paired"]
+    names = [row["toggle"] for row in md_rows(markdown([*floors, *rows]), "smollm2-135m @ alpaca")]
+    assert {"reference again (A/A)", "reference again (A/A, separate processes)"} < set(names)
+    text = {r["toggle"]: r["verdict"] for r in md_rows(markdown([floors[0], *rows]), "smollm2-135m @ alpaca")}
+    assert "noise floor of paired A/A" in text["a"] and "noise floor" not in text["b"]
+
+
+def test_separate_processes_that_differ_are_no_difference_of_the_arms(record):
+    """Blocks 10 % apart in either arm: the trials alone would say 'faster'."""
+    made = record(["a"], speedup=1.03, sd=0.001)
+    level = np.repeat([1.0, 1.1, 1.0, 1.1], [8, 8, 7, 7])
+    phases = {
+        name: phase.model_copy(
+            update={f"{arm}_ms": list(np.array(getattr(phase, f"{arm}_ms")) * level) for arm in ARMS}
+        )
+        for name, phase in made.phases.items()
+    }
+    changes = {"pairing": "abba", "processes": {arm: [8, 8, 7, 7] for arm in ARMS}, "phases": phases}
+    said = frame([made.model_copy(update=changes)]).iloc[0]
+    assert said["verdict"] == "unclear" and said["total_low"] < 0.95 and said["total_high"] > 1.1
+    old = made.model_copy(update=changes | {"processes": None})
+    assert old.trials_by_process == ([15, 15], [15, 15])
+    assert frame([old])["processes"][0] == "2 and 2 (assumed)"
 
 
 def test_failed_rows_are_kept_everywhere_with_status_and_reason(sweep):

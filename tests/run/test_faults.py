@@ -185,12 +185,13 @@ def test_a_corrupt_record_is_one_line_and_nothing_changes(tmp_path):
     assert path.read_bytes() == content
 
 
-def test_the_last_record_of_a_key_counts(tmp_path):
+def test_no_record_replaces_another(tmp_path):
     with Store(tmp_path) as store:
         store.append(record("k", reason="first"))
         store.append(record("other"))
         store.append(record("k", reason="second"))
-    assert [(r.key, r.reason) for r in read_records(tmp_path)] == [("k", "second"), ("other", "why")]
+    found = [(r.key, r.reason) for r in read_records(tmp_path)]
+    assert found == [("k", "first"), ("other", "why"), ("k", "second")]
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,13 @@ def test_records_come_in_any_order_each_after_its_node_s_session():
     assert watch.phases[-1] == "timing" and watch.phases[0].endswith("sdpa_math: timing")
 
 
+def test_each_look_is_a_session_of_its_own_so_that_no_station_serves_two():
+    with pretended(fine) as asked:
+        first = asked.sweep["id"]
+        asked.look(["python"])
+        assert first != asked.sweep["id"] and {first, asked.sweep["id"]} < set(asked.sessions)
+
+
 def test_the_sweep_stores_a_session_before_the_record_that_names_it(tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(Store, "add_session", lambda self, s: order.append(s["id"]))

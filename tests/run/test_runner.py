@@ -1,5 +1,6 @@
 """What the runner does around its workers, with workers that only pretend."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,9 +38,24 @@ def test_the_attempt_together_stays_in_the_cost(tmp_path):
 
     with runner(answer, tmp_path) as made:
         pair = made._together(cells("ablations=[eager]")[1], lambda text: None)
-        assert len(made.workers.tasks) == 5
+        assert len(made.workers.tasks) == 9
     assert pair.pairing == "abba"
-    assert pair.seconds == pytest.approx({"gate": 2.0, "build": 3.0, "trials": 17.0})
+    assert pair.seconds == pytest.approx({"gate": 2.0, "build": 5.0, "trials": 29.0})
+
+
+def test_separate_arms_alternate_in_four_processes_each(tmp_path):
+    def answer(task):
+        times = {phase: [1.0] * task.rounds for phase in ("forward", "backward", "step", "total")}
+        return Result(arms={task.arms[0]: ArmResult(times=times)})
+
+    with runner(answer, tmp_path) as made:
+        pair = made._separately(replace(cells("ablations=[eager]")[1], trials=30), lambda text: None)
+        order = [task.arms[0] for task in made.workers.tasks]
+        assert [task.gate for task in made.workers.tasks] == [True, True] + [False] * 6
+    first, second = order[:2]
+    assert first != second and order == [first, second, second, first] * 2
+    assert pair.processes == {"reference": [8] * 4, "candidate": [8] * 4}
+    assert len(pair.arms["reference"].times["total"]) == 32
 
 
 def test_the_scratch_folder_is_every_worker_s_and_ends_with_the_sweep(tmp_path):

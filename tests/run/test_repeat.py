@@ -1,0 +1,91 @@
+"""repeat=n: every cell in n sessions, each in an order of its own; what is there is not measured again."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from helpers import config
+from rich.console import Console
+
+from lorabench import sweep
+from lorabench.contract.machine import Machine
+from lorabench.plan.compose import ConfigError
+from lorabench.record.store import Store, read_records
+from lorabench.run.runner import record_of
+
+OVERRIDES = ("models=[tiny-llama]", "workload=2x16", "trials=3", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
+
+
+class Queue:
+    """Measures nothing: every cell comes to what `status` says of its title."""
+
+    def __init__(self, machine, status=lambda cell: "unsupported"):
+        self.machine, self.status, self.where = machine, status, "here"
+        self.sessions, self.orders = {}, []
+
+    def look(self, command):
+        name = f"session {len(self.sessions)}"
+        self.sessions = self.sessions | {name: {"id": name, "machine": self.machine.model_dump(mode="json")}}
+        return self.machine
+
+    def run(self, cells, watch):
+        self.orders.append([cell.title for cell in cells])
+        for cell in cells:
+            yield cell, record_of(cell, list(self.sessions)[-1], status=self.status(cell), reason="why")
+
+
+@pytest.fixture(scope="module")
+def machine():
+    from lorabench.measure.machine import describe
+
+    return Machine.model_validate(describe().model_dump() | {"device": "cpu"})
+
+
+def measure(folder, machine, *overrides, **queue):
+    """What a sweep with these overrides measures: its queue and what it said."""
+    asked, out = Queue(machine, **queue), io.StringIO()
+    with Store(folder) as store:
+        sweep._measure(store, asked, config(*OVERRIDES, f"output={folder}", *overrides), [], Console(file=out))
+    return asked, out.getvalue()
+
+
+def test_every_session_has_its_own_entry_order_and_number(tmp_path, machine):
+    queue, said = measure(tmp_path, machine, "repeat=3")
+    assert len(queue.orders) == 3 and len(set(map(tuple, queue.orders))) == 3
+    assert len({frozenset(order) for order in queue.orders}) == 1 and len(queue.orders[0]) == 5
+    records = read_records(tmp_path)
+    assert [r.replicate for r in records] == [0] * 5 + [1] * 5 + [2] * 5
+    assert [r.session for r in records[::5]] == ["session 0", "session 1", "session 2"]
+    entries = json.loads((tmp_path / "environment.json").read_text())["sessions"]
+    assert [e["id"] for e in entries] == ["session 0", "session 1", "session 2"]
+    assert "session 3 of 3" in said and "5 cells in each of 3 sessions, 0 already recorded" in said
+
+
+def test_a_larger_repeat_adds_sessions_and_the_same_measures_nothing(tmp_path, machine):
+    first, _ = measure(tmp_path, machine)
+    plain = [cell.title for cell in sweep.plan(config(*OVERRIDES), "cpu").cells]
+    assert first.orders == [plain]
+    more, said = measure(tmp_path, machine, "repeat=2")
+    assert len(more.orders) == 1 and "5 already recorded" in said
+    assert sorted(more.orders[0]) == sorted(plain) and more.orders[0] != plain
+    assert measure(tmp_path, machine, "repeat=2")[0].orders == []
+    assert len(read_records(tmp_path)) == 10
+
+
+def test_a_session_that_was_stopped_goes_on_and_failed_cells_are_tried_again_in_theirs(tmp_path, machine):
+    measure(tmp_path, machine, "repeat=2", status=lambda cell: "crash" if "eager" in cell.title else "unsupported")
+    lines = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "records.jsonl").write_bytes(b"".join(lines[:7]))
+    crashed = sum(r.status == "crash" for r in read_records(tmp_path))
+    again, _ = measure(tmp_path, machine, "repeat=2")
+    assert [len(order) for order in again.orders] == [3]
+    failed, _ = measure(tmp_path, machine, "repeat=2", "resume=failed")
+    assert [len(order) for order in failed.orders] == [1] * crashed and crashed
+    assert len(read_records(tmp_path)) == 10 + crashed
+
+
+def test_no_sessions_are_a_wrong_number():
+    with pytest.raises(ConfigError, match="repeat"):
+        config("repeat=0")
