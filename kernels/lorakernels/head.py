@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .linear_cross_entropy import linear_cross_entropy
-from .module_checks import NotFused, check_class, hooked_globally, is_unhooked
+from .module_checks import NotFused, check_class, check_weight, hooked_globally, is_unhooked
 from .runtime import compute_dtype
 
 
@@ -95,6 +95,7 @@ def check_head(model: Any) -> None:
         raise NotFused(f"its head is {type(head).__module__}.{type(head).__name__}, not torch's Linear")
     if not is_unhooked(head) or "forward" in model.__dict__:
         raise NotFused("its head has hooks, or the model's forward was replaced")
+    check_weight(head.weight)
 
 
 def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

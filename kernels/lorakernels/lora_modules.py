@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .member import Member
-from .module_checks import NotFused, is_library_function, is_unhooked
+from .module_checks import NotFused, check_weight, is_library_function, is_unhooked
 
 
 @dataclass
@@ -126,12 +126,16 @@ def linear_module(name: str, parent: Any) -> LinearModule:
         raise NotFused("its base weight is trained")
     if _sharded(base):
         raise NotFused("its weight is sharded (FSDP)")
+    if quantized is None:
+        check_weight(base.weight)
     if not is_unhooked(module) or not is_unhooked(base):
         raise NotFused("it has hooks or a replaced forward")
     adapter = _only_adapter(module) if lora else None
     member = Member(name, base.weight, base.bias, quantized=quantized, compute_dtype=dtype)
     if adapter is not None:
         a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        for weight in (a, b):
+            check_weight(weight)
         if a.device != base.weight.device:
             raise NotFused(f"its adapter is on {a.device}, its weight on {base.weight.device}")
         member = Member(name, base.weight, base.bias, a, b, quantized=quantized, compute_dtype=dtype)

@@ -71,6 +71,16 @@ def check_class(module: Any, kind: str | None = None) -> None:
         raise NotFused(f"the forward of {name} was replaced")
 
 
+def check_weight(weight: Any) -> None:
+    """Raises NotFused with the reason unless this weight of a module is there as a plain tensor: what is moved into
+    buffers and read by kernels has one storage of its own elements."""
+    if hasattr(weight, "ds_id"):
+        raise NotFused("its weight is partitioned (DeepSpeed ZeRO-3)")
+    if type(weight) not in (nn.Parameter, torch.Tensor):
+        kind = type(weight)
+        raise NotFused(f"its weight is a {kind.__module__.partition('.')[0]} {kind.__name__}, not a plain tensor")
+
+
 def norm_of(module: Any) -> Norm:
     """The constants of an RMSNorm module. Raises NotFused with the reason where it is none that is known."""
     known = NORMS.get(type(module).__name__)
@@ -79,6 +89,7 @@ def norm_of(module: Any) -> Norm:
     check_class(module)
     if not is_unhooked(module):
         raise NotFused("its norm has hooks or a replaced forward")
+    check_weight(module.weight)
     return Norm(float(eps_of(module)), known[0])
 
 
