@@ -18,7 +18,7 @@ import lorakernels
 import torch
 from kernel_checks import quantized
 from lorakernels import tune
-from lorakernels.adapter import Loader, load_adapter
+from lorakernels.adapter import Loader, load_adapter, raised_b
 from lorakernels.concat_operand import LoraColumns, ScaledS, concat_operand_into, s_into
 from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
 from lorakernels.glu import A_TILES as GLU_A_TILES
@@ -109,6 +109,7 @@ def kernels(dtype: torch.dtype) -> None:
         items.append((new(r, K), new(n, r), 2.0, buffer[n:, :K], buffer[:n, K:]))
     Loader().load(items)
     load_adapter(*items[0])
+    raised_b([(new(N, 3), N, 2.0), (None, K, 1.0), (new(5, 7), 5, 0.5)], 13, dtype, torch.device(DEVICE))
     for nested in (False, True):
         packed, state = quantized(N, 128, 64, nested, DEVICE)
         dequantize_into(packed, state, new(N, 128 + P)[:, :128])
