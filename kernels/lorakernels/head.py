@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .linear_cross_entropy import linear_cross_entropy
-from .module_checks import NotFused, check_class, check_weight, hooked_globally, is_unhooked
+from .module_checks import GLOBAL_HOOKS, NotFused, check_class, check_weight, hooked_globally, is_unhooked
 from .runtime import compute_dtype
 
 
@@ -103,8 +103,10 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     own = type(self).forward
     names = list(inspect.signature(inspect.unwrap(own)).parameters)[1:]
     kwargs.update(zip(names, args, strict=False))
-    if not _fits(self, kwargs):
+    if reason := _why_left(self, kwargs):
+        self._lorakernels_forwards.leave("linear_cross_entropy", reason, expected=reason is NO_TRAINING)
         return own(self, **kwargs)
+    self._lorakernels_forwards.fused["linear_cross_entropy"] += 1
     labels, return_dict = kwargs.pop("labels"), kwargs.pop("return_dict", None)
     shifted, num_items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
     ignore = kwargs.pop("ignore_index", -100)
@@ -134,13 +136,22 @@ def _output_class(model: Any) -> Any:
     return getattr(home, "MoeCausalLMOutputWithPast", None) or home.CausalLMOutputWithPast
 
 
-def _fits(model: Any, kwargs: dict[str, Any]) -> bool:
-    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled() or hooked_globally():
-        return False
+NO_TRAINING = "no forward of training with labels"
+
+
+def _why_left(model: Any, kwargs: dict[str, Any]) -> str | None:
+    """Why this forward's loss is not ours; None where it is."""
+    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled():
+        return NO_TRAINING
+    if hooked_globally():
+        return GLOBAL_HOOKS
     keep = kwargs.get("logits_to_keep", 0)
     router = kwargs.get("output_router_logits")
     router = getattr(model.config, "output_router_logits", False) if router is None else router
+    if router or not (isinstance(keep, int) and keep == 0):
+        return "router losses or a part of the logits are asked for (output_router_logits, logits_to_keep)"
     losses = sys.modules.get("transformers.loss.loss_utils")
-    own_loss = model.loss_function is getattr(losses, "ForCausalLMLoss", None)
+    if model.loss_function is not getattr(losses, "ForCausalLMLoss", None):
+        return "the model's loss_function is not transformers' own"
     own_head = type(model.lm_head) is nn.Linear and is_unhooked(model.lm_head)
-    return isinstance(keep, int) and keep == 0 and not router and own_loss and own_head
+    return None if own_head else "the head is no plain Linear, or has hooks"

@@ -23,13 +23,15 @@ import torch
 
 from .attention import ATTENTION, BACKENDS, AttentionPlan, attention_forward, attention_plan
 from .decoder_layer import layer_forward, layer_plan
+from .forwards import Forwards
 from .head import causal_lm_forward, check_head
 from .lora_modules import is_lora
 from .mlp import MLPPlan, mlp_forward, mlp_plan, norm_forward
-from .module_checks import NORMS, NotFused, is_unhooked, norm_of
+from .module_checks import FAMILIES, NORMS, NotFused, is_unhooked, norm_of
 from .plans import Linears, Switches
 
 STATE = "_lorakernels_state"
+_FAMILIES = ", ".join(FAMILIES)
 LINEARS = {f"{n}_proj" for n in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
 
 
@@ -52,10 +54,11 @@ class Left:
 
 @dataclass
 class Report:
-    """What `apply` did to a model, and what it left alone."""
+    """What `apply` did to a model, what it left alone, and, as the model is used, which forwards were really ours."""
 
     changed: list[Change] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
+    forwards: Forwards = field(default_factory=Forwards)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -72,15 +75,17 @@ class Report:
         reasons = Counter((e.part, e.reason) for e in self.left)
         lines = [f"changed: {done}"]
         lines += [f"left alone: {part} x {n}: {reason}" for (part, reason), n in sorted(reasons.items())]
-        return "\n".join(lines)
+        ran = self.forwards
+        return "\n".join([*lines, str(ran)] if ran.fused or ran.left else lines)
 
 
 @dataclass
 class _State:
+    forwards: Forwards
     undo: list[Callable[[], object]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> _State:
-        return _State(copy.deepcopy(self.undo, memo))
+        return _State(copy.deepcopy(self.forwards, memo), copy.deepcopy(self.undo, memo))
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -92,7 +97,8 @@ class _State:
 def _unbind(module: Any) -> None:
     """Not a closure: a copy of the model must undo what was bound to the copy's modules. A forward that somebody else
     has put around ours stays; ours then passes on to the class's."""
-    module.__dict__.pop("_lorakernels", None)
+    for name in ("_lorakernels", "_lorakernels_forwards"):
+        module.__dict__.pop(name, None)
     bound = module.__dict__.get("forward")
     # functools.wraps copies our mark to what wraps us: the function itself has to be the marked one.
     if getattr(bound, "__func__", None) is getattr(bound, "_lorakernels_forward", bound):
@@ -128,13 +134,14 @@ def _own_weight(module: Any, state_dict: dict[str, Any], prefix: str, metadata: 
 
 class _Patcher:
     def __init__(self, switches: Switches):
-        self.switches, self.report, self.state = switches, Report(), _State()
+        self.switches, self.report = switches, Report()
+        self.state = _State(self.report.forwards)
         self.taken: set[str] = set()  # linears
 
     def bind(self, module: Any, forward: Callable[..., Any], plan: Any = None) -> None:
         if "forward" in module.__dict__:
             raise NotFused("its forward was replaced already")
-        module._lorakernels = plan
+        module._lorakernels, module._lorakernels_forwards = plan, self.report.forwards
 
         # Trainer reads the signature of forward to know which columns of the data to keep.
         @wraps(type(module).forward)
@@ -238,12 +245,14 @@ class _Patcher:
             self.take(part)
         self.report.changed.append(Change(name, tuple(parts)))
 
-    def leave_unknown(self, name: str, module: Any, known: list[str]) -> None:
-        """An adapter that no part was made of; those of known layers have been spoken of, if they were asked for."""
+    def leave_unknown(self, name: str, module: Any, known: list[str], family: str) -> None:
+        """An adapter that no part was made of; those of known layers have been spoken of, if they were asked for. Of a
+        model without any known layer (`family`: its class) all are left for the same reason, which is printed once."""
         leaf = name.rpartition(".")[2]
         if leaf == "lm_head" or (_within(name, known) and leaf in LINEARS):
             return
-        self.leave(name, "linear", f"{leaf} ({type(module).__name__}) is not part of a layer that is known here")
+        reason = f"{leaf} ({type(module).__name__}) is not part of a layer that is known here"
+        self.leave(name, "linear", reason if known else f"{family} has no layer of a known family ({_FAMILIES})")
 
     def norm(self, name: str, module: Any) -> None:
         try:
@@ -296,8 +305,10 @@ def apply(
         mlp=mlp, qkv=qkv, o=o, rms_norm=rms_norm, rope=rope, linear_cross_entropy=linear_cross_entropy,
         one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, sdpa_backends=_check_backends(sdpa_backends),
     )  # fmt: skip
-    patcher = _Patcher(switches)
     modules = list(model.named_modules())
+    weights = Counter(id(m._parameters["weight"]) for _, m in modules if m._parameters.get("weight") is not None)
+    switches.shared = frozenset(weight for weight, n in weights.items() if n > 1)
+    patcher = _Patcher(switches)
     known: list[str] = []
     try:
         for name, module in modules:
@@ -314,7 +325,7 @@ def apply(
                 patcher.head(name, module)
         for name, module in modules:
             if is_lora(module) and name not in patcher.taken:
-                patcher.leave_unknown(name, module, known)
+                patcher.leave_unknown(name, module, known, type(_inner(model)).__name__)
     except BaseException:
         _undo(patcher.state)
         raise
@@ -336,6 +347,17 @@ def _inner(model: Any) -> Any:
 def _undo(state: _State) -> None:
     for undo in reversed(state.undo):
         undo()
+
+
+def status(model: Any) -> Forwards:
+    """Which forwards of a changed model were fused since `apply`, and which were left and why; it goes on counting.
+
+    Takes what `remove` takes. Raises RuntimeError where `apply` was called on none of these."""
+    _check_model(model, "status")
+    for module in model.modules():
+        if STATE in module.__dict__:
+            return module.__dict__[STATE].forwards
+    raise RuntimeError("lorakernels.apply was not called on this model")
 
 
 def remove(model: Any) -> None:
