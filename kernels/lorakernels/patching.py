@@ -29,6 +29,7 @@ from .lora_modules import is_lora
 from .mlp import MLPPlan, mlp_forward, mlp_plan, norm_forward
 from .module_checks import FAMILIES, NORMS, NotFused, is_unhooked, norm_of
 from .plans import Linears, Switches
+from .trl_head import HEAD, give_back, is_trl_forward, watch
 
 STATE = "_lorakernels_state"
 _FAMILIES = ", ".join(FAMILIES)
@@ -103,6 +104,10 @@ def _unbind(module: Any) -> None:
     # functools.wraps copies our mark to what wraps us: the function itself has to be the marked one.
     if getattr(bound, "__func__", None) is getattr(bound, "_lorakernels_forward", bound):
         del module.__dict__["forward"]
+
+
+def _unwatch(module: Any) -> None:
+    module.__dict__.pop(HEAD, None)
 
 
 def _unbind_saving(model: Any) -> None:
@@ -262,14 +267,23 @@ class _Patcher:
             return
         self.report.changed.append(Change(name, ("rms_norm",)))
 
-    def head(self, name: str, model: Any) -> None:
+    def head(self, name: str, model: Any, whole: Any) -> None:
+        """The loss of a causal language model, which is all of `whole` or inside it."""
+        theirs = model.__dict__.get("forward")
+        if is_trl_forward(theirs):
+            del model.__dict__["forward"]
         try:
             check_head(model)
             self.bind(model, causal_lm_forward)
+            object.__setattr__(whole, HEAD, model)
+            self.state.undo += [partial(give_back, model), whole.register_forward_pre_hook(watch).remove]
+            self.state.undo.append(partial(_unwatch, whole))
         except NotFused as reason:
             self.leave(name, "linear_cross_entropy", reason)
-            return
-        self.report.changed.append(Change(name, ("linear_cross_entropy",)))
+        else:
+            self.report.changed.append(Change(name, ("linear_cross_entropy",)))
+        if is_trl_forward(theirs):
+            model.forward = theirs
 
 
 def _within(name: str, modules: list[str]) -> bool:
@@ -322,7 +336,7 @@ def apply(
                 patcher.norm(name, module)
             # _modules, because PEFT's wrappers pass attributes of the inner model through.
             if linear_cross_entropy and module._modules.get("lm_head") is not None:
-                patcher.head(name, module)
+                patcher.head(name, module, model)
         for name, module in modules:
             if is_lora(module) and name not in patcher.taken:
                 patcher.leave_unknown(name, module, known, type(_inner(model)).__name__)

@@ -33,6 +33,7 @@ from lorakernels.glu import (
     whole_fits,
 )
 from lorakernels.linear_cross_entropy import linear_cross_entropy
+from lorakernels.linear_log_probs import linear_log_probs
 from lorakernels.lora_grad import A_TILES, B_TILES, AdapterColumns, a_gradient, b_gradient, ds_and_db, fitting_tiles
 from lorakernels.nf4 import dequantize_into
 from lorakernels.rms_norm import Norm, NormFactors, NormInput, rms_norm
@@ -84,6 +85,7 @@ def kernels(dtype: torch.dtype) -> None:
     target = torch.randint(0, 501, (M,), device=DEVICE)
     for cap in (None, 30.0):
         linear_cross_entropy(new(M, K, grad=True), new(501, K), target, softcap=cap, chunk=16).backward()
+        linear_log_probs(new(M, K, grad=True), new(501, K), target, softcap=cap, chunk=16).log_probs.sum().backward()
     seed = draw_seed(torch.device(DEVICE))
     dropout_into(new(M, K), seed, 0.3, new(M, K))
     for tile in TILES:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from lorakernels import attention, decoder_layer
-from lorakernels.head import LazyLogits
+from lorakernels.lazy_logits import LazyLogits
 from pairs import assert_like_peft, layer, pair, step, strided
 from peft import LoraConfig, get_peft_model
 from peft.helpers import rescale_adapter_scale
