@@ -23,13 +23,13 @@ class Forwards:
         there is no warning."""
         self.left[part, reason] += 1
         if not expected:
-            self.warn(f"leaves forwards to the model's own code: {reason}")
+            self.warn(f"leaves forwards to the model's own code: {reason} (lorakernels.status counts them)")
 
     def warn(self, message: str) -> None:
         """Warns of this once."""
         if message not in self.warned:
             self.warned.add(message)
-            warnings.warn(f"lorakernels {message} (lorakernels.status counts them)", UserWarning, stacklevel=3)
+            warnings.warn(f"lorakernels {message}", UserWarning, stacklevel=3)
 
     def __str__(self) -> str:
         fused = ", ".join(f"{part} {n}" for part, n in sorted(self.fused.items())) or "none"

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -33,6 +33,10 @@ from .trl_head import HEAD, give_back, is_trl_forward, watch
 
 STATE = "_lorakernels_state"
 _FAMILIES = ", ".join(FAMILIES)
+COMPILED = (
+    "runs its kernels outside of torch.compile's graphs, so what is fused is not compiled and fullgraph=True is not "
+    "possible; to compile PEFT's model, call lorakernels.remove"
+)
 LINEARS = {f"{n}_proj" for n in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
 
 
@@ -137,6 +141,18 @@ def _own_weight(module: Any, state_dict: dict[str, Any], prefix: str, metadata: 
         state_dict[name] = torch.nn.Parameter(copied, False) if isinstance(weight, torch.nn.Parameter) else copied
 
 
+@cache
+def _outside_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward for a module of a model under torch.compile, which cannot follow kernels into buffers: it runs as it
+    is, between two graphs, instead of in dozens of them."""
+
+    def outside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._lorakernels_forwards.warn(COMPILED)
+        return forward(self, *args, **kwargs)
+
+    return torch.compiler.disable(outside)
+
+
 class _Patcher:
     def __init__(self, switches: Switches):
         self.switches, self.report = switches, Report()
@@ -149,10 +165,15 @@ class _Patcher:
         module._lorakernels, module._lorakernels_forwards = plan, self.report.forwards
 
         # Trainer reads the signature of forward to know which columns of the data to keep.
+        outside = _outside_graphs(forward)
+
         @wraps(type(module).forward)
         def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
-            is_ours = "_lorakernels" in self.__dict__
-            return (forward if is_ours else type(self).forward)(self, *args, **kwargs)
+            if "_lorakernels" not in self.__dict__:
+                return type(self).forward(self, *args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                return outside(self, *args, **kwargs)
+            return forward(self, *args, **kwargs)
 
         signed._lorakernels_forward = signed  # type: ignore[attr-defined]
         module.forward = MethodType(signed, module)

@@ -154,3 +154,33 @@ def test_replicated_layers_are_left_and_not_copied(monkeypatch):
     assert not adopted
     lorakernels.remove(ours)
     assert not strided(ours)
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_compiled_model_runs_its_kernels_between_graphs(head):
+    """PEFT's is one graph. Ours would be cut at every write into a buffer; instead what is fused stays in one piece."""
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled(model):
+        graphs.clear()
+        torch._dynamo.reset()
+        run = torch.compile(model, backend=backend)
+        loss = run(**batch(), use_cache=False).loss
+        loss.backward()
+        return loss.item(), len(graphs)
+
+    graphs = []
+    plain = build("llama")
+    ours = deepcopy(plain)
+    lorakernels.apply(ours, linear_cross_entropy=head)
+    results = []
+    told = warned(lambda: results.append(compiled(ours)))
+    wanted, whole = compiled(plain)
+    assert whole == 1 and results[0][0] == pytest.approx(wanted, rel=1e-5)
+    assert results[0][1] <= (0 if head else 4)
+    assert len(told) == 1 and "torch.compile" in told[0]
+    assert lorakernels.status(ours).fused["layer"] == 2
+    assert warned(lambda: step(ours)) == [], "uncompiled it goes on as before"
