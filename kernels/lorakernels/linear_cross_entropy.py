@@ -99,7 +99,7 @@ def _loss_kernel(
         if WITH_STATS:
             entropy = tl.log(total_sum) - tl.sum(mean, axis=0)  # pyright: ignore[reportOperatorIssue]
             tl.store(entropy_ptr + row, tl.where(counted, entropy, 0.0))
-            top1 = tl.where(tl.sum(above, axis=0) > 0, 0, 1)
+            top1 = tl.where(tl.sum(above, axis=0) > 0, 0, 1)  # pyright: ignore[reportOperatorIssue]
             tl.store(top1_ptr + row, tl.where(counted, top1, 0).to(tl.uint8))
 
 
