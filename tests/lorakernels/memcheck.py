@@ -112,6 +112,7 @@ def kernels(dtype: torch.dtype) -> None:
     Loader().load(items)
     load_adapter(*items[0])
     raised_b([(new(N, 3), N, 2.0), (None, K, 1.0), (new(5, 7), 5, 0.5)], 13, dtype, torch.device(DEVICE))
+    raised_b([(new(1, 1), 1, 1.0), (new(N, 1), N, 2.0)], 16, dtype, torch.device(DEVICE))  # ones are compiled in
     for nested in (False, True):
         packed, state = quantized(N, 128, 64, nested, DEVICE)
         dequantize_into(packed, state, new(N, 128 + P)[:, :128])

@@ -128,7 +128,9 @@ def test_a_cast_of_one_of_them_stays(name):
     for model in (ours, plain):
         getattr(layer(model).self_attn, name).base_layer.to(torch.bfloat16)
     told = warned(lambda: loss(ours))
-    assert getattr(layer(ours).self_attn, name).base_layer.weight.dtype == torch.bfloat16
+    for each in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(layer(ours).self_attn, each).base_layer.weight
+        assert weight.dtype == (torch.bfloat16 if each == name else torch.float32), "as it was cast, and no other"
     assert len(told) == 1 and "cast to another dtype" in told[0]
     assert loss(ours).item() == pytest.approx(loss(plain).item(), rel=1e-2)
     assert lorakernels.status(ours).fused["layer"] == 4, "the other layer, and both before"
