@@ -3,16 +3,21 @@ all that are given.
 
 A: (r, K), B: (N, r), of any floating dtype; out_a: (r, K) and out_b: (N, r), strided views of the buffer. It runs for
 every adapter on every forward (see `operand.py`), so at small batches its launches count: one a decoder layer
-(`Loader`) instead of two an adapter. Run: python -m pytest tests/lorakernels/test_adapter.py
+(`Loader`) instead of two an adapter.
+
+In float16 the scale · B of a young adapter is subnormal (below 6e-5), and so would dS = dY · sB be, of which dA is
+made. Backward therefore has a B of its own (`raised_b`), whose columns are multiplied by a power of two that dA takes
+back; nothing but dA is that sensitive. Run: python -m pytest tests/lorakernels/test_adapter.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from .runtime import capturing, cdiv, check, kernel, tl, use_triton, working_dtype
+from .runtime import capturing, cdiv, check, kernel, next_power_of_2, tl, use_triton, working_dtype
 
 BLOCK = 2048
 TL = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -133,3 +138,93 @@ def _plan(items: Sequence[AdapterCopy]) -> tuple | None:
         torch.tensor(blocks, dtype=torch.int32, device=device),
         dtypes.pop(),
     )
+
+
+# ---- s·B for a backward in float16 -----------------------------------------------------------------------------------
+MAX_RAISED = 60  # the power of two at the most, far below what float32 holds; B = 0 would have none
+
+
+class RaisedB(NamedTuple):
+    """sb (N, p) = s·B · c of members one below the other, each in its own columns, zero elsewhere; c, a power of two
+    for each column, gives it a norm of 1 to 2, so that dY · sb is as large as dY. It is 1 where the norm already is
+    above 1. back (p,) = 1 / c in float32, zero for spare columns."""
+
+    sb: torch.Tensor
+    back: torch.Tensor
+
+
+@kernel
+def _raise_kernel(
+    b0_ptr, b1_ptr, b2_ptr, out_ptr, back_ptr, n0, n1, n2, r0, r1, r2, s0, s1, s2, p, last,
+    MOST: tl.constexpr, BN: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """A member a program: the norms of its columns first, then its rows of the output."""
+    i = tl.program_id(0)
+    if i == 0:
+        b_ptr, n, rank, scale, first, skip = b0_ptr, n0, r0, s0, n0 * 0, r0 * 0
+    elif i == 1:
+        b_ptr, n, rank, scale, first, skip = b1_ptr, n1, r1, s1, n0, r0
+    else:
+        b_ptr, n, rank, scale, first, skip = b2_ptr, n2, r2, s2, n0 + n1, r0 + r1
+    col = tl.arange(0, P)
+    own = (col >= skip) & (col < skip + rank)
+    total = tl.zeros((P,), tl.float32)
+    for start in range(0, n, BN):
+        row = start + tl.arange(0, BN)
+        mask = (row[:, None] < n) & own[None, :]
+        b = tl.load(b_ptr + row[:, None] * rank + (col - skip)[None, :], mask=mask, other=0.0).to(tl.float32) * scale
+        total += tl.sum(b * b, axis=0)
+    # The exponent of a float32 lies above its 23 bits of mantissa, with 127 added.
+    exponent = (tl.sqrt(total).to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = tl.minimum(tl.maximum(exponent, -MOST), 0)
+    raised = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    back = tl.where(own, ((127 + exponent) << 23).to(tl.float32, bitcast=True), 0.0)
+    end = tl.where(i == last, p, skip + rank)  # the last member's program writes the spare columns, too
+    tl.store(back_ptr + col, back, mask=(col >= skip) & (col < end))
+    for start in range(0, n, BN):
+        row = start + tl.arange(0, BN)
+        mask = (row[:, None] < n) & own[None, :]
+        b = tl.load(b_ptr + row[:, None] * rank + (col - skip)[None, :], mask=mask, other=0.0).to(tl.float32) * scale
+        to = out_ptr + (first + row)[:, None].to(tl.int64) * p + col[None, :]
+        inside = (row[:, None] < n) & (col[None, :] < p)
+        tl.store(to, (b * raised[None, :]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def raised_b_reference(b: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale · B · c (N, r), 1 / c (r,)) in float32 of one member's B (N, r)."""
+    b = b.float() * scale
+    exponent = (torch.frexp(b.norm(dim=0)).exponent - 1).clamp(-MAX_RAISED, 0)
+    one = torch.ones_like(b[0])
+    return b * torch.ldexp(one, -exponent), torch.ldexp(one, exponent)
+
+
+def raised_b(
+    members: Sequence[tuple[torch.Tensor | None, int, float]], p: int, dtype: torch.dtype, device: torch.device
+) -> RaisedB:
+    """Of members (B (N, r) or None, N, scale), of p columns in all, in dtype."""
+    sizes = [n for _, n, _ in members]
+    ranks = [0 if b is None else b.shape[1] for b, _, _ in members]
+    known = [b.detach() for b, _, _ in members if b is not None]
+    alike = len({b.dtype for b in known}) == 1 and all(b.is_contiguous() for b in known)
+    if len(members) <= 3 and alike and use_triton(*known):
+        sb = torch.empty(sum(sizes), p, dtype=dtype, device=device)
+        back = torch.empty(p, dtype=torch.float32, device=device)
+        more = 3 - len(members)
+        pointers = [known[0] if b is None else b.detach() for b, _, _ in members] + [known[0]] * more
+        scales = [float(s) for *_, s in members] + [1.0] * more
+        columns = next_power_of_2(p)
+        _raise_kernel[(len(members),)](
+            *pointers, sb, back, *sizes, *[0] * more, *ranks, *[0] * more, *scales, p, len(members) - 1,
+            MOST=MAX_RAISED, BN=max(4, 16384 // columns), P=columns, num_warps=8,
+        )  # fmt: skip
+        return RaisedB(sb, back)
+    sb = torch.zeros(sum(sizes), p, dtype=dtype, device=device)
+    back = torch.zeros(p, dtype=torch.float32, device=device)
+    row = column = 0
+    for (b, n, scale), rank in zip(members, ranks, strict=True):
+        if b is not None:
+            of_member, taken_back = raised_b_reference(b.detach(), scale)
+            sb[row : row + n, column : column + rank] = of_member.to(dtype)
+            back[column : column + rank] = taken_back
+        row, column = row + n, column + rank
+    return RaisedB(sb, back)

@@ -38,7 +38,7 @@ def parameter_gradients(
     source: SavedInput | None, da_all: torch.Tensor | None = None,
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Gradients in the order of `Member.parameters`, member by member; those of A (r, K) and B (N, r) may still be
-    float32 accumulators.
+    float32 accumulators. What dS was raised by (`SavedForward.raised`) is taken back from dA here.
 
     needed: four of autograd's flags a member; source: the input, None where no member has an adapter; da_all: dA (p, K)
     of all members where it is known. Dropout makes each member see its own input.
@@ -46,7 +46,10 @@ def parameter_gradients(
     members, seeds = projection.members, saved.seeds
     wanted = da_all is None and seeds is None
     if wanted and any(n and m.a is not None for n, m in zip(needed[::4], members, strict=True)):
-        da_all = _a_gradients(projection, gradient.ds[:, : projection.rank], source, saved.accumulator)
+        da_all = _a_gradients(projection, gradient.ds_of_a[:, : projection.rank], source, saved.accumulator)
+    back = None if saved.raised is None else saved.raised.back[:, None]
+    if da_all is not None and back is not None:
+        da_all.mul_(back[: projection.rank])
     out: list[torch.Tensor | None] = []
     for i, (m, cols) in enumerate(zip(members, projection.columns, strict=True)):
         need_a, need_b, need_lora_bias, need_bias = needed[4 * i : 4 * i + 4]
@@ -56,7 +59,8 @@ def parameter_gradients(
                 da = da_all[cols]
             else:
                 seed = None if seeds is None else seeds[i : i + 1]
-                da = _a_gradients(projection, gradient.ds[:, cols], source, saved.accumulator, seed, m.dropout)
+                da = _a_gradients(projection, gradient.ds_of_a[:, cols], source, saved.accumulator, seed, m.dropout)
+                da = da if back is None else da.mul_(back[cols])
         rows, d_biases = projection.rows[i], NO_BIASES
         if need_b and m.b is not None:
             if gradient.db is not None:

@@ -16,6 +16,7 @@ import torch
 from .adapter import Loader
 from .heads import Heads
 from .module_checks import (
+    GLOBAL_HOOKS,
     NotFused,
     check_class,
     hooked_globally,
@@ -62,10 +63,12 @@ class AttentionPlan(Plan):
         """Of q, k, v and of o, where they are ours."""
         return [g for part in (self.qkv, self.o) if part is not None for g in part.groups]
 
-    def ready(self) -> bool:
-        """Whether everything still is as planned."""
-        parts = [p for p in (self.qkv, self.o) if p is not None]
-        return self.same_class and self._norms_as_planned() and all(p.ready() for p in parts)
+    def what_changed(self) -> str | None:
+        """The reason, in words, if not everything is as planned."""
+        if not (self.same_class and self._norms_as_planned()):
+            return "attention's class or head norms were changed, trained or hooked into"
+        changed = None if self.qkv is None else self.qkv.what_changed()
+        return changed or (None if self.o is None else self.o.what_changed())
 
     def _norms_as_planned(self) -> bool:
         if self.head_norms is None:
@@ -201,11 +204,14 @@ def attention_forward(
     """Bound to an attention instance: any of q,k,v, RoPE and o may be ours. (output (B, S, K), attention's weights or
     None) of hidden_states (B, S, K)."""
     plan: AttentionPlan = self._lorakernels
-    if hooked_globally() or not plan.ready():
+    changed = GLOBAL_HOOKS if hooked_globally() else plan.what_changed()
+    if changed:
+        self._lorakernels_forwards.leave("attention", changed)
         return type(self).forward(
             self, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
             past_key_values=past_key_values, **kwargs,
         )  # fmt: skip
+    self._lorakernels_forwards.fused["attention"] += 1
     with with_loaded_adapters(plan.groups, plan.loader, hidden_states):
         make = query_key_value if plan.qkv is not None else plain_query_key_value
         q, k, v = make(plan, hidden_states, position_embeddings)

@@ -15,6 +15,7 @@ from .attention import AttentionPlan, attend, query_key_value
 from .mlp import MLPPlan
 from .mlp_node import gated_mlp
 from .module_checks import (
+    GLOBAL_HOOKS,
     NotFused,
     check_class,
     hooked_globally,
@@ -22,6 +23,7 @@ from .module_checks import (
     is_unchanged_norm,
     is_unhooked,
     norm_of,
+    why_hooked,
 )
 from .operand import with_loaded_adapters
 from .plans import Plan
@@ -44,16 +46,21 @@ class LayerPlan(Plan):
     drops: dict[str, Any] = field(default_factory=dict)
     loader: Loader = field(default_factory=Loader)
 
-    def ready(self) -> bool:
-        """Whether everything still is as planned."""
+    def what_changed(self) -> str | None:
+        """The reason, in words, if not everything is as planned."""
         here = self.module._modules
-        same = here["self_attn"] is self.attention.module and is_unhooked(here["self_attn"]) and self.same_class
-        if self.drops:
-            same = same and all(here[n] is m and is_inactive_dropout(m) for n, m in self.drops.items())
-        if self.mlp is not None:
-            same = same and here["mlp"] is self.mlp.module and is_unhooked(here["mlp"])
-        norms = all(here[n] is m and is_unchanged_norm(m, norm.eps) for n, (m, norm) in self.norms.items())
-        return same and norms and self.attention.ready() and (self.mlp is None or self.mlp.ready())
+        attention, mlp = self.attention.module, None if self.mlp is None else self.mlp.module
+        same = here["self_attn"] is attention and (mlp is None or here["mlp"] is mlp) and self.same_class
+        if not same:
+            return "a layer, its attention or its MLP is another module now, or of another class"
+        for module in (attention, mlp):
+            if module is not None and not is_unhooked(module):
+                return why_hooked(module)
+        if self.drops and not all(here[n] is m and is_inactive_dropout(m) for n, m in self.drops.items()):
+            return "a layer drops out its residual"
+        if not all(here[n] is m and is_unchanged_norm(m, norm.eps) for n, (m, norm) in self.norms.items()):
+            return "a norm was changed or hooked into"
+        return self.attention.what_changed() or (None if self.mlp is None else self.mlp.what_changed())
 
     @property
     def groups(self) -> list[Projection]:
@@ -90,14 +97,25 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: 
     """Bound to a decoder layer instance: (B, S, K) of hidden_states (B, S, K)."""
     plan: LayerPlan = self._lorakernels
     kwargs.update(zip(plan.positional, args, strict=False))
-    asked = kwargs.get("output_attentions", False) or getattr(plan.attention.module.config, "output_attentions", False)
-    if asked or hooked_globally() or not plan.ready() or kwargs.get("position_embeddings") is None:
+    if changed := _why_left(plan, kwargs):
+        self._lorakernels_forwards.leave("layer", changed)
         return type(self).forward(self, hidden_states, **kwargs)
+    self._lorakernels_forwards.fused["layer"] += 1
     if plan.own_checkpointing and self.training and getattr(self, "gradient_checkpointing", False):
         # A cache would be updated a second time by the recomputation.
         kwargs.update({k: v for k, v in (("use_cache", False), ("past_key_values", None)) if k in kwargs})
         return self._gradient_checkpointing_func(partial(_layer, plan, **kwargs), hidden_states)
     return _layer(plan, hidden_states, **kwargs)
+
+
+def _why_left(plan: LayerPlan, kwargs: dict[str, Any]) -> str | None:
+    if kwargs.get("output_attentions", False) or getattr(plan.attention.module.config, "output_attentions", False):
+        return "attentions are asked for"
+    if hooked_globally():
+        return GLOBAL_HOOKS
+    if kwargs.get("position_embeddings") is None:
+        return "a layer was called without position_embeddings"
+    return plan.what_changed()
 
 
 def _layer(plan: LayerPlan, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -15,76 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .lazy_logits import lazy_logits
 from .linear_cross_entropy import linear_cross_entropy
-from .module_checks import NotFused, check_class, hooked_globally, is_unhooked
+from .module_checks import GLOBAL_HOOKS, NotFused, check_class, check_weight, hooked_globally, is_unhooked
 from .runtime import compute_dtype
-
-
-class LazyLogits:
-    """Stands in for the logits (B, S, V) of hidden (B, S, H), weight (V, H) and bias (V,), that were never made. Who
-    looks at them (TRL's SFTTrainer for its token accuracy, a loss of one's own) gets them then, with gradient where
-    gradients are on, at the price of making them; who does not look pays nothing. What can be known without them is:
-    shape, dtype, device, and that `float()` is to be float32 (accelerate asks for that in mixed precision).
-    """
-
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None,
-        dtype: torch.dtype | None = None,
-    ):  # fmt: skip
-        self._parts, self._logits = (hidden, weight, bias, softcap), None
-        self._version = weight._version if weight.requires_grad else None
-        self.dtype, self.device, self.ndim = dtype or hidden.dtype, hidden.device, hidden.ndim
-        self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
-
-    def float(self) -> LazyLogits:
-        """These logits (B, S, V) in float32, as little made as before."""
-        return LazyLogits(*self._parts, torch.float32)
-
-    def materialize(self) -> torch.Tensor:
-        """The logits (B, S, V), made at the first call. Raises RuntimeError where the head was trained on since."""
-        hidden, weight, bias, cap = self._parts
-        if self._logits is None and self._version not in (None, weight._version):
-            raise RuntimeError(
-                "the head was trained on since, so these logits can no longer be made; look at them before the "
-                "optimizer's step, or apply with linear_cross_entropy=False"
-            )
-        lacks_gradient = torch.is_grad_enabled() and hidden.requires_grad
-        if self._logits is None or (lacks_gradient and not self._logits.requires_grad):
-            z = F.linear(hidden, weight, bias)
-            self._logits = (z if cap is None else cap * torch.tanh(z / cap)).to(self.dtype)
-        return self._logits
-
-    def retain_grad(self) -> None:
-        """Raises RuntimeError: these logits have no gradient."""
-        raise RuntimeError("the loss is not made from these logits; apply with linear_cross_entropy=False")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.materialize(), name)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def real(x: Any) -> Any:
-            return x.materialize() if isinstance(x, cls) else x
-
-        positional = [[real(i) for i in a] if isinstance(a, list | tuple) else real(a) for a in args]
-        return function(*positional, **{k: real(v) for k, v in (kwargs or {}).items()})
-
-
-def _operator(name: str) -> Any:
-    def operate(self: LazyLogits, *others: Any) -> Any:
-        values = [o.materialize() if isinstance(o, LazyLogits) else o for o in others]
-        return getattr(self.materialize(), name)(*values)
-
-    return operate
-
-
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
-_OTHER = ("neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "setitem", "contains", "len", "iter")
-for _name in (*_BINARY, *(f"r{n}" for n in _BINARY), *_OTHER):  # Python looks for operators on the class alone
-    setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
-LazyLogits.__hash__ = object.__hash__  # as torch's tensors: == goes by element, a hash by identity
 
 
 def check_head(model: Any) -> None:
@@ -95,15 +29,18 @@ def check_head(model: Any) -> None:
         raise NotFused(f"its head is {type(head).__module__}.{type(head).__name__}, not torch's Linear")
     if not is_unhooked(head) or "forward" in model.__dict__:
         raise NotFused("its head has hooks, or the model's forward was replaced")
+    check_weight(head.weight)
 
 
 def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Bound to a causal language model: its own output class, or tuple, with `LazyLogits` in it."""
+    """Bound to a causal language model: its own output class, or tuple, with `lazy_logits` in it."""
     own = type(self).forward
     names = list(inspect.signature(inspect.unwrap(own)).parameters)[1:]
     kwargs.update(zip(names, args, strict=False))
-    if not _fits(self, kwargs):
+    if reason := _why_left(self, kwargs):
+        self._lorakernels_forwards.leave("linear_cross_entropy", reason, expected=reason is NO_TRAINING)
         return own(self, **kwargs)
+    self._lorakernels_forwards.fused["linear_cross_entropy"] += 1
     labels, return_dict = kwargs.pop("labels"), kwargs.pop("return_dict", None)
     shifted, num_items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
     ignore = kwargs.pop("ignore_index", -100)
@@ -121,7 +58,7 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, weight, shifted.to(hidden.device), bias, ignore_index=ignore, num_items=num_items, softcap=softcap
     )
     result = _output_class(self)(
-        loss=loss, logits=LazyLogits(hidden, weight, bias, softcap), past_key_values=out.past_key_values,
+        loss=loss, logits=lazy_logits(hidden, weight, bias, softcap), past_key_values=out.past_key_values,
         hidden_states=out.hidden_states, attentions=out.attentions,
     )  # fmt: skip
     wanted = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
@@ -133,13 +70,22 @@ def _output_class(model: Any) -> Any:
     return getattr(home, "MoeCausalLMOutputWithPast", None) or home.CausalLMOutputWithPast
 
 
-def _fits(model: Any, kwargs: dict[str, Any]) -> bool:
-    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled() or hooked_globally():
-        return False
+NO_TRAINING = "no forward of training with labels"
+
+
+def _why_left(model: Any, kwargs: dict[str, Any]) -> str | None:
+    """Why this forward's loss is not ours; None where it is."""
+    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled():
+        return NO_TRAINING
+    if hooked_globally():
+        return GLOBAL_HOOKS
     keep = kwargs.get("logits_to_keep", 0)
     router = kwargs.get("output_router_logits")
     router = getattr(model.config, "output_router_logits", False) if router is None else router
+    if router or not (isinstance(keep, int) and keep == 0):
+        return "router losses or a part of the logits are asked for (output_router_logits, logits_to_keep)"
     losses = sys.modules.get("transformers.loss.loss_utils")
-    own_loss = model.loss_function is getattr(losses, "ForCausalLMLoss", None)
+    if model.loss_function is not getattr(losses, "ForCausalLMLoss", None):
+        return "the model's loss_function is not transformers' own"
     own_head = type(model.lm_head) is nn.Linear and is_unhooked(model.lm_head)
-    return isinstance(keep, int) and keep == 0 and not router and own_loss and own_head
+    return None if own_head else "the head is no plain Linear, or has hooks"

@@ -32,10 +32,10 @@ class _Single:
         self.linear, self.group = linear, Projection([linear.member], one_gemm)
 
     def ready(self) -> bool:
-        """`LinearModule.ready` takes a replaced forward for somebody else's; ours stands aside while it looks."""
+        """`what_changed` takes a replaced forward for somebody else's; ours stands aside while it looks."""
         own = self.linear.module.__dict__.pop("forward")
         try:
-            return self.linear.ready()
+            return not self.linear.what_changed()
         finally:
             self.linear.module.forward = own
 
@@ -88,7 +88,7 @@ def apply_normed(module: Any, norm: str = "norm", linear: str = "linear", *, one
     rms = getattr(module, norm)
 
     def forward(self: Any, x: Any) -> Any:
-        if not found.ready():
+        if found.what_changed():
             return type(self).forward(self, x)
         return project(x, [single.group], norm=Norm(rms.eps), norm_weight=rms.weight).to(x.dtype)
 

@@ -40,8 +40,8 @@ def linear_cross_entropy_reference(
 
 @kernel
 def _loss_kernel(
-    z_ptr, target_ptr, loss_ptr, n, z_row, ignore_index, cap,
-    CAP: tl.constexpr, WITH_GRAD: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    z_ptr, target_ptr, loss_ptr, entropy_ptr, top1_ptr, n, z_row, ignore_index, cap,
+    CAP: tl.constexpr, WITH_GRAD: tl.constexpr, WITH_STATS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """One row: running maximum and sum, then the logits become their gradient (the second walk is served by L2).
 
@@ -75,8 +75,10 @@ def _loss_kernel(
         at_target = cap * tanh(at_target / cap)
     tl.debug_barrier()  # every thread has read the target's logit before one of them overwrites it
     tl.store(loss_ptr + row, tl.where(counted, (peak - at_target) + tl.log(total_sum), 0.0))  # pyright: ignore[reportOperatorIssue]
-    if WITH_GRAD:
+    if WITH_GRAD or WITH_STATS:
         share = 1.0 / total_sum  # pyright: ignore[reportOperatorIssue]  # one tensor's sum is no tuple
+        mean = tl.zeros((LANES,), tl.float32)  # of z - peak
+        above = tl.zeros((LANES,), tl.float32)  # logits that are chosen before the target's
         for start in range(0, n, LANES * EACH):
             inside = start + spot < n
             z = tl.load(z_ptr + start + spot, mask=inside, other=0.0).to(tl.float32)
@@ -85,34 +87,49 @@ def _loss_kernel(
                 t = tanh(z / cap)
                 z = cap * t
                 slope = 1.0 - t * t
-            g = (exp(z - peak) * share - tl.where(start + spot == target, 1.0, 0.0)) * slope
-            # where, not a product: an ignored row may hold infinities, and 0 * inf is NaN.
-            tl.store(z_ptr + start + spot, tl.where(counted, g, 0.0).to(z_ptr.dtype.element_ty), mask=inside)
+            p = exp(z - peak) * share
+            if WITH_STATS:
+                mean += tl.sum(tl.where(inside & (p > 0), p * (z - peak), 0.0), axis=1)
+                before = (z > at_target) | ((z == at_target) & (start + spot < target))
+                above += tl.sum(tl.where(inside & before, 1.0, 0.0), axis=1)
+            if WITH_GRAD:
+                g = (p - tl.where(start + spot == target, 1.0, 0.0)) * slope
+                # where, not a product: an ignored row may hold infinities, and 0 * inf is NaN.
+                tl.store(z_ptr + start + spot, tl.where(counted, g, 0.0).to(z_ptr.dtype.element_ty), mask=inside)
+        if WITH_STATS:
+            entropy = tl.log(total_sum) - tl.sum(mean, axis=0)  # pyright: ignore[reportOperatorIssue]
+            tl.store(entropy_ptr + row, tl.where(counted, entropy, 0.0))
+            top1 = tl.where(tl.sum(above, axis=0) > 0, 0, 1)  # pyright: ignore[reportOperatorIssue]
+            tl.store(top1_ptr + row, tl.where(counted, top1, 0).to(tl.uint8))
 
 
 def loss_and_gradient_(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100, softcap: float | None = None,
-    with_grad: bool = True,
+    with_grad: bool = True, stats: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Loss of each row (M,) float32, of target (M,) int64; with_grad overwrites logits (M, V) with softmax - onehot
-    (times the slope of the cap)."""
+    (times the slope of the cap). stats: where each row's entropy (M,) in float32 goes, and whether the target is the
+    first of the largest logits (M,) in uint8; both 0 where the target is ignored."""
     m, n = logits.shape
     if not use_triton(logits):
-        return _loss_torch(logits, target, ignore_index, softcap, with_grad)
+        return _loss_torch(logits, target, ignore_index, softcap, with_grad, stats)
     loss = torch.empty(m, dtype=torch.float32, device=logits.device)
     each = 8  # 16 bytes of a 2-byte type
     lanes = max(1, min(2048, next_power_of_2(n) // each))
     # One large program a multiprocessor: the rows in flight have to fit L2, or the second walk goes to memory again.
     _loss_kernel[(m,)](
-        logits, target, loss, n, logits.stride(0), ignore_index, 1.0 if softcap is None else softcap,
-        CAP=softcap is not None, WITH_GRAD=with_grad, LANES=lanes, EACH=each, num_warps=32 if lanes >= 1024 else 4,
+        logits, target, loss, *((loss, loss) if stats is None else stats), n, logits.stride(0), ignore_index,
+        1.0 if softcap is None else softcap,
+        CAP=softcap is not None, WITH_GRAD=with_grad, WITH_STATS=stats is not None, LANES=lanes, EACH=each,
+        num_warps=32 if lanes >= 1024 else 4,
     )  # fmt: skip
     return loss
 
 
 def _loss_torch(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, softcap: float | None, with_grad: bool
-) -> torch.Tensor:
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, softcap: float | None, with_grad: bool,
+    stats: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:  # fmt: skip
     z = logits.to(working_dtype(logits))
     t = None
     if softcap is not None:
@@ -120,7 +137,12 @@ def _loss_torch(
         z = t * softcap
     counted = target != ignore_index
     index = torch.where(counted, target, 0)[:, None]
+    top1 = None if stats is None else (z.argmax(-1) == target) & counted
     z = torch.log_softmax(z, -1)
+    if stats is not None and top1 is not None:
+        p = z.exp()
+        stats[0].copy_(torch.where(counted, -torch.where(p > 0, p * z, 0).sum(-1), 0))
+        stats[1].copy_(top1)
     loss = torch.where(counted, -z.gather(1, index)[:, 0], 0)
     if with_grad:
         g = torch.exp(z).scatter_add(1, index, torch.full_like(index, -1, dtype=z.dtype))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .member import Member
-from .module_checks import NotFused, is_library_function, is_unhooked
+from .module_checks import NotFused, check_weight, is_library_function, is_unhooked
 
 
 @dataclass
@@ -32,53 +32,55 @@ class LinearModule:
     def __post_init__(self) -> None:
         self.leaf, self.rank, self.kind = self.name.rpartition(".")[2], self.member.rank, type(self.base)
 
-    def ready(self) -> bool:
-        """Reads weight, bias, A, B, scale and dropout anew; False if PEFT must run this forward (merged, hooked,
-        switched, another kind of adapter under the same name …).
+    def what_changed(self) -> str | None:
+        """Reads weight, bias, A, B, scale and dropout anew; the reason, in words that are the same for every linear, if
+        PEFT must run this forward (merged, hooked, switched, another kind of adapter under the same name …).
 
         It runs for every linear on every forward, so it reads modules' dictionaries: torch's own attribute look-up
         costs a microsecond each, and small models wait for the host.
         """
-        module, member = self.module, self.member
+        module, member, base = self.module, self.member, self.base
         if self.parent is not None and self.parent._modules.get(self.leaf) is not module:
-            return False  # unloaded: PEFT has put another module there
-        base = self.base
-        if module is not base and module._modules.get("base_layer") is not base:
-            return False
-        if not (is_unhooked(module) and (module is base or is_unhooked(base)) and type(base) is self.kind):
-            return False
+            return "another module is in a linear's place (its adapter was unloaded?)"
+        if (module is not base and module._modules.get("base_layer") is not base) or type(base) is not self.kind:
+            return "a linear has another base layer, or one of another class"
+        if not (is_unhooked(module) and (module is base or is_unhooked(base))):
+            return "a linear has hooks or a replaced forward"
         weight = base._parameters.get("weight")  # None where somebody has put a parametrization on it
         if weight is None or weight.requires_grad or "bias" not in base._parameters:
             _check_not_sharded(base)
-            return False
+            return "a base weight is trained, or parametrized"
         if weight is not member.weight and not _alike(weight, member.weight):
             _check_not_sharded(base)
-            return False
+            return "a base weight of another kind is in the place of one that was known"
         member.weight, member.bias = weight, base._parameters["bias"]
         if member.quantized is not None:
             member.quantized = weight.quant_state
-        if module is base:
-            return True
+        return None if module is base else self._adapter_changed()
+
+    def _adapter_changed(self) -> str | None:
+        module, adapter, parts = self.module, self.adapter, self.module._modules
         if module._disable_adapters or module.merged_adapters:
-            return False
-        parts = module._modules
+            return "adapters are disabled" if module._disable_adapters else "adapters are merged"
         active = [a for a in module.active_adapters if a in parts["lora_A"]._modules]
-        if active != ([] if self.adapter is None else [self.adapter]):
-            return False
-        if self.adapter is not None:
-            a, b, drop = (parts[name]._modules[self.adapter] for name in ("lora_A", "lora_B", "lora_dropout"))
-            known = type(a) is type(b) is nn.Linear and type(drop) in (nn.Identity, nn.Dropout)
-            if not known or self.adapter in module.__dict__.get("lora_variant", ()):
-                return False
-            weight = a._parameters.get("weight")
-            if weight is None or weight.shape[0] != self.rank:
-                return False
-            if not (is_unhooked(a) and is_unhooked(b) and is_unhooked(drop)):
-                return False
-            dropout = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
-            scale, b = float(module.scaling[self.adapter]), b._parameters
-            member.adapter = weight, b["weight"], b["bias"], scale, dropout
-        return True
+        if active != ([] if adapter is None else [adapter]):
+            now = " and ".join(active) or "none"
+            return f"the active adapter is {now}, at apply it was {adapter or 'none'}; call remove and apply again"
+        if adapter is None:
+            return None
+        a, b, drop = (parts[name]._modules[adapter] for name in ("lora_A", "lora_B", "lora_dropout"))
+        known = type(a) is type(b) is nn.Linear and type(drop) in (nn.Identity, nn.Dropout)
+        weight = a._parameters.get("weight") if known else None
+        if weight is None or adapter in module.__dict__.get("lora_variant", ()):
+            return "an adapter is of another kind than at apply"
+        if weight.shape[0] != self.rank:
+            return "an adapter is of another rank than at apply; call remove and apply again"
+        if not (is_unhooked(a) and is_unhooked(b) and is_unhooked(drop)):
+            return "an adapter has hooks"
+        dropout = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
+        scale, b = float(module.scaling[adapter]), b._parameters
+        self.member.adapter = weight, b["weight"], b["bias"], scale, dropout
+        return None
 
 
 def _alike(weight: Any, known: Any) -> bool:
@@ -126,12 +128,16 @@ def linear_module(name: str, parent: Any) -> LinearModule:
         raise NotFused("its base weight is trained")
     if _sharded(base):
         raise NotFused("its weight is sharded (FSDP)")
+    if quantized is None:
+        check_weight(base.weight)
     if not is_unhooked(module) or not is_unhooked(base):
         raise NotFused("it has hooks or a replaced forward")
     adapter = _only_adapter(module) if lora else None
     member = Member(name, base.weight, base.bias, quantized=quantized, compute_dtype=dtype)
     if adapter is not None:
         a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        for weight in (a, b):
+            check_weight(weight)
         if a.device != base.weight.device:
             raise NotFused(f"its adapter is on {a.device}, its weight on {base.weight.device}")
         member = Member(name, base.weight, base.bias, a, b, quantized=quantized, compute_dtype=dtype)

@@ -10,7 +10,16 @@ from torch import nn
 
 from .adapter import Loader
 from .mlp_node import gated_mlp
-from .module_checks import NORMS, NotFused, activation_of, check_class, eps_of, hooked_globally, is_unhooked
+from .module_checks import (
+    GLOBAL_HOOKS,
+    NORMS,
+    NotFused,
+    activation_of,
+    check_class,
+    eps_of,
+    hooked_globally,
+    is_unhooked,
+)
 from .operand import with_loaded_adapters
 from .plans import Linears, Plan, Switches, linears
 from .projection import Projection
@@ -32,11 +41,13 @@ class MLPPlan(Plan):
         """Of gate and up, and of down."""
         return [*self.gate_up.groups, *self.down.groups]
 
-    def ready(self) -> bool:
-        """Whether everything still is as planned."""
+    def what_changed(self) -> str | None:
+        """The reason, in words, if not everything is as planned."""
         function = _activation(self.module)
         same = function is self.function and (not isinstance(function, nn.Module) or is_unhooked(function))
-        return same and self.same_class and self.gate_up.ready() and self.down.ready()
+        if not (same and self.same_class):
+            return "an MLP's class or activation was changed, or hooked into"
+        return self.gate_up.what_changed() or self.down.what_changed()
 
 
 def _activation(mlp: Any) -> Any:
@@ -62,8 +73,11 @@ def mlp_forward(self: Any, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch
     """Bound to an MLP instance: (…, K) of its one argument (…, K)."""
     (x,) = (*args, *kwargs.values())  # the families call their one argument differently
     plan: MLPPlan = self._lorakernels
-    if hooked_globally() or not plan.ready():
+    changed = GLOBAL_HOOKS if hooked_globally() else plan.what_changed()
+    if changed:
+        self._lorakernels_forwards.leave("mlp", changed)
         return type(self).forward(self, x)
+    self._lorakernels_forwards.fused["mlp"] += 1
     with with_loaded_adapters(plan.groups, plan.loader, x):
         return gated_mlp(x, plan.gate_up.groups, plan.down.groups[0], plan.act).to(x.dtype)
 
@@ -73,7 +87,10 @@ def norm_forward(self: Any, *args: torch.Tensor, **kwargs: torch.Tensor) -> torc
     (x,) = (*args, *kwargs.values())
     norm: Norm = self._lorakernels
     if hooked_globally() or type(self).__name__ not in NORMS:
+        reason = GLOBAL_HOOKS if hooked_globally() else "a norm's class was changed"
+        self._lorakernels_forwards.leave("rms_norm", reason)
         return type(self).forward(self, x)
+    self._lorakernels_forwards.fused["rms_norm"] += 1
     y = rms_norm(x, self.weight, eps_of(self), norm.offset)
     # A float32 weight on a low-precision stream gives float32 in Llama's norm and the stream's dtype in Gemma's.
     return y if norm.offset else y.to(torch.promote_types(x.dtype, self.weight.dtype))

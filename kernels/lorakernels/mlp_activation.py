@@ -22,7 +22,7 @@ from .glu import GluBackward
 from .grad_accumulator import GradAccumulator
 from .linear_cross_entropy import mm_in
 from .operand import Operand
-from .output_grad import OutputGradient, SavedForward, wide_output_gradient
+from .output_grad import OutputGradient, SavedForward, wide_output_gradient, with_raised
 from .products import lora_input
 from .projection import Projection
 from .runtime import TILES, tensor_cores
@@ -97,9 +97,9 @@ def _single_group_backward(
 
     def whole(tile: str, ds: torch.Tensor, dh: torch.Tensor, into: torch.Tensor) -> ActivationGradient:
         grad = inputs.of(dh)
-        da, db = glu.backward_whole_into(grad, into, ds, saved.op.sb, saved.scaled_s, tile, accumulator)
+        da, db = glu.backward_whole_into(grad, into, ds, saved.sb, saved.scaled_s, tile, accumulator)
         gradient = OutputGradient(into[:, : group.n], into[:, group.n :], into, db)
-        return ActivationGradient([into], [gradient], da)
+        return ActivationGradient([into], [with_raised(gradient, saved)], da)
 
     forms: dict[str, Any] = {"apart": apart}
     if ds_down is not None and glu.whole_fits(ds_down, group.ranks, group.widths):

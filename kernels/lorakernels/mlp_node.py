@@ -190,7 +190,7 @@ def _down_backward(
     groups, down, saved_down = spec.groups, spec.down, saved[-1]
     d_down = output_gradient(down, grad, saved_down)
     dh = input_gradient(down, d_down, saved_down)
-    ds_down = d_down.ds[:, : down.rank] if down.rank and needed[0] and saved_down.seeds is None else None
+    ds_down = d_down.ds_of_a[:, : down.rank] if down.rank and needed[0] and saved_down.seeds is None else None
     made = activation_backward(own.gate_up, dh, spec.act, groups, saved[:-1], ds_down)
     source = SavedInput(dh, spec.dtype)  # which, without made.da, now holds act(gate) * up
     with side_stream:

@@ -43,7 +43,26 @@ def _is_inactive_capture(hook: Any) -> bool:
     if home is None or getattr(hook, "__module__", "") != home.__name__:
         return False
     collector = getattr(home, "_active_collector", None)
-    return collector is not None and not collector.get()
+    if collector is None:
+        return False
+    collected = collector.get()
+    return not collected or _captured_key(hook) not in (None, *collected)
+
+
+def _captured_key(hook: Any) -> str | None:
+    """What a hook of transformers collects ("hidden_states", "attentions"), or None where that is not to be found."""
+    names, cells = hook.__code__.co_freevars, hook.__closure__ or ()
+    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True)).get("key")
+
+
+GLOBAL_HOOKS = "somebody hooks into every module there is (a FLOP counter, a profiler)"
+
+
+def why_hooked(module: Any) -> str:
+    """Why `is_unhooked` says no, in words that are the same for every module."""
+    if any(_captured_key(hook) for hook in module._forward_hooks.values() if hasattr(hook, "__code__")):
+        return "attentions or hidden states are collected inside a layer"
+    return "a module inside has hooks or a replaced forward"
 
 
 def hooked_globally() -> bool:
@@ -71,6 +90,16 @@ def check_class(module: Any, kind: str | None = None) -> None:
         raise NotFused(f"the forward of {name} was replaced")
 
 
+def check_weight(weight: Any) -> None:
+    """Raises NotFused with the reason unless this weight of a module is there as a plain tensor: what is moved into
+    buffers and read by kernels has one storage of its own elements."""
+    if hasattr(weight, "ds_id"):
+        raise NotFused("its weight is partitioned (DeepSpeed ZeRO-3)")
+    if type(weight) not in (nn.Parameter, torch.Tensor):
+        kind = type(weight)
+        raise NotFused(f"its weight is a {kind.__module__.partition('.')[0]} {kind.__name__}, not a plain tensor")
+
+
 def norm_of(module: Any) -> Norm:
     """The constants of an RMSNorm module. Raises NotFused with the reason where it is none that is known."""
     known = NORMS.get(type(module).__name__)
@@ -79,6 +108,7 @@ def norm_of(module: Any) -> Norm:
     check_class(module)
     if not is_unhooked(module):
         raise NotFused("its norm has hooks or a replaced forward")
+    check_weight(module.weight)
     return Norm(float(eps_of(module)), known[0])
 
 

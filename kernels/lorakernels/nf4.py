@@ -4,7 +4,8 @@ quantization included: absmax[i] = code2[absmax8[i]] · absmax2[i / blocksize2] 
 packed: uint8, two elements a byte, the high nibble first, in the row-major order of the (N, K) weight; absmax one a
 block of 64 elements or so; out: (N, K), any row stride (that is the point: bitsandbytes' own function wants a
 contiguous output). The quant_state is bitsandbytes' and only read by attribute, so the package itself is not needed
-here. Dettmers et al., "QLoRA" (2023). Run: python -m pytest tests/lorakernels/test_nf4.py
+here. A forward in evaluation on a CPU makes bitsandbytes repack the weight in place for its own product; that layout is
+read, too. Dettmers et al., "QLoRA" (2023). Run: python -m pytest tests/lorakernels/test_nf4.py
 """
 
 from __future__ import annotations
@@ -27,11 +28,28 @@ def absmax_reference(state: Any) -> torch.Tensor:
 
 def dequantize_reference(packed: torch.Tensor, state: Any) -> torch.Tensor:
     """The weight (N, K) in float32, of packed (N · K / 2, 1) uint8 and its quant_state."""
+    if is_repacked(state):
+        return _repacked_reference(packed, state)
     bytes_ = packed.flatten().view(torch.uint8)
     index = torch.stack((bytes_ >> 4, bytes_ & 15), 1).flatten().long()
     n = state.shape[0] * state.shape[1]
     scale = absmax_reference(state).repeat_interleave(state.blocksize)[:n]
     return (state.code.float()[index[:n]] * scale).view(*state.shape)
+
+
+def is_repacked(state: Any) -> bool:
+    """Whether bitsandbytes has repacked the weight of this quant_state for its product on a CPU."""
+    return getattr(state, "packing_format_for_cpu", False)
+
+
+def _repacked_reference(packed: torch.Tensor, state: Any) -> torch.Tensor:
+    """As `dequantize_reference`, of a repacked weight. 32 rows are interleaved, and of each 64 nibbles the first half
+    lies in the low bits of 32 bytes, the second in the high ones; the scales are bfloat16, (K / blocksize, N)."""
+    n, k = state.shape
+    bytes_ = packed.reshape(-1, 32).view(torch.uint8)
+    nibbles = torch.cat((bytes_ & 15, bytes_ >> 4), 1).view(n // 32, k // 2, 32, 2)
+    index = nibbles.transpose(1, 2).reshape(n, k).long()
+    return state.code.float()[index] * state.absmax.float().t().repeat_interleave(state.blocksize, 1)
 
 
 @kernel
@@ -67,7 +85,7 @@ def dequantize_into(packed: torch.Tensor, state: Any, out: torch.Tensor) -> None
     check(fits, f"packed must hold {n * k} elements of 4 bits", packed=packed)
     packed = packed.detach().view(torch.uint8) if packed.dtype != torch.uint8 else packed.detach()
     second = getattr(state, "state2", None)
-    if not use_triton(out):
+    if not use_triton(out) or is_repacked(state):
         out.copy_(dequantize_reference(packed, state))
         return
     block = min(1024, next_power_of_2(k))

@@ -44,8 +44,11 @@ def saved_forwards(
 ) -> list[SavedForward]:  # fmt: skip
     """What the backward of each projection of a node of m rows starts from; they share the accumulator."""
     accumulator, beside = accumulator_for(groups, m, device), side_stream if side_stream.active else None
-    parts = zip(ops, tensors.scaled_s, tensors.seeds, strict=True)
-    return [SavedForward(op, scaled_s, seeds, accumulator, beside) for op, scaled_s, seeds in parts]
+    parts = zip(groups, ops, tensors.scaled_s, tensors.seeds, strict=True)
+    return [
+        SavedForward(op, scaled_s, seeds, accumulator, beside, g.raised_b(op.sb.dtype))
+        for g, op, scaled_s, seeds in parts
+    ]
 
 
 def shared_parameter_gradients(

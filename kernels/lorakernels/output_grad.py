@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import tune
+from .adapter import RaisedB
 from .concat_operand import spare_columns
 from .dropout import add_product_into
 from .grad_accumulator import GradAccumulator
@@ -32,6 +33,7 @@ class SavedForward:
     """What one projection's backward starts from: the operand that forward used, its sS (M, p), the seeds (members,) of
     its dropout or None.
 
+    raised: s·B as dS is to be made of it, in float16 (`adapter.py`); None where the operand's own is as good.
     accumulator: where the float32 gradients grow (None: in tensors of their own). side_stream: where the adapters'
     gradients are made beside the main stream, in a captured graph; then the accumulator is that stream's alone.
     """
@@ -41,6 +43,12 @@ class SavedForward:
     seeds: torch.Tensor | None = None
     accumulator: GradAccumulator | None = None
     side_stream: SideStream | None = None
+    raised: RaisedB | None = None
+
+    @property
+    def sb(self) -> torch.Tensor:
+        """s·B (N, p) as dS is made of it."""
+        return self.op.sb if self.raised is None else self.raised.sb
 
     @property
     def main_stream_accumulator(self) -> GradAccumulator | None:
@@ -51,12 +59,19 @@ class SavedForward:
 @dataclass(slots=True)
 class OutputGradient:
     """dY (M, N) and dS (M, p) of one projection. both: [dY | dS] (M, N + p) where they lie side by side, else None; db:
-    dB of all members (N, r) in float32 where the read that made dS gave it, else None."""
+    dB of all members (N, r) in float32 where the read that made dS gave it, else None; raised: dS (M, p) as `raised_b`
+    makes it, of which dA is made in float16."""
 
     dy: torch.Tensor
     ds: torch.Tensor
     both: torch.Tensor | None = None
     db: torch.Tensor | None = None
+    raised: torch.Tensor | None = None
+
+    @property
+    def ds_of_a(self) -> torch.Tensor:
+        """The dS (M, p) that dA is made of; `SavedForward.raised` says what has to be taken back then."""
+        return self.ds if self.raised is None else self.raised
 
 
 # ---- dS, behind dY or apart ------------------------------------------------------------------------------------------
@@ -83,7 +98,7 @@ def output_gradient(
 
     def apart() -> OutputGradient:
         ds = empty(p)
-        return OutputGradient(flat, ds, None, _write_ds(projection, flat, ds, saved))
+        return OutputGradient(flat, ds, None, *_write_ds(projection, flat, ds, saved))
 
     if op.full is None or saved.seeds is not None or not with_dx or not projection.one_gemm:
         return apart()  # nothing would read the two as one
@@ -98,15 +113,27 @@ def output_gradient(
 def wide_output_gradient(projection: Projection, wide: torch.Tensor, saved: SavedForward) -> OutputGradient:
     """Of a dY that lies in the first columns of wide (M, N + p); dS is written behind it."""
     dy, ds = wide[:, : projection.n], wide[:, projection.n :]
-    return OutputGradient(dy, ds, wide, _write_ds(projection, dy, ds, saved))
+    return OutputGradient(dy, ds, wide, *_write_ds(projection, dy, ds, saved))
 
 
-def _write_ds(projection: Projection, dy: torch.Tensor, ds: torch.Tensor, saved: SavedForward) -> torch.Tensor | None:
-    """ds (M, p) = dY · sB. Where one read of dY for both is faster it returns dB of all members too, (N, r) in float32;
-    else None."""
+def _write_ds(
+    projection: Projection, dy: torch.Tensor, ds: torch.Tensor, saved: SavedForward
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """ds (M, p) = dY · sB; returns (dB of all members, (N, r) in float32, where one read of dY for both is faster, else
+    None; the raised dS (M, p) or None)."""
     if not projection.p:
-        return None
-    sb, scaled_s = saved.op.sb, saved.scaled_s
+        return None, None
+    if saved.raised is None:
+        return _make_ds(projection, dy, ds, saved), None
+    raised = torch.empty(ds.shape, dtype=ds.dtype, device=ds.device)
+    db = _make_ds(projection, dy, raised, saved)
+    torch.mul(raised, saved.raised.back, out=ds)
+    return db, raised
+
+
+def _make_ds(projection: Projection, dy: torch.Tensor, ds: torch.Tensor, saved: SavedForward) -> torch.Tensor | None:
+    """ds (M, p) = dY · `saved.sb`, and dB as `_write_ds` returns it."""
+    sb, scaled_s = saved.sb, saved.scaled_s
     widths, ranks = projection.widths, projection.ranks
 
     def library() -> None:
@@ -142,6 +169,15 @@ def _b_gradients(projection: Projection, dy: torch.Tensor, saved: SavedForward) 
     if not fitting:
         return None
     return b_gradient(dy, saved.scaled_s, widths, ranks[0], fitting[0], saved.accumulator)
+
+
+def with_raised(gradient: OutputGradient, saved: SavedForward) -> OutputGradient:
+    """The same gradient, after a kernel has made its ds (M, p) of `saved.sb`: what was raised is kept for dA, and taken
+    back in ds."""
+    if saved.raised is not None:
+        gradient.raised = gradient.ds.clone()
+        gradient.ds.mul_(saved.raised.back)
+    return gradient
 
 
 # ---- dX --------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -23,13 +23,20 @@ import torch
 
 from .attention import ATTENTION, BACKENDS, AttentionPlan, attention_forward, attention_plan
 from .decoder_layer import layer_forward, layer_plan
+from .forwards import Forwards
 from .head import causal_lm_forward, check_head
 from .lora_modules import is_lora
 from .mlp import MLPPlan, mlp_forward, mlp_plan, norm_forward
-from .module_checks import NORMS, NotFused, is_unhooked, norm_of
+from .module_checks import FAMILIES, NORMS, NotFused, is_unhooked, norm_of
 from .plans import Linears, Switches
+from .trl_head import HEAD, give_back, is_trl_forward, watch
 
 STATE = "_lorakernels_state"
+_FAMILIES = ", ".join(FAMILIES)
+COMPILED = (
+    "runs its kernels outside of torch.compile's graphs, so what is fused is not compiled and fullgraph=True is not "
+    "possible; to compile PEFT's model, call lorakernels.remove"
+)
 LINEARS = {f"{n}_proj" for n in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
 
 
@@ -52,10 +59,11 @@ class Left:
 
 @dataclass
 class Report:
-    """What `apply` did to a model, and what it left alone."""
+    """What `apply` did to a model, what it left alone, and, as the model is used, which forwards were really ours."""
 
     changed: list[Change] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
+    forwards: Forwards = field(default_factory=Forwards)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -72,15 +80,17 @@ class Report:
         reasons = Counter((e.part, e.reason) for e in self.left)
         lines = [f"changed: {done}"]
         lines += [f"left alone: {part} x {n}: {reason}" for (part, reason), n in sorted(reasons.items())]
-        return "\n".join(lines)
+        ran = self.forwards
+        return "\n".join([*lines, str(ran)] if ran.fused or ran.left else lines)
 
 
 @dataclass
 class _State:
+    forwards: Forwards
     undo: list[Callable[[], object]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> _State:
-        return _State(copy.deepcopy(self.undo, memo))
+        return _State(copy.deepcopy(self.forwards, memo), copy.deepcopy(self.undo, memo))
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -92,11 +102,16 @@ class _State:
 def _unbind(module: Any) -> None:
     """Not a closure: a copy of the model must undo what was bound to the copy's modules. A forward that somebody else
     has put around ours stays; ours then passes on to the class's."""
-    module.__dict__.pop("_lorakernels", None)
+    for name in ("_lorakernels", "_lorakernels_forwards"):
+        module.__dict__.pop(name, None)
     bound = module.__dict__.get("forward")
     # functools.wraps copies our mark to what wraps us: the function itself has to be the marked one.
     if getattr(bound, "__func__", None) is getattr(bound, "_lorakernels_forward", bound):
         del module.__dict__["forward"]
+
+
+def _unwatch(module: Any) -> None:
+    module.__dict__.pop(HEAD, None)
 
 
 def _unbind_saving(model: Any) -> None:
@@ -126,21 +141,39 @@ def _own_weight(module: Any, state_dict: dict[str, Any], prefix: str, metadata: 
         state_dict[name] = torch.nn.Parameter(copied, False) if isinstance(weight, torch.nn.Parameter) else copied
 
 
+@cache
+def _outside_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward for a module of a model under torch.compile, which cannot follow kernels into buffers: it runs as it
+    is, between two graphs, instead of in dozens of them."""
+
+    def outside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._lorakernels_forwards.warn(COMPILED)
+        return forward(self, *args, **kwargs)
+
+    return torch.compiler.disable(outside)
+
+
 class _Patcher:
     def __init__(self, switches: Switches):
-        self.switches, self.report, self.state = switches, Report(), _State()
+        self.switches, self.report = switches, Report()
+        self.state = _State(self.report.forwards)
         self.taken: set[str] = set()  # linears
 
     def bind(self, module: Any, forward: Callable[..., Any], plan: Any = None) -> None:
         if "forward" in module.__dict__:
             raise NotFused("its forward was replaced already")
-        module._lorakernels = plan
+        module._lorakernels, module._lorakernels_forwards = plan, self.report.forwards
 
         # Trainer reads the signature of forward to know which columns of the data to keep.
+        outside = _outside_graphs(forward)
+
         @wraps(type(module).forward)
         def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
-            is_ours = "_lorakernels" in self.__dict__
-            return (forward if is_ours else type(self).forward)(self, *args, **kwargs)
+            if "_lorakernels" not in self.__dict__:
+                return type(self).forward(self, *args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                return outside(self, *args, **kwargs)
+            return forward(self, *args, **kwargs)
 
         signed._lorakernels_forward = signed  # type: ignore[attr-defined]
         module.forward = MethodType(signed, module)
@@ -238,12 +271,14 @@ class _Patcher:
             self.take(part)
         self.report.changed.append(Change(name, tuple(parts)))
 
-    def leave_unknown(self, name: str, module: Any, known: list[str]) -> None:
-        """An adapter that no part was made of; those of known layers have been spoken of, if they were asked for."""
+    def leave_unknown(self, name: str, module: Any, known: list[str], family: str) -> None:
+        """An adapter that no part was made of; those of known layers have been spoken of, if they were asked for. Of a
+        model without any known layer (`family`: its class) all are left for the same reason, which is printed once."""
         leaf = name.rpartition(".")[2]
         if leaf == "lm_head" or (_within(name, known) and leaf in LINEARS):
             return
-        self.leave(name, "linear", f"{leaf} ({type(module).__name__}) is not part of a layer that is known here")
+        reason = f"{leaf} ({type(module).__name__}) is not part of a layer that is known here"
+        self.leave(name, "linear", reason if known else f"{family} has no layer of a known family ({_FAMILIES})")
 
     def norm(self, name: str, module: Any) -> None:
         try:
@@ -253,14 +288,23 @@ class _Patcher:
             return
         self.report.changed.append(Change(name, ("rms_norm",)))
 
-    def head(self, name: str, model: Any) -> None:
+    def head(self, name: str, model: Any, whole: Any) -> None:
+        """The loss of a causal language model, which is all of `whole` or inside it."""
+        theirs = model.__dict__.get("forward")
+        if is_trl_forward(theirs):
+            del model.__dict__["forward"]
         try:
             check_head(model)
             self.bind(model, causal_lm_forward)
+            object.__setattr__(whole, HEAD, model)
+            self.state.undo += [partial(give_back, model), whole.register_forward_pre_hook(watch).remove]
+            self.state.undo.append(partial(_unwatch, whole))
         except NotFused as reason:
             self.leave(name, "linear_cross_entropy", reason)
-            return
-        self.report.changed.append(Change(name, ("linear_cross_entropy",)))
+        else:
+            self.report.changed.append(Change(name, ("linear_cross_entropy",)))
+        if is_trl_forward(theirs):
+            model.forward = theirs
 
 
 def _within(name: str, modules: list[str]) -> bool:
@@ -296,8 +340,10 @@ def apply(
         mlp=mlp, qkv=qkv, o=o, rms_norm=rms_norm, rope=rope, linear_cross_entropy=linear_cross_entropy,
         one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, sdpa_backends=_check_backends(sdpa_backends),
     )  # fmt: skip
-    patcher = _Patcher(switches)
     modules = list(model.named_modules())
+    weights = Counter(id(m._parameters["weight"]) for _, m in modules if m._parameters.get("weight") is not None)
+    switches.shared = frozenset(weight for weight, n in weights.items() if n > 1)
+    patcher = _Patcher(switches)
     known: list[str] = []
     try:
         for name, module in modules:
@@ -311,10 +357,10 @@ def apply(
                 patcher.norm(name, module)
             # _modules, because PEFT's wrappers pass attributes of the inner model through.
             if linear_cross_entropy and module._modules.get("lm_head") is not None:
-                patcher.head(name, module)
+                patcher.head(name, module, model)
         for name, module in modules:
             if is_lora(module) and name not in patcher.taken:
-                patcher.leave_unknown(name, module, known)
+                patcher.leave_unknown(name, module, known, type(_inner(model)).__name__)
     except BaseException:
         _undo(patcher.state)
         raise
@@ -336,6 +382,17 @@ def _inner(model: Any) -> Any:
 def _undo(state: _State) -> None:
     for undo in reversed(state.undo):
         undo()
+
+
+def status(model: Any) -> Forwards:
+    """Which forwards of a changed model were fused since `apply`, and which were left and why; it goes on counting.
+
+    Takes what `remove` takes. Raises RuntimeError where `apply` was called on none of these."""
+    _check_model(model, "status")
+    for module in model.modules():
+        if STATE in module.__dict__:
+            return module.__dict__[STATE].forwards
+    raise RuntimeError("lorakernels.apply was not called on this model")
 
 
 def remove(model: Any) -> None:

@@ -1,7 +1,7 @@
 """What `apply` was asked for, and what it decides for one module: a plan, made once, and the projections it works with.
 
-Each forward first asks its plan whether everything still is as planned (adapters neither disabled nor merged, no new
-hooks); if not, the class's own forward runs, which is PEFT's.
+Each forward first asks its plan what has changed since (adapters disabled or merged, new hooks); if anything has, the
+class's own forward runs, which is PEFT's.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Switches:
     merge_projections: bool = True
     fp8: bool = False
     sdpa_backends: tuple[str, ...] | None = None
+    shared: frozenset[int] = frozenset()  # the ids of weights that several modules of the model have
 
 
 class Linears:
@@ -40,10 +41,19 @@ class Linears:
         same = len({(m.weight.dtype, m.weight.device, m.quantized is None, m.compute_dtype) for m in members}) == 1
         parts = [members] if switches.merge_projections and same else [[m] for m in members]
         self.groups = [Projection(part, switches.one_gemm, switches.fp8) for part in parts]
+        self._merged = [part for part in parts if len(part) > 1]
 
-    def ready(self) -> bool:
-        """Reads all of them anew; False if PEFT must run this forward."""
-        return all(m.ready() for m in self.modules)
+    def what_changed(self) -> str | None:
+        """Reads all of them anew; the reason, in words, if PEFT must run this forward."""
+        for m in self.modules:
+            if changed := m.what_changed():
+                return changed
+        for members in self._merged:
+            dtype = members[0].weight.dtype
+            for m in members:
+                if m.weight.dtype is not dtype:
+                    return "one of the linears that share an input was cast to another dtype"
+        return None
 
     def adopt(self) -> None:
         """Moves the frozen weights into the projections' buffers."""
@@ -62,9 +72,12 @@ def linears(module: Any, path: str, names: list[str], switches: Switches) -> Lin
     found = []
     for name in names:
         try:
-            found.append(linear_module(f"{path}.{name}", module))
+            linear = linear_module(f"{path}.{name}", module)
+            if id(linear.base.weight) in switches.shared:
+                raise NotFused("its weight is another layer's, too (layer_replication), and can lie in one buffer only")
         except NotFused as reason:
             raise NotFused(f"{name}: {reason}") from None
+        found.append(linear)
     return Linears(found, switches)
 
 

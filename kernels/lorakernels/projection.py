@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from .adapter import RaisedB, raised_b
 from .concat_operand import ScaledS
 from .dropout import draw_seed
 from .member import Member
@@ -61,6 +62,17 @@ class Projection(OperandBuffer):
             if not capturing(scales):  # what a capture makes has no values before the first replay
                 self._scales = key, scales
         return ScaledS(torch.empty(m, self.p, dtype=dtype, device=device), scales)
+
+    def raised_b(self, dtype: torch.dtype) -> RaisedB | None:
+        """s·B for the backward of products in dtype, where that is float16 and the adapters are kept in more; else
+        None. (Adapters in float16 have no smaller numbers than the operand.)"""
+        if dtype != torch.float16:
+            return None
+        adapters = [t for m in self.members for t in (m.a, m.b) if t is not None]
+        if not adapters or any(t.dtype == torch.float16 for t in adapters):
+            return None
+        parts = [(m.b, m.shape[0], m.scale) for m in self.members]
+        return raised_b(parts, self.p, dtype, adapters[0].device)
 
     @property
     def dropped(self) -> bool:

@@ -18,7 +18,7 @@ import lorakernels
 import torch
 from kernel_checks import quantized
 from lorakernels import tune
-from lorakernels.adapter import Loader, load_adapter
+from lorakernels.adapter import Loader, load_adapter, raised_b
 from lorakernels.concat_operand import LoraColumns, ScaledS, concat_operand_into, s_into
 from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
 from lorakernels.glu import A_TILES as GLU_A_TILES
@@ -33,6 +33,7 @@ from lorakernels.glu import (
     whole_fits,
 )
 from lorakernels.linear_cross_entropy import linear_cross_entropy
+from lorakernels.linear_log_probs import linear_log_probs
 from lorakernels.lora_grad import A_TILES, B_TILES, AdapterColumns, a_gradient, b_gradient, ds_and_db, fitting_tiles
 from lorakernels.nf4 import dequantize_into
 from lorakernels.rms_norm import Norm, NormFactors, NormInput, rms_norm
@@ -84,6 +85,7 @@ def kernels(dtype: torch.dtype) -> None:
     target = torch.randint(0, 501, (M,), device=DEVICE)
     for cap in (None, 30.0):
         linear_cross_entropy(new(M, K, grad=True), new(501, K), target, softcap=cap, chunk=16).backward()
+        linear_log_probs(new(M, K, grad=True), new(501, K), target, softcap=cap, chunk=16).log_probs.sum().backward()
     seed = draw_seed(torch.device(DEVICE))
     dropout_into(new(M, K), seed, 0.3, new(M, K))
     for tile in TILES:
@@ -109,6 +111,8 @@ def kernels(dtype: torch.dtype) -> None:
         items.append((new(r, K), new(n, r), 2.0, buffer[n:, :K], buffer[:n, K:]))
     Loader().load(items)
     load_adapter(*items[0])
+    raised_b([(new(N, 3), N, 2.0), (None, K, 1.0), (new(5, 7), 5, 0.5)], 13, dtype, torch.device(DEVICE))
+    raised_b([(new(1, 1), 1, 1.0), (new(N, 1), N, 2.0)], 16, dtype, torch.device(DEVICE))  # ones are compiled in
     for nested in (False, True):
         packed, state = quantized(N, 128, 64, nested, DEVICE)
         dequantize_into(packed, state, new(N, 128 + P)[:, :128])

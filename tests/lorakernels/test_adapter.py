@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_close, poisoned
-from lorakernels.adapter import Loader, load_adapter, load_adapter_reference
+from lorakernels.adapter import MAX_RAISED, Loader, load_adapter, load_adapter_reference, raised_b, raised_b_reference
 
 
 @pytest.mark.parametrize("n, k, r", [(5, 7, 3), (1, 1, 1), (300, 20, 16), (8, 3000, 2)])
@@ -91,3 +91,33 @@ def test_a_loader_loads_all_and_sees_every_change(adapter, device, dtype):
 def test_wrong_shapes():
     with pytest.raises(ValueError, match=r"\(2, 3\)"):
         load_adapter(torch.zeros(2, 3), torch.zeros(4, 2), 1.0, torch.zeros(3, 2), torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("sizes", [[(5, 3)], [(300, 16), (70, 0), (1, 2)], [(9, 70), (2, 1)]])
+def test_raised_b(sizes, device):
+    """Exactly a power of two for each column, which brings its norm to 1 to 2 and never down."""
+    spread = [10.0 ** -torch.arange(r, device=device).remainder(9) for _, r in sizes]
+    made = [torch.randn(n, r, device=device) * by for (n, r), by in zip(sizes, spread, strict=True)]
+    members = [(b if b.shape[1] else None, b.shape[0], 0.5 + i) for i, b in enumerate(made)]
+    rank = sum(r for _, r in sizes)
+    sb, back = raised_b(members, rank + 3, torch.float16, torch.device(device))
+    assert sb.shape == (sum(n for n, _ in sizes), rank + 3) and not back[rank:].any()
+    wanted = torch.zeros(sb.shape, device=device)
+    row = column = 0
+    for b, n, scale in members:
+        r = 0 if b is None else b.shape[1]
+        if b is not None:
+            here = slice(column, column + r)
+            wanted[row : row + n, here], taken_back = raised_b_reference(b, scale)
+            assert torch.equal(back[here], taken_back) and taken_back.log2().frac().eq(0).all()
+            norms, before = wanted[row : row + n, here].norm(dim=0), (b * scale).norm(dim=0)
+            assert ((norms >= 0.999) & (norms < 2.001) | (before > 1)).all() and (taken_back <= 1).all()
+        row, column = row + n, column + r
+    assert_close(sb, wanted, torch.float16)
+    assert torch.equal(sb[wanted == 0], wanted[wanted == 0].half())
+
+
+def test_raised_b_of_nothing(device):
+    b = torch.zeros(4, 2, device=device)
+    sb, back = raised_b([(b, 4, 2.0)], 2, torch.float16, torch.device(device))
+    assert not sb.any() and (back >= 2.0**-MAX_RAISED).all()

@@ -16,6 +16,7 @@ FILES = [
     "rms_norm",
     "rope",
     "linear_cross_entropy",
+    "linear_log_probs",
     "dropout",
     "concat_operand",
     "nf4",

@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 from lorakernels import attention, decoder_layer
-from lorakernels.head import LazyLogits
-from pairs import assert_like_peft, layer, pair, step
+from lorakernels.lazy_logits import LazyLogits
+from pairs import assert_like_peft, layer, pair, step, strided
 from peft import LoraConfig, get_peft_model
 from peft.helpers import rescale_adapter_scale
 from peft.utils.hotswap import hotswap_adapter
-from tiny_models import LINEARS, batch, build, gradients
+from tiny_models import COMMON, LINEARS, batch, build, gradients
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
@@ -496,3 +496,54 @@ def test_fp8_follows_the_weights():
     for model in (ours, plain):
         model.load_state_dict(state)
     assert step(ours)[0] == pytest.approx(step(plain)[0], rel=0.02)
+
+
+class Int8(torch.Tensor):
+    """Keeps its elements elsewhere, as torchao's weights do."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+    def __init__(self, weight):
+        self.plain = weight
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].plain)
+        raise AttributeError("'Tensor' object has no attribute 'tensor_data_names'")
+
+
+def as_torchao_has_it(module):
+    module.weight = nn.Parameter(Int8(module.weight.detach()), False)
+
+
+def as_zero_3_has_it(module):
+    weight = module.weight
+    weight.ds_id, weight.ds_shape, weight.ds_tensor = 0, weight.shape, weight.data.flatten()
+    weight.data = torch.empty(0)
+
+
+@pytest.mark.parametrize("kind, reason", [(as_torchao_has_it, "Int8"), (as_zero_3_has_it, "ZeRO-3")])
+def test_weights_that_are_not_there_are_left_with_the_reason(kind, reason):
+    model = build("llama")
+    for name, module in list(model.named_modules()):
+        if "lora" not in name and module._parameters.get("weight") is not None and "embed" not in name:
+            kind(module)
+    report = lorakernels.apply(model)
+    assert report.counts == {"rope": 2} and not strided(model)
+    assert {left.part for left in report.left} == {"qkv", "o", "mlp", "rms_norm", "linear_cross_entropy"}
+    assert all(reason in left.reason for left in report.left)
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_torchao_s_own_weights(kind):
+    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON))
+    quantization.quantize_(model, getattr(quantization, kind)())
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=LINEARS)).train()
+    wanted = model(**batch()).loss.item()
+    report = lorakernels.apply(model)
+    assert any("torchao" in left.reason for left in report.left) and not {"qkv", "o", "mlp"} & set(report.counts)
+    assert model(**batch()).loss.item() == pytest.approx(wanted)

@@ -50,35 +50,66 @@ def test_trainer(kwargs, tmp_path):
     assert (tmp_path / "ours" / "checkpoint-4" / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("kwargs", [{}, exhaustive({"gradient_checkpointing": True})], ids=["plain", "gc"])
-def test_sft_trainer(kwargs, tmp_path):
+def sft_trainer(model, folder, **kwargs):
     """TRL's trainer, which computes entropy and accuracy from the logits beside the loss."""
-    pytest.importorskip("trl", reason="needs the package trl")
+    trl = pytest.importorskip("trl", reason="needs the package trl")
     from datasets import Dataset
     from datasets.table import InMemoryTable
-    from trl import SFTConfig, SFTTrainer
 
     torch.manual_seed(0)
     ids = [torch.randint(3, 101, (n,)).tolist() for n in (5, 9, 7, 12, 6, 8)]
     # a fingerprint of its own: datasets would make one by pickling, which some versions of dill and pyarrow cannot
     rows = Dataset(InMemoryTable.from_pydict({"input_ids": ids}), fingerprint="rows")
+    arguments = trl.SFTConfig(
+        str(folder), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, seed=1,
+        report_to=[], use_cpu=True, dataset_kwargs={"skip_prepare_dataset": True},
+        **{"bf16": False, "gradient_checkpointing": False, **kwargs},
+    )  # fmt: skip
+    return trl.SFTTrainer(
+        model=model, args=arguments, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer()
+    )
 
-    def train(model, folder):
-        arguments = SFTConfig(
-            str(folder), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, seed=1,
-            report_to=[], use_cpu=True, bf16=False, dataset_kwargs={"skip_prepare_dataset": True},
-            **{"gradient_checkpointing": False, **kwargs},
-        )  # fmt: skip
-        trainer = SFTTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer())
-        trainer.train()
-        return [e["loss"] for e in trainer.state.log_history if "loss" in e]
 
-    model = build("llama")
+def logged(trainer):
+    """What is logged of training and evaluation."""
+    trainer.train()
+    trainer.evaluate()
+    names = ("loss", "eval_loss", "entropy", "eval_entropy", "mean_token_accuracy", "eval_mean_token_accuracy")
+    return [e[n] for n in names for e in trainer.state.log_history if n in e]
+
+
+TRL_CASES = [{}, {"loss_type": "dft"}, {"bf16": True}, exhaustive({"gradient_checkpointing": True})]
+
+
+@pytest.mark.parametrize("kwargs", TRL_CASES, ids=["plain", "dft", "bf16", "gc"])
+@pytest.mark.parametrize("late", [False, exhaustive(True)])
+def test_sft_trainer(kwargs, late, tmp_path):
+    model = build("llama", sizes={"initializer_range": 0.02})
     plain = deepcopy(model)
-    assert lorakernels.apply(model).total > 0
-    losses, wanted = train(model, tmp_path / "ours"), train(plain, tmp_path / "plain")
-    assert len(losses) == 3 and losses[0] != losses[-1]
-    assert losses == pytest.approx(wanted, rel=1e-3)
+    if not late:
+        report = lorakernels.apply(model)
+    trainer = sft_trainer(model, tmp_path / "ours", **kwargs)
+    if late:
+        report = lorakernels.apply(trainer.model)
+    got, wanted = logged(trainer), logged(sft_trainer(plain, tmp_path / "plain", **kwargs))
+    assert len(got) == 12 and got[0] != got[2]
+    assert got == pytest.approx(wanted, rel=2e-2 if "bf16" in kwargs else 1e-3)
+    assert report.forwards.fused["linear_log_probs"] == 4, "three steps, one batch of evaluation"
+    assert not report.forwards.left
+    lorakernels.remove(model)
+    assert "_lorakernels_trl" not in model.base_model.model.__dict__ and not model._forward_pre_hooks
+    data = {**batch(), "fused_lm_head": True}
+    assert model(**data).loss.item() == pytest.approx(trainer.model(**data).loss.item())
+
+
+def test_a_head_that_learns_is_left_to_trl_with_one_warning(tmp_path):
+    model = build("llama", modules_to_save=None)
+    lorakernels.apply(model)
+    trainer = sft_trainer(model, tmp_path)
+    model.base_model.model.lm_head.weight.requires_grad_()
+    with pytest.warns(UserWarning, match="TRL's own head runs: the head learns"):
+        trainer.train()
+    assert lorakernels.status(model).fused["linear_log_probs"] == 0
 
 
 def tokenizer():
