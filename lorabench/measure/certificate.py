@@ -39,7 +39,7 @@ MOVED, MOVED_SCALE = 0.5, 0.2
 MOVED_SCALE_MASKED = 0.7  # under dropout, where only the way's length along the other arm's can be compared
 LOSS_MASKED = 10.0  # multiple of the noise that the masks make: thirty trials draw thirty pairs of them
 UPDATE = {False: 1e-3, True: 0.5}  # of each tensor, by whether it is held in fewer than 32 bits
-ALONG = 1 / 3  # share of a declared rounding's error that may lie along the gradient
+ALONG = 0.6  # share of a declared rounding's error that may lie along the gradient; of a factor's all of it does
 SPREAD = (0.4, 2.5)  # of two runs under dropout: the candidate's distance over the reference's
 
 
@@ -97,7 +97,7 @@ class _Allowed:
 
     def scale(self, name: str, error: float) -> float:
         """|projection - 1| of a tensor that was found to be off by `error`. What a declared rounding puts it off by may
-        lie along it by a third at most: of a wrong factor all of it does."""
+        lie along it in part: of a wrong factor all of it does."""
         own = max(self.noise.get(name, (0.0, 0.0))[1], self.typical_scale)
         if not self.noise:
             own = UNKNOWN[self.dtype] / 10

@@ -141,5 +141,10 @@ def read(file: Path) -> DepthNoise | None:
     stored: dict[str, Any] | None = json.loads(file.read_text())
     if stored is None:
         return None
-    masks = stored.pop("masks")
-    return DepthNoise(**stored, masks=None if masks is None else DepthNoise(**masks))
+    return _from_json(stored)
+
+
+def _from_json(stored: dict[str, Any]) -> DepthNoise:
+    tensors = {n: (error, scale) for n, (error, scale) in stored["tensors"].items()}
+    masks = stored["masks"] and _from_json(stored["masks"])
+    return DepthNoise(tensors, stored["scale"], stored["loss"], masks)

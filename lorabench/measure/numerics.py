@@ -175,7 +175,7 @@ def _limit(own: float, dtype: torch.dtype, declared: Sequence[Tolerance]) -> flo
 
 def _scale_limit(own: float, error: float, declared: Sequence[Tolerance]) -> float:
     """What a tensor's projection may be off by, where plain PEFT's is off by `own` and the tensor by `error`. Of what a
-    declared rounding puts it off by a third may lie along it; of a wrong factor all of it does."""
+    declared rounding puts it off by, a part may lie along it; of a wrong factor all of it does."""
     return max(SCALE, 2 * own, ALONG * error if any(t.grad for t in declared) else 0.0)
 
 

@@ -50,7 +50,7 @@ def test_a_replaced_function_and_a_hook_on_the_other_arm_s_model_are_named(monke
         guard.check(everything=True)
     handle.remove()
     handle = reference.model.get_submodule("base_model.model.model.layers.1").register_forward_hook(print)
-    with pytest.raises(Untrusted, match="layers.1"):
+    with pytest.raises(Untrusted, match=r"layers\.1"):
         guard.check(everything=True)
     handle.remove()
 

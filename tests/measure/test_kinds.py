@@ -128,7 +128,7 @@ def test_evaluation_is_measured_and_its_tokens_and_loss_are_compared(tmp_path):
     for record in (again, without):
         assert (record.status, record.kind) == ("ok", "evaluate"), record.reason
         assert list(record.phases) == ["generate", "score", "total"]
-        assert record.numerics.passed and record.numerics.tensors == 2 * 16 and record.numerics.unequal == 0
+        assert record.numerics.passed and record.numerics.tensors == (1 + 3) * 2 * 16 and record.numerics.unequal == 0
         assert record.tokens.real == 2 * 16 + 2 * 16
     assert without.applied["no_kv_cache"] == 2
     assert without.reference == ["sdpa"]  # what of the reference an evaluation knows
@@ -136,12 +136,13 @@ def test_evaluation_is_measured_and_its_tokens_and_loss_are_compared(tmp_path):
 
 def test_another_token_or_another_loss_is_no_speed():
     own = kind("evaluate")
-    right = {"answers": [[1, 2, 3], [4, 5, 6]], "loss": 2.0}
-    token = {"answers": [[1, 2, 3], [4, 9, 6]], "loss": 2.0}
-    loss = {"answers": right["answers"], "loss": 2.001}
+    answers = [[1, 2, 3], [4, 5, 6]]
+    right = {"answers": [answers, answers], "losses": [2.0, 2.0]}
+    token = {"answers": [answers, [[1, 2, 3], [4, 9, 6]]], "losses": [2.0, 2.0]}
+    loss = {"answers": right["answers"], "losses": [2.0, 2.001]}
     assert own.agree(None, None, right, right, torch.float32).passed
     verdict = own.agree(None, None, right, token, torch.float32)
-    assert not verdict.passed and "first token 2 of answer 2" in own.explain(verdict)
+    assert not verdict.passed and "first token 2 of answer 2 of trial 1" in own.explain(verdict)
     verdict = own.agree(None, None, right, loss, torch.float32)
     assert not verdict.passed and "validation loss is off by 0.0005" in own.explain(verdict)
     assert own.agree(None, None, right, loss, torch.bfloat16).passed
@@ -153,7 +154,7 @@ def test_a_sweep_mixes_kinds_and_each_toggle_goes_where_it_is_known():
     made = plan(config(models, toggles), "cpu")
     rows = [(c.kind, c.workload.name, [t.name for t in c.toggles]) for c in made.cells]
     assert rows == [
-        ("train", "2x16", []), ("train", "2x16", ["eager"]), ("limit", "2x16", ["frozen_limit"]),
+        ("train", "2x16", []), ("train", "2x16", []), ("train", "2x16", ["eager"]), ("limit", "2x16", ["frozen_limit"]),
         ("train", "2x16", ["liger"]),
         ("load", "warm_cache", []), ("load", "warm_cache", ["parallel_reading"]),
         ("evaluate", "2x16", []), ("evaluate", "2x16", ["eager"]), ("evaluate", "2x16", ["no_kv_cache"]),
