@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lorabench.contract.cell import Cell
+from lorabench.contract.hooks import asked_requires, described
 from lorabench.contract.names import NameUnknown
 from lorabench.plan.compose import ConfigError, Plan, load_config, names_in, plan
 from lorabench.plan.design import refusal
@@ -127,10 +128,11 @@ def show_ablations(console: Console, machine: Any) -> None:
     for name in sorted(registered()):
         try:
             cls = ablation_class(name)
-        except NameUnknown as error:
-            table.add_row(name, "", "", f"[red]{escape(str(error))}")
+            unmet = asked_requires(cls, machine)
+        except Exception as error:  # a third party's class may fail in any way
+            words = str(error) if isinstance(error, NameUnknown) else described(error)
+            table.add_row(name, "", "", f"[red]{escape(words)}")
             continue
-        unmet = cls.requires.unmet(machine)
         table.add_row(name, cls.slot, escape(cls.summary), f"[dim]{escape(unmet)}" if unmet else "[green]available")
     console.print(table)
 
@@ -151,9 +153,9 @@ def show_plan(console: Console, planned: Plan, machine: Any) -> None:
         estimate = 0.0 if refused else seconds(cell, rates)
         total += estimate
         table.add_row(
-            f"{cell.model.name} @ {cell.workload.name}",
-            ", ".join(a.label for a in cell.reference),
-            " + ".join(t.label for t in cell.toggles) or "reference against itself",
+            escape(f"{cell.model.name} @ {cell.workload.name}"),
+            escape(", ".join(a.label for a in cell.reference)),
+            escape(" + ".join(t.label for t in cell.toggles)) or "reference against itself",
             f"[dim]{refused[0]}: {escape(refused[1])}" if refused else f"about {estimate:.0f} s",
         )
     console.print(table)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lorabench.contract.ablation import Ablation, Blueprint, Unsupported
 from lorabench.contract.arm import Arm, own_name
 from lorabench.contract.batch import Batch, Sample, pad
+from lorabench.contract.hooks import asked
 from lorabench.contract.job import ADAPTER, Job
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
@@ -44,7 +45,7 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
     if request.upcast:
         model.float()
     model.train()
-    patched = {a.name: a.patch(model) for a in ordered}
+    patched = {a.name: asked(a, "patch", model) for a in ordered}
     steps = [
         _step(request, ordered, model, job, samples, make_step)
         for job, samples in zip(request.jobs, request.samples, strict=True)
@@ -59,7 +60,7 @@ def _model(request: Request, kind: Kind, ordered: Sequence[Ablation], make_base:
     """The base model with every job's adapter on it; weights drawn or read, adapters not yet drawn."""
     load: dict[str, Any] = {"dtype": request.dtype}  # attention as transformers picks it, unless a toggle says
     for ablation in ordered:
-        ablation.load(load)
+        asked(ablation, "load", load)
     adapters = [_adapter(request, kind, ordered, job) for job in request.jobs]
 
     def base() -> nn.Module:
@@ -67,11 +68,11 @@ def _model(request: Request, kind: Kind, ordered: Sequence[Ablation], make_base:
         if request.model.weights == "random":
             _fill(made, request.dtype, request.seed, None)
         for ablation in ordered:
-            ablation.prepare(made, upcast=request.upcast)
+            asked(ablation, "prepare", made, upcast=request.upcast)
         return made
 
     blueprint = Blueprint(config, request.dtype, adapters[0], base)
-    built = next((m for m in (a.build(blueprint) for a in ordered) if m is not None), None)
+    built = next((m for m in (asked(a, "build", blueprint) for a in ordered) if m is not None), None)
     if built is not None and len(request.jobs) > 1:
         raise Unsupported("a loader of its own knows one adapter; this workload has several jobs")
     return built if built is not None else _with_adapters(base(), request.jobs, adapters)
@@ -81,7 +82,7 @@ def _adapter(request: Request, kind: Kind, ordered: Sequence[Ablation], job: Job
     """Keyword arguments of `get_peft_model` for a job, as the toggles leave them."""
     kwargs: dict[str, Any] = {"config": kind.adapter(request.model.with_lora(job.lora))}
     for ablation in ordered:
-        ablation.adapt(kwargs)
+        asked(ablation, "adapt", kwargs)
     return kwargs
 
 
@@ -104,17 +105,17 @@ def _step(
     make_step: MakeStep,
 ) -> Step:  # fmt: skip
     """One job's step: its batches, its optimizer, and what the toggles wrap around both."""
-    shards = (a.shard(samples, request.ranks) for a in ordered)
+    shards = (asked(a, "shard", samples, request.ranks) for a in ordered)
     mine = next((s for s in shards if s is not None), samples)
-    made = (a.batch(mine, job.workload) for a in ordered)
+    made = (asked(a, "batch", mine, job.workload) for a in ordered)
     batches = next((b for b in made if b is not None), None) or pad(mine, job.workload.batch_size)
     params = [p for n, p in model.named_parameters() if (p.requires_grad if not job.name else f".{job.adapter}." in n)]
     own = [registry.ablation(job.optimizer)] if job.optimizer else []
-    optimizers = (a.optimize(params, job.learning_rate) for a in [*own, *ordered])
+    optimizers = (asked(a, "optimize", params, job.learning_rate) for a in [*own, *ordered])
     optimizer = next((o for o in optimizers if o is not None), None) or torch.optim.AdamW(params, lr=job.learning_rate)
     step = make_step(model, optimizer, batches, job, samples)
     for ablation in ordered:
-        step = ablation.step(step)
+        step = asked(ablation, "step", step)
     return step
 
 

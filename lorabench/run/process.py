@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lorabench.contract.machine import Machine
 from lorabench.measure.cell import Result, Task
 from lorabench.record.schema import ARMS
 from lorabench.run import worker
+from lorabench.run.messages import Garbled, Inbox
 from lorabench.run.ranks import Seat, free_port, merged
 
 POLL_S = 0.2
@@ -84,12 +85,12 @@ class Workers:
                 process = self._context.Process(target=worker.main, args=(task, seat, theirs), daemon=False)
                 process.start()
                 theirs.close()
-                ranks.append(_Rank(number, process, ours, own_log))
+                ranks.append(_Rank(number, process, Inbox(ours), own_log))
             return _outcome(task, ranks, timeout_s, tell, beats)
         finally:
             for rank in ranks:
                 kill(rank.process)
-                rank.pipe.close()
+                rank.inbox.pipe.close()
 
 
 def log_of(log: Path, rank: int) -> Path:
@@ -103,7 +104,7 @@ class _Rank:
 
     number: int
     process: BaseProcess
-    pipe: Connection
+    inbox: Inbox
     log: Path
     phase: str = "starting"
     result: Result | None = None
@@ -120,26 +121,34 @@ class _Rank:
 
     def hear(self) -> None:
         """Take what lies in the pipe."""
-        while not self.ended and self.pipe.poll():
-            try:
-                what, when, value = self.pipe.recv()
-            except EOFError:
-                self.process.join()
+        if self.ended:
+            return
+        try:
+            for message in self.inbox.messages():
+                self._take(message)
+        except EOFError:
+            if not self.ended:
                 self.died = f"{_death(self.process)} while {self.phase}"
-                return
-            if what == "result":
-                self.result = value
-            elif what == "failed":
-                self.failed = when, f"{value} (while {self.phase})"
-            else:
-                self.phase = value
+        except (Garbled, OSError) as error:
+            self.died = f"the worker sent {error} while {self.phase}"
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case ("result", float(), Result() as result):
+                self.result = result
+            case ("failed", float() as when, str() as words):
+                self.failed = when, f"{words} (while {self.phase})"
+            case ("phase", float(), str() as phase):
+                self.phase = phase
+            case _:
+                raise Garbled(f"a {type(message).__name__} in place of a message")
 
 
 def _outcome(task: Task, ranks: list[_Rank], timeout_s: float, tell: Callable[[str], None], beats: Any) -> Result:
     """Wait for all ranks, or for the first that goes wrong."""
     deadline, said = time.monotonic() + timeout_s, ""
     while not all(rank.ended for rank in ranks):
-        wait([rank.pipe for rank in ranks if not rank.ended], POLL_S)
+        wait([rank.inbox.pipe for rank in ranks if not rank.ended], POLL_S)
         for rank in ranks:
             rank.hear()
         if any(rank.went_wrong for rank in ranks):
@@ -210,6 +219,9 @@ def _arm_in(phase: str) -> str | None:
 
 
 def _death(process: BaseProcess) -> str:
+    process.join(GRACE_S)
+    if process.is_alive():
+        return "the worker closed its connection without a word"
     code = process.exitcode or 0
     if code >= 0:
         return f"the worker exited with code {code}"

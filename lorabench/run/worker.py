@@ -19,7 +19,9 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from lorabench.measure.cell import Measurement, Result, Task, first_line
+from lorabench.contract.hooks import described
+from lorabench.measure.cell import Measurement, Result, Task
+from lorabench.run.messages import send
 from lorabench.run.ranks import Seat, joined
 
 
@@ -30,11 +32,11 @@ def main(task: Task, seat: Seat, connection: Connection) -> None:
     _redirect(seat.log)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)  # the runner asks a hanging rank where
     try:
-        connection.send(("result", time.time(), _measure(task, seat, _teller(seat, connection))))
+        send(connection, ("result", time.time(), _measure(task, seat, _teller(seat, connection))))
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
-        connection.send(("failed", time.time(), f"{type(error).__name__}: {first_line(error)}"))
+        send(connection, ("failed", time.time(), described(error)))
         raise SystemExit(1) from None
     finally:
         connection.close()
@@ -43,7 +45,7 @@ def main(task: Task, seat: Seat, connection: Connection) -> None:
 def _teller(seat: Seat, connection: Connection) -> Callable[[str], None]:
     def tell(text: str) -> None:
         _beat(seat)
-        connection.send(("phase", time.time(), text))
+        send(connection, ("phase", time.time(), text))
 
     return tell
 
@@ -101,6 +103,6 @@ def probe(dtype: str, connection: Connection) -> None:
         found = ceilings(torch.device(machine.device), getattr(torch, machine.dtype(dtype)))
         connection.send((machine, found))
     except BaseException as error:
-        connection.send((None, f"{type(error).__name__}: {first_line(error)}"))
+        connection.send((None, described(error)))
     finally:
         connection.close()

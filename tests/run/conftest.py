@@ -25,9 +25,11 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("plugin")
     wheel = folder / "plugin_toggles-1.0-py3-none-any.whl"
     info = "plugin_toggles-1.0.dist-info"
-    points = "".join(f"{name} = plugin_toggles:{cls}\n" for name, cls in NAMES.items())
+    points = "".join(f"{name} = plugin_toggles:{cls}\n" for name, cls in NAMES.items()) + "odd = odd_toggles:Odd\n"
     with zipfile.ZipFile(wheel, "w") as file:
-        file.write(Path(__file__).with_name("plugin_toggles.py"), "plugin_toggles.py")
+        for module in ("run/plugin_toggles.py", "odd_toggles.py"):
+            path = Path(__file__).parents[1] / module
+            file.write(path, path.name)
         file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: plugin-toggles\nVersion: 1.0\n")
         file.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"

@@ -18,6 +18,7 @@ import torch
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
+from lorabench.contract.hooks import asked
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.work import Work
@@ -73,7 +74,7 @@ class Evaluate(Kind):
             "pad_token_id": 0,
         }  # fmt: skip
         for ablation in request.ordered:
-            ablation.generate(generation)
+            asked(ablation, "generate", generation)
         return EvaluateArm(**{**vars(made), "kind": self}, generation=generation)
 
     def trial(self, arm: Any, begin: Begin) -> torch.Tensor:
