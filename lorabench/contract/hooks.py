@@ -14,10 +14,11 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from lorabench.contract.ablation import Ablation, NotApplied, Unsupported
+from lorabench.contract.ablation import Ablation, NotApplied, Unsupported, WeightsReader
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 
+Hook = Callable[..., Any]
 WORD = "the toggle "  # how a note of ours begins: others may add notes to an exception too
 
 
@@ -25,24 +26,24 @@ class HookError(Exception):
     """A hook that answered what the contract does not allow. The message names the toggle and the hook."""
 
 
-def asked(ablation: Ablation, hook: str, *args: Any, **kwargs: Any) -> Any:
-    """What a hook of a toggle answers.
+def asked(ablation: Ablation, hook: Hook, *args: Any, **kwargs: Any) -> Any:
+    """What a toggle answers when its hook is called with these arguments; `hook` is Ablation's own (`Ablation.patch`).
 
     Raises HookError for an answer of another type than the contract's. What the hook raises is raised on, its type
     unchanged (out of memory, Unsupported, …), with a note of where it came from, which `described` shows.
     """
     try:
-        answer = getattr(ablation, hook)(*args, **kwargs)
+        answer = getattr(ablation, hook.__name__)(*args, **kwargs)
     except (Unsupported, NotApplied) as error:
         if str(error).strip():
             raise
-        raise type(error)(f"{_whose(ablation, hook)} gave no reason") from error
+        raise type(error)(f"{_whose(ablation, hook.__name__)} gave no reason") from error
     except BaseException as error:
-        error.add_note(_whose(ablation, hook))
+        error.add_note(_whose(ablation, hook.__name__))
         raise
     expected = EXPECTED.get(hook)
     if expected is not None and not expected.allows(answer):
-        raise wrong_answer(ablation, hook, answer, expected.words)
+        raise wrong_answer(ablation, hook.__name__, answer, expected.words)
     return answer
 
 
@@ -56,7 +57,7 @@ def asked_requires(ablation: Ablation | type[Ablation], machine: Machine, model:
         raise
     if answer is None or _is_reason(answer):
         return answer
-    raise wrong_answer(ablation, hook, answer, EXPECTED["without_effect"].words)
+    raise wrong_answer(ablation, hook, answer, EXPECTED[Ablation.without_effect].words)
 
 
 def wrong_answer(ablation: Ablation | type[Ablation], hook: str, answer: Any, expected: str) -> HookError:
@@ -92,17 +93,17 @@ def _is_list(answer: Any) -> bool:
 
 
 # Of the hooks that change something in place nothing is expected. What must be torch's is known by what is asked of it.
-EXPECTED = {
-    "patch": Answer("a number of sites, or None", _or_none(_is_count)),
-    "audit": Answer("a number of sites", _is_count),
-    "notes": Answer("a dictionary", lambda answer: isinstance(answer, Mapping)),
-    "without_effect": Answer("a reason in words, or None", _or_none(_is_reason)),
-    "build": Answer("a module, or None", _or_none(lambda answer: hasattr(answer, "named_parameters"))),
-    "shard": Answer("a list of samples, or None", _or_none(_is_list)),
-    "batch": Answer("a list of batches, or None", _or_none(_is_list)),
-    "optimize": Answer("an optimizer, or None", _or_none(lambda answer: hasattr(answer, "param_groups"))),
-    "step": Answer("a Step", lambda answer: hasattr(answer, "innermost")),
-    "read": Answer("a WeightsReader, or None", _or_none(lambda answer: hasattr(answer, "place"))),
+EXPECTED: dict[Hook, Answer] = {
+    Ablation.patch: Answer("a number of sites, or None", _or_none(_is_count)),
+    Ablation.audit: Answer("a number of sites", _is_count),
+    Ablation.notes: Answer("a dictionary", lambda answer: isinstance(answer, Mapping)),
+    Ablation.without_effect: Answer("a reason in words, or None", _or_none(_is_reason)),
+    Ablation.build: Answer("a module, or None", _or_none(lambda answer: hasattr(answer, "named_parameters"))),
+    Ablation.shard: Answer("a list of samples, or None", _or_none(_is_list)),
+    Ablation.batch: Answer("a list of batches, or None", _or_none(_is_list)),
+    Ablation.optimize: Answer("an optimizer, or None", _or_none(lambda answer: hasattr(answer, "param_groups"))),
+    Ablation.step: Answer("a Step", lambda answer: hasattr(answer, "innermost")),
+    Ablation.read: Answer("a WeightsReader, or None", _or_none(lambda answer: isinstance(answer, WeightsReader))),
 }
 
 _NOTES = TypeAdapter(dict[str, Any], config=ConfigDict(ser_json_inf_nan="strings"))  # as a record holds them
@@ -110,7 +111,7 @@ _NOTES = TypeAdapter(dict[str, Any], config=ConfigDict(ser_json_inf_nan="strings
 
 def noted(ablation: Ablation, evidence: Any) -> dict[str, Any]:
     """A toggle's `notes` as a record will hold them. Raises HookError where JSON cannot, and what the hook raises."""
-    answer = asked(ablation, "notes", evidence)
+    answer = asked(ablation, Ablation.notes, evidence)
     try:
         return _NOTES.validate_json(_NOTES.dump_json(_NOTES.validate_python(dict(answer))))
     except (ValueError, TypeError, RecursionError) as error:  # pydantic's and Unicode's errors are ValueErrors
@@ -150,8 +151,9 @@ class Faulty(Ablation):
     def of(cls, toggle: type[Ablation], given: Mapping[str, Any], fault: str) -> Faulty:
         defaults = {f.name: f.default if f.default is not MISSING else None for f in fields(toggle)}
         made = cls(given=given, parameters=defaults | dict(given), fault=fault)
-        for word in ("name", "slot", "kinds", "bounds", "parallel"):  # of the class in every other toggle
-            object.__setattr__(made, word, getattr(toggle, word))
+        vars(made).update(  # of the class in every other toggle
+            name=toggle.name, slot=toggle.slot, kinds=toggle.kinds, bounds=toggle.bounds, parallel=toggle.parallel
+        )  # fmt: skip
         return made
 
     @property

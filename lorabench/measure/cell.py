@@ -189,7 +189,7 @@ class Measurement:
     def _audit(self, arm: Arm, ops: Any, into: ArmResult) -> None:
         for ablation in self.kind.audited(arm):
             evidence = Evidence(arm, arm.patched[ablation.name], ops)
-            sites = int(asked(ablation, "audit", evidence))
+            sites = int(asked(ablation, Ablation.audit, evidence))
             if sites == 0:
                 raise NotApplied(f"{ablation.name} changed nothing in {self.cell.model.name}")
             into.applied[ablation.name] = sites

@@ -144,7 +144,7 @@ def _refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
     for toggle in cell.toggles:
         if toggle in cell.reference:
             return "not_applied", f"{toggle.label} is already part of the reference"
-        reason = asked(toggle, "without_effect", cell.reference, machine.dtype(cell.model.dtype))
+        reason = asked(toggle, Ablation.without_effect, cell.reference, machine.dtype(cell.model.dtype))
         if reason is not None:
             return "not_applied", reason
     return None

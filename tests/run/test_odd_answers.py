@@ -13,7 +13,7 @@ import odd_toggles
 import pytest
 from helpers import arm, cells, sweep
 
-from lorabench.contract.ablation import NotApplied, Unsupported
+from lorabench.contract.ablation import Ablation, NotApplied, Unsupported
 from lorabench.contract.hooks import Faulty, HookError, asked, described, noted
 from lorabench.measure.cell import ArmResult, Result
 from lorabench.plan import registry
@@ -90,7 +90,7 @@ def test_each_way_is_a_record_that_names_toggle_and_hook(outcomes, way):
 )  # fmt: skip
 def test_an_answer_of_the_wrong_type_names_toggle_hook_and_what_was_expected(hook, way):
     with pytest.raises(HookError, match=f"the toggle odd's {hook} returned .*; expected a number of sites"):
-        asked(odd(way), hook, None)
+        asked(odd(way), getattr(Ablation, hook), None)
 
 
 @pytest.mark.parametrize("way", odd_toggles.NOTES)
@@ -119,9 +119,9 @@ def test_building_an_arm_asks_in_the_same_way(hook, monkeypatch):
 
 def test_a_refusal_keeps_its_type_and_needs_a_reason():
     with pytest.raises(Unsupported, match="the toggle odd's patch gave no reason"):
-        asked(odd("unsupported_empty"), "patch", None)
+        asked(odd("unsupported_empty"), Ablation.patch, None)
     with pytest.raises(NotApplied, match="the toggle odd's audit gave no reason"):
-        asked(odd("not_applied_empty"), "audit", None)
+        asked(odd("not_applied_empty"), Ablation.audit, None)
 
 
 def test_a_faulty_toggle_keeps_the_key_of_the_cell():
