@@ -74,7 +74,7 @@ class ModelSpec(BaseModel):
 
         config = dict(self.config)
         if layers is not None:
-            config["num_hidden_layers"] = min(layers, config["num_hidden_layers"])
+            config["num_hidden_layers"] = min(layers, config.get("num_hidden_layers", layers))
             if config.get("layer_types"):
                 config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
         return AutoConfig.for_model(**config, use_cache=False)

@@ -17,6 +17,7 @@ from lorabench.contract.hooks import first_line
 from lorabench.contract.model import Lora, ModelSpec
 from lorabench.contract.names import nearest
 
+ALL_LINEAR = "all-linear"  # PEFT's word; importing it from there would import what asks for the GPU
 MOST = 2048  # of anything that a configuration counts (layers, heads, experts): each is built as a module
 SIZES = (
     "hidden_size",
@@ -53,6 +54,8 @@ def _check_counts(spec: ModelSpec) -> None:
         raise ModelError(f"the model {spec.name} has model_type {family!r}; expected a name such as llama")
     if family not in DECODERS:
         raise nearest("model_type", family, DECODERS, where=" among transformers' causal language models")
+    if not isinstance(layers := spec.config.get("num_hidden_layers", 1), int):
+        raise ModelError(f"the model {spec.name} has num_hidden_layers {layers!r}; expected a number above zero")
     for key, value in spec.config.items():
         if key.startswith("num_") and isinstance(value, int) and not 0 <= value <= MOST:
             raise ModelError(f"the model {spec.name} has {key} {value}; expected at most {MOST}")
@@ -85,9 +88,7 @@ def _skeleton(config: str, name: str, layers: int | None) -> Any:
 def check_targets(name: str, model: Any, targets: Sequence[str] | str) -> None:
     """Whether PEFT would find every target module, by its own rule: the end of a module's name, or a pattern for all of
     it. Raises NameUnknown, or ModelError where a module is there on which no adapter goes."""
-    from peft.utils import INCLUDE_LINEAR_LAYERS_SHORTHAND
-
-    if targets == INCLUDE_LINEAR_LAYERS_SHORTHAND:
+    if targets == ALL_LINEAR:
         return
     modules = dict(model.named_modules())
     patterns = [targets] if isinstance(targets, str) else [rf"(.*\.)?{re.escape(t)}" for t in targets]

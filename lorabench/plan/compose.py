@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -32,7 +32,11 @@ from lorabench.plan.weights import WeightsError
 from lorabench.plan.yaml_file import YamlError, read
 
 CONF = "lorabench.conf"
+LORA = "lora"  # the key under which the adapter's fields stand
 LONGEST, DEEPEST = 20_000, 12  # characters and brackets of an override; Hydra's parser takes minutes for deeper ones
+
+
+Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class ConfigError(ValueError):
@@ -121,14 +125,16 @@ def _check_override(override: str) -> None:
     if root not in known:
         close = difflib.get_close_matches(root, known, n=1)
         raise ConfigError(f"no key named {root!r}; " + (f"did you mean {close[0]}?" if close else "see --help"))
-    if (part := key.partition(".")[2]) and root == "lora" and part not in Lora.model_fields:
-        raise ConfigError(str(nearest("key", part, Lora.model_fields, where=" in lora")))
+    if (part := key.partition(".")[2]) and root == LORA and part not in Lora.model_fields:
+        raise ConfigError(str(nearest("key", part, Lora.model_fields, where=f" in {LORA}")))
     if not equals and not override.startswith("~"):
         raise ConfigError(f"{override!r} is not understood: expected {override}=VALUE")
     try:
         OverridesParser.create().parse_override(override)
     except Exception as error:  # Hydra's, and ANTLR's own
-        raise ConfigError(f"{override!r} is not understood: {first_line(error)}; see --help") from None
+        raise ConfigError(
+            f"{reprlib.repr(override)} is not understood: {first_line(error)[:200]}; see --help"
+        ) from None
     if root == "suite" and value not in names_in("suite"):
         raise ConfigError(str(nearest("suite", value, names_in("suite"))))
 
@@ -142,9 +148,24 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _first(error: ValidationError) -> str:
+def _validated(cls: type[Checked], values: Mapping[str, Any], what: str) -> Checked:
+    """Raises ConfigError that says of which model or workload it speaks."""
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{what}: {_first(error, cls)}") from None
+
+
+def _first(error: ValidationError, cls: type[BaseModel] = SweepConfig) -> str:
+    """The first of a ValidationError's findings in words; of a wrong name with the nearest right one."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        of = {(): cls, (LORA,): Lora}.get(first["loc"][:-1])
+        if of is not None:
+            return str(
+                nearest("field", str(first["loc"][-1]), of.model_fields, where=f" in {LORA}" if of is Lora else "")
+            )
     got = "" if isinstance(first["input"], dict) else f", not {reprlib.repr(first['input'])}"
     if got.removeprefix(", not ") in first["msg"]:  # a validator of ours has said it already
         got = ""
@@ -247,7 +268,7 @@ def model(name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None)
     of_a_kind = next((fields for k in registered().values() if (fields := k.model(name))), None)
     fields, label = (of_a_kind, name) if of_a_kind else _read("model", name)
     common = {"dtype": config.dtype, "weights": config.weights, "lora": config.lora.model_dump() | dict(lora or {})}
-    return ModelSpec.model_validate({"name": label + _changes(lora or {}), **common, **fields})
+    return _validated(ModelSpec, {"name": label + _changes(lora or {}), **common, **fields}, f"the model {label}")
 
 
 def _changes(values: Mapping[str, Any]) -> str:
@@ -266,7 +287,7 @@ def workload(item: str | Mapping[str, Any]) -> Workload:
         fields, label = made.model_dump(exclude={"name"}), item
     else:
         fields, label = _read("workloads", item)
-    return Workload.model_validate({"name": label + _changes(changes), **fields, **changes})
+    return _validated(Workload, {"name": label + _changes(changes), **fields, **changes}, f"the workload {label}")
 
 
 def _read(group: str, name: str) -> tuple[dict[str, Any], str]:

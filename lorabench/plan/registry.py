@@ -59,7 +59,7 @@ def ablation(item: str | Mapping[str, Any]) -> Ablation:
         name, params = item, {}
     elif isinstance(item, Mapping) and len(item) == 1:
         name, params = next(iter(item.items()))
-        if not isinstance(params, Mapping | None):
+        if not isinstance(name, str) or not isinstance(params, Mapping | None):
             raise NameUnknown(f"an ablation is a name or {{name: {{parameter: value}}}}, not {item!r}")
         params = dict(params or {})
     else:

@@ -97,9 +97,9 @@ def check_local(name: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    if name in (RANDOM, *INDEXED) or Path(name).expanduser().is_dir():
+    if name in (RANDOM, *INDEXED) or (name and Path(name).expanduser().is_dir()):
         return
-    if name.startswith((".", "/", "~")) or Path(name).exists():
+    if name.startswith((".", "/", "~")) or (name and Path(name).exists()):
         raise WeightsError(f"{name}: no such folder; expected a model folder (config.json and safetensors)")
     if "/" not in name and (close := difflib.get_close_matches(name, (RANDOM, *INDEXED), n=1)):
         raise WeightsError(f"{name!r} is no folder; did you mean {close[0]}?")
