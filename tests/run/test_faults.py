@@ -71,7 +71,7 @@ def test_the_last_session_says_where_it_measured_if_it_does(tmp_path):
     with Store(tmp_path) as store:
         assert store.last_device() is None
         for i, (machine, device) in enumerate(
-            [({"device": "cuda"}, "cuda"), ({}, None), ("a GPU", None), (None, None)]
+            [({"device": "cuda"}, "cuda"), ({}, None), ({"device": "abacus"}, None), (None, None)]
         ):
             store.add_session({"id": str(i)} | ({} if machine is None else {"machine": machine}))
             assert store.last_device() == device

@@ -62,7 +62,7 @@ def test_a_global_patch_is_measured_in_processes_of_its_own(outcomes):
             "odd_notes",
             "crash",
             "the toggle odd_notes's notes returned {'odd': {torch.float32: b'\\xff'}}; expected what JSON can hold",
-            None,
+            "candidate",
         ),
         ("nothing", "not_applied", "nothing changed nothing in tiny-llama", "candidate"),
         ("refuses", "unsupported", "it does not like this model", "candidate"),
