@@ -10,6 +10,12 @@ Thin on purpose: compose, plan, run, report.
 from __future__ import annotations
 
 import sys
+
+if __name__ == "__main__":  # by the console script's way, which is short: what follows takes seconds to import
+    from lorabench.cli import main as entry
+
+    raise SystemExit(entry(["sweep", *sys.argv[1:]]))
+
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -19,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lorabench.cli import exit_code
 from lorabench.contract.cell import Cell
 from lorabench.contract.hooks import asked_requires, described
 from lorabench.contract.names import NameUnknown
@@ -96,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, 1)
     except OSError as error:
         return _complain(f"{error.filename or 'the output'} cannot be written: {error.strerror or error}", 1)
-    except KeyboardInterrupt:
-        return _complain("stopped; the same command continues where it stopped", 130)
+    except KeyboardInterrupt as stop:
+        return _complain("stopped; the same command continues where it stopped", exit_code(stop))
 
 
 def _complain(error: object, code: int) -> int:
@@ -250,7 +257,3 @@ def _report(config: Any, console: Console) -> int:
     pictures = [p for p in written if p.name in ("speedup.png", "report.html")]
     console.print("look at " + " and ".join(map(str, pictures or written)), highlight=False, soft_wrap=True)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -140,6 +140,8 @@ class Store:
 
     def _repair(self) -> None:
         """Set a half-written last line aside (nothing is lost) and cut the file back to its last whole line."""
+        for partial in self.folder.glob(".*.partial"):  # of a sweep that was killed; we hold the lock
+            partial.unlink(missing_ok=True)
         path = self.folder / RECORDS
         with open(path, "ab+") as file:  # also proves, before the first cell, that the file can be written
             file.seek(0)

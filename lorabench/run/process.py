@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -45,7 +45,7 @@ class Workers:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.method = "forkserver"
         self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["lorabench.run.preload"])
+        self._context.set_forkserver_preload(["lorabench.run.leftovers", "lorabench.run.preload"])
 
     def probe(self, dtype: str) -> tuple[Machine, dict[str, Any]]:
         """(machine, ceilings), looked at and measured in a process of its own. Raises ProbeError."""
@@ -62,12 +62,16 @@ class Workers:
     def _probe_once(self, dtype: str) -> tuple[Any, Any]:
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=worker.probe, args=(dtype, theirs), daemon=False)
-        process.start()
+        with _without_interrupt():
+            process.start()
         theirs.close()
         try:
             return ours.recv()
         except EOFError:
             return None, "the probing process died"
+        except KeyboardInterrupt:
+            kill(process)
+            raise
         finally:
             process.join()
 
@@ -83,7 +87,8 @@ class Workers:
                 own_log = log_of(log, number)
                 seat = Seat(number, size, port, str(own_log), time.time(), os.getpid(), timeout_s, beats)
                 process = self._context.Process(target=worker.main, args=(task, seat, theirs), daemon=False)
-                process.start()
+                with _without_interrupt():
+                    process.start()
                 theirs.close()
                 ranks.append(_Rank(number, process, Inbox(ours), own_log))
             return _outcome(task, ranks, timeout_s, tell, beats)
@@ -91,6 +96,17 @@ class Workers:
             for rank in ranks:
                 kill(rank.process)
                 rank.inbox.pipe.close()
+
+
+@contextlib.contextmanager
+def _without_interrupt() -> Iterator[None]:
+    """Ctrl-C goes to every process of the terminal, and would meet the server of workers, or a spawned worker, in the
+    middle of its imports. What is started here inherits that it is held back; the sweep ends it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def log_of(log: Path, rank: int) -> Path:

@@ -7,6 +7,7 @@ reaches beyond its model or where both arms do not fit the device together.
 from __future__ import annotations
 
 import math
+import os
 import random
 import tempfile
 import time
@@ -29,6 +30,7 @@ from lorabench.plan.design import refusal
 from lorabench.record.contrast import speedup
 from lorabench.record.schema import ARMS, TOTAL, Cost, JobRecord, Numerics, Phase, Record, Tokens
 from lorabench.run.process import LOG_TAIL, Workers, log_of, tail
+from lorabench.run.session import scratch_prefix
 
 DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
 
@@ -61,7 +63,7 @@ class Runner:
         self.workers, self.machine, self.session, self.timeout_s = workers, machine, session, timeout_s
         self.ceilings = ceilings or {}
         self.log = folder / ".worker.log"
-        self._scratch = tempfile.TemporaryDirectory(prefix="lorabench-")
+        self._scratch = tempfile.TemporaryDirectory(prefix=scratch_prefix(os.getpid()))
 
     def __enter__(self) -> Runner:
         return self

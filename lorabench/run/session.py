@@ -10,6 +10,11 @@ from typing import Any
 Session = dict[str, Any]
 
 
+def scratch_prefix(sweep: int) -> str:
+    """How the name of a sweep's temporary folder begins, by its process id: what outlives the sweep can remove it."""
+    return f"lorabench-{sweep}-"
+
+
 def new_session(command: list[str]) -> Session:
     """One run's entry in environment.json: when, what command, which code. To be made before the run, which may write
     into the checkout; the machine is added by who has looked at it."""
