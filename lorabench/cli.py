@@ -16,10 +16,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import NamedTuple
-
-from lorabench.contract.names import NameUnknown, nearest
 
 
 class Command(NamedTuple):
@@ -64,13 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(help_text(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     if name == "--version":
-        print(f"lorabench {metadata.version('lorabench')}")
+        from importlib.metadata import version
+
+        print(f"lorabench {version('lorabench')}")
         return 0
-    try:
-        command = _command(name)
-    except NameUnknown as error:
-        print(f"lorabench: {error}", file=sys.stderr)
+    if name not in COMMANDS:
+        from lorabench.contract.names import nearest
+
+        print(f"lorabench: {nearest('subcommand', name, COMMANDS)}", file=sys.stderr)
         return 2
+    command = COMMANDS[name]
     with _quiet_stop():
         module = import_module(command.module)
     with _terminated_like_interrupted():
@@ -124,10 +125,3 @@ def _handled(handlers: Mapping[signal.Signals, Callable[[int, object], None]]) -
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _command(name: str) -> Command:
-    """Raises NameUnknown with the nearest right name."""
-    if name not in COMMANDS:
-        raise nearest("subcommand", name, COMMANDS)
-    return COMMANDS[name]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lorabench.record.schema import ARMS
 from lorabench.run import worker
 from lorabench.run.messages import Garbled, Inbox
 from lorabench.run.ranks import Seat, free_port, merged
+from lorabench.run.session import SERVER_FOLDER
 
 POLL_S = 0.2
 ABORTED = signal.SIGABRT.name
@@ -43,6 +45,7 @@ class Workers:
         # Two arms of different shapes share one process: growing segments keep the cache from fragmenting.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ[SERVER_FOLDER] = get_temp_dir()
         self.method = "forkserver"
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["lorabench.run.leftovers", "lorabench.run.preload"])
@@ -61,7 +64,7 @@ class Workers:
 
     def _probe_once(self, dtype: str) -> tuple[Any, Any]:
         ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=worker.probe, args=(dtype, theirs), daemon=False)
+        process = self._context.Process(target=worker.probe, args=(dtype, os.getpid(), theirs), daemon=False)
         with _without_interrupt():
             process.start()
         theirs.close()

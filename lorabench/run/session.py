@@ -8,6 +8,9 @@ from importlib.metadata import version
 from typing import Any
 
 Session = dict[str, Any]
+SERVER_FOLDER = (
+    "LORABENCH_SERVER_FOLDER"  # names to the fork server the folder of its socket, which it may have to remove
+)
 
 
 def scratch_prefix(sweep: int) -> str:

@@ -66,7 +66,7 @@ def _measure(task: Task, seat: Seat, tell: Callable[[str], None]) -> Result:
     return measurement.run()
 
 
-def _die_with(sweep: int, scratch: str) -> None:
+def _die_with(sweep: int, scratch: str | None) -> None:
     """A sweep that is killed must not leave a worker that disturbs the next one: wait, asleep, for its process to end.
     Nor its temporary folder, which it could not delete itself.
 
@@ -76,7 +76,8 @@ def _die_with(sweep: int, scratch: str) -> None:
     def watch() -> None:
         with contextlib.suppress(OSError, AttributeError):  # pidfd: Linux only
             select.select([os.pidfd_open(sweep)], [], [])
-            shutil.rmtree(scratch, ignore_errors=True)
+            if scratch:
+                shutil.rmtree(scratch, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -91,8 +92,10 @@ def _redirect(path: str) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def probe(dtype: str, connection: Connection) -> None:
+def probe(dtype: str, sweep: int, connection: Connection) -> None:
     """Entry of the process that looks at the machine and measures its ceilings, once a sweep."""
+    os.setsid()
+    _die_with(sweep, None)
     try:
         import torch
 
