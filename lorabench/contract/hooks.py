@@ -88,7 +88,7 @@ def _or_none(allows: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda answer: answer is None or allows(answer)
 
 
-def _is_list(answer: Any) -> bool:
+def _is_filled_list(answer: Any) -> bool:
     return isinstance(answer, list) and bool(answer)
 
 
@@ -99,8 +99,8 @@ EXPECTED: dict[Hook, Answer] = {
     Ablation.notes: Answer("a dictionary", lambda answer: isinstance(answer, Mapping)),
     Ablation.without_effect: Answer("a reason in words, or None", _or_none(_is_reason)),
     Ablation.build: Answer("a module, or None", _or_none(lambda answer: hasattr(answer, "named_parameters"))),
-    Ablation.shard: Answer("a list of samples, or None", _or_none(_is_list)),
-    Ablation.batch: Answer("a list of batches, or None", _or_none(_is_list)),
+    Ablation.shard: Answer("a list of samples, or None", _or_none(lambda answer: isinstance(answer, list))),
+    Ablation.batch: Answer("a list of batches, or None", _or_none(_is_filled_list)),
     Ablation.optimize: Answer("an optimizer, or None", _or_none(lambda answer: hasattr(answer, "param_groups"))),
     Ablation.step: Answer("a Step", lambda answer: hasattr(answer, "innermost")),
     Ablation.read: Answer("a WeightsReader, or None", _or_none(lambda answer: isinstance(answer, WeightsReader))),
