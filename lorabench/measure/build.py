@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from lorabench.contract.ablation import Ablation, Blueprint, Unsupported
 from lorabench.contract.arm import Arm, own_name
 from lorabench.contract.batch import Batch, Sample, pad
+from lorabench.contract.hooks import asked
 from lorabench.contract.job import ADAPTER, Job
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
 from lorabench.measure.feed import Feed, marked
 from lorabench.measure.kind import Kind, Request
 from lorabench.plan import registry
-from lorabench.plan.weights import WeightsError, source_arguments
+from lorabench.plan.weights import WeightsError, named, source_arguments
 
 LORA_B_STD = 0.02  # at its usual zero the gradient of lora_A is zero and half of the mathematics is untested
 
@@ -45,7 +46,7 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
     if request.upcast:
         model.float()
     model.train()
-    patched = {a.name: a.patch(model) for a in ordered}
+    patched = {a.name: asked(a, Ablation.patch, model) for a in ordered}
     steps = [
         _step(request, ordered, model, job, samples, make_step)
         for job, samples in zip(request.jobs, request.samples, strict=True)
@@ -68,9 +69,9 @@ def feeds(request: Request, arm: Arm, vocabulary: int) -> list[Feed]:
 
 def _batches(request: Request, ordered: Sequence[Ablation], job: Job, samples: list[Sample]) -> list[Batch]:
     """This rank's batches of a job, as the toggles make them."""
-    shards = (a.shard(samples, request.ranks) for a in ordered)
+    shards = (asked(a, Ablation.shard, samples, request.ranks) for a in ordered)
     mine = next((s for s in shards if s is not None), samples)
-    made = (a.batch(mine, job.workload) for a in ordered)
+    made = (asked(a, Ablation.batch, mine, job.workload) for a in ordered)
     return next((b for b in made if b is not None), None) or pad(mine, job.workload.batch_size)
 
 
@@ -78,7 +79,7 @@ def _model(request: Request, kind: Kind, ordered: Sequence[Ablation], make_base:
     """The base model with every job's adapter on it; weights drawn or read, adapters not yet drawn."""
     load: dict[str, Any] = {"dtype": request.dtype}  # attention as transformers picks it, unless a toggle says
     for ablation in ordered:
-        ablation.load(load)
+        asked(ablation, Ablation.load, load)
     adapters = [_adapter(request, kind, ordered, job) for job in request.jobs]
 
     def base() -> nn.Module:
@@ -86,11 +87,11 @@ def _model(request: Request, kind: Kind, ordered: Sequence[Ablation], make_base:
         if request.model.weights == "random":
             _fill(made, request.dtype, request.seed, None)
         for ablation in ordered:
-            ablation.prepare(made, upcast=request.upcast)
+            asked(ablation, Ablation.prepare, made, upcast=request.upcast)
         return made
 
     blueprint = Blueprint(config, request.dtype, adapters[0], base)
-    built = next((m for m in (a.build(blueprint) for a in ordered) if m is not None), None)
+    built = next((m for m in (asked(a, Ablation.build, blueprint) for a in ordered) if m is not None), None)
     if built is not None and len(request.jobs) > 1:
         raise Unsupported("a loader of its own knows one adapter; this workload has several jobs")
     return built if built is not None else _with_adapters(base(), request.jobs, adapters)
@@ -100,7 +101,7 @@ def _adapter(request: Request, kind: Kind, ordered: Sequence[Ablation], job: Job
     """Keyword arguments of `get_peft_model` for a job, as the toggles leave them."""
     kwargs: dict[str, Any] = {"config": kind.adapter(request.model.with_lora(job.lora))}
     for ablation in ordered:
-        ablation.adapt(kwargs)
+        asked(ablation, Ablation.adapt, kwargs)
     return kwargs
 
 
@@ -126,11 +127,11 @@ def _step(
     batches = _batches(request, ordered, job, samples)
     params = [p for n, p in model.named_parameters() if (p.requires_grad if not job.name else f".{job.adapter}." in n)]
     own = [registry.ablation(job.optimizer)] if job.optimizer else []
-    optimizers = (a.optimize(params, job.learning_rate) for a in [*own, *ordered])
+    optimizers = (asked(a, Ablation.optimize, params, job.learning_rate) for a in [*own, *ordered])
     optimizer = next((o for o in optimizers if o is not None), None) or torch.optim.AdamW(params, lr=job.learning_rate)
     step = make_step(model, optimizer, batches, job, samples)
     for ablation in ordered:
-        step = ablation.step(step)
+        step = asked(ablation, Ablation.step, step)
     return step
 
 
@@ -161,9 +162,11 @@ def causal_lm(spec: ModelSpec, load: dict[str, Any], device: torch.device, layer
     try:
         safe = {} if "gguf_file" in kwargs else {"use_safetensors": True}  # nothing is unpickled
         read = partial(AutoModelForCausalLM.from_pretrained, where, trust_remote_code=False, **safe)
-        model = _refusing(lambda: read(**kwargs, **load), spec)
+        model, info = _refusing(lambda: read(**kwargs, **load, output_loading_info=True), spec)
     except (OSError, ValueError) as error:
         raise WeightsError(f"weights {spec.weights!r} cannot be read: {str(error).splitlines()[0]}") from None
+    if missing := info["missing_keys"]:  # which the loader would leave as they were drawn
+        raise WeightsError(f"weights {spec.weights!r} lack {named(missing)} of the model {spec.name}")
     expected = spec.hf_config()
     for size in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
         have, want = getattr(model.config, size), getattr(expected, size)

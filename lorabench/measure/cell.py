@@ -21,6 +21,7 @@ import torch
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.arm import Arm
 from lorabench.contract.cell import Cell
+from lorabench.contract.hooks import asked, first_line, noted, printable
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
@@ -128,7 +129,8 @@ class Measurement:
 
     def _fail(self, status: str, reason: str, arm: str | None) -> None:
         known = arm if arm in ARMS else None
-        self.result.status, self.result.reason, self.result.arm = status, reason, known
+        words = printable(reason) if reason.strip() else f"{status}, and nobody says why"
+        self.result.status, self.result.reason, self.result.arm = status, words, known
 
     def _is_here(self, name: str) -> bool:
         """Whether an arm steps on this rank: an arm of one rank is rank 0's."""
@@ -204,11 +206,11 @@ class Measurement:
     def _audit(self, arm: Arm, ops: Any, into: ArmResult) -> None:
         for ablation in self.kind.audited(arm):
             evidence = Evidence(arm, arm.patched[ablation.name], ops)
-            sites = ablation.audit(evidence)
+            sites = int(asked(ablation, Ablation.audit, evidence))
             if sites == 0:
                 raise NotApplied(f"{ablation.name} changed nothing in {self.cell.model.name}")
             into.applied[ablation.name] = sites
-            into.notes.update(ablation.notes(evidence))
+            into.notes.update(noted(ablation, evidence))
             if ablation.own_dropout_masks and any(job.lora.lora_dropout for job in self.plain.jobs):
                 into.notes["gate"] = f"at dropout 0: {ablation.name} draws masks that plain PEFT cannot share"
 
@@ -315,7 +317,3 @@ def _of(name: str, job: str) -> str:
 def _shortage(error: BaseException) -> str:
     """What was asked for and what was free; torch's advice on its allocator is left out."""
     return first_line(error).partition(" Including non-PyTorch")[0].removeprefix("CUDA out of memory. ")
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:500]

@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
+from lorabench.contract.hooks import asked
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.work import Work
@@ -74,7 +76,7 @@ class Evaluate(Kind):
             "pad_token_id": 0,
         }  # fmt: skip
         for ablation in request.ordered:
-            ablation.generate(generation)
+            asked(ablation, Ablation.generate, generation)
         return EvaluateArm(**{**vars(made), "kind": self}, generation=generation)
 
     def trial(self, arm: Any, begin: Begin) -> torch.Tensor:
