@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
@@ -18,7 +18,7 @@ from typing import Any
 
 from lorabench.contract.machine import Machine
 from lorabench.measure.cell import Result, Task
-from lorabench.record.schema import ARMS
+from lorabench.record.schema import ARMS, TOTAL
 from lorabench.run import worker
 from lorabench.run.messages import Garbled, Inbox
 from lorabench.run.ranks import Seat, free_port, merged
@@ -27,6 +27,7 @@ from lorabench.run.session import SERVER_FOLDER
 POLL_S = 0.2
 ABORTED = signal.SIGABRT.name
 OF_ONE_RANK = ("crash", "oom")  # what happens to one rank; a refusal or a wrong gradient is the whole arm's
+SLACK_S = 0.05  # a trial that the runner's clock may see beside the trial: messages, a busy machine
 GRACE_S = 0.5  # for other ranks to say what happened to them
 LOG_TAIL = 4000  # characters of a failed worker's output that its record keeps
 
@@ -129,6 +130,9 @@ class _Rank:
     result: Result | None = None
     failed: tuple[float, str] | None = None  # when it raised, and what
     died: str | None = None  # without a word
+    told: dict[str, list[float]] = field(default_factory=dict)  # milliseconds of each timed trial, by arm
+    elapsed: dict[str, float] = field(default_factory=dict)  # seconds that these took by our own clock, by arm
+    began: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -159,8 +163,38 @@ class _Rank:
                 self.failed = when, f"{words} (while {self.phase})"
             case ("phase", float(), str() as phase):
                 self.phase = phase
+            case ("trial", float(), (str(), None)):
+                self.began = time.monotonic()
+            case ("trial", float(), (str() as name, float() as ms)):
+                self.told.setdefault(name, []).append(ms)
+                self.elapsed[name] = self.elapsed.get(name, 0.0) + time.monotonic() - self.began
             case _:
                 raise Garbled(f"a {type(message).__name__} in place of a message")
+
+
+def _believed(task: Task, rank: _Rank) -> Result:
+    """The rank's result, where it is what was told trial by trial, in a time in which that can have happened."""
+    result = rank.result
+    assert result is not None
+    if result.status != "ok":
+        return result
+    for name in task.arms:
+        if rank.number >= task.cell.ranks_of(name):
+            continue
+        told, given = rank.told.get(name, []), result.arms[name].times.get(TOTAL, [])
+        if len(told) != task.rounds or len(given) != task.rounds:
+            reason = f"the answer came after {len(told)} of {task.rounds} trials of the {name}, and has {len(given)}"
+        elif any(abs(ours - theirs) > 1e-6 * ours for ours, theirs in zip(told, given, strict=True)):
+            reason = f"the answer's times of the {name} are not those that were told trial by trial"
+        elif rank.elapsed[name] > 2 * sum(told) / 1000 + SLACK_S * task.rounds:
+            reason = (
+                f"{task.rounds} trials of the {name} took {rank.elapsed[name]:.3g} s by the runner's clock; the answer "
+                f"says {sum(told) / 1000:.3g} s"
+            )
+        else:
+            continue
+        return Result("untrusted", reason, arm=name)
+    return result
 
 
 def _outcome(task: Task, ranks: list[_Rank], timeout_s: float, tell: Callable[[str], None], beats: Any) -> Result:
@@ -178,7 +212,9 @@ def _outcome(task: Task, ranks: list[_Rank], timeout_s: float, tell: Callable[[s
         if time.monotonic() > deadline:
             return _hung(ranks, timeout_s, beats)
     if not any(rank.went_wrong for rank in ranks):
-        return merged(task.cell, [rank.result for rank in ranks if rank.result])
+        believed = [_believed(task, rank) for rank in ranks]
+        doubtful = next((result for result in believed if result.status != "ok"), None)
+        return doubtful or merged(task.cell, believed)
     if len(ranks) > 1:
         time.sleep(GRACE_S)  # who died takes others with it: let them all speak, then look who was first
         for rank in ranks:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from lorabench.contract.hooks import described
-from lorabench.measure.cell import Measurement, Result, Task
+from lorabench.measure.cell import Measurement, Result, Task, Timed
 from lorabench.run.messages import send
 from lorabench.run.ranks import Seat, joined
 
@@ -32,7 +32,7 @@ def main(task: Task, seat: Seat, connection: Connection) -> None:
     _redirect(seat.log)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)  # the runner asks a hanging rank where
     try:
-        send(connection, ("result", time.time(), _measure(task, seat, _teller(seat, connection))))
+        send(connection, ("result", time.time(), _measure(task, seat, _teller(seat, connection), _timer(connection))))
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
@@ -50,18 +50,27 @@ def _teller(seat: Seat, connection: Connection) -> Callable[[str], None]:
     return tell
 
 
+def _timer(connection: Connection) -> Timed:
+    """Tells of each trial where it begins, and how long it took where it ends: the runner has a clock of its own."""
+
+    def timed(name: str, ms: float | None) -> None:
+        send(connection, ("trial", time.time(), (name, ms)))
+
+    return timed
+
+
 def _beat(seat: Seat) -> None:
     if seat.beats is not None:
         seat.beats[seat.rank] += 1
 
 
-def _measure(task: Task, seat: Seat, tell: Callable[[str], None]) -> Result:
+def _measure(task: Task, seat: Seat, tell: Callable[[str], None], timed: Timed) -> Result:
     spawn = time.time() - seat.spawned
     if seat.size == 1:
-        measurement = Measurement(task, tell)
+        measurement = Measurement(task, tell, timed=timed)
     else:
         ranks, device = joined(seat, task.machine.device, lambda: _beat(seat))
-        measurement = Measurement(task, tell, ranks, device)
+        measurement = Measurement(task, tell, ranks, device, timed)
     measurement.result.seconds["spawn"] = spawn
     return measurement.run()
 

@@ -19,12 +19,12 @@ from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
-from lorabench.contract.hooks import asked
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.work import Work
 from lorabench.measure import flops
 from lorabench.measure.certificate import LOSS
+from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Begin, JobCounts, Kind, Request
 from lorabench.record.schema import Numerics
 
@@ -75,9 +75,10 @@ class Evaluate(Kind):
             "do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "use_cache": True,
             "pad_token_id": 0,
         }  # fmt: skip
-        for ablation in request.ordered:
-            asked(ablation, Ablation.generate, generation)
-        return EvaluateArm(**{**vars(made), "kind": self}, generation=generation)
+        hooks = Hooks(request.ordered)
+        hooks.each(Ablation.generate, generation)
+        touched = (made.touched or set()) | hooks.touched
+        return EvaluateArm(**{**vars(made), "kind": self, "touched": touched}, generation=generation)
 
     def trial(self, arm: Any, begin: Begin) -> torch.Tensor:
         with torch.no_grad():

@@ -87,7 +87,7 @@ class Load(Kind):
                 file.read_bytes()
         return LoadArm(
             request.name, request.ablations, nn.Module(), [], request.dtype, request.device, self,
-            {a.name: None for a in request.ablations}, request.ranks, files=files, reader=reader, cold=cold,
+            {a.name: None for a in request.ablations}, ranks=request.ranks, files=files, reader=reader, cold=cold,
         )  # fmt: skip
 
     def trial(self, arm: Any, begin: Begin) -> None:
