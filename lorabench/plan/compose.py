@@ -154,15 +154,16 @@ def _validated(cls: type[Checked], values: Mapping[str, Any], what: str) -> Chec
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{what}: {_first(error, cls)}") from None
+        raise ConfigError(f"{what}: {_first(error)}") from None
 
 
-def _first(error: ValidationError, cls: type[BaseModel] = SweepConfig) -> str:
+def _first(error: ValidationError) -> str:
     """The first of a ValidationError's findings in words; of a wrong name with the nearest right one."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        of = {(): cls, (LORA,): Lora}.get(first["loc"][:-1])
+        named = {c.__name__: c for c in (SweepConfig, ModelSpec, Workload, Lora)}
+        of = {(): named.get(error.title), (LORA,): Lora}.get(first["loc"][:-1])
         if of is not None:
             return str(
                 nearest("field", str(first["loc"][-1]), of.model_fields, where=f" in {LORA}" if of is Lora else "")
