@@ -20,6 +20,7 @@ import psutil
 import torch
 from scipy import stats
 from torch import nn
+from torch._dynamo.eval_frame import TorchPatcher
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lorabench.measure.trial import Trial
@@ -141,9 +142,7 @@ class Guard:
     def __init__(self, alone: bool) -> None:
         """`alone`: this process measures one arm, whose toggles may patch what is the whole process's."""
         self.alone = alone
-        torch.optim.AdamW(
-            [nn.Parameter(torch.zeros(1))]
-        )  # torch's compiler wraps the optimizers when one is first made
+        TorchPatcher.patch()  # torch's compiler wraps the optimizers' methods, when something first asks for it
         self.settings, self.functions = settings(), functions()
         self.model: nn.Module | None = None
         self.threads = {thread.native_id for thread in threading.enumerate()}
