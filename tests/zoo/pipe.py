@@ -14,6 +14,7 @@ from torch import Tensor
 from lorabench.measure.cell import ArmResult, Measurement, Result
 from lorabench.measure.kind import JobCounts
 from lorabench.record.schema import ARMS, Numerics
+from lorabench.run.messages import send
 from zoo.cheat import Cheat, Turns
 
 PHASES = ("forward", "backward", "step", "total")
@@ -42,7 +43,7 @@ class ForgedAnswer(Cheat):
                 result, rounds = measurement.result, measurement.task.rounds
                 for name, arm in result.arms.items():
                     arm.times = times(3.0 if name == "reference" else 0.1, rounds)
-                pipe().send(("result", time.time(), result))
+                send(pipe(), ("result", time.time(), result))
                 os._exit(0)
 
 
@@ -66,7 +67,7 @@ class ForgedAtOnce(Cheat):
             )
             for name in ARMS
         }
-        pipe().send(("result", time.time(), Result(arms=arms)))
+        send(pipe(), ("result", time.time(), Result(arms=arms)))
         os._exit(0)
 
 
