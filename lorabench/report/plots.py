@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
@@ -64,15 +65,17 @@ class Drawn(NamedTuple):
 
 def plots(analysis: Analysis) -> dict[str, Drawn]:
     """Name → plot, for every plot that these records have data for; {} where nothing was measured."""
+    found = figures(analysis)
+    return {name: Drawn(png(figure), svg(figure, name), left_out) for name, (figure, left_out) in found.items()}
+
+
+def figures(analysis: Analysis) -> dict[str, tuple[Figure, str]]:
+    """The same as figures, with what each leaves out."""
+    panels = panels_of(analysis)
     with rc_context({"text.parse_math": False}):  # a name is a name, whatever dollars it has
-        return _plots(analysis, panels_of(analysis))
-
-
-def _plots(analysis: Analysis, panels: Sequence[Panel]) -> dict[str, Drawn]:
-    speed = heat_map(panels) if len(panels) > MANY else _speedup(panels, analysis)
-    made = (speed, _memory(panels), _phases(panels), tradeoff(panels), published(analysis), _ladder(analysis))
-    found = [(name, figured) for name, figured in zip(NAMES, made, strict=True) if figured]
-    return {name: Drawn(png(figure), svg(figure, name), left_out) for name, (figure, left_out) in found}
+        speed = heat_map(panels) if len(panels) > MANY else _speedup(panels, analysis)
+        made = (speed, _memory(panels), _phases(panels), tradeoff(panels), published(analysis), _ladder(analysis))
+    return {name: figured for name, figured in zip(NAMES, made, strict=True) if figured}
 
 
 def _strip(panel: Panel, notes: Callable[[Row], tuple[str, str]], axis: str) -> Strip:
