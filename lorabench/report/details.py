@@ -2,44 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lorabench.record.schema import ARMS, JobRecord, Phase, RankSpread, Record
+from lorabench.record.schema import ARMS, JobRecord, Numerics, Phase, RankSpread, Record, Telemetry
 from lorabench.report.analysis import Row
 from lorabench.report.contrasts import toggles
+from lorabench.report.rerun import rerun
 from lorabench.report.tidy import GIB, gate_of
 from lorabench.report.words import number, percent, ratio
 
 Fact = str | list[list[str]]  # text, or a table: headings, then rows
 
 
-def detail(record: Record, row: Row) -> dict[str, Any]:
-    """`title`, `status`, `facts` (name → text or table) and `log` of a cell. row: its row of the tidy table."""
+def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequence[object]) -> dict[str, Any]:
+    """All of one row: `title`, `model`, `workload`, `status`, `toggles` (what the page filters by), `facts` (name →
+    text or table), `trials` (a session each: its name, and by phase the arms' ms) and `log`.
+
+    row: that of the tidy table. measured: the records of all its sessions. command: that of the record's session."""
     facts: dict[str, Fact | None] = {
         "status": f"{record.status}: {record.reason}" if record.reason else record.status,
         "kind": record.kind,
         "reference": " + ".join(record.reference) or "plain",
         "candidate": " + ".join(record.candidate) or "plain",
         "pairing": record.pairing,
-        "processes": row["processes"],
+        "processes": row["processes"] if isinstance(row["processes"], str) else None,  # pandas holds None as NaN
         "sessions": row["session_ratios"],
-        "applied sites": pairs(record.applied or {}),
+        "what was patched": _patched(record),
         **{name: _phase(name, phase, row) for name, phase in (record.phases or {}).items()},
         "tokens": pairs(record.tokens.model_dump()) if record.tokens else None,
         "jobs": _jobs(record.jobs or {}),
         **{f"ranks, {arm}": _ranks(spread) for arm, spread in (record.ranks or {}).items()},
         **{f"memory, {arm}": _memory(held.model_dump()) for arm, held in (record.memory or {}).items()},
-        "numerics": pairs(_rounded(record.numerics.model_dump())) if record.numerics else None,
+        "numerics": _numerics(record.numerics) if record.numerics else None,
+        "numerics, of what": _compared(record.numerics) if record.numerics else None,
         **_roofline(record),
-        "telemetry": pairs(record.telemetry.model_dump()) if record.telemetry else None,
-        "notes": pairs(record.notes),
+        "telemetry": _telemetry(record.telemetry) if record.telemetry else None,
+        "notes": pairs({name: said for name, said in record.notes.items() if name not in (record.applied or {})}),
         "cost, s": pairs(_rounded(record.cost.model_dump())) if record.cost else None,
         "design": record.design,
         "key": f"{record.key}, session {record.session}",
+        "measure it again": rerun(record, command),
     }  # fmt: skip
-    shown = {name: fact for name, fact in facts.items() if fact}
-    return {"title": toggles(record), "status": record.status, "facts": shown, "log": record.log or ""}
+    return {
+        "title": toggles(record),
+        "model": record.model,
+        "workload": record.workload,
+        "status": record.status,
+        "toggles": record.ablations,
+        "facts": {name: fact for name, fact in facts.items() if fact},
+        "trials": [_trials(r) for r in measured if r.phases],
+        "log": record.log or "",
+    }
+
+
+def _trials(record: Record) -> dict[str, Any]:
+    """Four digits of each: what a chart can show."""
+    phases = {
+        name: [_digits(getattr(phase, f"{arm}_ms")) for arm in ARMS] for name, phase in (record.phases or {}).items()
+    }
+    return {"session": record.session, "phases": phases}
+
+
+def _digits(ms: Sequence[float] | None) -> list[float]:
+    return [float(f"{x:.4g}") for x in ms or ()]
+
+
+def _patched(record: Record) -> list[list[str]] | None:
+    """A row a toggle of the candidate: how many sites it changed, and what it says of itself."""
+    if not record.applied:
+        return None
+    rows = [[name, str(sites), said(record.notes.get(name))] for name, sites in record.applied.items()]
+    return [["toggle", "sites", "says"], *rows]
+
+
+def said(note: Any) -> str:
+    return pairs(note) if isinstance(note, Mapping) else "" if note is None else str(note)
+
+
+def _numerics(found: Numerics) -> list[list[str]]:
+    """A row a comparison. `checks` are those of the full arms and of the timed trials; what stands before them is of
+    the gate, and in older records also of the first round."""
+    worst = f"{found.worst}, of {found.tensors}" if found.worst else f"of {found.tensors}"
+    named = [
+        ("training loss", found.loss_error, found.loss_allowed, ""),
+        ("adapter gradient", found.grad_error, found.grad_allowed, worst),
+        ("adapter gradient of plain PEFT", found.plain_grad_error, None, found.plain_worst or ""),
+        ("gradient's scale", found.scale_error, found.scale_allowed, found.scale_worst),
+        ("first update", found.update_error, None, ""),
+        ("tensors that differ", found.unequal, 0, worst),
+        ("full arms, loss", found.full_loss_error, found.full_loss_allowed, ""),
+        ("full arms, gradient norm", found.full_grad_norm_error, found.full_grad_norm_allowed, ""),
+        *((check.name, check.found, check.allowed, check.where) for check in found.checks),
+    ]
+    rows = [
+        [name, number(value), "" if allowed is None else number(allowed), where,
+         "" if allowed is None else "passed" if value <= allowed else "failed"]
+        for name, value, allowed, where in named if value is not None
+    ]  # fmt: skip
+    return [["what", "found", "allowed", "where", ""], *rows]
+
+
+def _compared(found: Numerics) -> str:
+    """What the numbers of the table are of."""
+    return pairs({
+        "passed": "yes" if found.passed else "no",
+        "tensors": found.tensors,
+        "longest shallow sample, tokens": found.shallow_tokens,
+        "tolerance": found.tolerance,
+    })  # fmt: skip
+
+
+def _telemetry(found: Telemetry) -> list[list[str]]:
+    measured = {"SM clock, MHz": found.sm_clock_mhz, "power, W": found.power_w, "temperature, °C": found.temperature_c}
+    rows = [[name, *map(number, three)] for name, three in measured.items() if three]
+    listed = {
+        "throttled by": found.throttle,
+        "other processes": found.foreign_processes,
+        "disturbed trials": found.disturbed_trials,
+    }
+    rows += [[name, ", ".join(map(str, values)), "", ""] for name, values in listed.items() if values]
+    rows += [] if found.load_average is None else [["load average at the end", "", "", number(found.load_average)]]
+    return [["while the trials ran", "least", "median", "most"], *rows]
 
 
 def pairs(values: Mapping[Any, Any]) -> str:

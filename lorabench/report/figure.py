@@ -1,4 +1,4 @@
-"""What all plots share: panels one under the other, row names, logarithmic axes, PNG bytes.
+"""What all plots share: panels one under the other, row names, logarithmic axes, PNG and SVG bytes.
 
 Drawn without pyplot's global state. All margins are known beforehand, from the widths of the texts: matplotlib's own
 layout engine draws each figure three times to find them.
@@ -11,8 +11,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
@@ -21,6 +23,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 WIDTH, ROW = 9.5, 0.27  # inches: figure, one row
 TITLE, AXIS = 0.38, 0.57  # inches above a panel and below it
 SMALL = 8.5
+FONTS = ["DejaVu Sans", "Arial"]  # the first is what widths are known of; the second is narrower
 TWO_LINES = 0.8 * SMALL  # two lines have to fit a row
 TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100)
 
@@ -36,7 +39,7 @@ class Strip(NamedTuple):
 
 def rows_figure(strips: Sequence[Strip], said: str) -> tuple[Figure, list[Axes]]:
     """A figure of panels of rows, to be drawn into at y = 0, 1, 2 …; said: what it leaves out."""
-    labels = [[short(label) for label in strip.labels] for strip in strips]
+    labels = [[label if "\n" in label else short(label) for label in strip.labels] for strip in strips]
     left = widest(label for names in labels for label in names)
     right = widest(text for strip in strips for text, _ in strip.notes)
     figure, axes = stack([len(names) for names in labels], left, right, said)
@@ -75,6 +78,15 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def svg(figure: Figure, name: str) -> bytes:
+    """Text stays text, in whatever sans-serif font there is: it can be searched, and copied. `name` makes the ids
+    differ from those of another figure in the same page, and the same in every run."""
+    buffer = io.BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.sans-serif": FONTS}):
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
 def widest(texts: Iterable[str]) -> float:
     """Inches that the longest of these texts takes beside a panel."""
     return max((_width(text) for text in set(texts)), default=0.0) + 0.2
@@ -90,7 +102,12 @@ def size_of(text: str) -> float:
 
 
 def legend(figure: Figure, handles: Sequence[Any]) -> None:
-    figure.legend(handles=list(handles), loc="upper center", ncols=len(handles), frameon=False, fontsize=SMALL)
+    """At the top, in as many rows as its width needs."""
+    wide = sum(widest([handle.get_label()]) + 0.45 for handle in handles)
+    columns = math.ceil(len(handles) / math.ceil(wide / figure.get_figwidth()))
+    figure.legend(
+        handles=list(handles), loc="upper center", ncols=columns, frameon=False, fontsize=SMALL, borderaxespad=0.2
+    )
 
 
 def title(ax: Axes, text: str) -> None:

@@ -1,34 +1,66 @@
-"""report.html: one self-contained page with all that the records say. It needs no network; scripts only sort the tables
-and open a cell's details, which are kept as data and become elements when they are asked for."""
+"""report.html: one self-contained page with all that the records say, the answers first.
+
+It needs no network, and without scripts it is whole but for the details of a row: figures are SVG. Scripts sort and
+filter the table and open its rows, whose details are kept as data. A Content-Security-Policy allows the page's own two
+scripts and style sheet, by their hashes, and nothing else.
+"""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-from lorabench.record.schema import Record
-from lorabench.report.analysis import Analysis, Session
-from lorabench.report.cells import BOUND, GRADIENT, HOST, PADDING, THROUGHPUT, UNEQUAL, VERDICT
+from lorabench.record.schema import TOTAL, Record
+from lorabench.report.analysis import Analysis, Row, Session
+from lorabench.report.answers import answers, published_answer
+from lorabench.report.cells import (
+    BOUND,
+    GRADIENT,
+    HOST,
+    MEMORY,
+    PADDING,
+    SESSIONS,
+    THROUGHPUT,
+    TIME,
+    TOGGLE,
+    UNEQUAL,
+    VERDICT,
+    WHOLE,
+    TextGroup,
+    times,
+)
 from lorabench.report.claims import load_claims, standing
+from lorabench.report.contrasts import toggles
 from lorabench.report.details import detail, pairs
+from lorabench.report.inline import inline
 from lorabench.report.plots import Drawn
+from lorabench.report.shares import columns
 from lorabench.report.shown import Shown
-from lorabench.report.tidy import GIB, kinds_of, overhead_share
+from lorabench.report.tidy import GIB, kinds_of, overhead_share, phases_of
+from lorabench.report.tradeoff import GID
 from lorabench.report.words import number
 
 CAPTIONS = {
-    "speedup.png": "Speed-up of the whole with its 95 % interval. Grey band: the noise floor. Hollow diamonds: "
-    "published numbers for the same toggle against the same baseline.",
-    "memory.png": "Peak memory of reference and candidate, each net of what the other holds.",
-    "phases.png": "Where the candidate's time goes: the median of its total, divided as the medians of its phases are. "
+    "tradeoff": "Time against memory: down and to the left is better. What lies on the dashed line no other beats in "
+    "both. Vertical lines are 95 % intervals of the median.",
+    "published": "Published numbers beside ours, where both were measured against the same baseline.",
+    "speedup": "Speed-up of the whole with its 95 % interval. Grey band: the noise floor. Dotted: host-bound. Dots "
+    "below a line: its sessions. Hollow diamonds: published numbers for the same toggle against the same baseline. "
+    "Where there are many groups each is a line of a map.",
+    "memory": "Peak memory of reference and candidate, each net of what the other holds.",
+    "phases": "Where the candidate's time goes: the median of its total, divided as the medians of its phases are. "
     "The black line is its own reference, measured beside it.",
-    "tradeoff.png": "Speed against memory.",
-    "ladder.png": "The ladder: each rung keeps the ones above it.",
+    "ladder": "The ladder: each rung keeps the ones above it.",
 }
+NARROW = (TOGGLE, TIME, WHOLE, VERDICT)  # the columns that a phone is wide enough for
+FIRST = ("tradeoff", "published")  # of the figures, what stands above the table
 
 GLOSSARY = {
     "ok": "both arms ran, the toggle was engaged, its gradients passed the gate, and it was timed",
@@ -36,6 +68,7 @@ GLOSSARY = {
     "timeout": "the cell took longer than it was allowed to and was stopped",
     "crash": "an arm raised an error or its process died; the end of its output is with the cell",
     "wrong_numerics": "the loss or an adapter's gradient is further from plain PEFT than allowed: no speed is given",
+    "untrusted": "the times cannot be trusted, for the reason that is given: none are shown",
     "not_applied": "the toggle changed nothing here, so there is nothing to time",
     "unsupported": "this machine, these packages or this model lack something that the toggle needs",
     "conflict": "toggles that cannot be on together",
@@ -57,54 +90,162 @@ GLOSSARY = {
 
 
 def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = None) -> str:
-    """The page as text. plots: by file name. Everything shown is escaped."""
+    """The page as text. plots: by name. Everything shown is escaped."""
     records, sessions = analysis.records, analysis.sessions
     share = overhead_share(records)
+    commands = {s["id"]: s.get("command") or [] for s in sessions}
+    rows = {id(row.shown): row for row in analysis.rows}
+    listed = [record for group in shown.ranked for record in group.records]
+    place = {id(record): n for n, record in enumerate(listed)}
+    marks = {f"{GID}{r.kind}-{r.key}": (place[id(r)], _point(r, analysis.row(r))) for r in listed}
+    figures = {name: _figure(name, drawn, marks) for name, drawn in (plots or {}).items()}
     layouts = _layouts(shown)
+    sheet = _style(layouts)
+    scripts = [_read("uplot/uPlot.iife.min.js"), _read("page.js")]
     environment = Environment(
-        loader=PackageLoader("lorabench", "report"), autoescape=True, undefined=StrictUndefined,
+        loader=PackageLoader("lorabench", "report/templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}  # facts in our order
+    environment.policies["json.dumps_kwargs"] = {
+        "ensure_ascii": False, "separators": (",", ":"), "allow_nan": False,  # a browser reads no NaN
+    }  # fmt: skip
+    environment.filters["identity"] = id
     return environment.get_template("page.html.jinja").render(
+        policy=_policy(sheet, scripts),
+        sheet=Markup(sheet),
+        scripts=[Markup(script) for script in scripts],
+        licence=_read("uplot/LICENSE"),
         sessions=[_session(s) for s in sessions],
         counts=_counts(records),
         overhead=f"{100 * share:.0f} %" if math.isfinite(share) else "",
         wall=number(sum(r.cost.wall for r in records if r.cost) / 60),
         where=_where(sessions),
-        groups=shown.groups,
-        layouts=layouts,
-        layout_of=lambda group: layouts[tuple(group.columns)],
+        answers=[(answer, place[id(answer.record)] if answer.record else None) for answer in answers(analysis)],
+        published=published_answer(analysis),
+        tables=[_table(columns, shown, analysis, n) for columns, (n, _) in layouts.items()],
+        place=place,
+        folded=any(hidden for _, hidden in layouts.values()),
+        choices=_choices(records),
         tone=_tone,
-        details=[detail(r, analysis.row(r)) for group in shown.groups for r in group.records],
-        plots=[(_caption(name, drawn), base64.b64encode(drawn.png).decode()) for name, drawn in (plots or {}).items()],
+        details=[
+            detail(r, analysis.row(r), rows[id(r)].measured, commands.get(r.session, [])) for r in listed
+        ],
+        first=[figures[name] for name in FIRST if name in figures],
+        figures=[figure for name, figure in figures.items() if name not in FIRST],
         claims=shown.claims,
         sources=load_claims(),
         standing=lambda claim: standing(claim, analysis.matches),
         glossary=GLOSSARY | _glossary_of_kinds(records),
-    )
+    )  # fmt: skip
+
+
+# -- what the page is made of -----------------------------------------------------------------------------------------
+
+
+def _read(name: str) -> str:
+    return (files("lorabench.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _policy(sheet: str, scripts: Sequence[str]) -> str:
+    """What a browser may run of this page, whatever stands in the records. uPlot sets sizes through the CSSOM, which
+    no policy on styles concerns."""
+    run = " ".join(map(_hash, scripts))
+    return f"default-src 'none'; script-src {run}; style-src {_hash(sheet)}; base-uri 'none'; form-action 'none'"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _style(layouts: Mapping[tuple[str, ...], tuple[int, list[int]]]) -> str:
+    """The style sheet, with the rules for the columns of each layout that stay folded, always or on a phone."""
+    always, on_a_phone = [], []
+    for names, (layout, hidden) in layouts.items():
+        rule = f"#more:not(:checked) ~ .wide .layout{layout} tr:not(.detail):not(.group) > :nth-child({{}})".format
+        always += map(rule, hidden)
+        on_a_phone += [rule(n) for n, name in enumerate(names, start=1) if name not in NARROW]
+    sheets = [_read("uplot/uPlot.min.css"), _read("page.css")]
+    sheets += [f"{', '.join(always)} {{ display: none; }}"] if always else []
+    sheets += [f"@media (max-width: 45rem) {{ {', '.join(on_a_phone)} {{ display: none; }} }}"] if on_a_phone else []
+    return "\n".join([*sheets, ""])
+
+
+def _figure(name: str, drawn: Drawn, marks: Mapping[str, tuple[int, str]]) -> tuple[str, str, Markup]:
+    """(name, caption, SVG)."""
+    caption = CAPTIONS[name] + (f" Shown: {drawn.left_out}." if drawn.left_out else "")
+    return name, caption, Markup(inline(drawn.svg, name, caption, marks))
+
+
+def _point(record: Record, row: Row) -> str:
+    """What a point of a figure says under the pointer."""
+    took = number(row[f"{TOTAL}_candidate_ms"], 4)
+    return f"{toggles(record)}, {record.model} @ {record.workload}: {took} ms, {number(row['candidate_peak_gib'])} GiB"
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
 
 
 def _layouts(shown: Shown) -> dict[tuple[str, ...], tuple[int, list[int]]]:
     """Columns of a group → (number of this layout, the places, from 1, of those that only a click shows)."""
     folded = {PADDING, BOUND, GRADIENT, THROUGHPUT, UNEQUAL}
-    kinds = dict.fromkeys(tuple(group.columns) for group in shown.groups)
+    kinds = dict.fromkeys(tuple(group.columns) for group in shown.ranked)
     return {
         columns: (n, [i for i, column in enumerate(columns, start=1) if column in folded])
         for n, columns in enumerate(kinds)
     }
 
 
-def _tone(row: Mapping[str, str]) -> str:
+def _table(columns: tuple[str, ...], shown: Shown, analysis: Analysis, number: int) -> dict[str, Any]:
+    """One table of all groups with these columns: each group a body of its own, within which alone it sorts."""
+    groups = [group for group in shown.ranked if tuple(group.columns) == columns]
+    return {"columns": columns, "layout": number, "groups": [(group, _values(group, analysis)) for group in groups]}
+
+
+def _values(group: TextGroup, analysis: Analysis) -> list[dict[str, float]]:
+    """By column, the number that a row sorts by: what the cell shows of the candidate, '' where it shows none."""
+    by = _sorted_by(analysis)
+    return [
+        {c: value for c in group.columns if (value := _value(row, c, texts[c], by)) is not None}
+        for row, texts in zip(map(analysis.row, group.records), group.rows, strict=True)
+    ]
+
+
+def _value(row: Row, column: str, text: str, by: Mapping[str, str]) -> float | None:
+    """None for words, and for an interval without a ratio: an unclear row has no place among those that have one."""
+    name = by.get(column)
+    if not text or name is None or name not in row or (row["verdict"] == "unclear" and name.endswith("_speedup")):
+        return None
+    return float(f"{row[name]:.5g}") if row[name] is not None and math.isfinite(row[name]) else None
+
+
+def _sorted_by(analysis: Analysis) -> dict[str, str]:
+    """Heading → the column of the tidy table."""
+    kinds = kinds_of(analysis.records)
+    return {
+        WHOLE: f"{TOTAL}_speedup", HOST: f"{TOTAL}_candidate_ms", SESSIONS: "sessions", TIME: f"{TOTAL}_candidate_ms",
+        MEMORY: "candidate_peak_gib", THROUGHPUT: "candidate_tokens_s", PADDING: "candidate_padded_share",
+        BOUND: "candidate_of_ceiling", GRADIENT: "grad_error", UNEQUAL: "unequal",
+        **{times(phase): f"{phase}_speedup" for phase in phases_of(analysis.records)},
+        **{share.heading: share.column for share in columns(kinds)},
+    }  # fmt: skip
+
+
+def _choices(records: Sequence[Record]) -> dict[str, list[str]]:
+    """What the table can be filtered by."""
+    return {
+        "model": list(dict.fromkeys(r.model for r in records)),
+        "workload": list(dict.fromkeys(r.workload for r in records)),
+        "status": list(dict.fromkeys(r.status for r in records)),
+        "toggle": sorted({name for r in records for name in r.ablations}),
+    }
+
+
+def _tone(record: Record, row: Mapping[str, str]) -> str:
     """The classes of a row: its verdict's first word, or that it failed; and whether it waits for its host."""
-    word = row[VERDICT].split()[0]
-    if word not in ("faster", "slower", "same", "unclear", "noise", "too") and not word.endswith(":"):
-        return "failed"
+    if record.status != "ok":
+        return f"failed {record.status}"
+    word = row[VERDICT].split()[0] if record.is_candidate else "least"
     return f"{word} host-bound" if row.get(HOST) else word
-
-
-def _caption(name: str, drawn: Drawn) -> str:
-    return CAPTIONS[name] + (f" Shown: {drawn.left_out}." if drawn.left_out else "")
 
 
 def _glossary_of_kinds(records: Sequence[Record]) -> dict[str, str]:
@@ -134,6 +275,8 @@ def _where(sessions: Sequence[Session]) -> str:
     commits = dict.fromkeys(s["commit"][:7] for s in sessions if s.get("commit"))
     torch = f"torch {' and '.join(versions)}" if versions else ""
     commit = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}" if commits else ""
+    if len(commits) > 3:
+        commit = f"{len(commits)} commits"
     return ", ".join(filter(None, (" and ".join(names), torch, commit)))
 
 

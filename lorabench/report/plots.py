@@ -1,8 +1,8 @@
-"""The plots, as PNG bytes: speed-up, memory, phases, speed against memory, ladder. Drawn without pyplot's global state.
+"""The plots: speed-up, memory, phases, time against memory, published numbers, ladder; each as PNG and as SVG.
 
-Colours are Okabe and Ito's, which the colour-blind tell apart; a verdict also has a marker of its own. One panel a
-group, stacked, so that a row stays readable at the width of a README. A figure has at most MAX_ROWS rows
-and MAX_PANELS panels: what it leaves out it says, and the tables have it.
+Drawn without pyplot's global state. One panel a group, stacked, so that a row stays readable at the width of a README;
+panels that belong together share their axis. Of many groups the speed-up is a heat map. What a figure leaves out it
+says, and the tables have it.
 """
 
 from __future__ import annotations
@@ -13,95 +13,69 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from lorabench.record.schema import ARMS, TOTAL, Record
+from lorabench.record.schema import ARMS, TOTAL
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.attribution import Rung, ladder
-from lorabench.report.cells import fits_alone, whole
-from lorabench.report.figure import (
-    SMALL,
-    WIDTH,
-    Strip,
-    legend,
-    log_axis,
-    png,
-    rows_figure,
-    short,
-    size_of,
-    stack,
-    title,
-    widest,
-)  # fmt: skip
+from lorabench.report.cells import HOST_BOUND, fits_alone, whole
+from lorabench.report.figure import Strip, legend, log_axis, png, rows_figure, svg
+from lorabench.report.heatmap import heat_map
+from lorabench.report.panels import (
+    BLUE,
+    GREEN,
+    GREY,
+    LEAST,
+    LOOK,
+    MANY,
+    ORANGE,
+    PURPLE,
+    VERMILLION,
+    Figured,
+    Mark,
+    Panel,
+    by,
+    look,
+    panels_of,
+    that_fit,
+    total,
+    with_any,
+)
+from lorabench.report.published import published
+from lorabench.report.tradeoff import tradeoff
+from lorabench.report.words import arrow, number
 
-BLUE, ORANGE, GREEN, VERMILLION, GREY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777", "#CC79A7"
-LOOK = {"faster": (BLUE, "^"), "slower": (VERMILLION, "v"), "same": (GREY, "s"), "unclear": (ORANGE, "o")}
-LEAST = (PURPLE, "*")  # of what is no candidate: it has no verdict
 PHASE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, VERMILLION)  # by a phase's place in its kind
-MAX_ROWS, MAX_PANELS = 150, 40  # of a figure: more take minutes to draw, and nobody reads them in a picture
-LEADER = 0.3  # inches from a panel to the names beside it
-NAMES = ("speedup.png", "memory.png", "phases.png", "tradeoff.png", "ladder.png")
-
-
-class Mark(NamedTuple):
-    """One row of a panel: the record and its row of the tidy table."""
-
-    record: Record
-    row: Row
-
-
-class Panel(NamedTuple):
-    """One group, as it is drawn."""
-
-    title: str
-    kind: Any
-    marks: list[Mark]
+NAMES = ("speedup", "memory", "phases", "tradeoff", "published", "ladder")
+SUFFIXES = (".png", ".svg")
 
 
 class Drawn(NamedTuple):
-    """A plot: PNG bytes, and in words what it leaves out ('' for nothing)."""
+    """A plot, and in words what it leaves out ('' for nothing)."""
 
     png: bytes
+    svg: bytes
     left_out: str
 
 
-Figured = tuple[Figure, str] | None  # with what it leaves out; None where there is nothing to draw
-
-
 def plots(analysis: Analysis) -> dict[str, Drawn]:
-    """File name → plot, for every plot that these records have data for; {} where nothing was measured."""
-    panels = [Panel(g.title, g.kind, [Mark(r, analysis.row(r)) for r in analysis.ordered(g)]) for g in analysis.groups]
-    made = (_speedup(panels, analysis), _memory(panels), _phases(panels), _tradeoff(panels), _ladder(analysis))
-    return {name: Drawn(png(found[0]), found[1]) for name, found in zip(NAMES, made, strict=True) if found}
+    """Name → plot, for every plot that these records have data for; {} where nothing was measured."""
+    found = figures(analysis)
+    return {name: Drawn(png(figure), svg(figure, name), left_out) for name, (figure, left_out) in found.items()}
 
 
-def _that_fit(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
-    """The panels that one figure can show, the first always, and in words what is left out."""
-    shown, rows = [], 0
-    for panel in panels:
-        if shown and (rows + len(panel.marks) > MAX_ROWS or len(shown) == MAX_PANELS):
-            break
-        shown.append(panel._replace(marks=panel.marks[:MAX_ROWS]))
-        rows += len(shown[-1].marks)
-    every = sum(len(panel.marks) for panel in panels)
-    if rows == every:
-        return shown, ""
-    return shown, f"{rows} of {every} rows, {len(shown)} of {len(panels)} groups; the tables have them all"
-
-
-def _measured(panels: Sequence[Panel], keep: Callable[[Mark], bool]) -> tuple[list[Panel], str]:
-    """Of each panel the rows to keep, of those panels that have any; and what a figure of them leaves out."""
-    kept = [panel._replace(marks=[mark for mark in panel.marks if keep(mark)]) for panel in panels]
-    return _that_fit([panel for panel in kept if panel.marks])
-
-
-def _has(mark: Mark, *columns: str) -> bool:
-    return all(math.isfinite(mark.row[column]) for column in columns)
+def figures(analysis: Analysis) -> dict[str, tuple[Figure, str]]:
+    """The same as figures, with what each leaves out."""
+    panels = panels_of(analysis)
+    with rc_context({"text.parse_math": False}):  # a name is a name, whatever dollars it has
+        speed = heat_map(panels) if len(panels) > MANY else _speedup(panels, analysis)
+        made = (speed, _memory(panels), _phases(panels), tradeoff(panels), published(analysis), _ladder(analysis))
+    return {name: figured for name, figured in zip(NAMES, made, strict=True) if figured}
 
 
 def _strip(panel: Panel, notes: Callable[[Row], tuple[str, str]], axis: str) -> Strip:
@@ -109,36 +83,42 @@ def _strip(panel: Panel, notes: Callable[[Row], tuple[str, str]], axis: str) -> 
     return Strip(panel.title, [row["toggles"] for row in rows], [notes(row) for row in rows], axis)
 
 
-def _total(row: Row) -> tuple[float, float, float]:
-    """Speed-up of the whole, with its interval."""
-    return row[f"{TOTAL}_speedup"], row[f"{TOTAL}_low"], row[f"{TOTAL}_high"]
-
-
-def _look(mark: Mark) -> tuple[str, str]:
-    """(colour, marker) of a verdict, or of what has none."""
-    return LOOK.get(mark.row["verdict"] or "", (GREY, "o")) if mark.record.is_candidate else LEAST
+def _failure(row: Row) -> tuple[str, str]:
+    """What stands in place of a number, and its colour."""
+    return (row["status"] if row["status"] != "ok" else "too few trials"), VERMILLION
 
 
 # -- speed-up -------------------------------------------------------------------------------------------------------
 
 
 def _speedup(panels: Sequence[Panel], analysis: Analysis) -> Figured:
-    """Forest: total speed-up with its interval; failed rows as text; published totals as hollow diamonds."""
+    """Forest: total speed-up with its interval and the sessions' own ratios; failed rows as text; published totals as
+    hollow diamonds. All panels of a kind have one axis."""
     if not panels:
         return None
     claims: dict[str, list[tuple[float, float]]] = {}
     for m in analysis.matches:
         if m.claim.quantity == f"{TOTAL}_speedup" and not m.differs:
             claims.setdefault(m.record.key, []).append((m.low, m.high))
-    shown, left_out = _that_fit(panels)
+    shown, left_out = that_fit(panels)
     strips = [_strip(p, _says, f"speed-up of {p.kind.total}, 95 % interval (right is faster)") for p in shown]
     figure, axes = rows_figure(strips, left_out)
+    values: dict[str, list[float]] = {}
     for ax, panel in zip(axes, shown, strict=True):
-        _forest(ax, panel, claims)
-    handles = [Line2D([], [], color=c, marker=m, lw=1.5, label=v) for v, (c, m) in LOOK.items()]
+        values.setdefault(panel.kind.name, []).extend(_forest(ax, panel, claims, analysis))
+    for ax, panel in zip(axes, shown, strict=True):
+        log_axis(ax, "x", values[panel.kind.name])
+    marks = [mark for panel in shown for mark in panel.marks]
+    handles: list[Any] = [
+        Line2D([], [], color=c, marker=m or "|", mfc="white", lw=1.5, label=v) for v, (c, m) in LOOK.items()
+    ]
     handles += [Patch(color="#dddddd", label="noise floor")]
-    least = dict.fromkeys(m.record.kind for panel in shown for m in panel.marks if not m.record.is_candidate)
+    least = dict.fromkeys(mark.record.kind for mark in marks if not mark.record.is_candidate)
     handles += [Line2D([], [], color=LEAST[0], marker=LEAST[1], lw=1.5, label=name) for name in least]
+    if any(mark.host_bound for mark in marks):
+        handles += [Line2D([], [], color="black", lw=1.5, ls=":", label="host-bound")]
+    if any(mark.row["sessions"] > 1 for mark in marks):
+        handles += [Line2D([], [], color="black", marker=".", lw=0, label="one session")]
     if claims:
         handles += [Line2D([], [], color="black", marker="D", mfc="white", lw=0.8, label="published")]
     legend(figure, handles)
@@ -146,71 +126,91 @@ def _speedup(panels: Sequence[Panel], analysis: Analysis) -> Figured:
 
 
 def _says(row: Row) -> tuple[str, str]:
-    """(text in the right margin, its colour): the number, or why there is none."""
+    """(text in the right margin, its colour): the number, milliseconds where it would be one of hosts, or why there is
+    none."""
     if math.isfinite(row[f"{TOTAL}_speedup"]):
-        return whole(row), "black"
+        waits = max(row[f"{arm}_host_share"] for arm in ARMS)
+        took = arrow(*(row[f"{TOTAL}_{arm}_ms"] for arm in ARMS))
+        return (f"{took} ms (host {100 * waits:.0f} %)" if waits >= HOST_BOUND else whole(row)), "black"
     if fits_alone(row):
         return f"only this fits: {row[f'{TOTAL}_candidate_ms']:.4g} ms", BLUE
-    return (row["status"] if row["status"] != "ok" else "too few trials"), VERMILLION
+    return _failure(row)
 
 
-def _forest(ax: Axes, panel: Panel, claims: dict[str, list[tuple[float, float]]]) -> None:
-    floor = max(mark.row["noise_floor"] for mark in panel.marks)
+def _forest(ax: Axes, panel: Panel, claims: dict[str, list[tuple[float, float]]], analysis: Analysis) -> list[float]:
+    """Draws the rows; returns all that the axis has to hold. The interval lies on a hollow marker, or a narrow one
+    would hide behind it."""
+    floor = max((f for mark in panel.marks if math.isfinite(f := mark.row["noise_floor"])), default=0.0)
     ax.axvspan(1 / (1 + floor), 1 + floor, color="#dddddd", lw=0)
     ax.axvline(1, color="black", lw=0.8)
     values = [1 + floor, 1 / (1 + floor)]
-    for y, (record, _) in enumerate(panel.marks):
-        for claimed in claims.get(record.key, []):
+    for y, mark in enumerate(panel.marks):
+        for claimed in claims.get(mark.record.key, []):
             values += claimed
             ax.plot(claimed, [y, y], "D-", color="black", mfc="white", ms=4.5, lw=0.8, zorder=2)
-    timed = [(y, mark) for y, mark in enumerate(panel.marks) if _has(mark, f"{TOTAL}_speedup")]
-    for (colour, marker), found in _by(_look, timed).items():
-        centres, lows, highs = zip(*(_total(mark.row) for _, mark in found), strict=True)
+        if mark.row["sessions"] > 1:
+            own = [c.centre for c in analysis.contrasts.sessions(mark.record)]
+            values += own
+            ax.plot(own, [y + 0.32] * len(own), ".", color="black", ms=3, zorder=5)
+    timed = [(y, mark) for y, mark in enumerate(panel.marks) if mark.has(f"{TOTAL}_speedup")]
+    for (colour, marker, waits), found in by(lambda mark: (*look(mark), mark.host_bound), timed).items():
+        centres, lows, highs = zip(*(total(mark.row) for _, mark in found), strict=True)
         values += [*lows, *highs]
         ys = [y for y, _ in found]
-        ax.hlines(ys, lows, highs, color=colour, lw=2, zorder=3)
-        ax.plot(centres, ys, marker, color=colour, ms=5.5, zorder=4)
-    log_axis(ax, "x", values)
+        ax.plot(centres, ys, marker=marker or "none", ls="none", color=colour, mfc="white", ms=7, zorder=3)
+        ax.hlines(ys, lows, highs, color=colour, lw=1.6, ls=":" if waits else "-", zorder=4)
+        ax.plot([*lows, *highs], [*ys, *ys], "|", color=colour, ms=5, mew=1.2, zorder=4)
+    return values
 
 
-def _by(key: Callable[[Mark], Any], marks: Iterable[tuple[Any, Mark]]) -> dict[Any, list[tuple[Any, Mark]]]:
-    """Marks of one look together: one artist for all of them draws several times as fast as one for each."""
-    found: dict[Any, list[tuple[Any, Mark]]] = {}
-    for at, mark in marks:
-        found.setdefault(key(mark), []).append((at, mark))
-    return found
+# -- memory and phases ----------------------------------------------------------------------------------------------
 
 
-# -- memory, phases, tradeoff ---------------------------------------------------------------------------------------
+def _one_scale(axes: Sequence[Axes], panels: Sequence[Panel], alike: Callable[[Panel], Any]) -> None:
+    """From 0 to the same end in all panels that are alike."""
+    ends: dict[Any, float] = {}
+    for ax, panel in zip(axes, panels, strict=True):
+        ends[alike(panel)] = max(ax.get_xlim()[1], ends.get(alike(panel), 0.0))
+    for ax, panel in zip(axes, panels, strict=True):
+        ax.set_xlim(0, ends[alike(panel)])
 
 
 def _memory(panels: Sequence[Panel]) -> Figured:
-    shown, left_out = _measured(
-        panels, lambda mark: _has(mark, "candidate_peak_gib") or _has(mark, "reference_peak_gib")
-    )
+    peaks = [f"{arm}_peak_gib" for arm in ARMS]
+    shown, left_out = with_any(panels, lambda mark: any(mark.has(peak) for peak in peaks))
     if not shown:
         return None
     figure, axes = rows_figure([_strip(p, _saves, "peak allocated, GiB (left is better)") for p in shown], left_out)
     for ax, panel in zip(axes, shown, strict=True):
-        ax.plot([m.row["reference_peak_gib"] for m in panel.marks], range(len(panel.marks)), "o", color="black",
-                mfc="white", ms=6, zorder=3)  # fmt: skip
-        for colour, found in _by(lambda mark: _peak_colour(mark.row), enumerate(panel.marks)).items():
-            before, after = ([m.row[f"{arm}_peak_gib"] for _, m in found] for arm in ARMS)
+        rows = [mark.row for mark in panel.marks]
+        ax.plot(
+            [_number(row, peaks[0]) for row in rows], range(len(rows)), "o", color="black", mfc="white", ms=6, zorder=3
+        )
+        for colour, found in by(lambda mark: _peak_colour(mark.row), enumerate(panel.marks)).items():
+            before, after = ([_number(m.row, peak) for _, m in found] for peak in peaks)
             ys = [y for y, _ in found]
             ax.hlines(ys, before, after, color=colour, lw=2, alpha=0.6)
             ax.plot(after, ys, "o", color=colour, ms=6, zorder=3)
-        ax.set_xlim(left=0)
+    _one_scale(axes, shown, lambda panel: panel.marks[0].record.model)
     legend(figure, [
         Line2D([], [], marker="o", color="black", mfc="white", lw=0, label="reference"),
         Line2D([], [], marker="o", color=BLUE, lw=0, label="candidate, less"),
+        Line2D([], [], marker="o", color=GREY, lw=0, label="within 1 %"),
         Line2D([], [], marker="o", color=VERMILLION, lw=0, label="candidate, more"),
     ])  # fmt: skip
     return figure, left_out
 
 
+def _number(row: Row, column: str) -> float:
+    """NaN where a row has none: a plot leaves it out."""
+    return float(row[column])
+
+
 def _saves(row: Row) -> tuple[str, str]:
-    saved, only = row["memory_saved_pct"], "candidate" if math.isnan(row["reference_peak_gib"]) else "reference"
-    return (f"{0.0 - saved:+.1f} %" if math.isfinite(saved) else f"only the {only}"), "black"
+    saved, known = row["memory_saved_pct"], [arm for arm in ARMS if math.isfinite(row[f"{arm}_peak_gib"])]
+    if math.isfinite(saved):
+        return f"{0.0 - saved:+.1f} %", "black"
+    return (f"only the {known[0]}", "black") if known else _failure(row) if row["status"] != "ok" else ("", "black")
 
 
 def _peak_colour(row: Row) -> str:
@@ -219,25 +219,35 @@ def _peak_colour(row: Row) -> str:
 
 
 def _phases(panels: Sequence[Panel]) -> Figured:
-    shown, left_out = _measured(panels, lambda mark: _has(mark, f"{TOTAL}_candidate_ms"))
+    shown, left_out = with_any(panels, lambda mark: mark.has(f"{TOTAL}_candidate_ms"))
     if not shown:
         return None
-    took = lambda row: (f"{row[f'{TOTAL}_candidate_ms']:.4g} ms", "black")  # noqa: E731
     axis = "median of the candidate's total, ms, divided as the medians of its phases are"
-    figure, axes = rows_figure([_strip(p, took, axis) for p in shown], left_out)
+    figure, axes = rows_figure([_strip(p, _took, axis) for p in shown], left_out)
     for ax, panel in zip(axes, shown, strict=True):
         _bars(ax, panel)
+    _one_scale(axes, shown, lambda panel: (panel.marks[0].record.model, panel.marks[0].record.workload))
     handles: list[Any] = [Patch(color=c, label=names) for c, names in _phase_colours(p.kind for p in shown).items()]
-    legend(figure, [*handles, Line2D([], [], color="black", lw=1.6, label="its reference, total")])
+    handles += [Line2D([], [], color="black", lw=1.6, label="its reference, total")]
+    legend(figure, [*handles, Line2D([], [], color="black", lw=0.8, marker="|", ms=5, label="95 % interval")])
     return figure, left_out
+
+
+def _took(row: Row) -> tuple[str, str]:
+    took = row[f"{TOTAL}_candidate_ms"]
+    return (f"{number(took, 4)} ms", "black") if math.isfinite(took) else _failure(row)
 
 
 def _bars(ax: Axes, panel: Panel) -> None:
     ys, left = np.arange(len(panel.marks)), np.zeros(len(panel.marks))
     for widths, colour in zip(phase_widths(panel), itertools.cycle(PHASE_COLOURS), strict=False):
-        ax.barh(ys, widths, left=left, color=colour, height=0.68)
+        ax.barh(ys, widths, left=left, color=colour, height=0.6)
         left += widths
-    before = [mark.row[f"{TOTAL}_reference_ms"] for mark in panel.marks]
+    rows = [mark.row for mark in panel.marks]
+    lows, highs = ([_number(row, f"{TOTAL}_candidate_ms_{end}") for row in rows] for end in ("low", "high"))
+    ax.hlines(ys, lows, highs, color="black", lw=0.8)
+    ax.plot([*lows, *highs], [*ys, *ys], "|", color="black", ms=4, mew=0.8)
+    before = [_number(row, f"{TOTAL}_reference_ms") for row in rows]
     ax.vlines(before, ys - 0.42, ys + 0.42, color="black", lw=1.6)
 
 
@@ -245,9 +255,9 @@ def phase_widths(panel: Panel) -> NDArray[np.float64]:
     """ms, shape (phases, rows): the candidate's total, divided as the medians of its phases are. Those medians need not
     add up to the total's, which is the median of the trials' sums: in results/h200/peers they miss it by up to 15 %."""
     medians = np.array([[mark.row[f"{p}_candidate_ms"] for mark in panel.marks] for p in panel.kind.phases])
-    total = np.array([mark.row[f"{TOTAL}_candidate_ms"] for mark in panel.marks])
+    whole = np.array([mark.row[f"{TOTAL}_candidate_ms"] for mark in panel.marks])
     medians = np.nan_to_num(medians)
-    return medians * total / medians.sum(axis=0)
+    return medians * np.nan_to_num(whole) / np.maximum(medians.sum(axis=0), 1e-9)  # a row without times has no bar
 
 
 def _phase_colours(kinds: Iterable[Any]) -> dict[str, str]:
@@ -257,65 +267,6 @@ def _phase_colours(kinds: Iterable[Any]) -> dict[str, str]:
         for phase, colour in zip(of_kind.phases, itertools.cycle(PHASE_COLOURS), strict=False):
             found.setdefault(colour, {})[phase] = None
     return {colour: " / ".join(names) for colour, names in found.items()}
-
-
-def _tradeoff(panels: Sequence[Panel]) -> Figured:
-    """Speed against memory: above the line is faster, to the right smaller. Names stand in the margin, with leaders."""
-    shown, left_out = _measured(
-        panels, lambda mark: _has(mark, f"{TOTAL}_speedup", "memory_saved_pct") and not mark.record.is_noise_floor
-    )
-    if not shown:
-        return None
-    right = widest(short(mark.row["toggles"]) for panel in shown for mark in panel.marks) + LEADER
-    figure, axes = stack([max(len(panel.marks), 10) for panel in shown], 0.75, right, left_out)
-    for ax, panel in zip(axes, shown, strict=True):
-        _against(ax, panel)
-    legend(figure, [Line2D([], [], color=c, marker=m, lw=1.5, label=v) for v, (c, m) in LOOK.items()])
-    return figure, left_out
-
-
-def _against(ax: Axes, panel: Panel) -> None:
-    title(ax, panel.title)
-    ax.axhline(1, color="black", lw=0.8)
-    ax.axvline(0, color="black", lw=0.8)
-    values: list[float] = []
-    for (colour, marker), found in _by(_look, enumerate(panel.marks)).items():
-        saved = [mark.row["memory_saved_pct"] for _, mark in found]
-        centres, lows, highs = zip(*(_total(mark.row) for _, mark in found), strict=True)
-        ax.vlines(saved, lows, highs, color=colour, lw=1.5)
-        ax.plot(saved, centres, marker, color=colour, ms=6, zorder=3)
-        values += [*lows, *highs]
-    log_axis(ax, "y", values)
-    ax.set_ylabel("speed-up, total", fontsize=SMALL)
-    ax.set_xlabel("peak memory saved, %", fontsize=SMALL)
-    ax.tick_params(labelsize=SMALL)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.margins(x=0.06)
-    _margin_names(ax, [mark.row for mark in panel.marks])
-
-
-def _margin_names(ax: Axes, rows: Sequence[Row]) -> None:
-    """Names right of the axes, each as near to its point's height as the ones above allow; rows from the fastest."""
-    (left, right), (low, high) = ax.get_xlim(), map(math.log, ax.get_ylim())
-    gap = 1 / max(len(rows), 10)
-    points = [
-        ((row["memory_saved_pct"] - left) / (right - left), (math.log(row[f"{TOTAL}_speedup"]) - low) / (high - low))
-        for row in rows
-    ]
-    heights: list[float] = []
-    for _, at in points:
-        heights.append(min(at, heights[-1] - gap) if heights else at)
-    for i in range(len(heights) - 1, -1, -1):  # what was pushed below the axes pushes back
-        heights[i] = max(heights[i], gap / 2 + gap * (len(heights) - 1 - i))
-    x = 1 + LEADER / (ax.get_position().width * WIDTH)
-    leaders = [(point, (x, height)) for point, height in zip(points, heights, strict=True)]
-    ax.add_collection(
-        LineCollection(leaders, color="#bbbbbb", lw=0.6, transform=ax.transAxes, clip_on=False, zorder=1),
-        autolim=False,
-    )
-    for row, height in zip(rows, heights, strict=True):
-        name = short(row["toggles"])
-        ax.text(x + 0.01, height, name, transform=ax.transAxes, fontsize=size_of(name), va="center")
 
 
 # -- ladder ---------------------------------------------------------------------------------------------------------
@@ -330,7 +281,7 @@ def _ladder(analysis: Analysis) -> Figured:
     ]  # fmt: skip
     if not panels:
         return None
-    shown, left_out = _that_fit(panels)
+    shown, left_out = that_fit(panels)
     drawn = [rungs[panel.title][: len(panel.marks)] for panel in shown]
     axis = "time, % of the reference; with the increment of each rung"
     strips = [

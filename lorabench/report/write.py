@@ -32,11 +32,13 @@ class Report:
                 "summary.csv": tables.csv(self.analysis.table).encode(),
                 "summary.md": tables.markdown(self.shown).encode(),
                 "summary.tex": tables.latex(self.shown).encode(),
-                **{f"plots/{name}": drawn.png for name, drawn in images.items()},
+                **{f"plots/{name}.png": drawn.png for name, drawn in images.items()},
+                **{f"plots/{name}.svg": drawn.svg for name, drawn in images.items()},
                 "report.html": page.page(self.analysis, self.shown, images).encode(),
             }
         for name in set(plots.NAMES) - set(images):
-            (self.folder / "plots" / name).unlink(missing_ok=True)
+            for suffix in plots.SUFFIXES:
+                (self.folder / "plots" / f"{name}{suffix}").unlink(missing_ok=True)
         return [write_atomically(self.folder / name, content) for name, content in files.items()]
 
     def terminal(self, width: int) -> Table:

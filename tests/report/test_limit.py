@@ -123,7 +123,7 @@ def test_the_limit_is_the_last_row_and_has_no_verdict_memory_or_gate(with_limit)
     assert rows[1]["of limit [95 %], forward + backward"].startswith("0.80")
     table = frame(records).set_index("toggles")
     assert table.loc[["frozen_limit"], ["verdict", "p_holm"]].isna().all(axis=None)
-    assert plots(Analysis(records))["speedup.png"].png.startswith(b"\x89PNG")
+    assert plots(Analysis(records))["speedup"].png.startswith(b"\x89PNG")
 
 
 def test_without_a_limit_there_is_no_such_column(sweep):

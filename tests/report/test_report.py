@@ -6,12 +6,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from lorabench.report import load_results, plots, write_report
+from lorabench.report import load_results, panels, plots, write_report
 from lorabench.report.__main__ import main
 from lorabench.report.analysis import Analysis
 from lorabench.report.figure import short
 
 TEXTS = {"summary.csv", "summary.md", "summary.tex", "report.html"}
+DRAWN = set(plots.NAMES) - {"published"}  # no claim is of what a simulated sweep measures
 PNG = b"\x89PNG"
 
 
@@ -20,20 +21,21 @@ def test_full_sweep_writes_every_file_and_nothing_else(tmp_path, sweep, record, 
     run = folder(tmp_path / "run", [*sweep(), *ladder], [session(), session("s2", device="cpu")])
     before = (run / "records.jsonl").read_bytes()
     written = write_report(str(run))
-    expected = {run / name for name in TEXTS} | {run / "plots" / name for name in plots.NAMES}
+    images = {run / "plots" / f"{name}{suffix}" for name in DRAWN for suffix in plots.SUFFIXES}
+    expected = {run / name for name in TEXTS} | images
     assert set(written) == expected
     assert {p for p in tmp_path.rglob("*") if p.is_file()} == expected | {
         run / "records.jsonl",
         run / "environment.json",
     }
-    assert all((run / "plots" / name).read_bytes().startswith(PNG) for name in plots.NAMES)
+    assert all(image.read_bytes().startswith(PNG if image.suffix == ".png" else b"<?xml") for image in images)
     assert (run / "records.jsonl").read_bytes() == before
     assert plt.get_fignums() == []  # pyplot never heard of our figures
     html = (run / "report.html").read_text()
-    # Nothing is fetched: pictures are in the page, and the one link leads to another part of it.
-    assert {link for link in tags(html).links if not link.startswith("data:image/png;base64,")} == {"#where"}
-    assert "http" not in re.sub(r"base64,[^\"]*", "", html)
-    assert html.count("data:image/png") == len(plots.NAMES)
+    # Nothing is fetched: figures are in the page, and every link leads to another part of it.
+    assert {"#where", "#cell-1"} <= set(tags(html).links) and all(link.startswith("#") for link in tags(html).links)
+    assert not re.search(r"url\((?!#)|@import", html)
+    assert html.count("<svg ") == html.count("<figure ") == len(DRAWN)
     text = " ".join(tags(html).text.split())
     for said in ("python -m lorabench.sweep", "0123abcd with uncommitted changes", "680 TFLOP/s", "took 40 %"):
         assert said in text
@@ -68,7 +70,7 @@ def test_stale_plots_are_removed_and_a_second_run_gives_the_same_bytes(tmp_path,
     (run / "plots" / "ladder.png").write_bytes(b"old")
     (run / "plots" / "mine.png").write_bytes(b"the user's own")
     first = {p: p.read_bytes() for p in write_report(run)}
-    assert {p.name for p in (run / "plots").iterdir()} == {"speedup.png", "mine.png"}
+    assert {p.name for p in (run / "plots").iterdir()} == {"speedup.png", "speedup.svg", "mine.png"}
     assert {p: p.read_bytes() for p in write_report(run)} == first
 
 
@@ -103,13 +105,14 @@ def test_a_plots_label_names_what_tells_rows_apart():
 
 
 def test_a_figure_of_many_groups_says_what_it_leaves_out(tmp_path, record, folder, monkeypatch):
-    monkeypatch.setattr(plots, "MAX_PANELS", 2)
+    monkeypatch.setattr(panels, "MAX_PANELS", 2)
     cells = [record(["a"], speedup=1.3, model=f"m{i:03}", trials=6) for i in range(5)]
     run = folder(tmp_path, cells)
     write_report(run)
     left_out = "2 of 5 rows, 2 of 5 groups"
     html = (run / "report.html").read_text()
-    assert html.count(left_out) == 2 * 4  # caption and alternative text of every plot but the ladder
+    # In the caption, alternative text and figure of every plot that these cells have.
+    assert html.count(left_out) == 3 * 4
     assert len(load_results(run)) == len(cells)
     assert all(c.model in html for c in cells)
 
@@ -121,7 +124,7 @@ def test_a_bar_of_phases_is_as_long_as_its_total_says(record):
     times["total"] = [sum(trial) for trial in zip(*times.values(), strict=True)]
     phases = {name: {"reference_ms": ms, "candidate_ms": ms} for name, ms in times.items()}
     made = Analysis([record(["a"], phases=phases)])
-    panel = plots.Panel("", made.groups[0].kind, [plots.Mark(r, made.row(r)) for r in made.records])
+    (panel,) = panels.panels_of(made)
     widths = plots.phase_widths(panel)[:, 0]
     assert made.row(made.records[0])["total_candidate_ms"] == np.median(times["total"]) == 51
     assert widths.sum() == pytest.approx(51)

@@ -1,0 +1,110 @@
+"""What a reader wants to know first: of each model and workload the fastest, what it buys, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lorabench.record.schema import ARMS, TOTAL, Record
+from lorabench.report.analysis import Analysis, Row
+from lorabench.report.cells import host_bound, moved, whole
+from lorabench.report.contrasts import toggles
+from lorabench.report.groups import Group
+from lorabench.report.published import compared
+from lorabench.report.shown import spans
+from lorabench.report.words import arrow, number, percent
+
+
+class Answer(NamedTuple):
+    """A line of the first table. `record` is None where nothing was faster than its reference."""
+
+    place: str
+    fastest: str
+    time: str
+    buys: str
+    sure: str
+    record: Record | None
+
+
+def answers(analysis: Analysis) -> list[Answer]:
+    """One for each group, in the groups' order."""
+    return [_answer(group, analysis) for group in analysis.groups]
+
+
+def _answer(group: Group, analysis: Analysis) -> Answer:
+    timed = [r for r in group.records if r.is_candidate and not r.is_noise_floor and r.status == "ok"]
+    faster = sorted(
+        (r for r in timed if analysis.row(r)["verdict"] == "faster"),
+        key=lambda r: analysis.row(r)[f"{TOTAL}_candidate_ms"],
+    )
+    if not faster:
+        tried = sum(r.is_candidate and not r.is_noise_floor for r in group.records)
+        unclear = sum(analysis.row(r)["verdict"] == "unclear" for r in timed)
+        said = f"{len(timed)} of {tried} measured, {unclear} of them unclear"
+        return Answer(group.title, "none is faster than the reference", "", "", said, None)
+    best = faster[0]
+    row = analysis.row(best)
+    took = arrow(*(row[f"{TOTAL}_{arm}_ms"] for arm in ARMS))
+    sure = "; ".join(_doubts(best, faster[1:], timed, analysis))
+    return Answer(group.title, toggles(best), f"{took} ms", _buys(row), sure, best)
+
+
+def _buys(row: Row) -> str:
+    """Speed and memory, each where it is known. A ratio of hosts is no speed-up of the stack."""
+    said = []
+    if host_bound(row):
+        said.append(
+            f"on this host {percent(1 - row[f'{TOTAL}_candidate_ms'] / row[f'{TOTAL}_reference_ms'])} less time"
+        )
+    else:
+        said.append(f"{whole(row)} × as fast")
+    if math.isfinite(saved := row["memory_saved_pct"]):
+        said.append(f"{number(abs(saved))} % {'less' if saved >= 0 else 'more'} memory")
+    return ", ".join(said)
+
+
+def _doubts(best: Record, others: Sequence[Record], timed: Sequence[Record], analysis: Analysis) -> list[str]:
+    """What stands for and against the answer, the weightiest first."""
+    row = analysis.row(best)
+    references = [analysis.row(r)[f"{TOTAL}_reference_ms"] for r in timed]
+    said = []
+    if len(spans(references)) > 1:
+        said.append(f"no ranking: the references took {number(min(references))} to {number(max(references))} ms")
+    elif level := [toggles(r) for r in others if _level(best, r, analysis)]:
+        said.append(f"level with {' and with '.join(level)}")
+    if host_bound(row):
+        waits = max(row[f"{arm}_host_share"] for arm in ARMS)
+        said.append(f"host-bound: the device waits {100 * waits:.0f} % of the step")
+    if moved(row):
+        said.append(f"the reference moved {100 * row['reference_moved']:.0f} % between sessions")
+    alone = "one session, whose interval knows nothing of the next"
+    said.append(alone if row["sessions"] == 1 else f"{row['sessions']} sessions")
+    own = row[f"{TOTAL}_candidate_ms"]
+    if doubtful := [
+        toggles(r) for r in timed
+        if analysis.row(r)["verdict"] == "unclear" and analysis.row(r)[f"{TOTAL}_candidate_ms_low"] < own
+    ]:  # fmt: skip
+        said.append(f"unclear and perhaps faster: {', '.join(doubtful)}")
+    if row["dirty"]:
+        said.append("uncommitted changes")
+    return said
+
+
+def _level(best: Record, other: Record, analysis: Analysis) -> bool:
+    """Whether the interval of the ratio of the two holds 1."""
+    first, second = analysis.contrasts.of(best), analysis.contrasts.of(other)
+    if first is None or second is None:
+        return False
+    apart = first.difference(second)
+    return apart.low <= 1 <= apart.high
+
+
+def published_answer(analysis: Analysis) -> str:
+    """How the published numbers fared that were measured here against their own baseline; '' where none was."""
+    outcomes = [row["outcome"] for row in compared(analysis)]
+    if not outcomes:
+        return ""
+    counted = ", ".join(f"{outcomes.count(word)} {word}" for word in ("above", "within", "below"))
+    numbers = "number was" if len(outcomes) == 1 else "numbers were"
+    return f"{len(outcomes)} published {numbers} measured here against the same baseline: ours {counted}."

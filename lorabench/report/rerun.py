@@ -1,0 +1,55 @@
+"""The command that measures one cell again, and nothing else but the reference against itself that goes with it.
+
+It is the sweep's own command with what is measured named after it: the last word on a key counts. Trials, seeds, dtype
+and all else that the sweep was told stay as they were.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from lorabench.record.schema import Record
+
+# What a single cell says for itself, and what is of the whole sweep.
+OWN = ("kind", "models", "workload", "ablations", "reference", "design", "output", "resume", "repeat", "queue", "list",
+       "dry_run")  # fmt: skip
+CHANGED = re.compile(r"(?P<name>.*)\((?P<values>[^()]*=[^()]*)\)")
+PLAIN = re.compile(r"[\w.+-]+")
+
+
+def rerun(record: Record, command: Sequence[object]) -> str:
+    """As a line for a shell. command: that of the record's session; [] where it is not known."""
+    words = [str(word) for word in command]
+    given = words[words.index("lorabench.sweep") + 1 :] if "lorabench.sweep" in words else []
+    # The least work of a kind is planned as one of that kind's cells: then what the sweep was told of the kind stands.
+    named = OWN if record.is_candidate else tuple(set(OWN) - {"kind"})
+    kept = [word for word in given if word.lstrip("+~").partition("=")[0] not in named]
+    own = [
+        *([f"kind={record.kind}"] if record.is_candidate else []),
+        f"models=[{_named(record.model)}]",
+        f"workload={_named(record.workload)}",
+        f"reference=[{', '.join(map(_named, record.reference))}]",
+        f"ablations=[{_together(record.ablations)}]",
+        "design=solo",
+        "output=output/rerun",
+    ]
+    return shlex.join(["python", "-m", "lorabench.sweep", *kept, *own])
+
+
+def _together(names: Sequence[str]) -> str:
+    return f"[{', '.join(map(_named, names))}]" if names else ""
+
+
+def _named(label: str) -> str:
+    """A label in Hydra's grammar: NAME, or {NAME: {field: value}} of `NAME(field=value)`; quoted where neither."""
+    if found := CHANGED.fullmatch(label):
+        values = ", ".join(pair.replace("=", ": ", 1) for pair in found["values"].split(", "))
+        return f"{{{_quoted(found['name'])}: {{{values}}}}}"
+    return _quoted(label)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return text if PLAIN.fullmatch(text) else f"'{escaped}'"

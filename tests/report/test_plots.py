@@ -1,0 +1,155 @@
+"""The plots: no label over another, what failed is shown, a front is a front, and a map says what its cells are."""
+
+import itertools
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib.text
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from lorabench.report.analysis import Analysis
+from lorabench.report.inline import inline
+from lorabench.report.panels import MANY
+from lorabench.report.plots import figures, plots
+from lorabench.report.tradeoff import Point, front
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+FOLDERS = sorted(path.parent for path in RESULTS.rglob("records.jsonl"))
+SLACK = 1.0  # pixels at 110 dpi: boxes hold the room for letters that a text has not
+
+
+def texts(figure):
+    """(text, its box in pixels) of all that a figure prints."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    unseen = {id(label) for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for label in beyond(axis)}
+    found = [t for t in figure.findobj(matplotlib.text.Text) if t.get_visible() and t.get_text().strip()]
+    found = [t for t in found if id(t) not in unseen]
+    return [(t.get_text(), t.get_window_extent(renderer), t.get_rotation()) for t in found]
+
+
+def beyond(axis):
+    """The labels of ticks that matplotlib holds and does not draw: those outside of the axis."""
+    low, high = sorted(axis.get_view_interval())
+    ticks = [tick for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high]
+    return [label for tick in ticks for label in (tick.label1, tick.label2)]
+
+
+def overlapping(figure):
+    """Pairs of texts that lie over each other, and texts that leave the figure; not of slanted ones, whose boxes are
+    larger than they."""
+    straight = [(text, box) for text, box, rotation in texts(figure) if rotation in (0, 90)]
+    pairs = [
+        (a, b)
+        for (a, p), (b, q) in itertools.combinations(straight, 2)
+        if min(p.x1, q.x1) - max(p.x0, q.x0) > SLACK and min(p.y1, q.y1) - max(p.y0, q.y0) > 2 * SLACK
+    ]
+    width, height = figure.bbox.width, figure.bbox.height
+    outside = [
+        t for t, b in straight if b.x0 < -SLACK or b.y0 < -SLACK or b.x1 > width + SLACK or b.y1 > height + SLACK
+    ]
+    return pairs, outside
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_no_label_lies_over_another_or_leaves_its_figure(folder):
+    found = figures(Analysis.read(folder))
+    assert {"speedup", "tradeoff"} <= found.keys()
+    for name, (figure, _) in found.items():
+        assert overlapping(figure) == ([], []), (folder.name, name)
+
+
+def test_failed_rows_stand_in_every_figure_of_rows(sweep):
+    records = sweep()
+    failed = {r.status for r in records if r.status not in ("ok", "oom")}
+    found = figures(Analysis(records))
+    for name in ("speedup", "memory", "phases"):
+        assert failed <= {text for text, _, _ in texts(found[name][0])}, name
+    assert any("failed or without a peak" in text for text, _, _ in texts(found["tradeoff"][0]))
+
+
+def test_an_unclear_row_has_no_centre_and_a_host_bound_one_milliseconds(record):
+    waits = {"forward": {"device_busy_ms": 6.0, "label": "host-bound"}}
+    hosts = record(["of_hosts"], speedup=1.3, roofline={"reference": waits, "candidate": waits})
+    figure, _ = figures(Analysis([record(["quiet"], speedup=1.4), record(["loud"], speedup=1.02, sd=0.2), hosts]))[
+        "speedup"
+    ]
+    said = [text for text, _, _ in texts(figure)]
+    assert any(re.fullmatch(r"[\d.]+ → [\d.]+ ms \(host \d+ %\)", text) for text in said)
+    assert any(text.startswith("unclear [") for text in said)
+    (ax,) = figure.axes
+    marked = {line.get_ydata()[0] for line in ax.lines if line.get_marker() == "^"}
+    assert marked == {0, 1}  # the quiet row and that of the host, each with a marker; the unclear one is the last
+    dotted = [lines for lines in ax.collections if lines.get_linestyle()[0][1] is not None]
+    assert len(dotted) == 1 and "host-bound" in said
+
+
+def test_panels_that_belong_together_have_one_axis(record):
+    cells = [record(["a"], speedup=s, model=m, peaks=(8.0 * s, 6.0)) for s, m in ((1.2, "small"), (3.0, "big"))]
+    workloads = [
+        record(["a"], speedup=1.2, model="small", workload=w, peaks=(p, 1.0)) for w, p in (("x", 4.0), ("y", 40.0))
+    ]
+    found = figures(Analysis([*cells, *workloads]))
+    assert len({ax.get_xlim() for ax in found["speedup"][0].axes}) == 1
+    by_model = {}
+    for ax in found["memory"][0].axes:
+        by_model.setdefault(ax.get_title(loc="left").split(" @ ")[0], set()).add(ax.get_xlim())
+    assert [len(limits) for limits in by_model.values()] == [1, 1] and by_model["small"] != by_model["big"]
+
+
+def test_sessions_are_dots_below_their_row(record):
+    made = [record(["a"], speedup=s, seed=n).model_copy(update={"session": f"s{n}", "replicate": n})
+            for n, s in enumerate((1.2, 1.25, 1.3))]  # fmt: skip
+    figure, _ = figures(Analysis(made))["speedup"]
+    (dots,) = [line for line in figure.axes[0].lines if line.get_marker() == "."]
+    assert list(dots.get_xdata()) == pytest.approx([1.2, 1.25, 1.3], rel=0.02)
+
+
+def test_many_groups_are_a_map_that_says_every_cell(record):
+    models = [f"m{n}" for n in range(MANY + 1)]
+    cells = [record(["a"], speedup=1 + n / 10, model=m, trials=12) for n, m in enumerate(models, start=1)]
+    dead = [record(["b"], status="crash", model=m) for m in models]
+    figure, _ = figures(Analysis([*cells, *dead]))["speedup"]
+    assert len(figure.axes) == 1
+    said = [text for text, _, _ in texts(figure)]
+    assert said.count("crash") == len(models) and sum(bool(re.match(r"1\.\d\d ±", text)) for text in said) == len(
+        models
+    )
+    assert overlapping(figure) == ([], [])
+
+
+def test_the_front_holds_what_no_other_beats_in_both():
+    points = [Point(ms, gib, {}) for ms, gib in ((10, 9), (12, 5), (11, 9), (20, 5), (30, 2), (31, 3))]
+    assert [(p.ms, p.gib) for p in front(points)] == [(10, 9), (12, 5), (30, 2)]
+
+
+def test_a_front_is_drawn_only_through_rows_that_compare(record):
+    cells = [record(["a"], speedup=1.5), record(["b"], speedup=1.1, peaks=(8.0, 3.0))]
+    dashed = lambda made: [x for x in figures(Analysis(made))["tradeoff"][0].axes[0].lines if x.get_linestyle() == "--"]  # noqa: E731
+    assert len(dashed(cells)) == 1
+    slow = {n: {f"{a}_ms": [2 * ms for ms in getattr(p, f"{a}_ms")] for a in ("reference", "candidate")}
+            for n, p in cells[1].phases.items()}  # fmt: skip
+    assert dashed([cells[0], record(["b"], phases=slow, peaks=(8.0, 3.0))]) == []
+
+
+def test_svg_is_text_that_does_not_change_and_names_nothing_of_markup(record):
+    made = Analysis([record(["<b>&amp;</b> $\\frac{1}"], speedup=1.4)])
+    drawn = plots(made)
+    assert drawn["speedup"].svg == plots(made)["speedup"].svg
+    root = ElementTree.fromstring(drawn["speedup"].svg)
+    assert any(
+        "<b>&amp;</b> $\\frac{1}" in "".join(e.itertext()) for e in root.iter("{http://www.w3.org/2000/svg}text")
+    )
+    text = inline(drawn["speedup"].svg, "speedup", 'said "so"', {})
+    assert (
+        "<b>" not in text
+        and " style=" not in text
+        and "<style" not in text
+        and 'aria-label="said &quot;so&quot;"' in text
+    )
+    ids = re.findall(r' id="([^"]*)"', text)
+    assert ids and all(name.startswith("speedup-") for name in ids)
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= set(ids)

@@ -1,0 +1,39 @@
+"""The command of one row: it plans the very cell that the row is of."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lorabench.plan.compose import load_config, plan
+from lorabench.report.analysis import Analysis
+from lorabench.report.rerun import rerun
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+FOLDERS = sorted(path.parent for path in RESULTS.rglob("records.jsonl"))
+EVERY = 12  # records: composing takes a quarter of a second
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_published_row_is_planned_by_its_command(folder):
+    analysis = Analysis.read(folder)
+    commands = {s["id"]: s["command"] for s in analysis.sessions}
+    for record in analysis.records[::EVERY]:
+        words = shlex.split(rerun(record, commands[record.session]))
+        assert words[:3] == ["python", "-m", "lorabench.sweep"]
+        cells = plan(load_config(words[3:]), "cuda").cells
+        assert record.key in {cell.key for cell in cells} and len(cells) <= 3
+
+
+def test_parameters_of_toggles_models_and_workloads_are_kept(record):
+    made = record(["torch_compile(mode=max-autotune)"], model="linear-64x64(r=8)", kind="op")
+    words = shlex.split(rerun(made, []))
+    assert "ablations=[[{torch_compile: {mode: max-autotune}}]]" in words
+    assert "models=[{linear-64x64: {r: 8}}]" in words and "kind=op" in words
+    assert load_config(words[3:]).models == [{"linear-64x64": {"r": 8}}]
+
+
+def test_hostile_names_stay_one_word_of_the_shell(record):
+    evil = "a'; rm -rf ~ #$(x)"
+    words = shlex.split(rerun(record([evil], model=evil), ["python", "-m", "lorabench.sweep", "suite=x; echo"]))
+    assert words[3] == "suite=x; echo" and len(words) == 11
