@@ -42,12 +42,14 @@ MEDIA = {"pixel_values", "input_features", "image_grid_thw", "input_values"}
 class HeadPlan(NamedTuple):
     """What was proved of a causal language model. softcap: whether config.final_logit_softcapping caps its logits;
     scale: what its hidden states are multiplied with before the head, as (whether an attribute of the config, its name,
-    whether it divides), or None; output: the class of its output; fields: of the base model's output, in it."""
+    whether it divides), or None; output: the class of its output; fields: of the base model's output, in it; base: the
+    base model's name."""
 
     softcap: bool
     scale: tuple[bool, str, bool] | None
     output: Any
     fields: tuple[str, ...]
+    base: str
 
     def scaled(self, model: Any, hidden: torch.Tensor) -> torch.Tensor:
         """hidden (…, H) times the model's scale of its logits."""
@@ -65,7 +67,11 @@ class HeadPlan(NamedTuple):
 def looks_like_causal_lm(module: Any) -> bool:
     """Whether a module has a base model and a head. _modules, because PEFT's wrappers pass attributes of the inner
     model through."""
-    return module._modules.get("lm_head") is not None and module._modules.get("model") is not None
+    return module._modules.get("lm_head") is not None and module._modules.get(_base_name(module)) is not None
+
+
+def _base_name(model: Any) -> str:
+    return getattr(model, "base_model_prefix", "")
 
 
 def head_plan(model: Any, proofs: Proofs) -> HeadPlan:
@@ -114,7 +120,7 @@ def _proved(model: Any) -> HeadPlan:
     with torch.no_grad():
         head.weight.mul_(4)  # so that a soft cap shows
     base = _Base(hidden)
-    other = double(model, {"model": base, "lm_head": head})
+    other = double(model, {_base_name(model): base, "lm_head": head})
     labels = torch.arange(2 * ROWS).view(2, ROWS) % vocabulary
     labels[0, 1] = -100
     handed = {n: torch.zeros(2, ROWS, dtype=torch.long) for n in ("input_ids", "attention_mask", "position_ids")}
@@ -127,7 +133,9 @@ def _proved(model: Any) -> HeadPlan:
         if unknown or any(given.get(n) is not t for n, t in handed.items()) or "passed_on" not in given:
             raise NotFused(f"{name} does not hand its arguments on to its base model")
         scale, capped = _transform(model, out.logits, head(hidden))
-        plan = HeadPlan(capped, scale, type(out), tuple(f for f in out.__dataclass_fields__ if f not in COMPUTED))
+        plan = HeadPlan(
+            capped, scale, type(out), tuple(f for f in out.__dataclass_fields__ if f not in COMPUTED), _base_name(model)
+        )
         shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
         loss = linear_cross_entropy(
             plan.scaled(model, hidden), head.weight, shifted, head.bias, num_items=items, softcap=plan.cap(model)
@@ -147,7 +155,7 @@ def _transform(model: Any, logits: torch.Tensor, plain: torch.Tensor) -> tuple[t
         scales += [(of_config, n, divides) for n in found for divides in (False, True)]
     for capped in (True, False) if cap else (False,):
         for scale in scales:
-            plan = HeadPlan(capped, scale, None, ())
+            plan = HeadPlan(capped, scale, None, (), "")
             z = plan.scaled(model, plain)
             if alike([cap * torch.tanh(z / cap) if capped and cap else z], [logits]):
                 return scale, bool(capped)
@@ -168,10 +176,10 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     ignore = kwargs.pop("ignore_index", -100)
     kwargs.pop("logits_to_keep", None)
     kwargs.pop("output_router_logits", None)
-    out = self.model(**kwargs)
+    plan: HeadPlan = self._lorakernels
+    out = getattr(self, plan.base)(**kwargs)
     hidden = out.last_hidden_state
     shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:] if shifted is None else shifted.reshape(hidden.shape[:-1])
-    plan: HeadPlan = self._lorakernels
     softcap = plan.cap(self)
     dtype = compute_dtype(hidden, self.lm_head.weight.dtype)
     head = self.lm_head

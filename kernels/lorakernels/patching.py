@@ -33,6 +33,7 @@ from .module_checks import NotFused, is_unhooked
 from .norms import NormModule, looks_like_norm, norm_forward, norm_module
 from .plans import Linears, Switches, linears
 from .proofs import Proofs
+from .rotary import looks_like_rotary, rotary_forward, rotary_plan
 from .trl_head import HEAD, give_back, is_trl_forward, watch
 
 STATE = "_lorakernels_state"
@@ -211,7 +212,7 @@ class _Patcher:
     def layer(self, name: str, layer: Any) -> None:
         attention = self.attention_plan(f"{name}.self_attn", layer.self_attn)
         mlp = self.mlp_plan(f"{name}.mlp", getattr(layer, "mlp", None))
-        self.inside |= {id(layer.self_attn), id(getattr(layer, "mlp", None))}
+        self.inside |= {id(getattr(layer, "mlp", None)), *([] if attention is None else [id(layer.self_attn)])}
         if self.whole(name, layer, attention, mlp):
             return
         if attention is not None:
@@ -307,6 +308,15 @@ class _Patcher:
         self.take(plan.linears)
         self.report.changed.append(Change(name, ("linear",)))
 
+    def rotary(self, name: str, module: Any) -> None:
+        """The rotary embedding of an attention of which the whole is not known."""
+        try:
+            self.bind(module, rotary_forward, rotary_plan(module, self.proofs))
+        except NotFused as reason:
+            self.leave(name, "rope", reason)
+            return
+        self.report.changed.append(Change(name, ("rope",)))
+
     def norm(self, name: str, module: Any) -> None:
         try:
             self.bind(module, norm_forward, norm_module(module, self.proofs))
@@ -380,6 +390,8 @@ def apply(
                 patcher.mlp(name, module)
             elif rms_norm and id(module) not in patcher.inside and _is_norm(module):
                 patcher.norm(name, module)
+            elif rope and id(module) not in patcher.inside and looks_like_rotary(module):
+                patcher.rotary(name, module)
             if linear_cross_entropy and looks_like_causal_lm(module):
                 patcher.head(name, module, model)
         for name, module in modules:
