@@ -7,7 +7,6 @@ Shapes: hidden states (B, S, K); q, k, v (B, H, S, D) where attention reads them
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from .operand import with_loaded_adapters
 from .plans import Linears, Plan, Switches, linears
 from .projection import Projection
 from .projection_node import project
-from .proofs import Proofs
+from .proofs import Proofs, own_forward
 from .rms_norm import Norm
 from .rope import rope
 
@@ -31,18 +30,24 @@ BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient":
 
 @dataclass
 class AttentionPlan(Plan):
-    """qkv, o: None where they are not ours; form: what the class was proved to compute; rope: whether our kernel
-    rotates; head_norms: the modules of Qwen3's norms of q and k, where they are part of our node; backends: of SDPA, to
-    pin."""
+    """qkv, o: None where they are not ours; form: what the class was proved to compute; function: its own forward;
+    rope: whether our kernel rotates; head_norms: of q and k (Qwen3's), where they are part of our node; backends: of
+    SDPA, to pin."""
 
     heads: Heads
     form: AttentionForm
+    function: Any
     qkv: Linears | None = None
     o: Linears | None = None
     rope: bool = True
     backends: tuple[str, ...] | None = None
     head_norms: tuple[NormModule, NormModule] | None = None
     loader: Loader = field(default_factory=Loader)
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What the class's own forward finds under global names."""
+        return self.function.__globals__
 
     @property
     def groups(self) -> list[Projection]:
@@ -94,7 +99,9 @@ def attention_plan(
     if not rotates:
         heads, norms = Heads(heads.n_q, heads.n_k, heads.size, False), None
     rope = switches.rope and rotates
-    plan = AttentionPlan(attention, heads, form, rope=rope, backends=switches.sdpa_backends, head_norms=norms)
+    plan = AttentionPlan(
+        attention, heads, form, own_forward(attention), rope=rope, backends=switches.sdpa_backends, head_norms=norms
+    )
     names = {"qkv": ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"], "o": ["o_proj"]}
     left = {}
     if switches.rope and form.rotation not in (KERNEL, HALF, NONE):
@@ -163,7 +170,7 @@ def rotate(
         return q, k
     if plan.rope:
         return rope(q, k, cos, sin)
-    return sys.modules[type(plan.module).__module__].apply_rotary_pos_emb(q, k, cos, sin)
+    return plan.names["apply_rotary_pos_emb"](q, k, cos, sin)
 
 
 def plain_query_key_value(
@@ -188,9 +195,8 @@ def attend(
     a = plan.module
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, a.layer_idx)
-    home = sys.modules[type(a).__module__]
     name = a.config._attn_implementation
-    interface = home.ALL_ATTENTION_FUNCTIONS.get_interface(name, home.eager_attention_forward)
+    interface = plan.names["ALL_ATTENTION_FUNCTIONS"].get_interface(name, plan.names["eager_attention_forward"])
     for argument, of_config, attribute in plan.form.arguments:
         kwargs[argument] = getattr(a.config if of_config else a, attribute, None)
     dropout = a.attention_dropout if a.training else 0.0

@@ -7,7 +7,6 @@ the recorder; the class, its module and the model do not. Run: python -m pytest 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -121,7 +120,7 @@ def attention_form(attention: Any, proofs: Proofs, widths: frozenset[int]) -> At
         raise NotFused(f"{name} does not ask transformers' attention interface")
     of_layer = tuple((n, repr(v[attention.layer_idx])) for n, v in vars(config).items() if _is_per_layer(v, attention))
     biases = tuple((n, b.bias is None) for n, m in attention._modules.items() if (b := base_linear(m)) is not None)
-    rotary = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    rotary = function.__globals__.get("apply_rotary_pos_emb")
     key = (type(attention), id(config), plain_attributes(attention), of_layer, biases, widths, id(rotary))
     return proofs.of(key, lambda: _form(attention, function, rotary, widths))
 

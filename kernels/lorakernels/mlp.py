@@ -120,20 +120,32 @@ def _bases(mlp: Any) -> list[tuple[str, Any]]:
 def _proved(mlp: Any, acts: tuple[str, ...]) -> tuple[list[str], str, str]:
     """(names of gate and up, name of down, activation) that make an MLP's own output and gradients. Raises NotFused
     where none do. The width I is the model's, which some classes split by; the hidden size is small."""
-    hidden = next(iter(_orders(mlp)))
-    width = dict(_bases(mlp))[hidden[1]].in_features
-    for first, last in _orders(mlp):
-        n = width * (3 - len(first))
-        made = {name: small_linear(NARROW, n, base.bias is not None) for name, base in _bases(mlp) if name in first}
-        made[last] = small_linear(width, NARROW, dict(_bases(mlp))[last].bias is not None)
-        other, x = double(mlp, made), draw(2, 3, NARROW, scale=2.0)
-        sources = [x, *(made[name].weight for name in (*first, last))]
-        wanted = tried(mlp, lambda other=other, x=x, sources=sources: gradients(own_forward(mlp)(other, x), sources))
-        for act in acts:
-            gate, up = made[first[0]](x).chunk(2, -1) if len(first) == 1 else (made[name](x) for name in first)
-            if alike(gradients(made[last](activation(gate, act) * up), sources), wanted):
+    differs = NotFused(f"{type(mlp).__name__} computes something else than down(act(gate) * up)")
+    orders = list(_orders(mlp))
+    for first, last in orders:
+        try:
+            if act := _activation_of_order(mlp, first, last, acts):
                 return first, last, act
-    raise NotFused(f"{type(mlp).__name__} computes something else than down(act(gate) * up)")
+        except NotFused as reason:  # where gate, up and down are all square, another order may still be right
+            differs = reason if len(orders) <= 2 else differs
+    raise differs
+
+
+def _activation_of_order(mlp: Any, first: list[str], last: str, acts: tuple[str, ...]) -> str | None:
+    """The activation with which linears in this order make what the MLP makes, or None. Raises NotFused where its own
+    forward fails."""
+    bases = dict(_bases(mlp))
+    width = bases[last].in_features
+    made = {name: small_linear(NARROW, width * (3 - len(first)), bases[name].bias is not None) for name in first}
+    made[last] = small_linear(width, NARROW, bases[last].bias is not None)
+    other, x = double(mlp, made), draw(2, 3, NARROW, scale=2.0)
+    sources = [x, *(made[name].weight for name in (*first, last))]
+    wanted = tried(mlp, lambda: gradients(own_forward(mlp)(other, x), sources))
+    for act in acts:
+        gate, up = made[first[0]](x).chunk(2, -1) if len(first) == 1 else (made[name](x) for name in first)
+        if alike(gradients(made[last](activation(gate, act) * up), sources), wanted):
+            return act
+    return None
 
 
 def mlp_forward(self: Any, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:

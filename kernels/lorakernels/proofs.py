@@ -47,8 +47,10 @@ class Proofs:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, gradients are recorded in float32, and torch's random state is what it was when it ends."""
+    """Inside, everything is on the CPU and gradients are recorded in float32; when it ends, torch's random state is
+    what it was."""
     with (
+        torch.device("cpu"),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -59,13 +61,13 @@ def quiet() -> Iterator[None]:
 
 
 def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Normal numbers in float32 on the CPU, with a gradient to come."""
-    return (torch.randn(*shape, dtype=torch.float32, device="cpu") * scale).requires_grad_()
+    """Normal numbers in float32, with a gradient to come."""
+    return (torch.randn(*shape, dtype=torch.float32) * scale).requires_grad_()
 
 
 def small_linear(k: int, n: int, bias: bool) -> nn.Linear:
     """A linear of random weights (n, k), and of a random bias (n,) where one is wanted."""
-    made = nn.Linear(k, n, bias=bias, device="cpu", dtype=torch.float32)
+    made = nn.Linear(k, n, bias=bias, dtype=torch.float32)
     with torch.no_grad():
         made.weight.normal_(0, k**-0.5)
         if bias:
