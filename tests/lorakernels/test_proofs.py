@@ -225,15 +225,15 @@ def applied(replace, where):
     return [entry.reason for entry in report.left if entry.part == where]
 
 
-class PostNorm(LlamaDecoderLayer):
+class Crossed(LlamaDecoderLayer):
     def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
                 position_embeddings=None, **kwargs):  # fmt: skip
         out, _ = self.self_attn(
             hidden_states=hidden_states, attention_mask=attention_mask, past_key_values=past_key_values,
             position_embeddings=position_embeddings, **kwargs,
         )  # fmt: skip
-        hidden_states = hidden_states + self.input_layernorm(out)
-        return hidden_states + self.post_attention_layernorm(self.mlp(hidden_states))
+        added = hidden_states + self.input_layernorm(out)
+        return hidden_states + self.post_attention_layernorm(self.mlp(added))
 
 
 class Multiplied(LlamaForCausalLM):
@@ -245,9 +245,9 @@ class Multiplied(LlamaForCausalLM):
 
 def test_a_layer_of_another_order_is_left():
     def replace(model):
-        model.base_model.model.model.layers[0].__class__ = as_transformers_has_it(PostNorm)
+        model.base_model.model.model.layers[0].__class__ = as_transformers_has_it(Crossed)
 
-    assert applied(replace, "layer") == ["PostNorm adds or orders its parts otherwise than a known layer"]
+    assert applied(replace, "layer") == ["Crossed adds or orders its parts otherwise than a known layer"]
 
 
 def test_a_loss_that_is_no_cross_entropy_is_left():
