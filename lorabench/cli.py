@@ -5,17 +5,19 @@
     lorabench --help
 
 Each subcommand is the module that `python -m lorabench.NAME` runs. It is imported when it is called, so that help is
-instant. Exit codes are the subcommand's own; 2 for a wrong one.
+instant. Exit codes are the subcommand's own; 2 for a wrong one, 130 after Ctrl-C, 143 after SIGTERM.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from importlib import import_module, metadata
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import NamedTuple
-
-from lorabench.contract.names import NameUnknown, nearest
 
 
 class Command(NamedTuple):
@@ -60,18 +62,66 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(help_text(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     if name == "--version":
-        print(f"lorabench {metadata.version('lorabench')}")
+        from importlib.metadata import version
+
+        print(f"lorabench {version('lorabench')}")
         return 0
-    try:
-        command = _command(name)
-    except NameUnknown as error:
-        print(f"lorabench: {error}", file=sys.stderr)
-        return 2
-    return import_module(command.module).main([*command.first, *arguments[1:]])
-
-
-def _command(name: str) -> Command:
-    """Raises NameUnknown with the nearest right name."""
     if name not in COMMANDS:
-        raise nearest("subcommand", name, COMMANDS)
-    return COMMANDS[name]
+        from lorabench.contract.names import nearest
+
+        print(f"lorabench: {nearest('subcommand', name, COMMANDS)}", file=sys.stderr)
+        return 2
+    command = COMMANDS[name]
+    with _quiet_stop():
+        module = import_module(command.module)
+    with _terminated_like_interrupted():
+        try:
+            return module.main([*command.first, *arguments[1:]])
+        except KeyboardInterrupt as stop:  # which the sweep catches itself, where it has more to say
+            print("lorabench: stopped", file=sys.stderr)
+            return exit_code(stop)
+
+
+def exit_code(stop: KeyboardInterrupt) -> int:
+    """What a shell says of a process that this signal ended."""
+    return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: as Ctrl-C is, so that what was started is ended and what was made for a while is gone."""
+
+
+@contextlib.contextmanager
+def _quiet_stop() -> Iterator[None]:
+    """A signal while modules are imported ends the process at once, with one line: nothing is begun yet, and an
+    exception in the middle of an import could come out of it as any other."""
+
+    def stop(number: int, _: object) -> None:
+        os.write(2, b"lorabench: stopped before it began\n")
+        os._exit(128 + number)
+
+    with _handled({signal.SIGINT: stop, signal.SIGTERM: stop}):
+        yield
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Terminated
+
+    with _handled({signal.SIGTERM: stop}):
+        yield
+
+
+@contextlib.contextmanager
+def _handled(handlers: Mapping[signal.Signals, Callable[[int, object], None]]) -> Iterator[None]:
+    """Signals handled so in the block; only the main thread can say how, and elsewhere they are left as they are."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -7,9 +7,15 @@ different GPU. Exit code 0; 1 with --fail-on-regression where a cell got slower 
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":  # as in sweep.py
+    from lorabench.cli import main as entry
+
+    raise SystemExit(entry(["compare", *sys.argv[1:]]))
+
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -151,7 +157,3 @@ def main(arguments: list[str] | None = None) -> int:
     counts = [c.outcome for c in changes]
     console.print(Text(", ".join(f"{counts.count(o)} {o}" for o in dict.fromkeys(counts)) or "no cells to compare"))
     return 1 if asked.fail_on_regression and any(o in REGRESSIONS for o in counts) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,10 +5,16 @@ Exit code 0 when the default sweep can run, 1 when something it needs is missing
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":  # as in sweep.py
+    from lorabench.cli import main as entry
+
+    raise SystemExit(entry(["doctor", *sys.argv[1:]]))
+
 import argparse
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -83,7 +89,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"[green]ok[/]  versions: {escape(versions)}", highlight=False)
     show_ablations(console, machine)
     return 1 if any(f.level == "bad" for f in found) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

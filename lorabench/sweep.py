@@ -11,6 +11,12 @@ from __future__ import annotations
 
 import random
 import sys
+
+if __name__ == "__main__":  # by the console script's way, which is short: what follows takes seconds to import
+    from lorabench.cli import main as entry
+
+    raise SystemExit(entry(["sweep", *sys.argv[1:]]))
+
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -20,7 +26,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lorabench.cli import exit_code
 from lorabench.contract.cell import Cell
+from lorabench.contract.hooks import asked_requires, described
 from lorabench.contract.names import NameUnknown
 from lorabench.plan.compose import ConfigError, Plan, load_config, names_in, plan
 from lorabench.plan.design import refusal
@@ -98,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, 1)
     except OSError as error:
         return _complain(f"{error.filename or 'the output'} cannot be written: {error.strerror or error}", 1)
-    except KeyboardInterrupt:
-        return _complain("stopped; the same command continues where it stopped", 130)
+    except KeyboardInterrupt as stop:
+        return _complain("stopped; the same command continues where it stopped", exit_code(stop))
 
 
 def _complain(error: object, code: int) -> int:
@@ -130,10 +138,11 @@ def show_ablations(console: Console, machine: Any) -> None:
     for name in sorted(registered()):
         try:
             cls = ablation_class(name)
-        except NameUnknown as error:
-            table.add_row(name, "", "", f"[red]{escape(str(error))}")
+            unmet = asked_requires(cls, machine)
+        except Exception as error:  # a third party's class may fail in any way
+            words = str(error) if isinstance(error, NameUnknown) else described(error)
+            table.add_row(name, "", "", f"[red]{escape(words)}")
             continue
-        unmet = cls.requires.unmet(machine)
         table.add_row(name, cls.slot, escape(cls.summary), f"[dim]{escape(unmet)}" if unmet else "[green]available")
     console.print(table)
 
@@ -154,9 +163,9 @@ def show_plan(console: Console, planned: Plan, machine: Any) -> None:
         estimate = 0.0 if refused else seconds(cell, rates)
         total += estimate
         table.add_row(
-            f"{cell.model.name} @ {cell.workload.name}",
-            ", ".join(a.label for a in cell.reference),
-            " + ".join(t.label for t in cell.toggles) or "reference against itself",
+            escape(f"{cell.model.name} @ {cell.workload.name}"),
+            escape(", ".join(a.label for a in cell.reference)),
+            escape(" + ".join(t.label for t in cell.toggles)) or "reference against itself",
             f"[dim]{refused[0]}: {escape(refused[1])}" if refused else f"about {estimate:.0f} s",
         )
     console.print(table)
@@ -273,7 +282,3 @@ def _report(config: Any, console: Console) -> int:
     pictures = [p for p in written if p.name in ("speedup.png", "report.html")]
     console.print("look at " + " and ".join(map(str, pictures or written)), highlight=False, soft_wrap=True)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -204,9 +204,9 @@ def conflict(ablations: Sequence[Ablation]) -> str | None:
         by_slot[ablation.slot] = ablation.name
     for ablation in ordered:
         for other in ordered:
-            reason = ablation.excludes.get(other.name) or ablation.excludes.get(other.slot)
-            if other is not ablation and reason:
-                return f"{ablation.name} excludes {other.name}: {reason}"
+            reason = ablation.excludes.get(other.name, ablation.excludes.get(other.slot))
+            if other is not ablation and reason is not None:
+                return f"{ablation.name} excludes {other.name}: {reason or 'it does not say why'}"
     return None
 
 

@@ -31,6 +31,7 @@ class Arm:
     device: torch.device
     kind: Any  # measure/kind.py's Kind: what a trial of it does
     patched: dict[str, int | None] = field(default_factory=dict)
+    touched: set[str] | None = None  # the toggles of which some hook changed something; None: nobody looked
     ranks: Ranks = ONE
     feeds: list[Callable[[int], None]] = field(default_factory=list)  # by step: puts a trial's tokens into its batches
     outs: Any = None  # what the last trial returned, until it is cleared

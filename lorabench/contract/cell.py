@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lorabench.contract.ablation import Ablation
+from lorabench.contract.hooks import Faulty
 from lorabench.contract.job import Job, jobs_of
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Workload
@@ -61,7 +62,7 @@ class Cell:
             content["world_size"] = self.ranks
         if self.floor_of:
             content["separate"] = True
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
     def title(self) -> str:
@@ -99,4 +100,5 @@ class Cell:
 
 
 def _content(ablations: Sequence[Ablation]) -> list[Any]:
-    return sorted(([a.name, asdict(a)] for a in ablations), key=lambda item: item[0])
+    of = lambda a: dict(a.parameters) if isinstance(a, Faulty) else asdict(a)  # noqa: E731
+    return sorted(([a.name, of(a)] for a in ablations), key=lambda item: item[0])

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from lorabench.contract.names import nearest
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -14,8 +16,8 @@ class Lora(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    r: int = Field(default=16, ge=1)
-    lora_alpha: float = 32
+    r: int = Field(default=16, ge=1, le=1 << 20)
+    lora_alpha: float = Field(default=32, allow_inf_nan=False)
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     bias: Literal["none", "all", "lora_only"] = "none"
     use_rslora: bool = False
@@ -45,7 +47,7 @@ class ModelSpec(BaseModel):
     @classmethod
     def _known_dtype(cls, value: str) -> str:
         if value not in DTYPES:
-            raise ValueError(f"dtype {value!r}: expected one of {', '.join(DTYPES)}")
+            raise ValueError(f"{nearest('dtype', value, DTYPES)} expected one of {', '.join(DTYPES)}")
         return value
 
     @field_validator("config")
@@ -72,7 +74,7 @@ class ModelSpec(BaseModel):
 
         config = dict(self.config)
         if layers is not None:
-            config["num_hidden_layers"] = min(layers, config["num_hidden_layers"])
+            config["num_hidden_layers"] = min(layers, config.get("num_hidden_layers", layers))
             if config.get("layer_types"):
                 config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
         return AutoConfig.for_model(**config, use_cache=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MOST_SHOWN = 60  # names, where none is near
+
 
 class NameUnknown(ValueError):
     """A wrong name (or parameter) in a configuration; the message holds the nearest right one."""
@@ -14,5 +16,6 @@ def nearest(what: str, name: str, known: Iterable[str], where: str = "") -> Name
     """The error for a wrong name: one line, with the nearest right name. `what` is the sort of thing it names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    shown = ", ".join(known[:MOST_SHOWN]) + (f" and {len(known) - MOST_SHOWN} more" if len(known) > MOST_SHOWN else "")
+    hint = f"did you mean {close[0]}?" if close else f"known: {shown}"
     return NameUnknown(f"no {what} named {name!r}{where}; {hint}")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from lorabench.contract.names import nearest
 
 LEARNING_RATE = 1e-4
+MOST_TOKENS = 1 << 26  # of one step: 67 million; a step of a large run has some four
 
 
 class WorkloadError(ValueError):
@@ -55,9 +56,9 @@ class Workload(BaseModel):
 
     name: str
     kind: Literal["fixed", "lengths", "text", "weights"]
-    batch_size: int = Field(ge=1)
-    seq_len: int = Field(ge=2)
-    samples: int = Field(default=0, ge=0)  # 0: one batch
+    batch_size: int = Field(ge=1, le=MOST_TOKENS)
+    seq_len: int = Field(ge=2, le=MOST_TOKENS)
+    samples: int = Field(default=0, ge=0, le=MOST_TOKENS)  # 0: one batch
     distribution: str | None = None
     path: str | None = None
     dataset: str | None = None
@@ -88,6 +89,8 @@ class Workload(BaseModel):
             raise ValueError("kind text needs `tokenizer` and either `path` (a JSONL file) or `dataset` (a hub name)")
         if (self.kind == "weights") != (self.page_cache is not None):
             raise ValueError("`page_cache` (warm or cold) goes with kind weights, and with no other")
+        if self.count * self.seq_len > MOST_TOKENS:
+            raise ValueError(f"{self.count} samples of {self.seq_len} tokens: expected at most {MOST_TOKENS} in a step")
         twice = sorted({j.name for j in self.jobs if [k.name for k in self.jobs].count(j.name) > 1})
         if twice:
             raise ValueError(f"two jobs are named {twice[0]!r}")

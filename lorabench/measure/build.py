@@ -22,9 +22,10 @@ from lorabench.contract.job import ADAPTER, Job
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
 from lorabench.measure.feed import Feed, marked
+from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Kind, Request
 from lorabench.plan import registry
-from lorabench.plan.weights import WeightsError, source_arguments
+from lorabench.plan.weights import WeightsError, named, source_arguments
 
 LORA_B_STD = 0.02  # at its usual zero the gradient of lora_A is zero and half of the mathematics is untested
 
@@ -38,20 +39,20 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
 
     Raises what the hooks raise, WeightsError, and out-of-memory errors.
     """
-    ordered = request.ordered
-    model = _model(request, kind, ordered, make_base, config)
+    hooks = Hooks(request.ordered)
+    model = _model(request, kind, hooks, make_base, config)
     for job in request.jobs:
         _fill(model, request.dtype, job.seed, job.adapter)
     if request.upcast:
         model.float()
     model.train()
-    patched = {a.name: a.patch(model) for a in ordered}
+    patched = hooks.each(Ablation.patch, model)
     steps = [
-        _step(request, ordered, model, job, samples, make_step)
+        _step(request, hooks, model, job, samples, make_step)
         for job, samples in zip(request.jobs, request.samples, strict=True)
     ]
     return Arm(
-        request.name, request.ablations, model, steps, request.dtype, request.device, kind, patched,
+        request.name, request.ablations, model, steps, request.dtype, request.device, kind, patched, hooks.touched,
         request.ranks,
     )  # fmt: skip
 
@@ -60,47 +61,44 @@ def feeds(request: Request, arm: Arm, vocabulary: int) -> list[Feed]:
     """Of each job what puts a trial's fresh tokens into its batches. Raises Unsupported where they cannot take any."""
     made = []
     for job, samples, step in zip(request.jobs, request.samples, arm.steps, strict=True):
-        layout = _batches(request, request.ordered, job, marked(samples))
+        layout = _batches(request, Hooks(request.ordered), job, marked(samples))
         random = job.workload.kind != "text"
         made.append(Feed(step.batches, layout, samples, vocabulary, random, job.seed))
     return made
 
 
-def _batches(request: Request, ordered: Sequence[Ablation], job: Job, samples: list[Sample]) -> list[Batch]:
+def _batches(request: Request, hooks: Hooks, job: Job, samples: list[Sample]) -> list[Batch]:
     """This rank's batches of a job, as the toggles make them."""
-    shards = (a.shard(samples, request.ranks) for a in ordered)
-    mine = next((s for s in shards if s is not None), samples)
-    made = (a.batch(mine, job.workload) for a in ordered)
-    return next((b for b in made if b is not None), None) or pad(mine, job.workload.batch_size)
+    share = hooks.first(Ablation.shard, samples, request.ranks)
+    mine = samples if share is None else share
+    made = hooks.first(Ablation.batch, mine, job.workload)
+    return pad(mine, job.workload.batch_size) if made is None else made
 
 
-def _model(request: Request, kind: Kind, ordered: Sequence[Ablation], make_base: MakeBase, config: Any) -> nn.Module:
+def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, config: Any) -> nn.Module:
     """The base model with every job's adapter on it; weights drawn or read, adapters not yet drawn."""
     load: dict[str, Any] = {"dtype": request.dtype}  # attention as transformers picks it, unless a toggle says
-    for ablation in ordered:
-        ablation.load(load)
-    adapters = [_adapter(request, kind, ordered, job) for job in request.jobs]
+    hooks.each(Ablation.load, load)
+    adapters = [_adapter(request, kind, hooks, job) for job in request.jobs]
 
     def base() -> nn.Module:
         made = make_base(load)
         if request.model.weights == "random":
             _fill(made, request.dtype, request.seed, None)
-        for ablation in ordered:
-            ablation.prepare(made, upcast=request.upcast)
+        hooks.each(Ablation.prepare, made, upcast=request.upcast)
         return made
 
     blueprint = Blueprint(config, request.dtype, adapters[0], base)
-    built = next((m for m in (a.build(blueprint) for a in ordered) if m is not None), None)
+    built = hooks.first(Ablation.build, blueprint)
     if built is not None and len(request.jobs) > 1:
         raise Unsupported("a loader of its own knows one adapter; this workload has several jobs")
     return built if built is not None else _with_adapters(base(), request.jobs, adapters)
 
 
-def _adapter(request: Request, kind: Kind, ordered: Sequence[Ablation], job: Job) -> dict[str, Any]:
+def _adapter(request: Request, kind: Kind, hooks: Hooks, job: Job) -> dict[str, Any]:
     """Keyword arguments of `get_peft_model` for a job, as the toggles leave them."""
     kwargs: dict[str, Any] = {"config": kind.adapter(request.model.with_lora(job.lora))}
-    for ablation in ordered:
-        ablation.adapt(kwargs)
+    hooks.each(Ablation.adapt, kwargs)
     return kwargs
 
 
@@ -119,19 +117,16 @@ def _with_adapters(base: Any, jobs: Sequence[Job], adapters: Sequence[dict[str, 
 
 
 def _step(
-    request: Request, ordered: Sequence[Ablation], model: nn.Module, job: Job, samples: list[Sample],
-    make_step: MakeStep,
+    request: Request, hooks: Hooks, model: nn.Module, job: Job, samples: list[Sample], make_step: MakeStep,
 ) -> Step:  # fmt: skip
     """One job's step: its batches, its optimizer, and what the toggles wrap around both."""
-    batches = _batches(request, ordered, job, samples)
+    batches = _batches(request, hooks, job, samples)
     params = [p for n, p in model.named_parameters() if (p.requires_grad if not job.name else f".{job.adapter}." in n)]
     own = [registry.ablation(job.optimizer)] if job.optimizer else []
-    optimizers = (a.optimize(params, job.learning_rate) for a in [*own, *ordered])
-    optimizer = next((o for o in optimizers if o is not None), None) or torch.optim.AdamW(params, lr=job.learning_rate)
-    step = make_step(model, optimizer, batches, job, samples)
-    for ablation in ordered:
-        step = ablation.step(step)
-    return step
+    optimizer = hooks.first(Ablation.optimize, params, job.learning_rate, among=[*own, *hooks.ordered])
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(params, lr=job.learning_rate)
+    return hooks.wrapped(Ablation.step, make_step(model, optimizer, batches, job, samples))
 
 
 def float16_scale(trained: int) -> float:
@@ -161,9 +156,11 @@ def causal_lm(spec: ModelSpec, load: dict[str, Any], device: torch.device, layer
     try:
         safe = {} if "gguf_file" in kwargs else {"use_safetensors": True}  # nothing is unpickled
         read = partial(AutoModelForCausalLM.from_pretrained, where, trust_remote_code=False, **safe)
-        model = _refusing(lambda: read(**kwargs, **load), spec)
+        model, info = _refusing(lambda: read(**kwargs, **load, output_loading_info=True), spec)
     except (OSError, ValueError) as error:
         raise WeightsError(f"weights {spec.weights!r} cannot be read: {str(error).splitlines()[0]}") from None
+    if missing := info["missing_keys"]:  # which the loader would leave as they were drawn
+        raise WeightsError(f"weights {spec.weights!r} lack {named(missing)} of the model {spec.name}")
     expected = spec.hf_config()
     for size in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
         have, want = getattr(model.config, size), getattr(expected, size)

@@ -21,6 +21,7 @@ import torch
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.arm import Arm
 from lorabench.contract.cell import Cell
+from lorabench.contract.hooks import asked, first_line, noted, printable
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
@@ -73,6 +74,10 @@ class Result:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+# Called with an arm's name before each of its timed trials, and after it with the name and its milliseconds.
+Timed = Callable[[str, float | None], None]
+
+
 class Failure(Exception):
     """Carries a Result out of the middle of a measurement."""
 
@@ -85,9 +90,11 @@ class Measurement:
     """One task, step by step. Of several ranks each does the same, and takes part in the arms that it belongs to."""
 
     def __init__(
-        self, task: Task, tell: Callable[[str], None], ranks: Ranks = ONE, device: torch.device | None = None
-    ) -> None:
+        self, task: Task, tell: Callable[[str], None], ranks: Ranks = ONE, device: torch.device | None = None,
+        timed: Timed = lambda name, ms: None,
+    ) -> None:  # fmt: skip
         """`tell` is called with what is being done, in words. `device`: this rank's; None: the machine's first."""
+        self.timed = timed
         self.task, self.cell, self.tell, self.ranks = task, task.cell, tell, ranks
         self.kind: Kind = kind(self.cell.kind)
         self.device = device or torch.device(task.machine.device)
@@ -96,11 +103,12 @@ class Measurement:
         self.now = "starting"  # which arm is being worked on, for the reason of a failure
         self.arms: dict[str, Arm] = {}
         self.alone: list[trial.Trial] = []  # the first arm's trials while it was the only one
-        self.guard: fairness.Guard | None = None  # what was so before the second arm was built
         self.plain = request_of(self.cell, ARMS[0], self.dtype, self.device, Path(task.scratch))
 
     def run(self) -> Result:
         self.result.arms = {name: ArmResult() for name in self.task.arms}
+        self.kind.imports(self.plain)
+        self.guard = fairness.Guard(alone=self.cell.separate or len(self.task.arms) == 1)
         try:
             if self.task.gate:
                 self.gate()
@@ -128,7 +136,8 @@ class Measurement:
 
     def _fail(self, status: str, reason: str, arm: str | None) -> None:
         known = arm if arm in ARMS else None
-        self.result.status, self.result.reason, self.result.arm = status, reason, known
+        words = printable(reason) if reason.strip() else f"{status}, and nobody says why"
+        self.result.status, self.result.reason, self.result.arm = status, words, known
 
     def _is_here(self, name: str) -> bool:
         """Whether an arm steps on this rank: an arm of one rank is rank 0's."""
@@ -193,7 +202,8 @@ class Measurement:
             warm = trial.warm_up(arm, self.cell.warmup)
             arm.kind.clear(arm)
         if not self.arms:
-            self.alone, self.guard = warm, fairness.Guard(arm.model)
+            self.alone = warm
+            self.guard.watch(arm.model)
         self.arms[name] = arm
         with self._seconds("profile"):
             self.tell(f"memory of the {name}")
@@ -204,13 +214,31 @@ class Measurement:
     def _audit(self, arm: Arm, ops: Any, into: ArmResult) -> None:
         for ablation in self.kind.audited(arm):
             evidence = Evidence(arm, arm.patched[ablation.name], ops)
-            sites = ablation.audit(evidence)
+            before = {name: id(value) for name, value in vars(arm).items()}, [id(step) for step in arm.steps]
+            sites = int(asked(ablation, Ablation.audit, evidence))
             if sites == 0:
                 raise NotApplied(f"{ablation.name} changed nothing in {self.cell.model.name}")
+            self._check_sites(ablation, sites, evidence)
             into.applied[ablation.name] = sites
-            into.notes.update(ablation.notes(evidence))
+            into.notes.update(noted(ablation, evidence))
+            if before != ({name: id(value) for name, value in vars(arm).items()}, [id(step) for step in arm.steps]):
+                raise fairness.Untrusted(f"the audit of {ablation.name} changed the arm that it was to look at")
             if ablation.own_dropout_masks and any(job.lora.lora_dropout for job in self.plain.jobs):
                 into.notes["gate"] = f"at dropout 0: {ablation.name} draws masks that plain PEFT cannot share"
+
+    def _check_sites(self, ablation: Ablation, sites: int, evidence: Evidence) -> None:
+        """Raises NotApplied where an audit says more than there can be."""
+        arm = evidence.arm
+        if arm.touched is not None and ablation.name not in arm.touched and not ablation.global_patch:
+            raise NotApplied(
+                f"{ablation.name} says that it is at work in {sites} sites, but none of its hooks changed anything"
+            )
+        there = (
+            sum(1 for _ in arm.model.modules()) + sum(1 for _ in arm.model.parameters()) + sum(evidence.ops.values())
+        )
+        most = there + len(arm.samples) + arm.real + arm.ranks.size
+        if arm.steps and sites > most:
+            raise NotApplied(f"{ablation.name} says that it is at work in {sites} sites; there are {most} at most")
 
     def agreement(self) -> None:
         """The full arms' first trials against each other, where both are here."""
@@ -226,11 +254,11 @@ class Measurement:
             for arm in here.values():
                 self.kind.begin(arm)
         models = {name: fairness.of_model(arm.model) for name, arm in here.items()}
-        busy = dict(self.guard.busy()) if self.guard else {}
+        busy = dict(self.guard.busy())
         with self._seconds("trials"), telemetry.Sampler() as sampler:
             tell = lambda n: self.tell(f"trial {n + 1} of {self.task.rounds}")  # noqa: E731
             try:
-                self.trials = trial.run_rounds(arms, self.task.rounds, self.cell.seed + 1, tell, self._seen)
+                self.trials = trial.run_rounds(arms, self.task.rounds, self.cell.seed + 1, tell, self._seen, self.timed)
             except trial.Diverged as error:
                 raise Failure("wrong_numerics", str(error), None) from None
         self._check_fairness(here, models, busy)
@@ -247,8 +275,7 @@ class Measurement:
 
     def _seen(self, name: str, done: trial.Trial) -> None:
         self.kind.seen(self.arms[name], done.losses)
-        if self.guard and not self.cell.separate:
-            self.guard.check()
+        self.guard.check()
 
     def _check_fairness(self, arms: dict[str, Arm], models: dict[str, Any], busy: dict[str, float]) -> None:
         """Raises Untrusted where the trials' times are not what they seem."""
@@ -256,8 +283,8 @@ class Measurement:
             fairness.check_clock(name, self.trials[name])
             if changed := fairness.difference(models[name], fairness.of_model(arm.model)):
                 raise fairness.Untrusted(f"the {name} changed its own model while it was timed: {changed}")
-        if self.guard and len(arms) > 1:
-            self.guard.check(everything=True)
+        self.guard.check_all()
+        if len(arms) > 1:
             spent = sum(done.ended - done.began for trials in self.trials.values() for done in trials)
             fairness.check_busy(busy, dict(self.guard.busy()), spent)
             reference, candidate = (self.trials[name] for name in ARMS)
@@ -315,7 +342,3 @@ def _of(name: str, job: str) -> str:
 def _shortage(error: BaseException) -> str:
     """What was asked for and what was free; torch's advice on its allocator is left out."""
     return first_line(error).partition(" Including non-PyTorch")[0].removeprefix("CUDA out of memory. ")
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:500]

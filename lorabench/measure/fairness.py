@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import statistics
 import sys
 import threading
@@ -20,6 +21,9 @@ import psutil
 import torch
 from scipy import stats
 from torch import nn
+from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
+from torch._dynamo.eval_frame import TorchPatcher
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lorabench.measure.trial import Trial
 
@@ -28,7 +32,21 @@ OUTSIDE_SHARE, OUTSIDE_MS = 1.25, 2.0
 SLOWED = {"cuda": 1.3, "cpu": 2.0}  # the reference's fastest trial beside the candidate, over its slowest alone
 ORDER_RATIO, ORDER_P, ORDER_TRIALS = 1.25, 1e-3, 12  # of a candidate's trials that came first and second in a round
 BUSY = 0.05  # share of the trials' time that another thread or a child may compute
-WATCHED = ("lorabench.", "torch.nn.", "torch.optim.", "torch.autograd.", "torch.utils.checkpoint", "peft.tuners.lora.")
+OURS = "lorabench."
+WATCHED = (
+    OURS,
+    "transformers.models.",
+    "transformers.modeling_utils",
+    "transformers.masking_utils",
+    "transformers.integrations.",
+    "transformers.activations",
+    "transformers.loss.",
+    "torch.nn.",
+    "torch.optim.",
+    "torch.autograd.",
+    "torch.utils.checkpoint",
+    "peft.tuners.lora.",
+)
 
 
 class Untrusted(Exception):
@@ -56,6 +74,13 @@ def settings() -> dict[str, Any]:
         ),
         "whether gradients are recorded": torch.is_grad_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "oneDNN": torch._C._get_mkldnn_enabled(),
+        "hooks of saved tensors": _saved_tensors_hooks(True) is not None,
+        "a timer's signal": tuple(
+            (signal.getsignal(number), signal.getitimer(timer)[1])
+            for number, timer in ((signal.SIGALRM, signal.ITIMER_REAL), (signal.SIGPROF, signal.ITIMER_PROF),
+                                  (signal.SIGVTALRM, signal.ITIMER_VIRTUAL))
+        ),
         "anomaly detection": torch.is_anomaly_enabled(),
         "flushing of denormals": torch.tensor([1e-310], dtype=torch.float64).mul(1.0).item() != 0.0,
         "the garbage collector": gc.get_threshold(),
@@ -67,6 +92,7 @@ def settings() -> dict[str, Any]:
         "global module hooks": tuple(
             len(hooks) for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_") and hooks
         ),
+        "global optimizer hooks": (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)),
         "torch function and dispatch modes": (
             torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(),
         ),
@@ -82,13 +108,21 @@ def functions() -> dict[str, int]:
         if not isinstance(module, types.ModuleType) or not module_name.startswith(WATCHED):
             continue
         for name, value in list(vars(module).items()):
-            if isinstance(value, types.FunctionType):
+            if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
                 found[f"{module_name}.{name}"] = _identity(value)
+            elif _is_table(value) and not name.startswith("__"):
+                table = {f"{module_name}.{name}[{key!r}]": item for key, item in list(value.items()) if callable(item)}
+                found |= {place: _identity(item) for place, item in table.items()}
             elif isinstance(value, type) and value.__module__ == module_name:
                 for attribute, method in list(vars(value).items()):
                     if isinstance(method, (types.FunctionType, property, staticmethod, classmethod)):
                         found[f"{module_name}.{name}.{attribute}"] = _identity(method)
     return found
+
+
+def _is_table(value: Any) -> bool:
+    """A dictionary, or one of transformers' tables of functions; others of its mappings import what they are asked."""
+    return type(value) is dict or any(base.__name__ == "GeneralInterface" for base in type(value).__mro__)
 
 
 def _identity(value: Any) -> int:
@@ -108,6 +142,18 @@ def of_model(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """What a toggle can have changed in a model: of every module its class, its own attributes, its tensors, its hooks;
+    of every tensor its hooks and whether it is trained."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        own = vars(module)
+        parts = (own.get(d, {}) for d in ("_parameters", "_buffers", "_modules", *HOOKS))
+        values = tuple((k, id(v)) for part in (own, *parts) for k, v in part.items() if not isinstance(v, dict))
+        found[name] = type(module), values
+    return found | of_model(model)
+
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -116,27 +162,43 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
     return next((name for name, value in before.items() if name not in after or after[name] != value), None)
 
 
-class Guard:
-    """Notes what was so before the candidate was built, and says what is not any more."""
+# What no toggle may change, not even one that has its processes to itself: what is counted, and in which precision.
+NEVER = ("time.", "torch's default dtype", "torch.set_float32", "TF32", "reduced precision", "flushing of denormals")
 
-    def __init__(self, reference: nn.Module | None) -> None:
-        self.reference = reference
+
+class Guard:
+    """Notes how the process is before any toggle was asked in it, and says what is not so any more."""
+
+    def __init__(self, alone: bool) -> None:
+        """`alone`: this process measures one arm, whose toggles may patch what is the whole process's."""
+        self.alone = alone
+        TorchPatcher.patch()  # torch's compiler wraps the optimizers' methods, when something first asks for it
         self.settings, self.functions = settings(), functions()
-        self.model = {} if reference is None else of_model(reference)
+        self.model: nn.Module | None = None
         self.threads = {thread.native_id for thread in threading.enumerate()}
         self.children = {child.pid for child in psutil.Process().children(recursive=True)}
 
-    def check(self, everything: bool = False) -> None:
-        """Raises Untrusted, and puts back what can be. `everything`: also what takes milliseconds to look through."""
-        changed = difference(self.settings, settings())
-        if changed:
-            raise Untrusted(f"the candidate changed {changed} for the whole process; say global_patch = True")
-        if not everything:
-            return
-        if name := difference(self.functions, functions()):
-            raise Untrusted(f"the candidate replaced {name} for the whole process; say global_patch = True")
-        if self.reference is not None and (name := difference(self.model, of_model(self.reference))):
+    def watch(self, model: nn.Module) -> None:
+        """From now on the candidate is built beside this model, the reference's, and has to leave it as it is."""
+        self.model, self.as_it_was = model, of_model(model)
+
+    def check(self) -> None:
+        """After every trial: raises Untrusted where a setting of the process has changed."""
+        before = {n: v for n, v in self.settings.items() if not self.alone or n.startswith(NEVER)}
+        if changed := difference(before, settings()):
+            raise Untrusted(f"a toggle changed {changed} for the whole process{self._instead()}")
+
+    def check_all(self) -> None:
+        """After the trials: what takes some milliseconds to look through, too. Raises Untrusted."""
+        self.check()
+        before = {n: v for n, v in self.functions.items() if not self.alone or n.startswith(OURS)}
+        if name := difference(before, functions()):
+            raise Untrusted(f"a toggle replaced {name} for the whole process{self._instead()}")
+        if self.model is not None and (name := difference(self.as_it_was, of_model(self.model))):
             raise Untrusted(f"the candidate changed the reference's model: {name}")
+
+    def _instead(self) -> str:
+        return "" if self.alone else "; one that has to says global_patch = True"
 
     def busy(self) -> Iterator[tuple[str, float]]:
         """(what, seconds computed so far) of each Python thread and each child process that came after this guard."""

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.cell import Cell
-from lorabench.contract.job import jobs_of
+from lorabench.contract.hooks import Faulty, described, first_line, printable
+from lorabench.contract.job import Job, jobs_of
 from lorabench.contract.kind import kind, registered
 from lorabench.contract.model import Lora, ModelSpec
 from lorabench.contract.names import NameUnknown, nearest
 from lorabench.contract.workload import Workload, WorkloadError, fixed
-from lorabench.plan import registry
+from lorabench.plan import architecture, registry, samples, weights
+from lorabench.plan.architecture import ModelError
 from lorabench.plan.design import DESIGNS, DesignError, Subject, cells
+from lorabench.plan.weights import WeightsError
+from lorabench.plan.yaml_file import YamlError, read
 
 CONF = "lorabench.conf"
+LORA = "lora"  # the key under which the adapter's fields stand
+LONGEST, DEEPEST = 20_000, 12  # characters and brackets of an override; Hydra's parser takes minutes for deeper ones
+
+
+Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class ConfigError(ValueError):
@@ -39,7 +49,7 @@ class SweepConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     kind: str
-    models: list[Any] = Field(min_length=1)
+    models: list[Any] = Field(min_length=1)  # a single name is taken for a list of one
     workload: str | dict[str, Any]
     lora: Lora
     dtype: str
@@ -49,17 +59,22 @@ class SweepConfig(BaseModel):
     reference: str | list[Any]
     design: str
     baselines: dict[str, list[Any]]
-    trials: int | None = Field(ge=1)
-    warmup: int | None = Field(ge=1)
-    seed: int = Field(ge=0)
-    repeat: int = Field(ge=1)
-    world_size: int = Field(ge=1)
+    trials: int | None = Field(ge=1, le=100_000)
+    warmup: int | None = Field(ge=1, le=100_000)
+    seed: int = Field(ge=0, lt=1 << 63)
+    repeat: int = Field(ge=1, le=10_000)
+    world_size: int = Field(ge=1, le=1024)
     queue: Literal["local", "ray"]
-    timeout_s: float = Field(gt=0)
+    timeout_s: float = Field(gt=0, le=10_000_000, allow_inf_nan=False)
     output: Path
     resume: bool | Literal["failed"]
     list: bool
     dry_run: bool
+
+    @field_validator("models", "ablations", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -87,15 +102,22 @@ def load_config(overrides: Sequence[str]) -> SweepConfig:
     try:
         with initialize_config_module(CONF, version_base="1.3"):
             composed = OmegaConf.to_container(compose("sweep", list(overrides)), resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(" ".join(str(error).split("\n")[0].split())) from None
+    except Exception as error:  # Hydra checks its grammar, and not everything that can be said in it
+        raise ConfigError(f"the overrides cannot be composed: {described(error)}; see --help") from None
+    try:
         return SweepConfig.model_validate(composed)
     except ValidationError as error:
         raise ConfigError(_first(error)) from None
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(" ".join(str(error).split("\n")[0].split())) from None
 
 
 def _check_override(override: str) -> None:
     """The two slips that Hydra would answer with several lines: an unknown key, an unknown suite."""
+    if printable(override) != override or "\0" in override:
+        raise ConfigError(f"{override!a} is not understood: expected text in UTF-8")
+    if len(override) > LONGEST or _depth(override) > DEEPEST:
+        raise ConfigError(f"{override[:40]}… is not understood: it is longer or nested deeper than any sweep needs")
     key, equals, value = override.lstrip("+~").partition("=")
     if override.startswith("-"):
         raise ConfigError(f"{override!r} is not understood: keys are given as key=value, without dashes; see --help")
@@ -104,20 +126,51 @@ def _check_override(override: str) -> None:
     if root not in known:
         close = difflib.get_close_matches(root, known, n=1)
         raise ConfigError(f"no key named {root!r}; " + (f"did you mean {close[0]}?" if close else "see --help"))
+    if (part := key.partition(".")[2]) and root == LORA and part not in Lora.model_fields:
+        raise ConfigError(str(nearest("key", part, Lora.model_fields, where=f" in {LORA}")))
     if not equals and not override.startswith("~"):
         raise ConfigError(f"{override!r} is not understood: expected {override}=VALUE")
     try:
         OverridesParser.create().parse_override(override)
-    except HydraException as error:
-        raise ConfigError(f"{override!r} is not understood: {str(error).splitlines()[0]}; see --help") from None
-    if root == "suite" and value not in (*names_in("suite"), "null"):
+    except Exception as error:  # Hydra's, and ANTLR's own
+        raise ConfigError(
+            f"{reprlib.repr(override)} is not understood: {first_line(error)[:200]}; see --help"
+        ) from None
+    if root == "suite" and value not in names_in("suite"):
         raise ConfigError(str(nearest("suite", value, names_in("suite"))))
 
 
+def _depth(text: str) -> int:
+    """How deep its brackets go."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "[{(") - (character in "]})")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _validated(cls: type[Checked], values: Mapping[str, Any], what: str) -> Checked:
+    """Raises ConfigError that says of which model or workload it speaks."""
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{what}: {_first(error)}") from None
+
+
 def _first(error: ValidationError) -> str:
+    """The first of a ValidationError's findings in words; of a wrong name with the nearest right one."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    got = "" if isinstance(first["input"], dict) else f", not {first['input']!r}"
+    if first["type"] == "extra_forbidden":
+        named = {c.__name__: c for c in (SweepConfig, ModelSpec, Workload, Lora)}
+        of = {(): named.get(error.title), (LORA,): Lora}.get(first["loc"][:-1])
+        if of is not None:
+            return str(
+                nearest("field", str(first["loc"][-1]), of.model_fields, where=f" in {LORA}" if of is Lora else "")
+            )
+    got = "" if isinstance(first["input"], dict) else f", not {reprlib.repr(first['input'])}"
+    if got.removeprefix(", not ") in first["msg"]:  # a validator of ours has said it already
+        got = ""
     return f"{where}: {first['msg'].removeprefix('Value error, ')}{got}"
 
 
@@ -146,7 +199,7 @@ def plan(config: SweepConfig, device: str) -> Plan:
         ]
     except ValidationError as error:
         raise ConfigError(_first(error)) from None
-    except (NameUnknown, DesignError, WorkloadError) as error:
+    except (NameUnknown, DesignError, WorkloadError, ModelError, WeightsError) as error:
         raise ConfigError(str(error)) from None
     return Plan(config, made)
 
@@ -194,8 +247,21 @@ def _subject(item: Any, config: SweepConfig, default: Defaults, device: str) -> 
     auto = chosen.default_workload(device) or default.workload
     made = workload(auto if wanted == "auto" else wanted)
     subject = Subject(chosen.name, spec, made)
-    jobs_of(spec, made, config.seed)  # a job's fields are wrong now, not in a worker
+    jobs = jobs_of(spec, made, config.seed)  # a job's fields are wrong now, not in a worker
+    for job in jobs:
+        _check_job(job)
+    if chosen.model(name) is None:
+        architecture.check(spec, [job.lora for job in jobs])
+        weights.check(spec)
     return subject
+
+
+def _check_job(job: Job) -> None:
+    """What a job names has to be there. Raises NameUnknown and WorkloadError."""
+    samples.check(job.workload)
+    made = registry.ablation(job.optimizer) if job.optimizer else None
+    if isinstance(made, Faulty):
+        raise NameUnknown(made.fault)
 
 
 def model(name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None) -> ModelSpec:
@@ -204,7 +270,7 @@ def model(name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None)
     of_a_kind = next((fields for k in registered().values() if (fields := k.model(name))), None)
     fields, label = (of_a_kind, name) if of_a_kind else _read("model", name)
     common = {"dtype": config.dtype, "weights": config.weights, "lora": config.lora.model_dump() | dict(lora or {})}
-    return ModelSpec.model_validate({"name": label + _changes(lora or {}), **common, **fields})
+    return _validated(ModelSpec, {"name": label + _changes(lora or {}), **common, **fields}, f"the model {label}")
 
 
 def _changes(values: Mapping[str, Any]) -> str:
@@ -223,7 +289,7 @@ def workload(item: str | Mapping[str, Any]) -> Workload:
         fields, label = made.model_dump(exclude={"name"}), item
     else:
         fields, label = _read("workloads", item)
-    return Workload.model_validate({"name": label + _changes(changes), **fields, **changes})
+    return _validated(Workload, {"name": label + _changes(changes), **fields, **changes}, f"the workload {label}")
 
 
 def _read(group: str, name: str) -> tuple[dict[str, Any], str]:
@@ -232,16 +298,16 @@ def _read(group: str, name: str) -> tuple[dict[str, Any], str]:
         path = Path(name)
         if not path.is_file():
             raise NameUnknown(f"{name}: no such file; expected a YAML file like those under conf/{group}")
-        loaded = OmegaConf.load(path)
-        label = path.stem
+        try:
+            fields, label = read(path), path.stem
+        except YamlError as error:
+            raise NameUnknown(f"{name}: {error}; expected a YAML file like those under conf/{group}") from None
     else:
         known = names_in(group)
         if name not in known:
             raise nearest(group.removesuffix("s"), name, known)
         with initialize_config_module(CONF, version_base="1.3"):
-            loaded = compose(f"{group}/{name}")[group]
-        label = name
-    fields = OmegaConf.to_container(loaded, resolve=True)
+            fields, label = OmegaConf.to_container(compose(f"{group}/{name}")[group], resolve=True), name
     if not isinstance(fields, dict):
         raise NameUnknown(f"{name}: expected a YAML mapping like those under conf/{group}")
     return {str(k): v for k, v in fields.items()}, label

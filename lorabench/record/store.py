@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lorabench.record.environment import Environment
 from lorabench.record.older import upgraded
 from lorabench.record.schema import SCHEMA, Record
 
@@ -43,6 +44,27 @@ def read_records(path: Path) -> list[Record]:
         raise RecordError(f"{path}: no such file; expected the {RECORDS} that a sweep writes into its output")
     lines = path.read_bytes().split(b"\n")[:-1]
     return [_parse(line, path, number) for number, line in enumerate(lines, start=1)]
+
+
+def read_sessions(folder: Path) -> list[dict[str, Any]]:
+    """The sweep runs in environment.json, oldest first; [] without that file. Raises RecordError."""
+    path = folder / ENVIRONMENT
+    if not path.exists():
+        return []
+    try:
+        content = path.read_bytes()
+        Environment.model_validate_json(content)
+        return json.loads(content)["sessions"]
+    except ValidationError as error:
+        words = _first(error, "expected a JSON object with `sessions`")
+        raise RecordError(f"{path} is not an environment file: {words}") from None
+
+
+def _first(error: ValidationError, otherwise: str) -> str:
+    """The first field that is wrong, and how; `otherwise` where it is the whole."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else f"{otherwise} ({first['msg']})"
 
 
 def _parse(line: bytes, path: Path, number: int) -> Record:
@@ -126,6 +148,8 @@ class Store:
 
     def _repair(self) -> None:
         """Set a half-written last line aside (nothing is lost) and cut the file back to its last whole line."""
+        for partial in self.folder.glob(".*.partial"):  # of a sweep that was killed; we hold the lock
+            partial.unlink(missing_ok=True)
         path = self.folder / RECORDS
         with open(path, "ab+") as file:  # also proves, before the first cell, that the file can be written
             file.seek(0)
@@ -169,16 +193,7 @@ class Store:
             ) from None
 
     def sessions(self) -> list[dict[str, Any]]:
-        path = self.folder / ENVIRONMENT
-        if not path.exists():
-            return []
-        try:
-            sessions = json.loads(path.read_text())["sessions"]
-            if not isinstance(sessions, list):
-                raise TypeError
-            return sessions
-        except (ValueError, KeyError, TypeError):
-            raise RecordError(f"{path} is not an environment file: expected a JSON object with `sessions`") from None
+        return read_sessions(self.folder)
 
     def last_device(self) -> str | None:
         """Where the last session measured, "cuda" or "cpu"; None where it does not say."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -14,7 +13,7 @@ import pandas as pd
 
 from lorabench.record.contrast import Speedup
 from lorabench.record.schema import Record
-from lorabench.record.store import ENVIRONMENT, RecordError, read_records
+from lorabench.record.store import read_records, read_sessions
 from lorabench.report.claims import Match, match
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.groups import Group, groups
@@ -96,20 +95,6 @@ def load_results(folder: str | Path) -> pd.DataFrame:
     """The tidy table of one results folder (see `tidy`). Raises RecordError where it cannot be read."""
     with collector_paused():  # until the records are gone again
         return Analysis.read(folder).table
-
-
-def read_sessions(folder: Path) -> list[Session]:
-    """The sweep runs in environment.json, oldest first; [] without that file. Raises RecordError."""
-    path = folder / ENVIRONMENT
-    if not path.exists():
-        return []
-    try:
-        sessions = json.loads(path.read_text(encoding="utf-8"))["sessions"]
-        if not all(isinstance(s, dict) and isinstance(s["id"], str) for s in sessions):
-            raise TypeError
-    except (ValueError, KeyError, TypeError):
-        raise RecordError(f"{path} is not an environment file: expected a JSON object with `sessions`") from None
-    return sessions
 
 
 def _device(machine: dict[str, Any]) -> str:

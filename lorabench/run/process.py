@@ -8,22 +8,26 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
 from lorabench.contract.machine import Machine
 from lorabench.measure.cell import Result, Task
-from lorabench.record.schema import ARMS
+from lorabench.record.schema import ARMS, TOTAL
 from lorabench.run import worker
+from lorabench.run.messages import Garbled, Inbox
 from lorabench.run.ranks import Seat, free_port, merged
+from lorabench.run.session import SERVER_FOLDER
 
 POLL_S = 0.2
 ABORTED = signal.SIGABRT.name
 OF_ONE_RANK = ("crash", "oom")  # what happens to one rank; a refusal or a wrong gradient is the whole arm's
+SLACK_S = 0.05  # a trial that the runner's clock may see beside the trial: messages, a busy machine
 GRACE_S = 0.5  # for other ranks to say what happened to them
 LOG_TAIL = 4000  # characters of a failed worker's output that its record keeps
 
@@ -42,9 +46,10 @@ class Workers:
         # Two arms of different shapes share one process: growing segments keep the cache from fragmenting.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ[SERVER_FOLDER] = get_temp_dir()
         self.method = "forkserver"
         self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["lorabench.run.preload"])
+        self._context.set_forkserver_preload(["lorabench.run.leftovers", "lorabench.run.preload"])
 
     def probe(self, dtype: str) -> tuple[Machine, dict[str, Any]]:
         """(machine, ceilings), looked at and measured in a process of its own. Raises ProbeError."""
@@ -60,13 +65,17 @@ class Workers:
 
     def _probe_once(self, dtype: str) -> tuple[Any, Any]:
         ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=worker.probe, args=(dtype, theirs), daemon=False)
-        process.start()
+        process = self._context.Process(target=worker.probe, args=(dtype, os.getpid(), theirs), daemon=False)
+        with _without_interrupt():
+            process.start()
         theirs.close()
         try:
             return ours.recv()
         except EOFError:
             return None, "the probing process died"
+        except KeyboardInterrupt:
+            kill(process)
+            raise
         finally:
             process.join()
 
@@ -82,14 +91,26 @@ class Workers:
                 own_log = log_of(log, number)
                 seat = Seat(number, size, port, str(own_log), time.time(), os.getpid(), timeout_s, beats)
                 process = self._context.Process(target=worker.main, args=(task, seat, theirs), daemon=False)
-                process.start()
+                with _without_interrupt():
+                    process.start()
                 theirs.close()
-                ranks.append(_Rank(number, process, ours, own_log))
+                ranks.append(_Rank(number, process, Inbox(ours), own_log))
             return _outcome(task, ranks, timeout_s, tell, beats)
         finally:
             for rank in ranks:
                 kill(rank.process)
-                rank.pipe.close()
+                rank.inbox.pipe.close()
+
+
+@contextlib.contextmanager
+def _without_interrupt() -> Iterator[None]:
+    """Ctrl-C goes to every process of the terminal, and would meet the server of workers, or a spawned worker, in the
+    middle of its imports. What is started here inherits that it is held back; the sweep ends it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def log_of(log: Path, rank: int) -> Path:
@@ -103,12 +124,15 @@ class _Rank:
 
     number: int
     process: BaseProcess
-    pipe: Connection
+    inbox: Inbox
     log: Path
     phase: str = "starting"
     result: Result | None = None
     failed: tuple[float, str] | None = None  # when it raised, and what
     died: str | None = None  # without a word
+    told: dict[str, list[float]] = field(default_factory=dict)  # milliseconds of each timed trial, by arm
+    elapsed: dict[str, float] = field(default_factory=dict)  # seconds that these took by our own clock, by arm
+    began: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -120,26 +144,64 @@ class _Rank:
 
     def hear(self) -> None:
         """Take what lies in the pipe."""
-        while not self.ended and self.pipe.poll():
-            try:
-                what, when, value = self.pipe.recv()
-            except EOFError:
-                self.process.join()
+        if self.ended:
+            return
+        try:
+            for message in self.inbox.messages():
+                self._take(message)
+        except EOFError:
+            if not self.ended:
                 self.died = f"{_death(self.process)} while {self.phase}"
-                return
-            if what == "result":
-                self.result = value
-            elif what == "failed":
-                self.failed = when, f"{value} (while {self.phase})"
-            else:
-                self.phase = value
+        except (Garbled, OSError) as error:
+            self.died = f"the worker sent {error} while {self.phase}"
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case ("result", float(), Result() as result):
+                self.result = result
+            case ("failed", float() as when, str() as words):
+                self.failed = when, f"{words} (while {self.phase})"
+            case ("phase", float(), str() as phase):
+                self.phase = phase
+            case ("trial", float(), (str(), None)):
+                self.began = time.monotonic()
+            case ("trial", float(), (str() as name, float() as ms)):
+                self.told.setdefault(name, []).append(ms)
+                self.elapsed[name] = self.elapsed.get(name, 0.0) + time.monotonic() - self.began
+            case _:
+                raise Garbled(f"a {type(message).__name__} in place of a message")
+
+
+def _believed(task: Task, rank: _Rank) -> Result:
+    """The rank's result, where it is what was told trial by trial, in a time in which that can have happened."""
+    result = rank.result
+    assert result is not None
+    if result.status != "ok":
+        return result
+    for name in task.arms:
+        if rank.number >= task.cell.ranks_of(name):
+            continue
+        told, given = rank.told.get(name, []), result.arms[name].times.get(TOTAL, [])
+        if len(told) != task.rounds or len(given) != task.rounds:
+            reason = f"the answer came after {len(told)} of {task.rounds} trials of the {name}, and has {len(given)}"
+        elif any(abs(ours - theirs) > 1e-6 * ours for ours, theirs in zip(told, given, strict=True)):
+            reason = f"the answer's times of the {name} are not those that were told trial by trial"
+        elif rank.elapsed[name] > 2 * sum(told) / 1000 + SLACK_S * task.rounds:
+            reason = (
+                f"{task.rounds} trials of the {name} took {rank.elapsed[name]:.3g} s by the runner's clock; the answer "
+                f"says {sum(told) / 1000:.3g} s"
+            )
+        else:
+            continue
+        return Result("untrusted", reason, arm=name)
+    return result
 
 
 def _outcome(task: Task, ranks: list[_Rank], timeout_s: float, tell: Callable[[str], None], beats: Any) -> Result:
     """Wait for all ranks, or for the first that goes wrong."""
     deadline, said = time.monotonic() + timeout_s, ""
     while not all(rank.ended for rank in ranks):
-        wait([rank.pipe for rank in ranks if not rank.ended], POLL_S)
+        wait([rank.inbox.pipe for rank in ranks if not rank.ended], POLL_S)
         for rank in ranks:
             rank.hear()
         if any(rank.went_wrong for rank in ranks):
@@ -150,7 +212,9 @@ def _outcome(task: Task, ranks: list[_Rank], timeout_s: float, tell: Callable[[s
         if time.monotonic() > deadline:
             return _hung(ranks, timeout_s, beats)
     if not any(rank.went_wrong for rank in ranks):
-        return merged(task.cell, [rank.result for rank in ranks if rank.result])
+        believed = [_believed(task, rank) for rank in ranks]
+        doubtful = next((result for result in believed if result.status != "ok"), None)
+        return doubtful or merged(task.cell, believed)
     if len(ranks) > 1:
         time.sleep(GRACE_S)  # who died takes others with it: let them all speak, then look who was first
         for rank in ranks:
@@ -210,6 +274,9 @@ def _arm_in(phase: str) -> str | None:
 
 
 def _death(process: BaseProcess) -> str:
+    process.join(GRACE_S)
+    if process.is_alive():
+        return "the worker closed its connection without a word"
     code = process.exitcode or 0
     if code >= 0:
         return f"the worker exited with code {code}"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lorabench.contract.cell import Cell
@@ -42,10 +43,10 @@ class Display:
         self.started[cell.key] = time.monotonic()
         self.most = max(self.most, len(self.started))
         title = cell.title if len(self.started) == 1 else f"{len(self.started)} cells"
-        self.bar.update(self.task, cell=title, phase="starting", expected=self._expected())
+        self.bar.update(self.task, cell=escape(title), phase="starting", expected=self._expected())
 
     def phase(self, text: str) -> None:
-        self.bar.update(self.task, phase=text)
+        self.bar.update(self.task, phase=escape(text))
 
     def end(self, cell: Cell, record: Record) -> None:
         self.done += 1
@@ -55,14 +56,13 @@ class Display:
             self.spent.append(took)
         self.bar.update(self.task, advance=1, expected=self._expected())
         style = STYLE.get(record.status, "red")
-        outcome = _ratio(record) if record.status == "ok" else (record.reason or "").splitlines()[0]
+        outcome = _ratio(record) if record.status == "ok" else (record.reason or "").partition("\n")[0]
         elapsed = time.monotonic() - self.began
         self.console.print(
-            f"[{self.done}/{self.todo}] {cell.title}  [{style}]{record.status}[/]  {{}}  ({took:.1f} s, "
-            f"{elapsed:.0f} of about {self._expected()})".replace("{}", outcome.replace("[", "\\[")),
-            highlight=False,
-            soft_wrap=True,
-        )
+            f"\\[{self.done}/{self.todo}] {escape(cell.title)}  [{style}]{record.status}[/]  {escape(outcome)}  "
+            f"({took:.1f} s, {elapsed:.0f} of about {self._expected()})",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
     def _expected(self) -> str:
         """The whole sweep at the pace so far."""

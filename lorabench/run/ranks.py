@@ -92,7 +92,7 @@ def merged(cell: Cell, results: Sequence[Result]) -> Result:
         totals = list(zip(*(times[TOTAL] for times in own), strict=True))
         slowest = [max(range(len(row)), key=row.__getitem__) for row in totals]
         arm.times = {phase: [own[rank][phase][i] for i, rank in enumerate(slowest)] for phase in arm.times}
-        spread = statistics.median((max(row) - min(row)) / max(row) for row in totals)
+        spread = statistics.median((max(row) - min(row)) / (max(row) or 1.0) for row in totals)
         first.ranks[name] = RankSpread(size=len(results), slowest=slowest, spread=spread)
         arm.evidence = [one for result in results for one in result.arms[name].evidence]
         arm.jobs = _whole_batch([result.arms[name].jobs for result in results])

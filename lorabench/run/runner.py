@@ -7,18 +7,21 @@ reaches beyond its model or where both arms do not fit the device together, and 
 from __future__ import annotations
 
 import math
+import os
 import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from lorabench.contract.cell import PROCESSES, Cell
+from lorabench.contract.hooks import described, printable
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.measure.cell import ArmResult, Failure, Result, Task, agree
@@ -27,7 +30,10 @@ from lorabench.measure.numerics import share_of_allowance
 from lorabench.plan.design import refusal
 from lorabench.record.contrast import speedup
 from lorabench.record.schema import ARMS, TOTAL, Cost, JobRecord, Numerics, Phase, Record, Tokens
-from lorabench.run.process import Workers, log_of, tail
+from lorabench.run.process import LOG_TAIL, Workers, log_of, tail
+from lorabench.run.session import scratch_prefix
+
+DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
 
 
 @dataclass
@@ -59,7 +65,7 @@ class Runner:
         self.workers, self.machine, self.session, self.timeout_s = workers, machine, session, timeout_s
         self.ceilings = ceilings or {}
         self.log = folder / ".worker.log"
-        self._scratch = tempfile.TemporaryDirectory(prefix="lorabench-")
+        self._scratch = tempfile.TemporaryDirectory(prefix=scratch_prefix(os.getpid()))
 
     def __enter__(self) -> Runner:
         return self
@@ -70,9 +76,17 @@ class Runner:
     def measure(self, cell: Cell, tell: Callable[[str], None] = lambda text: None) -> Record:
         """One cell to its record. Never raises for what a cell does."""
         began = time.perf_counter()
-        refused = refusal(cell, self.machine)
-        if refused:
-            return self._record(cell, status=refused[0], reason=refused[1])
+        try:
+            refused = refusal(cell, self.machine)
+            if refused:
+                return self._record(cell, status=refused[0], reason=refused[1])
+            return self._measured(cell, tell, began)
+        except Exception as error:  # a harness that fails on one cell still has the others to measure
+            cost = _cost({}, time.perf_counter() - began)
+            log = printable(traceback.format_exc())[-LOG_TAIL:]
+            return self._record(cell, status="crash", reason=f"in the harness: {described(error)}", cost=cost, log=log)
+
+    def _measured(self, cell: Cell, tell: Callable[[str], None], began: float) -> Record:
         self._forget_logs(cell)
         pair = self._separately(cell, tell) if cell.separate else self._together(cell, tell)
         record = self._assemble(cell, pair)
@@ -90,7 +104,9 @@ class Runner:
     def _run(self, cell: Cell, arms: Sequence[str], rounds: int, gate: bool, tell: Callable[[str], None]) -> Result:
         ceiling = self.ceilings.get("gemm_tflops", {}).get(self.machine.dtype(cell.model.dtype))
         task = Task(cell, self.machine, tuple(arms), rounds, gate, ceiling, self._scratch.name)
-        return self.workers.run(task, self.timeout_s, tell, self.log)
+        result = self.workers.run(task, self.timeout_s, tell, self.log)
+        arm, wrong = next(_wrong_times(result), (None, None))
+        return replace(result, status="crash", reason=wrong, arm=arm) if wrong else result
 
     def _together(self, cell: Cell, tell: Callable[[str], None]) -> Pair:
         result = self._run(cell, ARMS, cell.trials, True, tell)
@@ -189,6 +205,14 @@ class Runner:
         return record_of(cell, self.session, **fields)
 
 
+def _wrong_times(result: Result) -> Iterator[tuple[str, str]]:
+    """(arm, what) of each phase with a time that no clock can give: then none of the arm's times is of any use."""
+    for name, arm in result.arms.items():
+        for phase, times in arm.times.items():
+            if odd := [t for t in times if not (isinstance(t, float) and math.isfinite(t) and round(t, DIGITS) > 0)]:
+                yield name, f"the {name}'s {phase} took {odd[0]!r} ms; expected a finite time above zero"
+
+
 def record_of(cell: Cell, session: str, **fields: Any) -> Record:
     """A record of this cell: what every record says of its cell, and these fields."""
     return Record(
@@ -263,8 +287,7 @@ def _phases(cell: Cell, reference: ArmResult | None, candidate: ArmResult | None
 
 
 def _short(times: list[float] | None) -> list[float] | None:
-    """Tenths of a microsecond are below what any clock here resolves."""
-    return None if times is None else [round(t, 4) for t in times]
+    return None if times is None else [round(t, DIGITS) for t in times]
 
 
 def _present(pair: Pair, attribute: Literal["memory", "roofline"]) -> dict[Any, Any]:

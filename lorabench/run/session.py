@@ -9,6 +9,15 @@ from importlib.metadata import version
 from typing import Any
 
 Session = dict[str, Any]
+SERVER_FOLDER = (
+    "LORABENCH_SERVER_FOLDER"  # names to the fork server the folder of its socket, which it may have to remove
+)
+
+
+def scratch_prefix(sweep: int) -> str:
+    """How the name of a sweep's temporary folder begins, by its process id: what outlives the sweep can remove it."""
+    return f"lorabench-{sweep}-"
+
 
 _earlier = itertools.count()  # sessions of this process: two may begin within one second
 

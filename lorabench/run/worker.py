@@ -19,7 +19,9 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from lorabench.measure.cell import Measurement, Result, Task, first_line
+from lorabench.contract.hooks import described
+from lorabench.measure.cell import Measurement, Result, Task, Timed
+from lorabench.run.messages import send
 from lorabench.run.ranks import Seat, joined
 
 
@@ -30,11 +32,11 @@ def main(task: Task, seat: Seat, connection: Connection) -> None:
     _redirect(seat.log)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)  # the runner asks a hanging rank where
     try:
-        connection.send(("result", time.time(), _measure(task, seat, _teller(seat, connection))))
+        send(connection, ("result", time.time(), _measure(task, seat, _teller(seat, connection), _timer(connection))))
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
-        connection.send(("failed", time.time(), f"{type(error).__name__}: {first_line(error)}"))
+        send(connection, ("failed", time.time(), described(error)))
         raise SystemExit(1) from None
     finally:
         connection.close()
@@ -43,9 +45,18 @@ def main(task: Task, seat: Seat, connection: Connection) -> None:
 def _teller(seat: Seat, connection: Connection) -> Callable[[str], None]:
     def tell(text: str) -> None:
         _beat(seat)
-        connection.send(("phase", time.time(), text))
+        send(connection, ("phase", time.time(), text))
 
     return tell
+
+
+def _timer(connection: Connection) -> Timed:
+    """Tells of each trial where it begins, and how long it took where it ends: the runner has a clock of its own."""
+
+    def timed(name: str, ms: float | None) -> None:
+        send(connection, ("trial", time.time(), (name, ms)))
+
+    return timed
 
 
 def _beat(seat: Seat) -> None:
@@ -53,18 +64,18 @@ def _beat(seat: Seat) -> None:
         seat.beats[seat.rank] += 1
 
 
-def _measure(task: Task, seat: Seat, tell: Callable[[str], None]) -> Result:
+def _measure(task: Task, seat: Seat, tell: Callable[[str], None], timed: Timed) -> Result:
     spawn = time.time() - seat.spawned
     if seat.size == 1:
-        measurement = Measurement(task, tell)
+        measurement = Measurement(task, tell, timed=timed)
     else:
         ranks, device = joined(seat, task.machine.device, lambda: _beat(seat))
-        measurement = Measurement(task, tell, ranks, device)
+        measurement = Measurement(task, tell, ranks, device, timed)
     measurement.result.seconds["spawn"] = spawn
     return measurement.run()
 
 
-def _die_with(sweep: int, scratch: str) -> None:
+def _die_with(sweep: int, scratch: str | None) -> None:
     """A sweep that is killed must not leave a worker that disturbs the next one: wait, asleep, for its process to end.
     Nor its temporary folder, which it could not delete itself.
 
@@ -74,7 +85,8 @@ def _die_with(sweep: int, scratch: str) -> None:
     def watch() -> None:
         with contextlib.suppress(OSError, AttributeError):  # pidfd: Linux only
             select.select([os.pidfd_open(sweep)], [], [])
-            shutil.rmtree(scratch, ignore_errors=True)
+            if scratch:
+                shutil.rmtree(scratch, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -89,8 +101,10 @@ def _redirect(path: str) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def probe(dtype: str, connection: Connection) -> None:
+def probe(dtype: str, sweep: int, connection: Connection) -> None:
     """Entry of the process that looks at the machine and measures its ceilings, once a sweep."""
+    os.setsid()
+    _die_with(sweep, None)
     try:
         import torch
 
@@ -101,6 +115,6 @@ def probe(dtype: str, connection: Connection) -> None:
         found = ceilings(torch.device(machine.device), getattr(torch, machine.dtype(dtype)))
         connection.send((machine, found))
     except BaseException as error:
-        connection.send((None, f"{type(error).__name__}: {first_line(error)}"))
+        connection.send((None, described(error)))
     finally:
         connection.close()

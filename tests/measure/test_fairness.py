@@ -27,36 +27,37 @@ def done(ms, wall=None, began=0.0, host=None):
 )
 def test_what_is_changed_for_the_whole_process_is_named(change, back, named):
     torch.set_num_threads(2)
-    guard, own = Guard(None), time.perf_counter
-    guard.check(everything=True)
+    guard, own = Guard(alone=False), time.perf_counter
+    guard.check_all()
     change()
     try:
         with pytest.raises(Untrusted, match=rf"changed .*{named}.* for the whole process"):
             guard.check()
     finally:
         (back or (lambda: setattr(time, "perf_counter", own)))()
-    guard.check(everything=True)
+    guard.check_all()
 
 
 def test_a_replaced_function_and_a_hook_on_the_other_arm_s_model_are_named(monkeypatch):
     reference = arm(*PEFT)
-    guard = Guard(reference.model)
+    guard = Guard(alone=False)
+    guard.watch(reference.model)
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.Linear, "forward", lambda self, x: x)
         with pytest.raises(Untrusted, match=r"replaced torch.nn.modules.linear.Linear.forward"):
-            guard.check(everything=True)
+            guard.check_all()
     handle = next(reference.adapters())[1].register_hook(lambda grad: grad)
     with pytest.raises(Untrusted, match="the reference's model: base_model"):
-        guard.check(everything=True)
+        guard.check_all()
     handle.remove()
     handle = reference.model.get_submodule("base_model.model.model.layers.1").register_forward_hook(print)
     with pytest.raises(Untrusted, match=r"layers\.1"):
-        guard.check(everything=True)
+        guard.check_all()
     handle.remove()
 
 
 def test_a_thread_of_the_candidate_s_that_computes_is_named():
-    guard, stop = Guard(None), threading.Event()
+    guard, stop = Guard(alone=False), threading.Event()
 
     def burn():
         while not stop.is_set():

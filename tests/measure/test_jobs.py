@@ -132,8 +132,8 @@ def test_the_gate_names_the_job_that_is_wrong(tmp_path, monkeypatch):
     ("job", "says"),
     [
         ("{name: a-b}", "should match pattern"),
-        ("{name: a, lora: {rank: 3}}", "Extra inputs"),
-        ("{name: a, workload: {length: 3}}", "Extra inputs"),
+        ("{name: a, lora: {rank: 3}}", "no field named 'rank' in lora; did you mean r."),
+        ("{name: a, workload: {seq_length: 3}}", "no field named 'seq_length'; did you mean seq_len."),
         ("{name: a, learning_rate: 0}", "greater than 0"),
         ("{name: a}, {name: a}", "two jobs are named 'a'"),
     ],

@@ -174,5 +174,5 @@ def test_what_a_kind_cannot_measure_is_known_before_a_start():
     for name, (workload, words) in by_kind.items():
         status, reason = refusal(cells(f"kind={name}", workload)[0], machine)
         assert status == "unsupported" and words in reason
-    one = cells("kind=load", "workload=warm_cache", "weights=/no/such")[0]
+    one = cells("kind=load", "workload=warm_cache", "weights=smollm2-135m-instruct", "models=[smollm2-135m]")[0]
     assert "random weights that it saves itself" in refusal(one, machine)[1]

@@ -200,8 +200,8 @@ def test_a_wrong_gradient_fails_under_the_tolerance_of_fp8_in_whichever_tensor(c
 
 
 def test_what_the_tolerance_of_fp8_cannot_see(fp8):
-    """A gradient off by as much as e4m3 rounds, in any direction but along itself: a factor of 1.1 is none that rounding
-    makes. FP8's kernels are held to their emulation by tests/lorakernels/test_fp8.py."""
+    """A gradient off by as much as e4m3 rounds, in any direction but along itself: no rounding makes a factor of 1.1.
+    FP8's kernels are held to their emulation by tests/lorakernels/test_fp8.py."""
     generator = torch.Generator().manual_seed(0)
 
     def turned(g):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from lorabench.measure.numerics import one_step
 from lorabench.measure.trial import run_trial
-from lorabench.plan.compose import load_config, model, workload
+from lorabench.plan.compose import ConfigError, load_config, model, workload
 from lorabench.plan.samples import draw
 from lorabench.plan.weights import WeightsError, gguf_file, load_tokenizer
 
@@ -91,9 +91,9 @@ def test_a_local_folder_is_read_and_a_wrong_one_is_refused(tmp_path):
     ours = made.model.get_base_model().get_submodule(name).base_layer.weight
     assert torch.equal(ours, saved.get_submodule(name).weight)
     one_step(made)
-    with pytest.raises(WeightsError, match="model_type llama, the model tiny-qwen2 has qwen2"):
+    with pytest.raises(ConfigError, match="model_type llama, the model tiny-qwen2 has qwen2"):
         arm("sdpa", model="tiny-qwen2", overrides=(f"weights={tmp_path}",))
-    with pytest.raises(WeightsError, match="no such folder"):
+    with pytest.raises(ConfigError, match="no such folder"):
         arm("sdpa", overrides=("weights=./nowhere",))
 
 
@@ -101,5 +101,5 @@ def test_nothing_is_unpickled(tmp_path):
     spec = model("tiny-llama", load_config([]))
     spec.hf_config().save_pretrained(tmp_path)
     torch.save({"model.embed_tokens.weight": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="nothing else is read"):
         arm("sdpa", overrides=(f"weights={tmp_path}",))

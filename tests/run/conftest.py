@@ -19,6 +19,7 @@ NAMES = {
 @pytest.fixture(scope="session")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which the package is installed."""
-    file = Path(__file__).with_name("plugin_toggles.py")
-    points = {name: f"plugin_toggles:{cls}" for name, cls in NAMES.items()}
-    return installed(tmp_path_factory.mktemp("plugin"), "plugin_toggles", {file.name: file}, points)
+    folder = Path(__file__).parent
+    files = {path.name: path for path in (folder / "plugin_toggles.py", folder.parent / "odd_toggles.py")}
+    points = {name: f"plugin_toggles:{cls}" for name, cls in NAMES.items()} | {"odd": "odd_toggles:Odd"}
+    return installed(tmp_path_factory.mktemp("plugin"), "plugin_toggles", files, points)

@@ -21,6 +21,7 @@ class Polite(Ablation):
     times: int = 1
 
     def patch(self, model):
+        model.polite = True
         return self.times * sum("lora_A" in name for name, _ in model.named_parameters())
 
 

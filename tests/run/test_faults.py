@@ -71,32 +71,64 @@ def test_the_last_session_says_where_it_measured_if_it_does(tmp_path):
     with Store(tmp_path) as store:
         assert store.last_device() is None
         for i, (machine, device) in enumerate(
-            [({"device": "cuda"}, "cuda"), ({}, None), ("a GPU", None), (None, None)]
+            [({"device": "cuda"}, "cuda"), ({}, None), ({"device": "abacus"}, None), (None, None)]
         ):
             store.add_session({"id": str(i)} | ({} if machine is None else {"machine": machine}))
             assert store.last_device() == device
 
 
-def test_a_worker_dies_with_its_sweep(plugin, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL, ""),
+        (signal.SIGTERM, 128 + signal.SIGTERM, "lorabench: stopped; the same command continues where it stopped\n"),
+        (signal.SIGINT, 128 + signal.SIGINT, "lorabench: stopped; the same command continues where it stopped\n"),
+    ],
+)
+def test_a_worker_and_every_temporary_folder_end_with_their_sweep(plugin, tmp_path, number, code, said):
     args = [*ARGS[:4], "ablations=[hang]", "reference=[sdpa,adamw_foreach,padding,hang]", f"output={tmp_path}"]
     temporary = Path(tempfile.mkdtemp())  # not below tmp_path, whose length is too much for a socket's name
     first = subprocess.Popen(
         [sys.executable, "-m", "lorabench.sweep", *args], cwd=tmp_path, env={**plugin, "TMPDIR": str(temporary)},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not workers_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
-    workers = workers_in(tmp_path)
-    assert workers
-    assert list(temporary.glob("lorabench-*"))
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    while workers_in(tmp_path) and time.monotonic() < deadline:
+    assert workers_in(tmp_path)
+    assert ours_in(temporary)
+    if number == signal.SIGINT:
+        os.killpg(first.pid, number)  # Ctrl-C goes to all processes of the terminal
+    else:
+        first.send_signal(number)
+    assert first.wait(60) == code
+    while (workers_in(tmp_path) or ours_in(temporary)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not workers_in(tmp_path)
-    assert not list(temporary.glob("lorabench-*"))
+    assert not workers_in(tmp_path) and not ours_in(temporary)
+    assert first.stderr is not None and first.stderr.read() == said
     shutil.rmtree(temporary)
+
+
+def ours_in(folder: Path) -> list[Path]:
+    """The sweep's temporary folders, and multiprocessing's for the server of workers."""
+    return [path for name in ("lorabench-*", "pymp-*") for path in folder.glob(name)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_among_the_imports_is_one_line(tmp_path, number):
+    """Sent as soon as the entry has said how to take it (of both signals SIGTERM is the last)."""
+    first = subprocess.Popen(
+        [sys.executable, "-m", "lorabench.sweep", *ARGS, f"output={tmp_path / 'new'}"], cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    caught = 0
+    while not caught & 1 << (signal.SIGTERM - 1):
+        assert first.poll() is None
+        caught = int(Path(f"/proc/{first.pid}/status").read_text().split("SigCgt:")[1].split()[0], 16)
+    os.killpg(first.pid, number)
+    out, err = first.communicate(timeout=60)
+    assert (first.returncode, out, err) == (128 + number, "", "lorabench: stopped before it began\n")
+    assert not (tmp_path / "new").exists()
 
 
 def test_two_sweeps_into_one_folder(tmp_path):

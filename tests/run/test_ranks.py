@@ -53,7 +53,12 @@ def both_arms_parallel(plugin, folder):
 @pytest.mark.parametrize(
     ("toggle", "status", "reason"),
     [
-        pytest.param("rank_raises", "crash", "rank 1: LookupError: only here", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "rank_raises",
+            "crash",
+            "rank 1: the toggle rank_raises's step raised LookupError: only here",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("rank_killed", "crash", "rank 1: the worker was killed by SIGKILL", marks=pytest.mark.exhaustive),
         pytest.param("rank_greedy", "oom", "rank 1: the candidate ran out of memory", marks=pytest.mark.exhaustive),
         pytest.param(

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -429,7 +428,7 @@ class ClockOfTheTrial(SlowClock):
     def install(self, skipped: list[float], real: Callable[[], float]) -> None:
         from lorabench.measure import trial
 
-        trial.time = SimpleNamespace(perf_counter=lambda: real() - skipped[0])
+        trial.perf_counter = lambda: real() - skipped[0]
 
 
 class ClockClass(SlowClock):

@@ -36,9 +36,9 @@ class JudgeAlwaysPasses(Tampers):
     def tamper(self) -> None:
         from lorabench.measure import numerics
 
-        judge, agree = numerics.judge, numerics.agree
+        judge, with_checks = numerics.judge, numerics.with_checks
         numerics.judge = lambda *args: judge(*args).model_copy(update={"passed": True})
-        numerics.agree = lambda *args: agree(*args).model_copy(update={"passed": True})
+        numerics.with_checks = lambda *args: with_checks(*args).model_copy(update={"passed": True})
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
@@ -23,6 +24,7 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.work import Work
 from lorabench.measure import flops
 from lorabench.measure.certificate import LOSS
+from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Begin, JobCounts, Kind, Request
 from lorabench.record.schema import Numerics
 
@@ -73,9 +75,10 @@ class Evaluate(Kind):
             "do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "use_cache": True,
             "pad_token_id": 0,
         }  # fmt: skip
-        for ablation in request.ordered:
-            ablation.generate(generation)
-        return EvaluateArm(**{**vars(made), "kind": self}, generation=generation)
+        hooks = Hooks(request.ordered)
+        hooks.each(Ablation.generate, generation)
+        touched = (made.touched or set()) | hooks.touched
+        return EvaluateArm(**{**vars(made), "kind": self, "touched": touched}, generation=generation)
 
     def trial(self, arm: Any, begin: Begin) -> torch.Tensor:
         with torch.no_grad():

@@ -23,9 +23,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lorabench.contract.ablation import Unsupported, WeightsReader
+from lorabench.contract.ablation import Ablation, Unsupported, WeightsReader
 from lorabench.contract.arm import Arm, bytes_of
 from lorabench.contract.cell import Cell
+from lorabench.contract.hooks import asked
 from lorabench.contract.machine import Machine
 from lorabench.contract.work import Work
 from lorabench.measure.build import causal_lm, fill_base
@@ -78,7 +79,7 @@ class Load(Kind):
 
     def build(self, request: Request) -> Arm:
         files = checkpoint(request)
-        readers = (a.read() for a in request.ordered)
+        readers = (asked(a, Ablation.read) for a in request.ordered)
         reader = next((r for r in readers if r is not None), None) or PlainReader()
         cold = request.cell.workload.page_cache == "cold"
         if not cold:
@@ -86,7 +87,7 @@ class Load(Kind):
                 file.read_bytes()
         return LoadArm(
             request.name, request.ablations, nn.Module(), [], request.dtype, request.device, self,
-            {a.name: None for a in request.ablations}, request.ranks, files=files, reader=reader, cold=cold,
+            {a.name: None for a in request.ablations}, ranks=request.ranks, files=files, reader=reader, cold=cold,
         )  # fmt: skip
 
     def trial(self, arm: Any, begin: Begin) -> None:

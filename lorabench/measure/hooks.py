@@ -1,0 +1,59 @@
+"""An arm's toggles, asked hook by hook, and which of them changed anything at all.
+
+A toggle says by its `audit` how many sites it is at work in. That something was touched is seen from here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from lorabench.contract.ablation import Ablation
+from lorabench.contract.hooks import Hook, asked
+from lorabench.measure.fairness import state_of
+
+
+class Hooks:
+    """The toggles in the order in which they are asked. `touched`: the names of those that changed something."""
+
+    def __init__(self, ordered: Sequence[Ablation]) -> None:
+        self.ordered = ordered
+        self.touched: set[str] = set()
+
+    def first(self, hook: Hook, *args: Any, among: Iterable[Ablation] | None = None) -> Any:
+        """The answer of the first toggle that does not leave it to another one; None where all do."""
+        for ablation in self.ordered if among is None else among:
+            answer = asked(ablation, hook, *args)
+            if answer is not None:
+                self.touched.add(ablation.name)
+                return answer
+        return None
+
+    def each(self, hook: Hook, changed: Any, **kwargs: Any) -> dict[str, Any]:
+        """What every toggle answers that is given `changed`, a dictionary or a module, to change it in place."""
+        state: Callable[[Any], Any] = state_of if isinstance(changed, nn.Module) else copy.deepcopy
+        answers = {}
+        for ablation in self.ordered:
+            before = state(changed)
+            answers[ablation.name] = asked(ablation, hook, changed, **kwargs)
+            if state(changed) != before:
+                self.touched.add(ablation.name)
+        return answers
+
+    def wrapped(self, hook: Hook, inner: Any) -> Any:
+        """`inner` with what every toggle puts around it."""
+        for ablation in self.ordered:
+            before = _attributes(inner)
+            outer = asked(ablation, hook, inner)
+            if outer is not inner or _attributes(inner) != before:
+                self.touched.add(ablation.name)
+            inner = outer
+        return inner
+
+
+def _attributes(step: Any) -> dict[str, int]:
+    """What a toggle can have put into a step that it gives back as it is."""
+    return {name: id(value) for one in {step, step.innermost} for name, value in vars(one).items()}

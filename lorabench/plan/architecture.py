@@ -1,0 +1,129 @@
+"""What a model is before it is built: its family, its sizes and its modules, from a model on the meta device.
+
+A model there has names and shapes and no memory. What cannot be built, or has no such module, is known before a start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from lorabench.contract.hooks import first_line
+from lorabench.contract.model import Lora, ModelSpec
+from lorabench.contract.names import nearest
+
+ALL_LINEAR = "all-linear"  # PEFT's word; importing it from there would import what asks for the GPU
+MOST = 2048  # of anything that a configuration counts (layers, heads, experts): each is built as a module
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+class ModelError(ValueError):
+    """A model that cannot be built from its configuration; the message says what was expected."""
+
+
+def check(spec: ModelSpec, adapters: Sequence[Lora]) -> None:
+    """Raises ModelError for a configuration that is no decoder of transformers', and NameUnknown with the nearest right
+    name for a target module that the model has not."""
+    _check_counts(spec)
+    model = skeleton(spec, layers=1)
+    for size in SIZES:
+        value = getattr(model.config, size, None)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"the model {spec.name} has {size} {value!r}; expected a number above zero")
+    for adapter in adapters:
+        check_targets(spec.name, model, adapter.target_modules)
+
+
+def _check_counts(spec: ModelSpec) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
+
+    family = spec.family
+    if not isinstance(family, str):
+        raise ModelError(f"the model {spec.name} has model_type {family!r}; expected a name such as llama")
+    if family not in DECODERS:
+        raise nearest("model_type", family, DECODERS, where=" among transformers' causal language models")
+    if not isinstance(layers := spec.config.get("num_hidden_layers", 1), int):
+        raise ModelError(f"the model {spec.name} has num_hidden_layers {layers!r}; expected a number above zero")
+    for key, value in spec.config.items():
+        if key.startswith("num_") and isinstance(value, int) and not 0 <= value <= MOST:
+            raise ModelError(f"the model {spec.name} has {key} {value}; expected at most {MOST}")
+
+
+def skeleton(spec: ModelSpec, layers: int | None = None) -> Any:
+    """transformers' model on the meta device. Raises ModelError."""
+    try:
+        return _skeleton(json.dumps(spec.config), spec.name, layers)
+    except TypeError as error:
+        raise ModelError(f"the model {spec.name} has a configuration that JSON cannot hold: {error}") from None
+
+
+@lru_cache(maxsize=32)
+def _skeleton(config: str, name: str, layers: int | None) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    spec = ModelSpec(name=name, source="", config=json.loads(config))
+    try:
+        with torch.device("meta"), quiet():
+            made: Any = AutoModelForCausalLM.from_config(spec.hf_config(layers))
+    except Exception as error:  # transformers checks little, so a wrong size may raise anything anywhere
+        raise ModelError(f"the model {name} cannot be built by transformers: {first_line(error)}") from None
+    if not isinstance(getattr(getattr(made, "model", None), "layers", None), torch.nn.ModuleList):
+        raise ModelError(f"the model {name} is a {spec.family}, which is no decoder with model.layers, such as llama")
+    return made
+
+
+def check_targets(name: str, model: Any, targets: Sequence[str] | str) -> None:
+    """Whether PEFT would find every target module, by its own rule: the end of a module's name, or a pattern for all of
+    it. Raises NameUnknown, or ModelError where a module is there on which no adapter goes."""
+    if targets == ALL_LINEAR:
+        return
+    modules = dict(model.named_modules())
+    patterns = [targets] if isinstance(targets, str) else [rf"(.*\.)?{re.escape(t)}" for t in targets]
+    if not patterns:
+        raise ModelError("lora.target_modules is empty; expected names of modules, such as [q_proj,v_proj]")
+    for given, pattern in zip([targets] if isinstance(targets, str) else targets, patterns, strict=True):
+        try:
+            found = [module for full, module in modules.items() if re.fullmatch(pattern, full)]
+        except re.error as error:
+            raise ModelError(f"lora.target_modules is {given!r}, which is no regular expression: {error}") from None
+        if not found:
+            known = {full.rpartition(".")[2] for full, module in modules.items() if _takes_adapters(module)}
+            raise nearest("module", given, known, where=f" in the model {name} for lora.target_modules")
+        if wrong := next((module for module in found if not _takes_adapters(module)), None):
+            raise ModelError(f"lora.target_modules has {given!r}, which is a {type(wrong).__name__}; expected a linear")
+
+
+def _takes_adapters(module: Any) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear | nn.Embedding)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' own reports: what it finds is said in one line of ours."""
+    from transformers.utils import logging as own
+
+    logger = logging.getLogger("transformers")
+    level, bars = logger.level, own.is_progress_bar_enabled()
+    logger.setLevel(logging.CRITICAL)
+    own.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            own.enable_progress_bar()

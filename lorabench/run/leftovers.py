@@ -1,0 +1,22 @@
+"""What the fork server does last: it outlives a sweep that is killed, and removes the sweep's temporary folders.
+
+Preloaded before anything that takes time, so that it does so whenever the sweep ends.
+"""
+
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from lorabench.run.session import SERVER_FOLDER, scratch_prefix
+
+
+def remove(sweep: int, server_folder: str | None) -> None:
+    """Remove the temporary folders of the sweep with this process id."""
+    own = Path(tempfile.gettempdir()).glob(f"{scratch_prefix(sweep)}*")
+    for folder in (*own, *([server_folder] if server_folder else [])):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+atexit.register(remove, os.getppid(), os.environ.get(SERVER_FOLDER))

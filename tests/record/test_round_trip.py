@@ -1,0 +1,161 @@
+"""Whatever a record holds can be read again: over all of its fields, and over whatever a toggle may have noted."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any, get_args
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lorabench.contract.kind import registered
+from lorabench.record.schema import (
+    TOTAL,
+    ArmMemory,
+    Cost,
+    JobRecord,
+    Numerics,
+    Phase,
+    PhaseRoofline,
+    RankSpread,
+    Record,
+    Status,
+    Telemetry,
+    Tokens,
+)  # fmt: skip
+from lorabench.record.store import Store, read_records
+
+ANY = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)  # JSON has no surrogates; see test_odd_answers
+NUMBER = st.floats()  # not finite ones too, and the smallest
+MS = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+ARMS = st.sampled_from(["reference", "candidate"])
+st.register_type_strategy(str, TEXT)
+st.register_type_strategy(float, NUMBER)
+
+
+def full(cls: Any, **given: Any) -> Any:
+    """Every field of the type drawn, not the required ones alone."""
+    return st.builds(cls, **{name: ... for name in cls.model_fields if name not in given}, **given)
+
+
+numerics = full(Numerics)
+tokens = full(Tokens)
+json_like = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), NUMBER, TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXT, inner, max_size=3)),
+    max_leaves=8,
+)
+jobs = full(JobRecord, tokens=tokens, numerics=st.none() | numerics, tflop=st.dictionaries(TEXT, NUMBER, max_size=2))
+optional = {
+    "arm": st.none() | ARMS, "rank": st.none() | st.integers(), "tokens": st.none() | tokens,
+    "memory": st.none() | st.dictionaries(ARMS, full(ArmMemory)),
+    "numerics": st.none() | numerics, "jobs": st.none() | st.dictionaries(TEXT, jobs, max_size=2),
+    "ranks": st.none() | st.dictionaries(ARMS, full(RankSpread)),
+    "applied": st.none() | st.dictionaries(TEXT, st.integers(), max_size=2),
+    "notes": st.dictionaries(TEXT, json_like, max_size=3),
+    "roofline": st.none()
+    | st.dictionaries(ARMS, st.dictionaries(TEXT, full(PhaseRoofline), max_size=2)),
+    "telemetry": st.none() | full(Telemetry), "cost": st.none() | full(Cost), "log": st.none() | TEXT,
+}  # fmt: skip
+named = {
+    **dict.fromkeys(("key", "session", "model", "workload", "design"), TEXT),
+    **{f: st.lists(TEXT, max_size=3) for f in ("reference", "candidate", "ablations")},
+    "kind": st.sampled_from(sorted(registered())),
+}
+
+
+@st.composite
+def phases(draw: Any, kind: str, pairing: str) -> dict[str, Phase]:
+    made = {}
+    for name in (*draw(st.sets(st.sampled_from(registered()[kind].phases), min_size=1)), TOTAL):
+        reference = draw(st.lists(MS, min_size=1, max_size=4))
+        size = len(reference) if pairing == "paired" else draw(st.integers(1, 4))
+        candidate = draw(st.lists(MS, min_size=size, max_size=size))
+        ratio = {word: draw(st.none() | NUMBER) for word in ("speedup", "low", "high")}
+        made[name] = Phase(reference_ms=reference, candidate_ms=candidate, **ratio)
+    return made
+
+
+@st.composite
+def records(draw: Any) -> Record:
+    """A record of any status, with every field that the status may have."""
+    fields = {name: draw(strategy) for name, strategy in {**named, **optional}.items()}
+    status = draw(st.sampled_from(get_args(Status)))
+    reason = draw(TEXT) or "why"
+    if status in ("ok", "oom"):
+        fields["pairing"] = draw(st.sampled_from(["paired", "abba"]))
+        fields["phases"] = draw(phases(fields["kind"], fields["pairing"]))
+    if status == "ok":
+        fields["numerics"] = draw(numerics).model_copy(update={"passed": True})
+        fields |= {"tokens": draw(tokens), "applied": draw(st.dictionaries(TEXT, st.integers(), max_size=2))}
+        reason = draw(st.none() | TEXT)
+    assert {*fields, "phases", "pairing", "status", "reason", "schema_"} == {*Record.model_fields}  # none is left out
+    return Record(**fields, status=status, reason=reason)
+
+
+def stored(record: Record) -> Record:
+    with tempfile.TemporaryDirectory() as folder:
+        with Store(Path(folder)) as store:
+            store.append(record)
+        (found,) = read_records(Path(folder))
+        return found
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, and where both are no number, that. A note's number that is not finite comes back as its word."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and not math.isfinite(a):
+        return str(float(b)) == str(a)
+    return a == b
+
+
+@settings(max_examples=300, **ANY)
+@given(record=records())
+def test_a_record_is_read_as_it_was_written(record):
+    found = stored(record)
+    assert found.status == record.status, found.reason
+    assert same(record.model_dump(exclude_none=True), found.model_dump(exclude_none=True))
+
+
+strange = st.recursive(
+    st.one_of(st.binary(max_size=4), st.text(max_size=4), st.builds(object), st.just(len), st.complex_numbers()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.tuples(inner), st.dictionaries(st.integers() | st.text(max_size=3), inner)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=200, **ANY)
+@given(notes=st.dictionaries(st.text(max_size=5), strange, max_size=2))
+def test_whatever_notes_hold_the_record_can_be_read(notes):
+    record = Record.model_construct(**{**BASE, "notes": notes})
+    found = stored(record)
+    assert found.key == "k" and (found.status == "unsupported" or "cannot be written as JSON" in (found.reason or ""))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for _ in range(depth):
+        made = {"deeper": made}
+    return made
+
+
+@settings(max_examples=20, **ANY)
+@given(depth=st.integers(1, 3000))
+def test_notes_of_any_depth(depth):
+    found = stored(Record.model_construct(**{**BASE, "notes": nested(depth)}))
+    assert found.key == "k" and json.loads(found.model_dump_json())["key"] == "k"
+
+
+BASE = {
+    "schema_": 2, "kind": "train", "key": "k", "session": "s", "model": "m", "workload": "w", "design": "solo",
+    "reference": [], "candidate": [], "ablations": ["a"], "status": "unsupported", "reason": "why",
+}  # fmt: skip
