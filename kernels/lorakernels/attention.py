@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,6 +34,7 @@ class AttentionPlan(Plan):
     rope: whether our kernel rotates; head_norms: of q and k (Qwen3's), where they are part of our node; backends: of
     SDPA, to pin."""
 
+    read: ClassVar[tuple[str, ...]] = ("scaling", "attention_dropout", "attn_logit_softcapping")
     heads: Heads
     form: AttentionForm
     function: Any

@@ -176,7 +176,19 @@ class _Trial:
                 out = attention_of(*made).flatten(2)
                 if alike(gradients(self.double.o_proj(out), self.sources), wanted):
                     return AttentionForm(rotation, wide, arguments)
+        if self.double.training and self._without_dropout():
+            raise NotFused(f"{type(self.attention).__name__} drops out its output in training")
         raise NotFused(f"{type(self.attention).__name__} makes other q, k, v or outputs than a known attention")
+
+    def _without_dropout(self) -> bool:
+        self.double.training, dropout = False, self.double.attention_dropout
+        self.double.attention_dropout = 0.0
+        try:
+            return bool(self.form())
+        except NotFused:
+            return False
+        finally:
+            self.double.training, self.double.attention_dropout = True, dropout
 
     def _own(self) -> torch.Tensor:
         out, _ = self.function(

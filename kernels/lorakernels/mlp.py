@@ -4,6 +4,7 @@ found and proved, its plan, and the forward that `apply` binds to it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -128,17 +129,22 @@ def _proved(mlp: Any, acts: tuple[str, ...]) -> tuple[list[str], str, str]:
                 return first, last, act
         except NotFused as reason:  # where gate, up and down are all square, another order may still be right
             differs = reason if len(orders) <= 2 else differs
+    with contextlib.suppress(NotFused):
+        if any(_activation_of_order(mlp, *order, acts, training=False) for order in orders):
+            differs = NotFused(f"{type(mlp).__name__} drops out in training")
     raise differs
 
 
-def _activation_of_order(mlp: Any, first: list[str], last: str, acts: tuple[str, ...]) -> str | None:
+def _activation_of_order(
+    mlp: Any, first: list[str], last: str, acts: tuple[str, ...], training: bool = True
+) -> str | None:
     """The activation with which linears in this order make what the MLP makes, or None. Raises NotFused where its own
     forward fails."""
     bases = dict(_bases(mlp))
     width = bases[last].in_features
     made = {name: small_linear(NARROW, width * (3 - len(first)), bases[name].bias is not None) for name in first}
     made[last] = small_linear(width, NARROW, bases[last].bias is not None)
-    other, x = double(mlp, made), draw(2, 3, NARROW, scale=2.0)
+    other, x = double(mlp, made, training=training), draw(2, 3, NARROW, scale=2.0)
     sources = [x, *(made[name].weight for name in (*first, last))]
     wanted = tried(mlp, lambda: gradients(own_forward(mlp)(other, x), sources))
     for act in acts:

@@ -7,7 +7,7 @@ class's own forward runs, which is PEFT's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .lora_modules import LinearModule, linear_module
 from .module_checks import NotFused
@@ -84,14 +84,21 @@ def linears(module: Any, path: str, names: list[str], switches: Switches) -> Lin
 
 @dataclass
 class Plan:
-    """What was decided for one module, whose class must stay what it was."""
+    """What was decided for one module, whose class and numbers must stay what they were. read: the numbers that are
+    read anew at each forward."""
 
     module: Any
+    read: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         self.kind = type(self.module)
+        found = self.module.__dict__.items()
+        self.numbers = [(n, v) for n, v in found if type(v) is float and n not in self.read]
 
     @property
     def same_class(self) -> bool:
-        """Whether the module's class is the one that was planned for."""
-        return type(self.module) is self.kind
+        """Whether the module's class is the one that was planned for, with its numbers (a dropout's probability)."""
+        if type(self.module) is not self.kind:
+            return False
+        here = self.module.__dict__
+        return all(here.get(name) == value for name, value in self.numbers)

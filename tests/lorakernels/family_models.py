@@ -78,10 +78,10 @@ FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 LARGEST = 100_000_000  # parameters; a model that stays larger has sizes under names that are not known here
 
 
-def config(family: str) -> Any:
-    """The configuration of a family with SIZES and its OTHERS."""
+def config(family: str, **others: Any) -> Any:
+    """The configuration of a family with SIZES, its OTHERS, and these."""
     kind = CONFIG_MAPPING[family]
-    return kind(**_known(kind, {**SIZES, **OTHERS.get(family, {})}))
+    return kind(**_known(kind, {**SIZES, **OTHERS.get(family, {}), **others}))
 
 
 def _known(kind: Any, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -92,11 +92,11 @@ def _known(kind: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in sizes.items() if n in names} | {n: v for n, v in inside.items() if "base_model" not in n}
 
 
-def build(family: str) -> Any:
+def build(family: str, **others: Any) -> Any:
     """A family's PEFT model in training mode and float32, without dropout, with an adapter of random B on every linear
-    that PEFT takes. Raises ValueError where it would be large."""
+    that PEFT takes. others: of its configuration. Raises ValueError where it would be large."""
     torch.manual_seed(0)
-    made = config(family)
+    made = config(family, **others)
     with torch.device("meta"):
         size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(made).parameters())
     if size > LARGEST:

@@ -51,3 +51,38 @@ def test_remove_gives_the_model_back(family):
     assert all(t.is_contiguous() and t.equal(state[n]) for n, t in model.state_dict().items())
     again, got = step(model)
     assert again == loss and worst(got, gradients) == 0
+
+
+def test_dropouts_of_a_module_s_own_leave_it_and_none_do_not():
+    """Seed-OSS drops out what its attention and its MLP return."""
+    reasons = {e.reason for e in lorakernels.apply(build("seed_oss")).left}
+    assert reasons == {"SeedOssAttention drops out its output in training", "SeedOssMLP drops out in training"}
+    model = build("seed_oss", residual_dropout=0.0, attention_dropout=0.0)
+    _, wanted = step(model)
+    report = lorakernels.apply(model)
+    assert report.counts == {"qkv": 2, "o": 2, "rope": 2, "mlp": 2, "rms_norm": 3, "linear_cross_entropy": 1}
+    assert worst(step(model)[1], wanted) < 1e-4
+    layer = model.base_model.model.model.layers[0]
+    layer.mlp.residual_dropout = 0.5
+    with pytest.warns(UserWarning, match="class or activation was changed"):
+        step(model)
+
+
+@pytest.mark.parametrize("attribute", ["residual_multiplier", "logits_scaling"])
+def test_multipliers_are_read_anew(attribute):
+    model = build("granite")
+    before, _ = step(model)
+    lorakernels.apply(model)
+
+    def change(by):
+        base = model.base_model.model
+        base.config.logits_scaling *= by if attribute == "logits_scaling" else 1
+        for layer in base.model.layers:
+            layer.residual_multiplier *= by if attribute == "residual_multiplier" else 1
+
+    change(2.0)
+    got, gradients = step(model)
+    lorakernels.remove(model)
+    wanted, wanted_gradients = step(model)
+    assert abs(got - wanted) < 1e-5 * abs(wanted) and worst(gradients, wanted_gradients) < 1e-3
+    assert abs(wanted - before) > 1e-4
