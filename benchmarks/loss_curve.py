@@ -224,8 +224,8 @@ def read(folder: Path) -> tuple[dict[Run, list[float]], int]:
 
 
 def draw(folder: Path, curves: dict[Run, list[float]], window: int) -> None:
-    """A column a seed. Above, both curves. Below, on a linear axis, how far ours is from PEFT's; the band reaches as far
-    either way as two seeds of PEFT differ."""
+    """A column a seed. Above, both curves. Below, on a linear axis, how far ours is from PEFT's; the band reaches as
+    far either way as two seeds of PEFT differ."""
     smoothed = {(r.seed, r.ours, r.again): smooth(c, window) for r, c in curves.items()}
     first, second = SEEDS
     spread = np.abs(smoothed[first, False, False] - smoothed[second, False, False])

@@ -17,7 +17,7 @@ from lorabench.report.words import arrow, number, percent
 
 
 class Answer(NamedTuple):
-    """A line of the first table. `record` is None where nothing was faster than its reference."""
+    """A line of the first table. `record` is None where nothing was clearly faster than its reference."""
 
     place: str
     fastest: str
@@ -42,7 +42,7 @@ def _answer(group: Group, analysis: Analysis) -> Answer:
         tried = sum(r.is_candidate and not r.is_noise_floor for r in group.records)
         unclear = sum(analysis.row(r)["verdict"] == "unclear" for r in timed)
         said = f"{len(timed)} of {tried} measured, {unclear} of them unclear"
-        return Answer(group.title, "none is faster than the reference", "", "", said, None)
+        return Answer(group.title, "none is clearly faster", "", "", said, None)
     best = faster[0]
     row = analysis.row(best)
     took = arrow(*(row[f"{TOTAL}_{arm}_ms"] for arm in ARMS))
