@@ -7,56 +7,47 @@ Shapes: hidden states (B, S, K); q, k, v (B, H, S, D) where attention reads them
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .adapter import Loader
+from .attention_form import HALF, KERNEL, NONE, AttentionForm, attention_form, twice
 from .heads import Heads
-from .module_checks import (
-    GLOBAL_HOOKS,
-    NotFused,
-    check_class,
-    hooked_globally,
-    is_library_function,
-    is_unchanged_norm,
-    norm_of,
-)
+from .module_checks import GLOBAL_HOOKS, NotFused, check_library, hooked_globally
+from .norms import NormModule, norm_module
 from .operand import with_loaded_adapters
 from .plans import Linears, Plan, Switches, linears
 from .projection import Projection
 from .projection_node import project
+from .proofs import Proofs, own_forward
 from .rms_norm import Norm
 from .rope import rope
 
-# Attention classes of transformers: where they take their sliding window from, and whether they soft-cap.
-ATTENTION = {
-    "LlamaAttention": ("none", False),
-    "GemmaAttention": ("none", False),
-    "MistralAttention": ("config", False),
-    "MixtralAttention": ("config", False),
-    "Phi3Attention": ("config", False),
-    "Qwen2Attention": ("module", False),
-    "Qwen3Attention": ("module", False),
-    "Gemma2Attention": ("module", True),
-}
 BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 
 
 @dataclass
 class AttentionPlan(Plan):
-    """qkv, o: None where they are not ours; head_norms: the modules of Qwen3's norms of q and k, where they are part of
-    our node; backends: of SDPA, to pin."""
+    """qkv, o: None where they are not ours; form: what the class was proved to compute; function: its own forward;
+    rope: whether our kernel rotates; head_norms: of q and k (Qwen3's), where they are part of our node; backends: of
+    SDPA, to pin."""
 
     heads: Heads
+    form: AttentionForm
+    function: Any
     qkv: Linears | None = None
     o: Linears | None = None
     rope: bool = True
     backends: tuple[str, ...] | None = None
-    head_norms: tuple[Any, Any] | None = None
+    head_norms: tuple[NormModule, NormModule] | None = None
     loader: Loader = field(default_factory=Loader)
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What the class's own forward finds under global names."""
+        return self.function.__globals__
 
     @property
     def groups(self) -> list[Projection]:
@@ -73,38 +64,48 @@ class AttentionPlan(Plan):
     def _norms_as_planned(self) -> bool:
         if self.head_norms is None:
             return True
-        here, eps = self.module._modules, self.heads.norm_eps
+        here = self.module._modules
         ours = zip(("q_norm", "k_norm"), self.head_norms, strict=True)
-        return all(here[n] is m and is_unchanged_norm(m, eps) and not m.weight.requires_grad for n, m in ours)
+        return all(here[n] is m.module and m.is_unchanged() and not m.module.weight.requires_grad for n, m in ours)
 
 
-def head_layout(attention: Any) -> tuple[Heads, tuple[Any, Any] | None]:
-    """Sizes from the projections themselves, and Qwen3's head norms where there are. Raises NotFused where these are
-    trained or differ."""
+def head_layout(attention: Any, proofs: Proofs) -> tuple[Heads, tuple[NormModule, NormModule] | None]:
+    """Sizes from the projections themselves, and Qwen3's head norms where our node can make them: of one head each,
+    frozen and alike; any others run as the modules that they are."""
     size, groups = attention.head_dim, attention.num_key_value_groups
-    norms, eps = None, None
-    if hasattr(attention, "q_norm"):
-        norms = (attention.q_norm, attention.k_norm)
-        wanted = [norm_of(n) for n in norms]
-        if wanted[0] != wanted[1] or wanted[0].offset or any(n.weight.requires_grad for n in norms):
-            raise NotFused("its head norms are trained or differ")
-        eps = wanted[0].eps
     n_q = attention.config.num_attention_heads
-    return Heads(n_q, n_q // groups, size, True, eps), norms
+    plain = Heads(n_q, n_q // groups, size)
+    if "q_norm" not in attention._modules:
+        return plain, None
+    try:
+        norms = norm_module(attention.q_norm, proofs), norm_module(attention.k_norm, proofs)
+    except NotFused:
+        return plain, None
+    same = norms[0].norm == norms[1].norm and not norms[0].norm.offset
+    if not same or any(n.module.weight.requires_grad or n.module.weight.numel() != size for n in norms):
+        return plain, None
+    return Heads(n_q, n_q // groups, size, True, norms[0].norm.eps), norms
 
 
-def attention_plan(attention: Any, path: str, switches: Switches) -> tuple[AttentionPlan, dict[str, str]]:
-    """(plan, parts left alone with the reason) of an attention module, whose path this is. Raises NotFused with the
-    reason where nothing of it can be ours."""
-    if type(attention).__name__ not in ATTENTION:
-        raise NotFused(f"{type(attention).__name__} is not a known attention")
-    check_class(attention)
-    heads, norms = head_layout(attention)
-    own_rope = is_library_function(sys.modules[type(attention).__module__].apply_rotary_pos_emb, "transformers")
-    rope = switches.rope and own_rope
-    plan = AttentionPlan(attention, heads, rope=rope, backends=switches.sdpa_backends, head_norms=norms)
+def attention_plan(
+    attention: Any, path: str, switches: Switches, proofs: Proofs, widths: frozenset[int]
+) -> tuple[AttentionPlan, dict[str, str]]:
+    """(plan, parts left alone with the reason) of an attention module, whose path this is. widths: of the model's cos
+    and sin. Raises NotFused with the reason where nothing of it can be ours."""
+    check_library(attention)
+    form = attention_form(attention, proofs, widths)
+    heads, norms = head_layout(attention, proofs)
+    rotates = form.rotation in (KERNEL, HALF)
+    if not rotates:
+        heads, norms = Heads(heads.n_q, heads.n_k, heads.size, False), None
+    rope = switches.rope and rotates
+    plan = AttentionPlan(
+        attention, heads, form, own_forward(attention), rope=rope, backends=switches.sdpa_backends, head_norms=norms
+    )
     names = {"qkv": ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"], "o": ["o_proj"]}
-    left = {} if own_rope or not switches.rope else {"rope": "apply_rotary_pos_emb was replaced"}
+    left = {}
+    if switches.rope and form.rotation not in (KERNEL, HALF, NONE):
+        left["rope"] = form.rotation
     for part in ("qkv", "o"):
         if not getattr(switches, part):
             continue
@@ -126,31 +127,50 @@ def query_key_value(
     assert plan.qkv is not None
     norms = plan.head_norms
     heads = plan.heads if norms is not None else Heads(plan.heads.n_q, plan.heads.n_k, plan.heads.size, plan.rope)
-    split_norms = hasattr(plan.module, "q_norm") and norms is None
-    if split_norms:
+    split_norms = "q_norm" in plan.module._modules and norms is None
+    if split_norms or not plan.rope:
         heads = Heads(heads.n_q, heads.n_k, heads.size, False)
-    cos, sin = position_embeddings
-    weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
+    cos, sin = cos_sin(plan, position_embeddings)
+    weights = (None, None) if norms is None else (norms[0].module.weight, norms[1].module.weight)
     out = project(
         x, plan.qkv.groups, norm=norm, norm_weight=norm_weight, heads=heads, cos=cos, sin=sin, head_norms=weights,
         pass_through=pass_through, spare=spare,
     )  # fmt: skip
     q, k, v = out[:3]
     if split_norms:
-        q, k = plan.module.q_norm(q), plan.module.k_norm(k)
+        q, k = normed(plan, q, k)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if not heads.rotate:
         q, k = rotate(plan, q, k, cos, sin)
     return (q, k, v, out[3]) if pass_through else (q, k, v)
 
 
+def cos_sin(plan: AttentionPlan, position_embeddings: Any) -> tuple[Any, Any]:
+    """cos and sin as `rotate` wants them, of those that the model hands over; None where nothing is rotated."""
+    if plan.form.rotation == NONE:
+        return None, None
+    cos, sin = position_embeddings
+    return (twice(cos), twice(sin)) if plan.rope and plan.form.rotation == HALF else (cos, sin)
+
+
+def normed(plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k, (B, S, H, D) each, through the model's own norms, of a head or of all heads side by side."""
+    a = plan.module
+    if not plan.form.wide_norms:
+        return a.q_norm(q), a.k_norm(k)
+    return a.q_norm(q.flatten(2)).view(q.shape), a.k_norm(k.flatten(2)).view(k.shape)
+
+
 def rotate(
-    plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, cos: Any, sin: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k, (B, H, S, D) each, rotated by our kernel or, where that is not wanted, by the model's own function."""
+    """q and k, (B, H, S, D) each, rotated by our kernel or, where that is not wanted, by the model's own function; left
+    as they are where the model leaves them."""
+    if plan.form.rotation == NONE:
+        return q, k
     if plan.rope:
         return rope(q, k, cos, sin)
-    return sys.modules[type(plan.module).__module__].apply_rotary_pos_emb(q, k, cos, sin)
+    return plan.names["apply_rotary_pos_emb"](q, k, cos, sin)
 
 
 def plain_query_key_value(
@@ -160,10 +180,10 @@ def plain_query_key_value(
     a, h = plan.module, plan.heads
     parts = a.qkv_proj(x).split(h.widths, -1) if hasattr(a, "qkv_proj") else (a.q_proj(x), a.k_proj(x), a.v_proj(x))
     q, k, v = (t.unflatten(-1, (-1, h.size)) for t in parts)
-    if hasattr(a, "q_norm"):
-        q, k = a.q_norm(q), a.k_norm(k)
+    if "q_norm" in a._modules:
+        q, k = normed(plan, q, k)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return *rotate(plan, q, k, *position_embeddings), v
+    return *rotate(plan, q, k, *cos_sin(plan, position_embeddings)), v
 
 
 def attend(
@@ -175,14 +195,10 @@ def attend(
     a = plan.module
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, a.layer_idx)
-    home = sys.modules[type(a).__module__]
     name = a.config._attn_implementation
-    interface = home.ALL_ATTENTION_FUNCTIONS.get_interface(name, home.eager_attention_forward)
-    window, softcap = ATTENTION[type(a).__name__]
-    if window != "none":
-        kwargs["sliding_window"] = getattr(a.config if window == "config" else a, "sliding_window", None)
-    if softcap:
-        kwargs["softcap"] = a.attn_logit_softcapping
+    interface = plan.names["ALL_ATTENTION_FUNCTIONS"].get_interface(name, plan.names["eager_attention_forward"])
+    for argument, of_config, attribute in plan.form.arguments:
+        kwargs[argument] = getattr(a.config if of_config else a, attribute, None)
     dropout = a.attention_dropout if a.training else 0.0
     pinned = plan.backends if name == "sdpa" and mask is None else None
     with _backends(pinned):

@@ -19,7 +19,8 @@ class LinearModule:
     """A linear of the model, with or without LoRA, and the Member that the projection works with.
 
     name: its full path; module: PEFT's layer, or the linear itself; base: the frozen linear; adapter: the name of the
-    active one, or None; parent: the module that it is in.
+    active one, or None; parent: the module that it is in; called: whether the forward that is ours is bound to the
+    module itself, so that torch runs the module's hooks around it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class LinearModule:
     adapter: str | None
     member: Member
     parent: Any = None
+    called: bool = False
 
     def __post_init__(self) -> None:
         self.leaf, self.rank, self.kind = self.name.rpartition(".")[2], self.member.rank, type(self.base)
@@ -44,7 +46,7 @@ class LinearModule:
             return "another module is in a linear's place (its adapter was unloaded?)"
         if (module is not base and module._modules.get("base_layer") is not base) or type(base) is not self.kind:
             return "a linear has another base layer, or one of another class"
-        if not (is_unhooked(module) and (module is base or is_unhooked(base))):
+        if not ((self.called or is_unhooked(module)) and (module is base or is_unhooked(base))):
             return "a linear has hooks or a replaced forward"
         weight = base._parameters.get("weight")  # None where somebody has put a parametrization on it
         if weight is None or weight.requires_grad or "bias" not in base._parameters:
@@ -110,6 +112,12 @@ def _check_not_sharded(base: Any) -> None:
 def is_lora(module: Any) -> bool:
     """Whether a module is a layer with LoRA on it, of PEFT or in its manner."""
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def base_linear(module: Any) -> Any:
+    """The frozen linear that a module is, or that is inside PEFT's layer; None where there is none."""
+    base = None if module is None else module._modules.get("base_layer", module)
+    return base if isinstance(base, nn.Linear) else None
 
 
 def linear_module(name: str, parent: Any) -> LinearModule:

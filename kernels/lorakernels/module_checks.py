@@ -1,4 +1,4 @@
-"""Whether a module of the model is what it seems, and today, at this very forward, still is: hooks, classes, norms,
+"""Whether a module of the model is what it seems, and today, at this very forward, still is: hooks, classes,
 activations, dropouts. PEFT and transformers are only looked at, never imported.
 """
 
@@ -12,15 +12,8 @@ import torch
 from torch import nn
 
 from .glu import ACTIVATIONS, activation
-from .rms_norm import Norm
 
-FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi3")
-# RMSNorm classes of transformers by the number added to their weight, and the name of their epsilon.
-NORMS = {
-    **{f"{n}RMSNorm": (0.0, "variance_epsilon") for n in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Phi3")},
-    "GemmaRMSNorm": (1.0, "eps"),
-    "Gemma2RMSNorm": (1.0, "eps"),
-}
+LIBRARIES = ("transformers", "torch")
 
 
 class NotFused(Exception):
@@ -78,15 +71,13 @@ def is_library_function(function: Any, library: str) -> bool:
     return getattr(function, "__module__", "").partition(".")[0] == library
 
 
-def check_class(module: Any, kind: str | None = None) -> None:
-    """Raises NotFused with the reason unless this is the class of a family that is known (`kind`: "MLP",
-    "DecoderLayer" …), of transformers itself, with the forward that it came with."""
-    name = type(module).__name__
-    if kind is not None and name not in {f"{family}{kind}" for family in FAMILIES}:
-        raise NotFused(f"{name} is not a known {kind}")
-    if type(module).__module__.partition(".")[0] != "transformers":
+def check_library(module: Any) -> None:
+    """Raises NotFused with the reason unless this module's class is one of transformers or torch themselves, with the
+    forward that it came with: what a class of somebody's own does besides computing, no trial would show."""
+    name, library = type(module).__name__, type(module).__module__.partition(".")[0]
+    if library not in LIBRARIES:
         raise NotFused(f"{name} is {type(module).__module__}'s, not transformers'")
-    if not is_library_function(type(module).forward, "transformers"):
+    if not is_library_function(type(module).forward, library):
         raise NotFused(f"the forward of {name} was replaced")
 
 
@@ -98,28 +89,6 @@ def check_weight(weight: Any) -> None:
     if type(weight) not in (nn.Parameter, torch.Tensor):
         kind = type(weight)
         raise NotFused(f"its weight is a {kind.__module__.partition('.')[0]} {kind.__name__}, not a plain tensor")
-
-
-def norm_of(module: Any) -> Norm:
-    """The constants of an RMSNorm module. Raises NotFused with the reason where it is none that is known."""
-    known = NORMS.get(type(module).__name__)
-    if known is None:
-        raise NotFused(f"{type(module).__name__} is not a known RMSNorm")
-    check_class(module)
-    if not is_unhooked(module):
-        raise NotFused("its norm has hooks or a replaced forward")
-    check_weight(module.weight)
-    return Norm(float(eps_of(module)), known[0])
-
-
-def eps_of(module: Any) -> Any:
-    """A known norm's epsilon, as it is now."""
-    return getattr(module, NORMS[type(module).__name__][1])
-
-
-def is_unchanged_norm(module: Any, eps: Any) -> bool:
-    """Whether a norm of `norm_of` is what it was: its class (a parametrization would be another) and its epsilon."""
-    return type(module).__name__ in NORMS and is_unhooked(module) and eps_of(module) == eps
 
 
 def is_inactive_dropout(module: Any) -> bool:

@@ -21,23 +21,31 @@ from typing import Any
 
 import torch
 
-from .attention import ATTENTION, BACKENDS, AttentionPlan, attention_forward, attention_plan
+from .attention import BACKENDS, AttentionPlan, attention_forward, attention_plan
+from .attention_form import looks_like_attention
 from .decoder_layer import layer_forward, layer_plan
 from .forwards import Forwards
-from .head import causal_lm_forward, check_head
+from .head import causal_lm_forward, head_plan, looks_like_causal_lm
+from .lora_linear import LinearPlan, linear_forward
 from .lora_modules import is_lora
-from .mlp import MLPPlan, mlp_forward, mlp_plan, norm_forward
-from .module_checks import FAMILIES, NORMS, NotFused, is_unhooked, norm_of
-from .plans import Linears, Switches
+from .mlp import MLPPlan, looks_like_mlp, mlp_forward, mlp_plan
+from .module_checks import NotFused, is_unhooked
+from .norms import NormModule, looks_like_norm, norm_forward, norm_module
+from .plans import Linears, Switches, linears
+from .proofs import Proofs
+from .rotary import looks_like_rotary, rotary_forward, rotary_plan
 from .trl_head import HEAD, give_back, is_trl_forward, watch
 
 STATE = "_lorakernels_state"
-_FAMILIES = ", ".join(FAMILIES)
 COMPILED = (
     "runs its kernels outside of torch.compile's graphs, so what is fused is not compiled and fullgraph=True is not "
     "possible; to compile PEFT's model, call lorakernels.remove"
 )
-LINEARS = {f"{n}_proj" for n in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")}
+PART_OF = {  # the switch of a linear, by the name that transformers gives it
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "qkv"),
+    "o_proj": "o",
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "down_proj"), "mlp"),
+}
 
 
 @dataclass(frozen=True)
@@ -154,10 +162,11 @@ def _outside_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Patcher:
-    def __init__(self, switches: Switches):
-        self.switches, self.report = switches, Report()
+    def __init__(self, switches: Switches, widths: frozenset[int]):
+        self.switches, self.widths, self.report, self.proofs = switches, widths, Report(), Proofs()
         self.state = _State(self.report.forwards)
         self.taken: set[str] = set()  # linears
+        self.inside: set[int] = set()  # the ids of modules that a node takes the place of, or that were left already
 
     def bind(self, module: Any, forward: Callable[..., Any], plan: Any = None) -> None:
         if "forward" in module.__dict__:
@@ -203,6 +212,7 @@ class _Patcher:
     def layer(self, name: str, layer: Any) -> None:
         attention = self.attention_plan(f"{name}.self_attn", layer.self_attn)
         mlp = self.mlp_plan(f"{name}.mlp", getattr(layer, "mlp", None))
+        self.inside |= {id(getattr(layer, "mlp", None)), *([] if attention is None else [id(layer.self_attn)])}
         if self.whole(name, layer, attention, mlp):
             return
         if attention is not None:
@@ -215,7 +225,7 @@ class _Patcher:
         if not (s.qkv or s.o or s.rope):
             return None
         try:
-            plan, left = attention_plan(module, name, s)
+            plan, left = attention_plan(module, name, s, self.proofs, self.widths)
         except NotFused as reason:
             self.leave(name, "attention", reason)
             return None
@@ -227,20 +237,20 @@ class _Patcher:
         if not self.switches.mlp or module is None:
             return None
         try:
-            return mlp_plan(module, name, self.switches)
+            return mlp_plan(module, name, self.switches, self.proofs)
         except NotFused as reason:
             self.leave(name, "mlp", reason)
             return None
 
     def whole(self, name: str, layer: Any, attention: AttentionPlan | None, mlp: MLPPlan | None) -> bool:
         """Takes the whole layer if norms, q,k,v and o are ours, and its MLP is ours or no gated MLP (experts)."""
-        known_mlp = mlp is not None or not hasattr(layer.mlp, "down_proj")
+        known_mlp = mlp is not None or not hasattr(getattr(layer, "mlp", None), "down_proj")
         if attention is None or attention.qkv is None or attention.o is None:
             return False
         if not (self.switches.rms_norm and known_mlp):
             return False
         try:
-            plan = layer_plan(layer, attention, mlp)
+            plan = layer_plan(layer, attention, mlp, self.proofs)
             if not is_unhooked(layer.self_attn) or (mlp is not None and not is_unhooked(layer.mlp)):
                 raise NotFused("its attention or MLP has hooks or a replaced forward")
             self.bind(layer, layer_forward, plan)
@@ -250,13 +260,24 @@ class _Patcher:
         parts = ["qkv", "o", "rms_norm"] + ["rope"] * attention.rope + ["mlp"] * (mlp is not None)
         for part in (attention.qkv, attention.o, *((mlp.gate_up, mlp.down) if mlp else ())):
             self.take(part)
+        self.takes_the_place_of(*plan.norms.values(), *(attention.head_norms or ()))
         self.report.changed.append(Change(name, tuple(parts)))
         return True
+
+    def takes_the_place_of(self, *norms: NormModule) -> None:
+        self.inside |= {id(norm.module) for norm in norms}
 
     def attention(self, name: str, module: Any, plan: AttentionPlan) -> None:
         parts = [p for p, here in (("qkv", plan.qkv), ("o", plan.o), ("rope", plan.rope)) if here]
         if parts:
+            self.takes_the_place_of(*(plan.head_norms or ()))
             self.try_bind(name, module, attention_forward, plan, parts, [plan.qkv, plan.o])
+
+    def mlp(self, name: str, module: Any) -> None:
+        """A gated MLP anywhere: an expert, a shared expert, of a layer that is not known."""
+        plan = self.mlp_plan(name, module)
+        if plan is not None:
+            self.try_bind(name, module, mlp_forward, plan, ["mlp"], [plan.gate_up, plan.down])
 
     def try_bind(
         self, name: str, module: Any, forward: Callable[..., Any], plan: Any, parts: list[str],
@@ -271,18 +292,34 @@ class _Patcher:
             self.take(part)
         self.report.changed.append(Change(name, tuple(parts)))
 
-    def leave_unknown(self, name: str, module: Any, known: list[str], family: str) -> None:
-        """An adapter that no part was made of; those of known layers have been spoken of, if they were asked for. Of a
-        model without any known layer (`family`: its class) all are left for the same reason, which is printed once."""
-        leaf = name.rpartition(".")[2]
-        if leaf == "lm_head" or (_within(name, known) and leaf in LINEARS):
+    def linear(self, name: str, parent: Any) -> None:
+        """A LoRA linear that no other part took; of a part that was left because of it, its reason stands already."""
+        leaf, s = name.rpartition(".")[2], self.switches
+        if name in self.taken or not getattr(s, PART_OF.get(leaf, "linear")) or not s.linear:
             return
-        reason = f"{leaf} ({type(module).__name__}) is not part of a layer that is known here"
-        self.leave(name, "linear", reason if known else f"{family} has no layer of a known family ({_FAMILIES})")
+        try:
+            plan = LinearPlan(linears(parent, name.rpartition(".")[0], [leaf], s))
+            self.bind(plan.linear.module, linear_forward, plan)
+        except NotFused as reason:
+            why, parent_name = str(reason), name.rpartition(".")[0]
+            if not any(e.name == parent_name and e.reason == why for e in self.report.left):
+                self.leave(name, "linear", why.removeprefix(f"{leaf}: "))
+            return
+        self.take(plan.linears)
+        self.report.changed.append(Change(name, ("linear",)))
+
+    def rotary(self, name: str, module: Any) -> None:
+        """The rotary embedding of an attention of which the whole is not known."""
+        try:
+            self.bind(module, rotary_forward, rotary_plan(module, self.proofs))
+        except NotFused as reason:
+            self.leave(name, "rope", reason)
+            return
+        self.report.changed.append(Change(name, ("rope",)))
 
     def norm(self, name: str, module: Any) -> None:
         try:
-            self.bind(module, norm_forward, norm_of(module))
+            self.bind(module, norm_forward, norm_module(module, self.proofs))
         except NotFused as reason:
             self.leave(name, "rms_norm", reason)
             return
@@ -294,8 +331,7 @@ class _Patcher:
         if is_trl_forward(theirs):
             del model.__dict__["forward"]
         try:
-            check_head(model)
-            self.bind(model, causal_lm_forward)
+            self.bind(model, causal_lm_forward, head_plan(model, self.proofs))
             object.__setattr__(whole, HEAD, model)
             self.state.undo += [partial(give_back, model), whole.register_forward_pre_hook(watch).remove]
             self.state.undo.append(partial(_unwatch, whole))
@@ -305,10 +341,6 @@ class _Patcher:
             self.report.changed.append(Change(name, ("linear_cross_entropy",)))
         if is_trl_forward(theirs):
             model.forward = theirs
-
-
-def _within(name: str, modules: list[str]) -> bool:
-    return name.startswith(tuple(f"{m}." for m in modules))
 
 
 def _check_backends(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -322,51 +354,66 @@ def _check_backends(names: str | Sequence[str] | None) -> tuple[str, ...] | None
 
 def apply(
     model: Any, *, mlp: bool = True, qkv: bool = True, o: bool = True, rms_norm: bool = True, rope: bool = True,
-    linear_cross_entropy: bool = True, one_gemm: bool = True, merge_projections: bool = True, fp8: bool = False,
-    sdpa_backends: str | tuple[str, ...] | list[str] | None = None,
+    linear_cross_entropy: bool = True, linear: bool = True, one_gemm: bool = True, merge_projections: bool = True,
+    fp8: bool = False, sdpa_backends: str | tuple[str, ...] | list[str] | None = None,
 ) -> Report:  # fmt: skip
     """Changes what it knows in `model`, in place, and reports it.
 
-    mlp, qkv, o, rms_norm, rope, linear_cross_entropy: the parts. one_gemm: [X|S]·[W|sB]ᵀ where it is measured to be
-    faster; off: a GEMM and an in-place addmm. merge_projections: q, k, v and gate, up as one GEMM each. fp8: the frozen
-    weights' products in FP8 (changes the mathematics: see fp8.py). sdpa_backends: an order of "cudnn", "flash",
-    "efficient", "math" to pin where attention is plain causal SDPA without a mask; None leaves torch's choice. Raises
-    TypeError where model is none, ValueError at an unknown backend, RuntimeError where `apply` was called before.
+    mlp, qkv, o, rms_norm, rope, linear_cross_entropy: the parts; linear: every LoRA linear that no part took, but for
+    those of parts that are switched off. one_gemm: [X|S]·[W|sB]ᵀ where it is measured to be faster; off: a GEMM and an
+    in-place addmm. merge_projections: q, k, v and gate, up as one GEMM each. fp8: the frozen weights' products in FP8
+    (changes the mathematics: see fp8.py). sdpa_backends: an order of "cudnn", "flash", "efficient", "math" to pin where
+    attention is plain causal SDPA without a mask; None leaves torch's choice. Raises TypeError where model is none,
+    ValueError at an unknown backend, RuntimeError where `apply` was called before.
     """
     _check_model(model, "apply")
     if any(STATE in m.__dict__ or "_lorakernels" in m.__dict__ for m in model.modules()):
         raise RuntimeError("lorakernels.apply was called on this model before; call lorakernels.remove first")
     switches = Switches(
-        mlp=mlp, qkv=qkv, o=o, rms_norm=rms_norm, rope=rope, linear_cross_entropy=linear_cross_entropy,
+        mlp=mlp, qkv=qkv, o=o, rms_norm=rms_norm, rope=rope, linear_cross_entropy=linear_cross_entropy, linear=linear,
         one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, sdpa_backends=_check_backends(sdpa_backends),
     )  # fmt: skip
     modules = list(model.named_modules())
     weights = Counter(id(m._parameters["weight"]) for _, m in modules if m._parameters.get("weight") is not None)
     switches.shared = frozenset(weight for weight, n in weights.items() if n > 1)
-    patcher = _Patcher(switches)
-    known: list[str] = []
+    widths = {
+        2 * b.numel() // n for m in model.modules() for k, b in m._buffers.items() for n in (1, 2) if _rotary(k, b)
+    }
+    patcher = _Patcher(switches, frozenset(widths))
     try:
         for name, module in modules:
-            if hasattr(module, "self_attn") and type(module.self_attn).__name__ in ATTENTION:
+            if module._modules.get("self_attn") is not None and looks_like_attention(module.self_attn):
                 patcher.layer(name, module)
-                known.append(name)
-        inside = [change.name for change in patcher.report.changed if "qkv" in change.parts]
         patcher.saving(model)
         for name, module in modules:
-            if rms_norm and type(module).__name__ in NORMS and not _within(name, inside):
+            if id(module) not in patcher.inside and looks_like_mlp(module):
+                patcher.mlp(name, module)
+            elif rms_norm and id(module) not in patcher.inside and _is_norm(module):
                 patcher.norm(name, module)
-            # _modules, because PEFT's wrappers pass attributes of the inner model through.
-            if linear_cross_entropy and module._modules.get("lm_head") is not None:
+            elif rope and id(module) not in patcher.inside and looks_like_rotary(module):
+                patcher.rotary(name, module)
+            if linear_cross_entropy and looks_like_causal_lm(module):
                 patcher.head(name, module, model)
         for name, module in modules:
-            if is_lora(module) and name not in patcher.taken:
-                patcher.leave_unknown(name, module, known, type(_inner(model)).__name__)
+            for child, linear in module._modules.items():
+                if linear is not None and is_lora(linear) and not is_lora(module):
+                    patcher.linear(f"{name}.{child}" if name else child, module)
     except BaseException:
         _undo(patcher.state)
         raise
     for holder in (model, _inner(model)):
         object.__setattr__(holder, STATE, patcher.state)
     return patcher.report
+
+
+def _rotary(name: str, buffer: Any) -> bool:
+    """Whether a buffer has the frequencies of a rotary embedding, a pair of columns of cos and sin each."""
+    return name.endswith("inv_freq") and buffer is not None and buffer.dim() == 1
+
+
+def _is_norm(module: Any) -> bool:
+    """Whether a module may be an RMSNorm; one that says so and has another shape is left with the reason."""
+    return looks_like_norm(module) or type(module).__name__.endswith("RMSNorm")
 
 
 def _check_model(model: Any, function: str) -> None:

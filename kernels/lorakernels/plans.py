@@ -24,6 +24,7 @@ class Switches:
     rms_norm: bool = True
     rope: bool = True
     linear_cross_entropy: bool = True
+    linear: bool = True
     one_gemm: bool = True
     merge_projections: bool = True
     fp8: bool = False

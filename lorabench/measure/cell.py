@@ -107,6 +107,7 @@ class Measurement:
 
     def run(self) -> Result:
         self.result.arms = {name: ArmResult() for name in self.task.arms}
+        self.kind.imports(self.plain)
         self.guard = fairness.Guard(alone=self.cell.separate or len(self.task.arms) == 1)
         try:
             if self.task.gate:
@@ -213,12 +214,15 @@ class Measurement:
     def _audit(self, arm: Arm, ops: Any, into: ArmResult) -> None:
         for ablation in self.kind.audited(arm):
             evidence = Evidence(arm, arm.patched[ablation.name], ops)
+            before = {name: id(value) for name, value in vars(arm).items()}, [id(step) for step in arm.steps]
             sites = int(asked(ablation, Ablation.audit, evidence))
             if sites == 0:
                 raise NotApplied(f"{ablation.name} changed nothing in {self.cell.model.name}")
             self._check_sites(ablation, sites, evidence)
             into.applied[ablation.name] = sites
             into.notes.update(noted(ablation, evidence))
+            if before != ({name: id(value) for name, value in vars(arm).items()}, [id(step) for step in arm.steps]):
+                raise fairness.Untrusted(f"the audit of {ablation.name} changed the arm that it was to look at")
             if ablation.own_dropout_masks and any(job.lora.lora_dropout for job in self.plain.jobs):
                 into.notes["gate"] = f"at dropout 0: {ablation.name} draws masks that plain PEFT cannot share"
 
@@ -271,7 +275,6 @@ class Measurement:
 
     def _seen(self, name: str, done: trial.Trial) -> None:
         self.kind.seen(self.arms[name], done.losses)
-        self.timed(name, done.total_ms)
         self.guard.check()
 
     def _check_fairness(self, arms: dict[str, Arm], models: dict[str, Any], busy: dict[str, float]) -> None:

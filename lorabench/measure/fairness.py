@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import statistics
 import sys
 import threading
@@ -20,6 +21,7 @@ import psutil
 import torch
 from scipy import stats
 from torch import nn
+from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from torch._dynamo.eval_frame import TorchPatcher
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -31,7 +33,20 @@ SLOWED = {"cuda": 1.3, "cpu": 2.0}  # the reference's fastest trial beside the c
 ORDER_RATIO, ORDER_P, ORDER_TRIALS = 1.25, 1e-3, 12  # of a candidate's trials that came first and second in a round
 BUSY = 0.05  # share of the trials' time that another thread or a child may compute
 OURS = "lorabench."
-WATCHED = (OURS, "torch.nn.", "torch.optim.", "torch.autograd.", "torch.utils.checkpoint", "peft.tuners.lora.")
+WATCHED = (
+    OURS,
+    "transformers.models.",
+    "transformers.modeling_utils",
+    "transformers.masking_utils",
+    "transformers.integrations.",
+    "transformers.activations",
+    "transformers.loss.",
+    "torch.nn.",
+    "torch.optim.",
+    "torch.autograd.",
+    "torch.utils.checkpoint",
+    "peft.tuners.lora.",
+)
 
 
 class Untrusted(Exception):
@@ -59,6 +74,13 @@ def settings() -> dict[str, Any]:
         ),
         "whether gradients are recorded": torch.is_grad_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "oneDNN": torch._C._get_mkldnn_enabled(),
+        "hooks of saved tensors": _saved_tensors_hooks(True) is not None,
+        "a timer's signal": tuple(
+            (signal.getsignal(number), signal.getitimer(timer)[1])
+            for number, timer in ((signal.SIGALRM, signal.ITIMER_REAL), (signal.SIGPROF, signal.ITIMER_PROF),
+                                  (signal.SIGVTALRM, signal.ITIMER_VIRTUAL))
+        ),
         "anomaly detection": torch.is_anomaly_enabled(),
         "flushing of denormals": torch.tensor([1e-310], dtype=torch.float64).mul(1.0).item() != 0.0,
         "the garbage collector": gc.get_threshold(),
@@ -88,11 +110,19 @@ def functions() -> dict[str, int]:
         for name, value in list(vars(module).items()):
             if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
                 found[f"{module_name}.{name}"] = _identity(value)
+            elif _is_table(value) and not name.startswith("__"):
+                table = {f"{module_name}.{name}[{key!r}]": item for key, item in list(value.items()) if callable(item)}
+                found |= {place: _identity(item) for place, item in table.items()}
             elif isinstance(value, type) and value.__module__ == module_name:
                 for attribute, method in list(vars(value).items()):
                     if isinstance(method, (types.FunctionType, property, staticmethod, classmethod)):
                         found[f"{module_name}.{name}.{attribute}"] = _identity(method)
     return found
+
+
+def _is_table(value: Any) -> bool:
+    """A dictionary, or one of transformers' tables of functions; others of its mappings import what they are asked."""
+    return type(value) is dict or any(base.__name__ == "GeneralInterface" for base in type(value).__mro__)
 
 
 def _identity(value: Any) -> int:

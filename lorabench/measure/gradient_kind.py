@@ -20,6 +20,7 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
 from lorabench.measure import depth_noise, gold_cache, numerics
 from lorabench.measure.certificate import certify
+from lorabench.measure.fairness import Untrusted
 from lorabench.measure.kind import EVIDENCE, GateRequest, JobCounts, Kind, Request, Verdicts
 from lorabench.measure.memory import out_of_memory
 from lorabench.measure.witness import Glimpse, Witness, without_dropout
@@ -33,8 +34,17 @@ class GradientKind(Kind):
         """About what one token takes in a float32 forward and backward of the shallow model."""
         raise NotImplementedError
 
+    def imports(self, request: Request) -> None:
+        """PEFT, and what transformers builds this model from."""
+        import peft  # noqa: F401
+
     def losses(self, arm: Arm, out: Any) -> dict[str, float]:
         arm.outs = out
+        for one in (x for mine in out for x in mine):
+            if type(one) is not torch.Tensor:
+                raise Untrusted(
+                    f"the {arm.name}'s step returned a {type(one).__name__} for its loss, which may do work"
+                )
         return {
             step.name: sum(step.innermost.loss_of(x) for x in mine) for step, mine in zip(arm.steps, out, strict=True)
         }
@@ -137,7 +147,7 @@ class GradientKind(Kind):
 
     def settle(self, arm: Arm, run: Callable[[], Any]) -> None:
         """Under dropout: whether the arm can be run without it, and how far it moves the gradients where it is on."""
-        if not any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in arm.model.modules()):
+        if not any(step.job and step.job.lora.lora_dropout for step in arm.steps):
             return
         seen = [self._from_start(arm, run, seed, off) for off in (True, False) for seed in (1, 2)]
         for witness, (off, off_again, on, on_again) in zip(arm.witnesses, zip(*seen, strict=True), strict=True):

@@ -46,8 +46,14 @@ class Hooks:
     def wrapped(self, hook: Hook, inner: Any) -> Any:
         """`inner` with what every toggle puts around it."""
         for ablation in self.ordered:
+            before = _attributes(inner)
             outer = asked(ablation, hook, inner)
-            if outer is not inner:
+            if outer is not inner or _attributes(inner) != before:
                 self.touched.add(ablation.name)
             inner = outer
         return inner
+
+
+def _attributes(step: Any) -> dict[str, int]:
+    """What a toggle can have put into a step that it gives back as it is."""
+    return {name: id(value) for one in {step, step.innermost} for name, value in vars(one).items()}

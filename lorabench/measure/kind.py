@@ -129,6 +129,10 @@ class Kind(KindSpec):
         """The toggles whose audit has to find them at work."""
         return arm.ablations
 
+    def imports(self, request: Request) -> None:
+        """Import what an arm of this kind is built from, before any toggle is asked: what a toggle then replaces in it
+        is noticed."""
+
     def counts(self, arm: Arm) -> dict[str, JobCounts]:
         """Tokens and bytes by job; {} where a trial has no tokens."""
         return {}

@@ -40,11 +40,10 @@ class SamplesDropped(Cheat):
     command = ("workload=4x16",)
 
     class Wrapper(Turns):
-        def update(self) -> None:
-            super().update()
-            if self.full and self.taken == 1:
-                for batch in self.batches:
-                    batch.inputs.update({name: x[:1] for name, x in batch.inputs.items()})
+        def forward(self, batch: Batch) -> Tensor:
+            if self.late:
+                batch = replace(batch, inputs={name: x[:1] for name, x in batch.inputs.items()})
+            return self.inner.forward(batch)
 
 
 class OneOfTwoBatches(Cheat):

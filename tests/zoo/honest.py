@@ -238,6 +238,7 @@ class WaitingThread(Honest):
     summary = "has a thread that waits for work, as a loader of data does"
 
     def patch(self, model: Any) -> int:
+        model.loads_beside = True
         if is_full(model):
             threading.Thread(target=threading.Event().wait, daemon=True).start()
         return 1

@@ -60,6 +60,11 @@ class Train(GradientKind):
         arm.feeds = [*feeds(request, arm, config.vocab_size)]
         return arm
 
+    def imports(self, request: Request) -> None:
+        super().imports(request)
+        with torch.device("meta"):
+            causal_lm(request.model.model_copy(update={"weights": "random"}), {}, torch.device("meta"), 1)
+
     def bytes_per_token(self, model: ModelSpec) -> int:
         """The logits are by far the largest: as they are, in float32, as probabilities, as gradients."""
         config = model.hf_config()
