@@ -108,6 +108,7 @@ def test_the_first_table_names_the_fastest_what_it_buys_and_how_sure(record, ses
     assert "level with" in answer.sure and "uncommitted changes" in answer.sure
     (answer,) = answers(Analysis([record([]), record(["d"], speedup=0.8), record(["e"], status="crash")]))
     assert answer.record is None and answer.sure == "1 of 2 measured, 0 of them unclear"
+    assert answers(Analysis([record([])])) == []
 
 
 def test_the_fastest_of_a_host_is_said_in_milliseconds(record):
