@@ -101,7 +101,7 @@ def settings() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def functions() -> dict[str, int]:
+def functions() -> dict[str, Any]:
     """The identity of every function and class method of the modules that measure, train and adapt, by its name."""
     found = {}
     for module_name, module in list(sys.modules.items()):
@@ -125,9 +125,20 @@ def _is_table(value: Any) -> bool:
     return type(value) is dict or any(base.__name__ == "GeneralInterface" for base in type(value).__mro__)
 
 
-def _identity(value: Any) -> int:
-    code = getattr(value, "__code__", None)
-    return hash((id(value), id(code)))
+def _identity(value: Any) -> tuple[Same, Same]:
+    return Same(value), Same(getattr(value, "__code__", None))
+
+
+class Same:
+    """Equal to another one of the very same object. It holds the object: an address alone may be given out again."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def of_model(model: nn.Module) -> dict[str, Any]:
@@ -135,7 +146,7 @@ def of_model(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         hooks = tuple(len(getattr(module, attribute)) for attribute in HOOKS if hasattr(module, attribute))
-        found[name or "the model"] = type(module), id(vars(module).get("forward")), hooks, module.training
+        found[name or "the model"] = type(module), Same(vars(module).get("forward")), hooks, module.training
     for name, param in model.named_parameters():
         hooks = len(param._backward_hooks or ()) + len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
         found[name] = param.requires_grad, hooks
@@ -145,13 +156,13 @@ def of_model(model: nn.Module) -> dict[str, Any]:
 def state_of(model: nn.Module) -> dict[str, Any]:
     """What a toggle can have changed in a model: of every module its class, its own attributes, its tensors, its hooks;
     of every tensor its hooks and whether it is trained."""
-    found: dict[str, Any] = {}
+    parts_of: dict[str, Any] = {}
     for name, module in model.named_modules():
         own = vars(module)
         parts = (own.get(d, {}) for d in ("_parameters", "_buffers", "_modules", *HOOKS))
-        values = tuple((k, id(v)) for part in (own, *parts) for k, v in part.items() if not isinstance(v, dict))
-        found[name] = type(module), values
-    return found | of_model(model)
+        values = tuple((k, Same(v)) for part in (own, *parts) for k, v in part.items() if not isinstance(v, dict))
+        parts_of[name] = type(module), values
+    return {"parts": parts_of} | of_model(model)
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

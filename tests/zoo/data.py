@@ -14,7 +14,7 @@ from lorabench.contract.batch import IGNORE, Batch, Sample, pad
 from lorabench.contract.workload import Workload
 from zoo.cheat import Cheat, Turns, layers
 
-SHORT_SAMPLES = ("workload={alpaca:{samples:4,batch_size:4,seq_len:24}}",)
+SHORT_SAMPLES = ("workload={alpaca:{samples:4,batch_size:4,seq_len:200}}",)
 TWO_BATCHES = ("workload={alpaca:{samples:4,batch_size:2,seq_len:24}}",)
 
 

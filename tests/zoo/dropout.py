@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zoo.cheat import Cheat, Turns, is_full, layers
 
-DROPOUT = ("lora.lora_dropout=0.1",)
+DROPOUT = ("lora.lora_dropout=0.2", "workload=4x128")
 
 
 class LayersLeftOut(Cheat):
