@@ -2,6 +2,7 @@
 
     python benchmarks/loss_curve.py gsm8k_train.jsonl --out results/h200/loss_curve
     python benchmarks/loss_curve.py FILE.jsonl --weights FOLDER --steps 20 --batch 4 --out somewhere
+    python benchmarks/loss_curve.py --redraw results/h200/loss_curve     # the figure alone, from losses.csv
 
 Trains LoRA on every linear with PEFT, plain and after `lorakernels.apply`, from two seeds; a seed decides the adapter's
 start and the order of the samples. Plain seed 0 runs twice: what a run differs by from itself (atomic adds, say) is the
@@ -12,7 +13,7 @@ mean and the largest distance of the smoothed curves (moving average over WINDOW
 
 FILE.jsonl: one object a line, with the fields `question` and `answer`. Weights: `smollm2-135m-instruct` (out of the
 package index, or the GGUF file that LORABENCH_GGUF names), a local folder or a hub name. Writes losses.csv,
-summary.json and loss_curve.png.
+summary.json and loss_curve.png and .svg.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import argparse
 import copy
 import csv
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any
 import lorakernels
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -39,6 +40,7 @@ from lorabench.measure.machine import commit, describe
 from lorabench.plan.samples import draw as draw_samples
 from lorabench.plan.weights import source_arguments
 from lorabench.record.store import write_atomically
+from lorabench.report.figure import png, svg
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": LINEARS}
@@ -66,6 +68,9 @@ RUNS = [Run(seed, ours) for ours in (False, True) for seed in SEEDS] + [Run(SEED
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    if options.redraw:
+        draw(options.redraw, *read(options.redraw))
+        return 0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     train, held_out = samples(options)
@@ -100,13 +105,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", help="JSONL file with the fields question and answer")
+    parser.add_argument("text", nargs="?", help="JSONL file with the fields question and answer")
+    parser.add_argument("--redraw", type=Path, metavar="FOLDER", help="draw its figure again and stop")
     parser.add_argument("--weights", default="smollm2-135m-instruct")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="samples a step, padded to the longest of them")
     parser.add_argument("--seq-len", type=int, default=512, help="longer samples are cut")
     parser.add_argument("--out", default="output/loss_curve")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if not options.text and not options.redraw:
+        parser.error("a text to train on is needed, or --redraw FOLDER")
+    return options
 
 
 def samples(options: argparse.Namespace) -> tuple[list[Sample], list[Sample]]:
@@ -203,36 +212,48 @@ def write(folder: Path, curves: dict[Run, list[float]], found: dict[str, Any]) -
         for step, losses in enumerate(zip(*curves.values(), strict=True), start=1):
             table.writerow([step, *(f"{loss:.9g}" for loss in losses)])
     write_atomically(folder / "summary.json", (json.dumps(found, indent=1) + "\n").encode())
-    draw(folder / "loss_curve.png", curves, found["window"])
+    draw(folder, curves, found["window"])
 
 
-def draw(path: Path, curves: dict[Run, list[float]], window: int) -> None:
-    os.environ.setdefault("MPLBACKEND", "Agg")
-    import matplotlib.pyplot as plt
+def read(folder: Path) -> tuple[dict[Run, list[float]], int]:
+    """The curves of a folder that this script has written, and the window."""
+    with open(folder / "losses.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    curves = {run: [float(row[run.name]) for row in rows] for run in RUNS}
+    return curves, int(json.loads((folder / "summary.json").read_text())["window"])
 
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1), layout="constrained")
-    smoothed = {run: smooth(losses, window) for run, losses in curves.items()}
-    steps = np.arange(window, window + len(next(iter(smoothed.values()))))
-    for run, curve in smoothed.items():
-        if not run.again:
-            style = {"color": f"C{run.seed}", "linestyle": "--" if run.ours else "-", "linewidth": 2.5 - run.ours}
-            above.plot(steps, curve, label=run.name, **style)
-    by = {(r.seed, r.ours, r.again): c for r, c in smoothed.items()}
+
+def draw(folder: Path, curves: dict[Run, list[float]], window: int) -> None:
+    """A column a seed. Above, both curves. Below, on a linear axis, how far ours is from PEFT's; the band reaches as
+    far either way as two seeds of PEFT differ."""
+    smoothed = {(r.seed, r.ours, r.again): smooth(c, window) for r, c in curves.items()}
     first, second = SEEDS
-    differences = {
-        "peft: seed 0 and 1": (by[first, False, False] - by[second, False, False], "0.6"),
-        "peft: seed 0 twice": (by[first, False, False] - by[first, False, True], "0.3"),
-        **{f"lorakernels and peft: seed {s}": (by[s, True, False] - by[s, False, False], f"C{s}") for s in SEEDS},
-    }
-    for name, (difference, color) in differences.items():
-        below.plot(steps, np.maximum(np.abs(difference), 1e-7), label=name, color=color)
-    above.set_ylabel(f"loss, mean of {window} steps")
-    below.set(yscale="log", xlabel="step", ylabel="distance of two curves")
-    for axes in (above, below):
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    spread = np.abs(smoothed[first, False, False] - smoothed[second, False, False])
+    steps = np.arange(window, window + len(spread))
+    figure = Figure(figsize=(9.5, 6), dpi=150, layout="constrained")
+    axes: Any = figure.subplots(2, len(SEEDS), sharex=True, sharey="row", height_ratios=(3, 2))
+    for (above, below), seed in zip(axes.T, SEEDS, strict=True):
+        plain, ours = smoothed[seed, False, False], smoothed[seed, True, False]
+        above.plot(steps, plain, color="black", lw=2.2, label="PEFT")
+        above.plot(steps, ours, color="#E69F00", lw=1.1, label="lorakernels")
+        above.set_title(f"seed {seed}", loc="left", fontsize=10, fontweight="bold")
+        below.fill_between(steps, -spread, spread, color="#dddddd", lw=0, label="PEFT's two seeds differ by")
+        below.axhline(0, color="black", lw=0.8)
+        below.plot(steps, ours - plain, color="#E69F00", lw=1.3, label="lorakernels - PEFT")
+        if seed == first:
+            again = smoothed[seed, False, True] - plain
+            below.plot(steps, again, color="#0072B2", lw=1.0, label="PEFT again - PEFT")
+        below.set_xlabel("step")
+    axes[0, 0].set_ylabel(f"loss, mean of {window} steps")
+    axes[1, 0].set_ylabel("difference of the two")
+    for ax in axes.flat:
+        ax.grid(color="#e6e6e6", lw=0.7)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+    handles = [*axes[0, 0].get_legend_handles_labels()[0], *axes[1, 0].get_legend_handles_labels()[0]]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8.5)
+    write_atomically(folder / "loss_curve.png", png(figure))
+    write_atomically(folder / "loss_curve.svg", svg(figure, "loss_curve"))
 
 
 if __name__ == "__main__":

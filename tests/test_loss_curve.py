@@ -58,7 +58,12 @@ def test_it_trains_compares_and_writes(script, inputs, tmp_path, capsys):
     held_out = found["held_out_loss"]
     assert held_out["peft, seed 0"] == held_out["peft, seed 0, again"] != held_out["peft, seed 1"]
     assert held_out["lorakernels, seed 1"] == pytest.approx(held_out["peft, seed 1"], rel=1e-4)
-    assert (tmp_path / "out" / "loss_curve.png").stat().st_size > 10_000
+    drawn = [tmp_path / "out" / f"loss_curve.{suffix}" for suffix in ("png", "svg")]
+    for picture in drawn:
+        assert picture.stat().st_size > 10_000
+        picture.unlink()
+    assert script.main(["--redraw", str(tmp_path / "out")]) == 0
+    assert all(picture.stat().st_size > 10_000 for picture in drawn) and "lorakernels - PEFT" in drawn[1].read_text()
     with pytest.raises(SystemExit, match="has 40 rows"):
         script.main([*command[:3], "--steps", "300"])
 

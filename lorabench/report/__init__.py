@@ -24,7 +24,7 @@ def load_results(folder: str | Path) -> pd.DataFrame:
 
 
 def write_report(folder: str | Path) -> list[Path]:
-    """Write summary.csv, .md, .tex, plots/*.png and report.html into a results folder; returns their paths.
+    """Write summary.csv, .md, .tex, plots/*.png and *.svg and report.html into a results folder; returns their paths.
 
     Any records will do, none included. Each file is replaced at once or not at all; a plot that these records no
     longer have is removed, so that none is stale. Raises RecordError (ValueError) for records that cannot be read,

@@ -17,7 +17,7 @@ from lorabench.report.words import arrow, number, percent
 
 
 class Answer(NamedTuple):
-    """A line of the first table. `record` is None where nothing was faster than its reference."""
+    """A line of the first table. `record` is None where nothing was clearly faster than its reference."""
 
     place: str
     fastest: str
@@ -28,21 +28,24 @@ class Answer(NamedTuple):
 
 
 def answers(analysis: Analysis) -> list[Answer]:
-    """One for each group, in the groups' order."""
-    return [_answer(group, analysis) for group in analysis.groups]
+    """One for each group in which anything was tried, in the groups' order."""
+    return [_answer(group, tried, analysis) for group in analysis.groups if (tried := _tried(group))]
 
 
-def _answer(group: Group, analysis: Analysis) -> Answer:
-    timed = [r for r in group.records if r.is_candidate and not r.is_noise_floor and r.status == "ok"]
+def _tried(group: Group) -> list[Record]:
+    return [record for record in group.records if record.is_candidate and not record.is_noise_floor]
+
+
+def _answer(group: Group, tried: Sequence[Record], analysis: Analysis) -> Answer:
+    timed = [record for record in tried if record.status == "ok"]
     faster = sorted(
         (r for r in timed if analysis.row(r)["verdict"] == "faster"),
         key=lambda r: analysis.row(r)[f"{TOTAL}_candidate_ms"],
     )
     if not faster:
-        tried = sum(r.is_candidate and not r.is_noise_floor for r in group.records)
         unclear = sum(analysis.row(r)["verdict"] == "unclear" for r in timed)
-        said = f"{len(timed)} of {tried} measured, {unclear} of them unclear"
-        return Answer(group.title, "none is faster than the reference", "", "", said, None)
+        said = f"{len(timed)} of {len(tried)} measured, {unclear} of them unclear"
+        return Answer(group.title, "none is clearly faster", "", "", said, None)
     best = faster[0]
     row = analysis.row(best)
     took = arrow(*(row[f"{TOTAL}_{arm}_ms"] for arm in ARMS))

@@ -40,6 +40,7 @@ from lorabench.report.claims import load_claims, standing
 from lorabench.report.contrasts import toggles
 from lorabench.report.details import detail, pairs
 from lorabench.report.inline import inline
+from lorabench.report.panels import MANY
 from lorabench.report.plots import Drawn
 from lorabench.report.shares import columns
 from lorabench.report.shown import Shown
@@ -52,8 +53,9 @@ CAPTIONS = {
     "both. Vertical lines are 95 % intervals of the median.",
     "published": "Published numbers beside ours, where both were measured against the same baseline.",
     "speedup": "Speed-up of the whole with its 95 % interval. Grey band: the noise floor. Dotted: host-bound. Dots "
-    "below a line: its sessions. Hollow diamonds: published numbers for the same toggle against the same baseline. "
-    "Where there are many groups each is a line of a map.",
+    "below a line: its sessions. Hollow diamonds: published numbers for the same toggle against the same baseline.",
+    "map": "Speed-up of the whole, a line a group, with half the width of its 95 % interval. An interval alone is of "
+    "an unclear row, milliseconds are of one that waits for its host.",
     "memory": "Peak memory of reference and candidate, each net of what the other holds.",
     "phases": "Where the candidate's time goes: the median of its total, divided as the medians of its phases are. "
     "The black line is its own reference, measured beside it.",
@@ -98,7 +100,8 @@ def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = N
     listed = [record for group in shown.ranked for record in group.records]
     place = {id(record): n for n, record in enumerate(listed)}
     marks = {f"{GID}{r.kind}-{r.key}": (place[id(r)], _point(r, analysis.row(r))) for r in listed}
-    figures = {name: _figure(name, drawn, marks) for name, drawn in (plots or {}).items()}
+    of = CAPTIONS | ({"speedup": CAPTIONS["map"]} if len(analysis.groups) > MANY else {})
+    figures = {name: _figure(name, drawn, of[name], marks) for name, drawn in (plots or {}).items()}
     layouts = _layouts(shown)
     sheet = _style(layouts)
     scripts = [_read("uplot/uPlot.iife.min.js"), _read("page.js")]
@@ -170,9 +173,9 @@ def _style(layouts: Mapping[tuple[str, ...], tuple[int, list[int]]]) -> str:
     return "\n".join([*sheets, ""])
 
 
-def _figure(name: str, drawn: Drawn, marks: Mapping[str, tuple[int, str]]) -> tuple[str, str, Markup]:
+def _figure(name: str, drawn: Drawn, caption: str, marks: Mapping[str, tuple[int, str]]) -> tuple[str, str, Markup]:
     """(name, caption, SVG)."""
-    caption = CAPTIONS[name] + (f" Shown: {drawn.left_out}." if drawn.left_out else "")
+    caption += f" Shown: {drawn.left_out}." if drawn.left_out else ""
     return name, caption, Markup(inline(drawn.svg, name, caption, marks))
 
 

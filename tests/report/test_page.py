@@ -12,8 +12,9 @@ from lorabench.record.schema import ARMS
 from lorabench.report.analysis import Analysis
 from lorabench.report.answers import answers
 from lorabench.report.page import page
-from lorabench.report.plots import plots
+from lorabench.report.plots import PHASE_COLOURS, plots
 from lorabench.report.shown import show
+from lorabench.report.tradeoff import COLOURS
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 EVIL = "</script><script>alert('x')</script><img src=x onerror=y>\u2028<!-- ]]> $\\frac{"
@@ -107,6 +108,7 @@ def test_the_first_table_names_the_fastest_what_it_buys_and_how_sure(record, ses
     assert "level with" in answer.sure and "uncommitted changes" in answer.sure
     (answer,) = answers(Analysis([record([]), record(["d"], speedup=0.8), record(["e"], status="crash")]))
     assert answer.record is None and answer.sure == "1 of 2 measured, 0 of them unclear"
+    assert answers(Analysis([record([])])) == []
 
 
 def test_the_fastest_of_a_host_is_said_in_milliseconds(record):
@@ -168,6 +170,15 @@ def test_times_that_are_not_trusted_have_a_colour_and_an_explanation(record):
     html = html_of([record(["a"], status="untrusted")])
     assert '<tr class="failed untrusted"' in html and ".untrusted >" in html
     assert "the times cannot be trusted" in html[html.index("What the words mean") :]
+
+
+def test_what_is_told_apart_by_its_colour_still_is_in_the_dark():
+    sheet = page(Analysis([]), show(Analysis([])))
+    changed = dict(
+        re.findall(r'\[fill="(#\w+)"\] \{ fill: (#\w+); \}', sheet[sheet.index("(prefers-color-scheme: dark)") :])
+    )
+    assert len(changed) >= 4 and len(set(changed.values())) == len(changed)
+    assert not {c.lower() for c in changed.values()} & {c.lower() for c in (*COLOURS, *PHASE_COLOURS)}
 
 
 def test_without_scripts_the_table_is_whole_and_what_does_not_fit_is_behind_a_checkbox(record, session):
