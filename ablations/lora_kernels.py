@@ -15,7 +15,7 @@ from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Toleranc
 from lorabench.contract.step import Step
 from lorabench.measure.kinds.op import OneLinear, OpStep
 
-PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy")
+PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy", "linear")
 SLOTS = ("mlp", "qkv", "o", "norm", "rope", "loss")  # of the parts, as toggles of their own
 MARK = "_lorabench_lorakernels"  # on the model: the switches that are on, and the last report
 

@@ -157,6 +157,7 @@ OTHER_MEANINGS = {
     ("lorabench/contract/ablation.py", "train"): "the kind of a toggle that says no other",
     ("lorabench/contract/workload.py", "train"): "the split of a data set",
     ("lorabench/measure/gold_cache.py", "loss"): "a field of an outcome",
+    ("lorabench/contract/ablation.py", "loss"): "a field of Tolerance",
     ("lorabench/measure/depth_noise.py", "loss"): "a field of the noise",
     ("lorabench/measure/fairness.py", "forward"): "the method of a module",
     ("lorabench/measure/gradient_kind.py", "optimizer"): "a field of ArmMemory",

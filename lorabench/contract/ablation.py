@@ -74,7 +74,20 @@ class Tolerance:
     # PEFT's own error as this is coarser than the compute dtype, and still by no more than `grad`.
     eps: float | None = None
     loss: float = 0.0
-    update: float = 0.0  # of the optimizer's first update
+    update: float = 0.0  # of each of the optimizer's updates, in its worst tensor
+
+    def fault(self, changes_weights: bool) -> str | None:
+        """Why this cannot be declared, or None: it has to say what it is for, and to stay below what that can come to.
+        `changes_weights`: the toggle that declares it rounds the frozen weights."""
+        if not self.words.strip():
+            return "declares a tolerance without saying what it is for"
+        coarse = 0.1 if self.eps is None else min(0.5, 4 * self.eps)
+        most = {"grad": 0.5 if changes_weights else coarse, "loss": 0.05, "update": 0.1}
+        for name, ceiling in most.items():
+            if not 0 <= getattr(self, name) <= ceiling:
+                given = f"{name}={getattr(self, name):g}"
+                return f"declares a tolerance of {given}; for what it says it is {ceiling:g} at most"
+        return None
 
 
 @dataclass(frozen=True)

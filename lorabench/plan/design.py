@@ -142,6 +142,13 @@ def refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
         return "crash", described(error)
 
 
+def _tolerance_fault(cell: Cell) -> str | None:
+    for toggle in (*cell.reference, *cell.candidate):
+        if toggle.tolerance and (fault := toggle.tolerance.fault(toggle.changes_weights)):
+            return f"{toggle.name} {fault}"
+    return None
+
+
 def _refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
     for ablation in (*cell.toggles, *cell.reference, *cell.candidate):
         if isinstance(ablation, Faulty):
@@ -149,7 +156,7 @@ def _refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
     for arm in (cell.reference, cell.candidate):
         if reason := conflict(arm):
             return "conflict", reason
-    if reason := _unsupported(cell, machine):
+    if reason := _unsupported(cell, machine) or _tolerance_fault(cell):
         return "unsupported", reason
     if cell.floor_of and all(a.requires.unmet(machine, cell.model) for a in cell.floor_of):
         return (

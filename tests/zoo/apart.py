@@ -25,6 +25,7 @@ class WrongSignBelowApart(WrongSignBelow):
 
 class CachedStepApart(CachedStep):
     name = "cached_step_apart"
+    caught = "the loss"
     global_patch = True
 
 
@@ -35,15 +36,18 @@ class MovesOnceApart(MovesOnce):
 
 class WorkInBatchesApart(WorkInBatches):
     name = "work_in_batches_apart"
+    caught = "the loss"
     global_patch = True
 
 
 class ClockOfTimeApart(ClockOfTime):
     name = "clock_of_time_apart"
+    caught = "whole process"
     global_patch = True
 
 
 class Tf32Apart(Tf32):
     name = "tf32_apart"
     summary = "turns TF32 on in its own process, which its reference has not"
+    caught = "whole process"
     global_patch = True

@@ -17,7 +17,7 @@ CLAIMS = ("not_applied", "untrusted", "unsupported", "wrong_numerics")
 class NothingPatched(Cheat):
     name = "nothing_patched"
     summary = "says 21 sites, and changes nothing"
-    caught = "changed nothing"
+    caught = "none of its hooks changed"
     status = ("not_applied",)
 
     def patch(self, model: Any) -> int:
@@ -27,7 +27,7 @@ class NothingPatched(Cheat):
 class MillionSites(Cheat):
     name = "million_sites"
     summary = "audit says a million sites, and nothing was changed"
-    caught = "changed nothing"
+    caught = "none of its hooks changed"
     status = ("not_applied",)
 
     def audit(self, evidence: Any) -> int:
@@ -91,7 +91,7 @@ class AuditSwapsTheKind(Cheat):
 class NotesShortenTheBatches(Cheat):
     name = "notes_shorten_the_batches"
     summary = "notes cut the batches to two tokens after the audit"
-    caught = "loss"
+    caught = "none of its hooks changed"
     status = CLAIMS
 
     def notes(self, evidence: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class NotesShortenTheBatches(Cheat):
 class AuditSwapsTheMethods(Cheat):
     name = "audit_swaps_the_methods"
     summary = "audit gives the very same step another backward"
-    caught = "gradient"
+    caught = "none of its hooks changed"
     status = CLAIMS
 
     def audit(self, evidence: Any) -> int:
@@ -134,6 +134,7 @@ class TenPercentTolerated(Tolerated):
 class NoBound(Tolerated):
     name = "no_bound"
     summary = "a tolerance without bound: every gradient is noise of its norm"
+    caught = "tolerance"
     tolerance = Tolerance(words="rounds", grad=float("inf"), loss=float("inf"), update=float("inf"))
 
     def patch(self, model: Any) -> int:
@@ -150,18 +151,21 @@ class NoBound(Tolerated):
 class NoWords(Tolerated):
     name = "no_words"
     summary = "a tolerance that does not say what for"
+    caught = "tolerance"
     tolerance = Tolerance(words="", grad=0.2)
 
 
 class BlankWords(Tolerated):
     name = "blank_words"
     summary = "a tolerance whose words are blanks"
+    caught = "tolerance"
     tolerance = Tolerance(words=" \t", grad=0.2)
 
 
 class NoUpdateTolerated(Tolerated):
     name = "no_update_tolerated"
     summary = "a tolerance of the update so wide that there need be none"
+    caught = "tolerance"
     tolerance = Tolerance(words="states in four bits", update=1.0)
 
     def patch(self, model: Any) -> None:
@@ -177,7 +181,7 @@ class NoUpdateTolerated(Tolerated):
 class FrozenLater(Cheat):
     name = "frozen_later"
     summary = "lora_A wants no gradient any more after the audit"
-    caught = "trained"
+    caught = "none of its hooks changed"
 
     def audit(self, evidence: Any) -> int:
         for name, p in evidence.arm.model.named_parameters():
@@ -189,7 +193,7 @@ class FrozenLater(Cheat):
 class RemovedLater(Cheat):
     name = "removed_later"
     summary = "the adapters below the second layer are taken off after the audit"
-    caught = "trained"
+    caught = "none of its hooks changed"
 
     def audit(self, evidence: Any) -> int:
         for layer in layers(evidence.arm.model)[2:]:
@@ -203,7 +207,7 @@ class RemovedLater(Cheat):
 class RenamedLater(Cheat):
     name = "renamed_later"
     summary = "the trained tensors are replaced by others after the audit, and the optimizer keeps the old ones"
-    caught = "update"
+    caught = "none of its hooks changed"
 
     def audit(self, evidence: Any) -> int:
         for module in evidence.arm.model.modules():

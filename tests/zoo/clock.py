@@ -51,6 +51,8 @@ class Outside(Cheat):
 class WorkInClear(Outside):
     name = "work_in_clear"
     summary = "the whole step is done where the gradients are cleared, before the clock"
+    caught = "changed nothing"
+    status = ("not_applied",)
 
     class Wrapper(Outside.Wrapper):
         def clear(self) -> None:
@@ -62,6 +64,8 @@ class WorkInClear(Outside):
 class WorkInLossOf(Outside):
     name = "work_in_loss_of"
     summary = "the whole step is done where the loss is asked for, after the clock"
+    caught = "changed nothing"
+    status = ("not_applied",)
 
     class Wrapper(Outside.Wrapper):
         def loss_of(self, out: Tensor) -> float:
@@ -74,6 +78,7 @@ class WorkInLossOf(Outside):
 class WorkInBatches(Outside):
     name = "work_in_batches"
     summary = "the whole step is done where the list of batches is asked for, before the first mark"
+    caught = "the loss"
 
     class Wrapper(Outside.Wrapper):
         @property
@@ -90,6 +95,8 @@ class WorkInBatches(Outside):
 class WorkInZeroGrad(Outside):
     name = "work_in_zero_grad"
     summary = "the whole step is done where the optimizer clears its gradients"
+    caught = "changed nothing"
+    status = ("not_applied",)
     slot = "optimizer"
 
     def optimize(self, params: Any, lr: float) -> Any:
@@ -127,6 +134,7 @@ class Later(Outside):
 class WorkInTheSetter(Later):
     name = "work_in_the_setter"
     summary = "the whole step is done where a parameter's gradient is set to None, by anybody"
+    caught = "the loss"
 
     class Wrapper(Later.Wrapper):
         def __init__(self, inner: Any) -> None:
@@ -164,6 +172,7 @@ class Sneaky(torch.nn.Parameter):
 class WorkInTheFilling(Later):
     name = "work_in_the_filling"
     summary = "the whole step is done where somebody writes new tokens into its batches"
+    caught = "the loss"
 
     class Wrapper(Later.Wrapper):
         def __init__(self, inner: Any) -> None:
@@ -213,6 +222,7 @@ class Told(torch.Tensor):
 class WorkInTheBarrier(Outside):
     name = "work_in_the_barrier"
     summary = "the whole step is done in the barrier before the first mark, which audit has put there"
+    caught = "the audit of"
 
     class Wrapper(Outside.Wrapper):
         outside = False
@@ -231,6 +241,7 @@ class WorkInTheBarrier(Outside):
 class WorkInTheCollector(Outside):
     name = "work_in_the_collector"
     summary = "the next step is done when Python's garbage collector runs, which is between the rounds"
+    caught = "the loss"
 
     class Wrapper(Outside.Wrapper):
         def __init__(self, inner: Any) -> None:
@@ -311,7 +322,7 @@ class Lazy(torch.Tensor):
 class DeferredUpdate(Cheat):
     name = "deferred_update"
     summary = "the update is done before the next forward, and where the gradients are cleared if that comes first"
-    caught = "update"
+    caught = "the loss"
 
     class Wrapper(Turns):
         owed = False
@@ -339,7 +350,7 @@ class DeferredUpdate(Cheat):
 class BackwardInAThread(Cheat):
     name = "backward_in_a_thread"
     summary = "backward and update end in a thread after the clock has stopped"
-    caught = "gradient"
+    caught = "the loss"
     status = UNTRUSTED
 
     class Wrapper(Turns):
@@ -404,6 +415,7 @@ class SlowClock(Cheat):
 class ClockOfTime(SlowClock):
     name = "clock_of_time"
     summary = "time.perf_counter is replaced by a clock that stands still for most of the candidate's step"
+    caught = "whole process"
 
     def install(self, skipped: list[float], real: Callable[[], float]) -> None:
         time.perf_counter = lambda: real() - skipped[0]
@@ -412,6 +424,7 @@ class ClockOfTime(SlowClock):
 class EveryClockOfTime(SlowClock):
     name = "every_clock_of_time"
     summary = "all clocks of the module time are replaced alike"
+    caught = "whole process"
 
     def install(self, skipped: list[float], real: Callable[[], float]) -> None:
         for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time"):
@@ -424,6 +437,7 @@ class EveryClockOfTime(SlowClock):
 class ClockOfTheTrial(SlowClock):
     name = "clock_of_the_trial"
     summary = "the timing loop's own name for the clock is replaced"
+    caught = "whole process"
 
     def install(self, skipped: list[float], real: Callable[[], float]) -> None:
         from lorabench.measure import trial
@@ -450,7 +464,7 @@ class ClockClass(SlowClock):
 class PhasesLeftOut(Cheat):
     name = "phases_left_out"
     summary = "says after the first step that it has no update"
-    caught = "phase"
+    caught = "the loss"
     status = UNTRUSTED
 
     class Wrapper(Turns):
@@ -462,7 +476,7 @@ class PhasesLeftOut(Cheat):
 class NoBatches(Cheat):
     name = "no_batches"
     summary = "has no batches left after the first steps, so a trial is nothing but an update"
-    caught = "phase"
+    caught = "the loss"
     status = UNTRUSTED
 
     class Wrapper(Turns):

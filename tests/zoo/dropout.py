@@ -15,7 +15,7 @@ DROPOUT = ("lora.lora_dropout=0.2", "workload=4x128")
 class LayersLeftOut(Cheat):
     name = "layers_left_out"
     summary = "under dropout, what lies below the second layer is not computed"
-    caught = "gradient"
+    caught = "the loss"
     command = DROPOUT
 
     def patch(self, model: Any) -> int:
@@ -59,6 +59,7 @@ class LessDropout(Dropouts):
 class OneMask(Dropouts):
     name = "one_mask"
     summary = "draws each mask once and uses it for ever"
+    caught = "the loss"
 
     def other(self, p: float) -> nn.Module:
         return Kept(p)
@@ -79,7 +80,7 @@ class Kept(nn.Module):
 class MasksOfItsOwn(Cheat):
     name = "masks_of_its_own"
     summary = "says that it draws masks of its own, is gated without dropout, and leaves the scaling of 1 / (1 - p) out"
-    caught = "dropout"
+    caught = "typical gradient's scale"
     command = DROPOUT
     own_dropout_masks = True
 
@@ -103,7 +104,7 @@ class Unscaled(nn.Module):
 class Reseeds(Cheat):
     name = "reseeds"
     summary = "seeds torch's generator before each forward, for both arms' masks"
-    caught = "random"
+    caught = "how far dropout"
     command = DROPOUT
 
     class Wrapper(Turns):

@@ -18,7 +18,7 @@ LONG = ("workload=1x300",)  # above the 256 tokens of the gate
 class NoBackward(Cheat):
     name = "no_backward"
     summary = "no backward after the first step"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -29,7 +29,7 @@ class NoBackward(Cheat):
 class OnlyTheOptimizer(Cheat):
     name = "only_the_optimizer"
     summary = "nothing but the optimizer's call after the second step"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         loss: Tensor
@@ -51,7 +51,7 @@ class OnlyTheOptimizer(Cheat):
 class RightInWarmUp(Cheat):
     name = "right_in_warm_up"
     summary = "no backward once ten steps are over"
-    caught = "gradient"
+    caught = "the loss"
     command = ("trials=12",)
 
     class Wrapper(Turns):
@@ -63,7 +63,7 @@ class RightInWarmUp(Cheat):
 class NowAndThen(Cheat):
     name = "now_and_then"
     summary = "leaves backward out in every third step"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -74,7 +74,7 @@ class NowAndThen(Cheat):
 class LooksAtTheStack(Cheat):
     name = "looks_at_the_stack"
     summary = "looks who called: no backward in the rounds, everything right wherever else it is asked"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -218,7 +218,7 @@ class DetachedBranch(Cheat):
 class TruncatedBackward(Cheat):
     name = "truncated_backward"
     summary = "backward ends at the last layer after the first step"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def forward(self, batch: Any) -> Tensor:
@@ -234,7 +234,7 @@ class TruncatedBackward(Cheat):
 class ReferenceMadeAlike(TruncatedBackward):
     name = "reference_made_alike"
     summary = "backward ends at the last layer, and hooks on the reference leave it no other gradients either"
-    caught = "hook"
+    caught = "reference's model"
 
     def patch(self, model: Any) -> None:
         for other in others(model) if is_full(model) else ():
@@ -247,7 +247,7 @@ class ReferenceMadeAlike(TruncatedBackward):
 class Halved(Cheat):
     name = "halved"
     summary = "gradients of half the size after the first step, which AdamW's updates hardly show"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -257,7 +257,7 @@ class Halved(Cheat):
 class HalfBatchDoubled(Cheat):
     name = "half_batch_doubled"
     summary = "the gradient of the first half of the batch, times two"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def forward(self, batch: Any) -> Tensor:
@@ -270,7 +270,7 @@ class HalfBatchDoubled(Cheat):
 class ShorterSequence(Cheat):
     name = "shorter_sequence"
     summary = "the loss of the whole sequence, the gradient of its first half"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def forward(self, batch: Any) -> Tensor:
@@ -286,7 +286,7 @@ class ShorterSequence(Cheat):
 class EveryOtherBackward(Cheat):
     name = "every_other_backward"
     summary = "uses every gradient twice"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -301,7 +301,7 @@ class EveryOtherBackward(Cheat):
 class CachedGradient(Cheat):
     name = "cached_gradient"
     summary = "the gradient of the first step, for ever"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -315,7 +315,7 @@ class CachedGradient(Cheat):
 class OldBuffers(Cheat):
     name = "old_buffers"
     summary = "says that it keeps its gradients' buffers, and fills them with an old gradient"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         keeps_gradients = True
@@ -334,7 +334,7 @@ class OldBuffers(Cheat):
 class CachedStep(Cheat):
     name = "cached_step"
     summary = "answers every batch of one shape with the first one's loss and gradient"
-    caught = "gradient"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def __init__(self, inner: Any) -> None:
@@ -424,7 +424,7 @@ class Stolen(Cheat):
 class StolenGradients(Stolen):
     name = "stolen_gradients"
     summary = "takes the reference's loss and gradients by hooks on its tensors where it ran before in the round"
-    caught = "hook"
+    caught = "reference's model"
 
 
 class StolenBehindTheOptimizer(Stolen):
@@ -511,7 +511,7 @@ def remembering(forward: Any) -> Any:
 class BorrowedActivations(Cheat):
     name = "borrowed_activations"
     summary = "takes from the reference what the first layer's frozen weights made of the same tokens"
-    caught = "hook"
+    caught = "reference's model"
 
     def patch(self, model: Any) -> int:
         sites = 0

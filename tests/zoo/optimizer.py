@@ -23,6 +23,7 @@ class Update(Cheat):
 class SignDescent(Update):
     name = "sign_descent"
     summary = "the gradient's sign, which is what AdamW's first update comes to, and no state at all"
+    caught = "the loss"
 
     def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         return Sign(params, {"lr": lr})
@@ -40,6 +41,7 @@ class Sign(torch.optim.Optimizer):
 class OtherBetas(Update):
     name = "other_betas"
     summary = "AdamW without momentum: its first update does not depend on it"
+    caught = "the loss"
 
     def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=lr, betas=(0.0, 0.9))
@@ -56,6 +58,7 @@ class NoDecay(Update):
 class DeepLeftOut(Update):
     name = "deep_left_out"
     summary = "only the tensors of the first two layers are updated"
+    caught = "the loss"
 
     def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params[: 2 * 7 * 2], lr=lr)
@@ -81,6 +84,7 @@ class Rate(Update):
 class OtherRateLater(Rate):
     name = "other_rate_later"
     summary = "a learning rate of ten per cent more after the warm-up"
+    caught = "the loss"
     after = 5
 
 
@@ -94,7 +98,7 @@ class NoDecayLater(Rate):
 class MovesOnce(Cheat):
     name = "moves_once"
     summary = "the first update is the only one"
-    caught = "update"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def update(self) -> None:
@@ -106,7 +110,7 @@ class MovesOnce(Cheat):
 class EveryOtherUpdate(Cheat):
     name = "every_other_update"
     summary = "every other update is left out"
-    caught = "update"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def update(self) -> None:
@@ -118,7 +122,7 @@ class EveryOtherUpdate(Cheat):
 class OnlyB(Cheat):
     name = "only_b"
     summary = "lora_A stays where it is after the first update"
-    caught = "update"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def update(self) -> None:
@@ -133,7 +137,7 @@ class OnlyB(Cheat):
 class TakenBack(Cheat):
     name = "taken_back"
     summary = "before each forward the adapters are what they were at the start, so nothing is ever learned"
-    caught = "update"
+    caught = "the loss"
 
     class Wrapper(Turns):
         def __init__(self, inner: Any) -> None:

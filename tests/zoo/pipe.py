@@ -95,9 +95,11 @@ class OnTheWay(Cheat):
 class ForgedOnTheWay(OnTheWay):
     name = "forged_on_the_way"
     summary = "the candidate's times are divided by thirty in the pipe"
+    caught = "whole process"
 
 
 class ForgedReference(OnTheWay):
     name = "forged_reference"
     summary = "the reference's times are three times as long when they come out of the pipe"
+    caught = "whole process"
     arm, factor = "reference", 3.0

@@ -47,6 +47,7 @@ class Leaves(Cheat):
 class DefaultDtype(Leaves):
     name = "default_dtype"
     summary = "new tensors are float64 for everybody"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.set_default_dtype(torch.float64)
@@ -55,6 +56,7 @@ class DefaultDtype(Leaves):
 class Tf32(Leaves):
     name = "tf32"
     summary = "switches TF32 over for everybody"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -64,6 +66,7 @@ class Tf32(Leaves):
 class MatmulPrecision(Leaves):
     name = "matmul_precision"
     summary = "float32 products are of another precision for everybody"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.set_float32_matmul_precision("medium")
@@ -72,6 +75,7 @@ class MatmulPrecision(Leaves):
 class ReducedPrecision(Leaves):
     name = "reduced_precision"
     summary = "products in half precision are reduced otherwise for everybody"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -80,6 +84,7 @@ class ReducedPrecision(Leaves):
 class Deterministic(Leaves):
     name = "deterministic"
     summary = "deterministic, slower algorithms for the reference"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -91,6 +96,7 @@ class Deterministic(Leaves):
 class Cudnn(Leaves):
     name = "cudnn"
     summary = "cuDNN's flags are others for everybody"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.backends.cudnn.benchmark = True
@@ -100,6 +106,7 @@ class Cudnn(Leaves):
 class FlashOff(Leaves):
     name = "flash_off"
     summary = "SDPA may not use its fused kernels where the reference asks for them"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.backends.cuda.enable_flash_sdp(False)
@@ -113,6 +120,7 @@ class FlashOff(Leaves):
 class MkldnnOff(Leaves):
     name = "mkldnn_off"
     summary = "no oneDNN for the reference"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.backends.mkldnn.set_flags(False)
@@ -124,6 +132,7 @@ class MkldnnOff(Leaves):
 class Threads(Leaves):
     name = "threads"
     summary = "another number of threads for everybody"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.set_num_threads(torch.get_num_threads() % 2 + 1)
@@ -132,6 +141,7 @@ class Threads(Leaves):
 class Anomalies(Leaves):
     name = "anomalies"
     summary = "autograd looks for anomalies in the reference's steps"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.autograd.set_detect_anomaly(True)
@@ -143,6 +153,7 @@ class Anomalies(Leaves):
 class Autocast(Leaves):
     name = "autocast"
     summary = "leaves autocast on"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.set_autocast_enabled("cpu", True)
@@ -156,6 +167,7 @@ class Autocast(Leaves):
 class DispatchMode(Leaves):
     name = "dispatch_mode"
     summary = "every operator of the reference goes through Python"
+    caught = "whole process"
 
     class Slow(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,6 +185,7 @@ class DispatchMode(Leaves):
 class SavedTensors(Leaves):
     name = "saved_tensors"
     summary = "what autograd saves is copied there and back in the reference's steps"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch._C._autograd._push_saved_tensors_default_hooks(torch.clone, torch.clone)
@@ -184,6 +197,7 @@ class SavedTensors(Leaves):
 class Collector(Leaves):
     name = "collector"
     summary = "Python's garbage collector runs all the time"
+    caught = "whole process"
 
     def leave(self) -> None:
         gc.enable()
@@ -193,6 +207,7 @@ class Collector(Leaves):
 class Profiled(Leaves):
     name = "profiled"
     summary = "Python profiles the reference's steps"
+    caught = "whole process"
 
     def leave(self) -> None:
         sys.setprofile(lambda frame, event, arg: None)
@@ -204,6 +219,7 @@ class Profiled(Leaves):
 class SwitchInterval(Leaves):
     name = "switch_interval"
     summary = "Python's threads change all the time"
+    caught = "whole process"
 
     def leave(self) -> None:
         sys.setswitchinterval(1e-6)
@@ -212,6 +228,7 @@ class SwitchInterval(Leaves):
 class Denormals(Leaves):
     name = "denormals"
     summary = "denormal numbers are zeros for everybody"
+    caught = "whole process"
 
     def leave(self) -> None:
         torch.set_flush_denormal(True)
@@ -220,6 +237,7 @@ class Denormals(Leaves):
 class Pinned(Leaves):
     name = "pinned"
     summary = "the process has one core while the reference runs"
+    caught = "whole process"
 
     cores = frozenset(os.sched_getaffinity(0))
 
@@ -248,6 +266,8 @@ class Slows(Cheat):
 class SleepingHooks(Slows):
     name = "sleeping_hooks"
     summary = "hooks on the reference's layers sleep"
+    caught = "none of its hooks changed"
+    status = ("not_applied",)
 
     def slow(self, other: Any) -> None:
         for layer in layers(other):
@@ -257,6 +277,8 @@ class SleepingHooks(Slows):
 class SleepingParameters(Slows):
     name = "sleeping_parameters"
     summary = "hooks on the reference's trained tensors sleep"
+    caught = "none of its hooks changed"
+    status = ("not_applied",)
 
     def slow(self, other: Any) -> None:
         for p in other.parameters():
@@ -267,6 +289,8 @@ class SleepingParameters(Slows):
 class SleepingForward(Slows):
     name = "sleeping_forward"
     summary = "the reference's layers have another forward, which sleeps"
+    caught = "none of its hooks changed"
+    status = ("not_applied",)
 
     def slow(self, other: Any) -> None:
         for layer in layers(other):
@@ -283,6 +307,8 @@ class SleepingForward(Slows):
 class ReferenceMadeEager(Slows):
     name = "reference_made_eager"
     summary = "the reference's attention is the slow one"
+    caught = "none of its hooks changed"
+    status = ("not_applied",)
 
     def slow(self, other: Any) -> None:
         other.base_model.model.config._attn_implementation = "eager"
@@ -291,6 +317,8 @@ class ReferenceMadeEager(Slows):
 class ReferenceCheckpointed(Slows):
     name = "reference_checkpointed"
     summary = "the reference computes its forward twice"
+    caught = "none of its hooks changed"
+    status = ("not_applied",)
 
     def slow(self, other: Any) -> None:
         other.base_model.model.gradient_checkpointing_enable()
@@ -300,6 +328,8 @@ class ReferenceCheckpointed(Slows):
 class ReferenceStrided(Slows):
     name = "reference_strided"
     summary = "the reference's weights lie in memory the other way round"
+    caught = "none of its hooks changed"
+    status = ("not_applied",)
 
     def slow(self, other: Any) -> None:
         for p in other.parameters():
@@ -310,6 +340,8 @@ class ReferenceStrided(Slows):
 class ReferenceFedMore(Slows):
     name = "reference_fed_more"
     summary = "the reference's batches get samples that nobody trains on"
+    caught = "none of its hooks changed"
+    status = ("not_applied",)
 
     def slow(self, other: Any) -> None:
         for step in gc.get_objects():
@@ -323,6 +355,8 @@ class ReferenceFedMore(Slows):
 class ReferenceOptimizer(Slows):
     name = "reference_optimizer"
     summary = "the reference's optimizer sleeps before it steps"
+    caught = "none of its hooks changed"
+    status = ("not_applied",)
 
     def slow(self, other: Any) -> None:
         for optimizer in gc.get_objects():

@@ -32,6 +32,7 @@ class Tampers(Cheat):
 class JudgeAlwaysPasses(Tampers):
     name = "judge_always_passes"
     summary = "the gate's verdict is always that it passed; there is no backward but in the step that is audited"
+    caught = "whole process"
 
     def tamper(self) -> None:
         from lorabench.measure import numerics
@@ -49,6 +50,7 @@ class JudgeAlwaysPasses(Tampers):
 class NothingDiffers(Tampers):
     name = "nothing_differs"
     summary = "the relative error of anything is zero"
+    caught = "whole process"
 
     def tamper(self) -> None:
         from lorabench.measure import numerics
@@ -61,6 +63,7 @@ class NothingDiffers(Tampers):
 class TrialsShrink(Tampers):
     name = "trials_shrink"
     summary = "the timing loop's trial of a candidate is thirty times as short"
+    caught = "whole process"
 
     def tamper(self) -> None:
         from lorabench.measure import trial
@@ -81,6 +84,7 @@ class TrialsShrink(Tampers):
 class MeasurementShrinks(Tampers):
     name = "measurement_shrinks"
     summary = "the measurement's own way from trials to times divides the faster arm's"
+    caught = "the loss"
 
     def tamper(self) -> None:
         from lorabench.measure.cell import Measurement
@@ -100,6 +104,7 @@ class MeasurementShrinks(Tampers):
 class CheckerLeftOut(Tampers):
     name = "checker_left_out"
     summary = "every function of the harness's modules whose name says that it checks something does nothing"
+    caught = "whole process"
 
     def tamper(self) -> None:
         import lorabench.measure as package
@@ -115,8 +120,8 @@ class CheckerLeftOut(Tampers):
 class StatisticsInTheSweep(Cheat):
     name = "statistics_in_the_sweep"
     summary = "asked for its label in the sweep's own process, replaces the function that makes the ratio"
-    caught = "ratio"
-    status = ("untrusted",)
+    caught = "none of its hooks changed"
+    status = ("not_applied",)
     alone = True
 
     @property

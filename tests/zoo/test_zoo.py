@@ -9,14 +9,19 @@ from zoo.menagerie import animals, groups
 
 ANIMALS = animals()
 ORDER = [name for group in groups(ANIMALS) for name in group]  # those of one sweep after one another
+FAST = {name for group in groups(ANIMALS)[:2] for name in group}  # the others are in the exhaustive part
 CHEATS = [name for name in ORDER if issubclass(ANIMALS[name], Cheat)]
 HONEST = [name for name in ORDER if issubclass(ANIMALS[name], Honest)]
 
 
 def each(names: list[str]) -> pytest.MarkDecorator:
-    on_gpu = {name for name in names if ANIMALS[name].requires.device == "cuda"}
-    marked = [pytest.param(name, marks=pytest.mark.gpu) if name in on_gpu else name for name in names]
-    return pytest.mark.parametrize("name", marked)
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names])
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    if ANIMALS[name].requires.device == "cuda":
+        return [pytest.mark.gpu]
+    return [] if name in FAST else [pytest.mark.exhaustive]
 
 
 def test_every_toggle_says_its_trick_and_every_cheat_what_it_is_caught_by():
