@@ -10,6 +10,7 @@ from zoo.state import Tf32
 
 class NoBackwardApart(NoBackward):
     name = "no_backward_apart"
+    caught = "each gradient"
     global_patch = True
 
 
@@ -31,6 +32,7 @@ class CachedStepApart(CachedStep):
 
 class MovesOnceApart(MovesOnce):
     name = "moves_once_apart"
+    caught = "update against AdamW"
     global_patch = True
 
 
