@@ -77,6 +77,8 @@ class Odd(Ablation):
             raise LookupError("nothing like it")
         if self.way == "unsupported_empty":
             raise Unsupported
+        if model is not None:
+            model.odd = self.way
         return PATCHES.get(self.way, 1)
 
     def batch(self, samples, workload):

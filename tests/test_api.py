@@ -125,10 +125,25 @@ def test_a_wrong_loss_and_other_tensors_are_wrong_numerics():
 
 def test_a_tolerance_is_declared_and_shown():
     kind = {"reference": phases(net()), "gold": phases(net()), **QUICK}
-    declared = Tolerance(words="gradients by 1.05", grad=0.1)
-    found = measure(candidate=phases(net(), error=1.05), tolerance=declared, **kind)
-    assert found.numerics and found.numerics.tolerance == "gradients by 1.05"
-    assert found.numerics.grad_error == pytest.approx(0.05, rel=0.01)
+    declared = Tolerance(words="gradients to 5 %", grad=0.1)
+    model = net()
+
+    def rounding(loss: torch.Tensor) -> None:
+        loss.backward()
+        generator = torch.Generator().manual_seed(0)
+        for p in model.parameters():
+            assert p.grad is not None
+            noise = torch.randn(p.shape, generator=generator)
+            across = noise - p.grad * (noise * p.grad).sum() / p.grad.square().sum()
+            if float(across.norm()) > 1e-3 * float(noise.norm()):  # what has one element has nothing across it
+                p.grad += 0.05 * p.grad.norm() * across / across.norm()
+
+    found = measure(candidate=phases(model, backward=rounding), tolerance=declared, **kind)
+    assert found.numerics and found.numerics.tolerance == "gradients to 5 %"
+    assert found.numerics.grad_error == pytest.approx(0.05, rel=0.05)
+    with pytest.raises(WrongNumerics, match=r"is scaled: its projection on the gold's is off by 0\.05"):
+        scaled = phases(net(), error=1.05)
+        measure(reference=phases(net()), candidate=scaled, gold=phases(net()), tolerance=declared, **QUICK)
 
 
 def test_a_reference_that_is_nothing_like_the_gold_measures_nothing():
