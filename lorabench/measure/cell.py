@@ -258,7 +258,9 @@ class Measurement:
         with self._seconds("trials"), telemetry.Sampler() as sampler:
             tell = lambda n: self.tell(f"trial {n + 1} of {self.task.rounds}")  # noqa: E731
             try:
-                self.trials = trial.run_rounds(arms, self.task.rounds, self.cell.seed + 1, tell, self._seen, self.timed)
+                self.trials = trial.run_rounds(
+                    arms, self.task.rounds, self.cell.seed + 1, tell, self._seen, self._timed
+                )
             except trial.Diverged as error:
                 raise Failure("wrong_numerics", str(error), None) from None
         self._check_fairness(here, models, busy)
@@ -272,6 +274,10 @@ class Measurement:
             self.result.telemetry = sampler.summary(list(zip(*self.trials.values(), strict=True)))
         for name, done in self.trials.items():
             self.result.arms[name].times = self._times(done)
+
+    def _timed(self, name: str, done: trial.Trial | None) -> None:
+        """Tell the runner where a trial begins, and what of it the record will have where it ends."""
+        self.timed(name, None if done is None else self._times([done])[TOTAL][0])
 
     def _seen(self, name: str, done: trial.Trial) -> None:
         self.kind.seen(self.arms[name], done.losses)

@@ -119,11 +119,11 @@ def _still_faster(trials: Sequence[Trial]) -> bool:
 def run_rounds(
     arms: Mapping[str, Arm | None], rounds: int, seed: int, tell: Callable[[int], None] = lambda n: None,
     seen: Callable[[str, Trial], None] = lambda name, trial: None,
-    timed: Callable[[str, float | None], None] = lambda name, ms: None,
+    timed: Callable[[str, Trial | None], None] = lambda name, trial: None,
 ) -> dict[str, list[Trial]]:  # fmt: skip
     """`rounds` rounds; in each, every arm runs once, in random order, on the round's own data. Raises Diverged on a
     loss that is not finite. `seen` is called after each trial, before what it left is cleared; `timed` before it, and
-    right after it with its milliseconds.
+    right after it with the trial.
 
     An arm that is None runs on other ranks than this one: its turn is kept, so that all ranks draw the same order.
     Python's garbage collector runs between trials, never inside one.
@@ -142,7 +142,7 @@ def run_rounds(
                 arm.kind.feed(arm, number + 1)
                 timed(name, None)
                 trial = run_trial(arm)
-                timed(name, trial.total_ms)
+                timed(name, trial)
                 if not math.isfinite(trial.loss):
                     raise Diverged(f"the loss of the {name} is {trial.loss} in trial {number + 1}")
                 trials[name].append(trial)
