@@ -31,6 +31,7 @@ from lorabench.measure.trial import Trial
 OUTSIDE_SHARE, OUTSIDE_MS = 1.25, 2.0
 SLOWED = {"cuda": 1.3, "cpu": 2.0}  # the reference's fastest trial beside the candidate, over its slowest alone
 ORDER_RATIO, ORDER_P, ORDER_TRIALS = 1.25, 1e-3, 12  # of a candidate's trials that came first and second in a round
+TICKS_S = 0.02  # what the kernel counts of a process comes in ticks of 10 ms
 BUSY = 0.05  # share of the trials' time that another thread or a child may compute
 OURS = "lorabench."
 WATCHED = (
@@ -231,7 +232,7 @@ def check_busy(before: Mapping[str, float], after: Mapping[str, float], seconds:
     """Raises Untrusted where a thread or a child of the candidate's computed while the trials ran."""
     for name, spent in after.items():
         used = spent - before.get(name, 0.0)
-        if used > BUSY * seconds and used > 0.05:
+        if used > BUSY * seconds and used > TICKS_S:
             raise Untrusted(f"{name} computed for {used:.2g} s of the trials' {seconds:.2g} s beside both arms")
 
 

@@ -127,7 +127,7 @@ class Tolerated(Cheat):
 class TenPercentTolerated(Tolerated):
     name = "ten_percent_tolerated"
     summary = "a tensor is scaled by 1.10, which a tolerance for rounding allows"
-    caught = "gradient"
+    caught = "tolerance"
     tolerance = Tolerance(words="rounds to eight bits", grad=0.2)
 
 

@@ -84,7 +84,8 @@ class TrialsShrink(Tampers):
 class MeasurementShrinks(Tampers):
     name = "measurement_shrinks"
     summary = "the measurement's own way from trials to times divides the faster arm's"
-    caught = "the loss"
+    caught = "the loss | took"  # of what it spoils, whichever is looked at first
+    status = ("untrusted", "wrong_numerics", "crash")
 
     def tamper(self) -> None:
         from lorabench.measure.cell import Measurement
