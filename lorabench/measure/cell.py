@@ -285,6 +285,8 @@ class Measurement:
 
     def _check_fairness(self, arms: dict[str, Arm], models: dict[str, Any], busy: dict[str, float]) -> None:
         """Raises Untrusted where the trials' times are not what they seem."""
+        if replaced := [name for name in vars(self) if callable(getattr(type(self), name, None))]:
+            raise fairness.Untrusted(f"a toggle replaced the measurement's own {replaced[0]}")
         for name, arm in arms.items():
             fairness.check_clock(name, self.trials[name])
             if changed := fairness.difference(models[name], fairness.of_model(arm.model)):

@@ -84,8 +84,7 @@ class TrialsShrink(Tampers):
 class MeasurementShrinks(Tampers):
     name = "measurement_shrinks"
     summary = "the measurement's own way from trials to times divides the faster arm's"
-    caught = "the loss | took"  # of what it spoils, whichever is looked at first
-    status = ("untrusted", "wrong_numerics", "crash")
+    caught = "the measurement's own"
 
     def tamper(self) -> None:
         from lorabench.measure.cell import Measurement
