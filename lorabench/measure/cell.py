@@ -214,14 +214,14 @@ class Measurement:
     def _audit(self, arm: Arm, ops: Any, into: ArmResult) -> None:
         for ablation in self.kind.audited(arm):
             evidence = Evidence(arm, arm.patched[ablation.name], ops)
-            before = {name: id(value) for name, value in vars(arm).items()}, [id(step) for step in arm.steps]
+            before = _inside(arm)
             sites = int(asked(ablation, Ablation.audit, evidence))
             if sites == 0:
                 raise NotApplied(f"{ablation.name} changed nothing in {self.cell.model.name}")
             self._check_sites(ablation, sites, evidence)
             into.applied[ablation.name] = sites
             into.notes.update(noted(ablation, evidence))
-            if before != ({name: id(value) for name, value in vars(arm).items()}, [id(step) for step in arm.steps]):
+            if before != _inside(arm):
                 raise fairness.Untrusted(f"the audit of {ablation.name} changed the arm that it was to look at")
             if ablation.own_dropout_masks and any(job.lora.lora_dropout for job in self.plain.jobs):
                 into.notes["gate"] = f"at dropout 0: {ablation.name} draws masks that plain PEFT cannot share"
@@ -241,7 +241,7 @@ class Measurement:
             raise NotApplied(f"{ablation.name} says that it is at work in {sites} sites; there are {most} at most")
 
     def agreement(self) -> None:
-        """The full arms' first trials against each other, where both are here."""
+        """The evidence so far of one arm against the other's, where both are here."""
         if all(name in self.arms for name in ARMS):
             agree(self.cell, self.kind, self.result.arms, self.dtype)
 
@@ -341,6 +341,11 @@ def agree(cell: Cell, kind_: Kind, arms: dict[str, ArmResult], dtype: torch.dtyp
             if not verdict.passed:
                 reason = kind_.explain(verdict)
                 raise Failure("wrong_numerics", f"job {job}: {reason}" if job else reason, "candidate")
+
+
+def _inside(arm: Arm) -> Any:
+    """What an audit has no business to change of an arm."""
+    return fairness.attributes(arm), [fairness.Same(step) for step in arm.steps]
 
 
 def _of(name: str, job: str) -> str:

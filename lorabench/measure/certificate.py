@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from lorabench.contract.ablation import Tolerance
-from lorabench.measure.depth_noise import DepthNoise, distance
+from lorabench.measure.depth_noise import DepthNoise, Distance, distance, off
 from lorabench.measure.witness import SKETCH, Testimony
-from lorabench.record.schema import Check
+from lorabench.record.schema import Check, share
 
 MULTIPLE = 3.0  # two arms may be this many times as far apart as two right runs
 # Where two right runs happen to be equal (float32 on a CPU), this much is still rounding.
@@ -46,22 +46,24 @@ SPREAD = (0.4, 2.5)  # of two runs under dropout: the candidate's distance over 
 def certify(
     reference: Testimony, candidate: Testimony, dtype: torch.dtype, declared: Sequence[Tolerance] = ()
 ) -> list[Check]:
-    """The checks of one job, of two processes or of one. Evidence that does not exist yet is not looked at."""
+    """The checks of one job, of two processes or of one, causes before what follows from them: a record names the first
+    that fails. Evidence that does not exist yet is not looked at."""
     masked = not (reference.masks_off and candidate.masks_off)
     allowed = _Allowed(reference.noise, masked, dtype, declared)
-    checks = [_same_phases(reference, candidate), _loss("the loss", reference.loss, candidate.loss, allowed.loss)]
+    checks = [_same_phases(reference, candidate)]
     if reference.before and candidate.before:
         checks += _gradients("before the trials", reference.before, candidate.before, allowed)
+    checks.append(_loss("the loss", reference.loss, candidate.loss, allowed.loss))
     if candidate.spread is not None and reference.spread is not None:
         checks.append(_spread(reference.spread, candidate.spread))
-    if reference.losses and candidate.losses:
-        checks += _trials(reference, candidate, _Allowed(reference.noise, reference.dropout, dtype, declared))
     for testimony, name in ((reference, "reference"), (candidate, "candidate")):
         if testimony.update_errors:
             checks.append(_updates(name, testimony, declared))
+    if reference.losses and candidate.losses:
+        checks += _trials(reference, candidate, _Allowed(reference.noise, reference.dropout, dtype, declared))
     if reference.after and candidate.after and reference.last_loss is not None and candidate.last_loss is not None:
-        checks.append(_loss("the loss after the trials", reference.last_loss, candidate.last_loss, allowed.loss))
         checks += _gradients("after the trials", reference.after, candidate.after, allowed)
+        checks.append(_loss("the loss after the trials", reference.last_loss, candidate.last_loss, allowed.loss))
     # In 16 bits a step of AdamW is about as long as the distance between two numbers: where it leads is rounding.
     rounded = reference.low_precision or candidate.low_precision
     if reference.updates and reference.moved and candidate.moved and not rounded:
@@ -132,17 +134,13 @@ def _same_phases(reference: Testimony, candidate: Testimony) -> Check:
 
 
 def _loss(name: str, reference: float, candidate: float, allowed: float) -> Check:
-    return _check(name, abs(candidate - reference) / max(abs(reference), 1e-30), allowed)
+    return _check(name, off(candidate, reference), allowed)
 
 
 def _worst(name: str, found: Mapping[str, tuple[float, float]]) -> Check:
     """Of (found, allowed) by place, the one nearest to its limit."""
-    where = max(found, key=lambda n: _share(*found[n]))
+    where = max(found, key=lambda n: share(*found[n]))
     return _check(name, *found[where], where)
-
-
-def _share(found: float, allowed: float) -> float:
-    return math.inf if found != found else found / allowed if allowed else math.inf * (found > 0) if found else 0.0
 
 
 def _gradients(when: str, reference: Path, candidate: Path, allowed: _Allowed) -> Iterator[Check]:
@@ -153,8 +151,7 @@ def _gradients(when: str, reference: Path, candidate: Path, allowed: _Allowed) -
     if odd:
         yield _check(f"gradients that only one arm has {when}", len(odd), 0, odd[0])
         return
-    for name, first, second in _pairs(reference, candidate):
-        error, scale = distance(second, first)
+    for name, (error, scale) in _distances(reference, candidate).items():
         errors[name] = error, allowed.error(name)
         scales[name] = abs(scale), allowed.scale(name, error)
         signed.append(scale)
@@ -169,10 +166,11 @@ def _names(file: Path) -> list[str]:
         return list(stored.keys())
 
 
-def _pairs(reference: Path, candidate: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
+@lru_cache(maxsize=4)  # the arms are held together before their trials and after them
+def _distances(reference: Path, candidate: Path) -> dict[str, Distance]:
+    """Of each tensor of the candidate's file the distance from the one of its name in the reference's."""
     with safe_open(reference, framework="pt") as first, safe_open(candidate, framework="pt") as second:
-        for name in first.keys():  # noqa: SIM118 (no mapping)
-            yield name, first.get_tensor(name), second.get_tensor(name)
+        return {n: distance(second.get_tensor(n), first.get_tensor(n)) for n in _names(reference)}
 
 
 def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> Iterator[Check]:
@@ -181,18 +179,17 @@ def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> It
     losses, gradients, scales = {}, {}, {}
     for n in range(count):
         growth = 1 + n / STEPS if reference.updates else 1.0
-        first, second = reference.losses[n], candidate.losses[n]
         trial = f"trial {n + 1}"
-        losses[trial] = abs(second - first) / max(abs(first), 1e-30), allowed.loss * growth
+        losses[trial] = off(candidate.losses[n], reference.losses[n]), allowed.loss * growth
         for name, mine, theirs in zip(reference.names, reference.sketches[n], candidate.sketches[n], strict=True):
             error, scale = _of_sketches(mine, theirs)
             most = min(allowed.most * 1.5, allowed.error(name) * growth * (1 + 4 / SKETCH**0.5))
             gradients[f"{name}, {trial}"] = error, most
             seen = min(MOST_MASKED, allowed.scale(name, error) * growth + 5 * error / SKETCH**0.5)
             scales[f"{name}, {trial}"] = scale, seen
-    yield _worst("the loss of each trial", losses)
     yield _worst("each gradient of each trial", gradients)
     yield _worst("the scale of each gradient of each trial", scales)
+    yield _worst("the loss of each trial", losses)
 
 
 def _of_sketches(reference: np.ndarray, candidate: np.ndarray) -> tuple[float, float]:
@@ -208,18 +205,15 @@ def _of_sketches(reference: np.ndarray, candidate: np.ndarray) -> tuple[float, f
 
 def _updates(arm: str, testimony: Testimony, declared: Sequence[Tolerance]) -> Check:
     own = [t.update for t in declared] if arm == "candidate" else []
-    found = max(testimony.update_errors)
-    trial = testimony.update_errors.index(found) + 1
     limit = max([UPDATE[testimony.low_precision], *own])
-    return _check(f"the {arm}'s update against AdamW on its own gradients", found, limit,
-                  f"{testimony.update_worst}, trial {trial}")  # fmt: skip
+    found = {f"{name}, trial {n}": (error, limit) for n, (error, name) in enumerate(testimony.update_errors, start=1)}
+    return _worst(f"the {arm}'s update against AdamW on its own gradients", found)
 
 
 def _moved(reference: Path, candidate: Path, masked: bool) -> Iterator[Check]:
     far, along = (math.inf, MOVED_SCALE_MASKED) if masked else (MOVED, MOVED_SCALE)
     errors, scales = {}, {}
-    for name, first, second in _pairs(reference, candidate):
-        error, scale = distance(second, first)
+    for name, (error, scale) in _distances(reference, candidate).items():
         errors[name], scales[name] = (error, far), (abs(scale), along)
     if errors:
         if not masked:

@@ -96,7 +96,7 @@ def _between(one: Outcome, other: Outcome) -> DepthNoise:
     found = {n: distance(other[1][n], g) for n, g in one[1].items()}
     tensors = {n: (d.error, abs(d.scale)) for n, d in found.items()}
     scale = abs(statistics.median(d.scale for d in found.values()))
-    return DepthNoise(tensors, scale, abs(other[0] - one[0]) / max(abs(one[0]), 1e-30))
+    return DepthNoise(tensors, scale, off(other[0], one[0]))
 
 
 def _worse(runs: Sequence[DepthNoise]) -> DepthNoise:
@@ -121,6 +121,11 @@ def distance(value: Tensor, reference: Tensor) -> Distance:
         return Distance(0.0, 0.0)
     found = Distance(error / max(own, 1e-30) ** 0.5, along / max(own, 1e-30) - 1)
     return found if all(map(math.isfinite, found)) else Distance(math.inf, math.inf)
+
+
+def off(value: float, reference: float) -> float:
+    """Relative difference of two numbers."""
+    return abs(value - reference) / max(abs(reference), 1e-30)
 
 
 def cached(file: Path, compute: Callable[[], DepthNoise | None]) -> DepthNoise | None:

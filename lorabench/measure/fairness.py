@@ -22,7 +22,6 @@ import torch
 from scipy import stats
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
-from torch._dynamo.eval_frame import TorchPatcher
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lorabench.measure.trial import Trial
@@ -130,6 +129,11 @@ def _identity(value: Any) -> tuple[Same, Same]:
     return Same(value), Same(getattr(value, "__code__", None))
 
 
+def attributes(*objects: Any) -> dict[tuple[int, str], Same]:
+    """What each object's own attributes are just now."""
+    return {(i, name): Same(value) for i, one in enumerate(objects) for name, value in vars(one).items()}
+
+
 class Same:
     """Equal to another one of the very same object. It holds the object: an address alone may be given out again."""
 
@@ -183,6 +187,8 @@ class Guard:
 
     def __init__(self, alone: bool) -> None:
         """`alone`: this process measures one arm, whose toggles may patch what is the whole process's."""
+        from torch._dynamo.eval_frame import TorchPatcher  # some seconds, of a process that measures only
+
         self.alone = alone
         TorchPatcher.patch()  # torch's compiler wraps the optimizers' methods, when something first asks for it
         self.settings, self.functions = settings(), functions()

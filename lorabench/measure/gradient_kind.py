@@ -70,8 +70,9 @@ class GradientKind(Kind):
         both = (*gate.cell.reference, *gate.cell.candidate)
         masked = any(a.own_dropout_masks for a in both)
         request = partial(_shallow, gate, masked, self.bytes_per_token(gate.cell.model))
-        plain = [] if gate.ranks.rank else list(self._golds(gate, request("gold", gate.cell.held_weights)))
+        plain = []
         if not gate.ranks.rank:
+            plain = list(self._golds(gate, request("gold", gate.cell.held_weights)))
             self._measure_noise(gate)
         judged: list[Any] | None = None
         for name in gate.names:
@@ -105,7 +106,7 @@ class GradientKind(Kind):
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            return None  # the limits are then wider, and the record says so
+            return None  # the limits are then wider: Numerics.depth_noise says that
 
     def _gold_and_plain(self, request: Request) -> tuple[numerics.Outcome, numerics.Outcome]:
         gold = self._outcomes(replace(request, upcast=True))[""]
@@ -190,7 +191,8 @@ class GradientKind(Kind):
         declared = [
             a.tolerance for a in (*cell.reference, *cell.candidate) if a.tolerance and a not in cell.held_weights
         ]
-        return numerics.with_checks(verdict, [*verdict.checks, *certify(reference, candidate, dtype, declared)])
+        verdict = verdict.model_copy(update={"depth_noise": reference.noise is not None})
+        return numerics.with_checks(verdict, certify(reference, candidate, dtype, declared))
 
     def explain(self, numerics_: Numerics) -> str:
         return numerics.explain(numerics_)

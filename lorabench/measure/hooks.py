@@ -13,7 +13,7 @@ from torch import nn
 
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.hooks import Hook, asked
-from lorabench.measure.fairness import state_of
+from lorabench.measure.fairness import Same, attributes, state_of
 
 
 class Hooks:
@@ -54,6 +54,6 @@ class Hooks:
         return inner
 
 
-def _attributes(step: Any) -> dict[str, int]:
+def _attributes(step: Any) -> dict[tuple[int, str], Same]:
     """What a toggle can have put into a step that it gives back as it is."""
-    return {name: id(value) for one in {step, step.innermost} for name, value in vars(one).items()}
+    return attributes(step, step.innermost)

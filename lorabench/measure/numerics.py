@@ -21,8 +21,8 @@ from lorabench.contract.batch import Sample
 from lorabench.contract.step import Step
 from lorabench.contract.workload import LEARNING_RATE
 from lorabench.measure.certificate import ALONG, tolerated
-from lorabench.measure.depth_noise import distance
-from lorabench.record.schema import Check, Numerics
+from lorabench.measure.depth_noise import distance, off
+from lorabench.record.schema import Check, Numerics, share
 
 GATE_LAYERS = 2
 GATE_SAMPLES = 8  # of the workload's samples: enough for every path, cheap in float32
@@ -126,13 +126,6 @@ def _update_error(arm: Arm, step: Step, before: dict[str, Tensor], gradients: di
     return (wrong / max(moved, 1e-30)) ** 0.5
 
 
-def relative(value: Tensor, gold: Tensor) -> float:
-    """||value - gold|| / ||gold||, Frobenius; infinite where the value is not finite."""
-    if not torch.isfinite(value).all():
-        return float("inf")
-    return float((value - gold).norm() / gold.norm().clamp_min(1e-30))
-
-
 def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablations: Sequence[Ablation]) -> Numerics:
     """The verdict on one shallow model, given the gold's and plain PEFT's outcome."""
     declared = [a.tolerance for a in ablations if a.tolerance]
@@ -140,30 +133,24 @@ def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablatio
     extra_update = max((t.update for t in declared), default=0.0)
     if set(gold.gradients) != set(got.gradients):
         return _mismatch(gold, got)
-    own = {n: relative(g, gold.gradients[n]) for n, g in low.gradients.items()}
-    typical = statistics.median(own.values())
-    worst, worst_share, error, allowed = "", -1.0, 0.0, 0.0
-    turned, turned_share, scale_error, scale_allowed = "", -1.0, 0.0, 0.0
-    for n, g in got.gradients.items():
-        limit = _limit(max(own[n], typical), dtype, declared)
-        found, scale = distance(g, gold.gradients[n])
-        scale = abs(scale)
-        if found / limit > worst_share:
-            worst, worst_share, error, allowed = n, found / limit, found, limit
-        most = _scale_limit(abs(distance(low.gradients[n], gold.gradients[n]).scale), found, declared)
-        if scale / most > turned_share:
-            turned, turned_share, scale_error, scale_allowed = n, scale / most, scale, most
-    scale = max(abs(gold.loss), 1e-30)
-    loss_error = abs(got.loss - gold.loss) / scale
-    loss_allowed = max(MULTIPLE * abs(low.loss - gold.loss) / scale, FLOOR[dtype] / 2, extra_loss)
+    plain = {n: distance(g, gold.gradients[n]) for n, g in low.gradients.items()}
+    found = {n: distance(g, gold.gradients[n]) for n, g in got.gradients.items()}
+    typical = statistics.median(d.error for d in plain.values())
+    errors = {n: (d.error, _limit(max(plain[n].error, typical), dtype, declared)) for n, d in found.items()}
+    scales = {n: (abs(d.scale), _scale_limit(abs(plain[n].scale), d.error, declared)) for n, d in found.items()}
+    worst, turned = (max(pairs, key=lambda n: share(*pairs[n])) for pairs in (errors, scales))
+    (error, allowed), (scale_error, scale_allowed) = errors[worst], scales[turned]
+    loss_error = off(got.loss, gold.loss)
+    loss_allowed = max(MULTIPLE * off(low.loss, gold.loss), FLOOR[dtype] / 2, extra_loss)
     update_error = got.update_error
     update_right = update_error is None or update_error <= max(UPDATE[dtype], extra_update)
-    plain_worst = max(own, key=own.__getitem__)
+    plain_worst = max(plain, key=lambda n: plain[n].error)
+    plain_error = plain[plain_worst].error
     return Numerics(
         passed=error <= allowed and scale_error <= scale_allowed and loss_error <= loss_allowed and update_right,
         scale_error=scale_error, scale_allowed=scale_allowed, scale_worst=turned,
         loss_error=loss_error, loss_allowed=loss_allowed, grad_error=error, grad_allowed=allowed,
-        plain_grad_error=own[plain_worst], plain_worst=plain_worst if own[plain_worst] else None, worst=worst,
+        plain_grad_error=plain_error, plain_worst=plain_worst if plain_error else None, worst=worst,
         tensors=len(got.gradients), update_error=update_error, tolerance="; ".join(t.words for t in declared) or None,
     )  # fmt: skip
 
@@ -220,22 +207,18 @@ def share_of_allowance(numerics: Numerics) -> float:
         (numerics.scale_error, numerics.scale_allowed),
         (numerics.full_loss_error, numerics.full_loss_allowed),  # of older records, as is the next
         (numerics.full_grad_norm_error, numerics.full_grad_norm_allowed),
-        *((check.found, check.allowed) for check in numerics.checks if check.allowed),
+        *((check.found, check.allowed) for check in numerics.checks),
     )
-    return max((e / a if a else float("inf") for e, a in pairs if e is not None and a is not None), default=0.0)
+    return max((share(e, a) for e, a in pairs if e is not None and a is not None), default=0.0)
 
 
 def with_checks(numerics: Numerics, checks: Sequence[Check]) -> Numerics:
-    """The gate's verdict with what the full arms and their trials came to. Of checks of one name (several processes,
-    several ranks) the one nearest to its limit stands."""
+    """The gate's verdict with what the full arms and their trials came to, besides what it has already. Of checks of
+    one name (several processes, several ranks) the one nearest to its limit stands."""
     worst: dict[str, Check] = {}
-    for check in checks:
+    for check in (*numerics.checks, *checks):
         before = worst.get(check.name)
-        if before is None or _share(check) > _share(before):
+        if before is None or check.share > before.share:
             worst[check.name] = check
     kept = list(worst.values())
     return numerics.model_copy(update={"checks": kept, "passed": numerics.passed and all(c.passed for c in kept)})
-
-
-def _share(check: Check) -> float:
-    return check.found / check.allowed if check.allowed else float("inf") if check.found else 0.0

@@ -41,8 +41,8 @@ class Testimony:
     last_loss: float | None = None
     losses: list[float] = field(default_factory=list)  # of every timed trial
     sketches: list[np.ndarray] = field(default_factory=list)  # of every timed trial, (tensors, SKETCH) float32
-    update_errors: list[float] = field(default_factory=list)  # of every timed trial, its worst tensor against AdamW
-    update_worst: str = ""
+    # of every timed trial the tensor that is farthest from AdamW's update: (relative error, name)
+    update_errors: list[tuple[float, str]] = field(default_factory=list)
     low_precision: bool = False  # whether the trained parameters are held in fewer than 32 bits
     phases: tuple[str, ...] = ()
     noise: Any = None  # depth_noise.DepthNoise of the model, or None
@@ -103,9 +103,7 @@ class Witness:
 
     def at_start(self) -> None:
         """Back to the parameters of before the first trial."""
-        with torch.no_grad():
-            for name, param in self.params.items():
-                param.copy_(self.start[name])
+        _put(self.params, self.start)
 
     def glimpse(self, loss: float, outs: Sequence[Tensor], keep: bool) -> Glimpse:
         """What the last trial's gradients were; `keep`: in full, too."""
@@ -124,14 +122,12 @@ class Witness:
     def begin(self) -> None:
         """Before the timed trials: back to where the first trial ended, parameters and optimizer, so that both arms
         take the same steps however long each of them warmed up. Repeatable."""
-        with torch.no_grad():
-            for name, param in self.params.items():
-                param.copy_(self.settled[name])
-            for state, key, value in self.state:
-                if isinstance(value, Tensor) and isinstance(state[key], Tensor):
-                    state[key].copy_(value)
-                else:
-                    state[key] = value
+        _put(self.params, self.settled)
+        for state, key, value in self.state:
+            if isinstance(value, Tensor) and isinstance(state[key], Tensor):
+                state[key].copy_(value)
+            else:
+                state[key] = value
         if self.step.updates:
             rate = self.step.job.learning_rate if self.step.job else LEARNING_RATE
             try:
@@ -146,10 +142,8 @@ class Witness:
         self.testimony.sketches.append(sketch(found))
         self.testimony.names = list(found)
         if self.shadow:
-            error, worst = self.shadow.error({n: p.grad for n, p in self.params.items()}, self.params)
-            if error >= max(self.testimony.update_errors, default=0.0):
-                self.testimony.update_worst = worst
-            self.testimony.update_errors.append(error)
+            gradients = {n: p.grad for n, p in self.params.items()}
+            self.testimony.update_errors.append(self.shadow.error(gradients, self.params))
 
     def end(self) -> None:
         """After the timed trials: keep how far they went, and go back to the start for one more trial."""
@@ -182,7 +176,7 @@ class Shadow:
         self.copies = {n: nn.Parameter(t.to(device, copy=True)) for n, t in start.items()}
         self.optimizer = torch.optim.AdamW(self.copies.values(), lr=rate, foreach=True)
         self._step(first)
-        self._follow(params)
+        _put(self.copies, params)
 
     def error(self, gradients: Mapping[str, Tensor | None], params: Mapping[str, Tensor]) -> tuple[float, str]:
         """(relative error of the worst tensor's update, its name); then goes on from where the arm is."""
@@ -199,7 +193,7 @@ class Shadow:
         )
         errors = errors.nan_to_num(nan=float("inf"), posinf=float("inf"))
         worst = int(errors.argmax())
-        self._follow(params)
+        _put(self.copies, params)
         return float(errors[worst]), list(self.copies)[worst]
 
     def _step(self, gradients: Mapping[str, Tensor | None]) -> None:
@@ -209,10 +203,12 @@ class Shadow:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _follow(self, params: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, copy in self.copies.items():
-                copy.copy_(params[name])
+
+def _put(params: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """The values into the parameters of their names, in place."""
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(values[name])
 
 
 def apart(one: Glimpse, other: Glimpse) -> float:

@@ -96,6 +96,19 @@ class Check(Strict):
     def passed(self) -> bool:
         return self.found <= self.allowed
 
+    @property
+    def share(self) -> float:
+        return share(self.found, self.allowed)
+
+
+def share(found: float, allowed: float) -> float:
+    """What was found, as a share of what is allowed: above 1 it is too much. Infinite where it is no number."""
+    if found != found:
+        return math.inf
+    if allowed:
+        return found / allowed
+    return math.inf if found else 0.0
+
 
 class Numerics(Strict):
     """What the gate found. Errors are relative: |loss - gold| / |gold| and ||g - gold|| / ||gold|| (Frobenius).
@@ -123,6 +136,7 @@ class Numerics(Strict):
     full_grad_norm_error: float | None = None
     full_loss_allowed: float | None = None
     full_grad_norm_allowed: float | None = None
+    depth_noise: bool | None = None  # whether two plain runs at full depth were measured for the limits of the checks
     tolerance: str | None = None  # in words, where the toggle changes the mathematics on purpose
 
 

@@ -24,6 +24,7 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.work import Work
 from lorabench.measure import flops
 from lorabench.measure.certificate import LOSS
+from lorabench.measure.depth_noise import off
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Begin, JobCounts, Kind, Request
 from lorabench.record.schema import Numerics
@@ -123,7 +124,7 @@ class Evaluate(Kind):
         ]
         different = [name for name, same in pairs if not same]
         losses = zip(reference["losses"], candidate["losses"], strict=False)
-        error = max(abs(theirs - ours) / max(abs(ours), 1e-30) for ours, theirs in losses)
+        error = max(off(theirs, ours) for ours, theirs in losses)
         return Numerics(
             passed=not different and error <= LOSS[dtype], loss_error=error, loss_allowed=LOSS[dtype],
             worst=next(iter(different), ""), tensors=len(pairs), unequal=len(different),

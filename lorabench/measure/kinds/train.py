@@ -22,6 +22,7 @@ from lorabench.measure import flops
 from lorabench.measure.build import build, causal_lm, feeds, float16_scale, to_device
 from lorabench.measure.gradient_kind import GradientKind
 from lorabench.measure.kind import Begin, Request
+from lorabench.plan.architecture import skeleton
 from lorabench.plan.samples import draw
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -62,8 +63,7 @@ class Train(GradientKind):
 
     def imports(self, request: Request) -> None:
         super().imports(request)
-        with torch.device("meta"):
-            causal_lm(request.model.model_copy(update={"weights": "random"}), {}, torch.device("meta"), 1)
+        skeleton(request.model, layers=1)
 
     def bytes_per_token(self, model: ModelSpec) -> int:
         """The logits are by far the largest: as they are, in float32, as probabilities, as gradients."""
