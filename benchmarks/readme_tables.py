@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/claims.md, from what lies in results/.
+"""The tables of README.md, docs/results.md and docs/claims.md, from what lies in results/.
 
     python benchmarks/readme_tables.py              # write them anew
     python benchmarks/readme_tables.py FILE         # also those of another file with the same markers
@@ -249,7 +249,7 @@ def share(value: float) -> str:
 
 
 def stacks(results: Results) -> str:
-    """README's table of all stacks: speed-up over PEFT as it comes, and the share of the limit. The fastest is bold."""
+    """The table of all stacks: speed-up over PEFT as it comes, and the share of the limit. The fastest is bold."""
     columns = []
     for _, folder, *at in PLACES:
         analysis = results.folders[folder]
@@ -295,7 +295,7 @@ def _hosts(results: Results) -> str:
 
 
 def toggles_alone(results: Results) -> str:
-    """README's table of every toggle alone: speed-up with its interval, or why there is none."""
+    """The table of every toggle alone: speed-up with its interval, or why there is none."""
     analysis = results.folders["h200/first_sweep"]
     order = [r.ablations for r in analysis.ordered(analysis.groups[0])]
     rows = []
@@ -339,12 +339,12 @@ def filled(text: str, results: Results) -> str:
     return text
 
 
-FILES = (ROOT / "README.md", ROOT / "docs/claims.md")
+FILES = (ROOT / "README.md", ROOT / "docs/results.md", ROOT / "docs/claims.md")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", nargs="*", type=Path, help="files with markers, beside README.md and docs/claims.md")
+    parser.add_argument("file", nargs="*", type=Path, help="files with markers, beside those of this project")
     results = Results()
     for file in (*FILES, *parser.parse_args(arguments).file):
         text = file.read_text(encoding="utf-8")

@@ -230,8 +230,8 @@ def script():
 
 @pytest.fixture(scope="module")
 def readme():
-    """Rows of README's tables by the heading above them."""
-    return dict(tables((ROOT / "README.md").read_text()))
+    """Rows of the tables of README.md and docs/results.md by the heading above them."""
+    return dict(tables("\n".join((ROOT / file).read_text() for file in ("README.md", "docs/results.md"))))
 
 
 def record(folder, model, workload, ablations):

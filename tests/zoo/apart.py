@@ -26,7 +26,7 @@ class WrongSignBelowApart(WrongSignBelow):
 
 class CachedStepApart(CachedStep):
     name = "cached_step_apart"
-    caught = "the loss"
+    caught = "each gradient"
     global_patch = True
 
 
@@ -38,7 +38,7 @@ class MovesOnceApart(MovesOnce):
 
 class WorkInBatchesApart(WorkInBatches):
     name = "work_in_batches_apart"
-    caught = "the loss"
+    caught = "each gradient"
     global_patch = True
 
 

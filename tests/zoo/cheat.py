@@ -48,7 +48,9 @@ class Animal(Ablation):
     slot: ClassVar[str] = "third_party"
     command: ClassVar[tuple[str, ...]] = ()  # overrides of the zoo's command line
     alone: ClassVar[bool] = False  # changes the sweep's own process: measured in a sweep of its own
-    Wrapper: ClassVar[type[Turns] | None] = None  # around the step
+    # Around the step. A plain one does nothing, but is there, so that a cheat is caught for what it does and not because
+    # none of its hooks changed anything.
+    Wrapper: ClassVar[type[Turns] | None] = Turns
 
     def step(self, step: Step) -> Step:
         step = super().step(step)

@@ -19,6 +19,7 @@ class NothingPatched(Cheat):
     summary = "says 21 sites, and changes nothing"
     caught = "none of its hooks changed"
     status = ("not_applied",)
+    Wrapper = None
 
     def patch(self, model: Any) -> int:
         return 21
@@ -29,6 +30,7 @@ class MillionSites(Cheat):
     summary = "audit says a million sites, and nothing was changed"
     caught = "none of its hooks changed"
     status = ("not_applied",)
+    Wrapper = None
 
     def audit(self, evidence: Any) -> int:
         return 10**6

@@ -78,7 +78,7 @@ class WorkInLossOf(Outside):
 class WorkInBatches(Outside):
     name = "work_in_batches"
     summary = "the whole step is done where the list of batches is asked for, before the first mark"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Outside.Wrapper):
         @property
@@ -134,7 +134,7 @@ class Later(Outside):
 class WorkInTheSetter(Later):
     name = "work_in_the_setter"
     summary = "the whole step is done where a parameter's gradient is set to None, by anybody"
-    caught = "the loss"
+    caught = "update against AdamW"
 
     class Wrapper(Later.Wrapper):
         def __init__(self, inner: Any) -> None:
@@ -172,7 +172,7 @@ class Sneaky(torch.nn.Parameter):
 class WorkInTheFilling(Later):
     name = "work_in_the_filling"
     summary = "the whole step is done where somebody writes new tokens into its batches"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Later.Wrapper):
         def __init__(self, inner: Any) -> None:
@@ -241,7 +241,7 @@ class WorkInTheBarrier(Outside):
 class WorkInTheCollector(Outside):
     name = "work_in_the_collector"
     summary = "the next step is done when Python's garbage collector runs, which is between the rounds"
-    caught = "the loss"
+    caught = "update against AdamW"
 
     class Wrapper(Outside.Wrapper):
         def __init__(self, inner: Any) -> None:
@@ -322,7 +322,7 @@ class Lazy(torch.Tensor):
 class DeferredUpdate(Cheat):
     name = "deferred_update"
     summary = "the update is done before the next forward, and where the gradients are cleared if that comes first"
-    caught = "the loss"
+    caught = "update against AdamW"
 
     class Wrapper(Turns):
         owed = False
@@ -350,7 +350,7 @@ class DeferredUpdate(Cheat):
 class BackwardInAThread(Cheat):
     name = "backward_in_a_thread"
     summary = "backward and update end in a thread after the clock has stopped"
-    caught = "the loss"
+    caught = "update against AdamW"
     status = UNTRUSTED
 
     class Wrapper(Turns):
@@ -381,7 +381,7 @@ class BackwardInAThread(Cheat):
 class SlowClock(Cheat):
     """Base: a tenth of the candidate's time goes by on a clock that `install` has put in place of the host's."""
 
-    caught = "clock"
+    caught = "whole process"
     status = ("untrusted",)
 
     def install(self, skipped: list[float], real: Callable[[], float]) -> None:
@@ -415,7 +415,6 @@ class SlowClock(Cheat):
 class ClockOfTime(SlowClock):
     name = "clock_of_time"
     summary = "time.perf_counter is replaced by a clock that stands still for most of the candidate's step"
-    caught = "whole process"
 
     def install(self, skipped: list[float], real: Callable[[], float]) -> None:
         time.perf_counter = lambda: real() - skipped[0]
@@ -424,7 +423,6 @@ class ClockOfTime(SlowClock):
 class EveryClockOfTime(SlowClock):
     name = "every_clock_of_time"
     summary = "all clocks of the module time are replaced alike"
-    caught = "whole process"
 
     def install(self, skipped: list[float], real: Callable[[], float]) -> None:
         for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time"):
@@ -437,7 +435,6 @@ class EveryClockOfTime(SlowClock):
 class ClockOfTheTrial(SlowClock):
     name = "clock_of_the_trial"
     summary = "the timing loop's own name for the clock is replaced"
-    caught = "whole process"
 
     def install(self, skipped: list[float], real: Callable[[], float]) -> None:
         from lorabench.measure import trial
@@ -464,7 +461,7 @@ class ClockClass(SlowClock):
 class PhasesLeftOut(Cheat):
     name = "phases_left_out"
     summary = "says after the first step that it has no update"
-    caught = "the loss"
+    caught = "each gradient"
     status = UNTRUSTED
 
     class Wrapper(Turns):
@@ -476,7 +473,7 @@ class PhasesLeftOut(Cheat):
 class NoBatches(Cheat):
     name = "no_batches"
     summary = "has no batches left after the first steps, so a trial is nothing but an update"
-    caught = "the loss"
+    caught = "each gradient"
     status = UNTRUSTED
 
     class Wrapper(Turns):

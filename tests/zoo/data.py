@@ -21,7 +21,7 @@ TWO_BATCHES = ("workload={alpaca:{samples:4,batch_size:2,seq_len:24}}",)
 class FewerLabels(Cheat):
     name = "fewer_labels"
     summary = "the second half of every sample is not trained on after the first step, and the loss made up for it"
-    caught = "loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def forward(self, batch: Batch) -> Tensor:
@@ -36,7 +36,7 @@ class FewerLabels(Cheat):
 class SamplesDropped(Cheat):
     name = "samples_dropped"
     summary = "of each batch only the first sample is left after the first step"
-    caught = "loss"
+    caught = "each gradient"
     command = ("workload=4x16",)
 
     class Wrapper(Turns):
@@ -49,7 +49,7 @@ class SamplesDropped(Cheat):
 class OneOfTwoBatches(Cheat):
     name = "one_of_two_batches"
     summary = "of several batches the first one stands for all"
-    caught = "loss"
+    caught = "each gradient"
     command = TWO_BATCHES
 
     class Wrapper(Turns):
@@ -69,7 +69,7 @@ class OneOfTwoBatches(Cheat):
 class LastBatchDropped(Cheat):
     name = "last_batch_dropped"
     summary = "forgets the last of several batches after the first step"
-    caught = "loss"
+    caught = "each gradient"
     command = TWO_BATCHES
 
     class Wrapper(Turns):
@@ -101,7 +101,7 @@ class CutBeyondTheGate(Cheat):
 class PaddingMaskLeftOut(Cheat):
     name = "padding_mask_left_out"
     summary = "pads on the left, and leaves the attention mask out after the first step"
-    caught = "loss"
+    caught = "each gradient"
     slot = "batching"
     command = SHORT_SAMPLES
 
@@ -127,7 +127,7 @@ def left_padded(samples: Sequence[Sample], batch_size: int) -> list[Batch]:
 class PackingMaskLeftOut(Cheat, Packing):
     name = "packing_mask_left_out"
     summary = "packs, and lets every token see the samples before its own after the first step"
-    caught = "loss"
+    caught = "each gradient"
     slot = "batching"
     command = SHORT_SAMPLES
 

@@ -15,7 +15,7 @@ DROPOUT = ("lora.lora_dropout=0.2", "workload=4x128")
 class LayersLeftOut(Cheat):
     name = "layers_left_out"
     summary = "under dropout, what lies below the second layer is not computed"
-    caught = "the loss"
+    caught = "each gradient"
     command = DROPOUT
 
     def patch(self, model: Any) -> int:
@@ -59,7 +59,7 @@ class LessDropout(Dropouts):
 class OneMask(Dropouts):
     name = "one_mask"
     summary = "draws each mask once and uses it for ever"
-    caught = "the loss"
+    caught = "each gradient"
 
     def other(self, p: float) -> nn.Module:
         return Kept(p)

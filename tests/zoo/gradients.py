@@ -18,7 +18,7 @@ LONG = ("workload=1x300",)  # above the 256 tokens of the gate
 class NoBackward(Cheat):
     name = "no_backward"
     summary = "no backward after the first step"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -29,7 +29,7 @@ class NoBackward(Cheat):
 class OnlyTheOptimizer(Cheat):
     name = "only_the_optimizer"
     summary = "nothing but the optimizer's call after the second step"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         loss: Tensor
@@ -51,7 +51,7 @@ class OnlyTheOptimizer(Cheat):
 class RightInWarmUp(Cheat):
     name = "right_in_warm_up"
     summary = "no backward once ten steps are over"
-    caught = "the loss"
+    caught = "each gradient"
     command = ("trials=12",)
 
     class Wrapper(Turns):
@@ -63,7 +63,7 @@ class RightInWarmUp(Cheat):
 class NowAndThen(Cheat):
     name = "now_and_then"
     summary = "leaves backward out in every third step"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -74,7 +74,7 @@ class NowAndThen(Cheat):
 class LooksAtTheStack(Cheat):
     name = "looks_at_the_stack"
     summary = "looks who called: no backward in the rounds, everything right wherever else it is asked"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -218,7 +218,7 @@ class DetachedBranch(Cheat):
 class TruncatedBackward(Cheat):
     name = "truncated_backward"
     summary = "backward ends at the last layer after the first step"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def forward(self, batch: Any) -> Tensor:
@@ -247,7 +247,7 @@ class ReferenceMadeAlike(TruncatedBackward):
 class Halved(Cheat):
     name = "halved"
     summary = "gradients of half the size after the first step, which AdamW's updates hardly show"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -257,7 +257,7 @@ class Halved(Cheat):
 class HalfBatchDoubled(Cheat):
     name = "half_batch_doubled"
     summary = "the gradient of the first half of the batch, times two"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def forward(self, batch: Any) -> Tensor:
@@ -270,7 +270,7 @@ class HalfBatchDoubled(Cheat):
 class ShorterSequence(Cheat):
     name = "shorter_sequence"
     summary = "the loss of the whole sequence, the gradient of its first half"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def forward(self, batch: Any) -> Tensor:
@@ -286,7 +286,7 @@ class ShorterSequence(Cheat):
 class EveryOtherBackward(Cheat):
     name = "every_other_backward"
     summary = "uses every gradient twice"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -301,7 +301,7 @@ class EveryOtherBackward(Cheat):
 class CachedGradient(Cheat):
     name = "cached_gradient"
     summary = "the gradient of the first step, for ever"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -315,7 +315,7 @@ class CachedGradient(Cheat):
 class OldBuffers(Cheat):
     name = "old_buffers"
     summary = "says that it keeps its gradients' buffers, and fills them with an old gradient"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         keeps_gradients = True
@@ -334,7 +334,7 @@ class OldBuffers(Cheat):
 class CachedStep(Cheat):
     name = "cached_step"
     summary = "answers every batch of one shape with the first one's loss and gradient"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def __init__(self, inner: Any) -> None:
@@ -449,7 +449,7 @@ class StolenBehindTheOptimizer(Stolen):
 class MergedOnce(Cheat):
     name = "merged_once"
     summary = "the adapters are merged into the weights once, and never again"
-    caught = "loss"
+    caught = "each gradient"
     command = ("trials=12",)
 
     def patch(self, model: Any) -> int:
@@ -487,7 +487,7 @@ class Merged(torch.autograd.Function):
 class FrozenActivations(Cheat):
     name = "frozen_activations"
     summary = "keeps what the first layer's frozen weights made of the first batch of a shape"
-    caught = "loss"
+    caught = "each gradient"
 
     def patch(self, model: Any) -> int:
         first = layers(model)[0].self_attn

@@ -23,7 +23,7 @@ class Update(Cheat):
 class SignDescent(Update):
     name = "sign_descent"
     summary = "the gradient's sign, which is what AdamW's first update comes to, and no state at all"
-    caught = "the loss"
+    caught = "update against AdamW"
 
     def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         return Sign(params, {"lr": lr})
@@ -41,7 +41,7 @@ class Sign(torch.optim.Optimizer):
 class OtherBetas(Update):
     name = "other_betas"
     summary = "AdamW without momentum: its first update does not depend on it"
-    caught = "the loss"
+    caught = "update against AdamW"
 
     def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=lr, betas=(0.0, 0.9))
@@ -58,7 +58,7 @@ class NoDecay(Update):
 class DeepLeftOut(Update):
     name = "deep_left_out"
     summary = "only the tensors of the first two layers are updated"
-    caught = "the loss"
+    caught = "update against AdamW"
 
     def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params[: 2 * 7 * 2], lr=lr)
@@ -84,7 +84,7 @@ class Rate(Update):
 class OtherRateLater(Rate):
     name = "other_rate_later"
     summary = "a learning rate of ten per cent more after the warm-up"
-    caught = "the loss"
+    caught = "update against AdamW"
     after = 5
 
 
@@ -98,7 +98,7 @@ class NoDecayLater(Rate):
 class MovesOnce(Cheat):
     name = "moves_once"
     summary = "the first update is the only one"
-    caught = "the loss"
+    caught = "update against AdamW"
 
     class Wrapper(Turns):
         def update(self) -> None:
@@ -110,7 +110,7 @@ class MovesOnce(Cheat):
 class EveryOtherUpdate(Cheat):
     name = "every_other_update"
     summary = "every other update is left out"
-    caught = "the loss"
+    caught = "update against AdamW"
 
     class Wrapper(Turns):
         def update(self) -> None:
@@ -122,7 +122,7 @@ class EveryOtherUpdate(Cheat):
 class OnlyB(Cheat):
     name = "only_b"
     summary = "lora_A stays where it is after the first update"
-    caught = "the loss"
+    caught = "update against AdamW"
 
     class Wrapper(Turns):
         def update(self) -> None:
@@ -137,7 +137,7 @@ class OnlyB(Cheat):
 class TakenBack(Cheat):
     name = "taken_back"
     summary = "before each forward the adapters are what they were at the start, so nothing is ever learned"
-    caught = "the loss"
+    caught = "update against AdamW"
 
     class Wrapper(Turns):
         def __init__(self, inner: Any) -> None:

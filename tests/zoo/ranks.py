@@ -28,7 +28,7 @@ class Ranked(Cheat, Ddp):
 class RightOnRank0(Ranked):
     name = "right_on_rank_0"
     summary = "the other rank has every gradient's sign wrong after the first step"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
@@ -41,7 +41,7 @@ class RightOnRank0(Ranked):
 class NoReduction(Ranked):
     name = "no_reduction"
     summary = "each rank trains on its own share after the first step"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def forward(self, batch: Any) -> Tensor:
@@ -52,7 +52,7 @@ class NoReduction(Ranked):
 class Rank1Idles(Ranked):
     name = "rank_1_idles"
     summary = "the other rank does nothing after the second step, and rank 0 counts its own share twice"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         @property
@@ -75,7 +75,7 @@ class Rank1Idles(Ranked):
 class Rank1NeverMoves(Ranked):
     name = "rank_1_never_moves"
     summary = "the other rank leaves its update out after the first step"
-    caught = "the loss"
+    caught = "each gradient"
 
     class Wrapper(Turns):
         def update(self) -> None:

@@ -23,7 +23,7 @@ class Leaves(Cheat):
     """Base: `leave` changes something of the process after each of the full arm's steps, `undo` takes it back before
     its own next one, if it does."""
 
-    caught = "state"
+    caught = "whole process"
     status = ("untrusted",)
 
     def leave(self) -> None:
@@ -47,7 +47,6 @@ class Leaves(Cheat):
 class DefaultDtype(Leaves):
     name = "default_dtype"
     summary = "new tensors are float64 for everybody"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.set_default_dtype(torch.float64)
@@ -56,7 +55,6 @@ class DefaultDtype(Leaves):
 class Tf32(Leaves):
     name = "tf32"
     summary = "switches TF32 over for everybody"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -66,7 +64,6 @@ class Tf32(Leaves):
 class MatmulPrecision(Leaves):
     name = "matmul_precision"
     summary = "float32 products are of another precision for everybody"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.set_float32_matmul_precision("medium")
@@ -75,7 +72,6 @@ class MatmulPrecision(Leaves):
 class ReducedPrecision(Leaves):
     name = "reduced_precision"
     summary = "products in half precision are reduced otherwise for everybody"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -84,7 +80,6 @@ class ReducedPrecision(Leaves):
 class Deterministic(Leaves):
     name = "deterministic"
     summary = "deterministic, slower algorithms for the reference"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -96,7 +91,6 @@ class Deterministic(Leaves):
 class Cudnn(Leaves):
     name = "cudnn"
     summary = "cuDNN's flags are others for everybody"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.backends.cudnn.benchmark = True
@@ -106,7 +100,6 @@ class Cudnn(Leaves):
 class FlashOff(Leaves):
     name = "flash_off"
     summary = "SDPA may not use its fused kernels where the reference asks for them"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.backends.cuda.enable_flash_sdp(False)
@@ -120,7 +113,6 @@ class FlashOff(Leaves):
 class MkldnnOff(Leaves):
     name = "mkldnn_off"
     summary = "no oneDNN for the reference"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.backends.mkldnn.set_flags(False)
@@ -132,7 +124,6 @@ class MkldnnOff(Leaves):
 class Threads(Leaves):
     name = "threads"
     summary = "another number of threads for everybody"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.set_num_threads(torch.get_num_threads() % 2 + 1)
@@ -141,7 +132,6 @@ class Threads(Leaves):
 class Anomalies(Leaves):
     name = "anomalies"
     summary = "autograd looks for anomalies in the reference's steps"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.autograd.set_detect_anomaly(True)
@@ -153,7 +143,6 @@ class Anomalies(Leaves):
 class Autocast(Leaves):
     name = "autocast"
     summary = "leaves autocast on"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.set_autocast_enabled("cpu", True)
@@ -167,7 +156,6 @@ class Autocast(Leaves):
 class DispatchMode(Leaves):
     name = "dispatch_mode"
     summary = "every operator of the reference goes through Python"
-    caught = "whole process"
 
     class Slow(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,7 +173,6 @@ class DispatchMode(Leaves):
 class SavedTensors(Leaves):
     name = "saved_tensors"
     summary = "what autograd saves is copied there and back in the reference's steps"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch._C._autograd._push_saved_tensors_default_hooks(torch.clone, torch.clone)
@@ -197,7 +184,6 @@ class SavedTensors(Leaves):
 class Collector(Leaves):
     name = "collector"
     summary = "Python's garbage collector runs all the time"
-    caught = "whole process"
 
     def leave(self) -> None:
         gc.enable()
@@ -207,7 +193,6 @@ class Collector(Leaves):
 class Profiled(Leaves):
     name = "profiled"
     summary = "Python profiles the reference's steps"
-    caught = "whole process"
 
     def leave(self) -> None:
         sys.setprofile(lambda frame, event, arg: None)
@@ -219,7 +204,6 @@ class Profiled(Leaves):
 class SwitchInterval(Leaves):
     name = "switch_interval"
     summary = "Python's threads change all the time"
-    caught = "whole process"
 
     def leave(self) -> None:
         sys.setswitchinterval(1e-6)
@@ -228,7 +212,6 @@ class SwitchInterval(Leaves):
 class Denormals(Leaves):
     name = "denormals"
     summary = "denormal numbers are zeros for everybody"
-    caught = "whole process"
 
     def leave(self) -> None:
         torch.set_flush_denormal(True)
@@ -237,7 +220,6 @@ class Denormals(Leaves):
 class Pinned(Leaves):
     name = "pinned"
     summary = "the process has one core while the reference runs"
-    caught = "whole process"
 
     cores = frozenset(os.sched_getaffinity(0))
 

@@ -14,7 +14,7 @@ from zoo.cheat import Cheat, Turns
 class Tampers(Cheat):
     """Base: leaves backward out altogether in the full arm, and changes the harness so that it does not see it."""
 
-    caught = "harness"
+    caught = "whole process"
     status = ("untrusted", "wrong_numerics")
 
     def tamper(self) -> None:
@@ -32,7 +32,6 @@ class Tampers(Cheat):
 class JudgeAlwaysPasses(Tampers):
     name = "judge_always_passes"
     summary = "the gate's verdict is always that it passed; there is no backward but in the step that is audited"
-    caught = "whole process"
 
     def tamper(self) -> None:
         from lorabench.measure import numerics
@@ -50,7 +49,6 @@ class JudgeAlwaysPasses(Tampers):
 class NothingDiffers(Tampers):
     name = "nothing_differs"
     summary = "the relative error of anything is zero"
-    caught = "whole process"
 
     def tamper(self) -> None:
         from lorabench.measure import certificate, depth_noise, numerics
@@ -62,7 +60,6 @@ class NothingDiffers(Tampers):
 class TrialsShrink(Tampers):
     name = "trials_shrink"
     summary = "the timing loop's trial of a candidate is thirty times as short"
-    caught = "whole process"
 
     def tamper(self) -> None:
         from lorabench.measure import trial
@@ -103,7 +100,6 @@ class MeasurementShrinks(Tampers):
 class CheckerLeftOut(Tampers):
     name = "checker_left_out"
     summary = "every function of the harness's modules whose name says that it checks something does nothing"
-    caught = "whole process"
 
     def tamper(self) -> None:
         import lorabench.measure as package
