@@ -203,7 +203,7 @@ class Measurement:
             arm.kind.clear(arm)
         if not self.arms:
             self.alone = warm
-            self.guard.watch(arm.model)
+            self.guard.watch(arm)
         self.arms[name] = arm
         with self._seconds("profile"):
             self.tell(f"memory of the {name}")
@@ -247,13 +247,14 @@ class Measurement:
 
     def time(self) -> None:
         self.now = " and ".join(self.task.arms)
+        self.guard.check_all()
         arms = {name: self.arms.get(name) for name in self.task.arms}
         here = {name: arm for name, arm in arms.items() if arm}
         with self._seconds("warmup"):
             trial.run_rounds(arms, 1, self.cell.seed)  # both once more, now that both are there
             for arm in here.values():
                 self.kind.begin(arm)
-        models = {name: fairness.of_model(arm.model) for name, arm in here.items()}
+        before = {name: fairness.of_arm(arm) for name, arm in here.items()}
         busy = dict(self.guard.busy())
         with self._seconds("trials"), telemetry.Sampler() as sampler:
             tell = lambda n: self.tell(f"trial {n + 1} of {self.task.rounds}")  # noqa: E731
@@ -263,7 +264,7 @@ class Measurement:
                 )
             except trial.Diverged as error:
                 raise Failure("wrong_numerics", str(error), None) from None
-        self._check_fairness(here, models, busy)
+        self._check_fairness(here, before, busy)
         with self._seconds("gate"):
             for name, arm in here.items():
                 self.tell(f"certifying the {name}")
@@ -283,14 +284,14 @@ class Measurement:
         self.kind.seen(self.arms[name], done.losses)
         self.guard.check()
 
-    def _check_fairness(self, arms: dict[str, Arm], models: dict[str, Any], busy: dict[str, float]) -> None:
+    def _check_fairness(self, arms: dict[str, Arm], before: dict[str, Any], busy: dict[str, float]) -> None:
         """Raises Untrusted where the trials' times are not what they seem."""
         if replaced := [name for name in vars(self) if callable(getattr(type(self), name, None))]:
             raise fairness.Untrusted(f"a toggle replaced the measurement's own {replaced[0]}")
         for name, arm in arms.items():
             fairness.check_clock(name, self.trials[name])
-            if changed := fairness.difference(models[name], fairness.of_model(arm.model)):
-                raise fairness.Untrusted(f"the {name} changed its own model while it was timed: {changed}")
+            if changed := fairness.difference(before[name], fairness.of_arm(arm)):
+                raise fairness.Untrusted(f"the {name} changed what it does while it was timed: {changed}")
         self.guard.check_all()
         if len(arms) > 1:
             spent = sum(done.ended - done.began for trials in self.trials.values() for done in trials)
@@ -345,7 +346,7 @@ def agree(cell: Cell, kind_: Kind, arms: dict[str, ArmResult], dtype: torch.dtyp
 
 def _inside(arm: Arm) -> Any:
     """What an audit has no business to change of an arm."""
-    return fairness.attributes(arm), [fairness.Same(step) for step in arm.steps]
+    return fairness.attributes(arm), fairness.of_arm(arm)
 
 
 def _of(name: str, job: str) -> str:

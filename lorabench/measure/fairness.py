@@ -6,6 +6,7 @@ known ways of it visible: each is named in the record, which then has the status
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -24,6 +25,7 @@ from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lorabench.contract.arm import Arm
 from lorabench.measure.trial import Trial
 
 # The wall clock may see this much more of a GPU's trial than its events do: launching the first kernel, waking up.
@@ -101,11 +103,12 @@ def settings() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def functions() -> dict[str, Any]:
-    """The identity of every function and class method of the modules that measure, train and adapt, by its name."""
+def functions(watched: str | tuple[str, ...] = WATCHED) -> dict[str, Any]:
+    """The identity of every function and class method of the modules that measure, train and adapt, by its name;
+    `watched`: how their modules' names begin."""
     found = {}
     for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, types.ModuleType) or not module_name.startswith(WATCHED):
+        if not isinstance(module, types.ModuleType) or not module_name.startswith(watched):
             continue
         for name, value in list(vars(module).items()):
             if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
@@ -146,15 +149,43 @@ class Same:
     __hash__ = None  # type: ignore[assignment]
 
 
+def of_arm(arm: Arm) -> dict[str, Any]:
+    """What would make an arm's trial do something else or take longer: its model, and of each step what it consists of,
+    its batches' inputs and its optimizer."""
+    found = of_model(arm.model)
+    for step in arm.steps:
+        inner, optimizer = step.innermost, step.optimizer
+        job = f" of the job {step.name}" if step.name else ""
+        found[f"the step{job}"] = Same(step), type(inner), _callables(inner)
+        found[f"the batches{job}"] = [
+            {n: tuple(x.shape) if isinstance(x, torch.Tensor) else Same(x) for n, x in batch.inputs.items()}
+            for batch in inner.batches
+        ]
+        hooks = tuple(len(hooks) for name, hooks in vars(optimizer).items() if name.endswith("_hooks"))
+        found[f"the optimizer{job}"] = type(optimizer), _callables(optimizer), hooks
+        found[f"the optimizer's settings{job}"] = [
+            {n: Same(x) if isinstance(x, torch.Tensor) else x for n, x in group.items() if n != "params"}
+            for group in optimizer.param_groups
+        ]
+    return found
+
+
+def _callables(one: Any) -> dict[str, Same]:
+    """The functions that an object has beside its class's."""
+    return {name: Same(value) for name, value in vars(one).items() if callable(value)}
+
+
 def of_model(model: nn.Module) -> dict[str, Any]:
-    """What would make a model's forward or backward do something else: its modules, their hooks, what is trained."""
-    found: dict[str, Any] = {}
+    """What would make a model's forward or backward do something else or take longer: its configuration, its modules,
+    their hooks, what is trained, how its tensors lie in memory."""
+    config = getattr(model, "config", None)
+    found = {f"config.{name}": copy.copy(value) for name, value in (vars(config) if config else {}).items()}
     for name, module in model.named_modules():
         hooks = tuple(len(getattr(module, attribute)) for attribute in HOOKS if hasattr(module, attribute))
         found[name or "the model"] = type(module), Same(vars(module).get("forward")), hooks, module.training
     for name, param in model.named_parameters():
         hooks = len(param._backward_hooks or ()) + len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
-        found[name] = param.requires_grad, hooks
+        found[name] = param.requires_grad, hooks, param.shape, param.stride(), param.dtype, param.device
     return found
 
 
@@ -192,13 +223,13 @@ class Guard:
         self.alone = alone
         TorchPatcher.patch()  # torch's compiler wraps the optimizers' methods, when something first asks for it
         self.settings, self.functions = settings(), functions()
-        self.model: nn.Module | None = None
+        self.arm: Arm | None = None
         self.threads = {thread.native_id for thread in threading.enumerate()}
         self.children = {child.pid for child in psutil.Process().children(recursive=True)}
 
-    def watch(self, model: nn.Module) -> None:
-        """From now on the candidate is built beside this model, the reference's, and has to leave it as it is."""
-        self.model, self.as_it_was = model, of_model(model)
+    def watch(self, arm: Arm) -> None:
+        """From now on the candidate is built beside this arm, the reference, and has to leave it as it is."""
+        self.arm, self.as_it_was = arm, of_arm(arm)
 
     def check(self) -> None:
         """After every trial: raises Untrusted where a setting of the process has changed."""
@@ -207,13 +238,13 @@ class Guard:
             raise Untrusted(f"a toggle changed {changed} for the whole process{self._instead()}")
 
     def check_all(self) -> None:
-        """After the trials: what takes some milliseconds to look through, too. Raises Untrusted."""
+        """Before and after the trials: what takes some milliseconds to look through, too. Raises Untrusted."""
         self.check()
         before = {n: v for n, v in self.functions.items() if not self.alone or n.startswith(OURS)}
         if name := difference(before, functions()):
             raise Untrusted(f"a toggle replaced {name} for the whole process{self._instead()}")
-        if self.model is not None and (name := difference(self.as_it_was, of_model(self.model))):
-            raise Untrusted(f"the candidate changed the reference's model: {name}")
+        if self.arm is not None and (name := difference(self.as_it_was, of_arm(self.arm))):
+            raise Untrusted(f"the candidate changed the reference: {name}")
 
     def _instead(self) -> str:
         return "" if self.alone else "; one that has to says global_patch = True"

@@ -24,6 +24,7 @@ from lorabench.contract.cell import PROCESSES, Cell
 from lorabench.contract.hooks import described, printable
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
+from lorabench.measure import fairness
 from lorabench.measure.cell import ArmResult, Failure, Result, Task, agree
 from lorabench.measure.kind import EVIDENCE, JobCounts
 from lorabench.measure.numerics import share_of_allowance
@@ -33,6 +34,8 @@ from lorabench.record.schema import ARMS, TOTAL, Cost, JobRecord, Numerics, Phas
 from lorabench.run.process import LOG_TAIL, Workers, log_of, tail
 from lorabench.run.session import scratch_prefix
 
+# As they are before any toggle is asked anything in this process, which turns the workers' answers into records.
+OWN_FUNCTIONS = fairness.functions(fairness.OURS)
 DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
 
 
@@ -80,7 +83,11 @@ class Runner:
             refused = refusal(cell, self.machine)
             if refused:
                 return self._record(cell, status=refused[0], reason=refused[1])
-            return self._measured(cell, tell, began)
+            record = self._measured(cell, tell, began)
+            if replaced := fairness.difference(OWN_FUNCTIONS, fairness.functions(fairness.OURS)):
+                reason = f"a toggle replaced {replaced} in the sweep's own process"
+                return self._record(cell, status="untrusted", reason=reason, cost=record.cost)
+            return record
         except Exception as error:  # a harness that fails on one cell still has the others to measure
             cost = _cost({}, time.perf_counter() - began)
             log = printable(traceback.format_exc())[-LOG_TAIL:]

@@ -41,13 +41,13 @@ def test_what_is_changed_for_the_whole_process_is_named(change, back, named):
 def test_a_replaced_function_and_a_hook_on_the_other_arm_s_model_are_named(monkeypatch):
     reference = arm(*PEFT)
     guard = Guard(alone=False)
-    guard.watch(reference.model)
+    guard.watch(reference)
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.Linear, "forward", lambda self, x: x)
         with pytest.raises(Untrusted, match=r"replaced torch.nn.modules.linear.Linear.forward"):
             guard.check_all()
     handle = next(reference.adapters())[1].register_hook(lambda grad: grad)
-    with pytest.raises(Untrusted, match="the reference's model: base_model"):
+    with pytest.raises(Untrusted, match="changed the reference: base_model"):
         guard.check_all()
     handle.remove()
     handle = reference.model.get_submodule("base_model.model.model.layers.1").register_forward_hook(print)

@@ -48,7 +48,7 @@ class Animal(Ablation):
     slot: ClassVar[str] = "third_party"
     command: ClassVar[tuple[str, ...]] = ()  # overrides of the zoo's command line
     alone: ClassVar[bool] = False  # changes the sweep's own process: measured in a sweep of its own
-    # Around the step. A plain one does nothing, but is there, so that a cheat is caught for what it does and not because
+    # Around the step. A plain one does nothing, but is there: a cheat is to be caught for what it does, and not because
     # none of its hooks changed anything.
     Wrapper: ClassVar[type[Turns] | None] = Turns
 

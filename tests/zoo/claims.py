@@ -93,7 +93,7 @@ class AuditSwapsTheKind(Cheat):
 class NotesShortenTheBatches(Cheat):
     name = "notes_shorten_the_batches"
     summary = "notes cut the batches to two tokens after the audit"
-    caught = "none of its hooks changed"
+    caught = "the audit of"
     status = CLAIMS
 
     def notes(self, evidence: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class NotesShortenTheBatches(Cheat):
 class AuditSwapsTheMethods(Cheat):
     name = "audit_swaps_the_methods"
     summary = "audit gives the very same step another backward"
-    caught = "none of its hooks changed"
+    caught = "the audit of"
     status = CLAIMS
 
     def audit(self, evidence: Any) -> int:
@@ -183,7 +183,7 @@ class NoUpdateTolerated(Tolerated):
 class FrozenLater(Cheat):
     name = "frozen_later"
     summary = "lora_A wants no gradient any more after the audit"
-    caught = "none of its hooks changed"
+    caught = "each gradient"
 
     def audit(self, evidence: Any) -> int:
         for name, p in evidence.arm.model.named_parameters():
@@ -195,7 +195,7 @@ class FrozenLater(Cheat):
 class RemovedLater(Cheat):
     name = "removed_later"
     summary = "the adapters below the second layer are taken off after the audit"
-    caught = "none of its hooks changed"
+    caught = "each gradient"
 
     def audit(self, evidence: Any) -> int:
         for layer in layers(evidence.arm.model)[2:]:
@@ -209,7 +209,7 @@ class RemovedLater(Cheat):
 class RenamedLater(Cheat):
     name = "renamed_later"
     summary = "the trained tensors are replaced by others after the audit, and the optimizer keeps the old ones"
-    caught = "none of its hooks changed"
+    caught = "each gradient"
 
     def audit(self, evidence: Any) -> int:
         for module in evidence.arm.model.modules():

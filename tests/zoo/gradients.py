@@ -234,7 +234,7 @@ class TruncatedBackward(Cheat):
 class ReferenceMadeAlike(TruncatedBackward):
     name = "reference_made_alike"
     summary = "backward ends at the last layer, and hooks on the reference leave it no other gradients either"
-    caught = "reference's model"
+    caught = "changed the reference"
 
     def patch(self, model: Any) -> None:
         for other in others(model) if is_full(model) else ():
@@ -424,7 +424,7 @@ class Stolen(Cheat):
 class StolenGradients(Stolen):
     name = "stolen_gradients"
     summary = "takes the reference's loss and gradients by hooks on its tensors where it ran before in the round"
-    caught = "reference's model"
+    caught = "changed the reference"
 
 
 class StolenBehindTheOptimizer(Stolen):
@@ -511,7 +511,7 @@ def remembering(forward: Any) -> Any:
 class BorrowedActivations(Cheat):
     name = "borrowed_activations"
     summary = "takes from the reference what the first layer's frozen weights made of the same tokens"
-    caught = "reference's model"
+    caught = "changed the reference"
 
     def patch(self, model: Any) -> int:
         sites = 0

@@ -248,8 +248,8 @@ class Slows(Cheat):
 class SleepingHooks(Slows):
     name = "sleeping_hooks"
     summary = "hooks on the reference's layers sleep"
-    caught = "none of its hooks changed"
-    status = ("not_applied",)
+    caught = "changed the reference"
+    status = ("untrusted",)
 
     def slow(self, other: Any) -> None:
         for layer in layers(other):
@@ -259,8 +259,8 @@ class SleepingHooks(Slows):
 class SleepingParameters(Slows):
     name = "sleeping_parameters"
     summary = "hooks on the reference's trained tensors sleep"
-    caught = "none of its hooks changed"
-    status = ("not_applied",)
+    caught = "changed the reference"
+    status = ("untrusted",)
 
     def slow(self, other: Any) -> None:
         for p in other.parameters():
@@ -271,8 +271,8 @@ class SleepingParameters(Slows):
 class SleepingForward(Slows):
     name = "sleeping_forward"
     summary = "the reference's layers have another forward, which sleeps"
-    caught = "none of its hooks changed"
-    status = ("not_applied",)
+    caught = "changed the reference"
+    status = ("untrusted",)
 
     def slow(self, other: Any) -> None:
         for layer in layers(other):
@@ -289,8 +289,8 @@ class SleepingForward(Slows):
 class ReferenceMadeEager(Slows):
     name = "reference_made_eager"
     summary = "the reference's attention is the slow one"
-    caught = "none of its hooks changed"
-    status = ("not_applied",)
+    caught = "changed the reference"
+    status = ("untrusted",)
 
     def slow(self, other: Any) -> None:
         other.base_model.model.config._attn_implementation = "eager"
@@ -299,8 +299,8 @@ class ReferenceMadeEager(Slows):
 class ReferenceCheckpointed(Slows):
     name = "reference_checkpointed"
     summary = "the reference computes its forward twice"
-    caught = "none of its hooks changed"
-    status = ("not_applied",)
+    caught = "changed the reference"
+    status = ("untrusted",)
 
     def slow(self, other: Any) -> None:
         other.base_model.model.gradient_checkpointing_enable()
@@ -310,8 +310,8 @@ class ReferenceCheckpointed(Slows):
 class ReferenceStrided(Slows):
     name = "reference_strided"
     summary = "the reference's weights lie in memory the other way round"
-    caught = "none of its hooks changed"
-    status = ("not_applied",)
+    caught = "changed the reference"
+    status = ("untrusted",)
 
     def slow(self, other: Any) -> None:
         for p in other.parameters():
@@ -322,8 +322,8 @@ class ReferenceStrided(Slows):
 class ReferenceFedMore(Slows):
     name = "reference_fed_more"
     summary = "the reference's batches get samples that nobody trains on"
-    caught = "none of its hooks changed"
-    status = ("not_applied",)
+    caught = "changed the reference"
+    status = ("untrusted",)
 
     def slow(self, other: Any) -> None:
         for step in gc.get_objects():
@@ -337,8 +337,8 @@ class ReferenceFedMore(Slows):
 class ReferenceOptimizer(Slows):
     name = "reference_optimizer"
     summary = "the reference's optimizer sleeps before it steps"
-    caught = "none of its hooks changed"
-    status = ("not_applied",)
+    caught = "changed the reference"
+    status = ("untrusted",)
 
     def slow(self, other: Any) -> None:
         for optimizer in gc.get_objects():

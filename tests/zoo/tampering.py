@@ -115,8 +115,8 @@ class CheckerLeftOut(Tampers):
 class StatisticsInTheSweep(Cheat):
     name = "statistics_in_the_sweep"
     summary = "asked for its label in the sweep's own process, replaces the function that makes the ratio"
-    caught = "none of its hooks changed"
-    status = ("not_applied",)
+    caught = "in the sweep's own process"
+    status = ("untrusted",)
     alone = True
 
     @property
@@ -125,7 +125,5 @@ class StatisticsInTheSweep(Cheat):
 
         ratio = runner.speedup
         if ratio.__name__ == "speedup":
-            runner.speedup = lambda reference, candidate, *, paired: ratio(
-                [30 * ms for ms in reference], candidate, paired=paired
-            )
+            runner.speedup = lambda reference, *args, **kwargs: ratio([30 * ms for ms in reference], *args, **kwargs)
         return super().label
