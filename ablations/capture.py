@@ -19,7 +19,7 @@ class CudaGraph(Ablation):
     rank: ClassVar[int] = 100  # outermost: it captures whatever the other toggles made of the step
 
     def step(self, step: Step) -> Step:
-        from ablations.captured_step import CapturedStep
+        from .captured_step import CapturedStep
 
         if len(step.batches) != 1:
             raise Unsupported(

@@ -34,7 +34,7 @@ class FrozenLimit(Ablation):
     bounds: ClassVar[str | None] = "train"
 
     def patch(self, model: nn.Module) -> int:
-        from ablations.limit_step import MARK, frozen, merged
+        from .limit_step import MARK, frozen, merged
 
         base: Any = model.get_base_model()  # type: ignore[operator]
         layers = [
@@ -50,7 +50,7 @@ class FrozenLimit(Ablation):
         return sum(map(len, layers)) + 1
 
     def step(self, step: Step) -> Step:
-        from ablations.limit_step import LimitStep
+        from .limit_step import LimitStep
 
         return LimitStep(step)
 

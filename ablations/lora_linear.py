@@ -54,7 +54,7 @@ class LoraAddmm(Ablation):
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
 
     def patch(self, model: nn.Module) -> int:
-        from ablations.addmm_linear import fits, forward
+        from .addmm_linear import fits, forward
 
         sites = [m for m in model.modules() if fits(m)]
         for site in sites:

@@ -117,17 +117,24 @@ def _complain(error: object, code: int) -> int:
 
 def _main(arguments: list[str], console: Console) -> int:
     config = load_config(arguments)
-    if config.list or config.dry_run:
+    if config.list:  # without a plan, which needs transformers, and without torch: it is there at once
+        from lorabench.measure.glance import glance
+
+        show_ablations(console, glance())
+        return 0
+    _say(console, f"lorabench {version('lorabench')}: planning")
+    if config.dry_run:
         from lorabench.measure.machine import describe
 
         machine = describe()
-        planned = plan(config, machine.device)
-        if config.list:
-            show_ablations(console, machine)
-        else:
-            show_plan(console, planned, machine)
+        show_plan(console, plan(config, machine.device), machine)
         return 0
     return run(config, arguments, console)
+
+
+def _say(console: Console, doing: str) -> None:
+    """What takes the next seconds, before it begins: nobody should wait in front of an empty screen."""
+    console.print(f"{doing} …", highlight=False, style="dim", soft_wrap=True)
 
 
 def show_ablations(console: Console, machine: Any) -> None:
@@ -234,6 +241,7 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
     cells, todo = _missing(config, device, recorded) if device else ([], {})
     machine = None
     if todo or not device:
+        _say(console, "starting workers and looking at the machine")
         machine = queue.look(command)
         cells, todo = _missing(config, machine.device, recorded)
     sessions = f" in each of {config.repeat} sessions" if config.repeat > 1 else ""
