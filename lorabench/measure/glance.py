@@ -17,7 +17,10 @@ from lorabench.measure.machine import Gpus, describe, machine_of
 
 DRIVER = "libcuda.so.1"
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
-BFLOAT16 = ({"avx512vl", "avx512bw", "avx512dq"}, {"bf16"})  # of x86, of Arm: what oneDNN, torch's CPU library, asks for
+BFLOAT16 = (
+    {"avx512vl", "avx512bw", "avx512dq"},
+    {"bf16"},
+)  # of x86, of Arm: what oneDNN, torch's CPU library, asks for
 
 
 def glance() -> Machine:

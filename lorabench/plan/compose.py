@@ -27,7 +27,7 @@ from lorabench.contract.names import NameUnknown, nearest
 from lorabench.contract.workload import Workload, WorkloadError, fixed
 from lorabench.plan import architecture, registry, samples, weights
 from lorabench.plan.architecture import ModelError
-from lorabench.plan.design import DESIGNS, DesignError, Subject, cells
+from lorabench.plan.design import DESIGNS, NOTHING, DesignError, Known, Subject, cells
 from lorabench.plan.weights import WeightsError
 from lorabench.plan.yaml_file import YamlError, read
 
@@ -182,8 +182,9 @@ class Plan:
     cells: list[Cell]
 
 
-def plan(config: SweepConfig, device: str) -> Plan:
-    """Names to classes and files, defaults to numbers, the design to cells. Raises ConfigError."""
+def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
+    """Names to classes and files, defaults to numbers, the design to cells, by what is `known` of some of them. Raises
+    ConfigError."""
     try:
         default = DEFAULTS[device]
         if config.design not in DESIGNS:
@@ -195,7 +196,7 @@ def plan(config: SweepConfig, device: str) -> Plan:
         made = [
             cell
             for reference in references(config)
-            for cell in cells(subjects, reference, toggles, design=config.design, **counts)
+            for cell in cells(subjects, reference, toggles, design=config.design, known=known, **counts)
         ]
     except ValidationError as error:
         raise ConfigError(_first(error)) from None
