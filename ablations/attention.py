@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.batch import Batch
+from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step, Wrapped
 
 if TYPE_CHECKING:
@@ -21,6 +22,18 @@ FUSED = {
     "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
     "math": ("aten::_scaled_dot_product_attention_math",),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequiresSdpa(Requires):
+    """And a model for which transformers has SDPA: it has none for Gemma 2, which caps the scores before the softmax."""
+
+    def unmet_by(self, model: ModelSpec) -> str | None:
+        from lorabench.plan.architecture import skeleton
+
+        if not skeleton(model, layers=1)._supports_sdpa:
+            return f"needs SDPA, which transformers does not have for the family {model.family}; eager is there"
+        return super().unmet_by(model)
 
 
 def layers(evidence: Evidence) -> int:
@@ -65,6 +78,7 @@ class Eager(Attention):
 class Sdpa(Attention):
     name: ClassVar[str] = "sdpa"
     summary: ClassVar[str] = "F.scaled_dot_product_attention with the backend that torch picks (recorded)"
+    requires: ClassVar[Requires] = RequiresSdpa()
     implementation: ClassVar[str] = "sdpa"
 
     def audit(self, evidence: Evidence) -> int:
@@ -79,7 +93,7 @@ class _Pinned(Wrapped):
 
         super().__init__(inner)
         self.backend = backend
-        self.pinned = partial(sdpa_kernel, SDPBackend[backend])
+        self.pinned = partial(sdpa_kernel, getattr(SDPBackend, backend))
 
     def forward(self, batch: Batch) -> Tensor:
         try:
@@ -106,6 +120,7 @@ class PinnedSdpa(Attention):
     """Base: SDPA with one backend pinned. A shape that the backend refuses is an error, not another backend."""
 
     implementation: ClassVar[str] = "sdpa"
+    requires: ClassVar[Requires] = RequiresSdpa()
     backend: ClassVar[str]  # its name in torch's SDPBackend
     fused: ClassVar[str]
 
@@ -131,7 +146,7 @@ class SdpaMath(PinnedSdpa):
 class SdpaEfficient(PinnedSdpa):
     name: ClassVar[str] = "sdpa_efficient"
     summary: ClassVar[str] = "SDPA pinned to the memory-efficient backend (what a padding mask falls back to)"
-    requires: ClassVar[Requires] = Requires(device="cuda")
+    requires: ClassVar[Requires] = RequiresSdpa(device="cuda")
     backend: ClassVar[str] = "EFFICIENT_ATTENTION"
     fused: ClassVar[str] = "efficient"
 
@@ -140,7 +155,7 @@ class SdpaEfficient(PinnedSdpa):
 class SdpaFlash(PinnedSdpa):
     name: ClassVar[str] = "sdpa_flash"
     summary: ClassVar[str] = "SDPA pinned to torch's FlashAttention-2"
-    requires: ClassVar[Requires] = Requires(device="cuda", capability=(8, 0))
+    requires: ClassVar[Requires] = RequiresSdpa(device="cuda", capability=(8, 0))
     backend: ClassVar[str] = "FLASH_ATTENTION"
     fused: ClassVar[str] = "flash"
 
@@ -149,6 +164,6 @@ class SdpaFlash(PinnedSdpa):
 class SdpaCudnn(PinnedSdpa):
     name: ClassVar[str] = "sdpa_cudnn"
     summary: ClassVar[str] = "SDPA pinned to cuDNN's fused attention"
-    requires: ClassVar[Requires] = Requires(device="cuda", capability=(8, 0))
+    requires: ClassVar[Requires] = RequiresSdpa(device="cuda", capability=(8, 0))
     backend: ClassVar[str] = "CUDNN_ATTENTION"
     fused: ClassVar[str] = "cudnn"

@@ -263,7 +263,8 @@ def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replica
             stored.append(name)
 
     store_sessions()
-    while todo := agenda.missing(replicate):  # once more where the design had to go on without a toggle
+    todo = agenda.missing(replicate)
+    while todo:
         with Display(console, todo, sum(map(agenda.refused, todo))) as display:
             for cell, record in queue.run(agenda.needed(todo), display):
                 store_sessions()
@@ -271,6 +272,8 @@ def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replica
                 store.append(record)
                 agenda.take(record)
                 display.end(cell, record)
+        if todo := agenda.missing(replicate):
+            _say(console, "going on without what did not apply")
     for name in stored:
         store.add_session({**queue.sessions[name], "wall_s": round(time.monotonic() - began, 1)})
 

@@ -205,16 +205,17 @@ def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
     return Plan(config, made)
 
 
-def references(config: SweepConfig) -> list[list[Ablation]]:
-    """What the candidates are measured against: one baseline, several of them, or a list of ablations."""
+def references(config: SweepConfig) -> list[list[tuple[Ablation, ...]]]:
+    """What the candidates are measured against: one baseline, several of them, or a list of ablations. Several toggles
+    in place of one are those of which a model gets the first that it can have."""
     items = config.reference
     names = [items] if isinstance(items, str) else items
     if isinstance(items, str) or any(isinstance(n, str) and n in config.baselines for n in names):
         for name in names:
             if name not in config.baselines:
                 raise nearest("baseline", str(name), config.baselines)
-        return [[registry.ablation(item) for item in config.baselines[name]] for name in names]
-    return [[registry.ablation(item) for item in items]]
+        return [[_together(item) for item in config.baselines[name]] for name in names]
+    return [[_together(item) for item in items]]
 
 
 def _ablations(config: SweepConfig, subjects: Sequence[Subject]) -> list[Any]:
@@ -227,7 +228,7 @@ def _ablations(config: SweepConfig, subjects: Sequence[Subject]) -> list[Any]:
 
 
 def _together(item: Any) -> tuple[Ablation, ...]:
-    """One item of `ablations=`: one toggle, or a list of toggles that make one candidate."""
+    """One item of `ablations=` or `reference=`: one toggle, or a list of them."""
     parts: list[Any] = item if isinstance(item, list) and item else [item]
     return tuple(registry.ablation(part) for part in parts)
 

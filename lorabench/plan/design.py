@@ -122,7 +122,7 @@ class Subject:
 
 def cells(
     subjects: Sequence[Subject],
-    reference: Sequence[Ablation],
+    reference: Sequence[Toggles],
     ablations: Sequence[Toggles],
     *,
     design: str = "solo",
@@ -135,16 +135,18 @@ def cells(
     """Every cell of a sweep: for each subject the reference against itself, then the design's contrasts.
 
     Where some of these are measured in separate processes, so is the reference against itself, once more.
-    A kind takes of the reference what it knows. A candidate is measured on the subjects whose kind knows its toggles;
+    An item of the reference is a toggle, or several of which a model gets the first that it can have. A kind takes of
+    the reference what it knows. A candidate is measured on the subjects whose kind knows its toggles;
     one that no subject's kind knows becomes a cell all the same, which is refused with the reason.
     """
     check_design(design, ablations)
-    if reason := conflict(reference):
-        raise DesignError(f"the reference cannot be built: {reason}")
     kinds = {subject.kind for subject in subjects}
     made = []
     for subject in subjects:
-        own = [a for a in reference if subject.kind in a.kinds]
+        its = [_first_that_fits(item, subject.model) for item in reference]
+        if reason := conflict(its):
+            raise DesignError(f"the reference cannot be built: {reason}")
+        own = [a for a in its if subject.kind in a.kinds]
         fitting = [t for t in ablations if _goes_with(t, subject.kind, kinds)]
         make = partial(
             _cell, subject, design=design, trials=trials, warmup=warmup, seed=seed, world_size=world_size
@@ -152,6 +154,18 @@ def cells(
         family = [make(own, []), *(contrasts(design, own, fitting, make, known) if fitting else ())]
         made += [family[0], *_separate_floor(family), *family[1:]]
     return made
+
+
+def _first_that_fits(choice: Toggles, model: ModelSpec) -> Ablation:
+    """Of a reference's item; the last one, where the model can have none: its cells are then refused with the reason."""
+    return next((a for a in choice[:-1] if _fits(a, model)), choice[-1])
+
+
+def _fits(ablation: Ablation, model: ModelSpec) -> bool:
+    try:
+        return ablation.requires.unmet_by(model) is None
+    except Exception:  # a third party's: what is wrong with it, its cells will say
+        return True
 
 
 def _cell(subject: Subject, base: Sequence[Ablation], toggles: Sequence[Ablation], **common: Any) -> Cell:

@@ -139,7 +139,7 @@ def test_the_sweep_stores_a_session_before_the_record_that_names_it(tmp_path, mo
     order = []
     monkeypatch.setattr(Store, "add_session", lambda self, s: order.append(s["id"]))
     monkeypatch.setattr(Store, "append", lambda self, r: order.append((r.session, r.key)))
-    agenda = Agenda(config("models=[tiny-llama]", "ablations=[eager,sdpa_math]"), [])
+    agenda = Agenda(config("models=[tiny-llama]", "trials=3", "workload=2x16", "ablations=[eager,sdpa_math]"), [])
     agenda.plan_for("cpu")
     with Store(tmp_path) as store, pretended(fine) as asked:
         sweep._drain(asked, agenda, store, Console(quiet=True))
