@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from lorabench.contract.machine import Machine
+from lorabench.listing import show_ablations
 from lorabench.measure.machine import commit, describe, nvml_handle
 from lorabench.plan.registry import registered
-from lorabench.sweep import show_ablations
 
 MARK = {"ok": "[green]ok", "note": "[yellow]note", "bad": "[red]bad"}
 

@@ -23,14 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from lorabench.cli import exit_code
-from lorabench.contract.hooks import asked_requires, described
 from lorabench.contract.names import NameUnknown
-from lorabench.plan.compose import ConfigError, Plan, load_config, names_in, plan
-from lorabench.plan.design import Known, refusal
-from lorabench.plan.registry import ablation_class, registered
+from lorabench.listing import show_ablations, show_plan
+from lorabench.plan.compose import ConfigError, load_config, names_in, plan
 from lorabench.record.store import RecordError, Store, StoreError
 from lorabench.run.agenda import Agenda
 from lorabench.run.session import new_session as new_session  # log_command takes it from here
@@ -71,7 +68,8 @@ where to
   resume=true              true: what is missing; failed: also what crashed, hung or did not fit; false: no old records
 instead of measuring
   list=true                the ablations, their slots, and what they lack on this machine
-  dry_run=true             the cells and a time estimate
+  dry_run=true             the cells and how long they will take: as such cells took on this machine before, by the
+                           records in output and in estimate_from=[FOLDER,...]; else computed from shapes, roughly
 
 examples
   python -m lorabench.sweep 'models=[smollm2-135m,llama-3.1-8b]' 'ablations=[packing,adamw_fused]' design=ladder
@@ -123,9 +121,7 @@ def _main(arguments: list[str], console: Console) -> int:
     if config.dry_run:
         from lorabench.measure.machine import describe
 
-        machine = describe()
-        known = Known(refused=lambda cell: refusal(cell, machine) is not None)
-        show_plan(console, plan(config, machine.device, known), machine)
+        show_plan(console, config, describe())
         return 0
     return run(config, arguments, console)
 
@@ -133,53 +129,6 @@ def _main(arguments: list[str], console: Console) -> int:
 def _say(console: Console, doing: str) -> None:
     """What takes the next seconds, before it begins: nobody should wait in front of an empty screen."""
     console.print(f"{doing} …", highlight=False, style="dim", soft_wrap=True)
-
-
-def show_ablations(console: Console, machine: Any) -> None:
-    """list=true: every registered ablation, ours and others', and what it lacks here."""
-    table = Table(title=f"ablations on {machine.name}", title_justify="left")
-    for column in ("ablation", "slot", "what it does", "on this machine"):
-        table.add_column(column, overflow="fold")
-    for name in sorted(registered()):
-        try:
-            cls = ablation_class(name)
-            unmet = asked_requires(cls, machine)
-        except Exception as error:  # a third party's class may fail in any way
-            words = str(error) if isinstance(error, NameUnknown) else described(error)
-            table.add_row(name, "", "", f"[red]{escape(words)}")
-            continue
-        table.add_row(name, cls.slot, escape(cls.summary), f"[dim]{escape(unmet)}" if unmet else "[green]available")
-    console.print(table)
-
-
-def show_plan(console: Console, planned: Plan, machine: Any) -> None:
-    """dry_run=true: the cells, those that would be refused with the reason, and a time estimate."""
-    import torch
-
-    from lorabench.measure.roofline import ceilings
-    from lorabench.plan.estimate import seconds
-
-    table = Table(title=f"{len(planned.cells)} cells on {machine.name}", title_justify="left")
-    for column in ("model @ workload", "reference", "toggles", "estimate or reason"):
-        table.add_column(column, overflow="fold")
-    rates, total = ceilings(torch.device(machine.device), getattr(torch, machine.dtype("auto"))), 0.0
-    for cell in planned.cells:
-        refused = refusal(cell, machine)
-        estimate = 0.0 if refused else seconds(cell, rates)
-        total += estimate
-        table.add_row(
-            escape(f"{cell.model.name} @ {cell.workload.name}"),
-            escape(", ".join(a.label for a in cell.reference)),
-            escape(" + ".join(t.label for t in cell.toggles)) or "reference against itself",
-            f"[dim]{refused[0]}: {escape(refused[1])}" if refused else f"about {estimate:.0f} s",
-        )
-    console.print(table)
-    tflops = next(iter(rates["gemm_tflops"].values()))
-    repeat = planned.config.repeat
-    sessions = f" in each of {repeat} sessions" if repeat > 1 else ""
-    console.print(
-        f"about {total / 60:.1f} minutes{sessions} at {tflops:.2g} TFLOP/s (a rough estimate, measured just now)"
-    )
 
 
 def run(config: Any, arguments: list[str], console: Console) -> int:

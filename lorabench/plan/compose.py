@@ -67,11 +67,12 @@ class SweepConfig(BaseModel):
     queue: Literal["local", "ray"]
     timeout_s: float = Field(gt=0, le=10_000_000, allow_inf_nan=False)
     output: Path
+    estimate_from: list[Path]
     resume: bool | Literal["failed"]
     list: bool
     dry_run: bool
 
-    @field_validator("models", "ablations", mode="before")
+    @field_validator("models", "ablations", "estimate_from", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value

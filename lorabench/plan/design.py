@@ -157,7 +157,7 @@ def cells(
 
 
 def _first_that_fits(choice: Toggles, model: ModelSpec) -> Ablation:
-    """Of a reference's item; the last one, where the model can have none: its cells are then refused with the reason."""
+    """Of a reference's item; the last one, where the model can have none: its cells are then refused with a reason."""
     return next((a for a in choice[:-1] if _fits(a, model)), choice[-1])
 
 

@@ -6,24 +6,20 @@ import io
 from types import SimpleNamespace
 
 import pytest
-from helpers import config
+from helpers import MACHINE, config
 from rich.console import Console
 
 from lorabench import sweep
-from lorabench.contract.machine import Machine
 from lorabench.record.store import Store, read_records
 from lorabench.run.agenda import Agenda
 from lorabench.run.runner import record_of
 
-MACHINE = Machine(
-    device="cpu", name="test", cpu="test", cores=2, memory_bytes=1 << 30, os="", python="", packages={},
-    native_bfloat16=False,
-)  # fmt: skip
 THREE = ("packing", "adamw_fused", "gradient_checkpointing")
 
 
 class Queue:
-    """Measures nothing: a cell comes to what `outcome` says, (status, arm). `at_once` asks for all cells before the first."""
+    """Measures nothing: a cell comes to what `outcome` says, (status, arm). `at_once`: it asks for all before the
+    first."""
 
     def __init__(self, outcome, at_once=False):
         self.outcome, self.at_once, self.where, self.measured = outcome, at_once, "here", []
