@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple
@@ -93,6 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"lorabench: {nearest('subcommand', name, COMMANDS)}", file=sys.stderr)
         return 2
+    # What libraries are going to change is their users' business, and these are we: not of who runs a sweep.
+    warnings.simplefilter("ignore", FutureWarning)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # in the workers
     command = COMMANDS[name]
     if command.help and {"-h", "--help", "help"} & set(arguments[1:]):
         print(command.help, end="")
