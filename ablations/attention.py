@@ -26,7 +26,7 @@ FUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class RequiresSdpa(Requires):
-    """And a model for which transformers has SDPA: it has none for Gemma 2, which caps the scores before the softmax."""
+    """And a model that transformers has SDPA for: not Gemma 2, whose scores are capped before the softmax."""
 
     def unmet_by(self, model: ModelSpec) -> str | None:
         from lorabench.plan.architecture import skeleton
