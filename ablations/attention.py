@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.batch import Batch
+from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step, Wrapped
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The forward operators behind F.scaled_dot_product_attention, by backend. `math` is a composite of plain operators.
 FUSED = {
@@ -20,6 +22,18 @@ FUSED = {
     "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
     "math": ("aten::_scaled_dot_product_attention_math",),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequiresSdpa(Requires):
+    """And a model that transformers has SDPA for: not Gemma 2, whose scores are capped before the softmax."""
+
+    def unmet_by(self, model: ModelSpec) -> str | None:
+        from lorabench.plan.architecture import skeleton
+
+        if not skeleton(model, layers=1)._supports_sdpa:
+            return f"needs SDPA, which transformers does not have for the family {model.family}; eager is there"
+        return super().unmet_by(model)
 
 
 def layers(evidence: Evidence) -> int:
@@ -64,6 +78,7 @@ class Eager(Attention):
 class Sdpa(Attention):
     name: ClassVar[str] = "sdpa"
     summary: ClassVar[str] = "F.scaled_dot_product_attention with the backend that torch picks (recorded)"
+    requires: ClassVar[Requires] = RequiresSdpa()
     implementation: ClassVar[str] = "sdpa"
 
     def audit(self, evidence: Evidence) -> int:
@@ -73,13 +88,16 @@ class Sdpa(Attention):
 class _Pinned(Wrapped):
     """Runs each phase under one SDPA backend: the backward too, where checkpointing runs attention again."""
 
-    def __init__(self, inner: Step, backend: SDPBackend) -> None:
+    def __init__(self, inner: Step, backend: str) -> None:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
         super().__init__(inner)
         self.backend = backend
+        self.pinned = partial(sdpa_kernel, getattr(SDPBackend, backend))
 
     def forward(self, batch: Batch) -> Tensor:
         try:
-            with sdpa_kernel(self.backend):
+            with self.pinned():
                 return self.inner.forward(batch)
         except RuntimeError as error:
             if "No available kernel" not in str(error):
@@ -90,10 +108,10 @@ class _Pinned(Wrapped):
         config: Any = self.model.config
         grouped = config.num_attention_heads != config.num_key_value_heads
         why = ", which has grouped-query attention" if grouped else ""
-        return f"SDPA's {self.backend.name.lower()} backend refuses this model{why}: no kernel for its shapes and dtype"
+        return f"SDPA's {self.backend.lower()} backend refuses this model{why}: no kernel for its shapes and dtype"
 
     def backward(self, loss: Tensor) -> None:
-        with sdpa_kernel(self.backend):
+        with self.pinned():
             self.inner.backward(loss)
 
 
@@ -102,7 +120,8 @@ class PinnedSdpa(Attention):
     """Base: SDPA with one backend pinned. A shape that the backend refuses is an error, not another backend."""
 
     implementation: ClassVar[str] = "sdpa"
-    backend: ClassVar[SDPBackend]
+    requires: ClassVar[Requires] = RequiresSdpa()
+    backend: ClassVar[str]  # its name in torch's SDPBackend
     fused: ClassVar[str]
 
     def step(self, step: Step) -> Step:
@@ -119,7 +138,7 @@ class PinnedSdpa(Attention):
 class SdpaMath(PinnedSdpa):
     name: ClassVar[str] = "sdpa_math"
     summary: ClassVar[str] = "SDPA pinned to its unfused reference"
-    backend: ClassVar[SDPBackend] = SDPBackend.MATH
+    backend: ClassVar[str] = "MATH"
     fused: ClassVar[str] = "math"
 
 
@@ -127,8 +146,8 @@ class SdpaMath(PinnedSdpa):
 class SdpaEfficient(PinnedSdpa):
     name: ClassVar[str] = "sdpa_efficient"
     summary: ClassVar[str] = "SDPA pinned to the memory-efficient backend (what a padding mask falls back to)"
-    requires: ClassVar[Requires] = Requires(device="cuda")
-    backend: ClassVar[SDPBackend] = SDPBackend.EFFICIENT_ATTENTION
+    requires: ClassVar[Requires] = RequiresSdpa(device="cuda")
+    backend: ClassVar[str] = "EFFICIENT_ATTENTION"
     fused: ClassVar[str] = "efficient"
 
 
@@ -136,8 +155,8 @@ class SdpaEfficient(PinnedSdpa):
 class SdpaFlash(PinnedSdpa):
     name: ClassVar[str] = "sdpa_flash"
     summary: ClassVar[str] = "SDPA pinned to torch's FlashAttention-2"
-    requires: ClassVar[Requires] = Requires(device="cuda", capability=(8, 0))
-    backend: ClassVar[SDPBackend] = SDPBackend.FLASH_ATTENTION
+    requires: ClassVar[Requires] = RequiresSdpa(device="cuda", capability=(8, 0))
+    backend: ClassVar[str] = "FLASH_ATTENTION"
     fused: ClassVar[str] = "flash"
 
 
@@ -145,6 +164,6 @@ class SdpaFlash(PinnedSdpa):
 class SdpaCudnn(PinnedSdpa):
     name: ClassVar[str] = "sdpa_cudnn"
     summary: ClassVar[str] = "SDPA pinned to cuDNN's fused attention"
-    requires: ClassVar[Requires] = Requires(device="cuda", capability=(8, 0))
-    backend: ClassVar[SDPBackend] = SDPBackend.CUDNN_ATTENTION
+    requires: ClassVar[Requires] = RequiresSdpa(device="cuda", capability=(8, 0))
+    backend: ClassVar[str] = "CUDNN_ATTENTION"
     fused: ClassVar[str] = "cudnn"

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied
 from lorabench.contract.batch import IGNORE, Batch, Sample, pad
 from lorabench.contract.workload import Workload
@@ -80,6 +78,8 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def _row(samples: Sequence[Sample]) -> Batch:
+    import torch
+
     ids, labels, positions = [], [], []
     for sample in samples:
         ids += sample.tokens

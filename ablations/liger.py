@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
 PARTS = ("norm", "rope", "loss", "mlp")  # slots of the sites that Liger patches

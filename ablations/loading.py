@@ -14,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, WeightsReader
-from lorabench.measure.kinds.load import PlainReader, read_file
+from lorabench.measure.plain_reader import PlainReader, read_file
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ class Nf4Base(Ablation):
     bnb_4bit_use_double_quant: bool = True  # the blocks' scales in 8 bits: 0.37 bits a weight less
 
     def prepare(self, base: nn.Module, *, upcast: bool) -> None:
+        from torch import nn
+
         head = base.get_output_embeddings()  # type: ignore[operator]
         names = [n for n, m in base.named_modules() if type(m) is nn.Linear and m is not head]
         for name in names:  # the dense weight of each goes before the next is quantized
@@ -91,6 +94,7 @@ def quantized_weights(model: nn.Module) -> list[Any]:
 
 def dequantize(linear: Any, quantized: Any) -> None:
     """Into a plain linear the very numbers that the quantized one multiplies with, rounded to its dtype as there."""
+    import torch
     from bitsandbytes.functional import dequantize_4bit
 
     weight = quantized.weight

@@ -7,13 +7,13 @@ part takes the first one's patch off and puts both on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Tolerance
 from lorabench.contract.step import Step
-from lorabench.measure.kinds.op import OneLinear, OpStep
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy", "linear")
 SLOTS = ("mlp", "qkv", "o", "norm", "rope", "loss")  # of the parts, as toggles of their own
@@ -122,6 +122,8 @@ class LoraKernels(Kernel):
     merge_projections: bool = True
 
     def patch(self, model: nn.Module) -> int:
+        from lorabench.measure.kinds.op import OneLinear
+
         base = model.get_base_model()  # type: ignore[operator]
         if not isinstance(base, OneLinear):
             return super().patch(model)
@@ -136,6 +138,8 @@ class LoraKernels(Kernel):
 
     def step(self, step: Step) -> Step:
         """Behind a norm, X is born where the GEMM wants it; so is then dY, which in a model comes from our kernels."""
+        from lorabench.measure.kinds.op import OpStep
+
         if isinstance(step, OpStep):
             from lorakernels.linear import like_ours
 

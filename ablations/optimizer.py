@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
 from lorabench.contract.step import Step, Wrapped
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class TorchAdamW(Ablation):
     fused: ClassVar[bool]
 
     def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        import torch
+
         return torch.optim.AdamW(params, lr=lr, foreach=self.foreach, fused=self.fused)
 
     def audit(self, evidence: Evidence) -> int:
@@ -109,6 +112,8 @@ class BitsAndBytes(Ablation):
         return len(states)
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
+        import torch
+
         states = [s["state1"] for s in evidence.arm.step.optimizer.state.values() if "state1" in s]
         paged = sum(bool(getattr(t, "is_paged", False)) for t in states)
         eight = sum(t.dtype == torch.uint8 for t in states)

@@ -19,14 +19,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
-
-from torch import nn
 
 from ablations.liger import NO_CAPTURE, apply_liger
 from ablations.lora_kernels import SLOTS
 from lorabench.contract.ablation import Ablation, Blueprint, Evidence, NotApplied, Requires, Unsupported
+
+if TYPE_CHECKING:
+    from torch import nn
 
 GPU_EXTRA = "pip install 'lorabench[gpu]'"
 UNSLOTH_EXTRA = "pip install 'lorabench[unsloth]'"

@@ -15,22 +15,40 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+LIST_HELP = """\
+lorabench list: the optimizations, their slots, and what each lacks on this machine.
+
+usage: lorabench list            the same as python -m lorabench.sweep list=true
+
+Each row: the name that goes into ablations=[...], the slot that only one of them may fill, what it does, and whether
+this machine can have it: "available", or what is lacking, with the command that installs it.
+
+examples
+  lorabench list
+  COLUMNS=200 lorabench list | grep attention
+"""
+
 
 class Command(NamedTuple):
-    """A subcommand: the module whose `main(arguments)` it is, one line of help, and arguments that it always gives."""
+    """A subcommand: the module whose `main(arguments)` it is, one line of help, arguments that it always gives, and its
+    help where that is not the module's."""
 
     module: str
     summary: str
     first: tuple[str, ...] = ()
+    help: str = ""
 
 
 COMMANDS = {
     "sweep": Command("lorabench.sweep", "measure optimizations, each against its reference, and write the report"),
-    "list": Command("lorabench.sweep", "the optimizations, and what each lacks on this machine", ("list=true",)),
+    "list": Command(
+        "lorabench.sweep", "the optimizations, and what each lacks on this machine", ("list=true",), LIST_HELP
+    ),
     "report": Command("lorabench.report.__main__", "tables, plots and page again, from a results folder"),
     "compare": Command("lorabench.compare", "two results folders against each other"),
     "doctor": Command("lorabench.doctor", "what this machine can run, and why not the rest"),
@@ -50,6 +68,11 @@ def help_text() -> str:
             "       lorabench --version",
             "",
             *lines,
+            "",
+            "examples",
+            "  lorabench doctor",
+            "  lorabench sweep 'ablations=[lora_kernels,packing]' output=output/first",
+            "  lorabench report output/first",
         ]
     )
 
@@ -71,7 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"lorabench: {nearest('subcommand', name, COMMANDS)}", file=sys.stderr)
         return 2
+    # What libraries are going to change is their users' business, and these are we: not of who runs a sweep.
+    warnings.simplefilter("ignore", FutureWarning)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # in the workers
     command = COMMANDS[name]
+    if command.help and {"-h", "--help", "help"} & set(arguments[1:]):
+        print(command.help, end="")
+        return 0
     with _quiet_stop():
         module = import_module(command.module)
     with _terminated_like_interrupted():

@@ -1,4 +1,7 @@
-"""Two results folders against each other: python -m lorabench.compare RUN_A RUN_B [--fail-on-regression]
+"""Two results folders against each other, cell by cell.
+
+    python -m lorabench.compare results/before results/after
+    python -m lorabench.compare results/before results/after --fail-on-regression
 
 Cells are matched by content: model, workload, and the toggles of both arms. What is compared is the ratio that each
 run measured in pairs, never milliseconds of one run with those of another: between them lie a reboot, a driver, a
@@ -14,22 +17,20 @@ if __name__ == "__main__":  # as in sweep.py
 
     raise SystemExit(entry(["compare", *sys.argv[1:]]))
 
-import argparse
 import math
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lorabench.record import stats
-from lorabench.record.contrast import Contrast, Speedup
-from lorabench.record.schema import Record
-from lorabench.report.analysis import Analysis, Session
-from lorabench.report.contrasts import toggles
-from lorabench.report.words import speedup
+if TYPE_CHECKING:  # scipy and pandas take seconds to import, which --help does not need
+    from lorabench.record.contrast import Contrast, Speedup
+    from lorabench.record.schema import Record
+    from lorabench.report.analysis import Analysis, Session
 
 Outcome = Literal[
     "better", "worse", "same", "unclear", "fails now", "works now", "fails in both", "appeared", "vanished"
@@ -53,11 +54,15 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
 
     A content that stands twice in a run (two designs share cells) counts as its last `ok` record.
     """
+    from lorabench.report.analysis import Analysis
+
     return compared(Analysis(before, salt="a"), Analysis(after, salt="b"))
 
 
 def compared(before: Analysis, after: Analysis) -> list[Change]:
     """`compare` of two runs that are analysed already, each with a salt of its own."""
+    from lorabench.record import stats
+
     first, second = _cells(before.records), _cells(after.records)
     raw = {k: c for k in first if k in second and (c := _change(before, first[k], after, second[k]))}
     adjusted = dict(zip(raw, stats.holm([c.p_value() for c in raw.values()]), strict=True))
@@ -121,6 +126,9 @@ def _facts(sessions: Sequence[Session]) -> dict[str, str]:
 
 def table(changes: Sequence[Change]) -> Table:
     """For the console: regressions first."""
+    from lorabench.report.contrasts import toggles
+    from lorabench.report.words import speedup
+
     made = Table("model @ workload", "toggle", "A × [95 %]", "B × [95 %]", "B / A [95 %]", "outcome")
     for c in changes:
         record = c.after or c.before
@@ -135,15 +143,19 @@ def table(changes: Sequence[Change]) -> Table:
 
 def _ratio(record: Record | None, found: Speedup | None) -> str:
     """The ratio, or the status where there is none."""
+    from lorabench.report.words import speedup
+
     return speedup(found) or (record.status if record else "")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lorabench.compare", description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser("python -m lorabench.compare", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="the results folder to compare with")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="the results folder in question")
     parser.add_argument("--fail-on-regression", action="store_true", help="exit 1 where a cell is slower or fails now")
     asked = parser.parse_args(arguments)
+    from lorabench.report.analysis import Analysis
+
     try:
         before, after = Analysis.read(asked.run_a, salt="a"), Analysis.read(asked.run_b, salt="b")
         changes = compared(before, after)

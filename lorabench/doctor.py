@@ -1,5 +1,9 @@
-"""The doctor: what this machine can run, and why not the rest.  python -m lorabench.doctor
+"""The doctor: what this machine can run, and why not the rest.
 
+    python -m lorabench.doctor
+
+It looks at the device, its precision, what else runs on it, the commit and the versions; then at every optimization:
+available here, or what it lacks, with the command that installs it. Nothing is measured and nothing is written.
 Exit code 0 when the default sweep can run, 1 when something it needs is missing, 2 for an argument: it takes none.
 """
 
@@ -12,9 +16,9 @@ if __name__ == "__main__":  # as in sweep.py
 
     raise SystemExit(entry(["doctor", *sys.argv[1:]]))
 
-import argparse
 import os
 import shutil
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,9 +27,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from lorabench.contract.machine import Machine
+from lorabench.listing import show_ablations
 from lorabench.measure.machine import commit, describe, nvml_handle
 from lorabench.plan.registry import registered
-from lorabench.sweep import show_ablations
 
 MARK = {"ok": "[green]ok", "note": "[yellow]note", "bad": "[red]bad"}
 
@@ -78,10 +82,11 @@ def _gpu_findings(machine: Machine) -> Iterator[Finding]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    summary, _, codes = (__doc__ or "").partition("\n\n")
-    summary = summary.partition("  ")[0]
-    argparse.ArgumentParser(prog="python -m lorabench.doctor", description=summary, epilog=codes).parse_args(argv)
-    console, machine = Console(), describe()
+    parser = ArgumentParser("python -m lorabench.doctor", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.parse_args(argv)
+    console = Console()
+    console.print("looking at this machine …", style="dim")
+    machine = describe()
     found = list(findings(machine))
     for finding in found:
         console.print(f"{MARK[finding.level]}[/]  {finding.what}: {escape(finding.words)}", highlight=False)

@@ -1,6 +1,7 @@
 """Runs a command and keeps what it printed, beside the machine, the versions and the commit that it ran on.
 
-    python -m lorabench.log_command FILE COMMAND...
+usage: python -m lorabench.log_command FILE COMMAND...
+
     python -m lorabench.log_command results/h200/memcheck.log compute-sanitizer --tool memcheck python tests/x.py
 
 For what is measured outside a sweep (a memory check, a profile, a table of kernels): environment.json beside FILE is

@@ -9,7 +9,6 @@ Thin on purpose: compose, plan, run, report.
 
 from __future__ import annotations
 
-import random
 import sys
 
 if __name__ == "__main__":  # by the console script's way, which is short: what follows takes seconds to import
@@ -24,22 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from lorabench.cli import exit_code
-from lorabench.contract.cell import Cell
-from lorabench.contract.hooks import asked_requires, described
 from lorabench.contract.names import NameUnknown
-from lorabench.plan.compose import ConfigError, Plan, load_config, names_in, plan
-from lorabench.plan.design import refusal
-from lorabench.plan.registry import ablation_class, registered
+from lorabench.listing import show_ablations, show_plan
+from lorabench.plan.compose import ConfigError, load_config, names_in, plan
 from lorabench.record.store import RecordError, Store, StoreError
+from lorabench.run.agenda import Agenda
 from lorabench.run.session import new_session as new_session  # log_command takes it from here
 
 if TYPE_CHECKING:
     from lorabench.run.queue import Queue
-
-Recorded = dict[tuple[str, int], str]  # key and number of the session → status of the last record
 
 HELP = """\
 lorabench.sweep: measures LoRA fine-tuning optimizations, each against its reference, in pairs.
@@ -74,7 +68,8 @@ where to
   resume=true              true: what is missing; failed: also what crashed, hung or did not fit; false: no old records
 instead of measuring
   list=true                the ablations, their slots, and what they lack on this machine
-  dry_run=true             the cells and a time estimate
+  dry_run=true             the cells and how long they will take: as such cells took on this machine before, by the
+                           records in output and in estimate_from=[FOLDER,...]; else computed from shapes, roughly
 
 examples
   python -m lorabench.sweep 'models=[smollm2-135m,llama-3.1-8b]' 'ablations=[packing,adamw_fused]' design=ladder
@@ -117,64 +112,23 @@ def _complain(error: object, code: int) -> int:
 
 def _main(arguments: list[str], console: Console) -> int:
     config = load_config(arguments)
-    if config.list or config.dry_run:
+    if config.list:  # without a plan, which needs transformers, and without torch: it is there at once
+        from lorabench.measure.glance import glance
+
+        show_ablations(console, glance())
+        return 0
+    _say(console, f"lorabench {version('lorabench')}: planning")
+    if config.dry_run:
         from lorabench.measure.machine import describe
 
-        machine = describe()
-        planned = plan(config, machine.device)
-        if config.list:
-            show_ablations(console, machine)
-        else:
-            show_plan(console, planned, machine)
+        show_plan(console, config, describe())
         return 0
     return run(config, arguments, console)
 
 
-def show_ablations(console: Console, machine: Any) -> None:
-    """list=true: every registered ablation, ours and others', and what it lacks here."""
-    table = Table(title=f"ablations on {machine.name}", title_justify="left")
-    for column in ("ablation", "slot", "what it does", "on this machine"):
-        table.add_column(column, overflow="fold")
-    for name in sorted(registered()):
-        try:
-            cls = ablation_class(name)
-            unmet = asked_requires(cls, machine)
-        except Exception as error:  # a third party's class may fail in any way
-            words = str(error) if isinstance(error, NameUnknown) else described(error)
-            table.add_row(name, "", "", f"[red]{escape(words)}")
-            continue
-        table.add_row(name, cls.slot, escape(cls.summary), f"[dim]{escape(unmet)}" if unmet else "[green]available")
-    console.print(table)
-
-
-def show_plan(console: Console, planned: Plan, machine: Any) -> None:
-    """dry_run=true: the cells, those that would be refused with the reason, and a time estimate."""
-    import torch
-
-    from lorabench.measure.roofline import ceilings
-    from lorabench.plan.estimate import seconds
-
-    table = Table(title=f"{len(planned.cells)} cells on {machine.name}", title_justify="left")
-    for column in ("model @ workload", "reference", "toggles", "estimate or reason"):
-        table.add_column(column, overflow="fold")
-    rates, total = ceilings(torch.device(machine.device), getattr(torch, machine.dtype("auto"))), 0.0
-    for cell in planned.cells:
-        refused = refusal(cell, machine)
-        estimate = 0.0 if refused else seconds(cell, rates)
-        total += estimate
-        table.add_row(
-            escape(f"{cell.model.name} @ {cell.workload.name}"),
-            escape(", ".join(a.label for a in cell.reference)),
-            escape(" + ".join(t.label for t in cell.toggles)) or "reference against itself",
-            f"[dim]{refused[0]}: {escape(refused[1])}" if refused else f"about {estimate:.0f} s",
-        )
-    console.print(table)
-    tflops = next(iter(rates["gemm_tflops"].values()))
-    repeat = planned.config.repeat
-    sessions = f" in each of {repeat} sessions" if repeat > 1 else ""
-    console.print(
-        f"about {total / 60:.1f} minutes{sessions} at {tflops:.2g} TFLOP/s (a rough estimate, measured just now)"
-    )
+def _say(console: Console, doing: str) -> None:
+    """What takes the next seconds, before it begins: nobody should wait in front of an empty screen."""
+    console.print(f"{doing} …", highlight=False, style="dim", soft_wrap=True)
 
 
 def run(config: Any, arguments: list[str], console: Console) -> int:
@@ -204,55 +158,50 @@ def _queue(config: Any) -> Queue:
     return LocalQueue(config.dtype, config.timeout_s, config.output)
 
 
-def _missing(config: Any, device: str, recorded: Recorded) -> tuple[list[Cell], dict[int, list[Cell]]]:
-    """All cells that the sweep has on such a device, and by session those that are to be measured, in their order.
-
-    Of several sessions each has an order of its own: what a cell owes to those before it is no part of its ratio.
-    """
-    again = ("crash", "timeout", "oom") if config.resume == "failed" else ()
-    cells = plan(config, device).cells
-    todo = {}
-    for replicate in range(config.repeat):
-        found = [c for c in cells if recorded.get((c.key, replicate)) in (None, *again)]
-        if config.repeat > 1:
-            random.Random(f"{config.seed} {replicate}").shuffle(found)
-        if found:
-            todo[replicate] = found
-    return cells, todo
-
-
 def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], console: Console) -> None:
     """Measure what is missing, and store it."""
     if store.repaired:
         console.print(f"[yellow]{escape(store.repaired)}")
-    recorded: Recorded = {(r.key, r.replicate): r.status for r in store.records()}
-    if recorded and config.resume is False:
-        raise ConfigError(f"{config.output} already holds {len(recorded)} records; resume=true, or another output=")
+    agenda = Agenda(config, store.records())
+    if agenda.recorded and config.resume is False:
+        raise ConfigError(
+            f"{config.output} already holds {len(agenda.recorded)} records; resume=true, or another output="
+        )
+    sessions = range(config.repeat)
     # A look at the machine takes seconds, of its GPU too: not where a machine like the last session's left nothing.
-    device = store.last_device() if recorded else None
+    device = store.last_device() if agenda.recorded else None
     command = ["python", "-m", "lorabench.sweep", *arguments]
-    cells, todo = _missing(config, device, recorded) if device else ([], {})
-    machine = None
-    if todo or not device:
-        machine = queue.look(command)
-        cells, todo = _missing(config, machine.device, recorded)
-    sessions = f" in each of {config.repeat} sessions" if config.repeat > 1 else ""
-    left = sum(map(len, todo.values()))
+    if device:
+        agenda.plan_for(device)
+    looked = not device or any(map(agenda.missing, sessions))
+    if looked:
+        _look(queue, command, agenda, console)
+    left = sum(len(agenda.missing(number)) for number in sessions)
+    each = f" in each of {config.repeat} sessions" if config.repeat > 1 else ""
     console.print(
-        f"lorabench {version('lorabench')}{f' on {queue.where}' if machine else ''}: {len(cells)} cells{sessions}, "
-        f"{len(cells) * config.repeat - left} already recorded in {config.output}",
+        f"lorabench {version('lorabench')}{f' on {queue.where}' if looked else ''}: {len(agenda.cells)} cells{each}, "
+        f"{len(agenda.cells) * config.repeat - left} already recorded in {config.output}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    for number, (replicate, missing) in enumerate(todo.items()):
+    for number in sessions:
+        if not agenda.missing(number):
+            continue
         if config.repeat > 1:
-            console.print(f"session {replicate + 1} of {config.repeat}", highlight=False)
-        if number or machine is None:
-            machine = queue.look(command)  # a session of its own, with the ceilings of now
-        _drain(queue, missing, store, console, sum(refusal(c, machine) is not None for c in missing), replicate)
+            console.print(f"session {number + 1} of {config.repeat}", highlight=False)
+        if not looked:
+            _look(queue, command, agenda, console)  # a session of its own, with the ceilings of now
+        _drain(queue, agenda, store, console, number)
+        looked = False
 
 
-def _drain(queue: Queue, todo: list[Cell], store: Store, console: Console, refused: int, replicate: int = 0) -> None:
-    """Every record into the store, and before it the session that it names."""
+def _look(queue: Queue, command: list[str], agenda: Agenda, console: Console) -> None:
+    _say(console, "starting workers and looking at the machine")
+    machine = queue.look(command)
+    agenda.plan_for(machine.device, machine)
+
+
+def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replicate: int = 0) -> None:
+    """Every record of a session into the store, and before it the machine's entry that it names."""
     from lorabench.run.progress import Display
 
     began, before, stored = time.monotonic(), {s["id"] for s in store.sessions()}, list[str]()
@@ -263,12 +212,17 @@ def _drain(queue: Queue, todo: list[Cell], store: Store, console: Console, refus
             stored.append(name)
 
     store_sessions()
-    with Display(console, todo, refused) as display:
-        for cell, record in queue.run(todo, display):
-            store_sessions()
-            record.replicate = replicate
-            store.append(record)
-            display.end(cell, record)
+    todo = agenda.missing(replicate)
+    while todo:
+        with Display(console, todo, sum(map(agenda.refused, todo))) as display:
+            for cell, record in queue.run(agenda.needed(todo), display):
+                store_sessions()
+                record.replicate = replicate
+                store.append(record)
+                agenda.take(record)
+                display.end(cell, record)
+        if todo := agenda.missing(replicate):
+            _say(console, "going on without what did not apply")
     for name in stored:
         store.add_session({**queue.sessions[name], "wall_s": round(time.monotonic() - began, 1)})
 

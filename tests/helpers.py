@@ -22,6 +22,7 @@ from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
 from lorabench.contract.job import jobs_of
 from lorabench.contract.kind import kind
+from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.workload import Workload
 from lorabench.measure import numerics
@@ -32,6 +33,10 @@ from lorabench.plan.compose import DEFAULTS, SweepConfig, load_config, plan
 from lorabench.record.schema import ARMS
 
 PEFT = ("sdpa", "adamw_foreach", "padding")
+MACHINE = Machine(  # a small one that measures in float32
+    device="cpu", name="this one", cpu="this one", cores=2, memory_bytes=1 << 30, os="", python="", packages={},
+    native_bfloat16=False,
+)  # fmt: skip
 
 
 def config(*overrides: str) -> SweepConfig:

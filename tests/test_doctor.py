@@ -26,4 +26,4 @@ def test_it_takes_no_arguments_but_help(arguments, code, capsys):
         doctor.main(arguments)
     assert stopped.value.code == code
     said = capsys.readouterr()
-    assert "usage: python -m lorabench.doctor" in said.out + said.err and "precision" not in said.out
+    assert "usage: python -m lorabench.doctor" in said.out + said.err and "versions:" not in said.out

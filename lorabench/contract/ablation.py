@@ -59,7 +59,11 @@ class Requires:
         for package, command in self.packages.items():
             if importlib.util.find_spec(package) is None:
                 return f"needs the package {package}, which is not installed: {command}"
-        if self.families and model and model.family not in self.families:
+        return self.unmet_by(model) if model else None
+
+    def unmet_by(self, model: ModelSpec) -> str | None:
+        """What of the model is not as it has to be, whatever the machine, in words; or None."""
+        if self.families and model.family not in self.families:
             return f"knows the families {', '.join(sorted(self.families))}; {model.name} is a {model.family}"
         return None
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from lorabench.contract.batch import Sample
 from lorabench.contract.job import ADAPTER
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.step import Step
+
+if TYPE_CHECKING:  # as in step.py
+    import torch
+    from torch import Tensor, nn
 
 
 @dataclass
@@ -74,6 +75,8 @@ class Arm:
     def gradients(self, step: Step | None = None) -> dict[str, Tensor]:
         """A float32 copy of every adapter gradient between backward and update. A missing one is zeros: the gate will
         see it."""
+        import torch
+
         step = step or self.step
         return {
             n: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.detach().float() / step.loss_scale

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.job import ADAPTER, Job
+
+if TYPE_CHECKING:  # a toggle's wrapper is a class at the top of its file, and a list of toggles does without torch
+    import torch
+    from torch import Tensor, nn
 
 
 class Step:
@@ -72,10 +73,12 @@ class Step:
         return self.call(**batch.inputs, num_items_in_batch=self.items).loss
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward(None if self.loss_scale == 1 else torch.full_like(loss, self.loss_scale))
+        loss.backward(None if self.loss_scale == 1 else loss.new_full(loss.shape, self.loss_scale))
 
     def update(self) -> None:
         if self.loss_scale != 1:
+            import torch
+
             scaled = (p.grad for group in self.optimizer.param_groups for p in group["params"])
             torch._foreach_mul_([g for g in scaled if g is not None], 1 / self.loss_scale)
         self.optimizer.step()

@@ -7,7 +7,7 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -19,35 +19,41 @@ PACKAGES = (
 )  # fmt: skip
 
 
+class Gpus(NamedTuple):
+    """The GPUs of this machine; the first one measures."""
+
+    name: str
+    capability: tuple[int, int]
+    count: int
+
+
 def describe() -> Machine:
     """Look at this machine. Initializes CUDA where there is a GPU: call it in a process that may do so."""
     import torch
 
-    cuda = torch.cuda.is_available()
+    if not torch.cuda.is_available():
+        return machine_of(None, native_bfloat16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+    cuda = torch.cuda
+    gpus = Gpus(cuda.get_device_name(0), cuda.get_device_capability(0), cuda.device_count())
+    return machine_of(gpus, native_bfloat16=gpus.capability >= (8, 0), gpu=_gpu(), driver=_driver())
+
+
+def machine_of(gpus: Gpus | None, **of_device: Any) -> Machine:
+    """The machine with these GPUs, and what else is known `of_device`; torch is not asked."""
     cpu = _cpu_name()
     return Machine(
-        device="cuda" if cuda else "cpu",
-        name=torch.cuda.get_device_name(0) if cuda else cpu,
-        capability=torch.cuda.get_device_capability(0) if cuda else None,
-        gpus=torch.cuda.device_count() if cuda else 0,
-        gpu=_gpu() if cuda else None,
-        driver=_driver() if cuda else None,
+        device="cuda" if gpus else "cpu",
+        name=gpus.name if gpus else cpu,
+        capability=gpus.capability if gpus else None,
+        gpus=gpus.count if gpus else 0,
         cpu=cpu,
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         os=platform.platform(),
         python=platform.python_version(),
         packages=_versions(),
-        native_bfloat16=_native_bfloat16(cuda),
+        **of_device,
     )
-
-
-def _native_bfloat16(cuda: bool) -> bool:
-    import torch
-
-    if cuda:
-        return torch.cuda.get_device_capability(0) >= (8, 0)
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _versions() -> dict[str, str]:

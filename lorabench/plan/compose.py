@@ -27,7 +27,7 @@ from lorabench.contract.names import NameUnknown, nearest
 from lorabench.contract.workload import Workload, WorkloadError, fixed
 from lorabench.plan import architecture, registry, samples, weights
 from lorabench.plan.architecture import ModelError
-from lorabench.plan.design import DESIGNS, DesignError, Subject, cells
+from lorabench.plan.design import DESIGNS, NOTHING, DesignError, Known, Subject, cells
 from lorabench.plan.weights import WeightsError
 from lorabench.plan.yaml_file import YamlError, read
 
@@ -67,11 +67,12 @@ class SweepConfig(BaseModel):
     queue: Literal["local", "ray"]
     timeout_s: float = Field(gt=0, le=10_000_000, allow_inf_nan=False)
     output: Path
+    estimate_from: list[Path]
     resume: bool | Literal["failed"]
     list: bool
     dry_run: bool
 
-    @field_validator("models", "ablations", mode="before")
+    @field_validator("models", "ablations", "estimate_from", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -182,8 +183,9 @@ class Plan:
     cells: list[Cell]
 
 
-def plan(config: SweepConfig, device: str) -> Plan:
-    """Names to classes and files, defaults to numbers, the design to cells. Raises ConfigError."""
+def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
+    """Names to classes and files, defaults to numbers, the design to cells, by what is `known` of some of them. Raises
+    ConfigError."""
     try:
         default = DEFAULTS[device]
         if config.design not in DESIGNS:
@@ -195,7 +197,7 @@ def plan(config: SweepConfig, device: str) -> Plan:
         made = [
             cell
             for reference in references(config)
-            for cell in cells(subjects, reference, toggles, design=config.design, **counts)
+            for cell in cells(subjects, reference, toggles, design=config.design, known=known, **counts)
         ]
     except ValidationError as error:
         raise ConfigError(_first(error)) from None
@@ -204,16 +206,17 @@ def plan(config: SweepConfig, device: str) -> Plan:
     return Plan(config, made)
 
 
-def references(config: SweepConfig) -> list[list[Ablation]]:
-    """What the candidates are measured against: one baseline, several of them, or a list of ablations."""
+def references(config: SweepConfig) -> list[list[tuple[Ablation, ...]]]:
+    """What the candidates are measured against: one baseline, several of them, or a list of ablations. Several toggles
+    in place of one are those of which a model gets the first that it can have."""
     items = config.reference
     names = [items] if isinstance(items, str) else items
     if isinstance(items, str) or any(isinstance(n, str) and n in config.baselines for n in names):
         for name in names:
             if name not in config.baselines:
                 raise nearest("baseline", str(name), config.baselines)
-        return [[registry.ablation(item) for item in config.baselines[name]] for name in names]
-    return [[registry.ablation(item) for item in items]]
+        return [[_together(item) for item in config.baselines[name]] for name in names]
+    return [[_together(item) for item in items]]
 
 
 def _ablations(config: SweepConfig, subjects: Sequence[Subject]) -> list[Any]:
@@ -226,7 +229,7 @@ def _ablations(config: SweepConfig, subjects: Sequence[Subject]) -> list[Any]:
 
 
 def _together(item: Any) -> tuple[Ablation, ...]:
-    """One item of `ablations=`: one toggle, or a list of toggles that make one candidate."""
+    """One item of `ablations=` or `reference=`: one toggle, or a list of them."""
     parts: list[Any] = item if isinstance(item, list) and item else [item]
     return tuple(registry.ablation(part) for part in parts)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 from lorabench.contract.ablation import Ablation, combine, conflict
 from lorabench.contract.cell import Cell
@@ -18,6 +19,7 @@ from lorabench.contract.workload import Workload
 Toggles = tuple[Ablation, ...]  # one item of `ablations=`: mostly one toggle, or several that make one candidate
 Design = Literal["solo", "ladder", "leave_one_out", "pairwise", "factorial"]
 DESIGNS: tuple[str, ...] = get_args(Design)
+ADAPTING = ("ladder", "leave_one_out")  # whose cells depend on what became of the others
 FACTORIAL_LIMIT = 5  # 2^5 = 32 arms; more is no longer a sweep that anyone waits for
 
 
@@ -25,28 +27,74 @@ class DesignError(ValueError):
     """A design that the list of ablations does not allow; the message says what was expected."""
 
 
+def _never(cell: Cell) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a cell while the others are planned, which may build on it.
+
+    `refused`: it need not be tried on this machine. `failed`: it was tried, and the toggle that it adds did not apply.
+    """
+
+    refused: Callable[[Cell], bool] = _never
+    failed: Callable[[Cell], bool] = _never
+
+
+NOTHING = Known()
+
+Make = Callable[[list[Ablation], list[Ablation]], Cell]  # of (what the reference is, which toggles the candidate adds)
+
+
 def contrasts(
-    design: str, reference: Sequence[Ablation], ablations: Sequence[Toggles]
-) -> Iterator[tuple[list[Ablation], list[Ablation]]]:
-    """(what the reference is, which toggles the candidate adds) for each cell of the design, without A/A.
+    design: str, base: list[Ablation], ablations: Sequence[Toggles], make: Make, known: Known
+) -> Iterator[Cell]:
+    """Each cell of the design, without A/A.
 
     solo: each alone, those that are listed together together. ladder: the first, the first two, … in the order given.
     leave_one_out: everything, against everything but one. pairwise: each alone and every pair. factorial: every subset.
+    Where a toggle does not apply, a ladder and leave_one_out go on without it; its own cell stays, with the reason.
     """
-    base = list(reference)
     if design == "solo":
-        yield from ((base, list(together)) for together in ablations)
+        yield from (make(base, list(together)) for together in ablations)
         return
     each = [a for (a,) in ablations]
     if design == "ladder":
-        yield from ((base, each[:n]) for n in range(1, len(each) + 1))
+        yield from _ladder(base, each, make, known)
     elif design == "leave_one_out":
-        for left_out in each:
-            yield combine(base, [a for a in each if a is not left_out]), [left_out]
+        yield from _leave_one_out(base, each, make, known)
     else:
         largest = {"pairwise": 2, "factorial": len(each)}[design]
         for size in range(1, largest + 1):
-            yield from ((base, list(chosen)) for chosen in itertools.combinations(each, size))
+            yield from (make(base, list(chosen)) for chosen in itertools.combinations(each, size))
+
+
+def _ladder(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> Iterator[Cell]:
+    standing: list[Ablation] = []
+    for toggle in each:
+        rung = make(base, [*standing, toggle])
+        yield rung
+        if not known.refused(rung) and not known.failed(rung):
+            standing.append(toggle)
+
+
+def _leave_one_out(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> list[Cell]:
+    """A cell that is refused is so for its own toggle's sake only if the others in it are known to apply: so they are
+    put together one by one. One that failed has shown that by its reference, which did not."""
+    all_on: list[Ablation] = []
+    for toggle in each:
+        if not known.refused(make(combine(base, all_on), [toggle])):
+            all_on.append(toggle)
+    own: dict[str, Cell] = {}  # of those that do not apply, as they were found
+
+    def of(toggle: Ablation) -> Cell:
+        return make(combine(base, [a for a in all_on if a is not toggle]), [toggle])
+
+    while wrong := next((a for a in all_on if known.failed(of(a))), None):
+        own[wrong.label] = of(wrong)
+        all_on.remove(wrong)
+    return [own.get(toggle.label) or of(toggle) for toggle in each]
 
 
 def check_design(design: str, ablations: Sequence[Toggles]) -> None:
@@ -74,7 +122,7 @@ class Subject:
 
 def cells(
     subjects: Sequence[Subject],
-    reference: Sequence[Ablation],
+    reference: Sequence[Toggles],
     ablations: Sequence[Toggles],
     *,
     design: str = "solo",
@@ -82,33 +130,50 @@ def cells(
     warmup: int = 5,
     seed: int = 0,
     world_size: int = 1,
+    known: Known = NOTHING,
 ) -> list[Cell]:
     """Every cell of a sweep: for each subject the reference against itself, then the design's contrasts.
 
     Where some of these are measured in separate processes, so is the reference against itself, once more.
-    A kind takes of the reference what it knows. A candidate is measured on the subjects whose kind knows its toggles;
+    An item of the reference is a toggle, or several of which a model gets the first that it can have. A kind takes of
+    the reference what it knows. A candidate is measured on the subjects whose kind knows its toggles;
     one that no subject's kind knows becomes a cell all the same, which is refused with the reason.
     """
     check_design(design, ablations)
-    if reason := conflict(reference):
-        raise DesignError(f"the reference cannot be built: {reason}")
     kinds = {subject.kind for subject in subjects}
     made = []
     for subject in subjects:
-        own = [a for a in reference if subject.kind in a.kinds]
-        known = [t for t in ablations if _goes_with(t, subject.kind, kinds)]
-        family = []
-        for base, toggles in [(own, []), *(contrasts(design, own, known) if known else ())]:
-            name = _kind_of(subject.kind, toggles)
-            family.append(
-                Cell(
-                    kind=name, kind_in_key=kind(name).in_key, model=subject.model, workload=subject.workload,
-                    design=design, reference=tuple(base), candidate=tuple(combine(base, toggles)),
-                    toggles=tuple(toggles), trials=trials, warmup=warmup, seed=seed, world_size=world_size,
-                )
-            )  # fmt: skip
+        its = [_first_that_fits(item, subject.model) for item in reference]
+        if reason := conflict(its):
+            raise DesignError(f"the reference cannot be built: {reason}")
+        own = [a for a in its if subject.kind in a.kinds]
+        fitting = [t for t in ablations if _goes_with(t, subject.kind, kinds)]
+        make = partial(
+            _cell, subject, design=design, trials=trials, warmup=warmup, seed=seed, world_size=world_size
+        )  # fmt: skip
+        family = [make(own, []), *(contrasts(design, own, fitting, make, known) if fitting else ())]
         made += [family[0], *_separate_floor(family), *family[1:]]
     return made
+
+
+def _first_that_fits(choice: Toggles, model: ModelSpec) -> Ablation:
+    """Of a reference's item; the last one, where the model can have none: its cells are then refused with a reason."""
+    return next((a for a in choice[:-1] if _fits(a, model)), choice[-1])
+
+
+def _fits(ablation: Ablation, model: ModelSpec) -> bool:
+    try:
+        return ablation.requires.unmet_by(model) is None
+    except Exception:  # a third party's: what is wrong with it, its cells will say
+        return True
+
+
+def _cell(subject: Subject, base: Sequence[Ablation], toggles: Sequence[Ablation], **common: Any) -> Cell:
+    name = _kind_of(subject.kind, toggles)
+    return Cell(
+        kind=name, kind_in_key=kind(name).in_key, model=subject.model, workload=subject.workload,
+        reference=tuple(base), candidate=tuple(combine(base, toggles)), toggles=tuple(toggles), **common,
+    )  # fmt: skip
 
 
 def _separate_floor(family: Sequence[Cell]) -> list[Cell]:

@@ -1,23 +1,26 @@
-"""Tables, plots and page again from the records of a results folder: python -m lorabench.report RUN
+"""Tables, plots and page again, from the records of a results folder.
 
-Exit code 2 and one line where the folder cannot be read or written.
+    python -m lorabench.report results/h200/first_sweep
+
+Nothing is measured: summary.md, .csv and .tex, plots/ and report.html are written anew into the folder, its records
+stay as they are. Exit code 2 and one line where the folder cannot be read or written.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
-
-from rich.console import Console
-
-from lorabench.report.write import Report
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lorabench.report", description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser("python -m lorabench.report", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder with records.jsonl, the output of a sweep")
     folder = parser.parse_args(arguments).run
+    from rich.console import Console
+
+    from lorabench.report.write import Report  # only now: pandas, scipy and matplotlib take seconds
+
     try:
         report = Report.of(folder)
         written = report.write()

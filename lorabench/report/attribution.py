@@ -65,7 +65,9 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
     """The rungs of a ladder from the lowest, failed ones included; [] without one."""
     steps = sorted((r for r in records if r.design == "ladder" and r.ablations), key=lambda r: len(r.ablations))
     rungs: list[Rung] = []
-    for below, record in zip([None, *steps], steps, strict=False):
+    for i, record in enumerate(steps):
+        # Not simply the last one: a rung whose toggle did not apply is no part of those above it.
+        below = next((r for r in reversed(steps[:i]) if set(r.ablations) < set(record.ablations)), None)
         before = set(below.ablations) if below else set()
         added = " + ".join(a for a in record.ablations if a not in before) or toggles(record)
         rungs.append(Rung(added, record, contrasts.speedup(record), _increment(below, record, contrasts)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lorabench.contract.cell import Cell
@@ -37,7 +37,7 @@ class LocalQueue:
         self.sessions = {self.session["id"]: self.session}
         return self.machine
 
-    def run(self, cells: Sequence[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
+    def run(self, cells: Iterable[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
         own = self.machine, self.ceilings, self.session["id"]
         with Runner(self.workers, *own, self.timeout_s, self.folder) as runner:
             for cell in cells:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from lorabench.contract.cell import Cell
@@ -38,8 +38,9 @@ class Queue(Protocol):
         QueueError. To be called before `run`."""
         ...
 
-    def run(self, cells: Sequence[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
-        """Measure every cell once; each comes back with its record as soon as that is there."""
+    def run(self, cells: Iterable[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
+        """Measure every cell once; each comes back with its record as soon as that is there. A queue that measures one
+        after the other asks for the next cell only then: what became of one may make others needless."""
         ...
 
     def __enter__(self) -> Queue: ...

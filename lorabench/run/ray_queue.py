@@ -7,7 +7,7 @@ itself tries nothing again: it would not say where, nor how often. What speaks t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
@@ -109,7 +109,7 @@ class RayQueue:
                 elif what == "homeless":
                     raise ProbeError(f"no node of the Ray cluster has {value} for a cell")
 
-    def run(self, cells: Sequence[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
+    def run(self, cells: Iterable[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
         for cell in cells:
             self._dispatch(Sent(cell))
         while self.tasks:

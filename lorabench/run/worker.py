@@ -30,6 +30,7 @@ def main(task: Task, seat: Seat, connection: Connection) -> None:
     os.setsid()
     _die_with(seat.sweep, task.scratch)
     _redirect(seat.log)
+    _own_progress_lock()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)  # the runner asks a hanging rank where
     try:
         send(connection, ("result", time.time(), _measure(task, seat, _teller(seat, connection), _timer(connection))))
@@ -90,6 +91,14 @@ def _die_with(sweep: int, scratch: str | None) -> None:
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _own_progress_lock() -> None:
+    """Libraries' progress bars share a lock among processes: a semaphore, which a worker that is killed at its end does
+    not give back, and of which Python's resource tracker then complains on the sweep's stderr."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 
 def _redirect(path: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import PEFT, arm, random_samples
 
-from ablations.capture import _SameMasks
+from ablations.captured_step import SameMasks
 
 FAMILIES = ["llama", "mistral", "qwen2", "gemma"]
 
@@ -42,7 +42,7 @@ def made(family, lengths=(16, 16), config=()):
 
 def three_ways(given, tiny):
     """What SDPA is given uncaptured, captured as transformers does it, and captured as `cuda_graph` does it."""
-    masks, batch = _SameMasks(), tiny.step.batches[0]
+    masks, batch = SameMasks(), tiny.step.batches[0]
 
     def forward(around=nullcontext):
         with around():
@@ -88,7 +88,7 @@ def test_sliding_windows_keep_theirs(given):
 def test_transformers_table_is_as_before():
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-    masks = _SameMasks()
+    masks = SameMasks()
     for around in (masks.noted, masks.repeated):
         with pytest.raises(KeyError), around():
             assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_mask

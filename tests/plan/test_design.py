@@ -94,6 +94,18 @@ def test_adapters_in_compute_dtype_needs_another_dtype_than_float32():
     assert refusal(cell, low) is None
 
 
+def test_the_named_baselines_have_the_attention_that_transformers_has_for_the_family():
+    for baseline, names in (("peft", {"eager", "adamw_foreach", "padding"}), ("peft_low", None)):
+        own, *_ = cells("models=[tiny-gemma2]", "ablations=[sdpa_math]", f"reference={baseline}")
+        assert {a.name for a in own.reference} == (names or {*PEFT} - {"sdpa"} | {"eager", "adapters_in_compute_dtype"})
+    own, pinned = cells("models=[tiny-gemma2]", "ablations=[sdpa_math]")
+    assert refusal(own, CPU) is None
+    assert "transformers does not have for the family gemma2" in refusal(pinned, CPU)[1]
+    asked_for = cells("models=[tiny-gemma2]", "ablations=[]", "reference=[sdpa,padding]")[0]
+    assert refusal(asked_for, CPU)[0] == "unsupported"
+    assert {a.name for a in cells("ablations=[]")[0].reference} == {*PEFT}
+
+
 def test_an_absent_package_comes_with_its_install_command():
     gpu = SimpleNamespace(device="cuda", capability=(9, 0), gpus=1)
     status, reason = refusal(cells("ablations=[liger]")[1], gpu)

@@ -21,6 +21,7 @@ from lorabench import sweep
 from lorabench.contract.machine import Machine
 from lorabench.record.store import RECORDS, Store, read_records
 from lorabench.run import ray_node, ray_queue
+from lorabench.run.agenda import Agenda
 from lorabench.run.process import ProbeError
 from lorabench.run.queue import QueueError
 from lorabench.run.runner import record_of
@@ -138,9 +139,10 @@ def test_the_sweep_stores_a_session_before_the_record_that_names_it(tmp_path, mo
     order = []
     monkeypatch.setattr(Store, "add_session", lambda self, s: order.append(s["id"]))
     monkeypatch.setattr(Store, "append", lambda self, r: order.append((r.session, r.key)))
-    todo = cells("ablations=[eager,sdpa_math]")
+    agenda = Agenda(config("models=[tiny-llama]", "trials=3", "workload=2x16", "ablations=[eager,sdpa_math]"), [])
+    agenda.plan_for("cpu")
     with Store(tmp_path) as store, pretended(fine) as asked:
-        sweep._drain(asked, todo, store, Console(quiet=True), 0)
+        sweep._drain(asked, agenda, store, Console(quiet=True))
     named = [entry for entry in order if isinstance(entry, tuple)]
     assert len(named) == 3
     assert all(order.index(own) < order.index((own, key)) for own, key in named)

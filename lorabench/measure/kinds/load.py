@@ -31,6 +31,7 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.work import Work
 from lorabench.measure.build import causal_lm, fill_base
 from lorabench.measure.kind import Begin, Kind, Request
+from lorabench.measure.plain_reader import PlainReader
 from lorabench.record.schema import Numerics
 
 READ, PLACE = "read", "place"
@@ -138,23 +139,6 @@ class Load(Kind):
 
     def explain(self, numerics: Numerics) -> str:
         return f"{numerics.unequal} of {numerics.tensors} tensors are not those of the files, first {numerics.worst}"
-
-
-class PlainReader(WeightsReader):
-    """File after file into host memory, then tensor after tensor to the device."""
-
-    def read(self, files: Sequence[Path]) -> list[dict[str, Tensor]]:
-        return [read_file(file) for file in files]
-
-    def place(self, held: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-        return {name: tensor.to(device) for shard in held for name, tensor in shard.items()}
-
-
-def read_file(file: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, really read: `load_file` maps it, and reads when a tensor is first used."""
-    from safetensors.torch import load
-
-    return load(file.read_bytes())
 
 
 def checkpoint(request: Request) -> list[Path]:

@@ -1,0 +1,72 @@
+"""The agenda: which cells a sweep still has to measure, by what its records say so far."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+
+from lorabench.contract.cell import Cell
+from lorabench.contract.machine import Machine
+from lorabench.plan.compose import SweepConfig, plan
+from lorabench.plan.design import ADAPTING, Known, refusal
+from lorabench.record.schema import ARMS, Record
+
+DID_NOT_APPLY = ("unsupported", "not_applied", "conflict")
+AGAIN = ("crash", "timeout", "oom")  # what resume=failed measures once more
+
+
+class Agenda:
+    """The cells of a sweep, and those of them that its records lack. `plan_for` comes before the rest."""
+
+    def __init__(self, config: SweepConfig, records: Iterable[Record]) -> None:
+        self.config = config
+        self.recorded: dict[tuple[str, int], str] = {}  # key and number of the session → status of the last record
+        self.tried: set[tuple[str, int]] = set()  # in this run
+        self.failed: set[str] = set()  # keys of the cells whose own toggle did not apply
+        self.cells: list[Cell] = []
+        for record in records:
+            self._note(record)
+
+    def plan_for(self, device: str, machine: Machine | None = None) -> None:
+        """Plan for such a device; `machine`, where it has been looked at. Raises ConfigError."""
+        self.device, self.machine = device, machine
+        self.cells = plan(self.config, device, Known(self.refused, lambda cell: cell.key in self.failed)).cells
+
+    def refused(self, cell: Cell) -> bool:
+        return self.machine is not None and refusal(cell, self.machine) is not None
+
+    def missing(self, replicate: int) -> list[Cell]:
+        """What one session still has to measure, in its order.
+
+        Of several sessions each has an order of its own: what a cell owes to those before it is no part of its ratio.
+        """
+        again = AGAIN if self.config.resume == "failed" else ()
+        found = [
+            c
+            for c in self.cells
+            if (c.key, replicate) not in self.tried and self.recorded.get((c.key, replicate)) in (None, *again)
+        ]
+        if self.config.repeat > 1:
+            random.Random(f"{self.config.seed} {replicate}").shuffle(found)
+        return found
+
+    def needed(self, cells: list[Cell]) -> Iterable[Cell]:
+        """These cells, one after the other; those that a record in the meantime made needless are left out."""
+        return self._still_planned(cells) if self.config.design in ADAPTING else cells
+
+    def _still_planned(self, cells: list[Cell]) -> Iterator[Cell]:
+        for cell in cells:
+            if any(cell.key == planned.key for planned in self.cells):
+                yield cell
+
+    def take(self, record: Record) -> None:
+        """A cell has its record: the others may have to do without its toggle."""
+        self.tried.add((record.key, record.replicate))
+        self._note(record)
+        if record.key in self.failed and self.config.design in ADAPTING:
+            self.plan_for(self.device, self.machine)
+
+    def _note(self, record: Record) -> None:
+        self.recorded[record.key, record.replicate] = record.status
+        if record.status in DID_NOT_APPLY and record.arm != ARMS[0]:  # else it is the reference that did not
+            self.failed.add(record.key)

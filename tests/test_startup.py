@@ -1,0 +1,75 @@
+"""What a person sees in the first seconds: help and the list without anything heavy, and a word before what is slow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "peft", "transformers", "lorakernels", "triton", "pandas", "scipy", "matplotlib")
+RUN = """
+import contextlib, io, json, runpy, sys, time
+module, *sys.argv[1:] = sys.argv[1:]
+said = io.StringIO()
+with contextlib.redirect_stdout(said):
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        code = stop.code
+print(json.dumps({"code": code, "said": said.getvalue(), "modules": list(sys.modules), "cpu_s": time.process_time()}))
+"""
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "lorabench --help", "lorabench.sweep --help", "lorabench.sweep list=true", "lorabench list",
+        "lorabench list -h",
+        "lorabench.doctor --help", "lorabench doctor -h", "lorabench compare -h", "lorabench report -h",
+        "lorabench log -h",
+    ],
+)  # fmt: skip
+def test_help_and_the_list_import_nothing_heavy(command):
+    """A file of ours that holds a toggle imports torch inside its hooks: who sees this fail has put it at the top."""
+    done = run(RUN, *command.split())
+    found = json.loads(done.stdout)
+    assert found["code"] == 0 and not done.stderr
+    assert "lorabench" in found["said"] or "ablations on" in found["said"]
+    assert not [name for name in HEAVY if name in found["modules"]], command
+    assert found["cpu_s"] < 2.0
+
+
+def test_the_list_has_every_toggle_and_what_it_lacks(capsys, monkeypatch):
+    from lorabench import cli
+    from lorabench.plan.registry import registered
+
+    monkeypatch.setenv("COLUMNS", "400")
+    assert cli.main(["list"]) == 0
+    rows = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.count("│") > 3}
+    assert rows.keys() >= registered().keys()
+    assert "available" in rows["packing"] and "available" in rows["eager"]
+
+
+def test_a_sweep_says_what_it_does_before_it_imports_what_is_slow():
+    code = f"""
+import sys
+from lorabench import sweep
+
+def say_and_stop(console, doing, say=sweep._say):
+    say(console, doing)
+    print([name for name in {HEAVY} if name in sys.modules])
+    raise sweep.ConfigError("stopped")
+
+sweep._say = say_and_stop
+raise SystemExit(sweep.main(["output=/nowhere"]))
+"""
+    done = run(code)
+    first, second = done.stdout.splitlines()
+    assert first.startswith("lorabench ") and first.endswith(": planning …")
+    assert second == "[]" and done.returncode == 2 and done.stderr == "lorabench: stopped\n"
