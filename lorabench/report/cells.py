@@ -76,10 +76,11 @@ def all_columns(found: Sequence[TextGroup], records: Sequence[Record]) -> list[s
 
 
 def giving_way(records: Sequence[Record]) -> list[str]:
-    """The columns that give way on a narrow terminal, least important first. Total, memory and verdict never do."""
+    """The columns that give way on a narrow terminal, least important first. Milliseconds, total, memory and
+    verdict never do."""
     kinds = kinds_of(records)
     shares = [s.heading for s in reversed(columns(kinds))]
-    return [PADDING, GRADIENT, UNEQUAL, BOUND, THROUGHPUT, TIME, SESSIONS, *map(times, phases_of(records)), *shares]
+    return [PADDING, GRADIENT, UNEQUAL, BOUND, THROUGHPUT, SESSIONS, *map(times, phases_of(records)), *shares]
 
 
 def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:

@@ -97,7 +97,7 @@ def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = N
     share = overhead_share(records)
     commands = {s["id"]: s.get("command") or [] for s in sessions}
     rows = {id(row.shown): row for row in analysis.rows}
-    listed = [record for group in shown.ranked for record in group.records]
+    listed = [record for group in shown.groups for record in group.records]
     place = {id(record): n for n, record in enumerate(listed)}
     marks = {f"{GID}{r.kind}-{r.key}": (place[id(r)], _point(r, analysis.row(r))) for r in listed}
     of = CAPTIONS | ({"speedup": CAPTIONS["map"]} if len(analysis.groups) > MANY else {})
@@ -191,7 +191,7 @@ def _point(record: Record, row: Row) -> str:
 def _layouts(shown: Shown) -> dict[tuple[str, ...], tuple[int, list[int]]]:
     """Columns of a group → (number of this layout, the places, from 1, of those that only a click shows)."""
     folded = {PADDING, BOUND, GRADIENT, THROUGHPUT, UNEQUAL}
-    kinds = dict.fromkeys(tuple(group.columns) for group in shown.ranked)
+    kinds = dict.fromkeys(tuple(group.columns) for group in shown.groups)
     return {
         columns: (n, [i for i, column in enumerate(columns, start=1) if column in folded])
         for n, columns in enumerate(kinds)
@@ -200,7 +200,7 @@ def _layouts(shown: Shown) -> dict[tuple[str, ...], tuple[int, list[int]]]:
 
 def _table(columns: tuple[str, ...], shown: Shown, analysis: Analysis, number: int) -> dict[str, Any]:
     """One table of all groups with these columns: each group a body of its own, within which alone it sorts."""
-    groups = [group for group in shown.ranked if tuple(group.columns) == columns]
+    groups = [group for group in shown.groups if tuple(group.columns) == columns]
     return {"columns": columns, "layout": number, "groups": [(group, _values(group, analysis)) for group in groups]}
 
 

@@ -298,7 +298,7 @@ def _order(records: Sequence[Record]) -> list[str]:
     phases = [TOTAL, *reversed(phases_of(records))]
     return [
         *("model", "workload", "toggles", "status", "verdict", "reason"),
-        *(f"{p}_{c}" for p in phases for c in ("speedup", "low", "high", *times)),
+        *(f"{p}_{c}" for p in phases for c in (*times, "speedup", "low", "high")),
         *(f"{share.column}{field}" for share in columns(kinds_of(records)) for field in SHARE_FIELDS),
         *("sessions", "sessions_tried", "session_low", "session_high", "session_ratios", "reference_moved"),
         *("other_code", "dirty", "trials", "disturbed", "p", "p_holm", "noise_floor", "noise_pairing", "detectable"),
