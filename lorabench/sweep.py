@@ -60,6 +60,8 @@ what is compared
                            where none are named, those that conf/sweep.yaml has for the kind
   reference=peft           peft (as it comes), peft_low (adapters in the compute dtype), several of them in a list,
                            or a list of ablations
+  versus=[A,B,...]         head to head: every pair against each other; a side is NAME, NAME+NAME or a list of these, over
+                           the reference. Beside it only what ablations= names is measured
   design=solo              solo, ladder, leave_one_out, pairwise, factorial
   suite=NAME               a whole sweep that is published: {suites}
 how
@@ -165,7 +167,7 @@ def show_plan(console: Console, planned: Plan, machine: Any) -> None:
         table.add_row(
             escape(f"{cell.model.name} @ {cell.workload.name}"),
             escape(", ".join(a.label for a in cell.reference)),
-            escape(" + ".join(t.label for t in cell.toggles)) or "reference against itself",
+            escape(cell.tested),
             f"[dim]{refused[0]}: {escape(refused[1])}" if refused else f"about {estimate:.0f} s",
         )
     console.print(table)

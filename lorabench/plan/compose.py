@@ -25,7 +25,7 @@ from lorabench.contract.kind import kind, registered
 from lorabench.contract.model import Lora, ModelSpec
 from lorabench.contract.names import NameUnknown, nearest
 from lorabench.contract.workload import Workload, WorkloadError, fixed
-from lorabench.plan import architecture, registry, samples, weights
+from lorabench.plan import architecture, registry, samples, versus, weights
 from lorabench.plan.architecture import ModelError
 from lorabench.plan.design import DESIGNS, DesignError, Subject, cells
 from lorabench.plan.weights import WeightsError
@@ -55,6 +55,7 @@ class SweepConfig(BaseModel):
     dtype: str
     weights: str
     ablations: list[Any] | None
+    versus: list[Any] | None
     own_ablations: dict[str, list[Any]]
     reference: str | list[Any]
     design: str
@@ -71,7 +72,7 @@ class SweepConfig(BaseModel):
     list: bool
     dry_run: bool
 
-    @field_validator("models", "ablations", mode="before")
+    @field_validator("models", "ablations", "versus", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -192,11 +193,14 @@ def plan(config: SweepConfig, device: str) -> Plan:
         toggles = [_together(item) for item in _ablations(config, subjects)]
         counts = {"trials": config.trials or default.trials, "warmup": config.warmup or default.warmup}
         counts |= {"seed": config.seed, "world_size": config.world_size}
-        made = [
-            cell
-            for reference in references(config)
-            for cell in cells(subjects, reference, toggles, design=config.design, **counts)
-        ]
+        stacks = references(config)
+        made: list[Cell] = []
+        if config.ablations is not None or config.versus is None:  # a head to head needs nothing beside it
+            made += [c for base in stacks for c in cells(subjects, base, toggles, design=config.design, **counts)]
+        if config.versus is not None:
+            named = versus.sides(config.versus)
+            duels = [c for base in stacks for c in versus.cells(subjects, base, named, **counts)]
+            made += {cell.key: cell for cell in duels}.values()  # two references may come to one stack
     except ValidationError as error:
         raise ConfigError(_first(error)) from None
     except (NameUnknown, DesignError, WorkloadError, ModelError, WeightsError) as error:

@@ -96,7 +96,7 @@ def cells(
     made = []
     for subject in subjects:
         own = [a for a in reference if subject.kind in a.kinds]
-        known = [t for t in ablations if _goes_with(t, subject.kind, kinds)]
+        known = [t for t in ablations if goes_with(t, subject.kind, kinds)]
         family = []
         for base, toggles in [(own, []), *(contrasts(design, own, known) if known else ())]:
             name = _kind_of(subject.kind, toggles)
@@ -107,11 +107,11 @@ def cells(
                     toggles=tuple(toggles), trials=trials, warmup=warmup, seed=seed, world_size=world_size,
                 )
             )  # fmt: skip
-        made += [family[0], *_separate_floor(family), *family[1:]]
+        made += [family[0], *separate_floor(family), *family[1:]]
     return made
 
 
-def _separate_floor(family: Sequence[Cell]) -> list[Cell]:
+def separate_floor(family: Sequence[Cell]) -> list[Cell]:
     """The reference against itself in separate processes, where cells of the family are measured so and it is not."""
     itself, *others = family
     reach = dict.fromkeys(a for cell in others for a in (*cell.reference, *cell.candidate) if a.global_patch)
@@ -123,7 +123,7 @@ def _kind_of(subject: str, toggles: Sequence[Ablation]) -> str:
     return next((a.kinds[0] for a in toggles if a.bounds), subject)
 
 
-def _goes_with(toggles: Toggles, own: str, kinds: set[str]) -> bool:
+def goes_with(toggles: Toggles, own: str, kinds: set[str]) -> bool:
     """Whether a candidate is measured on a subject of the kind `own`, in a sweep that has all these `kinds`."""
     fits = [k for k in kinds if all(_knows(a, k) for a in toggles)]
     return own in fits or not fits
@@ -165,6 +165,8 @@ def _refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
         )
     for toggle in cell.toggles:
         if toggle in cell.reference:
+            if cell.versus:  # what both sides name is none of what they differ in
+                continue
             return "not_applied", f"{toggle.label} is already part of the reference"
         reason = asked(toggle, Ablation.without_effect, cell.reference, machine.dtype(cell.model.dtype))
         if reason is not None:

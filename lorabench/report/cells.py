@@ -11,7 +11,7 @@ from lorabench.record.schema import ARMS, TOTAL, Record
 from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import interactions, ladder, leave_one_out, shapley
-from lorabench.report.contrasts import Contrasts
+from lorabench.report.contrasts import Contrasts, side, versus
 from lorabench.report.groups import Group
 from lorabench.report.shares import ShareOf, columns
 from lorabench.report.tidy import GIB, kinds_of, phases_of
@@ -19,6 +19,7 @@ from lorabench.report.words import arrow, number, percent, ratio, span, speedup,
 
 # The columns, by their headings. Beside these there is one a phase, one a share and one for each kind's throughput.
 TOGGLE = "toggle"
+AGAINST = "reference"
 WHOLE = f"{TOTAL} × [95 %]"
 HOST = "host-bound: ms (host's share), ref → cand"
 SESSIONS = "interval is of"
@@ -56,15 +57,16 @@ class TextGroup(NamedTuple):
 def text_groups(analysis: Analysis) -> list[TextGroup]:
     """The human table of all records, a group a model @ workload (and kind, and reference)."""
     made: list[TextGroup] = []
-    holds: dict[str, set[str]] = {}  # by kind, the columns that hold anything: they are the same in all its groups
+    # By kind, and whether head to head, the columns that hold anything: they are the same in all such groups.
+    holds: dict[tuple[str, bool], set[str]] = {}
     shares = columns(kinds_of(analysis.records))
     for group in analysis.groups:
         records = analysis.ordered(group)
         rows = [_cells(analysis.row(r), r, group, shares) for r in records]
-        holds.setdefault(group.kind.name, set(ALWAYS)).update(c for row in rows for c, text in row.items() if text)
+        holds.setdefault((group.kind.name, group.head_to_head), set(ALWAYS)).update(c for row in rows for c, text in row.items() if text)
         own = _headings([group.kind], shares)
         made.append(TextGroup(group.title, own, rows, records, attribution_tables(group.records, analysis.contrasts)))
-    kinds = [group.kind.name for group in analysis.groups]
+    kinds = [(group.kind.name, group.head_to_head) for group in analysis.groups]
     return [g._replace(columns=[c for c in g.columns if c in holds[k]]) for g, k in zip(made, kinds, strict=True)]
 
 
@@ -88,7 +90,7 @@ def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:
     phases = dict.fromkeys(p for k in kinds for p in k.phases)
     bounded = [s.heading for s in reversed(shares) if set(s.kind.phases) <= set(phases)]
     return [
-        TOGGLE, *map(times, phases), WHOLE, HOST, SESSIONS, *bounded, TIME, MEMORY, THROUGHPUT, PADDING, BOUND,
+        TOGGLE, AGAINST, *map(times, phases), WHOLE, HOST, SESSIONS, *bounded, TIME, MEMORY, THROUGHPUT, PADDING, BOUND,
         GRADIENT, UNEQUAL, VERDICT,
     ]  # fmt: skip
 
@@ -106,6 +108,7 @@ def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequenc
     memory = arrow(*_both(row, "{}_peak_gib"))
     return cells | {
         TOGGLE: row["toggles"],
+        AGAINST: versus(record),
         WHOLE: whole(row),
         HOST: _host(row),
         SESSIONS: _sessions(row),
@@ -195,7 +198,8 @@ def _gate(record: Record) -> dict[str, str]:
 def judgement(row: Mapping[Any, Any], record: Record, group: Group) -> str:
     """The last word on a row: verdict, or status and reason; for A/A, what the noise lets us see."""
     if fits_alone(row):
-        return f"reference does not fit, candidate does (oom): {row['reason']}"
+        names = (versus(record), side(record)) if record.versus else ARMS
+        return "{} does not fit, {} does (oom): ".format(*names) + row["reason"]
     if record.status != "ok":
         return f"{row['status']}: {row['reason']}{_provenance(row)}"
     if not record.is_candidate:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lorabench.record.schema import ARMS, JobRecord, Numerics, Phase, RankSpread, Record, Telemetry
 from lorabench.report.analysis import Row
-from lorabench.report.contrasts import toggles
+from lorabench.report.contrasts import toggles, versus
 from lorabench.report.rerun import rerun
 from lorabench.report.tidy import GIB, gate_of
 from lorabench.report.words import number, percent, ratio
@@ -23,6 +23,7 @@ def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequen
     facts: dict[str, Fact | None] = {
         "status": f"{record.status}: {record.reason}" if record.reason else record.status,
         "kind": record.kind,
+        "versus": versus(record),
         "reference": " + ".join(record.reference) or "plain",
         "candidate": " + ".join(record.candidate) or "plain",
         "pairing": record.pairing,

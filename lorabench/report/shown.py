@@ -15,8 +15,9 @@ import pandas as pd
 
 from lorabench.record.schema import TOTAL
 from lorabench.report.analysis import Analysis
-from lorabench.report.cells import TIME, TOGGLE, AnyTable, TextGroup, all_columns, giving_way, text_groups
+from lorabench.report.cells import AGAINST, TIME, TOGGLE, AnyTable, TextGroup, all_columns, giving_way, text_groups
 from lorabench.report.claim_tables import claim_tables
+from lorabench.report.head_to_head import matrices
 from lorabench.report.shares import REFERENCES_APART
 from lorabench.report.words import number
 
@@ -30,13 +31,15 @@ class Shown(NamedTuple):
     groups: list[TextGroup]
     columns: list[str]
     giving_way: list[str]
+    head_to_head: list[AnyTable]
     claims: list[AnyTable]
 
 
 def show(analysis: Analysis) -> Shown:
     found, records = text_groups(analysis), analysis.records
     groups = [part for group in found for part in parts(group, analysis)]
-    return Shown(groups, time_first(all_columns(found, records)), giving_way(records), claim_tables(analysis))
+    columns = time_first(all_columns(found, records))
+    return Shown(groups, columns, giving_way(records), matrices(analysis), claim_tables(analysis))
 
 
 def in_groups(shown: Shown, analysis: Analysis) -> pd.DataFrame:
@@ -52,7 +55,8 @@ def in_groups(shown: Shown, analysis: Analysis) -> pd.DataFrame:
 
 def time_first(columns: Sequence[str]) -> list[str]:
     """Milliseconds stand before every ratio of them: they say what they are without a reference."""
-    return [c for c in (TOGGLE, TIME) if c in columns] + [c for c in columns if c not in (TOGGLE, TIME)]
+    first = (TOGGLE, AGAINST, TIME)
+    return [c for c in first if c in columns] + [c for c in columns if c not in first]
 
 
 def parts(group: TextGroup, analysis: Analysis) -> list[TextGroup]:

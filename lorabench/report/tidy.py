@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lorabench.contract.kind import kind, registered
 from lorabench.record import stats
 from lorabench.record.schema import ARMS, TOTAL, ArmMemory, JobRecord, Phase, Record
-from lorabench.report.contrasts import Contrasts, toggles
+from lorabench.report.contrasts import Contrasts, side, toggles, versus
 from lorabench.report.noise import NoiseFloors
 from lorabench.report.replicates import Row
 from lorabench.report.shares import Shares, columns
@@ -49,7 +49,8 @@ def tidy(
     of the phase that takes longest, and averaged by time; {arm}_host_share: of the time in which the device waited.
     of_limit, _low, _high, _paired: limit's time / candidate's time, both of the limit's phases, and of_limit_forward of
     forward alone (see `shares`). limit: least work, no candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only
-    where a record has several jobs or ranks.
+    where a record has several jobs or ranks. side, versus: of a head to head, the sides that are candidate and
+    reference; only where there is one.
     device: from environment.json.
     """
     records = [row.shown for row in rows]
@@ -93,6 +94,7 @@ def _row(record: Record, device: str, took: dict[str, float]) -> dict[str, Any]:
         "workload": record.workload,
         "design": record.design,
         "toggles": toggles(record),
+        **({"side": side(record) or None, "versus": versus(record)} if record.versus else {}),
         "reference": " + ".join(record.reference),
         "candidate": " + ".join(record.candidate),
         "noise_record": record.is_noise_floor,
@@ -286,7 +288,7 @@ def overhead_share(records: Sequence[Record]) -> float:
 
 
 _ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
-_WHERE_PRESENT = {"unequal", "jobs", "job_tokens", "job_r", "job_gate", *_ARMS_OF("ranks", "rank_spread")}
+_WHERE_PRESENT = {"side", "versus", "unequal", "jobs", "job_tokens", "job_r", "job_gate", *_ARMS_OF("ranks", "rank_spread")}
 
 
 def _only_where_present(column: str) -> bool:
@@ -297,7 +299,7 @@ def _order(records: Sequence[Record]) -> list[str]:
     times = [f"{arm}_{c}" for arm in ARMS for c in ("ms", "ms_low", "ms_high")]
     phases = [TOTAL, *reversed(phases_of(records))]
     return [
-        *("model", "workload", "toggles", "status", "verdict", "reason"),
+        *("model", "workload", "toggles", "side", "versus", "status", "verdict", "reason"),
         *(f"{p}_{c}" for p in phases for c in (*times, "speedup", "low", "high")),
         *(f"{share.column}{field}" for share in columns(kinds_of(records)) for field in SHARE_FIELDS),
         *("sessions", "sessions_tried", "session_low", "session_high", "session_ratios", "reference_moved"),
