@@ -63,11 +63,16 @@ def text_groups(analysis: Analysis) -> list[TextGroup]:
     for group in analysis.groups:
         records = analysis.ordered(group)
         rows = [_cells(analysis.row(r), r, group, shares) for r in records]
-        holds.setdefault((group.kind.name, group.head_to_head), set(ALWAYS)).update(c for row in rows for c, text in row.items() if text)
+        filled = holds.setdefault(_layout(group), set(ALWAYS))
+        filled |= {c for row in rows for c, text in row.items() if text}
         own = _headings([group.kind], shares)
         made.append(TextGroup(group.title, own, rows, records, attribution_tables(group.records, analysis.contrasts)))
-    kinds = [(group.kind.name, group.head_to_head) for group in analysis.groups]
-    return [g._replace(columns=[c for c in g.columns if c in holds[k]]) for g, k in zip(made, kinds, strict=True)]
+    layouts = map(_layout, analysis.groups)
+    return [g._replace(columns=[c for c in g.columns if c in holds[k]]) for g, k in zip(made, layouts, strict=True)]
+
+
+def _layout(group: Group) -> tuple[str, bool]:
+    return group.kind.name, group.head_to_head
 
 
 def all_columns(found: Sequence[TextGroup], records: Sequence[Record]) -> list[str]:

@@ -19,8 +19,8 @@ Stack = frozenset[str]  # all toggles of an arm: one name may stand over two ref
 
 
 def matrices(analysis: Analysis) -> list[AnyTable]:
-    """(caption, headings, rows) for each model @ workload with enough sides: how many times as fast the row's side is as
-    the column's. A pair is measured once, so what stands across the diagonal is the inverse."""
+    """(caption, headings, rows) for each model @ workload with enough sides: how many times as fast the row's side is
+    as the column's. A pair is measured once, so what stands across the diagonal is the inverse."""
     found: dict[tuple[str, str, str], list[Group]] = {}
     for group in analysis.groups:
         if group.head_to_head:
@@ -38,7 +38,7 @@ def matrices(analysis: Analysis) -> list[AnyTable]:
 
 
 def _names(pairs: Sequence[Record]) -> dict[Stack, str]:
-    """The stacks in the order in which they were named: a side's name, and where two stacks have it all that they hold."""
+    """The stacks in the order in which they were named: a side's name; where two stacks have it, all that they hold."""
     sides = {frozenset(r.candidate): side(r) for r in pairs}
     sides |= {frozenset(r.reference): versus(r) for r in pairs if frozenset(r.reference) not in sides}
     given = list(sides.values())

@@ -86,8 +86,8 @@ GLOSSARY = {
     "detects": "the smallest true speed-up that as many trials would call faster 4 times out of 5",
     "speed-up": "reference time / candidate time: Hodges–Lehmann centre of the log ratios of paired trials, with a "
     "95 % interval of as many rounds as their autocorrelation leaves; throughput gain is the same and is not repeated",
-    "versus": "the two stacks were measured against each other, without a third between them: the reference is the side "
-    "that is named last, and its noise floor is that of its own A/A",
+    "versus": "two stacks measured against each other, without a third between them: the reference is the side that is "
+    "named last, and the noise floor that of its own A/A",
     "abba": "the arms did not fit together, or a patch reaches beyond its model: separate processes, in A B B A order, "
     "and an interval of the spread between them",
 }

@@ -288,7 +288,9 @@ def overhead_share(records: Sequence[Record]) -> float:
 
 
 _ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
-_WHERE_PRESENT = {"side", "versus", "unequal", "jobs", "job_tokens", "job_r", "job_gate", *_ARMS_OF("ranks", "rank_spread")}
+_WHERE_PRESENT = {
+    *("side", "versus", "unequal", "jobs", "job_tokens", "job_r", "job_gate"), *_ARMS_OF("ranks", "rank_spread"),
+}  # fmt: skip
 
 
 def _only_where_present(column: str) -> bool:

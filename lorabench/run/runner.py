@@ -180,7 +180,8 @@ class Runner:
                 cell, status="ok", pairing=pair.pairing, phases=_phases(cell, reference, candidate, pair),
                 processes=pair.processes or None, tokens=_tokens(reference.jobs, candidate.jobs),
                 memory=_present(pair, "memory"), jobs=_jobs(cell, pair, verdicts), ranks=result.ranks or None,
-                applied=_of_sides(cell, pair, "applied"), notes=_of_sides(cell, pair, "notes"), roofline=_present(pair, "roofline"), **common,
+                applied=_of_sides(cell, pair, "applied"), notes=_of_sides(cell, pair, "notes"),
+                roofline=_present(pair, "roofline"), **common,
             )  # fmt: skip
         survivors = {n: a for n, a in pair.arms.items() if a.times} if result.status == "oom" else {}
         own: dict[str, Any] = {}

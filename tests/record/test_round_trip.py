@@ -51,7 +51,8 @@ json_like = st.recursive(
 )
 jobs = full(JobRecord, tokens=tokens, numerics=st.none() | numerics, tflop=st.dictionaries(TEXT, NUMBER, max_size=2))
 optional = {
-    "versus": st.none() | st.lists(TEXT, min_size=1, max_size=3), "replicate": st.integers(min_value=0), "processes": st.none(),
+    "versus": st.none() | st.lists(TEXT, min_size=1, max_size=3),
+    "replicate": st.integers(min_value=0), "processes": st.none(),
     "arm": st.none() | ARMS, "rank": st.none() | st.integers(), "tokens": st.none() | tokens,
     "memory": st.none() | st.dictionaries(ARMS, full(ArmMemory)),
     "numerics": st.none() | numerics, "jobs": st.none() | st.dictionaries(TEXT, jobs, max_size=2),

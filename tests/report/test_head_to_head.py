@@ -50,7 +50,8 @@ def test_a_row_says_both_sides_and_which_one_it_is_against(three):
     assert [(row["toggle"], row["reference"]) for row in rows] == [
         ("unsloth again (A/A)", "unsloth"), ("lora_kernels + cuda_graph versus unsloth", "unsloth"),
     ]  # fmt: skip
-    assert rows[1]["verdict"] == "faster" and float(rows[1]["total × [95 %]"].split()[0]) == pytest.approx(1.2, abs=0.02)
+    assert rows[1]["verdict"] == "faster"
+    assert float(rows[1]["total × [95 %]"].split()[0]) == pytest.approx(1.2, abs=0.02)
     made = page(analysis, show(analysis))
     assert "lora_kernels + cuda_graph versus unsloth</td><td>unsloth</td>" in made
     table = pd.read_csv(io.StringIO(tables.csv(in_groups(show(analysis), analysis))))
@@ -114,7 +115,7 @@ def test_a_pair_without_times_says_whose_doing_it_is(duel):
 def test_one_name_over_two_references_is_two_stacks(duel):
     low = "adapters_in_compute_dtype"
     more = {"reference": [*BASE, low, *OTHER], "candidate": [*BASE, low, *OURS], "key": "low"}
-    ((_, headings, rows),) = matrices(Analysis([duel(OURS, OTHER), duel(OURS, OTHER) .model_copy(update=more)]))
+    ((_, headings, rows),) = matrices(Analysis([duel(OURS, OTHER), duel(OURS, OTHER).model_copy(update=more)]))
     assert len(headings) == 5 and len(set(headings)) == 5 and low in headings[2]
     assert [bool(cell) for cell in rows[0][1:]] == [False, False, True, False]
 
