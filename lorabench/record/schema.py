@@ -159,6 +159,14 @@ class RankSpread(Strict):
     spread: float  # median over trials of (slowest - fastest) / slowest
 
 
+class Energy(Strict):
+    """What the whole GPU took over a block of one arm's steps, alone, after the trials (measure/energy.py)."""
+
+    joules: float = Field(gt=0, allow_inf_nan=False)
+    steps: int = Field(ge=1)
+    seconds: float = Field(gt=0, allow_inf_nan=False)
+
+
 class Telemetry(Strict):
     """The GPU while the trials ran: (min, median, max). A disturbed trial is flagged here and kept in the lists."""
 
@@ -180,6 +188,7 @@ class Cost(Strict):
     gate: float = 0.0
     warmup: float = 0.0
     trials: float = 0.0
+    energy: float = 0.0
     profile: float = 0.0
 
 
@@ -214,6 +223,7 @@ class Record(Strict):
     notes: dict[str, Any] = Field(default_factory=dict)  # what a toggle says of itself: backend, versions, graph breaks
     roofline: dict[ArmName, dict[str, PhaseRoofline]] | None = None
     telemetry: Telemetry | None = None
+    energy: dict[ArmName, Energy] | None = None  # where the GPU counts it
     cost: Cost | None = None
     log: str | None = None  # tail of the worker's output, where it failed
 

@@ -26,6 +26,7 @@ SESSIONS = "interval is of"
 TIME = "median ms, ref → cand"
 MEMORY = "peak GiB, ref → cand"
 THROUGHPUT = "real tokens/s, ref → cand"
+ENERGY = "J per 1000 real tokens, ref → cand"
 PADDING = "padding, ref → cand"
 BOUND = "bound (of ceiling)"
 GRADIENT = "gradient error / allowed"
@@ -87,7 +88,7 @@ def giving_way(records: Sequence[Record]) -> list[str]:
     verdict never do."""
     kinds = kinds_of(records)
     shares = [s.heading for s in reversed(columns(kinds))]
-    return [PADDING, GRADIENT, UNEQUAL, BOUND, THROUGHPUT, SESSIONS, *map(times, phases_of(records)), *shares]
+    return [PADDING, ENERGY, GRADIENT, UNEQUAL, BOUND, THROUGHPUT, SESSIONS, *map(times, phases_of(records)), *shares]
 
 
 def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:
@@ -95,8 +96,8 @@ def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:
     phases = dict.fromkeys(p for k in kinds for p in k.phases)
     bounded = [s.heading for s in reversed(shares) if set(s.kind.phases) <= set(phases)]
     return [
-        TOGGLE, AGAINST, *map(times, phases), WHOLE, HOST, SESSIONS, *bounded, TIME, MEMORY, THROUGHPUT, PADDING, BOUND,
-        GRADIENT, UNEQUAL, VERDICT,
+        TOGGLE, AGAINST, *map(times, phases), WHOLE, HOST, SESSIONS, *bounded, TIME, MEMORY, THROUGHPUT, ENERGY,
+        PADDING, BOUND, GRADIENT, UNEQUAL, VERDICT,
     ]  # fmt: skip
 
 
@@ -120,6 +121,7 @@ def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequenc
         TIME: arrow(*_both(row, f"{TOTAL}_{{}}_ms")),
         MEMORY: memory + saved if memory else "",
         THROUGHPUT: arrow(*_both(row, "{}_tokens_s")),
+        ENERGY: arrow(*(row.get(f"{arm}_j_per_ktok") for arm in ARMS)),
         PADDING: arrow(*_both(row, "{}_padded_share"), percent),
         BOUND: _roofline(row),
         **_gate(record),

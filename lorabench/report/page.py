@@ -22,6 +22,7 @@ from lorabench.report.analysis import Analysis, Row, Session
 from lorabench.report.answers import answers, published_answer
 from lorabench.report.cells import (
     BOUND,
+    ENERGY,
     GRADIENT,
     HOST,
     MEMORY,
@@ -88,6 +89,7 @@ GLOSSARY = {
     "95 % interval of as many rounds as their autocorrelation leaves; throughput gain is the same and is not repeated",
     "versus": "two stacks measured against each other, without a third between them: the reference is the side that is "
     "named last, and the noise floor that of its own A/A",
+    "J per 1000 real tokens": "what the whole GPU took while each arm stepped alone for some seconds after the trials",
     "abba": "the arms did not fit together, or a patch reaches beyond its model: separate processes, in A B B A order, "
     "and an interval of the spread between them",
 }
@@ -193,7 +195,7 @@ def _point(record: Record, row: Row) -> str:
 
 def _layouts(shown: Shown) -> dict[tuple[str, ...], tuple[int, list[int]]]:
     """Columns of a group → (number of this layout, the places, from 1, of those that only a click shows)."""
-    folded = {PADDING, BOUND, GRADIENT, THROUGHPUT, UNEQUAL}
+    folded = {PADDING, BOUND, ENERGY, GRADIENT, THROUGHPUT, UNEQUAL}
     kinds = dict.fromkeys(tuple(group.columns) for group in shown.groups)
     return {
         columns: (n, [i for i, column in enumerate(columns, start=1) if column in folded])
@@ -230,6 +232,7 @@ def _sorted_by(analysis: Analysis) -> dict[str, str]:
     return {
         WHOLE: f"{TOTAL}_speedup", HOST: f"{TOTAL}_candidate_ms", SESSIONS: "sessions", TIME: f"{TOTAL}_candidate_ms",
         MEMORY: "candidate_peak_gib", THROUGHPUT: "candidate_tokens_s", PADDING: "candidate_padded_share",
+        ENERGY: "candidate_j_per_ktok",
         BOUND: "candidate_of_ceiling", GRADIENT: "grad_error", UNEQUAL: "unequal",
         **{times(phase): f"{phase}_speedup" for phase in phases_of(analysis.records)},
         **{share.heading: share.column for share in columns(kinds)},

@@ -173,6 +173,7 @@ class Runner:
             self._agreement(cell, pair)
         verdicts = _verdicts(pair)
         common: dict[str, Any] = {"numerics": _nearest_to_its_limit(verdicts), "telemetry": result.telemetry}
+        common["energy"] = _present(pair, "energy") or None
         reference, candidate = (pair.arms.get(name) for name in ARMS)
         if result.status == "ok":
             assert reference and candidate
@@ -292,7 +293,7 @@ def _short(times: list[float] | None) -> list[float] | None:
     return None if times is None else [round(t, DIGITS) for t in times]
 
 
-def _present(pair: Pair, attribute: Literal["memory", "roofline"]) -> dict[Any, Any]:
+def _present(pair: Pair, attribute: Literal["memory", "roofline", "energy"]) -> dict[Any, Any]:
     return {name: value for name, arm in pair.arms.items() if (value := getattr(arm, attribute)) is not None}
 
 

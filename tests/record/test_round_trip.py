@@ -16,6 +16,7 @@ from lorabench.record.schema import (
     TOTAL,
     ArmMemory,
     Cost,
+    Energy,
     JobRecord,
     Numerics,
     Phase,
@@ -61,6 +62,7 @@ optional = {
     "notes": st.dictionaries(TEXT, json_like, max_size=3),
     "roofline": st.none()
     | st.dictionaries(ARMS, st.dictionaries(TEXT, full(PhaseRoofline), max_size=2)),
+    "energy": st.none() | st.dictionaries(ARMS, full(Energy, joules=MS, seconds=MS)),
     "telemetry": st.none() | full(Telemetry), "cost": st.none() | full(Cost), "log": st.none() | TEXT,
 }  # fmt: skip
 named = {
