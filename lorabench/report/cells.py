@@ -121,7 +121,7 @@ def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequenc
         TIME: arrow(*_both(row, f"{TOTAL}_{{}}_ms")),
         MEMORY: memory + saved if memory else "",
         THROUGHPUT: arrow(*_both(row, "{}_tokens_s")),
-        ENERGY: arrow(*(row.get(f"{arm}_j_per_ktok") for arm in ARMS)),
+        ENERGY: arrow(row.get("reference_j_per_ktok"), row.get("candidate_j_per_ktok")),
         PADDING: arrow(*_both(row, "{}_padded_share"), percent),
         BOUND: _roofline(row),
         **_gate(record),

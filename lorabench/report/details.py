@@ -51,7 +51,7 @@ def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequen
         "model": record.model,
         "workload": record.workload,
         "status": record.status,
-        "toggles": record.ablations,
+        "toggles": [*record.ablations, *(record.versus or ())],
         "facts": {name: fact for name, fact in facts.items() if fact},
         "trials": [_trials(r) for r in measured if r.phases],
         "log": record.log or "",

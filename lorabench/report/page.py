@@ -245,7 +245,7 @@ def _choices(records: Sequence[Record]) -> dict[str, list[str]]:
         "model": list(dict.fromkeys(r.model for r in records)),
         "workload": list(dict.fromkeys(r.workload for r in records)),
         "status": list(dict.fromkeys(r.status for r in records)),
-        "toggle": sorted({name for r in records for name in r.ablations}),
+        "toggle": sorted({name for r in records for name in (*r.ablations, *(r.versus or ()))}),
     }
 
 

@@ -62,7 +62,7 @@ class FakeNvml:
     def __init__(self, gpu):
         self.gpu = gpu
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):  # noqa: N802
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
         if self.gpu is None:
             raise self.NVMLError("Not Supported")
         return self.gpu.read()

@@ -226,7 +226,7 @@ def test_energy_is_shown_where_it_was_counted_and_nowhere_else(record, cells_of)
     facts = cells_of(page(analysis, show(analysis)))[0]["facts"]
     assert facts["energy, candidate"] == "1200 J in 100 steps alone, 4.00 s, 300 W"
     assert "J per 1000" not in markdown([other]) and "candidate_j_per_ktok" not in frame([other])
-    without = record(["c"], tokens=None, kind="load", numerics=None, energy=counted)
+    without = record(["c"], tokens=None, kind="load", energy=counted)
     assert "candidate_j_per_ktok" not in frame([without])
 
 
