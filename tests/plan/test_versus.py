@@ -26,7 +26,8 @@ def test_two_sides_are_one_row_and_the_noise_floor_of_the_one_that_it_is_against
 
 
 @pytest.mark.parametrize(
-    "side", ["lora_kernels+packing", "'packing + lora_kernels'", "[lora_kernels,packing]", "[packing,{lora_kernels:}]"]
+    "side",
+    ["lora_kernels+packing", "'packing + lora_kernels'", "[lora_kernels,packing]", "[packing,{lora_kernels:{}}]"],
 )
 def test_a_side_is_named_in_any_of_these_ways(side):
     keys = [cell.key for cell in cells("versus=[lora_kernels+packing,eager]")]
