@@ -54,7 +54,7 @@ def show_plan(console: Console, config: Any, machine: Machine) -> None:
         table.add_row(
             escape(f"{cell.model.name} @ {cell.workload.name}"),
             escape(", ".join(a.label for a in cell.reference)),
-            escape(" + ".join(t.label for t in cell.toggles)) or "reference against itself",
+            escape(cell.tested),
             _words(cell, machine, estimates.get(cell.key), config.timeout_s),
         )
     console.print(table)

@@ -167,10 +167,15 @@ def random_samples(lengths: list[int], vocabulary: int = 256, seed: int = 0) -> 
 
 
 def md_rows(text: str, title: str) -> list[dict[str, str]]:
-    """The first table below a heading of summary.md, cells unescaped."""
-    block = text.split(f"## {title}\n\n")[1].split("\n\n")[0].splitlines()
-    cells = [[re.sub(r"\\(.)", r"\1", c.strip()) for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block]
-    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+    """The first table below a heading of summary.md, cells unescaped; of a group in parts, those of all its parts."""
+    parts = rf"^## {re.escape(title)}(?:, references of [^\n]* ms|, without times)?\n\n(.*?)(?:\n\n|\n?\Z)"
+    rows: list[dict[str, str]] = []
+    for block in re.findall(parts, text, re.MULTILINE | re.DOTALL):
+        lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in block.splitlines()]
+        headings, _, *cells = [[re.sub(r"\\(.)", r"\1", c.strip()) for c in line] for line in lines]
+        rows += [dict(zip(headings, row, strict=True)) for row in cells]
+    assert rows, f"no table is called {title}"
+    return rows
 
 
 CPU = DEFAULTS["cpu"]

@@ -39,6 +39,8 @@ class Cell:
     warmup: int
     seed: int
     world_size: int = 1
+    # Of a head to head: the side that is the reference, as it was named; `toggles` are then the other side.
+    versus: tuple[Ablation, ...] = ()
     # Of a reference against itself: the toggles for whose cells, measured in separate processes, it is the noise floor.
     floor_of: tuple[Ablation, ...] = ()
 
@@ -60,15 +62,23 @@ class Cell:
             content["kind"] = self.kind
         if self.ranks > 1:
             content["world_size"] = self.ranks
+        if self.versus:
+            content["versus"] = _content(self.versus)
         if self.floor_of:
             content["separate"] = True
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
+    def tested(self) -> str:
+        """What is measured against what, in words."""
+        own, against = (" + ".join(t.label for t in side) for side in (self.toggles, self.versus))
+        if own:
+            return f"{own} versus {against}" if against else own
+        return f"{against or 'reference'} against itself{', separate processes' if self.floor_of else ''}"
+
+    @property
     def title(self) -> str:
-        apart = ", separate processes" if self.floor_of else ""
-        what = " + ".join(t.label for t in self.toggles) or f"reference against itself{apart}"
-        return f"{self.model.name} @ {self.workload.name}: {what}"
+        return f"{self.model.name} @ {self.workload.name}: {self.tested}"
 
     @property
     def jobs(self) -> list[Job]:

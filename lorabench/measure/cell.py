@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +27,9 @@ from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.work import Work
-from lorabench.measure import fairness, memory, profile, roofline, telemetry, trial
+from lorabench.measure import energy, fairness, memory, profile, roofline, telemetry, trial
 from lorabench.measure.kind import GateRequest, JobCounts, Kind, Request, request_of
-from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Numerics, PhaseRoofline, RankSpread, Telemetry
+from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Energy, Numerics, PhaseRoofline, RankSpread, Telemetry
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ArmResult:
     times: dict[str, list[float]] = field(default_factory=dict)
     memory: ArmMemory | None = None
     roofline: dict[str, PhaseRoofline] | None = None
+    energy: Energy | None = None
     evidence: list[dict[str, Any]] = field(default_factory=list)
     numerics: dict[str, Numerics] = field(default_factory=dict)
     applied: dict[str, int] = field(default_factory=dict)
@@ -118,6 +120,7 @@ class Measurement:
             self.agreement()
             self.time()
             self.agreement()
+            self.energy()
             self.profile()
         except Failure as failure:
             self._fail(failure.status, failure.reason, failure.arm)
@@ -309,6 +312,15 @@ class Measurement:
         phases = [p for p in self.kind.phases if p in done[0].device_ms]
         times = {phase: [t.device_ms[phase] for t in done] for phase in phases}
         return {**times, TOTAL: [sum(parts) for parts in zip(*times.values(), strict=True)]}
+
+    def energy(self) -> None:
+        """Of each arm whose trials have tokens. Of an arm's several processes the first, as its memory is."""
+        with self._seconds("energy"):
+            for name, arm in self.arms.items() if self.task.gate else ():
+                into = self.result.arms[name]
+                if into.jobs:
+                    self.tell(f"measuring the energy of the {name}")
+                    into.energy = energy.measure(arm, statistics.median(into.times[TOTAL]))
 
     def profile(self) -> None:
         """Busy time of the device, after the trials, and with it the label and the distance to the ceiling."""

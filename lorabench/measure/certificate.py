@@ -44,10 +44,12 @@ SPREAD = (0.4, 2.5)  # of two runs under dropout: the candidate's distance over 
 
 
 def certify(
-    reference: Testimony, candidate: Testimony, dtype: torch.dtype, declared: Sequence[Tolerance] = ()
-) -> list[Check]:
+    reference: Testimony, candidate: Testimony, dtype: torch.dtype, declared: Sequence[Tolerance] = (),
+    of_reference: Sequence[Tolerance] = (),
+) -> list[Check]:  # fmt: skip
     """The checks of one job, of two processes or of one, causes before what follows from them: a record names the first
-    that fails. Evidence that does not exist yet is not looked at."""
+    that fails. Evidence that does not exist yet is not looked at. `declared` by the toggles of either arm,
+    `of_reference` by the reference's own."""
     masked = not (reference.masks_off and candidate.masks_off)
     allowed = _Allowed(reference.noise, masked, dtype, declared)
     checks = [_same_phases(reference, candidate)]
@@ -56,9 +58,9 @@ def certify(
     checks.append(_loss("the loss", reference.loss, candidate.loss, allowed.loss))
     if candidate.spread is not None and reference.spread is not None:
         checks.append(_spread(reference.spread, candidate.spread))
-    for testimony, name in ((reference, "reference"), (candidate, "candidate")):
+    for testimony, name, own in ((reference, "reference", of_reference), (candidate, "candidate", declared)):
         if testimony.update_errors:
-            checks.append(_updates(name, testimony, declared))
+            checks.append(_updates(name, testimony, own))
     if reference.losses and candidate.losses:
         checks += _trials(reference, candidate, _Allowed(reference.noise, reference.dropout, dtype, declared))
     if reference.after and candidate.after and reference.last_loss is not None and candidate.last_loss is not None:
@@ -204,8 +206,7 @@ def _of_sketches(reference: np.ndarray, candidate: np.ndarray) -> tuple[float, f
 
 
 def _updates(arm: str, testimony: Testimony, declared: Sequence[Tolerance]) -> Check:
-    own = [t.update for t in declared] if arm == "candidate" else []
-    limit = max([UPDATE[testimony.low_precision], *own])
+    limit = max([UPDATE[testimony.low_precision], *(t.update for t in declared)])
     found = {f"{name}, trial {n}": (error, limit) for n, (error, name) in enumerate(testimony.update_errors, start=1)}
     return _worst(f"the {arm}'s update against AdamW on its own gradients", found)
 

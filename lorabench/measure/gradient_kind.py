@@ -188,11 +188,12 @@ class GradientKind(Kind):
     ) -> Numerics | None:
         if verdict is None:
             return None
-        declared = [
-            a.tolerance for a in (*cell.reference, *cell.candidate) if a.tolerance and a not in cell.held_weights
-        ]
+        own, others = (
+            [a.tolerance for a in arm if a.tolerance and a not in cell.held_weights]
+            for arm in (cell.reference, cell.candidate)
+        )
         verdict = verdict.model_copy(update={"depth_noise": reference.noise is not None})
-        return numerics.with_checks(verdict, certify(reference, candidate, dtype, declared))
+        return numerics.with_checks(verdict, certify(reference, candidate, dtype, [*own, *others], own))
 
     def explain(self, numerics_: Numerics) -> str:
         return numerics.explain(numerics_)

@@ -6,6 +6,7 @@ import difflib
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -25,7 +26,7 @@ from lorabench.contract.kind import kind, registered
 from lorabench.contract.model import Lora, ModelSpec
 from lorabench.contract.names import NameUnknown, nearest
 from lorabench.contract.workload import Workload, WorkloadError, fixed
-from lorabench.plan import architecture, registry, samples, weights
+from lorabench.plan import architecture, registry, samples, versus, weights
 from lorabench.plan.architecture import ModelError
 from lorabench.plan.design import DESIGNS, NOTHING, DesignError, Known, Subject, cells
 from lorabench.plan.weights import WeightsError
@@ -55,6 +56,7 @@ class SweepConfig(BaseModel):
     dtype: str
     weights: str
     ablations: list[Any] | None
+    versus: list[Any] | None
     own_ablations: dict[str, list[Any]]
     reference: str | list[Any]
     design: str
@@ -72,7 +74,7 @@ class SweepConfig(BaseModel):
     list: bool
     dry_run: bool
 
-    @field_validator("models", "ablations", "estimate_from", mode="before")
+    @field_validator("models", "ablations", "versus", "estimate_from", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -194,11 +196,15 @@ def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
         toggles = [_together(item) for item in _ablations(config, subjects)]
         counts = {"trials": config.trials or default.trials, "warmup": config.warmup or default.warmup}
         counts |= {"seed": config.seed, "world_size": config.world_size}
-        made = [
-            cell
-            for reference in references(config)
-            for cell in cells(subjects, reference, toggles, design=config.design, known=known, **counts)
-        ]
+        stacks = references(config)
+        made: list[Cell] = []
+        if config.ablations is not None or config.versus is None:  # a head to head needs nothing beside it
+            of_design = partial(cells, subjects, ablations=toggles, design=config.design, known=known, **counts)
+            made += [cell for base in stacks for cell in of_design(base)]
+        if config.versus is not None:
+            named = versus.sides(config.versus)
+            duels = [c for base in stacks for c in versus.cells(subjects, base, named, **counts)]
+            made += {cell.key: cell for cell in duels}.values()  # two references may come to one stack
     except ValidationError as error:
         raise ConfigError(_first(error)) from None
     except (NameUnknown, DesignError, WorkloadError, ModelError, WeightsError) as error:

@@ -143,17 +143,23 @@ def cells(
     kinds = {subject.kind for subject in subjects}
     made = []
     for subject in subjects:
-        its = [_first_that_fits(item, subject.model) for item in reference]
-        if reason := conflict(its):
-            raise DesignError(f"the reference cannot be built: {reason}")
-        own = [a for a in its if subject.kind in a.kinds]
-        fitting = [t for t in ablations if _goes_with(t, subject.kind, kinds)]
+        own = reference_of(subject, reference)
+        fitting = [t for t in ablations if goes_with(t, subject.kind, kinds)]
         make = partial(
             _cell, subject, design=design, trials=trials, warmup=warmup, seed=seed, world_size=world_size
         )  # fmt: skip
         family = [make(own, []), *(contrasts(design, own, fitting, make, known) if fitting else ())]
-        made += [family[0], *_separate_floor(family), *family[1:]]
+        made += [family[0], *separate_floor(family), *family[1:]]
     return made
+
+
+def reference_of(subject: Subject, reference: Sequence[Toggles]) -> list[Ablation]:
+    """The toggles of a reference that a subject's kind knows: of each item the first that its model can have. Raises
+    DesignError where they do not go together."""
+    its = [_first_that_fits(item, subject.model) for item in reference]
+    if reason := conflict(its):
+        raise DesignError(f"the reference cannot be built: {reason}")
+    return [a for a in its if subject.kind in a.kinds]
 
 
 def _first_that_fits(choice: Toggles, model: ModelSpec) -> Ablation:
@@ -176,7 +182,7 @@ def _cell(subject: Subject, base: Sequence[Ablation], toggles: Sequence[Ablation
     )  # fmt: skip
 
 
-def _separate_floor(family: Sequence[Cell]) -> list[Cell]:
+def separate_floor(family: Sequence[Cell]) -> list[Cell]:
     """The reference against itself in separate processes, where cells of the family are measured so and it is not."""
     itself, *others = family
     reach = dict.fromkeys(a for cell in others for a in (*cell.reference, *cell.candidate) if a.global_patch)
@@ -188,7 +194,7 @@ def _kind_of(subject: str, toggles: Sequence[Ablation]) -> str:
     return next((a.kinds[0] for a in toggles if a.bounds), subject)
 
 
-def _goes_with(toggles: Toggles, own: str, kinds: set[str]) -> bool:
+def goes_with(toggles: Toggles, own: str, kinds: set[str]) -> bool:
     """Whether a candidate is measured on a subject of the kind `own`, in a sweep that has all these `kinds`."""
     fits = [k for k in kinds if all(_knows(a, k) for a in toggles)]
     return own in fits or not fits
@@ -230,6 +236,8 @@ def _refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
         )
     for toggle in cell.toggles:
         if toggle in cell.reference:
+            if cell.versus:  # what both sides name is none of what they differ in
+                continue
             return "not_applied", f"{toggle.label} is already part of the reference"
         reason = asked(toggle, Ablation.without_effect, cell.reference, machine.dtype(cell.model.dtype))
         if reason is not None:

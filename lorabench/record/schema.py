@@ -159,6 +159,14 @@ class RankSpread(Strict):
     spread: float  # median over trials of (slowest - fastest) / slowest
 
 
+class Energy(Strict):
+    """What the whole GPU took over a block of one arm's steps, alone, after the trials (measure/energy.py)."""
+
+    joules: float = Field(gt=0, allow_inf_nan=False)
+    steps: int = Field(ge=1)
+    seconds: float = Field(gt=0, allow_inf_nan=False)
+
+
 class Telemetry(Strict):
     """The GPU while the trials ran: (min, median, max). A disturbed trial is flagged here and kept in the lists."""
 
@@ -180,6 +188,7 @@ class Cost(Strict):
     gate: float = 0.0
     warmup: float = 0.0
     trials: float = 0.0
+    energy: float = 0.0
     profile: float = 0.0
 
 
@@ -197,6 +206,7 @@ class Record(Strict):
     reference: list[str]
     candidate: list[str]
     ablations: list[str]  # empty: the reference against itself, the noise floor
+    versus: list[str] | None = Field(None, min_length=1)  # head to head: the reference's side, named as `ablations` are
     status: Status
     reason: str | None = None  # in words a user understands; required unless ok
     arm: ArmName | None = None  # which arm ran out of memory, hung or crashed, where that is known
@@ -209,10 +219,11 @@ class Record(Strict):
     numerics: Numerics | None = None  # of several jobs the one nearest to its limit
     jobs: dict[str, JobRecord] | None = None  # where there are several
     ranks: dict[ArmName, RankSpread] | None = None  # of the arms that step on several
-    applied: dict[str, int] | None = None  # sites changed, per toggle of the candidate
+    applied: dict[str, int] | None = None  # sites changed, per toggle of the candidate (head to head: of both)
     notes: dict[str, Any] = Field(default_factory=dict)  # what a toggle says of itself: backend, versions, graph breaks
     roofline: dict[ArmName, dict[str, PhaseRoofline]] | None = None
     telemetry: Telemetry | None = None
+    energy: dict[ArmName, Energy] | None = None  # where the GPU counts it
     cost: Cost | None = None
     log: str | None = None  # tail of the worker's output, where it failed
 

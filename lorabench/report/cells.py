@@ -11,7 +11,7 @@ from lorabench.record.schema import ARMS, TOTAL, Record
 from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import interactions, ladder, leave_one_out, shapley
-from lorabench.report.contrasts import Contrasts
+from lorabench.report.contrasts import Contrasts, side, versus
 from lorabench.report.groups import Group
 from lorabench.report.shares import ShareOf, columns
 from lorabench.report.tidy import GIB, kinds_of, phases_of
@@ -19,12 +19,14 @@ from lorabench.report.words import arrow, number, percent, ratio, span, speedup,
 
 # The columns, by their headings. Beside these there is one a phase, one a share and one for each kind's throughput.
 TOGGLE = "toggle"
+AGAINST = "reference"
 WHOLE = f"{TOTAL} × [95 %]"
 HOST = "host-bound: ms (host's share), ref → cand"
 SESSIONS = "interval is of"
 TIME = "median ms, ref → cand"
 MEMORY = "peak GiB, ref → cand"
 THROUGHPUT = "real tokens/s, ref → cand"
+ENERGY = "J per 1000 real tokens, ref → cand"
 PADDING = "padding, ref → cand"
 BOUND = "bound (of ceiling)"
 GRADIENT = "gradient error / allowed"
@@ -56,16 +58,22 @@ class TextGroup(NamedTuple):
 def text_groups(analysis: Analysis) -> list[TextGroup]:
     """The human table of all records, a group a model @ workload (and kind, and reference)."""
     made: list[TextGroup] = []
-    holds: dict[str, set[str]] = {}  # by kind, the columns that hold anything: they are the same in all its groups
+    # By kind, and whether head to head, the columns that hold anything: they are the same in all such groups.
+    holds: dict[tuple[str, bool], set[str]] = {}
     shares = columns(kinds_of(analysis.records))
     for group in analysis.groups:
         records = analysis.ordered(group)
         rows = [_cells(analysis.row(r), r, group, shares) for r in records]
-        holds.setdefault(group.kind.name, set(ALWAYS)).update(c for row in rows for c, text in row.items() if text)
+        filled = holds.setdefault(_layout(group), set(ALWAYS))
+        filled |= {c for row in rows for c, text in row.items() if text}
         own = _headings([group.kind], shares)
         made.append(TextGroup(group.title, own, rows, records, attribution_tables(group.records, analysis.contrasts)))
-    kinds = [group.kind.name for group in analysis.groups]
-    return [g._replace(columns=[c for c in g.columns if c in holds[k]]) for g, k in zip(made, kinds, strict=True)]
+    layouts = map(_layout, analysis.groups)
+    return [g._replace(columns=[c for c in g.columns if c in holds[k]]) for g, k in zip(made, layouts, strict=True)]
+
+
+def _layout(group: Group) -> tuple[str, bool]:
+    return group.kind.name, group.head_to_head
 
 
 def all_columns(found: Sequence[TextGroup], records: Sequence[Record]) -> list[str]:
@@ -76,10 +84,11 @@ def all_columns(found: Sequence[TextGroup], records: Sequence[Record]) -> list[s
 
 
 def giving_way(records: Sequence[Record]) -> list[str]:
-    """The columns that give way on a narrow terminal, least important first. Total, memory and verdict never do."""
+    """The columns that give way on a narrow terminal, least important first. Milliseconds, total, memory and
+    verdict never do."""
     kinds = kinds_of(records)
     shares = [s.heading for s in reversed(columns(kinds))]
-    return [PADDING, GRADIENT, UNEQUAL, BOUND, THROUGHPUT, TIME, SESSIONS, *map(times, phases_of(records)), *shares]
+    return [PADDING, ENERGY, GRADIENT, UNEQUAL, BOUND, THROUGHPUT, SESSIONS, *map(times, phases_of(records)), *shares]
 
 
 def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:
@@ -87,8 +96,8 @@ def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:
     phases = dict.fromkeys(p for k in kinds for p in k.phases)
     bounded = [s.heading for s in reversed(shares) if set(s.kind.phases) <= set(phases)]
     return [
-        TOGGLE, *map(times, phases), WHOLE, HOST, SESSIONS, *bounded, TIME, MEMORY, THROUGHPUT, PADDING, BOUND,
-        GRADIENT, UNEQUAL, VERDICT,
+        TOGGLE, AGAINST, *map(times, phases), WHOLE, HOST, SESSIONS, *bounded, TIME, MEMORY, THROUGHPUT, ENERGY,
+        PADDING, BOUND, GRADIENT, UNEQUAL, VERDICT,
     ]  # fmt: skip
 
 
@@ -105,12 +114,14 @@ def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequenc
     memory = arrow(*_both(row, "{}_peak_gib"))
     return cells | {
         TOGGLE: row["toggles"],
+        AGAINST: versus(record),
         WHOLE: whole(row),
         HOST: _host(row),
         SESSIONS: _sessions(row),
         TIME: arrow(*_both(row, f"{TOTAL}_{{}}_ms")),
         MEMORY: memory + saved if memory else "",
         THROUGHPUT: arrow(*_both(row, "{}_tokens_s")),
+        ENERGY: arrow(row.get("reference_j_per_ktok"), row.get("candidate_j_per_ktok")),
         PADDING: arrow(*_both(row, "{}_padded_share"), percent),
         BOUND: _roofline(row),
         **_gate(record),
@@ -194,7 +205,8 @@ def _gate(record: Record) -> dict[str, str]:
 def judgement(row: Mapping[Any, Any], record: Record, group: Group) -> str:
     """The last word on a row: verdict, or status and reason; for A/A, what the noise lets us see."""
     if fits_alone(row):
-        return f"reference does not fit, candidate does (oom): {row['reason']}"
+        names = (versus(record), side(record)) if record.versus else ARMS
+        return "{} does not fit, {} does (oom): ".format(*names) + row["reason"]
     if record.status != "ok":
         return f"{row['status']}: {row['reason']}{_provenance(row)}"
     if not record.is_candidate:

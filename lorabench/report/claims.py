@@ -195,7 +195,7 @@ def match(records: Sequence[Record], sources: Sequence[Source] | None = None) ->
     pairs = [(s, c) for s in every for c in s.claims if not c.open and not c.same_as]
     found = []
     for record in records:
-        if not record.is_noise_floor:
+        if not record.is_noise_floor and not record.versus:  # a claim is of toggles, and not of one stack over another
             tested, base = _names(record.ablations), _names(record.reference)
             found += [m for s, c in pairs if _is_about(c, record) and (m := _match(s, c, record, tested, base))]
     return found

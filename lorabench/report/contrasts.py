@@ -15,9 +15,21 @@ WHOLE: Phases = (TOTAL,)
 
 
 def toggles(record: Record) -> str:
-    """The row's name: the toggles under test."""
-    own = "A/A, separate processes" if record.pairing == "abba" else "A/A"
-    return " + ".join(record.ablations) or f"reference again ({own})"
+    """The row's name: the toggles under test, of a head to head those of both sides."""
+    own, against = side(record), versus(record)
+    if own:
+        return f"{own} versus {against}" if against else own
+    return f"{against or 'reference'} again (A/A{', separate processes' if record.pairing == 'abba' else ''})"
+
+
+def side(record: Record) -> str:
+    """The toggles under test; '' for what is measured against itself."""
+    return " + ".join(record.ablations)
+
+
+def versus(record: Record) -> str:
+    """Of a head to head, the side that is the reference; else ''."""
+    return " + ".join(record.versus or ())
 
 
 def trials(record: Record, phases: Phases = WHOLE) -> Phase | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lorabench.record.schema import ARMS, JobRecord, Numerics, Phase, RankSpread, Record, Telemetry
+from lorabench.record.schema import ARMS, Energy, JobRecord, Numerics, Phase, RankSpread, Record, Telemetry
 from lorabench.report.analysis import Row
-from lorabench.report.contrasts import toggles
+from lorabench.report.contrasts import toggles, versus
 from lorabench.report.rerun import rerun
 from lorabench.report.tidy import GIB, gate_of
 from lorabench.report.words import number, percent, ratio
@@ -23,6 +23,7 @@ def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequen
     facts: dict[str, Fact | None] = {
         "status": f"{record.status}: {record.reason}" if record.reason else record.status,
         "kind": record.kind,
+        "versus": versus(record),
         "reference": " + ".join(record.reference) or "plain",
         "candidate": " + ".join(record.candidate) or "plain",
         "pairing": record.pairing,
@@ -38,6 +39,7 @@ def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequen
         "numerics, of what": _compared(record.numerics) if record.numerics else None,
         **_roofline(record),
         "telemetry": _telemetry(record.telemetry) if record.telemetry else None,
+        **{f"energy, {arm}": _energy(block) for arm, block in (record.energy or {}).items()},
         "notes": pairs({name: said for name, said in record.notes.items() if name not in (record.applied or {})}),
         "cost, s": pairs(_rounded(record.cost.model_dump())) if record.cost else None,
         "design": record.design,
@@ -49,7 +51,7 @@ def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequen
         "model": record.model,
         "workload": record.workload,
         "status": record.status,
-        "toggles": record.ablations,
+        "toggles": [*record.ablations, *(record.versus or ())],
         "facts": {name: fact for name, fact in facts.items() if fact},
         "trials": [_trials(r) for r in measured if r.phases],
         "log": record.log or "",
@@ -124,6 +126,11 @@ def _telemetry(found: Telemetry) -> list[list[str]]:
     rows += [[name, ", ".join(map(str, values)), "", ""] for name, values in listed.items() if values]
     rows += [] if found.load_average is None else [["load average at the end", "", "", number(found.load_average)]]
     return [["while the trials ran", "least", "median", "most"], *rows]
+
+
+def _energy(found: Energy) -> str:
+    watts = number(found.joules / found.seconds)
+    return f"{number(found.joules)} J in {found.steps} steps alone, {number(found.seconds)} s, {watts} W"
 
 
 def pairs(values: Mapping[Any, Any]) -> str:

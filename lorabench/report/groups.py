@@ -1,4 +1,4 @@
-"""Records that stand in one table: of one model, workload, kind and reference.
+"""Records that stand in one table: of one model, workload, kind and reference, or of a head to head against one side.
 
 The least work of a kind (a record that is no candidate) stands with the rows that it bounds.
 """
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from lorabench.contract.kind import kind
 from lorabench.record.schema import Record
+from lorabench.report.contrasts import versus
 
 
 class Group(NamedTuple):
@@ -20,18 +21,25 @@ class Group(NamedTuple):
     kind: Any
     records: list[Record]
 
+    @property
+    def head_to_head(self) -> bool:
+        return self.records[0].versus is not None
+
 
 def groups(records: Iterable[Record]) -> list[Group]:
     """Groups in order of first appearance: `model @ workload`, the kind where there are several, and against which
     reference where the sweep had several (each has an A/A record of its own)."""
     found: list[Group] = []
-    for (model, workload), members in _alike(records).items():
-        homes = home_kinds(members)
+    for (model, workload), together in _alike(records).items():
+        homes = home_kinds(together)
         kinds = list(dict.fromkeys(homes))
         for name in kinds:
-            own = [r for r, home in zip(members, homes, strict=True) if home == name]
+            own = [r for r, home in zip(together, homes, strict=True) if home == name]
             suffix = f", {name}" if len(kinds) > 1 else ""
-            found += _by_reference(f"{model} @ {workload}{suffix}", name, own)
+            for side in dict.fromkeys(versus(r) for r in own):  # '': what is no head to head
+                against = f", against {side}" if side else ""
+                members = [r for r in own if versus(r) == side]
+                found += _by_reference(f"{model} @ {workload}{suffix}{against}", name, members)
     return found
 
 
@@ -84,12 +92,13 @@ class Home(NamedTuple):
     model: str
     workload: str
     kind: str
+    stack: frozenset[str]  # of a head to head the whole reference: no other stack's noise is that of this one
 
 
 def homes(records: Sequence[Record]) -> dict[int, Home]:
     """id(record) → its home, for all records of a folder."""
     return {
-        id(record): Home(model, workload, name)
+        id(record): Home(model, workload, name, frozenset(record.reference if record.versus else ()))
         for (model, workload), members in _alike(records).items()
         for record, name in zip(members, home_kinds(members), strict=True)
     }

@@ -22,6 +22,7 @@ from lorabench.report.analysis import Analysis, Row, Session
 from lorabench.report.answers import answers, published_answer
 from lorabench.report.cells import (
     BOUND,
+    ENERGY,
     GRADIENT,
     HOST,
     MEMORY,
@@ -86,6 +87,9 @@ GLOSSARY = {
     "detects": "the smallest true speed-up that as many trials would call faster 4 times out of 5",
     "speed-up": "reference time / candidate time: Hodges–Lehmann centre of the log ratios of paired trials, with a "
     "95 % interval of as many rounds as their autocorrelation leaves; throughput gain is the same and is not repeated",
+    "versus": "two stacks measured against each other, without a third between them: the reference is the side that is "
+    "named last, and the noise floor that of its own A/A",
+    "J per 1000 real tokens": "what the whole GPU took while each arm stepped alone for some seconds after the trials",
     "abba": "the arms did not fit together, or a patch reaches beyond its model: separate processes, in A B B A order, "
     "and an interval of the spread between them",
 }
@@ -97,7 +101,7 @@ def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = N
     share = overhead_share(records)
     commands = {s["id"]: s.get("command") or [] for s in sessions}
     rows = {id(row.shown): row for row in analysis.rows}
-    listed = [record for group in shown.ranked for record in group.records]
+    listed = [record for group in shown.groups for record in group.records]
     place = {id(record): n for n, record in enumerate(listed)}
     marks = {f"{GID}{r.kind}-{r.key}": (place[id(r)], _point(r, analysis.row(r))) for r in listed}
     of = CAPTIONS | ({"speedup": CAPTIONS["map"]} if len(analysis.groups) > MANY else {})
@@ -135,6 +139,7 @@ def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = N
         ],
         first=[figures[name] for name in FIRST if name in figures],
         figures=[figure for name, figure in figures.items() if name not in FIRST],
+        head_to_head=shown.head_to_head,
         claims=shown.claims,
         sources=load_claims(),
         standing=lambda claim: standing(claim, analysis.matches),
@@ -190,8 +195,8 @@ def _point(record: Record, row: Row) -> str:
 
 def _layouts(shown: Shown) -> dict[tuple[str, ...], tuple[int, list[int]]]:
     """Columns of a group → (number of this layout, the places, from 1, of those that only a click shows)."""
-    folded = {PADDING, BOUND, GRADIENT, THROUGHPUT, UNEQUAL}
-    kinds = dict.fromkeys(tuple(group.columns) for group in shown.ranked)
+    folded = {PADDING, BOUND, ENERGY, GRADIENT, THROUGHPUT, UNEQUAL}
+    kinds = dict.fromkeys(tuple(group.columns) for group in shown.groups)
     return {
         columns: (n, [i for i, column in enumerate(columns, start=1) if column in folded])
         for n, columns in enumerate(kinds)
@@ -200,7 +205,7 @@ def _layouts(shown: Shown) -> dict[tuple[str, ...], tuple[int, list[int]]]:
 
 def _table(columns: tuple[str, ...], shown: Shown, analysis: Analysis, number: int) -> dict[str, Any]:
     """One table of all groups with these columns: each group a body of its own, within which alone it sorts."""
-    groups = [group for group in shown.ranked if tuple(group.columns) == columns]
+    groups = [group for group in shown.groups if tuple(group.columns) == columns]
     return {"columns": columns, "layout": number, "groups": [(group, _values(group, analysis)) for group in groups]}
 
 
@@ -227,6 +232,7 @@ def _sorted_by(analysis: Analysis) -> dict[str, str]:
     return {
         WHOLE: f"{TOTAL}_speedup", HOST: f"{TOTAL}_candidate_ms", SESSIONS: "sessions", TIME: f"{TOTAL}_candidate_ms",
         MEMORY: "candidate_peak_gib", THROUGHPUT: "candidate_tokens_s", PADDING: "candidate_padded_share",
+        ENERGY: "candidate_j_per_ktok",
         BOUND: "candidate_of_ceiling", GRADIENT: "grad_error", UNEQUAL: "unequal",
         **{times(phase): f"{phase}_speedup" for phase in phases_of(analysis.records)},
         **{share.heading: share.column for share in columns(kinds)},
@@ -239,7 +245,7 @@ def _choices(records: Sequence[Record]) -> dict[str, list[str]]:
         "model": list(dict.fromkeys(r.model for r in records)),
         "workload": list(dict.fromkeys(r.workload for r in records)),
         "status": list(dict.fromkeys(r.status for r in records)),
-        "toggle": sorted({name for r in records for name in r.ablations}),
+        "toggle": sorted({name for r in records for name in (*r.ablations, *(r.versus or ()))}),
     }
 
 

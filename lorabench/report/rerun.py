@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from lorabench.record.schema import Record
 
 # What a single cell says for itself, and what is of the whole sweep.
-OWN = ("kind", "models", "workload", "ablations", "reference", "design", "output", "resume", "repeat", "queue", "list",
-       "dry_run")  # fmt: skip
+OWN = ("kind", "models", "workload", "ablations", "versus", "reference", "design", "output", "resume", "repeat",
+       "queue", "list", "dry_run")  # fmt: skip
 CHANGED = re.compile(r"(?P<name>.*)\((?P<values>[^()]*=[^()]*)\)")
 PLAIN = re.compile(r"[\w.+-]+")
 
@@ -30,16 +30,31 @@ def rerun(record: Record, command: Sequence[object]) -> str:
         *([f"kind={record.kind}"] if record.is_candidate else []),
         f"models=[{_named(record.model)}]",
         f"workload={_named(record.workload)}",
-        f"reference=[{', '.join(map(_named, record.reference))}]",
-        f"ablations=[{_together(record.ablations)}]",
+        *_compared(record, suite=any(word.startswith("suite=") for word in kept)),
         "design=solo",
         "output=output/rerun",
     ]
     return shlex.join(["python", "-m", "lorabench.sweep", *kept, *own])
 
 
+def _compared(record: Record, suite: bool) -> list[str]:
+    """Reference and candidate. Of a head to head the reference is what both sides stand over, as far as either shows
+    it. A suite may bring a head to head of its own."""
+    if not record.versus or not record.ablations:
+        own = [f"reference=[{_list(record.reference)}]", f"ablations=[{_together(record.ablations)}]"]
+        return [*own, "versus=null"] if suite else own
+    under = [t for t in record.candidate if t not in record.ablations]
+    under += [t for t in record.reference if t not in (*record.versus, *under)]
+    sides = f"versus=[{_together(record.ablations)}, {_together(record.versus)}]"
+    return [f"reference=[{_list(under)}]", "ablations=null", sides]
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(map(_named, names))
+
+
 def _together(names: Sequence[str]) -> str:
-    return f"[{', '.join(map(_named, names))}]" if names else ""
+    return f"[{_list(names)}]" if names else ""
 
 
 def _named(label: str) -> str:

@@ -1,4 +1,4 @@
-"""What a report shows, as text, made once from an analysis: the groups of rows, and the published numbers.
+"""What a report shows, made once from an analysis: the groups of rows, and the published numbers.
 
 A table ranks only what compares: where the references of a group took over a tenth longer in one row than in another,
 their hosts or clocks were not the same, and the group falls into parts.
@@ -11,34 +11,52 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import pandas as pd
+
 from lorabench.record.schema import TOTAL
 from lorabench.report.analysis import Analysis
-from lorabench.report.cells import TIME, TOGGLE, AnyTable, TextGroup, all_columns, giving_way, text_groups
+from lorabench.report.cells import AGAINST, TIME, TOGGLE, AnyTable, TextGroup, all_columns, giving_way, text_groups
 from lorabench.report.claim_tables import claim_tables
+from lorabench.report.head_to_head import matrices
 from lorabench.report.shares import REFERENCES_APART
 from lorabench.report.words import number
 
+GROUP = "group"
+
 
 class Shown(NamedTuple):
-    """`columns`: those of all groups, for one table of them all; `giving_way`: those that it can do without, first the
-    least important. `ranked`: the groups in parts within which rows compare, milliseconds first."""
+    """`groups`: in parts within which rows compare. `columns`: those of all groups, for one table of them all;
+    `giving_way`: those that it can do without, first the least important."""
 
     groups: list[TextGroup]
     columns: list[str]
     giving_way: list[str]
+    head_to_head: list[AnyTable]
     claims: list[AnyTable]
-    ranked: list[TextGroup]
 
 
 def show(analysis: Analysis) -> Shown:
     found, records = text_groups(analysis), analysis.records
-    ranked = [part for group in found for part in parts(group, analysis)]
-    return Shown(found, all_columns(found, records), giving_way(records), claim_tables(analysis), ranked)
+    groups = [part for group in found for part in parts(group, analysis)]
+    columns = time_first(all_columns(found, records))
+    return Shown(groups, columns, giving_way(records), matrices(analysis), claim_tables(analysis))
+
+
+def in_groups(shown: Shown, analysis: Analysis) -> pd.DataFrame:
+    """The tidy table in the order in which it is shown, with the title of each row's group before the other columns:
+    only rows of one group may be ranked."""
+    place = {id(record): n for n, record in enumerate(analysis.records)}
+    titles = [group.title for group in shown.groups for _ in group.records]
+    order = [place[id(record)] for group in shown.groups for record in group.records]
+    table = analysis.table.iloc[order].reset_index(drop=True)
+    table.insert(0, GROUP, titles)
+    return table
 
 
 def time_first(columns: Sequence[str]) -> list[str]:
     """Milliseconds stand before every ratio of them: they say what they are without a reference."""
-    return [c for c in (TOGGLE, TIME) if c in columns] + [c for c in columns if c not in (TOGGLE, TIME)]
+    first = (TOGGLE, AGAINST, TIME)
+    return [c for c in first if c in columns] + [c for c in columns if c not in first]
 
 
 def parts(group: TextGroup, analysis: Analysis) -> list[TextGroup]:

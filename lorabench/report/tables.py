@@ -1,7 +1,8 @@
 """The tables: summary.csv (everything), summary.md and summary.tex (for reading), and one for the console.
 
-A group a model @ workload: the reference against itself first, then the toggles from the fastest, then the rows that
-failed, with status and reason, then the least work that there is.
+A group a model @ workload, in parts where the references of its rows took times that differ by over a tenth: the
+reference against itself first, then the toggles from the fastest, then the rows that failed, with status and reason,
+then the least work that there is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from lorabench.report.cells import TOGGLE, VERDICT, WHOLE
+from lorabench.report.cells import HOST, TIME, TOGGLE, VERDICT, WHOLE
 from lorabench.report.shown import Shown
 
 
@@ -24,8 +25,8 @@ def markdown(shown: Shown) -> str:
         parts += [f"## {md(group.title)}", _md_table(headings, rows)]
         for caption, headings, more in group.tables:
             parts += [f"### {md(caption)}", _md_table(headings, more)]
-    for caption, headings, rows in shown.claims:
-        parts += [f"## {md(caption)}", _md_table(headings, rows)]
+    for caption, headings, rows in [*shown.head_to_head, *shown.claims]:
+        parts += [f"## {md(caption)}", _md_table(list(map(md, headings)), rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -60,7 +61,7 @@ def latex(shown: Shown) -> str:
         for caption, headings, rows in [group.table(), *group.tables]:
             title = f"{group.title}: {caption}" if caption else group.title
             parts.append(_tex_table(title, headings, rows))
-    parts += [_tex_table(*table) for table in shown.claims]
+    parts += [_tex_table(*table) for table in [*shown.head_to_head, *shown.claims]]
     return "\n\n".join(parts) + "\n"
 
 
@@ -74,7 +75,7 @@ def _tex_table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[st
 
 
 def csv(table: pd.DataFrame) -> str:
-    """summary.csv: every column of the tidy table, full precision."""
+    """summary.csv: every column of such a table, full precision."""
     return table.to_csv(index=False, lineterminator="\n")
 
 
@@ -84,10 +85,7 @@ _STYLE = {"faster": "green", "slower": "red", "same": "dim", "unclear": "yellow"
 def terminal_table(shown: Shown, width: int = 120) -> Table:
     """The table for a terminal `width` columns wide: less important columns give way, long reasons are shortened."""
     longest = max(36, width // 3)
-    groups = [
-        (group.title, [{c: x if c == TOGGLE else _short(x, longest) for c, x in row.items()} for row in group.rows])
-        for group in shown.groups
-    ]
+    groups = [(group.title, [_narrow(row, longest) for row in group.rows]) for group in shown.groups]
     columns = _that_fit(shown, [row for _, rows in groups for row in rows], width)
     table = Table(show_lines=False)
     for column in columns:
@@ -100,11 +98,17 @@ def terminal_table(shown: Shown, width: int = 120) -> Table:
     return table
 
 
+def _narrow(row: dict[str, str], longest: int) -> dict[str, str]:
+    """A row for a terminal: long reasons shortened, and a host's share beside the milliseconds that it is of."""
+    made = {c: x if c == TOGGLE else _short(x, longest) for c, x in row.items()}
+    return made | {TIME: f"host-bound: {made[HOST]}"} if made.get(HOST) else made
+
+
 def _that_fit(shown: Shown, rows: Sequence[dict[str, str]], width: int) -> list[str]:
     """The columns of all groups, without those that a narrow terminal has no room for."""
     wants = {c: max([len(c) // 2, *(len(row.get(c, "")) for row in rows)]) for c in shown.columns}
     wants[TOGGLE] = min(wants[TOGGLE], 32)
-    kept = list(shown.columns)
+    kept = [c for c in shown.columns if c != HOST]
     for column in shown.giving_way:
         if sum(wants[c] + 3 for c in kept) + 1 > width and column in kept:
             kept.remove(column)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lorabench.contract.kind import kind, registered
 from lorabench.record import stats
 from lorabench.record.schema import ARMS, TOTAL, ArmMemory, JobRecord, Phase, Record
-from lorabench.report.contrasts import Contrasts, toggles
+from lorabench.report.contrasts import Contrasts, side, toggles, versus
 from lorabench.report.noise import NoiseFloors
 from lorabench.report.replicates import Row
 from lorabench.report.shares import Shares, columns
@@ -45,11 +45,13 @@ def tidy(
     p, p_holm: of the total, raw and corrected over all these records. noise_floor, detectable: shares, from the A/A
     record of the same model, workload and (where there is one) reference and pairing; noise_pairing: which that had.
     processes: how many each arm had, where they were separate. verdict: see stats.verdict; None for A/A.
-    {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling:
-    of the phase that takes longest, and averaged by time; {arm}_host_share: of the time in which the device waited.
+    {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_j_per_ktok: joules for a thousand of them, only
+    where a GPU counted them; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling: of the phase that takes longest, and
+    averaged by time; {arm}_host_share: of the time in which the device waited.
     of_limit, _low, _high, _paired: limit's time / candidate's time, both of the limit's phases, and of_limit_forward of
     forward alone (see `shares`). limit: least work, no candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only
-    where a record has several jobs or ranks.
+    where a record has several jobs or ranks. side, versus: of a head to head, the sides that are candidate and
+    reference; only where there is one.
     device: from environment.json.
     """
     records = [row.shown for row in rows]
@@ -93,6 +95,7 @@ def _row(record: Record, device: str, took: dict[str, float]) -> dict[str, Any]:
         "workload": record.workload,
         "design": record.design,
         "toggles": toggles(record),
+        **({"side": side(record) or None, "versus": versus(record)} if record.versus else {}),
         "reference": " + ".join(record.reference),
         "candidate": " + ".join(record.candidate),
         "noise_record": record.is_noise_floor,
@@ -105,7 +108,9 @@ def _row(record: Record, device: str, took: dict[str, float]) -> dict[str, Any]:
         "applied": ", ".join(f"{name} {sites}" for name, sites in (record.applied or {}).items()),
     }
     # Not of the least work: what it holds says nothing, and its FLOPs are those of what it leaves out.
-    own = _memory(record) | _throughput(record, took) | _roofline(record, took) if record.is_candidate else {}
+    own: dict[str, Any] = {}
+    if record.is_candidate:
+        own = _memory(record) | _throughput(record, took) | _energy(record) | _roofline(record, took)
     return row | own | _checks(record) | _jobs(record.jobs or {}) | _ranks(record)
 
 
@@ -217,6 +222,14 @@ def _throughput(record: Record, took: dict[str, float]) -> dict[str, Any]:
     return found
 
 
+def _energy(record: Record) -> dict[str, float]:
+    """Joules for a thousand real tokens, by arm."""
+    if not record.tokens or not record.tokens.real:
+        return {}
+    per_step = {arm: block.joules / block.steps for arm, block in (record.energy or {}).items()}
+    return {f"{arm}_j_per_ktok": 1000 * joules / record.tokens.real for arm, joules in per_step.items()}
+
+
 def _roofline(record: Record, took: dict[str, float]) -> dict[str, Any]:
     """Columns {arm}_bound and {arm}_of_ceiling, as they have always been called: the label and the share reached; and
     {arm}_host_share, of the phases' time in which the device waited for its host."""
@@ -286,7 +299,10 @@ def overhead_share(records: Sequence[Record]) -> float:
 
 
 _ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
-_WHERE_PRESENT = {"unequal", "jobs", "job_tokens", "job_r", "job_gate", *_ARMS_OF("ranks", "rank_spread")}
+_WHERE_PRESENT = {
+    *("side", "versus", "unequal", "jobs", "job_tokens", "job_r", "job_gate"),
+    *_ARMS_OF("ranks", "rank_spread", "j_per_ktok"),
+}  # fmt: skip
 
 
 def _only_where_present(column: str) -> bool:
@@ -297,12 +313,14 @@ def _order(records: Sequence[Record]) -> list[str]:
     times = [f"{arm}_{c}" for arm in ARMS for c in ("ms", "ms_low", "ms_high")]
     phases = [TOTAL, *reversed(phases_of(records))]
     return [
-        *("model", "workload", "toggles", "status", "verdict", "reason"),
-        *(f"{p}_{c}" for p in phases for c in ("speedup", "low", "high", *times)),
+        *("model", "workload", "toggles", "side", "versus", "status", "verdict", "reason"),
+        *(f"{p}_{c}" for p in phases for c in (*times, "speedup", "low", "high")),
         *(f"{share.column}{field}" for share in columns(kinds_of(records)) for field in SHARE_FIELDS),
         *("sessions", "sessions_tried", "session_low", "session_high", "session_ratios", "reference_moved"),
         *("other_code", "dirty", "trials", "disturbed", "p", "p_holm", "noise_floor", "noise_pairing", "detectable"),
-        *_ARMS_OF("peak_gib", "process_gib", "tokens_s", "padded_share", "bound", "of_ceiling", "host_share"),
+        *_ARMS_OF(
+            "peak_gib", "process_gib", "tokens_s", "j_per_ktok", "padded_share", "bound", "of_ceiling", "host_share"
+        ),
         "memory_saved_pct",
         *("grad_error", "grad_allowed", "loss_error", "loss_allowed", "unequal", "worst_tensor", "tolerance"),
         *("applied", "jobs", "job_tokens", "job_r", "job_gate", *_ARMS_OF("ranks", "rank_spread")),

@@ -9,7 +9,7 @@ from rich.table import Table
 from lorabench.record.store import write_atomically
 from lorabench.report import page, plots, tables
 from lorabench.report.analysis import Analysis, collector_paused
-from lorabench.report.shown import Shown, show
+from lorabench.report.shown import Shown, in_groups, show
 
 
 class Report:
@@ -29,7 +29,7 @@ class Report:
         with collector_paused():
             images = plots.plots(self.analysis)
             files = {
-                "summary.csv": tables.csv(self.analysis.table).encode(),
+                "summary.csv": tables.csv(in_groups(self.shown, self.analysis)).encode(),
                 "summary.md": tables.markdown(self.shown).encode(),
                 "summary.tex": tables.latex(self.shown).encode(),
                 **{f"plots/{name}.png": drawn.png for name, drawn in images.items()},

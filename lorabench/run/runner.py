@@ -180,6 +180,7 @@ class Runner:
             self._agreement(cell, pair)
         verdicts = _verdicts(pair)
         common: dict[str, Any] = {"numerics": _nearest_to_its_limit(verdicts), "telemetry": result.telemetry}
+        common["energy"] = _present(pair, "energy") or None
         reference, candidate = (pair.arms.get(name) for name in ARMS)
         if result.status == "ok":
             assert reference and candidate
@@ -187,7 +188,8 @@ class Runner:
                 cell, status="ok", pairing=pair.pairing, phases=_phases(cell, reference, candidate, pair),
                 processes=pair.processes or None, tokens=_tokens(reference.jobs, candidate.jobs),
                 memory=_present(pair, "memory"), jobs=_jobs(cell, pair, verdicts), ranks=result.ranks or None,
-                applied=candidate.applied, notes=candidate.notes, roofline=_present(pair, "roofline"), **common,
+                applied=_of_sides(cell, pair, "applied"), notes=_of_sides(cell, pair, "notes"),
+                roofline=_present(pair, "roofline"), **common,
             )  # fmt: skip
         survivors = {n: a for n, a in pair.arms.items() if a.times} if result.status == "oom" else {}
         own: dict[str, Any] = {}
@@ -225,7 +227,8 @@ def record_of(cell: Cell, session: str, **fields: Any) -> Record:
     return Record(
         kind=cell.kind, key=cell.key, session=session, model=cell.model.name, workload=cell.workload.name,
         design=cell.design, reference=[a.label for a in cell.reference],
-        candidate=[a.label for a in cell.candidate], ablations=[a.label for a in cell.toggles], **fields,
+        candidate=[a.label for a in cell.candidate], ablations=[a.label for a in cell.toggles],
+        versus=[a.label for a in cell.versus] or None, **fields,
     )  # fmt: skip
 
 
@@ -297,8 +300,14 @@ def _short(times: list[float] | None) -> list[float] | None:
     return None if times is None else [round(t, DIGITS) for t in times]
 
 
-def _present(pair: Pair, attribute: Literal["memory", "roofline"]) -> dict[Any, Any]:
+def _present(pair: Pair, attribute: Literal["memory", "roofline", "energy"]) -> dict[Any, Any]:
     return {name: value for name, arm in pair.arms.items() if (value := getattr(arm, attribute)) is not None}
+
+
+def _of_sides(cell: Cell, pair: Pair, attribute: Literal["applied", "notes"]) -> dict[str, Any]:
+    """What the candidate's toggles say of themselves; of a head to head also what the other side's do."""
+    names = ARMS if cell.versus else ARMS[1:]
+    return {key: value for name in names for key, value in getattr(pair.arms[name], attribute).items()}
 
 
 def _add(total: dict[str, float], more: dict[str, float]) -> None:

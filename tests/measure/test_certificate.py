@@ -166,3 +166,11 @@ def test_gradients_that_stay_in_their_buffers_are_made_useless_before_a_trial(tm
     made.kind.clear(made)
     assert all(p.grad is not None and p.grad.isnan().all() for _, p in made.adapters())
     assert isinstance(Witness(made, made.step, tmp_path).gradients([]), dict)
+
+
+def test_a_reference_that_rounds_its_updates_on_purpose_is_allowed_its_own_tolerance(reference):
+    name = "the reference's update against AdamW on its own gradients"
+    rounding = replace(reference, update_errors=[(0.05, "w")])
+    declared = [Tolerance(words="states in 8 bits", update=0.1)]
+    assert name in failed(certify(rounding, reference, torch.float32, declared))
+    assert name not in failed(certify(rounding, reference, torch.float32, declared, declared))

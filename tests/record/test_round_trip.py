@@ -16,6 +16,7 @@ from lorabench.record.schema import (
     TOTAL,
     ArmMemory,
     Cost,
+    Energy,
     JobRecord,
     Numerics,
     Phase,
@@ -51,6 +52,7 @@ json_like = st.recursive(
 )
 jobs = full(JobRecord, tokens=tokens, numerics=st.none() | numerics, tflop=st.dictionaries(TEXT, NUMBER, max_size=2))
 optional = {
+    "versus": st.none() | st.lists(TEXT, min_size=1, max_size=3),
     "replicate": st.integers(min_value=0), "processes": st.none(),
     "arm": st.none() | ARMS, "rank": st.none() | st.integers(), "tokens": st.none() | tokens,
     "memory": st.none() | st.dictionaries(ARMS, full(ArmMemory)),
@@ -60,6 +62,7 @@ optional = {
     "notes": st.dictionaries(TEXT, json_like, max_size=3),
     "roofline": st.none()
     | st.dictionaries(ARMS, st.dictionaries(TEXT, full(PhaseRoofline), max_size=2)),
+    "energy": st.none() | st.dictionaries(ARMS, full(Energy, joules=MS, seconds=MS)),
     "telemetry": st.none() | full(Telemetry), "cost": st.none() | full(Cost), "log": st.none() | TEXT,
 }  # fmt: skip
 named = {

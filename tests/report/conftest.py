@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lorabench.record.schema import Record
+from lorabench.record.schema import ARMS, Record
 
 SHARES = {"forward": 0.3, "backward": 0.6, "step": 0.1}  # of a step's time
 PHASES = {"train": SHARES, "op": {"forward": 0.4, "backward": 0.6}, "limit": {"forward": 0.3, "backward": 0.6},
@@ -67,6 +67,15 @@ def build_record(
     if kind == "limit":
         fields |= {"numerics": None}
     return Record.model_validate(fields | changes)
+
+
+def faster_host(record, by=2.0):
+    """The same record of a host on which both arms took so many times less time."""
+    phases = {
+        name: phase.model_copy(update={f"{arm}_ms": [ms / by for ms in getattr(phase, f"{arm}_ms")] for arm in ARMS})
+        for name, phase in record.phases.items()
+    }
+    return record.model_copy(update={"phases": phases})
 
 
 def as_schema_1(record):
@@ -176,6 +185,11 @@ def cells_of():
 @pytest.fixture
 def record():
     return build_record
+
+
+@pytest.fixture
+def on_a_faster_host():
+    return faster_host
 
 
 @pytest.fixture

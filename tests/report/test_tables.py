@@ -13,7 +13,8 @@ from rich.console import Console
 from lorabench.record.schema import ARMS, Record
 from lorabench.report import claim_tables, tables, words
 from lorabench.report.analysis import Analysis
-from lorabench.report.shown import show
+from lorabench.report.page import page
+from lorabench.report.shown import in_groups, show
 
 
 def frame(records, sessions=()):
@@ -209,6 +210,45 @@ def test_no_records_at_all():
     assert markdown([]) == "No records.\n"
     assert len(frame([])) == 0
     assert "no records" in latex([])
+
+
+def test_energy_is_shown_where_it_was_counted_and_nowhere_else(record, cells_of):
+    counted = {
+        "reference": {"joules": 800.0, "steps": 40, "seconds": 4.0},
+        "candidate": {"joules": 1200.0, "steps": 100, "seconds": 4.0},
+    }
+    made, other = record(["a"], speedup=1.5, energy=counted), record(["b"], speedup=1.2)
+    analysis = Analysis([made, other])
+    row = analysis.row(made)
+    assert (row["reference_j_per_ktok"], row["candidate_j_per_ktok"]) == (5.0, 3.0)  # of 4000 real tokens a step
+    rows = md_rows(markdown([made, other]), "smollm2-135m @ alpaca")
+    assert [r["J per 1000 real tokens, ref → cand"] for r in rows] == ["5.00 → 3.00", ""]
+    facts = cells_of(page(analysis, show(analysis)))[0]["facts"]
+    assert facts["energy, candidate"] == "1200 J in 100 steps alone, 4.00 s, 300 W"
+    assert "J per 1000" not in markdown([other]) and "candidate_j_per_ktok" not in frame([other])
+    without = record(["c"], tokens=None, kind="load", energy=counted)
+    assert "candidate_j_per_ktok" not in frame([without])
+
+
+def test_no_table_ranks_rows_whose_references_differ(record, on_a_faster_host):
+    fast = on_a_faster_host(record(["fast"], speedup=1.2))
+    records = [record([]), record(["slow"], speedup=1.5), fast, record(["gone"], status="crash")]
+    analysis = Analysis(records)
+    shown = show(analysis)
+    parts = [["fast"], ["reference again (A/A)", "slow"], ["gone"]]
+    titles = [group.title for group in shown.groups]
+    text = tables.markdown(shown)
+    assert [[row["toggle"] for row in md_rows(text, title)] for title in titles] == parts
+    assert all(list(md_rows(text, title)[0])[:2] == ["toggle", "median ms, ref → cand"] for title in titles)
+    assert [tables.latex(shown).count(rf"\caption{{{tables.tex(title)}}}") for title in titles] == [1, 1, 1]
+    printed = console(records, 200)
+    places = [printed.index(name) for name in ("fast ", "slow ", "gone ")]
+    assert places == sorted(places) and printed.index("median ms") < printed.index("total ×")
+    assert printed.count("references") == 2 and printed.count("without") == 1
+    made = pd.read_csv(io.StringIO(tables.csv(in_groups(shown, analysis))))
+    assert [list(own["toggles"]) for _, own in made.groupby("group", sort=False)] == parts
+    assert list(made["group"].unique()) == titles and made.columns[0] == "group"
+    assert list(made.columns).index("total_reference_ms") < list(made.columns).index("total_speedup")
 
 
 def test_a_time_that_is_none_never_gets_into_a_record(record):

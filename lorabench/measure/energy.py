@@ -1,0 +1,76 @@
+"""What a step costs in energy: one arm's steps alone, after the trials, over NVML's counter of the GPU's total energy.
+
+In a round of the trials both arms take their turn within milliseconds, and the counter moves some ten times a second:
+what it says of a round is of both. So each arm gets a block of its own, of seconds, from one movement of the counter to
+another. What the GPU draws while it waits between two steps is part of it, and so is whatever else runs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple
+
+from lorabench.contract.arm import Arm
+from lorabench.measure.machine import nvml_handle
+from lorabench.measure.trial import run_trial
+from lorabench.record.schema import Energy
+
+LEAST_S = 3.0  # of a counter that moves every 100 ms, and is read after steps as long as that, 3 % may be missing
+STILL_S = 1.0  # a counter that does not move for so long is none
+SAME_WORK = 0.8  # a block whose steps took less of what the trials took did something else
+
+
+class Reading(NamedTuple):
+    """The counter where it was seen to have moved: mJ, seconds (perf_counter), and the steps until then."""
+
+    mj: int
+    at: float
+    steps: int
+
+
+def measure(arm: Arm, usual_ms: float) -> Energy | None:
+    """The arm's energy. `usual_ms`: the median of its trials. None where it is not known: without a GPU or NVML, on a
+    GPU that does not count (before Volta, or a part of one), and of an arm that steps on several GPUs."""
+    if arm.device.type != "cuda" or arm.ranks.size > 1 or not (nvml := nvml_handle()):
+        return None
+    library, handle = nvml
+    try:
+        return block(lambda: run_trial(arm), lambda: library.nvmlDeviceGetTotalEnergyConsumption(handle), usual_ms)
+    except library.NVMLError:
+        return None
+    finally:
+        arm.kind.clear(arm)
+
+
+def block(
+    step: Callable[[], object], read: Callable[[], int], usual_ms: float, now: Callable[[], float] = perf_counter
+) -> Energy | None:
+    """Steps for LEAST_S or more, from one movement of the counter to another. `read` gives mJ."""
+    begin = _moved(step, read, now)
+    if begin is None:
+        return None
+    steps = 0
+    while now() - begin.at < LEAST_S:
+        step()
+        steps += 1
+    end = _moved(step, read, now)
+    if end is None or end.mj <= begin.mj:
+        return None
+    steps, seconds = steps + end.steps, end.at - begin.at
+    if seconds / steps < SAME_WORK * usual_ms / 1000:
+        return None
+    return Energy(joules=(end.mj - begin.mj) / 1000, steps=steps, seconds=seconds)
+
+
+def _moved(step: Callable[[], object], read: Callable[[], int], now: Callable[[], float]) -> Reading | None:
+    """Steps until the counter says something else; None where it stands still."""
+    before, began, steps = read(), now(), 0
+    while True:
+        step()
+        steps += 1
+        said, at = read(), now()
+        if said != before:
+            return Reading(said, at, steps)
+        if at - began > STILL_S:
+            return None

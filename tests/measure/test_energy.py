@@ -1,0 +1,114 @@
+"""Energy: what a counter that moves some ten times a second says of a block of steps, and when it says nothing."""
+
+import math
+from functools import partial
+from time import perf_counter
+from types import SimpleNamespace
+
+import pytest
+from helpers import PEFT, arm, cells, measurement_of
+
+from lorabench.measure import energy
+from lorabench.measure.energy import LEAST_S, block
+from lorabench.record.schema import ARMS
+
+
+class Gpu:
+    """A GPU of `watts` with a counter that moves every `period` seconds, and steps of `step_s`."""
+
+    def __init__(self, watts=500.0, period=0.1, step_s=0.01):
+        self.watts, self.period, self.step_s, self.time, self.steps = watts, period, step_s, 100.03, 0
+
+    def step(self):
+        self.time += self.step_s
+        self.steps += 1
+
+    def read(self):
+        return int(self.watts * 1000 * self.period * math.floor(self.time / self.period)) if self.period else 7
+
+    def now(self):
+        return self.time
+
+    def block(self, usual_ms=None):
+        return block(self.step, self.read, 1000 * self.step_s if usual_ms is None else usual_ms, self.now)
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.013, 0.09, 0.35, 4.0])
+@pytest.mark.parametrize("period", [0.02, 0.1])
+def test_a_step_costs_its_power_times_its_length(step_s, period):
+    gpu = Gpu(step_s=step_s, period=period)
+    found = gpu.block()
+    assert found.seconds >= LEAST_S and found.steps < gpu.steps  # the first ones only find where the counter moves
+    assert found.seconds / found.steps == pytest.approx(step_s)
+    assert found.joules / found.steps == pytest.approx(500 * step_s, rel=0.035)
+
+
+def test_nothing_is_said_where_the_counter_stands_still_or_goes_back():
+    assert Gpu(period=0).block() is None
+    assert Gpu(watts=-5.0).block() is None
+
+
+def test_nothing_is_said_of_steps_that_were_shorter_than_the_trials():
+    assert Gpu(step_s=0.01).block(usual_ms=20.0) is None
+    assert Gpu(step_s=0.01).block(usual_ms=5.0) is not None  # the host's share between two steps is no part of a trial
+
+
+class FakeNvml:
+    """NVML's binding, of which only the counter is asked."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        if self.gpu is None:
+            raise self.NVMLError("Not Supported")
+        return self.gpu.read()
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """(energy of an arm on a made-up GPU, how often the arm was cleared); None: a GPU that does not count."""
+
+    def measure(gpu, ranks=1):
+        monkeypatch.setattr(energy, "nvml_handle", lambda: (FakeNvml(gpu), "handle"))
+        monkeypatch.setattr(energy, "run_trial", lambda arm: gpu.step() if gpu else None)
+        monkeypatch.setattr(energy, "block", partial(block, now=gpu.now if gpu else perf_counter))
+        cleared = []
+        made = SimpleNamespace(
+            device=SimpleNamespace(type="cuda"), ranks=SimpleNamespace(size=ranks),
+            kind=SimpleNamespace(clear=cleared.append),
+        )  # fmt: skip
+        return energy.measure(made, 10.0), len(cleared)
+
+    return measure
+
+
+def test_an_arm_on_a_gpu_is_measured_by_nvmls_counter(on_gpu):
+    found, cleared = on_gpu(Gpu())
+    assert found.joules / found.steps == pytest.approx(5.0, rel=0.01) and cleared == 1
+    assert on_gpu(None) == (None, 1)  # it does not count
+    assert on_gpu(Gpu(), ranks=2)[0] is None
+
+
+def test_on_a_cpu_and_without_nvml_it_is_unknown(monkeypatch):
+    made = arm(*PEFT)
+    monkeypatch.setattr(energy, "run_trial", lambda arm: pytest.fail("a step was taken"))
+    assert energy.measure(made, 1.0) is None
+    monkeypatch.setattr(energy, "nvml_handle", lambda: None)
+    made.device = SimpleNamespace(type="cuda")
+    assert energy.measure(made, 1.0) is None
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_a_cell_asks_once_an_arm_and_says_how_long_it_took(gate, tmp_path, monkeypatch):
+    """Of several processes of an arm the first, which is the one that runs the gate."""
+    asked = []
+    monkeypatch.setattr(energy, "measure", lambda arm, usual_ms: asked.append((arm.name, usual_ms)))
+    measurement = measurement_of(cells("ablations=[eager]")[1], tmp_path, gate=gate)
+    result = measurement.run()
+    assert result.status == "ok", result.reason
+    assert [name for name, _ in asked] == (list(ARMS) if gate else [])
+    assert all(ms > 0 for _, ms in asked) and result.seconds["energy"] >= 0
