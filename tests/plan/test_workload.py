@@ -63,7 +63,7 @@ class Words:
 
 @pytest.fixture
 def tokenizer(monkeypatch):
-    monkeypatch.setattr("lorabench.plan.weights.load_tokenizer", lambda name: Words())
+    monkeypatch.setattr("lorabench.plan.samples.load_tokenizer", lambda name: Words())
 
 
 def text(path, **more):
