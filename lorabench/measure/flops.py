@@ -22,7 +22,8 @@ class Shape(BaseModel):
 
 
 def decoder(spec: ModelSpec, lora: Lora) -> Shape:
-    """The shape of a decoder, counted on its modules."""
+    """The shape of a decoder, counted on its modules. An adapter of a mixture's fused experts, which PEFT puts on a
+    parameter and not on a module, is not counted: at rank 16 it is some percent of the experts themselves."""
     model = architecture.skeleton(spec)
     config, layers = model.config, architecture.decoder_layers(model)
     heads = getattr(config, "num_attention_heads", 0)

@@ -34,6 +34,7 @@ from lorabench.plan.yaml_file import YamlError, read
 
 CONF = "lorabench.conf"
 MODELS = "model"  # the folder of the named models under conf
+OR_ELSE = {MODELS: "a folder, a config.json or ORG/NAME", "workloads": "BATCHxLENGTH, a JSONL file or ORG/DATASET"}
 LORA = "lora"  # the key under which the adapter's fields stand
 LONGEST, DEEPEST = 20_000, 12  # characters and brackets of an override; Hydra's parser takes minutes for deeper ones
 
@@ -193,7 +194,7 @@ def plan(config: SweepConfig, device: str) -> Plan:
         default = DEFAULTS[device]
         if config.design not in DESIGNS:
             raise nearest("design", config.design, DESIGNS)
-        subjects = [_subject(item, config, default, device) for item in config.models]
+        subjects = _told_apart([_subject(item, config, default, device) for item in config.models])
         toggles = [_together(item) for item in _ablations(config, subjects)]
         counts = {"trials": config.trials or default.trials, "warmup": config.warmup or default.warmup}
         counts |= {"seed": config.seed, "world_size": config.world_size}
@@ -262,6 +263,21 @@ def _subject(item: Any, config: SweepConfig, default: Defaults, device: str) -> 
     elif any(job.workload.kind == samples.TEXT for job in jobs):
         raise WorkloadError(f"the workload {made.name} has text, which {name} cannot read; expected BATCHxLENGTH")
     return Subject(chosen.name, spec, made)
+
+
+def _told_apart(subjects: Sequence[Subject]) -> list[Subject]:
+    """Two folders, or two files, of one name in a sweep are called by their paths: the tables go by names."""
+    models = {(s.model.name, s.model.location) for s in subjects}
+    texts = {(s.workload.name, s.workload.path) for s in subjects}
+    made = []
+    for subject in subjects:
+        spec, text = subject.model, subject.workload
+        if spec.location and [name for name, _ in models].count(spec.name) > 1:
+            spec = spec.model_copy(update={"name": spec.name.replace(Path(spec.location).name, spec.location, 1)})
+        if text.path and [name for name, _ in texts].count(text.name) > 1:
+            text = text.model_copy(update={"name": text.name.replace(Path(text.path).name, text.path, 1)})
+        made.append(Subject(subject.kind, spec, text))
+    return made
 
 
 def _parts(item: str) -> tuple[str, str, str]:
@@ -338,7 +354,7 @@ def _read(group: str, name: str) -> tuple[dict[str, Any], str]:
     elif name not in (known := names_in(group)):
         own = user_model.read(name) if group == MODELS else None
         if own is None:
-            raise nearest(group.removesuffix("s"), name, known)
+            raise nearest(group.removesuffix("s"), name, known, or_else=OR_ELSE[group])
         return own
     else:
         with initialize_config_module(CONF, version_base="1.3"):

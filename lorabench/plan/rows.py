@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from lorabench.contract.workload import Workload, WorkloadError
 from lorabench.plan import hub
 
 # What a row may have where no fields are named, in this order.
-FORMATS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
+MESSAGES = "messages"
+FORMATS = {MESSAGES: (MESSAGES,), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
 EXPECTED = "messages, prompt and completion, or text (or name them: {FILE.jsonl: {fields: [question, answer]}})"
 SUFFIXES = (".jsonl", ".ndjson")
 
@@ -40,9 +42,9 @@ class Rows:
         try:
             row = json.loads(item)
         except (ValueError, RecursionError):
-            row = None
+            raise WorkloadError(f"{self.place(index)} is not JSON; expected one object a line") from None
         if not isinstance(row, dict):
-            raise WorkloadError(f"{self.place(index)} is not JSON; expected one object a line")
+            raise WorkloadError(f"{self.place(index)} is {_kind(row)}; expected one JSON object a line")
         return row
 
     def place(self, index: int) -> str:
@@ -103,10 +105,13 @@ def found(rows: Rows, fields: Sequence[str]) -> tuple[list[str], str | None]:
     if not fields:
         name = next((f for f, own in FORMATS.items() if set(own) <= set(first)), None)
         if name is None:
-            raise WorkloadError(f"{rows.place(0)} has the fields {', '.join(first) or 'none'}; expected {EXPECTED}")
+            near = [field for own in FORMATS.values() for field in own if get_close_matches(field, first, cutoff=0.7)]
+            hint = f"; did you mean {near[0]}?" if near else ""
+            words = f"{rows.place(0)} has the fields {', '.join(first) or 'none'}{hint}"
+            raise WorkloadError(f"{words}{'' if hint else ';'} expected {EXPECTED}")
         return list(FORMATS[name]), name
     is_chat = len(fields) == 1 and isinstance(first.get(fields[0]), list)
-    return list(fields), "messages" if is_chat else None
+    return list(fields), MESSAGES if is_chat else None
 
 
 def check(rows: Rows, fields: Sequence[str], format: str | None) -> None:
@@ -121,7 +126,7 @@ def check_row(row: Mapping[str, Any], place: str, fields: Sequence[str], format:
         if field not in row:
             wrong = nearest("field", field, row, where=f" in {place}") if row else f"{place} has no fields"
             raise WorkloadError(f"{wrong}; its fields are {', '.join(row)}, expected {', '.join(fields)}")
-        if format == "messages":
+        if format == MESSAGES:
             _check_chat(row[field], f"{place}, {field}")
         elif not isinstance(row[field], str | int | float):
             raise WorkloadError(f"{place}: {field} is {_kind(row[field])}; expected text")
@@ -134,9 +139,8 @@ def _check_chat(messages: Any, place: str) -> None:
         if not isinstance(message, Mapping):
             raise WorkloadError(f"{place}: message {number} is {_kind(message)}; expected an object with role, content")
         if not isinstance(message.get("role"), str) or not {"content", "tool_calls"} & set(message):
-            raise WorkloadError(
-                f"{place}: message {number} has the fields {', '.join(map(str, message)) or 'none'}; expected role and content"
-            )
+            fields = ", ".join(map(str, message)) or "none"
+            raise WorkloadError(f"{place}: message {number} has the fields {fields}; expected role and content")
 
 
 def _kind(value: Any) -> str:

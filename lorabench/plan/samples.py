@@ -17,7 +17,7 @@ from lorabench.contract.workload import Workload, WorkloadError, length_tables
 from lorabench.plan import chat
 from lorabench.plan.hub import is_name
 from lorabench.plan.rows import check as check_rows
-from lorabench.plan.rows import SUFFIXES, check_row, file_rows, rows_of
+from lorabench.plan.rows import MESSAGES, SUFFIXES, check_row, file_rows, rows_of
 from lorabench.plan.rows import found as find
 from lorabench.plan.weights import RANDOM, load_tokenizer
 
@@ -118,8 +118,8 @@ def _text(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
             break
     else:
         raise WorkloadError(
-            f"{rows.source}: of {len(samples)} rows anything is trained within {workload.seq_len} tokens; the workload "
-            f"needs {workload.count}, so give a larger seq_len or fewer samples"
+            f"{rows.source}: only {len(samples)} of {len(rows)} rows have anything to train on within seq_len "
+            f"{workload.seq_len}{_roles(workload, rows[0])}; the workload needs {workload.count} such rows"
         )
     if max(max(s.tokens) for s in samples) >= vocab_size:
         raise WorkloadError(f"the tokenizer {workload.tokenizer} has tokens above the model's vocabulary {vocab_size}")
@@ -129,7 +129,7 @@ def _text(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
 def _tokenize(workload: Workload, row: Mapping[str, Any], place: str, tokenizer: Any) -> Sample:
     check_row(row, place, workload.fields, workload.format)
     values = [row[field] for field in workload.fields]
-    if workload.format == "messages":
+    if workload.format == MESSAGES:
         try:
             tokens, trained = chat.tokenize(tokenizer, values[0], _tools(row))
         except chat.ChatError as error:
@@ -140,6 +140,14 @@ def _tokenize(workload: Workload, row: Mapping[str, Any], place: str, tokenizer:
     every = workload.train_on == "all"
     labels = [token if every or own else IGNORE for token, own in zip(tokens, trained, strict=True)]
     return Sample(tokens[: workload.seq_len], labels[: workload.seq_len])
+
+
+def _roles(workload: Workload, row: Mapping[str, Any]) -> str:
+    """Who speaks in a chat, for the reason why nothing of it is trained."""
+    if workload.format != MESSAGES:
+        return ""
+    roles = sorted({message["role"] for message in row[workload.fields[0]]})
+    return f" (the first has the roles {', '.join(roles)}; trained are the turns of assistant)"
 
 
 def _tools(row: Mapping[str, Any]) -> Any:

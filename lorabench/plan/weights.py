@@ -117,6 +117,8 @@ def check(spec: ModelSpec) -> None:
     """Whether the model can have the weights that it names, by their headers and their configuration. Nothing is
     downloaded: of a hub's weights only those are looked at that are here already. Raises WeightsError."""
     if spec.weights == RANDOM:
+        if spec.config.get("quantization_config"):
+            raise WeightsError(f"the model {spec.name} is quantized, random weights are not; expected weights=auto")
         return
     check_local(spec.weights)
     if spec.weights in INDEXED:
