@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from lorabench.contract.hooks import first_line
-from lorabench.contract.names import nearest
 from lorabench.contract.workload import Workload, WorkloadError
 from lorabench.plan import hub
 
@@ -105,10 +104,9 @@ def found(rows: Rows, fields: Sequence[str]) -> tuple[list[str], str | None]:
     if not fields:
         name = next((f for f, own in FORMATS.items() if set(own) <= set(first)), None)
         if name is None:
-            near = [field for own in FORMATS.values() for field in own if get_close_matches(field, first, cutoff=0.7)]
-            hint = f"; did you mean {near[0]}?" if near else ""
-            words = f"{rows.place(0)} has the fields {', '.join(first) or 'none'}{hint}"
-            raise WorkloadError(f"{words}{'' if hint else ';'} expected {EXPECTED}")
+            near = [field for own in FORMATS.values() for field in own if _close(field, first)]
+            have = f"{', '.join(first) or 'none'}{f'; did you mean {near[0]}?' if near else ';'}"
+            raise WorkloadError(f"{rows.place(0)} has the fields {have} expected {EXPECTED}")
         return list(FORMATS[name]), name
     is_chat = len(fields) == 1 and isinstance(first.get(fields[0]), list)
     return list(fields), MESSAGES if is_chat else None
@@ -123,12 +121,18 @@ def check(rows: Rows, fields: Sequence[str], format: str | None) -> None:
 def check_row(row: Mapping[str, Any], place: str, fields: Sequence[str], format: str | None) -> None:
     for field in fields:
         if field not in row:
-            wrong = nearest("field", field, row, where=f" in {place}") if row else f"{place} has no fields"
-            raise WorkloadError(f"{wrong}; its fields are {', '.join(row)}, expected {', '.join(fields)}")
+            near = _close(field, row)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            have = f"its fields are {', '.join(row) or 'none'}, expected {', '.join(fields)}"
+            raise WorkloadError(f"no field named {field!r} in {place}{hint}; {have}")
         if format == MESSAGES:
             _check_chat(row[field], f"{place}, {field}")
         elif not isinstance(row[field], str | int | float):
             raise WorkloadError(f"{place}: {field} is {_kind(row[field])}; expected text")
+
+
+def _close(field: str, row: Mapping[str, Any]) -> list[str]:
+    return get_close_matches(field, row, n=1, cutoff=0.6)
 
 
 def _check_chat(messages: Any, place: str) -> None:

@@ -76,7 +76,7 @@ def test_a_cell_of_any_family_is_judged_and_timed(family, text, tmp_path):
     _, cell = planned(folder, text, "weights=auto", "ablations=[gradient_checkpointing]")
     result = measurement_of(cell, tmp_path).run()
     assert result.status == "ok", result.reason
-    assert result.arms["candidate"].patched["gradient_checkpointing"] == 3
+    assert result.arms["candidate"].applied["gradient_checkpointing"] == 3
 
 
 @pytest.mark.exhaustive
