@@ -26,7 +26,7 @@ from lorabench.measure.feed import Feed, marked
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Kind, Request
 from lorabench.plan import architecture, registry
-from lorabench.plan.weights import WeightsError, check_sizes, named, source_arguments
+from lorabench.plan.weights import WeightsError, check_sizes, named, reading, source_arguments
 
 LORA_B_STD = 0.02  # at its usual zero the gradient of lora_A is zero and half of the mathematics is untested
 
@@ -172,13 +172,14 @@ def _read(spec: ModelSpec, load: dict[str, Any], layers: int | None) -> Any:
     where, kwargs = source_arguments(spec.weights)
     config = spec.hf_config(layers)
     try:
-        own = AutoConfig.from_pretrained(where, trust_remote_code=False, **kwargs)
+        with reading(spec.weights):
+            own = AutoConfig.from_pretrained(where, trust_remote_code=False, **kwargs)
         check_sizes(spec, own)
         if (quantized := getattr(own, "quantization_config", None)) is not None:
             config.quantization_config = quantized
         safe = {} if "gguf_file" in kwargs else {"use_safetensors": True}  # nothing is unpickled
         read = partial(AutoModelForCausalLM.from_pretrained, where, config=config, trust_remote_code=False, **safe)
-        with architecture.quiet():  # about the layers that are left out
+        with reading(spec.weights), architecture.quiet():  # quiet about the layers that are left out
             model, info = _refusing(lambda: read(**kwargs, **load, output_loading_info=True), spec)
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, WeightsError | torch.OutOfMemoryError):

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from lorabench.contract.hooks import first_line
+
 TIMEOUT_S = 10.0
 
 
@@ -43,6 +45,10 @@ def fetch(name: str, file: str) -> Path:
         raise HubError(missing(name)) from None
     except EntryNotFoundError:
         raise HubError(f"{name} on the hub has no {file}; expected a model as transformers saves it") from None
+    except HubError:
+        raise
+    except Exception as error:  # a server that fails, a full disk: its client raises what its transport raises
+        raise HubError(f"{name}: {file} cannot be downloaded: {first_line(error)}") from None
 
 
 def missing(name: str) -> str:

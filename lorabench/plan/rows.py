@@ -29,6 +29,7 @@ class Rows:
 
     def __init__(self, source: str, items: Sequence[Any], numbers: Sequence[int], digest: str) -> None:
         self.source, self.items, self.numbers, self.digest = source, items, numbers, digest
+        self.checked: set[Any] = set()  # a plan is made more than once, and a file may be long
 
     def __len__(self) -> int:
         return len(self.items)
@@ -114,8 +115,10 @@ def found(rows: Rows, fields: Sequence[str]) -> tuple[list[str], str | None]:
 
 def check(rows: Rows, fields: Sequence[str], format: str | None) -> None:
     """Every row has the fields, and in them what the format needs. Raises WorkloadError for the first that has not."""
-    for index in range(len(rows)):
-        check_row(rows[index], rows.place(index), fields, format)
+    if (what := (*fields, format)) not in rows.checked:
+        for index in range(len(rows)):
+            check_row(rows[index], rows.place(index), fields, format)
+        rows.checked.add(what)
 
 
 def check_row(row: Mapping[str, Any], place: str, fields: Sequence[str], format: str | None) -> None:

@@ -134,10 +134,10 @@ def _tokenize(workload: Workload, row: Mapping[str, Any], place: str, tokenizer:
         except chat.ChatError as error:
             raise WorkloadError(f"{place}: {error}") from None
     else:
-        own = _one_text if workload.format else _lines
-        tokens, trained = own(tokenizer, [str(value) for value in values])
+        read = _one_text if workload.format else _lines
+        tokens, trained = read(tokenizer, [str(value) for value in values])
     every = workload.train_on == "all"
-    labels = [token if every or own else IGNORE for token, own in zip(tokens, trained, strict=True)]
+    labels = [token if every or said else IGNORE for token, said in zip(tokens, trained, strict=True)]
     return Sample(tokens[: workload.seq_len], labels[: workload.seq_len])
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from lorabench.contract.hooks import first_line
 from lorabench.plan import hub
 from lorabench.plan.architecture import ModelError
-from lorabench.plan.weights import local
+from lorabench.plan.weights import CONFIG, local
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
+ADAPTER = "adapter_config.json"
 EXPECTED = "expected a model as transformers saves it (config.json, safetensors, tokenizer)"
 # Of a config.json: what says nothing about the model, and what the sweep decides.
 LEFT_OUT = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")

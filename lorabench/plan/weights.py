@@ -15,7 +15,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -34,7 +34,7 @@ SIZES = (
     "model_type", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHOWN = 3  # names of tensors in a message
 TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")  # how the names of their files begin
 
@@ -95,6 +95,12 @@ def source_arguments(name: str) -> tuple[str, dict[str, Any]]:
     return str(local(name) or name), {}
 
 
+def reading(name: str) -> AbstractContextManager[Any]:
+    """The block in which a library reads what `weights=` or `tokenizer=` names: of a hub that does not answer it reads
+    the cache alone. Raises HubError."""
+    return nullcontext() if name in INDEXED or local(name) else hub.connected(name)
+
+
 def check_local(name: str) -> None:
     """Whether what `weights=` or `tokenizer=` names can be looked for. Raises WeightsError for a folder that is none,
     and for what cannot be a hub's name."""
@@ -114,8 +120,8 @@ def check_local(name: str) -> None:
 
 
 def check(spec: ModelSpec) -> None:
-    """Whether the model can have the weights that it names, by their headers and their configuration. Nothing is
-    downloaded: of a hub's weights only those are looked at that are here already. Raises WeightsError."""
+    """Whether the model can have the weights that it names, by their headers and their configuration. Of a hub's
+    weights that are not here yet only the configuration is downloaded. Raises WeightsError and HubError."""
     if spec.weights == RANDOM:
         if spec.config.get("quantization_config"):
             raise WeightsError(f"the model {spec.name} is quantized, random weights are not; expected weights=auto")
@@ -129,9 +135,10 @@ def check(spec: ModelSpec) -> None:
         own = resources.files("lorabench.conf") / "model" / f"{INDEXED[spec.weights][2]}.yaml"
         check_sizes(spec, SimpleNamespace(**yaml_file.read(Path(str(own)))["config"]))
         return
-    folder = _folder(spec.weights)
-    if folder is not None:
+    if (folder := _folder(spec.weights)) is not None:
         _check_folder(spec, folder)
+    else:
+        check_sizes(spec, _config(spec.weights, hub.fetch(spec.weights, CONFIG).parent))
 
 
 def _folder(name: str) -> Path | None:
@@ -140,17 +147,21 @@ def _folder(name: str) -> Path | None:
         return folder
     from huggingface_hub import try_to_load_from_cache
 
-    files = [try_to_load_from_cache(name, file) for file in ("config.json", INDEX, SINGLE)]
+    files = [try_to_load_from_cache(name, file) for file in (CONFIG, INDEX, SINGLE)]
     return Path(files[0]).parent if isinstance(files[0], str) and any(isinstance(f, str) for f in files[1:]) else None
 
 
-def _check_folder(spec: ModelSpec, folder: Path) -> None:
+def _config(name: str, folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # of a file that is missing, no JSON, or of a family that transformers has not
-        raise WeightsError(f"weights {spec.weights!r}: config.json cannot be read: {first_line(error)}") from None
+        raise WeightsError(f"weights {name!r}: {CONFIG} cannot be read: {first_line(error)}") from None
+
+
+def _check_folder(spec: ModelSpec, folder: Path) -> None:
+    config = _config(spec.weights, folder)
     check_sizes(spec, config)
     shapes = _shapes(spec.weights, folder)
     if getattr(config, "quantization_config", None) is not None:
@@ -245,7 +256,7 @@ def load_tokenizer(name: str) -> Any:
     if folder and not kwargs and not any(f.name.startswith(TOKENIZERS) for f in folder.iterdir()):
         raise WeightsError(f"no tokenizer in {name}; expected tokenizer.json, as its save_pretrained writes it")
     try:
-        with nullcontext() if folder else hub.connected(name):
+        with reading(name):
             return AutoTokenizer.from_pretrained(where, trust_remote_code=False, **kwargs)
     except hub.HubError as error:
         raise WeightsError(f"no tokenizer {name!r}: {error}") from None

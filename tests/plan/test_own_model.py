@@ -218,9 +218,19 @@ class TestHub:
         monkeypatch.setattr("huggingface_hub.HfApi.repo_info", self.raising("RepositoryNotFoundError"))
         assert "the hub has no model org/name, or none that you may see" in refused("models=[org/name]")
 
+    def test_weights_on_the_hub_are_judged_by_their_configuration(self, folder, monkeypatch):
+        assert "the hub cannot be reached" in refused("models=[tiny-llama]", "weights=org/name")
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: str(folder / file))
+        assert "have hidden_size 32, the model tiny-llama has 64" in refused("models=[tiny-llama]", "weights=org/name")
+        assert planned(f"models=[{folder}]", "weights=org/name")[0].model.weights == "org/name"
+
     def test_a_gated_repository_and_one_without_a_model_are_one_line(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *_args, **_kwargs: None)
-        for error, says in (("GatedRepoError", "is gated: ask"), ("RemoteEntryNotFoundError", "has no config.json")):
+        answers = {
+            "GatedRepoError": "is gated: ask", "RemoteEntryNotFoundError": "has no config.json",
+            "HfHubHTTPError": "config.json cannot be downloaded: no",
+        }  # fmt: skip
+        for error, says in answers.items():
             monkeypatch.setattr("huggingface_hub.hf_hub_download", self.raising(error))
             assert says in refused("models=[org/name]")
 
