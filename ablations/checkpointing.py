@@ -23,9 +23,10 @@ class GradientCheckpointing(Ablation):
     use_reentrant: bool = False
 
     def patch(self, model: nn.Module) -> int:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         base = model.get_base_model()  # type: ignore[operator]
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.use_reentrant})
         if self.use_reentrant:  # a reentrant checkpoint needs an input that requires a gradient
             base.enable_input_require_grads()
-        layers = [m for m in base.modules() if "DecoderLayer" in type(m).__name__]
-        return sum(bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers)
+        return sum(m.gradient_checkpointing for m in base.modules() if isinstance(m, GradientCheckpointingLayer))

@@ -42,12 +42,13 @@ usage: python -m lorabench.sweep [key=value ...]        (Hydra's override gramma
 
 what is measured
   kind=train               what a cell is: train, op, load (weights to the device), evaluate; one model's own: load:NAME
-  models=[NAME,...]        NAME, NAME@WORKLOAD, a YAML file, or {{NAME:{{r:8,...}}}} with an adapter of its own; also
-                           a single linear: linear-4096x14336. Known:
+  models=[MODEL,...]       your own: a folder, a config.json, ORG/NAME on the hub; a name; a YAML file; MODEL@WORKLOAD;
+                           {{MODEL:{{r:8,...}}}} with an adapter of its own; a single linear: linear-4096x14336. Names:
                            {models}
-  workload=NAME            BATCHxLENGTH (4x2048), auto, a name, or {{NAME:{{field:value}}}}
+  workload=WORKLOAD        your own: FILE.jsonl (messages, prompt and completion, or text) or ORG/DATASET;
+                           BATCHxLENGTH (4x2048), auto, a name, or {{WORKLOAD:{{field:value}}}}. Names:
                            {workloads}
-  weights=random           or a hub name, a local folder, smollm2-135m-instruct
+  weights=random           auto (your model's own), a hub name, a local folder, smollm2-135m-instruct
   lora.r=16 lora.lora_dropout=0.0 ...   PEFT's names        dtype=auto|bfloat16|float16|float32
 what is compared
   ablations=[NAME,...]     NAME or {{NAME:{{parameter:value}}}}; [NAME,NAME] is one candidate; list=true shows them all;

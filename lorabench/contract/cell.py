@@ -15,7 +15,7 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Workload
 
 # Fields of a workload that came after the first published records: unset, they leave the keys as they were.
-LATER = ("seed", "page_cache", "jobs")
+LATER = ("seed", "page_cache", "jobs", "format", "fingerprint")
 PROCESSES = 4  # of each arm where they are separate, an even number: fewer do not show how far apart processes are
 
 
@@ -48,7 +48,7 @@ class Cell:
     def key(self) -> str:
         """Hash of the content: what makes two cells the same measurement."""
         content: dict[str, Any] = {
-            "model": self.model.model_dump(mode="json"),
+            "model": self.model.content(),
             "workload": {k: v for k, v in self.workload.model_dump(mode="json").items() if k not in LATER or v},
             "reference": _content(self.reference),
             "candidate": _content(self.candidate),

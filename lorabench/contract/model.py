@@ -9,6 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from lorabench.contract.names import nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Fields of a model that came after the first published records: unset, they leave the keys as they were.
+LATER = ("location", "fingerprint")
+# In the names of the numbers by which a base model is random in training.
+RANDOM_IN_TRAINING = ("drop", "jitter", "noise")
 
 
 class Lora(BaseModel):
@@ -32,6 +36,9 @@ class ModelSpec(BaseModel):
     `config` is the published configuration (transformers' names). `weights` is "random", a hub name, a local folder
     or "smollm2-135m-instruct" (from the Python package index); `measure/build.py` builds it. What an operation out of a
     model is (`linear-4096x14336`), its kind says: measure/kinds/op.py.
+
+    `location`: the folder or hub name of a user's own model, which has its tokenizer too. `fingerprint`: of the files
+    in a local folder of weights, so that other weights under the same name are another measurement.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -42,6 +49,8 @@ class ModelSpec(BaseModel):
     dtype: str = "auto"  # auto: bfloat16 where the device computes in it natively, else float32
     weights: str = "random"
     lora: Lora = Lora()
+    location: str | None = None
+    fingerprint: str | None = None
 
     @field_validator("dtype")
     @classmethod
@@ -69,15 +78,36 @@ class ModelSpec(BaseModel):
         return self.with_lora(self.lora.model_copy(update={"lora_dropout": 0.0}))
 
     def hf_config(self, layers: int | None = None) -> Any:
-        """transformers' configuration object; `layers` overrides the depth (the gate's shallow model)."""
+        """transformers' configuration object; `layers` overrides the depth (the gate's shallow model).
+
+        What a base model draws at random in training (its own dropout, a router's jitter) is off: two arms, and the
+        gate's gold, could not be compared.
+        """
         from transformers import AutoConfig
 
-        config = dict(self.config)
+        config = AutoConfig.for_model(**self.config, use_cache=False)
+        for key, value in vars(config).items():
+            if isinstance(value, float) and any(word in key for word in RANDOM_IN_TRAINING):
+                setattr(config, key, 0.0)
         if layers is not None:
-            config["num_hidden_layers"] = min(layers, config.get("num_hidden_layers", layers))
-            if config.get("layer_types"):
-                config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
-        return AutoConfig.for_model(**config, use_cache=False)
+            _cut(config, layers)
+        return config
+
+    def content(self) -> dict[str, Any]:
+        """What makes it this model and no other."""
+        return {k: v for k, v in self.model_dump(mode="json").items() if k not in LATER or v}
 
     def with_lora(self, lora: Lora) -> ModelSpec:
         return self.model_copy(update={"lora": lora})
+
+
+def _cut(config: Any, layers: int) -> None:
+    """So many layers, under whatever name the family has the number; and what is listed layer by layer (which attention
+    each has, which are dense) as long as that."""
+    depth = config.num_hidden_layers
+    if layers >= depth:
+        return
+    for key, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == depth:
+            setattr(config, key, value[:layers])
+    config.num_hidden_layers = layers

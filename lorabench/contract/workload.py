@@ -45,8 +45,15 @@ class Workload(BaseModel):
     """What one optimizer step is fed: `samples` samples in micro-batches of `batch_size`, none above `seq_len` tokens.
 
     kind fixed: every sample has `seq_len` random tokens. kind lengths: random tokens, lengths drawn from
-    `distribution`. kind text: a JSONL file (`path`) or hub data set (`dataset`), its `fields` joined and tokenized.
-    kind weights: no samples; the model's files are read, from a `page_cache` that holds them or not.
+    `distribution`. kind text: the rows of a JSONL file (`path`) or hub data set (`dataset`), tokenized by `tokenizer`
+    (None: the model's). kind weights: no samples; the model's files are read, from a `page_cache` that holds them or
+    not.
+
+    `format` is how a row becomes tokens. messages: its one field is a chat, for the tokenizer's chat template.
+    prompt_completion: its two fields, one right after the other. text: its one field. None: its `fields`, each on a
+    line of its own. No fields: they are found in the first row (plan/rows.py). `train_on` last_field: the loss is on
+    the last field alone, of a chat on the assistant's turns. `fingerprint`: of the rows and the chat template, so that
+    another content under the same name is another measurement.
 
     `jobs`: several fine-tuning jobs on one base, each with what it changes of the fields above and of the adapter.
     None: the workload is the one job.
@@ -65,6 +72,8 @@ class Workload(BaseModel):
     subset: str | None = None  # a hub data set's configuration
     split: str = "train"
     fields: list[str] = ["question", "answer"]
+    format: Literal["messages", "prompt_completion", "text"] | None = None
+    fingerprint: str | None = None
     train_on: Literal["all", "last_field"] = "all"
     tokenizer: str | None = None
     seed: int | None = None  # of the draw, where the workload is to be the same under every seed of the sweep
@@ -85,8 +94,8 @@ class Workload(BaseModel):
     def _complete(self) -> Workload:
         if self.kind == "lengths" and not self.distribution:
             raise ValueError("kind lengths needs `distribution`")
-        if self.kind == "text" and (bool(self.path) == bool(self.dataset) or not self.tokenizer):
-            raise ValueError("kind text needs `tokenizer` and either `path` (a JSONL file) or `dataset` (a hub name)")
+        if self.kind == "text" and bool(self.path) == bool(self.dataset):
+            raise ValueError("kind text needs either `path` (a JSONL file) or `dataset` (a hub name)")
         if (self.kind == "weights") != (self.page_cache is not None):
             raise ValueError("`page_cache` (warm or cold) goes with kind weights, and with no other")
         if self.count * self.seq_len > MOST_TOKENS:

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from lorabench.contract.ablation import Ablation, Blueprint, Unsupported
 from lorabench.contract.arm import Arm, own_name
 from lorabench.contract.batch import Batch, Sample, pad
+from lorabench.contract.hooks import first_line
 from lorabench.contract.job import ADAPTER, Job
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
 from lorabench.measure.feed import Feed, marked
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Kind, Request
-from lorabench.plan import registry
-from lorabench.plan.weights import WeightsError, named, source_arguments
+from lorabench.plan import architecture, registry
+from lorabench.plan.weights import WeightsError, check_sizes, named, reading, source_arguments
 
 LORA_B_STD = 0.02  # at its usual zero the gradient of lora_A is zero and half of the mathematics is untested
 
@@ -151,26 +152,42 @@ def causal_lm(spec: ModelSpec, load: dict[str, Any], device: torch.device, layer
         with device, no_init_weights():  # every weight is drawn in `_fill`; the library's own draw would be wasted
             model = _refusing(lambda: AutoModelForCausalLM.from_config(spec.hf_config(layers), **load), spec)
         model.tie_weights()  # what no_init_weights leaves out
+        _start(model)
         return model
+    return _read(spec, load, layers).to(device)
+
+
+def _start(model: Any) -> None:
+    """transformers' own start for the vectors that `_fill` leaves as they are: some (attention sinks, the decay of a
+    state space) are nothing before it."""
+    for module in model.modules():
+        if any(_std(name, tensor) is None for name, tensor in module.named_parameters(recurse=False)):
+            model._init_weights(module)
+
+
+def _read(spec: ModelSpec, load: dict[str, Any], layers: int | None) -> Any:
+    """The model with its weights read, only those of so many layers. Raises WeightsError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     where, kwargs = source_arguments(spec.weights)
+    config = spec.hf_config(layers)
     try:
+        with reading(spec.weights):
+            own = AutoConfig.from_pretrained(where, trust_remote_code=False, **kwargs)
+        check_sizes(spec, own)
+        if (quantized := getattr(own, "quantization_config", None)) is not None:
+            config.quantization_config = quantized
         safe = {} if "gguf_file" in kwargs else {"use_safetensors": True}  # nothing is unpickled
-        read = partial(AutoModelForCausalLM.from_pretrained, where, trust_remote_code=False, **safe)
-        model, info = _refusing(lambda: read(**kwargs, **load, output_loading_info=True), spec)
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"weights {spec.weights!r} cannot be read: {str(error).splitlines()[0]}") from None
+        read = partial(AutoModelForCausalLM.from_pretrained, where, config=config, trust_remote_code=False, **safe)
+        with reading(spec.weights), architecture.quiet():  # quiet about the layers that are left out
+            model, info = _refusing(lambda: read(**kwargs, **load, output_loading_info=True), spec)
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, WeightsError | torch.OutOfMemoryError):
+            raise
+        raise WeightsError(f"weights {spec.weights!r} cannot be read: {first_line(error)}") from None
     if missing := info["missing_keys"]:  # which the loader would leave as they were drawn
         raise WeightsError(f"weights {spec.weights!r} lack {named(missing)} of the model {spec.name}")
-    expected = spec.hf_config()
-    for size in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
-        have, want = getattr(model.config, size), getattr(expected, size)
-        if have != want:
-            raise WeightsError(f"weights {spec.weights!r} have {size} {have}, the model {spec.name} has {want}")
-    model.config.use_cache = False
-    if layers is not None:
-        model.model.layers = model.model.layers[:layers]
-        model.config.num_hidden_layers = len(model.model.layers)
-    return model.to(device)
+    return model
 
 
 def _refusing(make: Callable[[], Any], spec: ModelSpec) -> Any:

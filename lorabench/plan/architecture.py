@@ -39,8 +39,8 @@ def check(spec: ModelSpec, adapters: Sequence[Lora]) -> None:
     _check_counts(spec)
     model = skeleton(spec, layers=1)
     for size in SIZES:
-        value = getattr(model.config, size, None)
-        if not isinstance(value, int) or value < 1:
+        value = getattr(model.config, size, None)  # a family may have none, or one for each layer
+        if isinstance(value, int | float | str) and (not isinstance(value, int) or value < 1):
             raise ModelError(f"the model {spec.name} has {size} {value!r}; expected a number above zero")
     for adapter in adapters:
         check_targets(spec.name, model, adapter.target_modules)
@@ -48,16 +48,19 @@ def check(spec: ModelSpec, adapters: Sequence[Lora]) -> None:
 
 def _check_counts(spec: ModelSpec) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     family = spec.family
     if not isinstance(family, str):
         raise ModelError(f"the model {spec.name} has model_type {family!r}; expected a name such as llama")
     if family not in DECODERS:
         raise nearest("model_type", family, DECODERS, where=" among transformers' causal language models")
+    if family in ENCODERS:
+        raise ModelError(f"the model {spec.name} is a {family}, which is no decoder, such as llama")
     if not isinstance(layers := spec.config.get("num_hidden_layers", 1), int):
         raise ModelError(f"the model {spec.name} has num_hidden_layers {layers!r}; expected a number above zero")
     for key, value in spec.config.items():
-        if key.startswith("num_") and isinstance(value, int) and not 0 <= value <= MOST:
+        if key.startswith(("num_", "n_layer", "n_head")) and isinstance(value, int) and not 0 <= value <= MOST:
             raise ModelError(f"the model {spec.name} has {key} {value}; expected at most {MOST}")
 
 
@@ -80,9 +83,18 @@ def _skeleton(config: str, name: str, layers: int | None) -> Any:
             made: Any = AutoModelForCausalLM.from_config(spec.hf_config(layers))
     except Exception as error:  # transformers checks little, so a wrong size may raise anything anywhere
         raise ModelError(f"the model {name} cannot be built by transformers: {first_line(error)}") from None
-    if not isinstance(getattr(getattr(made, "model", None), "layers", None), torch.nn.ModuleList):
-        raise ModelError(f"the model {name} is a {spec.family}, which is no decoder with model.layers, such as llama")
+    if getattr(made.config, "is_encoder_decoder", False) or decoder_layers(made) is None:
+        raise ModelError(f"the model {name} is a {spec.family}, which is no decoder of listed layers, such as llama")
     return made
+
+
+def decoder_layers(model: Any) -> Any:
+    """The list of a decoder's layers, under whatever name its family has it; None where there is none."""
+    import torch
+
+    depth = model.config.num_hidden_layers
+    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    return next((module for module in lists if len(module) == depth), None)
 
 
 def check_targets(name: str, model: Any, targets: Sequence[str] | str) -> None:
@@ -91,25 +103,46 @@ def check_targets(name: str, model: Any, targets: Sequence[str] | str) -> None:
     if targets == ALL_LINEAR:
         return
     modules = dict(model.named_modules())
-    patterns = [targets] if isinstance(targets, str) else [rf"(.*\.)?{re.escape(t)}" for t in targets]
-    if not patterns:
+    given = [targets] if isinstance(targets, str) else targets
+    if not given:
         raise ModelError("lora.target_modules is empty; expected names of modules, such as [q_proj,v_proj]")
-    for given, pattern in zip([targets] if isinstance(targets, str) else targets, patterns, strict=True):
+    for target, pattern in zip(given, _patterns(targets), strict=True):
         try:
             found = [module for full, module in modules.items() if re.fullmatch(pattern, full)]
         except re.error as error:
-            raise ModelError(f"lora.target_modules is {given!r}, which is no regular expression: {error}") from None
+            raise ModelError(f"lora.target_modules is {target!r}, which is no regular expression: {error}") from None
         if not found:
             known = {full.rpartition(".")[2] for full, module in modules.items() if _takes_adapters(module)}
-            raise nearest("module", given, known, where=f" in the model {name} for lora.target_modules")
+            raise nearest("module", target, known, where=f" in the model {name} for lora.target_modules")
         if wrong := next((module for module in found if not _takes_adapters(module)), None):
-            raise ModelError(f"lora.target_modules has {given!r}, which is a {type(wrong).__name__}; expected a linear")
+            what = f"{target!r}, which is a {type(wrong).__name__}"
+            raise ModelError(f"lora.target_modules has {what}; expected a linear")
+
+
+def _patterns(targets: Sequence[str] | str) -> list[str]:
+    return [targets] if isinstance(targets, str) else [rf"(.*\.)?{re.escape(t)}" for t in targets]
+
+
+def adapted(model: Any, targets: Sequence[str] | str) -> list[Any]:
+    """The modules on which PEFT would put adapters; of all linears not the head."""
+    if targets == ALL_LINEAR:
+        head = model.get_output_embeddings()
+        return [module for module in model.modules() if _is_linear(module) and module is not head]
+    patterns = _patterns(targets)
+    return [m for full, m in model.named_modules() if any(re.fullmatch(p, full) for p in patterns)]
+
+
+def _is_linear(module: Any) -> bool:
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear, whose weight is (in, out)
+
+    return isinstance(module, nn.Linear | Conv1D)
 
 
 def _takes_adapters(module: Any) -> bool:
     from torch import nn
 
-    return isinstance(module, nn.Linear | nn.Embedding)
+    return _is_linear(module) or isinstance(module, nn.Embedding)
 
 
 @contextmanager

@@ -26,13 +26,16 @@ from lorabench.contract.kind import kind, registered
 from lorabench.contract.model import Lora, ModelSpec
 from lorabench.contract.names import NameUnknown, nearest
 from lorabench.contract.workload import Workload, WorkloadError, fixed
-from lorabench.plan import architecture, registry, samples, versus, weights
+from lorabench.plan import architecture, registry, samples, user_model, versus, weights
 from lorabench.plan.architecture import ModelError
 from lorabench.plan.design import DESIGNS, NOTHING, DesignError, Known, Subject, cells
+from lorabench.plan.hub import HubError
 from lorabench.plan.weights import WeightsError
 from lorabench.plan.yaml_file import YamlError, read
 
 CONF = "lorabench.conf"
+MODELS = "model"  # the folder of the named models under conf
+OR_ELSE = {MODELS: "a folder, a config.json or ORG/NAME", "workloads": "BATCHxLENGTH, a JSONL file or ORG/DATASET"}
 LORA = "lora"  # the key under which the adapter's fields stand
 LONGEST, DEEPEST = 20_000, 12  # characters and brackets of an override; Hydra's parser takes minutes for deeper ones
 
@@ -82,14 +85,17 @@ class SweepConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Defaults:
-    """What `null` and `auto` stand for on a device."""
+    """What `null` and `auto` stand for on a device; of a user's own text, how many rows make a step, and a batch."""
 
     workload: str
     trials: int
     warmup: int
+    rows: int
+    batch_size: int
 
 
-DEFAULTS = {"cuda": Defaults("4x2048", 30, 5), "cpu": Defaults("short_samples", 10, 1)}
+DEFAULTS = {"cuda": Defaults("4x2048", 30, 5, 16, 4), "cpu": Defaults("short_samples", 10, 1, 2, 2)}
+AUTO = "auto"  # of weights: a user's model has its own; of target_modules: all of its linears
 
 
 def names_in(group: str) -> list[str]:
@@ -192,7 +198,7 @@ def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
         default = DEFAULTS[device]
         if config.design not in DESIGNS:
             raise nearest("design", config.design, DESIGNS)
-        subjects = [_subject(item, config, default, device) for item in config.models]
+        subjects = _told_apart([_subject(item, config, default, device) for item in config.models])
         toggles = [_together(item) for item in _ablations(config, subjects)]
         counts = {"trials": config.trials or default.trials, "warmup": config.warmup or default.warmup}
         counts |= {"seed": config.seed, "world_size": config.world_size}
@@ -207,7 +213,7 @@ def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
             made += {cell.key: cell for cell in duels}.values()  # two references may come to one stack
     except ValidationError as error:
         raise ConfigError(_first(error)) from None
-    except (NameUnknown, DesignError, WorkloadError, ModelError, WeightsError) as error:
+    except (NameUnknown, DesignError, WorkloadError, ModelError, WeightsError, HubError) as error:
         raise ConfigError(str(error)) from None
     return Plan(config, made)
 
@@ -247,55 +253,96 @@ def _subject(item: Any, config: SweepConfig, default: Defaults, device: str) -> 
     if isinstance(item, Mapping) and len(item) == 1:
         item, lora = next(iter(item.items()))
     if not isinstance(item, str) or not isinstance(lora, Mapping | None):
-        raise NameUnknown(f"a model is a name, NAME@WORKLOAD, a YAML file, or {{either: {{r: 8, …}}}}, not {item!r}")
-    prefix, colon, rest = item.partition(":")
-    name, _, own = (rest if colon else item).partition("@")
+        either = "a name, a folder, ORG/NAME, a YAML file, either@WORKLOAD, or {either: {r: 8, …}}"
+        raise NameUnknown(f"a model is {either}, not {item!r}")
+    prefix, name, own = _parts(item)
     of_name = next((k.name for k in registered().values() if k.model(name)), None)
-    chosen, spec = kind(prefix if colon else of_name or config.kind), model(name, config, lora)
+    chosen, spec = kind(prefix or of_name or config.kind), model(name, config, lora)
     wanted = own or config.workload
     auto = chosen.default_workload(device) or default.workload
-    made = workload(auto if wanted == "auto" else wanted)
-    subject = Subject(chosen.name, spec, made)
+    made = workload(auto if wanted == AUTO else wanted, default)
     jobs = jobs_of(spec, made, config.seed)  # a job's fields are wrong now, not in a worker
     for job in jobs:
         _check_job(job)
     if chosen.model(name) is None:
         architecture.check(spec, [job.lora for job in jobs])
         weights.check(spec)
-    return subject
+        made = samples.settled(made, spec, config.seed)
+    elif any(job.workload.kind == samples.TEXT for job in jobs):
+        raise WorkloadError(f"the workload {made.name} has text, which {name} cannot read; expected BATCHxLENGTH")
+    return Subject(chosen.name, spec, made)
+
+
+def _told_apart(subjects: Sequence[Subject]) -> list[Subject]:
+    """Two folders, or two files, of one name in a sweep are called by their paths: the tables go by names."""
+    models = {(s.model.name, s.model.location) for s in subjects}
+    texts = {(s.workload.name, s.workload.path) for s in subjects}
+    made = []
+    for subject in subjects:
+        spec, text = subject.model, subject.workload
+        if spec.location and [name for name, _ in models].count(spec.name) > 1:
+            spec = spec.model_copy(update={"name": spec.name.replace(Path(spec.location).name, spec.location, 1)})
+        if text.path and [name for name, _ in texts].count(text.name) > 1:
+            text = text.model_copy(update={"name": text.name.replace(Path(text.path).name, text.path, 1)})
+        made.append(Subject(subject.kind, spec, text))
+    return made
+
+
+def _parts(item: str) -> tuple[str, str, str]:
+    """(kind, name, workload) of KIND:NAME@WORKLOAD, the first and the last "" where they are not said. A folder's name
+    may have such characters too."""
+    if weights.local(item):
+        return "", item, ""
+    prefix, colon, rest = item.partition(":")
+    if not colon or prefix.startswith((".", "/", "~")):
+        prefix, rest = "", item
+    name, _, own = rest.partition("@")
+    return prefix, name, own
 
 
 def _check_job(job: Job) -> None:
-    """What a job names has to be there. Raises NameUnknown and WorkloadError."""
-    samples.check(job.workload)
+    """What a job names has to be there. Raises NameUnknown."""
     made = registry.ablation(job.optimizer) if job.optimizer else None
     if isinstance(made, Faulty):
         raise NameUnknown(made.fault)
 
 
 def model(name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None) -> ModelSpec:
-    """A model by name (conf/model), from a YAML file with `source` and `config`, or one that only a kind knows
-    (`linear-4096x14336`). `lora` changes the sweep's adapter for it, and is part of its label. Raises NameUnknown."""
+    """A model by name (conf/model), from a YAML file with `source` and `config`, a user's own (a folder, config.json,
+    hub name), or one that only a kind knows (`linear-4096x14336`). `lora` changes the sweep's adapter for it, and is
+    part of its label. Raises NameUnknown, ModelError and HubError."""
     of_a_kind = next((fields for k in registered().values() if (fields := k.model(name))), None)
     fields, label = (of_a_kind, name) if of_a_kind else _read("model", name)
-    common = {"dtype": config.dtype, "weights": config.weights, "lora": config.lora.model_dump() | dict(lora or {})}
-    return _validated(ModelSpec, {"name": label + _changes(lora or {}), **common, **fields}, f"the model {label}")
+    location = fields.get("location")
+    adapter = config.lora.model_dump() | dict(lora or {})
+    if adapter["target_modules"] == AUTO:
+        adapter["target_modules"] = architecture.ALL_LINEAR if location else Lora().target_modules
+    common = {"dtype": config.dtype, "weights": config.weights, "lora": adapter}
+    if config.weights == AUTO:
+        common["weights"] = location or weights.RANDOM
+    made = {"name": label + _changes(lora or {}), **common, **fields}
+    spec = _validated(ModelSpec, made, f"the model {label}")
+    return spec.model_copy(update={"fingerprint": weights.fingerprint(spec.weights)})
 
 
 def _changes(values: Mapping[str, Any]) -> str:
     return "(" + ", ".join(f"{k}={v}" for k, v in values.items()) + ")" if values else ""
 
 
-def workload(item: str | Mapping[str, Any]) -> Workload:
-    """A workload by name, `BATCHxLENGTH`, a YAML file, or {NAME: {field: value}}. Raises NameUnknown."""
+def workload(item: str | Mapping[str, Any], default: Defaults = DEFAULTS["cuda"]) -> Workload:
+    """A workload by name, `BATCHxLENGTH`, a YAML file, a user's own text (a JSONL file, a hub data set), or {NAME:
+    {field: value}}. Raises NameUnknown and WorkloadError."""
     changes: dict[str, Any] = {}
     if isinstance(item, Mapping):
         if len(item) != 1 or not isinstance(next(iter(item.values())), Mapping):
-            raise NameUnknown("a workload is a name, BATCHxLENGTH, a YAML file or {NAME: {field: value}}")
+            either = "a name, BATCHxLENGTH, a JSONL or YAML file, ORG/DATASET"
+            raise NameUnknown(f"a workload is {either}, or {{either: {{field: value}}}}")
         name, values = next(iter(item.items()))
         item, changes = str(name), dict(values)
     if made := fixed(item):
         fields, label = made.model_dump(exclude={"name"}), item
+    elif found := samples.own_text(item, default.rows, default.batch_size):
+        fields, label = found, Path(item).name if "path" in found else item
     else:
         fields, label = _read("workloads", item)
     return _validated(Workload, {"name": label + _changes(changes), **fields, **changes}, f"the workload {label}")
@@ -311,10 +358,12 @@ def _read(group: str, name: str) -> tuple[dict[str, Any], str]:
             fields, label = read(path), path.stem
         except YamlError as error:
             raise NameUnknown(f"{name}: {error}; expected a YAML file like those under conf/{group}") from None
+    elif name not in (known := names_in(group)):
+        own = user_model.read(name) if group == MODELS else None
+        if own is None:
+            raise nearest(group.removesuffix("s"), name, known, or_else=OR_ELSE[group])
+        return own
     else:
-        known = names_in(group)
-        if name not in known:
-            raise nearest(group.removesuffix("s"), name, known)
         with initialize_config_module(CONF, version_base="1.3"):
             fields, label = OmegaConf.to_container(compose(f"{group}/{name}")[group], resolve=True), name
     if not isinstance(fields, dict):

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lorabench.contract.batch import IGNORE, Sample
+from lorabench.contract.job import jobs_of
+from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Workload, WorkloadError, length_tables
+from lorabench.plan import chat
+from lorabench.plan.hub import is_name
+from lorabench.plan.rows import MESSAGES, SUFFIXES, check_row, file_rows, rows_of
+from lorabench.plan.rows import check as check_rows
+from lorabench.plan.rows import found as find
+from lorabench.plan.weights import RANDOM, load_tokenizer
+
+TEXT = "text"  # the kind of workload that has rows
+ROW_LENGTH = 2048  # tokens to which a row of a user's own text is cut, where nothing else is said
+OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst", ".zip")
+
+
+def own_text(item: str, samples: int, batch_size: int) -> dict[str, Any] | None:
+    """Fields of a Workload for a user's JSONL file or hub data set, None for any other name. Its fields are to be
+    found, and the loss is on what is to be learnt: the last of them, of a chat the assistant's turns. A step has so
+    many `samples`, or all rows of a smaller file. Raises WorkloadError."""
+    fields = {"kind": TEXT, "fields": [], "train_on": "last_field", "seq_len": ROW_LENGTH}
+    if item.endswith(SUFFIXES):
+        path = Path(item).expanduser().resolve()
+        samples = min(samples, len(file_rows(path)))
+        return fields | {"path": str(path), "samples": samples, "batch_size": min(batch_size, samples)}
+    if item.endswith(OTHER_FILES):
+        raise WorkloadError(f"{item}: expected JSON lines, one object a line, in a file whose name ends with .jsonl")
+    return fields | {"dataset": item, "samples": samples, "batch_size": batch_size} if is_name(item) else None
 
 
 def draw(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
     """The samples of one step. Same seed, same samples. Raises WorkloadError."""
     seed = seed if workload.seed is None else workload.seed
-    if workload.kind == "text":
+    if workload.kind == TEXT:
         return _text(workload, vocab_size, seed)
     rng = np.random.default_rng(seed)
     if workload.kind == "fixed":
@@ -29,75 +57,122 @@ def draw(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
     return samples
 
 
-def check(workload: Workload) -> None:
-    """What a workload names on this machine has to be there, before anything is started. Raises WorkloadError."""
-    from lorabench.plan.weights import WeightsError, check_local
+def settled(workload: Workload, spec: ModelSpec, seed: int) -> Workload:
+    """The workload with what it leaves to the model and to its rows: tokenizer, fields, format, and a fingerprint of
+    the content; that of each of its jobs too. Its samples are drawn once, so whatever is wrong with them is said now.
 
-    if workload.kind != "text":
-        return
-    if workload.path is not None:
-        _file(workload, Path(workload.path))
-    try:
-        check_local(workload.tokenizer or "")
-    except WeightsError as error:
-        raise WorkloadError(f"tokenizer {error}") from None
+    Raises WorkloadError.
+    """
+    if not workload.jobs:
+        return workload.model_copy(update=_settled(workload, spec, seed))
+    alone = workload.model_copy(update={"jobs": []})
+    jobs = []
+    for job, own in zip(workload.jobs, jobs_of(spec, workload, seed), strict=True):
+        jobs.append(job.model_copy(update={"workload": job.workload | _settled(own.workload, spec, own.seed)}))
+    return workload.model_copy(update={"jobs": jobs, **_settled(alone, spec, seed)})
 
 
-def _file(workload: Workload, path: Path) -> Path:
-    if not path.is_file():
-        raise WorkloadError(f"{path}: no such file; expected JSON lines with the fields {', '.join(workload.fields)}")
-    return path
+def _settled(workload: Workload, spec: ModelSpec, seed: int) -> dict[str, Any]:
+    config = spec.hf_config()
+    longest, found = workload.seq_len, {}
+    if workload.kind == TEXT:
+        rows = rows_of(workload)
+        fields, form = find(rows, workload.fields)
+        found = {"fields": fields, "format": workload.format or form, "tokenizer": workload.tokenizer or _own(spec)}
+        whole = workload.model_copy(update=found)
+        if workload.path is not None:
+            check_rows(rows, fields, whole.format)
+        longest = max(len(s.tokens) for s in draw(whole, config.vocab_size, seed))
+        template = getattr(load_tokenizer(whole.tokenizer or ""), "chat_template", None)
+        found["fingerprint"] = hashlib.sha256(f"{rows.digest} {template}".encode()).hexdigest()[:16]
+    most = getattr(config, "max_position_embeddings", None)
+    if spec.location and most and longest > most:
+        raise WorkloadError(
+            f"the workload {workload.name} has samples of {longest} tokens, the model {spec.name} has positions for "
+            f"{most} (max_position_embeddings); expected seq_len of at most {most}"
+        )
+    return found
+
+
+def _own(spec: ModelSpec) -> str:
+    """Whose tokenizer a model's is. Raises WorkloadError."""
+    published = spec.source.partition(",")[0]
+    if own := spec.location or (spec.weights if spec.weights != RANDOM else None):
+        return own
+    if is_name(published):
+        return published
+    raise WorkloadError(f"the model {spec.name} has no tokenizer; expected {{FILE.jsonl: {{tokenizer: ORG/NAME}}}}")
 
 
 def _text(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
-    from lorabench.plan.weights import load_tokenizer
-
-    tokenizer = load_tokenizer(workload.tokenizer or "")
-    rows = list(_rows(workload))
+    """Rows in random order, as many as are wanted; one of which nothing would be trained within seq_len is passed
+    over."""
+    tokenizer, rows, samples = load_tokenizer(workload.tokenizer or ""), rows_of(workload), []
     if len(rows) < workload.count:
+        raise WorkloadError(f"{rows.source} has {len(rows)} rows; the workload needs {workload.count}")
+    for index in np.random.default_rng(seed).permutation(len(rows)):
+        sample = _tokenize(workload, rows[index], rows.place(index), tokenizer)
+        samples += [sample] if sample.trained else []
+        if len(samples) == workload.count:
+            break
+    else:
         raise WorkloadError(
-            f"{workload.path or workload.dataset} has {len(rows)} rows; the workload needs {workload.count}"
+            f"{rows.source}: only {len(samples)} of {len(rows)} rows have anything to train on within seq_len "
+            f"{workload.seq_len}{_roles(workload, rows[0])}; the workload needs {workload.count} such rows"
         )
-    order = np.random.default_rng(seed).permutation(len(rows))[: workload.count]
-    samples = [_tokenize(workload, rows[i], tokenizer) for i in order]
     if max(max(s.tokens) for s in samples) >= vocab_size:
         raise WorkloadError(f"the tokenizer {workload.tokenizer} has tokens above the model's vocabulary {vocab_size}")
     return samples
 
 
-def _rows(workload: Workload) -> list[dict[str, Any]]:
-    if workload.path is None:
-        from datasets import load_dataset  # an extra: lorabench[data]
-
-        table: Any = load_dataset(
-            workload.dataset or "", workload.subset, split=workload.split
-        )  # by their type, any rows
-        return list(table)
-    path = _file(workload, Path(workload.path))
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict):
-                raise WorkloadError(f"{path} line {number} is not JSON; expected one object a line")
-            rows.append(row)
-    return rows
+def _tokenize(workload: Workload, row: Mapping[str, Any], place: str, tokenizer: Any) -> Sample:
+    check_row(row, place, workload.fields, workload.format)
+    values = [row[field] for field in workload.fields]
+    if workload.format == MESSAGES:
+        try:
+            tokens, trained = chat.tokenize(tokenizer, values[0], _tools(row))
+        except chat.ChatError as error:
+            raise WorkloadError(f"{place}: {error}") from None
+    else:
+        read = _one_text if workload.format else _lines
+        tokens, trained = read(tokenizer, [str(value) for value in values])
+    every = workload.train_on == "all"
+    labels = [token if every or said else IGNORE for token, said in zip(tokens, trained, strict=True)]
+    return Sample(tokens[: workload.seq_len], labels[: workload.seq_len])
 
 
-def _tokenize(workload: Workload, row: dict[str, Any], tokenizer: Any) -> Sample:
-    missing = [f for f in workload.fields if f not in row]
-    if missing:
-        raise WorkloadError(f"no field {missing[0]!r} in {workload.path or workload.dataset}; it has {', '.join(row)}")
-    parts = [tokenizer(str(row[f]) + "\n", add_special_tokens=False)["input_ids"] for f in workload.fields]
+def _roles(workload: Workload, row: Mapping[str, Any]) -> str:
+    """Who speaks in a chat, for the reason why nothing of it is trained."""
+    if workload.format != MESSAGES:
+        return ""
+    roles = sorted({message["role"] for message in row[workload.fields[0]]})
+    return f" (the first has the roles {', '.join(roles)}; trained are the turns of assistant)"
+
+
+def _tools(row: Mapping[str, Any]) -> Any:
+    """The descriptions of functions beside a chat, as a list or as its JSON."""
+    tools = row.get("tools")
+    return (json.loads(tools) if isinstance(tools, str) and tools.strip() else tools) or None
+
+
+def _one_text(tokenizer: Any, values: list[str]) -> tuple[list[int], list[bool]]:
+    """One text, or a prompt with its completion right after it, as the tokenizer begins a text (its beginning-of-text
+    token, where it has one); the last part is trained."""
+    tokens = list(tokenizer("".join(values), add_special_tokens=True)["input_ids"])
+    prompt = tokenizer("".join(values[:-1]), add_special_tokens=True)["input_ids"] if values[:-1] else []
+    if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
+        tokens.append(tokenizer.eos_token_id)
+    begin = chat.common(tokens, list(prompt))
+    return tokens, [i >= begin for i in range(len(tokens))]
+
+
+def _lines(tokenizer: Any, values: list[str]) -> tuple[list[int], list[bool]]:
+    """Each value on a line of its own, tokenized apart; the last one is trained."""
+    parts = [tokenizer(value + "\n", add_special_tokens=False)["input_ids"] for value in values]
     if tokenizer.eos_token_id is not None:
         parts[-1] = [*parts[-1], tokenizer.eos_token_id]
-    tokens = [t for part in parts for t in part][: workload.seq_len]
-    prompt = sum(map(len, parts[:-1])) if workload.train_on == "last_field" else 0
-    labels = [IGNORE if i < prompt else t for i, t in enumerate(tokens)]
-    return Sample(tokens, labels)
+    tokens, prompt = [t for part in parts for t in part], sum(map(len, parts[:-1]))
+    return tokens, [i >= prompt for i in range(len(tokens))]
 
 
 def draw_lengths(distribution: str, count: int, rng: np.random.Generator) -> np.ndarray:

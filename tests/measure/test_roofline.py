@@ -16,7 +16,7 @@ from lorabench.record.schema import PhaseRoofline
 
 def tiny_llama():
     spec = model("tiny-llama", load_config([]))
-    return flops.decoder(spec.hf_config(), spec.lora)
+    return flops.decoder(spec, spec.lora)
 
 
 def test_forward_flops_match_torch_s_counter():
@@ -26,7 +26,7 @@ def test_forward_flops_match_torch_s_counter():
         made.step.forward(made.step.batches[0])
     counted = counter.get_total_flops() / 1e12
     lengths = flops.lengths_of(made.samples)
-    attention = shape.layers * 2 * sum(len(s.tokens) ** 2 for s in made.samples) * 64 / 1e12
+    attention = shape.attention * 2 * sum(len(s.tokens) ** 2 for s in made.samples) / 1e12
     assert flops.forward_tflop(shape, lengths) + attention == pytest.approx(
         counted, rel=0.02
     )  # eager computes the upper triangle too
@@ -38,8 +38,8 @@ def test_backward_flops_match_torch_s_counter_without_attention():
     loss = made.step.forward(made.step.batches[0])
     with FlopCounterMode(display=False) as counter:
         made.step.backward(loss)
-    attention = 2.5 * shape.layers * 2 * sum(len(s.tokens) ** 2 for s in made.samples) * 64 / 1e12
-    eager_attention = 2 * 2 * shape.layers * 2 * sum(len(s.tokens) ** 2 for s in made.samples) * 64 / 1e12
+    attention = 2.5 * shape.attention * 2 * sum(len(s.tokens) ** 2 for s in made.samples) / 1e12
+    eager_attention = 2 * 2 * shape.attention * 2 * sum(len(s.tokens) ** 2 for s in made.samples) / 1e12
     ours = flops.backward_tflop(shape, flops.lengths_of(made.samples)) - attention + eager_attention
     assert ours == pytest.approx(counter.get_total_flops() / 1e12, rel=0.1)
 

@@ -30,7 +30,7 @@ MODEL_FILES = {
     "an_object": ("!!python/object/apply:os.system [ls]", "it is no YAML"),
     "twice": (f"source: x\n{DECODER}}}", "duplicate key"),
     "interpolation": ("source: ${nowhere}", "Interpolation key 'nowhere' not found"),
-    "encoder": ("source: x\nconfig: {model_type: bert}", "is a bert, which is no decoder with model.layers"),
+    "encoder": ("source: x\nconfig: {model_type: bert}", "is a bert, which is no decoder"),
     "family": ("source: x\nconfig: {model_type: lama}", "did you mean llama?"),
     "family_list": ("source: x\nconfig: {model_type: [llama]}", "expected a name such as llama"),
     "no_family": ("source: x\nconfig: {}", "config needs model_type"),

@@ -1,11 +1,13 @@
 """Models: the published sizes, and weights and tokenizers from where they are said to come."""
 
 import pytest
+import torch
 from helpers import config
 
 from lorabench.contract.kind import kind
 from lorabench.contract.names import NameUnknown
 from lorabench.measure import flops
+from lorabench.plan import architecture
 from lorabench.plan.compose import model, names_in, plan
 
 PUBLISHED = {"smollm2-135m": 134_515_008, "smollm2-1.7b": 1_711_376_384, "llama-3.1-8b": 8_030_261_248}
@@ -13,7 +15,6 @@ PUBLISHED = {"smollm2-135m": 134_515_008, "smollm2-1.7b": 1_711_376_384, "llama-
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_architectures_have_the_published_number_of_parameters(name):
-    import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -23,18 +24,15 @@ def test_architectures_have_the_published_number_of_parameters(name):
 
 
 @pytest.mark.parametrize("name", names_in("model"))
-def test_shapes_count_the_linears_of_a_layer(name):
-    import torch
-    from transformers import AutoModelForCausalLM
-
+def test_shapes_count_the_linears_of_every_layer(name):
     spec = model(name, config())
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(spec.hf_config(layers=1))
-    linears = [m for m in built.model.layers[0].modules() if isinstance(m, torch.nn.Linear)]
-    shape = flops.decoder(spec.hf_config(), spec.lora)
-    assert shape.frozen_per_layer == sum(m.weight.numel() for m in linears)
-    assert shape.adapter_per_layer == sum(16 * (m.in_features + m.out_features) for m in linears)
-    assert shape.layers == spec.config["num_hidden_layers"]
+    config_ = spec.hf_config()
+    layer = [m for m in architecture.skeleton(spec, layers=1).model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    shape, layers = flops.decoder(spec, spec.lora), spec.config["num_hidden_layers"]
+    assert shape.frozen == layers * sum(m.weight.numel() for m in layer)
+    assert shape.adapter == layers * sum(16 * (m.in_features + m.out_features) for m in layer)
+    head_dim = getattr(config_, "head_dim", None) or config_.hidden_size // config_.num_attention_heads
+    assert shape.attention == layers * config_.num_attention_heads * head_dim
 
 
 def test_a_single_linear_is_a_model_by_its_name_and_a_cell_of_its_kind():

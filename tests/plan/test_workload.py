@@ -63,7 +63,7 @@ class Words:
 
 @pytest.fixture
 def tokenizer(monkeypatch):
-    monkeypatch.setattr("lorabench.plan.weights.load_tokenizer", lambda name: Words())
+    monkeypatch.setattr("lorabench.plan.samples.load_tokenizer", lambda name: Words())
 
 
 def text(path, **more):
@@ -82,8 +82,8 @@ def test_text_is_tokenized_and_only_the_answer_may_be_trained(tmp_path, tokenize
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('{"question": 1}\n{"question": 2}\n', "no field 'answer'"),
-        ("not json\n", "line 1 is not JSON"),
+        ('{"question": 1}\n{"question": 2}\n', "no field named .answer."),
+        ("not json\n" * 2, "is not JSON"),
         ('{"question": 1, "answer": 2}\n', "has 1 rows; the workload needs 2"),
     ],
 )

@@ -63,7 +63,7 @@ class Evaluate(Kind):
 
     def work(self, cell: Cell, samples: Sequence[Sequence[Sample]], ablations: Sequence[Any] = ()) -> list[Work]:
         """Generation's is that with a cache: each position once."""
-        shape = flops.decoder(cell.model.hf_config(), cell.model.lora)
+        shape = flops.decoder(cell.model, cell.model.lora)
         answered = [len(prompt) + NEW_TOKENS for prompt in prompts(samples[0])]
         score = flops.forward_tflop(shape, flops.lengths_of(samples[0]))
         return [Work({GENERATE: flops.forward_tflop(shape, answered), SCORE: score})]

@@ -83,8 +83,7 @@ class Op(GradientKind):
 
     def work(self, cell: Cell, samples: Sequence[Sequence[Sample]], ablations: Sequence[Any] = ()) -> list[Work]:
         k, n, r = cell.model.config["in_features"], cell.model.config["out_features"], cell.model.lora.r
-        sizes = {"frozen_per_layer": k * n, "adapter_per_layer": r * (k + n)}
-        shape = flops.Shape(layers=1, hidden=k, attention_width=0, head=0, **sizes)
+        shape = flops.Shape(attention=0, frozen=k * n, head=0, adapter=r * (k + n))
         lengths = flops.lengths_of(samples[0])
         forward, backward = flops.forward_tflop(shape, lengths), flops.backward_tflop(shape, lengths)
         return [Work({FORWARD: forward, BACKWARD: backward})]

@@ -51,8 +51,8 @@ class Train(GradientKind):
         return [draw(job.workload, vocabulary, job.seed) for job in cell.jobs]
 
     def work(self, cell: Cell, samples: Sequence[Sequence[Sample]], ablations: Sequence[Any] = ()) -> list[Work]:
-        config, recomputes = cell.model.hf_config(), any(a.recomputes for a in ablations)
-        return [_work(flops.decoder(config, j.lora), s, recomputes) for j, s in zip(cell.jobs, samples, strict=True)]
+        recomputes, jobs = any(a.recomputes for a in ablations), zip(cell.jobs, samples, strict=True)
+        return [_work(flops.decoder(cell.model, job.lora), own, recomputes) for job, own in jobs]
 
     def build(self, request: Request) -> Arm:
         base = lambda load: causal_lm(request.model, load, request.device, request.layers)  # noqa: E731
