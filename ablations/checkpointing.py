@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from lorabench.contract.ablation import Ablation
+from lorabench.contract.settings import Settings, Worth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class GradientCheckpointing(Ablation):
     slot: ClassVar[str] = "checkpointing"
     summary: ClassVar[str] = "keep each decoder layer's input only, compute the rest again in backward"
     recomputes: ClassVar[bool] = True
+    worth_trying: ClassVar[Worth | None] = "memory"
 
     use_reentrant: bool = False
 
@@ -28,3 +30,10 @@ class GradientCheckpointing(Ablation):
             base.enable_input_require_grads()
         layers = [m for m in base.modules() if "DecoderLayer" in type(m).__name__]
         return sum(bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers)
+
+    def settings(self) -> Settings:
+        switches = {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": self.use_reentrant},
+        }
+        return Settings(trainer=switches, axolotl=switches)

@@ -30,6 +30,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "sweep": Command("lorabench.sweep", "measure optimizations, each against its reference, and write the report"),
+    "recommend": Command("lorabench.recommend", "which few of them to switch on, for a model, data and this machine"),
     "list": Command("lorabench.sweep", "the optimizations, and what each lacks on this machine", ("list=true",)),
     "report": Command("lorabench.report.__main__", "tables, plots and page again, from a results folder"),
     "compare": Command("lorabench.compare", "two results folders against each other"),
