@@ -140,12 +140,9 @@ def _without(toggles: Toggles, record: Record, search: Search, analysis: Analysi
         reason = str(record.reason).partition("\n")[0].removeprefix(f"{name} ")
         return Tried(toggles=name, outcome=OUTCOMES[record.status], why=reason)
     if record.status == "ok" and row["verdict"] != "faster":
-        return Tried(toggles=name, outcome=str(row["verdict"]), why=_as_fast(row))
-    why = search.passed_over.get(name)
-    rung = search.records.get(search.rungs[name].key) if name in search.rungs else None
-    if why is None and rung is not None:
-        why = f"on top of {_below(rung, search)}: {_said(shown_for(rung, analysis), analysis)}"
-    return Tried(toggles=name, outcome=HELPS, why=why or "the budget was spent before it was put on top")
+        return Tried(toggles=name, outcome=row["verdict"] or "unclear", why=_as_fast(row))
+    why = search.passed_over.get(name) or _rung(toggles, search, analysis)
+    return Tried(toggles=name, outcome=HELPS, why=why or "there was no time to put it on top")
 
 
 def _said(record: Record, analysis: Analysis) -> str:
@@ -153,11 +150,12 @@ def _said(record: Record, analysis: Analysis) -> str:
     row = analysis.row(record)
     if record.status != "ok":
         return f"{OUTCOMES[record.status]}, {record.reason}"
-    return f"{row['verdict']}, {_as_fast(row)}"
+    return f"{row['verdict'] or 'unclear'}, {_as_fast(row)}"
 
 
 def _as_fast(row: Any) -> str:
-    return f"{whole(row).removeprefix('unclear ')} × as fast"
+    ratio = whole(row).removeprefix("unclear ")
+    return f"{ratio} × as fast" if ratio else "too few trials for a ratio"
 
 
 def _below(rung: Record, search: Search) -> str:
@@ -166,6 +164,14 @@ def _below(rung: Record, search: Search) -> str:
     return " + ".join(label for label in rung.reference if label not in own)
 
 
+def _rung(toggles: Toggles, search: Search, analysis: Analysis) -> str:
+    """What a contender did on top of others; '' where it was not put there."""
+    cell = search.rungs.get(named(toggles))
+    record = cell and search.records.get(cell.key)
+    return f"on top of {_below(record, search)}: {_said(shown_for(record, analysis), analysis)}" if record else ""
+
+
 def _ratio(cell: Cell, search: Search, analysis: Analysis) -> str:
-    ratio = whole(analysis.row(shown_for(search.records[cell.key], analysis)))
-    return f"alone {ratio} × as fast" if ratio else "it makes it fit"
+    record = shown_for(search.records[cell.key], analysis)
+    alone = "it makes it fit" if makes_it_fit(record) else f"alone {_said(record, analysis)}"
+    return "; ".join(filter(None, (alone, _rung(cell.toggles, search, analysis))))
