@@ -149,10 +149,10 @@ def _recommend(
     written = write_atomically(store.folder / "recommendation.md", page.markdown(found).encode())
     Report.of(store.folder).write()
     console.print(Panel(escape(found.paragraph), title=escape(found.title), title_align="left"))
-    title, _, text = found.code[0]
-    console.print(f"[bold]{title}[/]\n\n{escape(text)}", highlight=False, soft_wrap=True)
-    others = " and ".join(name for name, _, _ in found.code[1:])
-    console.print(f"{others}, and what was tried: {written}", highlight=False, soft_wrap=True)
+    for title, _, text in found.code[:1]:
+        console.print(f"[bold]{title}[/]\n\n{escape(text)}", highlight=False, soft_wrap=True)
+    others = [*(title for title, _, _ in found.code[1:]), "what was tried"]
+    console.print(f"{', '.join(others)}: {written}", highlight=False, soft_wrap=True)
 
 
 def _search(config: RecommendConfig, store: Store, queue: LocalQueue) -> Search:

@@ -39,7 +39,7 @@ def recommendation(search: Search, where: str, dtype: str, command: str) -> Reco
         paragraph=" ".join(_sentences(search, analysis, tried)),
         tried=tried,
         left_out=[f"{_title(cell, search)}: {why}" for cell, why in search.left_out],
-        code=blocks(search.whole, dtype),
+        code=blocks(search.whole, dtype) if search.kept else [],
         command=command,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
     )
