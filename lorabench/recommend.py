@@ -201,6 +201,7 @@ def _measure(search: Search, store: Store, queue: LocalQueue, workers: StoppedIn
     known = False
     with display:
         for cell, record in queue.run(asked_for(), display):
+            display.end(cell, record)
             if workers.stopped(record):
                 search.leave_out(cell, "it was stopped, as it took too much of the budget")
                 continue
@@ -209,6 +210,5 @@ def _measure(search: Search, store: Store, queue: LocalQueue, workers: StoppedIn
             known = True
             store.append(record)
             search.learn(cell, record)
-            display.end(cell, record)
     if known:
         store.add_session({**session, "wall_s": round(search.budget.spent, 1)})

@@ -130,6 +130,11 @@ class Search:
                 found.append(toggles)
         return found
 
+    def _helps(self, cell: Cell) -> bool:
+        """Whether it fits where its reference does not, or is clearly faster."""
+        rank = self._rank(cell, self.look())
+        return rank is not None and rank[0] != NO_FIT
+
     def _rank(self, cell: Cell, analysis: Analysis) -> tuple[int, float] | None:
         """Better ones are smaller; None where it does not help."""
         record = self.records.get(cell.key)
@@ -158,14 +163,14 @@ class Search:
             if rung.key not in self.records:
                 continue
             self.rungs[named(contender)] = rung
-            if self._rank(rung, self.look()) is not None:
+            if self._helps(rung):
                 self.kept.append(contender)
         yield from self._missing([self.whole])
         self._fall_back()
 
     def _fall_back(self) -> None:
         """To the best alone, where the whole was not measured, or does not help against the reference."""
-        if self._rank(self.whole, self.look()) is None:
+        if not self._helps(self.whole):
             measured = self.whole.key in self.records
             why = "is not clearly faster than the reference" if measured else "was not measured"
             for contender in self.kept[1:]:

@@ -185,6 +185,12 @@ def test_a_reference_that_does_not_fit(run):
     assert outcomes(done)["small_kernels"] == ("switch on", "it makes it fit")
 
 
+def test_what_does_not_fit_on_top_either_is_left(run):
+    done = run(toggle("bloat", 2.0, status="oom"), toggle("small", 0.9), large=True)
+    assert done.titles[-1] == "bloat | small" and done.stack == ["small"]
+    assert outcomes(done)["bloat"] == ("does not fit", "went wrong")
+
+
 def test_nothing_makes_it_fit(run):
     done = run(toggle("much", 2.0), large=True)
     assert done.stack == [] and "nothing that was tried makes it fit" in answer(done).paragraph
