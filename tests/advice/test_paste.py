@@ -155,7 +155,7 @@ class Wrong(Silent):
     [
         (Silent(), "# silent: it does not say how it is switched on, its documentation may"),
         (Sly(), "# sly: harmless import os; os.abort()"),
-        (Wrong(), "# wrong: the toggle wrong's settings returned {'optim': 'adamw'}; expected a Settings, or None"),
+        (Wrong(), "# wrong: the toggle wrong's settings returned {'optim': 'adamw'}; expected Settings, or None"),
     ],
 )
 def test_what_a_toggle_does_not_say_stands_as_a_comment(toggle, line):
