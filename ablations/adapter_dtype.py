@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence
+from lorabench.contract.settings import Settings, Worth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class AdaptersInComputeDtype(Ablation):
     slot: ClassVar[str] = "adapter_dtype"
     summary: ClassVar[str] = "adapters in the base model's dtype instead of float32"
     kinds: ClassVar[tuple[str, ...]] = ("train", "op", "evaluate")
+    worth_trying: ClassVar[Worth | None] = "time"
 
     def adapt(self, kwargs: dict[str, Any]) -> None:
         kwargs["autocast_adapter_dtype"] = False
@@ -28,3 +30,6 @@ class AdaptersInComputeDtype(Ablation):
     def audit(self, evidence: Evidence) -> int:
         arm = evidence.arm
         return sum(p.dtype == arm.dtype for _, p in arm.adapters())
+
+    def settings(self) -> Settings:
+        return Settings(peft={"autocast_adapter_dtype": False}, axolotl={"peft_autocast_adapter_dtype": False})

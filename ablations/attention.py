@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.batch import Batch
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.settings import Settings
 from lorabench.contract.step import Step, Wrapped
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ class Eager(Attention):
     summary: ClassVar[str] = "transformers' own matmul, softmax, matmul; holds the scores"
     implementation: ClassVar[str] = "eager"
 
+    def settings(self) -> Settings:
+        return Settings(model={"attn_implementation": "eager"}, axolotl={"eager_attention": True})
+
     def audit(self, evidence: Evidence) -> int:
         if found := backends(evidence.ops):
             raise NotApplied(f"attention still ran in SDPA's {', '.join(found)}")
@@ -80,6 +84,9 @@ class Sdpa(Attention):
     summary: ClassVar[str] = "F.scaled_dot_product_attention with the backend that torch picks (recorded)"
     requires: ClassVar[Requires] = RequiresSdpa()
     implementation: ClassVar[str] = "sdpa"
+
+    def settings(self) -> Settings:
+        return Settings(model={"attn_implementation": "sdpa"}, axolotl={"sdp_attention": True})
 
     def audit(self, evidence: Evidence) -> int:
         return min(sum(backends(evidence.ops).values()), layers(evidence))  # recomputed layers count once

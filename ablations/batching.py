@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied
 from lorabench.contract.batch import IGNORE, Batch, Sample, pad
+from lorabench.contract.settings import Code, Settings, Worth
 from lorabench.contract.workload import Workload
 
 
@@ -23,6 +24,9 @@ class Padding(Ablation):
     def audit(self, evidence: Evidence) -> int:
         return len(evidence.arm.step.batches)
 
+    def settings(self) -> Settings:
+        return Settings(axolotl={})  # what all of them do anyway
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packing(Ablation):
@@ -35,6 +39,7 @@ class Packing(Ablation):
     name: ClassVar[str] = "packing"
     slot: ClassVar[str] = "batching"
     summary: ClassVar[str] = "samples end to end instead of padding; no attention across samples"
+    worth_trying: ClassVar[Worth | None] = "time"
     excludes: ClassVar[dict[str, str]] = {
         "cuda_graph": "packed rows have lengths of their own, and a captured step has one shape"
     }
@@ -55,6 +60,17 @@ class Packing(Ablation):
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         rows = evidence.arm.step.batches
         return {"packing": {"samples": len(evidence.arm.samples), "rows": len(rows), "tokens": [b.real for b in rows]}}
+
+    def settings(self) -> Settings:
+        """The samples of a batch end to end, as here; TRL's `packing` and Axolotl's `sample_packing` also fill each row
+        with samples of the steps to come."""
+        return Settings(
+            sft={"padding_free": True, "max_length": None},  # TRL refuses a max_length that it would not enforce
+            collator=Code("DataCollatorWithFlattening()"),
+            imports=("from transformers import DataCollatorWithFlattening",),
+            axolotl={"sample_packing": True},
+            note="padding_free cuts no sample: cut those that are too long beforehand",
+        )
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lorabench.contract.ablation import Ablation
+from lorabench.contract.settings import Settings, Worth
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +20,7 @@ class GradientCheckpointing(Ablation):
     slot: ClassVar[str] = "checkpointing"
     summary: ClassVar[str] = "keep each decoder layer's input only, compute the rest again in backward"
     recomputes: ClassVar[bool] = True
+    worth_trying: ClassVar[Worth | None] = "memory"
 
     use_reentrant: bool = False
 
@@ -30,3 +32,10 @@ class GradientCheckpointing(Ablation):
         if self.use_reentrant:  # a reentrant checkpoint needs an input that requires a gradient
             base.enable_input_require_grads()
         return sum(m.gradient_checkpointing for m in base.modules() if isinstance(m, GradientCheckpointingLayer))
+
+    def settings(self) -> Settings:
+        switches = {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": self.use_reentrant},
+        }
+        return Settings(trainer=switches, axolotl=switches)

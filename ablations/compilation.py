@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, Unsupported
+from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step
 
 
@@ -16,6 +17,7 @@ class TorchCompile(Ablation):
     name: ClassVar[str] = "torch_compile"
     slot: ClassVar[str] = "compilation"
     summary: ClassVar[str] = "torch.compile of the whole PEFT model"
+    worth_trying: ClassVar[Worth | None] = "time"
 
     mode: str = "default"
     fullgraph: bool = False
@@ -39,6 +41,12 @@ class TorchCompile(Ablation):
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         return {"torch_compile": _counters()}
+
+    def settings(self) -> Settings | None:
+        if self.fullgraph:  # which no trainer can be told
+            return None
+        switches = {"torch_compile": True} | ({} if self.mode == "default" else {"torch_compile_mode": self.mode})
+        return Settings(trainer=switches, axolotl=switches)
 
 
 def _counters() -> dict[str, int]:

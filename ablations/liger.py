@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
+from lorabench.contract.settings import Settings, Worth
 
 if TYPE_CHECKING:
     from torch import nn
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
 PARTS = ("norm", "rope", "loss", "mlp")  # slots of the sites that Liger patches
+AXOLOTL = {  # keys of its configuration file
+    "plugins": ["axolotl.integrations.liger.LigerPlugin"],
+    "liger_rope": True,
+    "liger_rms_norm": True,
+    "liger_fused_linear_cross_entropy": True,
+}
 NO_CAPTURE = "its fused cross-entropy waits for the device (.item()), which a capture forbids"
 
 
@@ -35,6 +42,7 @@ class Liger(Ablation):
         "cuda_graph": NO_CAPTURE,
     }
     global_patch: ClassVar[bool] = True
+    worth_trying: ClassVar[Worth | None] = "time"
 
     def patch(self, model: nn.Module) -> int:
         return apply_liger(model)
@@ -43,6 +51,9 @@ class Liger(Ablation):
         from importlib.metadata import version
 
         return {"liger": version("liger-kernel")}
+
+    def settings(self) -> Settings:
+        return Settings(trainer={"use_liger_kernel": True}, axolotl=AXOLOTL | {"liger_glu_activation": True})
 
 
 def apply_liger(model: nn.Module, *, activation: bool = True) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, WeightsReader
+from lorabench.contract.settings import Code, Settings, Worth
 from lorabench.measure.plain_reader import PlainReader, read_file
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Nf4Base(Ablation):
     kinds: ClassVar[tuple[str, ...]] = ("train", "evaluate")
     changes_weights: ClassVar[bool] = True
     summary: ClassVar[str] = "frozen linears in 4 bits (bitsandbytes NF4), as QLoRA has them"
+    worth_trying: ClassVar[Worth | None] = "memory"
     requires: ClassVar[Requires] = Requires(packages={"bitsandbytes": "pip install 'lorabench[gpu]'"})
     excludes: ClassVar[dict[str, str]] = {
         "fp8_base": "it rounds dense weights to 8 bits, and these are in 4 already",
@@ -85,6 +87,18 @@ class Nf4Base(Ablation):
         states = [w.quant_state for w in quantized_weights(evidence.arm.model)]
         kinds = {(s.quant_type, s.nested, s.blocksize, str(s.dtype)) for s in states}
         return {"nf4_base": {"bitsandbytes": version("bitsandbytes"), "kinds": sorted(kinds), "linears": len(states)}}
+
+    def settings(self) -> Settings:
+        double = self.bnb_4bit_use_double_quant
+        config = (
+            f"BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant={double}, "
+            "bnb_4bit_compute_dtype=dtype)"
+        )
+        return Settings(
+            model={"quantization_config": Code(config)},
+            imports=("from transformers import BitsAndBytesConfig",),
+            axolotl={"adapter": "qlora", "load_in_4bit": True} if double else None,  # its default, without a key
+        )
 
 
 def quantized_weights(model: nn.Module) -> list[Any]:

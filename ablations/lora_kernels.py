@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Tolerance
+from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class LoraKernels(Kernel):
     excludes: ClassVar[dict[str, str]] = dict.fromkeys(SLOTS, "lora_kernels already has this part")
 
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
+    worth_trying: ClassVar[Worth | None] = "time"
 
     one_gemm: bool = True
     merge_projections: bool = True
@@ -150,6 +152,11 @@ class LoraKernels(Kernel):
     def options(self) -> dict[str, Any]:
         return {"one_gemm": self.one_gemm, "merge_projections": self.merge_projections}
 
+    def settings(self) -> Settings:
+        changed = [f"{name}=False" for name, on in self.options().items() if not on] + ["fp8=True"] * self.fp8
+        call = f"lorakernels.apply({', '.join(['model', *changed])})"
+        return Settings(imports=("import lorakernels",), code=(call,))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Base(LoraKernels):
@@ -159,6 +166,7 @@ class Fp8Base(LoraKernels):
     summary: ClassVar[str] = "ours: every kernel, with the frozen weights' GEMMs in FP8"
     fp8: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ("train",)
+    worth_trying: ClassVar[Worth | None] = None  # it rounds more: for whoever asks for it
     # Three bits of mantissa (eps 2⁻³): 16 times as coarse as bfloat16, 128 times as float16. Measured, over plain
     # PEFT's own error: 10.9 times in Llama-3.1-8B's worst tensor (0.38), at most 12.6 in SmolLM2-135M, 101 in float16.
     tolerance: ClassVar[Tolerance] = Tolerance(

@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
+from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step, Wrapped
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+def optimizer_named(name: str) -> Settings:
+    """transformers' name of an optimizer, which is Axolotl's too."""
+    return Settings(trainer={"optim": name}, axolotl={"optimizer": name})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +54,20 @@ class AdamWForeach(TorchAdamW):
     foreach: ClassVar[bool] = True
     fused: ClassVar[bool] = False
 
+    def settings(self) -> Settings:
+        return optimizer_named("adamw_torch")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWFused(TorchAdamW):
     name: ClassVar[str] = "adamw_fused"
     summary: ClassVar[str] = "torch AdamW in one kernel (fused=True), transformers' default"
+    worth_trying: ClassVar[Worth | None] = "time"
     foreach: ClassVar[bool] = False
     fused: ClassVar[bool] = True
+
+    def settings(self) -> Settings:
+        return optimizer_named("adamw_torch_fused")
 
 
 class _ForwardBackward(Wrapped):
@@ -118,6 +131,9 @@ class BitsAndBytes(Ablation):
         paged = sum(bool(getattr(t, "is_paged", False)) for t in states)
         eight = sum(t.dtype == torch.uint8 for t in states)
         return {"optimizer_states": {"tensors": len(states), "in 8 bits": eight, "paged": paged}}
+
+    def settings(self) -> Settings:
+        return optimizer_named(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)

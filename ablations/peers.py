@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
+from ablations.liger import AXOLOTL as LIGER_KEYS
 from ablations.liger import NO_CAPTURE, apply_liger
 from ablations.lora_kernels import SLOTS
 from lorabench.contract.ablation import Ablation, Blueprint, Evidence, NotApplied, Requires, Unsupported
+from lorabench.contract.settings import Settings, Worth
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,6 +59,7 @@ class Peer(Ablation):
 
     slot: ClassVar[str] = "fused_kernels"
     global_patch: ClassVar[bool] = True
+    worth_trying: ClassVar[Worth | None] = "time"
     distributions: ClassVar[tuple[str, ...]]
 
     def audit(self, evidence: Evidence) -> int:
@@ -90,6 +93,7 @@ class Axolotl(Peer):
     requires: ClassVar[Requires] = _needs(AXOLOTL_FAMILIES, "axolotl", "addict", "bitsandbytes")
     excludes: ClassVar[dict[str, str]] = dict.fromkeys(("mlp", "qkv", "o"), SAME_SITES)
     distributions: ClassVar[tuple[str, ...]] = ("axolotl",)
+    keys: ClassVar[dict[str, Any]] = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), True)
 
     def patch(self, model: nn.Module) -> int:
         _only_models_of_the_callbacks()
@@ -108,6 +112,9 @@ class Axolotl(Peer):
                 raise Unsupported(f"{self.name}: {error}") from error
         return sites(model)
 
+    def settings(self) -> Settings:
+        return Settings(axolotl=self.keys, note="only Axolotl's own trainer has these kernels: use its keys below")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AxolotlLiger(Axolotl):
@@ -121,6 +128,7 @@ class AxolotlLiger(Axolotl):
         "cuda_graph": NO_CAPTURE,
     }
     distributions: ClassVar[tuple[str, ...]] = ("axolotl", "liger-kernel")
+    keys: ClassVar[dict[str, Any]] = Axolotl.keys | LIGER_KEYS
 
     def patch(self, model: nn.Module) -> int:
         # Liger first: Axolotl compiles the attention's source against the names that its module holds at that moment.
@@ -185,6 +193,11 @@ class Unsloth(Peer):
 
     def patch(self, model: nn.Module) -> int:
         return sites(model)
+
+    def settings(self) -> Settings:
+        ours = "AutoModelForCausalLM.from_pretrained and get_peft_model"
+        theirs = "FastLanguageModel.from_pretrained and FastLanguageModel.get_peft_model"
+        return Settings(note=f"in place of {ours} call unsloth's {theirs}, use_gradient_checkpointing=False")
 
 
 def _silence() -> None:

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # by the console script's way, which is short: what 
     raise SystemExit(entry(["sweep", *sys.argv[1:]]))
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help", "help"} & set(arguments):
         print(help_text())
         return 0
+    return in_one_line(lambda: _main(arguments, console))
+
+
+def in_one_line(command: Callable[[], int]) -> int:
+    """The exit code of a command that measures; whatever stops it costs one line."""
     try:
-        return _main(arguments, console)
+        return command()
     except (ConfigError, NameUnknown, RecordError) as error:
         return _complain(error, 2)
     except StoreError as error:

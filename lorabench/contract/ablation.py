@@ -20,6 +20,7 @@ from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import Ranks
+from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.workload import Workload
 
 if TYPE_CHECKING:  # these import torch, which a list of toggles can do without
@@ -143,6 +144,8 @@ class Ablation:
     parallel: ClassVar[bool] = False  # its arm steps on `world_size` processes, one a GPU
     tolerance: ClassVar[Tolerance | None] = None
     rank: ClassVar[int] = 0  # `step` wrappers of a higher rank go further outside
+    # Whether `lorabench recommend` tries it unasked: always ("time"), where the reference does not fit ("memory"), no.
+    worth_trying: ClassVar[Worth | None] = None
 
     def load(self, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of `AutoModelForCausalLM.from_config` / `from_pretrained`, in place."""
@@ -202,6 +205,10 @@ class Ablation:
 
     def without_effect(self, reference: Sequence[Ablation], dtype: str) -> str | None:
         """Why this toggle cannot do anything beside that reference in that compute dtype, known beforehand; or None."""
+        return None
+
+    def settings(self) -> Settings | None:
+        """What switches it on in a training of the user's own. None: the toggle does not say."""
         return None
 
     @property

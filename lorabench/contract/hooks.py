@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter
 from lorabench.contract.ablation import Ablation, NotApplied, Unsupported, WeightsReader
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.settings import Settings
 
 Hook = Callable[..., Any]
 WORD = "the toggle "  # how a note of ours begins: others may add notes to an exception too
@@ -104,6 +105,7 @@ EXPECTED: dict[Hook, Answer] = {
     Ablation.optimize: Answer("an optimizer, or None", _or_none(lambda answer: hasattr(answer, "param_groups"))),
     Ablation.step: Answer("a Step", lambda answer: hasattr(answer, "innermost")),
     Ablation.read: Answer("a WeightsReader, or None", _or_none(lambda answer: isinstance(answer, WeightsReader))),
+    Ablation.settings: Answer("Settings, or None", _or_none(lambda answer: isinstance(answer, Settings))),
 }
 
 _NOTES = TypeAdapter(dict[str, Any], config=ConfigDict(ser_json_inf_nan="strings"))  # as a record holds them

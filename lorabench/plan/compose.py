@@ -83,6 +83,17 @@ class SweepConfig(BaseModel):
         return [value] if isinstance(value, str) else value
 
 
+class RecommendConfig(SweepConfig):
+    """The keys of conf/recommend.yaml, checked: a sweep's, and for how long to measure."""
+
+    budget_minutes: float = Field(gt=0, le=1_000_000, allow_inf_nan=False)
+
+
+# What of a sweep's keys `recommend` decides itself.
+OF_A_SWEEP = ("kind", "design", "repeat", "queue", "own_ablations", "list", "dry_run")
+Configured = TypeVar("Configured", bound=SweepConfig)
+
+
 @dataclass(frozen=True)
 class Defaults:
     """What `null` and `auto` stand for on a device; of a user's own text, how many rows make a step, and a batch."""
@@ -106,22 +117,33 @@ def names_in(group: str) -> list[str]:
 
 def load_config(overrides: Sequence[str]) -> SweepConfig:
     """Compose conf/sweep.yaml with the overrides. Raises ConfigError."""
+    return _composed("sweep", SweepConfig, [*SweepConfig.model_fields, "suite"], overrides)
+
+
+def load_recommend_config(overrides: Sequence[str]) -> RecommendConfig:
+    """Compose conf/recommend.yaml, a sweep's configuration, with the overrides. Raises ConfigError."""
+    known = [key for key in RecommendConfig.model_fields if key not in OF_A_SWEEP]
+    return _composed("recommend", RecommendConfig, known, overrides)
+
+
+def _composed(name: str, cls: type[Configured], known: Sequence[str], overrides: Sequence[str]) -> Configured:
+    """conf/NAME.yaml with the overrides of these keys, checked."""
     for override in overrides:
-        _check_override(override)
+        _check_override(override, known)
     try:
         with initialize_config_module(CONF, version_base="1.3"):
-            composed = OmegaConf.to_container(compose("sweep", list(overrides)), resolve=True)
+            composed = OmegaConf.to_container(compose(name, list(overrides)), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split("\n")[0].split())) from None
     except Exception as error:  # Hydra checks its grammar, and not everything that can be said in it
         raise ConfigError(f"the overrides cannot be composed: {described(error)}; see --help") from None
     try:
-        return SweepConfig.model_validate(composed)
+        return cls.model_validate(composed)
     except ValidationError as error:
         raise ConfigError(_first(error)) from None
 
 
-def _check_override(override: str) -> None:
+def _check_override(override: str, known: Sequence[str]) -> None:
     """The two slips that Hydra would answer with several lines: an unknown key, an unknown suite."""
     if printable(override) != override or "\0" in override:
         raise ConfigError(f"{override!a} is not understood: expected text in UTF-8")
@@ -130,7 +152,6 @@ def _check_override(override: str) -> None:
     key, equals, value = override.lstrip("+~").partition("=")
     if override.startswith("-"):
         raise ConfigError(f"{override!r} is not understood: keys are given as key=value, without dashes; see --help")
-    known = [*SweepConfig.model_fields, "suite"]
     root = key.partition(".")[0].partition("@")[0]
     if root not in known:
         close = difflib.get_close_matches(root, known, n=1)
@@ -171,7 +192,7 @@ def _first(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        named = {c.__name__: c for c in (SweepConfig, ModelSpec, Workload, Lora)}
+        named = {c.__name__: c for c in (SweepConfig, RecommendConfig, ModelSpec, Workload, Lora)}
         of = {(): named.get(error.title), (LORA,): Lora}.get(first["loc"][:-1])
         if of is not None:
             return str(

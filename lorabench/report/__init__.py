@@ -1,7 +1,7 @@
 """What the records of a folder mean: one analysis, and the tables, plots, page and console table drawn from it.
 
 Belongs here: whatever takes more than one record to say, published numbers to hold them against, and how all is shown.
-May import: contract, plan, record, measure, run; nothing imports it but the commands.
+May import: contract, plan, record, measure, run; only advice and the commands import it.
 """
 
 from __future__ import annotations

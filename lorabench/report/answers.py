@@ -50,10 +50,10 @@ def _answer(group: Group, tried: Sequence[Record], analysis: Analysis) -> Answer
     row = analysis.row(best)
     took = arrow(*(row[f"{TOTAL}_{arm}_ms"] for arm in ARMS))
     sure = "; ".join(_doubts(best, faster[1:], timed, analysis))
-    return Answer(group.title, toggles(best), f"{took} ms", _buys(row), sure, best)
+    return Answer(group.title, toggles(best), f"{took} ms", buys(row), sure, best)
 
 
-def _buys(row: Row) -> str:
+def buys(row: Row) -> str:
     """Speed and memory, each where it is known. A ratio of hosts is no speed-up of the stack."""
     said = []
     if host_bound(row):

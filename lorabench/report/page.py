@@ -43,6 +43,7 @@ from lorabench.report.details import detail, pairs
 from lorabench.report.inline import inline
 from lorabench.report.panels import MANY
 from lorabench.report.plots import Drawn
+from lorabench.report.recommendation import Recommendation
 from lorabench.report.shares import columns
 from lorabench.report.shown import Shown
 from lorabench.report.tidy import GIB, kinds_of, overhead_share, phases_of
@@ -95,7 +96,12 @@ GLOSSARY = {
 }
 
 
-def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = None) -> str:
+def page(
+    analysis: Analysis,
+    shown: Shown,
+    plots: Mapping[str, Drawn] | None = None,
+    recommendation: Recommendation | None = None,
+) -> str:
     """The page as text. plots: by name. Everything shown is escaped."""
     records, sessions = analysis.records, analysis.sessions
     share = overhead_share(records)
@@ -124,6 +130,7 @@ def page(analysis: Analysis, shown: Shown, plots: Mapping[str, Drawn] | None = N
         licence=_read("uplot/LICENSE"),
         sessions=[_session(s) for s in sessions],
         counts=_counts(records),
+        recommendation=recommendation,
         overhead=f"{100 * share:.0f} %" if math.isfinite(share) else "",
         wall=number(sum(r.cost.wall for r in records if r.cost) / 60),
         where=_where(sessions),

@@ -14,7 +14,8 @@ from lorabench.record.schema import Record
 
 # What a single cell says for itself, and what is of the whole sweep.
 OWN = ("kind", "models", "workload", "ablations", "versus", "reference", "design", "output", "resume", "repeat",
-       "queue", "list", "dry_run")  # fmt: skip
+       "queue", "list", "dry_run", "budget_minutes")  # fmt: skip
+COMMANDS = ("lorabench.sweep", "lorabench.recommend")  # that measure cells, and take the same keys
 CHANGED = re.compile(r"(?P<name>.*)\((?P<values>[^()]*=[^()]*)\)")
 PLAIN = re.compile(r"[\w.+-]+")
 
@@ -22,7 +23,8 @@ PLAIN = re.compile(r"[\w.+-]+")
 def rerun(record: Record, command: Sequence[object]) -> str:
     """As a line for a shell. command: that of the record's session; [] where it is not known."""
     words = [str(word) for word in command]
-    given = words[words.index("lorabench.sweep") + 1 :] if "lorabench.sweep" in words else []
+    module = next((word for word in words if word in COMMANDS), None)
+    given = words[words.index(module) + 1 :] if module else []
     # The least work of a kind is planned as one of that kind's cells: then what the sweep was told of the kind stands.
     named = OWN if record.is_candidate else tuple(set(OWN) - {"kind"})
     kept = [word for word in given if word.lstrip("+~").partition("=")[0] not in named]

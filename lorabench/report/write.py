@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from lorabench.record.store import write_atomically
-from lorabench.report import page, plots, tables
+from lorabench.report import page, plots, recommendation, tables
 from lorabench.report.analysis import Analysis, collector_paused
 from lorabench.report.shown import Shown, in_groups, show
 
@@ -34,7 +34,7 @@ class Report:
                 "summary.tex": tables.latex(self.shown).encode(),
                 **{f"plots/{name}.png": drawn.png for name, drawn in images.items()},
                 **{f"plots/{name}.svg": drawn.svg for name, drawn in images.items()},
-                "report.html": page.page(self.analysis, self.shown, images).encode(),
+                "report.html": page.page(self.analysis, self.shown, images, recommendation.read(self.folder)).encode(),
             }
         for name in set(plots.NAMES) - set(images):
             for suffix in plots.SUFFIXES:

@@ -17,10 +17,10 @@ from lorabench.run.session import Session, new_session
 class LocalQueue:
     """One cell after the other, on this machine."""
 
-    def __init__(self, dtype: str, timeout_s: float, folder: Path) -> None:
+    def __init__(self, dtype: str, timeout_s: float, folder: Path, workers: Workers | None = None) -> None:
         """`folder` takes the running worker's log."""
         self.dtype, self.timeout_s, self.folder = dtype, timeout_s, folder
-        self.workers, self.where = Workers(), ""
+        self.workers, self.where = workers or Workers(), ""
         self.sessions: dict[str, Session] = {}
 
     def __enter__(self) -> LocalQueue:
@@ -38,6 +38,7 @@ class LocalQueue:
         return self.machine
 
     def run(self, cells: Iterable[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
+        """The next cell is asked for when what became of the one before has been taken."""
         own = self.machine, self.ceilings, self.session["id"]
         with Runner(self.workers, *own, self.timeout_s, self.folder) as runner:
             for cell in cells:

@@ -39,6 +39,12 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
+    def add(self, measurable: bool) -> None:
+        """One cell more than was known of."""
+        self.todo += 1
+        self.measurable += measurable
+        self.bar.update(self.task, total=self.todo)
+
     def start(self, cell: Cell) -> None:
         self.started[cell.key] = time.monotonic()
         self.most = max(self.most, len(self.started))

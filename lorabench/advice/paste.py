@@ -1,0 +1,156 @@
+"""The code to paste: what a cell's candidate was, as PEFT with TRL or transformers' Trainer, and as Axolotl's YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import yaml
+
+from lorabench.contract.ablation import Ablation
+from lorabench.contract.cell import Cell
+from lorabench.contract.hooks import asked, described
+from lorabench.contract.settings import Code, Settings
+
+MODEL = "YOUR-MODEL"  # a hub name or a folder, where the cell's weights were random
+WIDTH = 100
+
+
+class Pieces(NamedTuple):
+    """The settings of all toggles that say theirs, and what is left to the user, a line each."""
+
+    settings: list[Settings]
+    by_hand: list[str]
+    no_key: list[str]  # labels of those that Axolotl has no key for
+
+
+def pieces(ablations: Sequence[Ablation]) -> Pieces:
+    found, by_hand, no_key = [], [], []
+    for ablation in sorted(ablations, key=lambda a: a.name):
+        try:
+            answer = asked(ablation, Ablation.settings)
+        except Exception as error:  # a third party's
+            answer = Settings(note=described(error))
+        answer = answer or Settings(note="it does not say how it is switched on, its documentation may")
+        found.append(answer)
+        by_hand += [f"{ablation.label}: {answer.note}"] if answer.note else []
+        no_key += [ablation.label] if answer.axolotl is None else []
+    return Pieces(found, by_hand, no_key)
+
+
+def joined(settings: Sequence[Settings], piece: str) -> dict[str, Any]:
+    return {key: value for s in settings for key, value in (getattr(s, piece) or {}).items()}
+
+
+def blocks(cell: Cell, dtype: str) -> list[tuple[str, str, str]]:
+    """(title, language, text) of each block. dtype: the compute dtype, by torch's name."""
+    own = pieces(cell.candidate)
+    model = _model(cell, dtype, own)
+    return [
+        ("PEFT with TRL", "python", f"{model}\n{_trl(cell, own.settings)}"),
+        ("PEFT with transformers' Trainer", "python", f"{model}\n{_trainer(cell, own.settings)}"),
+        ("Axolotl", "yaml", _axolotl(cell, dtype, own)),
+    ]
+
+
+def _model(cell: Cell, dtype: str, own: Pieces) -> str:
+    settings = own.settings
+    lora = cell.model.adapter() | joined(settings, "lora")
+    load = {"dtype": Code("dtype")} | joined(settings, "model")
+    imports = [
+        "import torch",
+        "from peft import LoraConfig, get_peft_model",
+        "from transformers import AutoModelForCausalLM",
+        *(line for s in settings for line in s.imports),
+    ]
+    built = _call("get_peft_model", joined(settings, "peft"), "model", _call("LoraConfig", lora).rstrip())
+    return "\n".join(
+        [
+            *map(_comment, own.by_hand),
+            *dict.fromkeys(imports),
+            "",
+            f"dtype = torch.{dtype}",
+            f"model = {_call('AutoModelForCausalLM.from_pretrained', load, repr(_weights(cell)))}",
+            f"model = {built}",
+            *(line for s in settings for line in s.code),
+            "",
+        ]
+    )
+
+
+def _arguments(cell: Cell, settings: Sequence[Settings]) -> dict[str, Any]:
+    """Of either trainer, each default that differs from what was measured written out."""
+    load = cell.workload
+    steps = -(-load.count // load.batch_size)
+    return {
+        "output_dir": "output/adapter",
+        "per_device_train_batch_size": min(load.batch_size, load.count),
+        **({"gradient_accumulation_steps": steps} if steps > 1 else {}),
+        "bf16": False,  # the model is in its dtype already: autocast would cast every time
+        "gradient_checkpointing": False,
+        **joined(settings, "trainer"),
+    }
+
+
+def _trl(cell: Cell, settings: Sequence[Settings]) -> str:
+    arguments = _arguments(cell, settings) | {"max_length": cell.workload.seq_len} | joined(settings, "sft")
+    lines = [
+        "from trl import SFTConfig, SFTTrainer",
+        "",
+        f"arguments = {_call('SFTConfig', arguments)}",
+        "trainer = SFTTrainer(model=model, args=arguments, train_dataset=train_dataset)",
+        "trainer.train()",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _trainer(cell: Cell, settings: Sequence[Settings]) -> str:
+    collator = next((s.collator for s in settings if s.collator), Code("data_collator"))
+    given = {"model": Code("model"), "args": Code("arguments"), "train_dataset": Code("train_dataset")}
+    lines = [
+        "from transformers import Trainer, TrainingArguments",
+        "",
+        f"arguments = {_call('TrainingArguments', _arguments(cell, settings))}",
+        f"trainer = {_call('Trainer', given | {'data_collator': collator})}",
+        "trainer.train()",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _axolotl(cell: Cell, dtype: str, own: Pieces) -> str:
+    lora, load = cell.model.lora, cell.workload
+    keys = {
+        "base_model": _weights(cell),
+        "adapter": "lora",
+        "lora_r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": lora.lora_dropout,
+        "lora_target_modules": lora.target_modules,
+        "sequence_len": load.seq_len,
+        "micro_batch_size": min(load.batch_size, load.count),
+        "gradient_accumulation_steps": -(-load.count // load.batch_size),
+        "bf16": False,  # autocast
+        **({dtype: True} if dtype != "float32" else {}),
+        "gradient_checkpointing": False,
+    }
+    said = [_comment(f"Axolotl has no key for {label}") for label in own.no_key]
+    return "\n".join([*said, yaml.safe_dump(keys | joined(own.settings, "axolotl"), sort_keys=False)])
+
+
+def _comment(text: str) -> str:
+    return f"# {' '.join(text.split())}"  # a toggle's own words must stay a comment
+
+
+def _weights(cell: Cell) -> str:
+    named = cell.model.weights
+    return named if "/" in named else MODEL
+
+
+def _call(function: str, arguments: Mapping[str, Any], *first: str) -> str:
+    """On one line where that is short enough."""
+    given = [*first, *(f"{name}={value!r}" for name, value in arguments.items())]
+    line = f"{function}({', '.join(given)})"
+    if len(line) <= WIDTH and "\n" not in line:
+        return line
+    inner = "".join(f"    {text},\n" for text in (g.replace("\n", "\n    ") for g in given))
+    return f"{function}(\n{inner})"

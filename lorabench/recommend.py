@@ -1,0 +1,214 @@
+"""The recommendation: which few toggles to switch on for a model and a workload on this machine.
+
+    lorabench recommend 'models=[smollm2-135m]' workload=gsm8k budget_minutes=10
+    python -m lorabench.recommend --help
+
+Thin, as the sweep: compose, plan, run rounds of cells, recommend, report. Records go into the same kind of folder.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":  # as in sweep.py
+    from lorabench.cli import main as entry
+
+    raise SystemExit(entry(["recommend", *sys.argv[1:]]))
+
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+
+from lorabench.contract.cell import Cell
+from lorabench.contract.names import NameUnknown
+from lorabench.plan.compose import ConfigError, RecommendConfig, load_recommend_config, names_in, plan
+from lorabench.plan.design import refusal
+from lorabench.plan.registry import ablation_class, registered
+from lorabench.record.store import Store, write_atomically
+from lorabench.sweep import in_one_line
+
+if TYPE_CHECKING:  # these import torch
+    from lorabench.advice.budget import StoppedInTime
+    from lorabench.advice.search import Search
+    from lorabench.run.local_queue import LocalQueue
+
+HELP = """\
+lorabench.recommend: which few optimizations to switch on for a model and a workload, on this machine.
+
+usage: python -m lorabench.recommend [key=value ...]        (Hydra's override grammar, the sweep's keys)
+
+  models=[NAME]            one model: a name, a YAML file, or {{NAME:{{r:8,...}}}} with an adapter of its own. Known:
+                           {models}
+  workload=NAME            BATCHxLENGTH (4x2048), auto, a name, or {{NAME:{{field:value}}}}
+                           {workloads}
+  weights=random           or a hub name, a local folder, smollm2-135m-instruct
+  lora.r=16 lora.lora_dropout=0.0 ...   PEFT's names        dtype=auto|bfloat16|float16|float32
+  reference=peft           what is switched on already: peft, peft_low, peft_nf4, or a list of ablations
+  ablations=[NAME,...]     what to try; where none are named, every toggle that says it is worth trying
+  budget_minutes=10        for how long to measure; the same command goes on where it stopped
+  output=output/recommend  recommendation.md and .json, and all that a sweep writes
+  trials= warmup= seed= timeout_s= resume=true|failed|false     as in a sweep
+
+It measures each toggle alone, then puts the best of each slot together one by one, each on top of what helped so far,
+and at last the whole against the reference. A toggle stays where it is clearly faster and passed the numerics gate.
+
+exit code: 0 when there is an answer, also that nothing helps; 2 for bad input; 1 when the output cannot be written.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help", "help"} & set(arguments):
+        print(HELP.format(models=", ".join(names_in("model")), workloads=", ".join(names_in("workloads"))))
+        return 0
+    return in_one_line(lambda: _main(arguments, Console()))
+
+
+def _main(arguments: list[str], console: Console) -> int:
+    from lorabench.advice.budget import StoppedInTime
+    from lorabench.run.local_queue import LocalQueue
+    from lorabench.run.process import ProbeError
+
+    config = load_recommend_config(arguments)
+    planned(config, "cpu", console)  # names first, as in a sweep
+    workers = StoppedInTime()
+    try:
+        with (
+            Store(config.output) as store,
+            LocalQueue(config.dtype, config.timeout_s, config.output, workers) as queue,
+        ):
+            _recommend(config, arguments, store, queue, workers, console)
+            return 0
+    except ProbeError as error:
+        raise ConfigError(str(error)) from None
+
+
+def planned(config: RecommendConfig, device: str, console: Console | None = None) -> list[Cell]:
+    """The reference against itself, then each contender alone. Raises ConfigError. `console`: who is told of toggles
+    that do not load."""
+    if len(config.models) != 1:
+        raise ConfigError(f"recommend takes one model, for which it answers; models= has {len(config.models)}")
+    tried = config.ablations
+    if tried is None:
+        (itself,) = _one_reference(plan(config.model_copy(update={"ablations": []}), device).cells)
+        tried = worth_trying(itself.kind, console)
+    cells = plan(config.model_copy(update={"ablations": tried}), device).cells
+    _one_reference([cell for cell in cells if not cell.toggles and not cell.floor_of])
+    if len(cells[0].jobs) > 1:
+        raise ConfigError(f"recommend answers for one job; the workload {cells[0].workload.name} has several")
+    return cells
+
+
+def _one_reference(cells: Sequence[Cell]) -> Sequence[Cell]:
+    if len(cells) != 1:
+        raise ConfigError(f"recommend takes one reference, on which it puts others; reference= has {len(cells)}")
+    return cells
+
+
+def worth_trying(kind: str, console: Console | None = None) -> list[str]:
+    """The names of the toggles, ours and others', that say so of themselves and know the kind."""
+    found = []
+    for name in sorted(registered()):
+        try:
+            cls = ablation_class(name)
+        except NameUnknown as error:
+            if console:
+                console.print(f"[yellow]{escape(str(error))}", soft_wrap=True)
+            continue
+        if cls.worth_trying and kind in cls.kinds:
+            found.append(name)
+    return found
+
+
+def _recommend(
+    config: RecommendConfig,
+    arguments: list[str],
+    store: Store,
+    queue: LocalQueue,
+    workers: StoppedInTime,
+    console: Console,
+) -> None:
+    from lorabench.advice.result import recommendation
+    from lorabench.report import recommendation as page
+    from lorabench.report.write import Report
+
+    command = ["python", "-m", "lorabench.recommend", *arguments]
+    if store.repaired:
+        console.print(f"[yellow]{escape(store.repaired)}")
+    queue.look(command)
+    search = _search(config, store, queue)
+    _measure(search, store, queue, workers, console)
+    dtype = search.machine.dtype(search.itself.model.dtype)
+    found = recommendation(search, search.machine.name, dtype, shlex.join(command))
+    write_atomically(store.folder / page.FILE, found.model_dump_json(indent=1).encode())
+    written = write_atomically(store.folder / "recommendation.md", page.markdown(found).encode())
+    Report.of(store.folder).write()
+    console.print(Panel(escape(found.paragraph), title=escape(found.title), title_align="left"))
+    for title, _, text in found.code[:1]:
+        console.print(f"[bold]{title}[/]\n\n{escape(text)}", highlight=False, soft_wrap=True)
+    others = [*(title for title, _, _ in found.code[1:]), "what was tried"]
+    console.print(f"{', '.join(others)}: {written}", highlight=False, soft_wrap=True)
+
+
+def _search(config: RecommendConfig, store: Store, queue: LocalQueue) -> Search:
+    from lorabench.advice.budget import Budget
+    from lorabench.advice.search import Search
+    from lorabench.plan.estimate import seconds
+    from lorabench.report.analysis import Analysis
+
+    again = ("crash", "timeout", "oom") if config.resume == "failed" else ()
+    records = {r.key: r for r in store.records() if r.status not in again}
+    if records and config.resume is False:
+        raise ConfigError(f"{config.output} already holds {len(records)} records; resume=true, or another output=")
+    cells = planned(config, queue.machine.device)
+    named = config.ablations is not None
+    search = Search(
+        cells, queue.machine, Budget(config.budget_minutes, lambda cell: seconds(cell, queue.ceilings)),
+        look=lambda: Analysis.read(store.folder), records=records,
+        in_need=[] if named else [c.toggles for c in cells if any(t.worth_trying == "memory" for t in c.toggles)],
+    )  # fmt: skip
+    for cell in cells:
+        if cell.key in records:
+            search.budget.learn(cell, records[cell.key])
+    return search
+
+
+def _measure(search: Search, store: Store, queue: LocalQueue, workers: StoppedInTime, console: Console) -> None:
+    """Every record into the store, as the search asks for its cell."""
+    from lorabench.run.progress import Display
+
+    ((_, session),) = queue.sessions.items()
+    todo = [c for c in search.planned if c.key not in search.records and c.toggles not in search.in_need]
+    console.print(
+        f"{search.itself.model.name} @ {search.itself.workload.name} on {queue.where}: up to "
+        f"{search.budget.seconds / 60:g} minutes, {len(search.records)} cells already recorded in {store.folder}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    display = Display(console, todo, sum(refusal(cell, search.machine) is not None for cell in todo))
+
+    def asked_for() -> Iterator[Cell]:
+        for cell in search.cells():
+            if cell not in todo:
+                display.add(measurable=refusal(cell, search.machine) is None)
+            workers.deadline = time.monotonic() + search.budget.limit(cell)
+            yield cell
+
+    known = False
+    with display:
+        for cell, record in queue.run(asked_for(), display):
+            display.end(cell, record)
+            if workers.stopped(record):
+                search.leave_out(cell, "it was stopped, as it took too much of the budget")
+                continue
+            if not known:
+                store.add_session(session)
+            known = True
+            store.append(record)
+            search.learn(cell, record)
+    if known:
+        store.add_session({**session, "wall_s": round(search.budget.spent, 1)})

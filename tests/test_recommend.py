@@ -1,0 +1,176 @@
+"""The command: from a model and a workload to what to switch on, measured for real; and everything that it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from advice.naps import TOGGLES
+from helpers import InProcess, installed
+from zoo.clock import LazyLoss
+from zoo.gradients import NoBackward, TwoPercent
+
+from lorabench import recommend
+from lorabench.measure.machine import describe
+from lorabench.plan import registry
+from lorabench.record.store import read_records
+from lorabench.report.recommendation import read
+
+CHEATS = {cls.name: cls for cls in (LazyLoss, NoBackward, TwoPercent)}
+SLEEPY = "reference=[sdpa,adamw_foreach,padding,sleepy]"
+COMMON = ("models=[tiny-llama]", "workload=2x16", "dtype=float32", "trials=6", "warmup=1", SLEEPY)
+
+
+class Here(InProcess):
+    """Workers that measure in this process."""
+
+    deadline, method = math.inf, "here"
+
+    def probe(self, dtype):
+        return describe(), {"gemm_tflops": {"float32": 0.05}, "copy_gbs": 10.0}
+
+    def stopped(self, record):
+        return False
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path, capsys):
+    """Run the command in this process; returns (exit code, what it printed, its folder)."""
+    own = {
+        name: SimpleNamespace(name=name, value="naps", load=lambda c=cls: c) for name, cls in (TOGGLES | CHEATS).items()
+    }
+    points: Mapping = {**registry.registered(), **own}
+    monkeypatch.setattr(registry, "registered", lambda: points)
+    monkeypatch.setattr(recommend, "registered", lambda: own)
+    monkeypatch.setattr("lorabench.advice.budget.StoppedInTime", Here)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*overrides):
+        code = recommend.main([*COMMON, f"output={tmp_path / 'out'}", *overrides])
+        return code, capsys.readouterr(), tmp_path / "out"
+
+    return run
+
+
+def outcomes(found):
+    return {t.toggles: (t.outcome, t.why) for t in found.tried}
+
+
+def test_from_one_command_to_what_to_switch_on(here):
+    code, said, folder = here("ablations=[awake,absent]")
+    assert code == 0, said.err
+    found = read(folder)
+    assert found and found.switch_on == ["awake"]
+    unmet = "needs the package no_such_package, which is not installed: pip install no-such-package"
+    assert outcomes(found)["absent"] == ("unsupported here", unmet)
+    assert "Switch on awake" in said.out and "pip install no-such-package" in said.out
+    assert "arguments = SFTConfig(" in said.out and "seed=7" in said.out
+    text = (folder / "recommendation.md").read_text()
+    assert found.paragraph in text and "```yaml" in text and "| absent | unsupported here |" in text
+    page = (folder / "report.html").read_text()
+    assert page.index("What to switch on") < page.index("Every cell") and "Switch on awake" in page
+    session = json.loads((folder / "environment.json").read_text())["sessions"][0]
+    assert session["command"][:3] == ["python", "-m", "lorabench.recommend"] and session["wall_s"] > 0
+
+    code, said, _ = here("ablations=[awake,absent]", "resume=false")
+    assert code == 2 and "already holds 3 records; resume=true, or another output=" in said.err
+
+
+@pytest.mark.exhaustive
+def test_a_stack_is_measured_as_a_whole_and_no_cheat_is_in_it(here):
+    reference = "reference=[sdpa,adamw_foreach,padding,sleepy,sleepy_back]"
+    # Of six trials on a busy machine one slow one leaves no interval to speak of.
+    command = (reference, "trials=20", f"ablations=[awake,awake_back,useless,{','.join(CHEATS)}]")
+    code, said, folder = here(*command)
+    assert code == 0, said.err
+    found = read(folder)
+    assert found and sorted(found.switch_on) == ["awake", "awake_back"]
+    assert outcomes(found)["useless"][0] in ("same", "unclear", "slower")
+    for name in CHEATS:
+        assert outcomes(found)[name][0] in ("refused by the gate", "not trusted", "nothing to do here")
+    whole = next(r for r in read_records(folder) if len(r.ablations) == 2)
+    assert whole.status == "ok" and sorted(whole.ablations) == ["awake", "awake_back"]
+    assert len(whole.reference) == 5 and whole.phases["total"].speedup > 1.5
+    assert "takes" in found.paragraph and found.paragraph.startswith("Switch on awake")
+
+    before = (folder / "records.jsonl").read_bytes()
+    code, said, _ = here(*command)  # the same command finds all of it measured
+    again = read(folder)
+    assert code == 0 and (folder / "records.jsonl").read_bytes() == before
+    assert again and again.paragraph == found.paragraph
+
+
+def test_a_budget_that_is_too_small_measures_nothing_and_says_so(here):
+    code, said, folder = here("ablations=[awake]", "budget_minutes=0.01")
+    assert code == 0 and not (folder / "records.jsonl").read_bytes()
+    assert "too small to measure even the reference" in said.out
+
+
+def test_without_names_it_tries_what_says_that_it_is_worth_it(here):
+    assert recommend.worth_trying("train") == ["absent", "awake", "awake_back", "hangs", "useless"]
+    assert recommend.worth_trying("load") == []
+
+
+def test_a_toggle_that_does_not_load_is_told_and_left_out(here, monkeypatch, capsys):
+    from rich.console import Console
+
+    monkeypatch.setattr(recommend, "registered", lambda: ["awake", "nowhere"])
+    assert recommend.worth_trying("train", Console()) == ["awake"]
+    assert "no ablation named 'nowhere'" in capsys.readouterr().out
+
+
+def test_ours_say_what_they_are_worth():
+    names = recommend.worth_trying("train")
+    assert {"adamw_fused", "adapters_in_compute_dtype", "packing", "lora_kernels", "liger"} <= set(names)
+    assert not {"sdpa", "eager", "frozen_limit", "no_optimizer", "fp8_base", "cuda_graph"} & set(names)
+    assert registry.ablation_class("gradient_checkpointing").worth_trying == "memory"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("models=[tiny-lama]", "no model named 'tiny-lama'; did you mean tiny-llama?"),
+        ("models=[tiny-llama,tiny-mistral]", "recommend takes one model, for which it answers; models= has 2"),
+        ("reference=[peft,peft_low]", "recommend takes one reference, on which it puts others; reference= has 2"),
+        ("ablations=[awak]", "no ablation named 'awak'; did you mean awake?"),
+        ("workload=two_jobs", "recommend answers for one job; the workload two_jobs has several"),
+        ("budget_minutes=0", "budget_minutes: Input should be greater than 0"),
+        ("budget_minutes=soon", "budget_minutes: Input should be a valid number"),
+        ("budget=3", "no key named 'budget'; did you mean budget_minutes?"),
+        ("design=ladder", "no key named 'design'"),
+        ("queue=ray", "no key named 'queue'"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(here, override, message):
+    code, said, folder = here(override)
+    assert code == 2 and said.err.startswith("lorabench: ") and said.err.count("\n") == 1
+    assert message in said.err and not folder.exists()
+
+
+def test_a_sweep_has_no_budget():
+    from lorabench.plan.compose import ConfigError, load_config
+
+    with pytest.raises(ConfigError, match="no key named 'budget_minutes'"):
+        load_config(["budget_minutes=3"])
+
+
+@pytest.mark.exhaustive
+def test_in_processes_of_its_own_what_hangs_ends_with_its_share_of_the_budget(tmp_path):
+    (tmp_path / "plugin").mkdir()
+    files = {"naps.py": Path(__file__).parent / "advice" / "naps.py"}
+    env = installed(tmp_path / "plugin", "naps", files, {n: f"naps:{c.__name__}" for n, c in TOGGLES.items()})
+    command = [sys.executable, "-m", "lorabench", "recommend", *COMMON, "ablations=[awake,hangs]", "budget_minutes=1.5"]
+    done = subprocess.run(
+        [*command, f"output={tmp_path / 'out'}"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = read(tmp_path / "out")
+    assert found and found.switch_on == ["awake"]
+    assert found.left_out == ["hangs: it was stopped, as it took too much of the budget"]
+    assert {" + ".join(r.ablations) for r in read_records(tmp_path / "out")} == {"", "awake"}  # to be tried again
