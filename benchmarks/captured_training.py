@@ -1,7 +1,7 @@
 """Tokens a second of whole SFTTrainer runs, with and without captured steps: the loop that a user starts.
 
     python benchmarks/captured_training.py --model smollm2-135m --out results/h200/captured_training/smollm2-135m
-    python benchmarks/captured_training.py --model qwen3-1.7b --text gsm8k_train.jsonl --tokenizer FOLDER --out somewhere
+    python benchmarks/captured_training.py --model qwen3-1.7b --text gsm8k_train.jsonl --tokenizer FOLDER
     python benchmarks/captured_training.py --model tiny-llama --steps 6 --warm 3 --batch 2 --out somewhere   # on a CPU
 
 Each arm is a process of its own: `plain` (PEFT), `captured` (the same through `lorakernels.captured`), `lorakernels`,
@@ -71,7 +71,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a shape of lorabench/conf/model")
     parser.add_argument("--lengths", default="gsm8k", help="lorabench's table of token counts")
-    parser.add_argument("--text", type=Path, help="JSONL file with the fields question and answer, instead of --lengths")
+    parser.add_argument(
+        "--text", type=Path, help="JSONL file with the fields question and answer, instead of --lengths"
+    )
     parser.add_argument("--tokenizer", help="of --text: folder or hub name")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)
@@ -100,7 +102,9 @@ def apart(options: argparse.Namespace, arm: str) -> dict[str, Any]:
         return {"unsupported": "needs unsloth: pip install 'lorabench[unsloth]'"}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "arm.json")
-        given = {n: v for n, v in vars(options).items() if v is not None and n not in ("arms", "out", "only", "timeout")}
+        given = {
+            n: v for n, v in vars(options).items() if v is not None and n not in ("arms", "out", "only", "timeout")
+        }
         words = [w for n, v in given.items() for w in (f"--{n.replace('_', '-')}", str(v))]
         command = [sys.executable, __file__, *words, "--only", arm, "--out", str(answer)]
         try:
@@ -295,7 +299,7 @@ def table(found: dict[str, Any]) -> str:
         f"{s['model']}, {s['batch']} samples a batch, {s['accumulate']} batches an update, {s['steps']} steps, "
         f"{s['text'] or s['lengths']}; {machine['name']}; commit {found['commit']['head']}",
         "",
-        "| arm | steady, tokens/s | × plain | whole run, tokens/s | × plain | ms a step | peak GiB | replayed | loss off by |",
+        "| arm | steady, tokens/s | × plain | whole, tokens/s | × plain | ms a step | GiB | replayed | loss off by |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, arm in found["arms"].items():

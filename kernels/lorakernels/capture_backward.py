@@ -20,7 +20,7 @@ from .capture_state import Gradients, Watch, attention_of
 from .capture_status import Graph, Status
 
 WARM_UP = 2  # the first compiles and tunes; the second is looked at for what it needs of the host
-MAX_GRAPHS = 24  # forms; each holds its launches, megabytes of a small model
+MAX_GRAPHS = 24  # each holds its launches, megabytes of a small model
 PROBE = 32  # tokens, and as many of padding
 
 
@@ -47,19 +47,18 @@ class CapturedBackward:
     ):  # fmt: skip
         self.model, self.run, self.graphs, self.status, self.never = model, run, graphs, status, never
         self.device = next(model.parameters()).device
-        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        self.buckets = [b for b in buckets if limit is None or b <= limit] or [limit]
+        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or max(buckets)
+        self.buckets = [b for b in buckets if b <= limit] or [int(limit)]
         self.watch = Watch(model)
         self.gradients: Gradients | None = None
         self._entries: dict[Form, _Entry] = {}
         self._harmless: dict[Any, bool] = {}  # by kind of form, whether padding changes nothing
 
-    def __call__(self, batch: Batch, depends_on: tuple[Any, ...] = (), never: str | None = None) -> Outputs:
-        """Of one batch, what `run` gives; depends_on: hashable facts that are no inputs but change what `run` does;
-        never: why this batch must not be replayed."""
+    def __call__(self, batch: Batch, depends_on: tuple[Any, ...] = ()) -> Outputs:
+        """Of one batch, what `run` gives; depends_on: hashable facts that are no inputs but change what `run` does."""
         try:
-            if never or self.never:
-                raise Eager(str(never or self.never))
+            if self.never:
+                raise Eager(self.never)
             self._drop_if_changed()
             fitted = self._fit(batch, depends_on)
             entry = self._entry(fitted)
@@ -93,14 +92,12 @@ class CapturedBackward:
         facts = (self.model.training, *autocast, *depends_on)
         fitted = fit(batch, self.buckets, attention_of(getattr(self.model, "config", None)), facts)
         if fitted.padded and not self._padding_is_harmless(fitted):
-            raise Eager("what stands in the padding changes the loss of this model")
+            raise Eager("nothing shows that padding leaves this model's loss as it is")
         return fitted
 
     def _entry(self, fitted: Fitted) -> _Entry:
         entry = self._entries.get(fitted.form)
         if entry is None:
-            if len(self._entries) >= MAX_GRAPHS:
-                raise Eager(f"batches of {MAX_GRAPHS} other shapes came first")
             entry = self._entries[fitted.form] = _Entry(fitted, self.device)
         if entry.refused is not None:
             raise Eager(entry.refused)
@@ -141,6 +138,9 @@ class CapturedBackward:
     def _record(self, entry: _Entry, fitted: Fitted) -> bool:
         """Whether the entry has a recording now; where not, it says why."""
         assert self.graphs is not None
+        if sum(e.recording is not None for e in self._entries.values()) >= MAX_GRAPHS:
+            entry.refused = f"{MAX_GRAPHS} other shapes are captured already"
+            return False
         params = self.watch.trained
         kept = [p.grad for p in params]
         first = self.gradients is None
@@ -193,7 +193,8 @@ class CapturedBackward:
 
     @torch.no_grad()
     def _proved_harmless(self, fitted: Fitted) -> bool:
-        """Whether the loss of a few tokens stays the same when other tokens stand in the padding behind them."""
+        """Whether the loss of a few tokens stays the same when other tokens stand in the padding behind them; False
+        where the model gives none."""
         tokens = min(PROBE, fitted.form.length // 2)
         ids = fitted.tensors["input_ids"][:1, :tokens].repeat(1, 2).to(self.device)
         real = torch.arange(2 * tokens, device=self.device)[None] < tokens
@@ -206,6 +207,9 @@ class CapturedBackward:
             for padding in (0, 1):
                 torch.manual_seed(0)
                 probe["input_ids"] = torch.where(real, ids, padding)
-                losses.append(self.model(**{n: t for n, t in probe.items() if n in names}).loss)
+                try:
+                    losses.append(self.model(**{n: t for n, t in probe.items() if n in names}).loss)
+                except (TypeError, AttributeError):  # no labels, or no loss
+                    return False
         first, second = losses
         return bool((first - second).abs() <= 1e-5 * first.abs())

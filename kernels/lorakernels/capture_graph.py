@@ -66,7 +66,9 @@ class CudaGraphs:
         found: list[str] = []
         drawn = torch.get_rng_state(), random.getstate()
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this is a prototype
+            torch.cuda.set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -74,7 +76,7 @@ class CudaGraphs:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         for warning in caught:
-            if "synchronizing" not in str(warning.message):
+            if "called a synchronizing" not in str(warning.message):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
             elif not warning.filename.endswith(LOOKS_AWAY):
                 place = "/".join(PurePath(warning.filename).parts[-3:])
@@ -92,10 +94,13 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             # The outer context: a capture that breaks off leaves its own stream the current one.
-            with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
-                # thread_local: a data loader's thread may pin memory meanwhile.
-                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                    outputs = function()
+            # thread_local: a data loader's thread may pin memory meanwhile.
+            with (
+                torch.cuda.device(self.device),
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),
+                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
+                outputs = function()
         except Exception as error:
             self._recover()
             raise NotCaptured(_first_cause(error)) from error
@@ -107,9 +112,12 @@ class CudaGraphs:
         self.pool = torch.cuda.graph_pool_handle()
         with contextlib.suppress(Exception):
             torch.cuda.synchronize(self.device)
-        with contextlib.suppress(Exception), torch.cuda.stream(torch.cuda.current_stream(self.device)):
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(self.device)):
-                torch.rand(1, device=self.device)
+        with (
+            contextlib.suppress(Exception),
+            torch.cuda.stream(torch.cuda.current_stream(self.device)),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(self.device)),
+        ):
+            torch.rand(1, device=self.device)
 
 
 def graphs_for(device: torch.device) -> CudaGraphs | None:

@@ -1,5 +1,5 @@
-"""What a captured step depends on beside its inputs: the parameters' gradients, which it adds to where they lie, and the
-model as it was when the step was captured.
+"""What a captured step depends on beside its inputs: the parameters' gradients, which it adds to where they lie, and
+the model as it was when the step was captured.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Gradients:
         autograd would take one a parameter; the parameters that had a gradient."""
         place = dict(zip((id(p) for p in self.params), self.buffers, strict=True))
         made = [p for p in params if p.grad is not None]
-        known = [p for p in made if id(p) in place]
-        if known:
-            torch._foreach_add_([place[id(p)] for p in known], [p.grad for p in known])
+        pairs = [(place[id(p)], p.grad) for p in made if id(p) in place and p.grad is not None]
+        if pairs:
+            torch._foreach_add_([buffer for buffer, _ in pairs], [grad for _, grad in pairs])
         return made
 
 
@@ -60,7 +60,7 @@ class Watch:
 
     def __init__(self, model: nn.Module):
         self.params = list(model.parameters())
-        modules = list(model.modules())
+        modules: list[Any] = list(model.modules())
         self._adapters = [m for m in modules if hasattr(m, "merged_adapters") and hasattr(m, "_disable_adapters")]
         self._checkpointed = [m for m in modules if hasattr(m, "gradient_checkpointing")]
         self._dropouts = [m for m in modules if isinstance(m, nn.Dropout)]

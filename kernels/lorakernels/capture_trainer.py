@@ -229,7 +229,7 @@ def why_trainer_uncapturable(trainer: Any) -> str | None:
     reasons = {
         "deepspeed steps by itself": trainer.is_deepspeed_enabled,
         "FSDP shards the model": trainer.is_fsdp_enabled,
-        "torch_compile is on, and captures graphs of its own (torch_compile_mode='reduce-overhead')": args.torch_compile,
+        "torch_compile captures graphs of its own (torch_compile_mode='reduce-overhead')": args.torch_compile,
         "torch_empty_cache_steps frees memory within a step": args.torch_empty_cache_steps is not None,
         "NEFTune's noise depends on the padded length": args.neftune_noise_alpha is not None,
         "activation_offloading copies to the host within a step": getattr(args, "activation_offloading", False),
