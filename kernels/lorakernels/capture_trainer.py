@@ -44,6 +44,7 @@ class TrainerCapture:
         self._own = {name: getattr(trainer, name) for name in ("train", *self._replacements())}
         self._metrics = SftMetrics(trainer)
         self._undo = contextlib.ExitStack()
+        self._backward: CapturedBackward | None = None
         self._forget()
 
     def status(self) -> Status:
@@ -71,9 +72,10 @@ class TrainerCapture:
         }
 
     def _forget(self) -> None:
-        if hasattr(self, "_backward") and self._backward is not None:
-            self._backward.release()
-        self._backward: CapturedBackward | None = None
+        """What is known of one training; graphs are freed."""
+        if self._backward is not None:
+            self._backward.release()  # whatever still holds it
+        self._backward = None
         self._update: CapturedUpdate | None = None
         self._filters: bool | None = None  # whether losses that are no numbers are to be kept out of the log
         self._flops = 0  # of a token
