@@ -4,7 +4,11 @@ away, and `status(model)`, which tells what ran. It may import torch and triton,
 looked at through the model alone.
 """
 
+from .capture_step import CapturedStep, capture
+from .capture_trainer import captured
 from .forwards import Forwards
 from .patching import Change, Left, Report, apply, remove, status
 
-__all__ = ["Change", "Forwards", "Left", "Report", "apply", "remove", "status"]
+__all__ = [
+    "CapturedStep", "Change", "Forwards", "Left", "Report", "apply", "capture", "captured", "remove", "status",
+]  # fmt: skip

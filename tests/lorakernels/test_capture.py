@@ -1,0 +1,594 @@
+"""A captured step beside the plain loop that it stands for: on a CPU with a recorder that keeps a graph's promises, and
+with the graphs themselves (-m gpu)."""
+
+from __future__ import annotations
+
+import contextlib
+from copy import deepcopy
+
+import lorakernels
+import pytest
+import torch
+from fake_graphs import FakeGraphs
+from lorakernels import capture_backward
+from lorakernels.capture_inputs import to_device
+from tiny_models import build
+
+BUCKETS = (8, 12, 16)
+LENGTHS = (7, 11, 15, 8, 10)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    made = FakeGraphs()
+    monkeypatch.setattr("lorakernels.capture_step.graphs_for", lambda device: made)
+    return made
+
+
+def padded_batch(seed, length, rows=2, pad=101 - 1):
+    """Rows of other lengths, padded on the right to the longest."""
+    torch.manual_seed(100 + seed)
+    ids = torch.randint(3, 100, (rows, length))
+    mask = torch.ones_like(ids)
+    mask[0, max(3, length - 2 - seed % 3) :] = 0
+    ids[mask == 0] = pad
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def batches(count, **kwargs):
+    return [padded_batch(i, LENGTHS[i % len(LENGTHS)], **kwargs) for i in range(count)]
+
+
+def optimizer_of(model, lr=1e-2):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+def schedule_of(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+
+
+def plain(model, data, accumulate=1, clip=None, device="cpu", between=None):
+    """(losses, norms) of the loop that a captured step stands for."""
+    optimizer = optimizer_of(model)
+    schedule, losses, norms = schedule_of(optimizer), [], []
+    for i, one in enumerate(data, start=1):
+        loss = model(**to_device(one, device)).loss
+        (loss / accumulate).backward()
+        losses.append(loss.detach())
+        if i % accumulate == 0:
+            if clip is not None:
+                params = [p for p in model.parameters() if p.requires_grad]
+                norms.append(torch.nn.utils.clip_grad_norm_(params, clip))
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        if between is not None:
+            between(i, model)
+    return torch.stack(losses).cpu(), [float(n) for n in norms]
+
+
+def replayed(model, data, accumulate=1, clip=None, between=None, **kwargs):
+    """(losses, norms, the step) of the same through `capture`."""
+    optimizer = optimizer_of(model)
+    schedule, losses, norms = schedule_of(optimizer), [], []
+    kwargs.setdefault("buckets", BUCKETS)
+    step = lorakernels.capture(model, optimizer, max_grad_norm=clip, accumulate=accumulate, **kwargs)
+    for i, one in enumerate(data, start=1):
+        losses.append(step(one))
+        if step.updated:
+            schedule.step()
+            if clip is not None:
+                norms.append(step.grad_norm)
+        if between is not None:
+            between(i, model)
+    return torch.stack(losses).cpu(), [float(n) for n in norms], step
+
+
+def same_parameters(a, b, atol=2e-4):
+    """But for what Adam makes of rounding in gradients near zero: a hundredth of one of its steps."""
+    for (name, p), (_, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert torch.allclose(p, q, atol=atol), name
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3"])
+def test_curves_are_those_of_the_plain_loop(fake, family):
+    """Full attention, a sliding window and eager attention; every bucket replayed, with schedule and clipping."""
+    model = build(family)
+    other, data = deepcopy(model), batches(20)
+    fake.params = list(model.parameters())
+    losses, norms, step = replayed(model, data, clip=0.5)
+    wanted, wanted_norms = plain(other, data, clip=0.5)
+    assert torch.allclose(losses, wanted, atol=1e-5) and len(set(losses.tolist())) == 20
+    assert norms == pytest.approx(wanted_norms, rel=1e-4) and max(norms) > 0.5
+    same_parameters(model, other)
+    status = step.status()
+    assert [(g.rows, g.length, g.replays) for g in status.graphs] == [(2, 8, 6), (2, 12, 6), (2, 16, 2)]
+    assert status.eager == {"a shape is warming up": 6}
+    assert status.updates["optimizer replayed"] >= 10 and status.updates["clipping replayed"] >= 10
+    assert status.replays == 14 and fake.replays == 14 + sum(
+        n for how, n in status.updates.items() if "replayed" in how
+    )
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation_and_an_unfinished_group(fake, set_to_none):
+    model = build("llama")
+    other, data = deepcopy(model), batches(23)
+    fake.params = list(model.parameters())
+    losses, _, step = replayed(model, data, accumulate=3)
+    wanted, _ = plain(other, data, accumulate=3)
+    assert torch.allclose(losses, wanted, atol=1e-5)
+    same_parameters(model, other)
+    left = [p.grad.clone() for p in other.parameters() if p.grad is not None]
+    got = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(left) == len(got) > 0
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(left, got, strict=True))
+    step.update()
+    assert step.updated and all(p.grad is None for p in model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    step.optimizer.zero_grad(set_to_none=set_to_none)
+    step.update()  # nothing waits
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_number_of_items_in_the_batch_is_read_anew(fake):
+    model = build("llama")
+    other = deepcopy(model)
+    fake.params = list(model.parameters())
+    data = [{**b, "num_items_in_batch": torch.tensor(10 + i)} for i, b in enumerate(batches(12))]
+    losses, _, step = replayed(model, data, accumulate=2)
+    optimizer, wanted = optimizer_of(other), []
+    schedule = schedule_of(optimizer)
+    for i, one in enumerate(data, start=1):
+        loss = other(**one).loss
+        loss.backward()
+        wanted.append(loss.detach())
+        if i % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    assert torch.allclose(losses, torch.stack(wanted), atol=1e-5) and step.status().replays > 4
+    same_parameters(model, other)
+
+
+@pytest.mark.parametrize("kind", ["left", "packed", "positions", "trained padding"])
+def test_other_masks_than_right_padding(fake, kind):
+    """What causality does not separate, a mask does."""
+    model = build("llama")
+    other, data = deepcopy(model), []
+    fake.params = list(model.parameters())
+    for one in batches(14):
+        length = one["input_ids"].shape[1]
+        if kind == "left":
+            one = {n: t.flip(1) for n, t in one.items()}
+        elif kind == "trained padding":
+            one["labels"] = one["input_ids"].clone()
+        else:
+            del one["attention_mask"]
+            positions = torch.arange(length).expand(2, -1)
+            one["position_ids"] = positions if kind == "positions" else torch.where(
+                positions < 4, positions, positions - 4
+            )  # fmt: skip
+        data.append(one)
+    losses, _, step = replayed(model, data)
+    wanted, _ = plain(other, data)
+    assert torch.allclose(losses, wanted, atol=1e-5)
+    assert step.status().replays == 8
+    assert {g.masks for g in step.status().graphs} == {"causal" if kind == "positions" else "from the inputs"}
+
+
+def test_eager_batches_in_between(fake):
+    """Too long, of another kind, or of too many shapes: they train as they are, and the graphs after them are right."""
+    model = build("llama")
+    other, data = deepcopy(model), batches(24)
+    fake.params = list(model.parameters())
+    data[9] = padded_batch(9, 20)
+    data[15]["inputs_embeds"] = None
+    data[16] = padded_batch(16, 8, rows=3)
+    losses, _, step = replayed(model, data, accumulate=2)
+    wanted, _ = plain(other, data, accumulate=2)
+    assert torch.allclose(losses, wanted, atol=1e-5)
+    same_parameters(model, other)
+    eager = step.status().eager
+    assert eager["longer than the largest bucket, 16 tokens"] == 1
+    assert eager["a shape is warming up"] == 6 + 2
+    assert any("uncaptured batch has left" not in how for how in step.status().updates)
+    text = str(step.status())
+    assert "graph 2 x 8, masks causal" in text and "eager x 1: longer than" in text
+
+
+def test_what_cannot_be_captured_says_why(fake):
+    model = build("llama")
+    fake.params = list(model.parameters())
+    other, data = deepcopy(model), batches(12)
+    fake.needs = ["it waits for the device at somewhere.py:3"]
+    losses, _, step = replayed(model, data)
+    assert torch.allclose(losses, plain(other, data)[0], atol=1e-5) and fake.replays == 0
+    assert step.status().eager["the step needs the host: it waits for the device at somewhere.py:3"] == 6
+    fake.needs, fake.fails = [], "out of memory"
+    _, _, step = replayed(model, data)
+    assert step.status().eager["cannot be captured: out of memory"] == 6 and not step.status().graphs
+    assert step.status().updates["optimizer eager: no backward is captured yet"] == 12
+
+
+def test_too_many_shapes(fake, monkeypatch):
+    monkeypatch.setattr(capture_backward, "MAX_GRAPHS", 1)
+    model = build("llama")
+    fake.params = list(model.parameters())
+    _, _, step = replayed(model, batches(15))
+    assert step.status().eager["1 other shapes are captured already"] == 5 and len(step.status().graphs) == 1
+
+
+def test_optimizers_that_count_on_the_host_step_uncaptured(fake):
+    model = build("llama")
+    fake.params = list(model.parameters())
+    other, data = deepcopy(model), batches(14)
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, other)]
+    step = lorakernels.capture(model, optimizers[0], buckets=BUCKETS, max_grad_norm=1.0)
+    for one in data:
+        loss = step(one)
+        wanted = other(**one).loss
+        wanted.backward()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert loss == pytest.approx(wanted.item(), abs=1e-5)
+    updates = step.status().updates
+    assert updates["optimizer eager: SGD counts or computes on the host (no `capturable`)"] == 14
+    assert updates["clipping replayed"] > 5
+
+
+def test_a_changed_hyperparameter_or_state_is_captured_anew(fake):
+    model = build("llama")
+    fake.params = list(model.parameters())
+    optimizer, data = optimizer_of(model), batches(6) * 3
+    step = lorakernels.capture(model, optimizer, buckets=(16,))
+    for i, one in enumerate(data):
+        if i == 8:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+        if i == 12:
+            optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+        step(one)
+    assert step.status().updates["optimizer eager: warming up"] == 1 + 2 + 1 - 1 + 1 - 1
+    assert optimizer.param_groups[0]["lr"] == 1e-2 and not isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
+@pytest.mark.parametrize("change", ["frozen", "adapter off", "moved"])
+def test_a_changed_model_is_captured_anew(fake, change):
+    model = build("llama")
+    fake.params = list(model.parameters())
+    other = deepcopy(model)
+
+    def between(i, m):
+        if i != 9:
+            return
+        if change == "frozen":
+            next(p for n, p in m.named_parameters() if "lora_A" in n).requires_grad_(False)
+        elif change == "adapter off":
+            m.base_model.model.model.layers[0].self_attn.q_proj.enable_adapters(False)
+        else:
+            for p in m.parameters():
+                p.data = p.data.clone()
+
+    data = batches(20)
+    losses, _, step = replayed(model, data, between=between, buckets=(16,))
+    wanted, _ = plain(other, data, between=between)
+    assert torch.allclose(losses, wanted, atol=1e-5)
+    same_parameters(model, other)
+    assert step.status().dropped.total() == 1 and step.status().replays == 20 - 4
+    assert "captured anew x 1" in str(step.status())
+
+
+def test_evaluation_in_between(fake):
+    model = build("llama", lora_dropout=0.2)
+    fake.params = list(model.parameters())
+
+    def between(i, m):
+        m.eval()
+        with torch.no_grad():
+            m(**padded_batch(77, 9))
+        m.train()
+
+    _, _, step = replayed(model, batches(12), between=between)
+    assert step.status().replays == 6 and not step.status().dropped
+
+
+def test_dropout_draws_new_masks_every_replay(fake):
+    model = build("llama", lora_dropout=0.5)
+    fake.params = list(model.parameters())
+    lorakernels.apply(model)
+    optimizer = optimizer_of(model, lr=0.0)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    step, one = lorakernels.capture(model, optimizer, buckets=(16,)), padded_batch(0, 15)
+    losses = [step(one).item() for _ in range(10)]
+    assert step.status().replays == 8 and len(set(losses)) == 10
+
+
+def test_gradient_checkpointing(fake):
+    """Without dropout it is captured; with it, a graph could not draw the same masks again."""
+    for dropout in (0.0, 0.1):
+        model = build("llama", lora_dropout=dropout)
+        fake.params = list(model.parameters())
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+        other, data = deepcopy(model), batches(12)
+        losses, _, step = replayed(model, data)
+        if dropout:
+            assert step.status().replays == 0
+            assert any("draws dropout again" in reason for reason in step.status().eager)
+        else:
+            assert step.status().replays == 6
+            assert torch.allclose(losses, plain(other, data)[0], atol=1e-5)
+
+
+def test_a_model_that_sees_its_padding_is_not_padded(fake):
+    """A bidirectional model without a mask."""
+    model = build("llama")
+    model.config.is_causal = False
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    fake.params = list(model.parameters())
+    other, data = deepcopy(model), [{n: t for n, t in b.items() if n != "attention_mask"} for b in batches(16)]
+    losses, _, step = replayed(model, data)
+    assert torch.allclose(losses, plain(other, data)[0], atol=1e-5)
+    assert step.status().eager["nothing shows that padding leaves this model's loss as it is"] > 5
+    assert [(g.length, g.replays) for g in step.status().graphs] == [(8, 1)]
+
+
+def test_lorakernels_and_a_loss_of_ones_own(fake):
+    model = build("qwen2")
+    other = deepcopy(model)
+    fake.params = list(model.parameters())
+    lorakernels.apply(model)
+    calls = []
+
+    def loss(model, batch):
+        calls.append(batch)
+        return model(**batch).loss * 2
+
+    losses, _, _ = replayed(model, batches(12), loss=loss)
+    optimizer = optimizer_of(other)
+    schedule, wanted = schedule_of(optimizer), []
+    for one in batches(12):
+        value = other(**one).loss * 2
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        wanted.append(value.detach())
+    assert calls and torch.allclose(losses, torch.stack(wanted), atol=1e-4)
+
+
+def test_without_a_gpu_everything_runs_as_it_is():
+    model = build("llama")
+    other, data = deepcopy(model), batches(10)
+    losses, norms, step = replayed(model, data, clip=0.5, accumulate=2)
+    wanted, wanted_norms = plain(other, data, clip=0.5, accumulate=2)
+    assert torch.equal(losses, wanted) and norms == wanted_norms
+    assert step.status().eager == {"CUDA graphs need a CUDA device; the model is on cpu": 10}
+    assert step.status().replays == 0
+
+
+def test_several_gpus_are_left_eager_with_the_reason(fake):
+    model = build("llama")
+    wrapped = torch.nn.DataParallel(model)
+    step = lorakernels.capture(wrapped, optimizer_of(model), buckets=(16,))
+    step(padded_batch(0, 9))
+    (reason,) = step.status().eager
+    assert reason.startswith("DataParallel exchanges gradients")
+
+
+def test_release_frees_and_captures_again(fake):
+    model = build("llama")
+    fake.params = list(model.parameters())
+    step = lorakernels.capture(model, optimizer_of(model), buckets=(16,))
+    for one in batches(5):
+        step(one)
+    assert step.status().replays == 3
+    step.release()
+    assert [g.live for g in step.status().graphs] == [False]
+    for one in batches(5):
+        step(one)
+    assert [(g.replays, g.live) for g in step.status().graphs] == [(3, False), (3, True)]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"buckets": ()}, "buckets are lengths"),
+        ({"buckets": (256, 1.5)}, "buckets are lengths"),
+        ({"accumulate": 0}, "at least 1, not 0"),
+        ({"max_grad_norm": 0}, "positive or None, not 0"),
+    ],
+)
+def test_wrong_arguments(kwargs, message):
+    model = build("llama")
+    with pytest.raises(ValueError, match=message):
+        lorakernels.capture(model, optimizer_of(model), **kwargs)
+
+
+# -- the graphs themselves ---------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ours", [False, True], ids=["peft", "lorakernels"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_graphs_follow_the_plain_loop(optimizer, name, ours, monkeypatch):
+    """50 batches of three buckets with accumulation, schedule, clipping, evaluation and a copy of the state in
+    between."""
+    monkeypatch.setattr(
+        f"{__name__}.optimizer_of", lambda m: OPTIMIZERS[optimizer]([p for p in m.parameters() if p.requires_grad])
+    )
+    model = build("llama", getattr(torch, name)).cuda()
+    other, data, saved = deepcopy(model), batches(50), []
+    if ours:
+        lorakernels.apply(model)
+        lorakernels.apply(other)
+
+    def between(i, m):
+        if i % 20 == 0:
+            m.eval()
+            with torch.no_grad():
+                saved.append(m(**to_device(padded_batch(99, 13), "cuda")).loss.item())
+            m.train()
+
+    losses, norms, step = replayed(model, data, accumulate=2, clip=0.5, between=between)
+    wanted, wanted_norms = plain(other, data, accumulate=2, clip=0.5, between=between, device="cuda")
+    rel = 2e-3 if name == "float32" else 3e-2
+    assert losses.tolist() == pytest.approx(wanted.tolist(), rel=rel)
+    assert norms == pytest.approx(wanted_norms, rel=20 * rel) and saved[:2] == pytest.approx(saved[2:], rel=rel)
+    status = step.status()
+    assert status.replays == 50 - 6 and len(status.graphs) == 3, str(status)
+    assert status.updates["clipping replayed"] > 15, str(status)
+    if optimizer != "sgd":
+        assert status.updates["optimizer replayed"] > 15, str(status)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["left", "packed"])
+def test_graphs_with_masks_of_their_own(kind):
+    model = build("llama").cuda()
+    other, data = deepcopy(model), []
+    for one in batches(20):
+        if kind == "left":
+            one = {n: t.flip(1) for n, t in one.items()}
+        else:
+            del one["attention_mask"]
+            positions = torch.arange(one["input_ids"].shape[1]).expand(2, -1)
+            one["position_ids"] = torch.where(positions < 4, positions, positions - 4)
+        data.append(one)
+    losses, _, step = replayed(model, data)
+    wanted, _ = plain(other, data, device="cuda")
+    assert losses.tolist() == pytest.approx(wanted.tolist(), rel=2e-3)
+    assert step.status().replays == 14, str(step.status())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ours", [False, True], ids=["peft", "lorakernels"])
+def test_replays_draw_dropout_as_uncaptured_steps_do(ours):
+    """Nothing learns, so losses differ by their masks alone: all different, and of the same mean and spread."""
+    model = build("llama", lora_dropout=0.5).cuda()
+    if ours:
+        lorakernels.apply(model)
+    one, count = padded_batch(0, 15), 200
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0)
+    step = lorakernels.capture(model, optimizer, buckets=(16,))
+    got = torch.stack([step(one) for _ in range(count + 2)])[2:].cpu()
+    with torch.no_grad():
+        wanted = torch.stack([model(**to_device(one, "cuda")).loss for _ in range(count)]).cpu()
+    assert step.status().replays == count and len(set(got.tolist())) > count - 5
+    error = (got.var() / count + wanted.var() / count).sqrt()
+    assert (got.mean() - wanted.mean()).abs() < 4 * error
+    assert 0.75 < got.std() / wanted.std() < 1.33
+
+
+@pytest.mark.gpu
+def test_graphs_of_all_buckets_share_one_pool():
+    """The largest first: those after it find room in what it has reserved."""
+    model = build(
+        "llama", sizes={"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 4096}
+    ).cuda()
+    step = lorakernels.capture(model, optimizer_of(model), buckets=(512, 1024, 2048))
+    reserved = []
+    for length in (2000, 1000, 500):
+        for _ in range(4):
+            step(padded_batch(0, length, rows=4))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(step.status().graphs) == 3, str(step.status())
+    assert reserved[2] < 1.25 * reserved[0], [f"{r / 2**20:.0f} MiB" for r in reserved]
+    step.release()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < reserved[0]
+
+
+@pytest.mark.gpu
+def test_a_step_that_needs_the_host_is_refused_before_its_capture():
+    model = build("llama").cuda()
+    other, data = deepcopy(model), batches(15)
+
+    def loss(model, batch):
+        out = model(**batch).loss
+        return out if out.item() < 1e9 else out * 0
+
+    losses, _, step = replayed(model, data, loss=loss)
+    assert losses.tolist() == pytest.approx(plain(other, data, device="cuda")[0].tolist(), rel=2e-3)
+    assert step.status().replays == 0
+    assert any("waits for the device at" in r and "test_capture.py" in r for r in step.status().eager), str(
+        step.status()
+    )
+
+
+@pytest.mark.gpu
+def test_a_capture_that_breaks_off_leaves_everything_working(monkeypatch):
+    """Had nobody looked before: training goes on as it is, random numbers are drawn, and other shapes are captured."""
+    monkeypatch.setattr("lorakernels.capture_graph.CudaGraphs.needs_of_host", lambda self: contextlib.nullcontext([]))
+    model = build("llama", lora_dropout=0.1).cuda()
+    stream = torch.cuda.current_stream()
+
+    def loss(model, batch):
+        out = model(**batch).loss
+        return out if batch["input_ids"].shape[1] != 8 or out.item() < 1e9 else out * 0
+
+    losses, _, step = replayed(model, batches(25), loss=loss)
+    assert losses.isfinite().all() and torch.rand(3, device="cuda").isfinite().all()
+    assert torch.cuda.current_stream() == stream
+    assert {g.length for g in step.status().graphs} == {12, 16}, str(step.status())
+    assert any("cannot be captured" in reason for reason in step.status().eager), str(step.status())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_graphs_with_gradient_checkpointing(reentrant):
+    model = build("llama").cuda()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    other, data = deepcopy(model), batches(20)
+    losses, _, step = replayed(model, data)
+    wanted, _ = plain(other, data, device="cuda")
+    assert losses.tolist() == pytest.approx(wanted.tolist(), rel=2e-3)
+    assert step.status().replays == 14, str(step.status())
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_does_not_wait_for_the_device():
+    model = build("llama", torch.bfloat16).cuda()
+    lorakernels.apply(model)
+    optimizer = optimizer_of(model)
+    schedule = schedule_of(optimizer)
+    step = lorakernels.capture(model, optimizer, buckets=(16,), max_grad_norm=1.0)
+    data = [padded_batch(i, 13) for i in range(12)]
+    for one in data[:8]:
+        step(one)
+        schedule.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for one in data[8:]:
+            step(one)
+            schedule.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert step.status().replays == 10, str(step.status())
+
+
+@pytest.mark.gpu
+def test_autocast_around_the_step():
+    """float32 adapters are cast anew by every replay."""
+    model = build("llama", torch.bfloat16, autocast_adapter_dtype=True).cuda()
+    other, data = deepcopy(model), batches(25)
+    with torch.autocast("cuda", torch.bfloat16):
+        losses, _, step = replayed(model, data)
+        wanted, _ = plain(other, data, device="cuda")
+    assert losses.tolist() == pytest.approx(wanted.tolist(), rel=3e-2)
+    assert step.status().replays == 19, str(step.status())
