@@ -6,9 +6,10 @@
 Each process builds the model of a name (or of a YAML file) with random weights on the device, puts PEFT's adapter on
 every linear, and trains three steps with AdamW; a lorakernels process calls `lorakernels.apply` before them. It tells
 how many seconds each part took: the interpreter's start, imports, the import of lorakernels (own import), the model,
-apply, the first, second and third step. Each part ends with the device idle. An "empty" process has new folders for Triton's cache (the choices of lorakernels lie in it) and the
-driver's; the "warm" one after it has the same folders. One process that is not counted comes first, so that none pays
-for reading libraries from the disk. Writes cold_start.json and cold_start.md.
+apply, the first, second and third step. Each part ends with the device idle. An "empty" process has new folders for
+the driver's cache and for Triton's, in which the choices of lorakernels lie; the "warm" one after it has the same
+folders. One process that is not counted comes first, so that none pays for reading libraries from the disk. Writes
+cold_start.json and cold_start.md.
 
 Aims: until its first step is done, lorakernels takes at most 5 s longer than PEFT with a warm cache, 20 s without.
 """

@@ -50,7 +50,9 @@ def test_empty_and_warm_are_one_folder_of_each_arm_and_repeat(script, monkeypatc
     monkeypatch.setattr(script, "run", run)
     found = script.measured(GIVEN, repeats=2)
     counted = runs[1:]
-    assert [warm for _, _, warm in counted] == [False, True] * 4, "the second process of a pair finds what the first left"
+    assert [warm for _, _, warm in counted] == [False, True] * 4, (
+        "the second process of a pair finds what the first left"
+    )
     assert len({folder for _, folder, _ in counted}) == 4
     assert [arm for arm, *_ in counted[::2]] == ["lorakernels", "peft", "peft", "lorakernels"], "A B B A"
     assert all(len(times) == 2 for arm in found["seconds"].values() for c in arm.values() for times in c.values())

@@ -1,4 +1,4 @@
-"""RoPE of q and k against transformers' own function and Liger's. Run: python -m pytest benchmarks/micro/bench_rope.py"""
+"""RoPE of q and k against transformers' own function and Liger's. Run: pytest benchmarks/micro/bench_rope.py"""
 
 import pytest
 import torch

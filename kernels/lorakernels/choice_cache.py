@@ -73,12 +73,16 @@ class ChoiceCache:
         except (OSError, ValueError) as error:
             self._warn(f"cannot be read ({type(error).__name__}), so the forms are measured again")
             return {}
-        choices = content.get("choices") if isinstance(content, dict) else None
-        ours = isinstance(choices, dict) and all(isinstance(form, str) for form in choices.values())
-        if not ours or content.get("format") != FORMAT or content.get("environment") != self.environment:
+        if not self._is_ours(content):
             self._warn("holds something else than this package's choices, so the forms are measured again")
             return {}
-        return choices
+        return content["choices"]
+
+    def _is_ours(self, content: Any) -> bool:
+        if not isinstance(content, dict) or not isinstance(choices := content.get("choices"), dict):
+            return False
+        same = content.get("format") == FORMAT and content.get("environment") == self.environment
+        return same and all(isinstance(form, str) for form in choices.values())
 
     def _warn(self, what: str) -> None:
         if not self._warned:

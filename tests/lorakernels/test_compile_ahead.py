@@ -9,7 +9,7 @@ import pytest
 from lorakernels import compile_ahead, runtime
 from lorakernels.runtime import Kernel
 
-ON_A_PRETENDED_GPU = '''
+ON_A_PRETENDED_GPU = """
 import sys
 import threading
 import torch
@@ -42,7 +42,7 @@ assert all(c.asm["cubin"] for c in cache.values())
 assert threading.get_ident() not in compiling and len(compiling) == 2, compiling
 assert not kernel._compiled and bool((out == 7).all()), "nothing was launched"
 print("compiled", len(cache))
-'''
+"""
 
 
 @pytest.mark.exhaustive
