@@ -34,7 +34,7 @@ def trial_timers(forms: Mapping[str, Form], device: torch.device) -> dict[str, C
     """A timer of each form, which must have run once (compiled, its spare tensors made); a call gives milliseconds on
     the device for one run."""
     load = power_load(device)
-    timers = {name: partial(between_events, load, run) for name, run in forms.items()}
+    timers = event_timers(forms, load)
     runs = runs_for(min(timer() for timer in timers.values()))
     try:
         graphs = {name: captured(run, runs, device) for name, run in forms.items()}
@@ -44,6 +44,11 @@ def trial_timers(forms: Mapping[str, Form], device: torch.device) -> dict[str, C
     for graph in graphs.values():
         graph.replay()  # the first one uploads it
     return {name: partial(_of_one, load, graph, runs) for name, graph in graphs.items()}
+
+
+def event_timers(forms: Mapping[str, Form], load: Form) -> dict[str, Callable[[], float]]:
+    """As `trial_timers`, of one run behind the load, launched by the host."""
+    return {name: partial(between_events, load, run) for name, run in forms.items()}
 
 
 def runs_for(milliseconds: float) -> int:

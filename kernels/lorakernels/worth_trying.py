@@ -2,8 +2,8 @@
 
 Two rules follow from what a GPU is: a program that walks down the rows wants as many rows as it walks, and a grid wants
 programs for its multiprocessors, but not so many short ones that each pays its start anew. The others are what was
-measured on an H200: the choices that 90 cells of the published results recorded, models of 135M to 70B, 256 to 8192
-rows. `tests/lorakernels/test_worth_trying.py` holds every rule against each of them.
+measured on an H200: the choices that 90 cells of the published results recorded, 256 to 8192 rows of 576 to 28672
+columns. `tests/lorakernels/test_worth_trying.py` holds every rule against each of them.
 
 Rows come as the power of two that `tune.bucket` makes of them, because the choice is shared by a bucket. The library's
 form is always tried beside the tiles, and is all that is left where these functions return nothing.
@@ -20,7 +20,7 @@ from .glu import WHOLE_TILES
 from .lora_grad import A_TILES, DS_DB_TILES
 from .runtime import cdiv
 
-FEWEST = 1 / 3  # programs for each multiprocessor; of coarse tiles none with fewer was ever the fastest
+FEWEST = 1 / 3  # programs for each multiprocessor; a coarse tile with fewer was never recorded as the fastest
 MOST = 8  # the same for the finest tiles
 NORM_COLUMNS = 1024  # above it a norm reads its rows twice from memory where the two launches read them once
 GLU_ROWS = 512  # up to it the activation by itself fills the GPU better than tiles that hold all columns

@@ -1,6 +1,7 @@
 """Timing a form: how often it goes into its graph, and on a GPU that a slow host changes nothing."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,45 @@ def test_loading_the_gpu_draws_none_of_the_users_random_numbers(device):
     before = state()
     power_load(torch.device(device))
     assert torch.equal(state(), before)
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A GPU without one: a form's milliseconds are what it returns, a graph's what its runs return."""
+    replayed = []
+
+    def captured(run, runs, device):
+        def replay():
+            replayed.append(runs)
+            return runs * run()
+
+        return SimpleNamespace(replay=replay)
+
+    monkeypatch.setattr(trial_timing, "power_load", lambda device: None)
+    monkeypatch.setattr(trial_timing, "between_events", lambda load, run: run())
+    monkeypatch.setattr(trial_timing, "captured", captured)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return replayed
+
+
+def test_all_forms_go_into_their_graphs_equally_often(pretended):
+    timers = trial_timers({"slow": lambda: 1.0, "fast": lambda: LONG_ENOUGH / 8}, torch.device("cuda", 0))
+    assert pretended == [8, 8], "as often as the fastest needs; the first replay is no measurement"
+    assert timers["slow"]() == 1.0 and timers["fast"]() == LONG_ENOUGH / 8, "of one run"
+
+
+def test_without_a_graph_all_forms_are_timed_by_events(pretended, monkeypatch):
+    whole = trial_timing.captured
+
+    def refuses_the_second(run, runs, device):
+        if run() > 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return whole(run, runs, device)
+
+    monkeypatch.setattr(trial_timing, "captured", refuses_the_second)
+    timers = trial_timers({"one": lambda: 1.0, "two": lambda: 2.0}, torch.device("cuda", 0))
+    assert (timers["one"](), timers["two"]()) == (1.0, 2.0)
+    assert pretended == [], "a form by its graph beside one by events would compare two clocks"
 
 
 @pytest.mark.gpu

@@ -101,9 +101,11 @@ def test_a_form_that_does_not_fit_is_not_timed(gpu):
     def too_large():
         raise OutOfResources
 
-    gpu.times.update(large=0.1, one=1.0)
-    assert tune.pick("x", (1,), {"large": too_large} | forms("one"), gpu.device) == "one"
-    assert gpu.measured == [["one"]]
+    gpu.times.update(large=0.1, one=2.0, addmm=1.0)
+    assert tune.pick("x", (1,), {"large": too_large} | forms("one", "addmm"), gpu.device) == "addmm"
+    assert gpu.measured == [["one", "addmm"]]
+    assert tune.pick("x", (2,), {"large": too_large} | forms("one"), gpu.device) == "one"
+    assert len(gpu.measured) == 1, "nothing is left to compare"
 
 
 def test_while_a_graph_is_captured_only_what_is_known_is_taken(gpu):
