@@ -1,4 +1,4 @@
-"""Does `lorakernels.tune` choose better by small CUDA graphs than by events? One arm, built with either way's choices.
+"""Does `lorakernels.tune` choose better by small CUDA graphs than by events? One arm, with the choices of either.
 
     python benchmarks/tune_choices.py 'models=[smollm2-135m@1x512,smollm2-1.7b@1x512]' \\
         'ablations=[[lora_kernels,adapters_in_compute_dtype,cuda_graph]]'
