@@ -18,12 +18,12 @@ from lorakernels.rms_norm import Norm, NormFactors
 from lorakernels.runtime import use_triton
 
 
-@pytest.mark.parametrize("form", [*DS_DB_TILES, "library"])
+@pytest.mark.parametrize("form", [*DS_DB_TILES, "torch"])
 @pytest.mark.parametrize("width", ["hidden", "wide"])
 def test_ds_and_db(form, width, time, tensor, shapes):
     m, n, r = shapes["tokens"], shapes[width], shapes["rank"]
     d, sb, s = tensor(m, n + r), tensor(n, r), tensor(m, r)
-    if form != "library" and form not in fitting_tiles(d, [n], [r]):
+    if form != "torch" and form not in fitting_tiles(d, [n], [r]):
         pytest.skip("runs in Triton only")
 
     def library():
@@ -31,29 +31,29 @@ def test_ds_and_db(form, width, time, tensor, shapes):
         return d[:, :n].t() @ s
 
     time(
-        library if form == "library" else lambda: ds_and_db(d[:, :n], d[:, n:], AdapterColumns(sb, s, [n], r), form),
-        m * n * d.element_size(),
+        library if form == "torch" else lambda: ds_and_db(d[:, :n], d[:, n:], AdapterColumns(sb, s, [n], r), form),
+        moved=m * n * d.element_size(),
     )
 
 
-@pytest.mark.parametrize("form", [*B_TILES, "library"])
+@pytest.mark.parametrize("form", [*B_TILES, "torch"])
 def test_b_gradient(form, time, tensor, shapes):
     m, n, r = shapes["tokens"], shapes["hidden"], shapes["rank"]
     dy, s = tensor(m, n), tensor(m, r)
-    if form != "library" and form not in fitting_tiles(dy, [n], [r], B_TILES):
+    if form != "torch" and form not in fitting_tiles(dy, [n], [r], B_TILES):
         pytest.skip("runs in Triton only")
-    time(lambda: dy.t() @ s if form == "library" else b_gradient(dy, s, [n], r, form), m * n * dy.element_size())
+    time(lambda: dy.t() @ s if form == "torch" else b_gradient(dy, s, [n], r, form), moved=dy.nbytes)
 
 
-@pytest.mark.parametrize("form", [*A_TILES, "library"])
+@pytest.mark.parametrize("form", [*A_TILES, "torch"])
 def test_a_gradient(form, time, tensor, shapes):
     m, k, r = shapes["tokens"], shapes["hidden"], shapes["rank"]
     ds, h, weight, rstd = tensor(m, r), tensor(m, k), tensor(k), tensor(m).float()
-    if form != "library" and not use_triton(h):
+    if form != "torch" and not use_triton(h):
         pytest.skip("runs in Triton only")
 
     def library():
         return ((ds * rstd[:, None]).to(ds.dtype).t() @ h) * weight
 
     factors = NormFactors(rstd, weight, Norm(1e-6))
-    time(library if form == "library" else lambda: a_gradient(ds, h, factors, form), m * k * h.element_size())
+    time(library if form == "torch" else lambda: a_gradient(ds, h, factors, form), moved=h.nbytes)

@@ -32,4 +32,5 @@ def test_projection(form, linear, time, phase, tensor, shapes):
     functions = {"peft": peft, "bare": lambda: tuple(x @ m.weight.t() for m in members)}
     inputs = (x,) if form == "bare" else (x, *(t for m in members for t in (m.a, m.b)))
     with tune.forced(form):
-        time(phase(functions.get(form, lambda: project(x, [group])), inputs))
+        flops = 2 * x.shape[0] * sum(m.weight.numel() for m in members)  # of the frozen weights, one direction
+        time(phase(functions.get(form, lambda: project(x, [group])), inputs), flops=phase.least(flops, flops))

@@ -1,4 +1,6 @@
-"""RMSNorm with the residual add, alone and with the LoRA columns. Run: python -m pytest benchmarks/micro/bench_rms_norm.py"""  # noqa: E501
+"""RMSNorm with the residual add, against torch's, transformers' (which a PEFT model runs) and Liger's; and with the
+LoRA columns. Run: python -m pytest benchmarks/micro/bench_rms_norm.py
+"""
 
 import pytest
 import torch
@@ -8,8 +10,8 @@ from lorakernels.runtime import TILES
 from torch.nn import functional as F
 
 
-@pytest.mark.parametrize("form", ["ours", "torch"])
-def test_rms_norm(form, time, phase, tensor, shapes):
+@pytest.mark.parametrize("form", ["ours", "torch", "peft", "liger"])
+def test_rms_norm(form, time, phase, tensor, shapes, liger):
     x, residual = (tensor(shapes["tokens"], shapes["hidden"], grad=True) for _ in range(2))
     weight = tensor(shapes["hidden"])
 
@@ -17,8 +19,22 @@ def test_rms_norm(form, time, phase, tensor, shapes):
         h = x + residual
         return F.rms_norm(h, (shapes["hidden"],), weight, 1e-6), h
 
-    function = {"ours": lambda: rms_norm(x, weight, 1e-6, residual=residual), "torch": plain}[form]
-    time(phase(function, (x, residual)), 4 * x.numel() * x.element_size())
+    def transformers():
+        h = x + residual
+        raised = h.float()
+        return weight * (raised * torch.rsqrt(raised.pow(2).mean(-1, keepdim=True) + 1e-6)).to(h.dtype), h
+
+    def ligers():
+        h = x + residual
+        return liger("liger_rms_norm")(h, weight, 1e-6, in_place=False), h
+
+    forms = {
+        "ours": lambda: rms_norm(x, weight, 1e-6, residual=residual),
+        "torch": plain,
+        "peft": transformers,
+        "liger": ligers,
+    }
+    time(phase(forms[form], (x, residual)), moved=phase.least(4, 4) * x.nbytes)
 
 
 @pytest.mark.parametrize("form", [*TILES, "plain"])
@@ -32,4 +48,4 @@ def test_norm_and_lora_columns(form, time, tensor, shapes):
 
     fused = form if form != "plain" else "fused"
     run = plain if form == "plain" else lambda: forward_lora_into(inputs, buffer, LoraColumns(a), fused)
-    time(run, 2 * m * k * buffer.element_size())
+    time(run, moved=2 * m * k * buffer.element_size())

@@ -1,4 +1,4 @@
-"""SwiGLU against torch's two operations. Run: python -m pytest benchmarks/micro/bench_swiglu.py"""
+"""SwiGLU against torch's two operations and Liger's kernel. Run: python -m pytest benchmarks/micro/bench_swiglu.py"""
 
 from functools import partial
 
@@ -8,11 +8,15 @@ from lorakernels.swiglu import swiglu
 from torch.nn import functional as F
 
 
-@pytest.mark.parametrize("form", ["ours", "torch"])
-def test_swiglu(form, time, phase, tensor, shapes):
+@pytest.mark.parametrize("form", ["ours", "torch", "liger"])
+def test_swiglu(form, time, phase, tensor, shapes, liger):
     gate, up = (tensor(shapes["tokens"], shapes["wide"], grad=True) for _ in range(2))
-    function = {"ours": lambda: swiglu(gate, up), "torch": lambda: F.silu(gate) * up}[form]
-    time(phase(function, (gate, up)), 3 * gate.numel() * gate.element_size())
+    forms = {
+        "ours": lambda: swiglu(gate, up),
+        "torch": lambda: F.silu(gate) * up,
+        "liger": lambda: liger("liger_swiglu")(gate, up),
+    }
+    time(phase(forms[form], (gate, up)), moved=phase.least(3, 5) * gate.nbytes)
 
 
 @pytest.mark.parametrize("form", ["one pass", "two"])
@@ -26,4 +30,4 @@ def test_backward_with_a(form, time, tensor, shapes):
         return ds.t() @ dh
 
     one = partial(backward_a_into, inputs, gate, up, ds)
-    time(two if form == "two" else one, 5 * gate.numel() * gate.element_size())
+    time(two if form == "two" else one, moved=5 * gate.nbytes)

@@ -17,11 +17,12 @@ from . import tune
 from .dropout import dropped
 from .grad_accumulator import GradAccumulator
 from .linear_cross_entropy import mm_in
-from .lora_grad import A_TILES, SavedInput, a_gradient
+from .lora_grad import SavedInput, a_gradient
 from .member import Member
 from .output_grad import OutputGradient, SavedForward
 from .projection import Projection
-from .runtime import MAX_FUSED_RANK, tensor_cores, use_triton
+from .runtime import MAX_FUSED_RANK, multiprocessors, tensor_cores, use_triton
+from .worth_trying import a_gradient_tiles
 
 BiasGradients = tuple[torch.Tensor | None, torch.Tensor | None]
 NO_BIASES: BiasGradients = None, None
@@ -83,7 +84,9 @@ def _a_gradients(
     rank, factors = ds.shape[1], source.factors
     forms: dict[str, Any] = {"plain": partial(_a_gradients_by_library, ds, source, dtype, seed, dropout)}
     if rank <= MAX_FUSED_RANK and use_triton(source.h) and tensor_cores(ds):
-        one_read = {t: partial(a_gradient, ds, source.h, factors, t, seed, dropout, accumulator) for t in A_TILES}
+        m, k = tune.bucket(ds.shape[0]), source.h.shape[1]
+        tiles = a_gradient_tiles(m, k, seed is not None, multiprocessors(ds))
+        one_read = {t: partial(a_gradient, ds, source.h, factors, t, seed, dropout, accumulator) for t in tiles}
         forms = one_read | forms
     key = (tune.bucket(ds.shape[0]), projection.k, rank, ds.dtype, factors is not None, seed is not None)
     return forms[tune.pick("a gradient", key, forms, ds.device)]()

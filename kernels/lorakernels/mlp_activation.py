@@ -25,7 +25,8 @@ from .operand import Operand
 from .output_grad import OutputGradient, SavedForward, wide_output_gradient, with_raised
 from .products import lora_input
 from .projection import Projection
-from .runtime import TILES, tensor_cores
+from .runtime import multiprocessors, tensor_cores
+from .worth_trying import glu_backward_tiles, glu_tiles
 
 
 def activate(
@@ -45,7 +46,8 @@ def activate(
     forms = {"plain": plain}
     if down.p and seeds is None and tensor_cores(packed, op_down.a):
         columns = LoraColumns(op_down.a, down.rank, scaled_s)
-        forms = {t: partial(glu.forward_lora_into, gate, up, packed, columns, act, t) for t in TILES} | forms
+        tiles = glu_tiles(tune.bucket(m))
+        forms = {t: partial(glu.forward_lora_into, gate, up, packed, columns, act, t) for t in tiles} | forms
     forms[tune.pick("glu", (tune.bucket(m), width, down.p, act, packed.dtype), forms, packed.device)]()
     return packed, scaled_s.out
 
@@ -103,7 +105,8 @@ def _single_group_backward(
 
     forms: dict[str, Any] = {"apart": apart}
     if ds_down is not None and glu.whole_fits(ds_down, group.ranks, group.widths):
-        forms = {tile: partial(whole, tile, ds_down) for tile in glu.WHOLE_TILES} | forms
+        tiles = glu_backward_tiles(tune.bucket(m), width, multiprocessors(ds_down))
+        forms = {tile: partial(whole, tile, ds_down) for tile in tiles} | forms
     dh = inputs.grad
     trials = tune.on_spare(forms | {"apart": apart_with_ds}, lambda: (dh.clone(), torch.empty_like(gate_up)))
     picked = tune.pick("gate and up backward", (tune.bucket(m), width, group.rank, act, dh.dtype), trials, dh.device)

@@ -21,7 +21,8 @@ from .projection import Projection
 from .rms_norm import NormInput
 from .rms_norm import forward_into as norm_into
 from .rms_norm import forward_lora_into as norm_lora_into
-from .runtime import TILES, tensor_cores
+from .runtime import tensor_cores
+from .worth_trying import norm_tiles, s_tiles
 
 
 @dataclass(slots=True)
@@ -56,7 +57,8 @@ class NodeInput:
                 return concat_operand_into(x, columns, buffer, tile)
             return norm_lora_into(norm, buffer, columns, tile)
 
-        forms: dict[str, Any] = {tile: partial(fused, tile) for tile in TILES} if tensor_cores(buffer, op.a) else {}
+        tiles = s_tiles(copied=True) if norm is None else norm_tiles(k)
+        forms: dict[str, Any] = {tile: partial(fused, tile) for tile in tiles if tensor_cores(buffer, op.a)}
         forms["plain"] = plain
         residual = norm is not None and norm.residual is not None
         key = (tune.bucket(x.shape[0]), k, group.rank, buffer.dtype, residual)

@@ -24,8 +24,9 @@ from .linear_cross_entropy import mm_in
 from .lora_grad import B_TILES, AdapterColumns, b_gradient, ds_and_db, fitting_tiles
 from .operand import Operand
 from .projection import Projection
-from .runtime import contiguous_on_cpu, rows, tensor_cores
+from .runtime import contiguous_on_cpu, multiprocessors, rows, tensor_cores
 from .side_stream import SideStream
+from .worth_trying import ds_and_db_tiles
 
 
 @dataclass(slots=True)
@@ -147,7 +148,9 @@ def _make_ds(projection: Projection, dy: torch.Tensor, ds: torch.Tensor, saved: 
     one_read: dict[str, Any] = {}
     if fitting := fitting_tiles(dy, widths, ranks):
         adapters = AdapterColumns(sb, scaled_s, widths, ranks[0])
-        one_read = {tile: partial(ds_and_db, dy, ds, adapters, tile, saved.accumulator) for tile in fitting}
+        m, n = tune.bucket(dy.shape[0]), projection.n
+        tiles = ds_and_db_tiles(tuple(fitting), m, n, multiprocessors(dy))
+        one_read = {tile: partial(ds_and_db, dy, ds, adapters, tile, saved.accumulator) for tile in tiles}
 
     def library_with_b() -> list[torch.Tensor]:  # what the library's dS costs when dB's own products come later
         library()

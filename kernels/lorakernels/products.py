@@ -21,7 +21,8 @@ from .concat_operand import LoraColumns, ScaledS, s_into
 from .dropout import product_into
 from .operand import Operand
 from .projection import Projection
-from .runtime import TILES, tensor_cores
+from .runtime import tensor_cores
+from .worth_trying import dropped_s_tiles, s_tiles
 
 
 def lora_input(
@@ -36,7 +37,8 @@ def lora_input(
         return
     if seeds is None:
         columns = LoraColumns(op.a, projection.rank, scaled_s)
-        _by_tile("S", projection.rank, x, op.a, lambda tile: s_into(x, columns, out, tile))
+        tiles = s_tiles(copied=False)
+        _by_tile("S", tiles, projection.rank, x, op.a, lambda tile: s_into(x, columns, out, tile))
         return
     _dropped_input(projection, x, op, seeds, out)
     scaled_s.write(out)
@@ -49,12 +51,15 @@ def _dropped_input(
     for i, (m, cols) in enumerate(zip(projection.members, projection.columns, strict=True)):
         if m.rank:
             arguments = x, op.a[cols], seeds[i : i + 1], m.dropout, out[:, cols]
-            _by_tile("dropped product", m.rank, x, op.a, partial(product_into, *arguments))
+            _by_tile("dropped product", dropped_s_tiles(), m.rank, x, op.a, partial(product_into, *arguments))
 
 
-def _by_tile(name: str, rank: int, x: torch.Tensor, a: torch.Tensor, run: Callable[[str | None], None]) -> None:
-    """run(tile) of a product x · aᵀ, with the tile that is measured to be fastest; None stands for library calls."""
-    tiles: dict[str, Any] = {**({t: t for t in TILES} if tensor_cores(x, a) else {}), "plain": None}
+def _by_tile(
+    name: str, tried: list[str], rank: int, x: torch.Tensor, a: torch.Tensor, run: Callable[[str | None], None]
+) -> None:
+    """run(tile) of a product x · aᵀ, with the one of the tried tiles that is measured to be fastest; None stands for
+    library calls."""
+    tiles: dict[str, Any] = {**{t: t for t in tried if tensor_cores(x, a)}, "plain": None}
     forms = {form: partial(run, tile) for form, tile in tiles.items()}
     key = (tune.bucket(x.shape[0]), x.shape[1], rank, x.dtype)
     run(tiles[tune.pick(name, key, forms, x.device)])

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from . import compile_ahead
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 MAX_LAUNCHES = 4096  # of one kernel, remembered: texts of many lengths make many
@@ -64,6 +66,9 @@ class Kernel:
         key = (device, *alike, *options.items())
         compiled = self._compiled.get(key)
         if compiled is None:
+            if compile_ahead.collecting():
+                self.function.run(*arguments, grid=grid, warmup=True, **options)
+                return
             if len(self._compiled) >= MAX_LAUNCHES:
                 self._compiled.clear()
             self._compiled[key] = self.function[grid](*arguments, **options)
@@ -149,9 +154,12 @@ def round_up(n: int, multiple: int) -> int:
 
 def multiprocessors(tensor: torch.Tensor) -> int:
     """Of the GPU that this tensor (of any shape) is on; 2 stands for a CPU, in the interpreter."""
-    if not tensor.is_cuda:
-        return 2
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return _multiprocessors(tensor.device) if tensor.is_cuda else 2
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,13 @@ _streams: dict[torch.device, Any] = {}  # one a device; a new one for each node 
 MAX_ELEMENTS = 32 * 2**20  # of a node's widest tensor; above it the side stream gains nothing (docs/lab-notes.md)
 
 
+def stream_of(device: torch.device) -> Any:
+    """The one stream that this package has on a GPU beside the caller's."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
 class SideStream:
     """May be entered several times; each time it waits for what has been launched on the main stream by then.
 
@@ -35,9 +42,7 @@ class SideStream:
         small = elements <= MAX_ELEMENTS
         self.active = small and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self.active:
-            if device not in _streams:
-                _streams[device] = torch.cuda.Stream(device)
-            self._stream, self._used = _streams[device], False
+            self._stream, self._used = stream_of(device), False
             self._held: list[Any] = []
 
     def __enter__(self) -> SideStream:

@@ -1,11 +1,10 @@
-"""Which of two forms to take: measured once for a shape on the GPU that runs, remembered for the process.
+"""Which of two forms to take: measured once for a shape on the GPU that runs, remembered in the process and on disk.
 
 `pick("qkv", (M, K, N), {"one": f, "addmm": g})` times f and g and returns the faster one's name. It is the device's
-time that counts, with the launches queued beforehand: where the host is the slower of the two, a CUDA graph is the
-remedy, and it too replays by the device's time. The device is kept as busy as it is in training: a GPU that has idled
-runs at a higher clock than the power cap leaves it later, which favours the form with more arithmetic. For the same
-reason trials get real data: zeros draw little. While a CUDA graph is captured nothing can be timed, so a shape met
-there for the first time gets the first form: warm up before capturing.
+time that counts (`trial_timing.py`): where the host is the slower of the two, a CUDA graph is the remedy, and it too
+replays by the device's time. The forms' kernels are compiled beside one another first (`compile_ahead.py`), and what
+was chosen is looked up before anything is compiled (`choice_cache.py`). While a CUDA graph is captured nothing can be
+timed, so a shape met there for the first time gets the first form: warm up before capturing.
 On a CPU the first form is taken. Within `forced("addmm")` that is the answer wherever there is such a form.
 """
 
@@ -19,13 +18,13 @@ from typing import Any
 
 import torch
 
+from . import choice_cache, compile_ahead
 from .runtime import next_power_of_2
+from .trial_timing import give_memory_back, trial_timers
 
 _chosen: dict[tuple, str] = {}
 _forced: str | None = None
 ROUNDS = 5
-# Products of square matrices of this size, and how many: a millisecond or two, while a form is launched.
-LOAD = (4096, 8)
 
 
 @contextmanager
@@ -44,6 +43,11 @@ def choices() -> dict[tuple, str]:
     return {tuple(str(x) if isinstance(x, torch.device) else x for x in key): form for key, form in _chosen.items()}
 
 
+def forget() -> None:
+    """Lets this process look every choice up again, on disk or by measuring."""
+    _chosen.clear()
+
+
 def bucket(m: int) -> int:
     """Row counts share a measurement up to the next power of two: real batches hardly ever repeat a length."""
     return next_power_of_2(m)
@@ -59,9 +63,18 @@ def pick(name: str, key: tuple, forms: Mapping[str, Callable[[], Any]], device: 
         return first
     full = (name, *key, device)
     if full not in _chosen:
-        if torch.cuda.is_current_stream_capturing():
-            return first
-        _chosen[full] = _fastest(forms, device)
+        on_disk = choice_cache.of_device(device)
+        known = on_disk.get((name, *key))
+        if known not in forms:
+            if compile_ahead.collecting():
+                for run in forms.values():
+                    run()
+                return first
+            if torch.cuda.is_current_stream_capturing():
+                return first
+            known = measured(forms, device)
+            on_disk.put((name, *key), known)
+        _chosen[full] = str(known)
     return _chosen[full]
 
 
@@ -80,6 +93,27 @@ def on_spare(
     return {name: partial(trial, form) for name, form in forms.items()}
 
 
+def measured(forms: Mapping[str, Callable[[], Any]], device: torch.device) -> str:
+    """The name of the form that takes this GPU the least time."""
+    compile_ahead.kernels_of(forms.values())
+    forms = {name: run for name, run in forms.items() if _runs(run)}  # warms up, too
+    if len(forms) == 1:
+        return next(iter(forms))
+    try:
+        return fastest(trial_timers(forms, device))
+    finally:
+        give_memory_back(device)
+
+
+def fastest(timers: Mapping[str, Callable[[], float]]) -> str:
+    """The name of the timer with the least median; they measure in turns, so that a change of clock meets all."""
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(ROUNDS):
+        for name, timer in timers.items():
+            times[name].append(timer())
+    return min(times, key=lambda name: statistics.median(times[name]))
+
+
 def _runs(run: Callable[[], Any]) -> bool:
     """False for a tile that needs more shared memory or registers than this GPU has; any other error is an error."""
     try:
@@ -89,28 +123,3 @@ def _runs(run: Callable[[], Any]) -> bool:
             raise
         return False
     return True
-
-
-def _load(device: torch.device) -> Callable[[], Any]:
-    """Queues work that draws the power that a training step draws; the user's random numbers stay as they are."""
-    size, times = LOAD
-    own = torch.Generator(device).manual_seed(0)
-    a = torch.randn(size, size, dtype=torch.float16, device=device, generator=own)
-    out = torch.empty_like(a)
-    return lambda: [torch.mm(a, a, out=out) for _ in range(times)]
-
-
-def _fastest(forms: Mapping[str, Callable[[], Any]], device: torch.device) -> str:
-    forms = {name: run for name, run in forms.items() if _runs(run)}  # compiles and warms up, too
-    load = _load(device)
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    for _ in range(ROUNDS):  # in turns, so that a change of clock meets all of them
-        for name, run in forms.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            load()
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end))
-    return min(times, key=lambda name: statistics.median(times[name]))

@@ -14,6 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 torch.set_num_threads(1)
+os.environ["LORAKERNELS_CACHE"] = "0"  # what a test measures is neither read nor left behind
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 

@@ -1,8 +1,11 @@
 """Picking a form: forced, first on a CPU, measured on a GPU, and forms that do not fit are no candidates."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lorakernels import tune
+from lorakernels.choice_cache import ChoiceCache
 
 
 class OutOfResources(Exception):
@@ -31,13 +34,95 @@ def test_forms_that_do_not_fit_are_skipped_and_errors_are_errors():
         tune._runs(broken)
 
 
-def test_measuring_draws_none_of_the_users_random_numbers(device):
-    def state():
-        return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+def clock(*readings):
+    """A timer that gives these, one after another."""
+    left = list(readings)
+    return lambda: left.pop(0)
 
-    before = state()
-    tune._load(torch.device(device))
-    assert torch.equal(state(), before)
+
+def test_the_least_median_wins_and_outliers_do_not():
+    timers = {"steady": clock(2, 2, 2, 2, 2), "fast": clock(9, 1, 1, 1, 9), "slow": clock(1, 3, 3, 3, 1)}
+    assert tune.fastest(timers) == "fast"
+
+
+def test_forms_are_timed_in_turns():
+    order = []
+    timers = {name: lambda name=name: order.append(name) or 1.0 for name in "ab"}
+    assert tune.fastest(timers) == "a", "of equals the first"
+    assert order == ["a", "b"] * tune.ROUNDS
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A device of type cuda, with timers that read `times`, a cache on disk, and nothing known yet."""
+    times, measured = {}, []
+
+    def timers(forms, device):
+        measured.append(list(forms))
+        return {name: lambda name=name: times[name] for name in forms}
+
+    state = SimpleNamespace(device=torch.device("cuda", 0), times=times, measured=measured, capturing=False)
+    state.disk = lambda: ChoiceCache(tmp_path, {"gpu": "pretended"})
+    state.process = state.disk()
+    monkeypatch.setattr(tune, "_chosen", {})
+    monkeypatch.setattr(tune, "trial_timers", timers)
+    monkeypatch.setattr(tune, "give_memory_back", lambda device: None)
+    monkeypatch.setattr(tune.choice_cache, "of_device", lambda device: state.process)
+    monkeypatch.setattr(tune.compile_ahead, "kernels_of", list)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    return state
+
+
+def forms(*names):
+    return {name: lambda: None for name in names}
+
+
+def test_a_choice_is_measured_once_and_kept_for_the_next_process(gpu, monkeypatch):
+    gpu.times.update(one=2.0, addmm=1.0)
+    for _ in range(2):
+        assert tune.pick("x", (1,), forms("one", "addmm"), gpu.device) == "addmm"
+    assert gpu.measured == [["one", "addmm"]]
+    monkeypatch.setattr(tune, "_chosen", {})
+    gpu.process, gpu.times["addmm"] = gpu.disk(), 9.0
+    assert tune.pick("x", (1,), forms("one", "addmm"), gpu.device) == "addmm", "read from the disk"
+    assert tune.pick("x", (2,), forms("one", "addmm"), gpu.device) == "one"
+    assert len(gpu.measured) == 2
+    assert tune.choices() == {("x", 1, "cuda:0"): "addmm", ("x", 2, "cuda:0"): "one"}
+
+
+def test_a_form_on_disk_that_is_no_candidate_is_measured_anew(gpu):
+    gpu.process.put(("x", 1), "removed since")
+    gpu.times.update(one=2.0, addmm=1.0)
+    assert tune.pick("x", (1,), forms("one", "addmm"), gpu.device) == "addmm"
+    assert gpu.disk().get(("x", 1)) == "addmm"
+
+
+def test_a_form_that_does_not_fit_is_not_timed(gpu):
+    def too_large():
+        raise OutOfResources
+
+    gpu.times.update(large=0.1, one=2.0, addmm=1.0)
+    assert tune.pick("x", (1,), {"large": too_large} | forms("one", "addmm"), gpu.device) == "addmm"
+    assert gpu.measured == [["one", "addmm"]]
+    assert tune.pick("x", (2,), {"large": too_large} | forms("one"), gpu.device) == "one"
+    assert len(gpu.measured) == 1, "nothing is left to compare"
+
+
+def test_while_a_graph_is_captured_only_what_is_known_is_taken(gpu):
+    gpu.capturing = True
+    assert tune.pick("x", (1,), forms("one", "addmm"), gpu.device) == "one"
+    assert not gpu.measured and not tune.choices(), "and it is measured later"
+    gpu.process.put(("x", 1), "addmm")
+    assert tune.pick("x", (1,), forms("one", "addmm"), gpu.device) == "addmm"
+
+
+def test_a_choice_inside_a_form_that_is_compiled_ahead_waits(gpu, monkeypatch):
+    """The inner forms' kernels are compiled with the outer ones'; nothing is timed or remembered yet."""
+    ran = []
+    inner = {name: lambda name=name: ran.append(name) for name in ("one", "addmm")}
+    monkeypatch.setattr(tune.compile_ahead, "collecting", lambda: True)
+    assert tune.pick("x", (1,), inner, gpu.device) == "one"
+    assert ran == ["one", "addmm"] and not gpu.measured and not tune.choices()
 
 
 @pytest.mark.gpu
