@@ -45,8 +45,10 @@ def figure(drawn: Figure | None, otherwise: str = "Nothing to draw: no record he
 
 
 def panels_that(analysis: Analysis, wanted: Callable[[Mark], bool]) -> list[Panel]:
-    """The panels of an analysis with the rows that are wanted; a panel without any is left out."""
-    kept = [panel._replace(marks=[mark for mark in panel.marks if wanted(mark)]) for panel in panels_of(analysis)]
+    """The panels of an analysis with the rows that are wanted; a panel without any is left out. So are the tables of
+    stacks head to head, whose rows have no common reference."""
+    every = [panel for panel in panels_of(analysis) if not isinstance(panel.marks[0].row.get("versus"), str)]
+    kept = [panel._replace(marks=[mark for mark in panel.marks if wanted(mark)]) for panel in every]
     return [panel for panel in kept if panel.marks]
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from lorabench.record.contrast import Speedup
 from lorabench.report.analysis import Analysis
-from lorabench.report.head_to_head import (
+from lorabench.report.duels import (
     DIRECT,
     INDIRECT,
     REFERENCE,
     UNPAIRED,
-    head_to_head,
+    each_against_each,
     inverse,
     matrix,
 )
@@ -19,7 +19,7 @@ from lorabench.report.head_to_head import (
 
 def duels(records):
     analysis = Analysis(records)
-    found = head_to_head(records, analysis)
+    found = each_against_each(records, analysis)
     return {duel[:2]: duel for duel in found}, analysis
 
 

@@ -41,7 +41,7 @@ class Duel(NamedTuple):
     how: str
 
 
-def head_to_head(records: Sequence[Record], analysis: Analysis) -> list[Duel]:
+def each_against_each(records: Sequence[Record], analysis: Analysis) -> list[Duel]:
     """Every two stacks of these records (of one table), the reference among them, in their order. The pairs for which
     nothing was measured are left out; so is the least work, which is no stack."""
     timed = [r for r in records if r.is_candidate and not r.is_noise_floor and analysis.contrasts.of(r)]
