@@ -52,6 +52,11 @@ def panels_that(analysis: Analysis, wanted: Callable[[Mark], bool]) -> list[Pane
     return [panel for panel in kept if panel.marks]
 
 
+def against_reference(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a tidy table without those head to head, each of which has a reference of its own."""
+    return rows[rows["versus"].isna()] if "versus" in rows else rows
+
+
 def _text(value: Any, digits: int) -> str:
     if isinstance(value, float):
         return number(value, digits)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import math
 import re
 import resource
 import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from notebooks import execute
@@ -178,3 +181,49 @@ def test_new_empty_and_failed_sweeps_do_not_stop_them(kernel, grown):
         said = "".join(o["data"]["text/markdown"] for o in outputs(again) if "text/markdown" in o.get("data", {}))
         assert "nan" not in re.findall(r"\w+", said), path.name
         assert all(cell["execution_count"] for cell in code_cells(again)), path.name
+
+
+CHOICES = {
+    "a small model that waits for its host": ("h200/peers", "smollm2-135m", "1x512", 80.0),
+    "rows that failed, and two references": ("h200/axolotl_blog", "qwen2.5-1.5b(bias=all)", "4x2048", 80.0),
+    "nothing fits": ("h200/peers", "llama-3.1-8b", "4x2048", 1.0),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=list(CHOICES))
+def test_which_stack_answers_other_choices(kernel, tmp_path, choice):
+    chosen = dict(zip(("SWEEP", "MODEL", "WORKLOAD", "MEMORY_GIB"), choice, strict=True))
+    text = FILES[0].read_text()
+    for name, value in chosen.items():
+        written = json.dumps(repr(value))[1:-1]
+        text, found = re.subn(rf"(\"{name} = )[^ ]+?(?= |\\n)", lambda m, new=written: m[1] + new, text)
+        assert found == 1, name
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    shutil.copy(ROOT / "notebooks/show.py", tmp_path / "notebooks")
+    (tmp_path / "notebooks/choice.ipynb").write_text(text)
+    again = execute.executed(tmp_path / "notebooks/choice.ipynb")
+    said = ["".join(o["data"].get("text/markdown", "")) for o in outputs(again) if "data" in o]
+    assert any(f"**{chosen['MODEL']} @ {chosen['WORKLOAD']}**" in text for text in said)
+    assert not any(re.search(r"\bnan\b", text) for text in said)
+    if chosen["MEMORY_GIB"] == 1:
+        assert "No stack of this choice fits." in said
+    else:
+        assert any(words in said[-1] for words in ("Use `", "No stack is clearly faster"))
+
+
+def test_what_the_notebooks_show():
+    pytest.importorskip("IPython", reason=f"the notebooks' extra is not installed: {execute.EXTRA}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "notebooks"))
+        show = importlib.import_module("show")
+        shown = []
+        patch.setattr(show, "display", lambda item: shown.append(item.data))
+        show.table(pd.DataFrame({"a|b": ["x_y", None], "ms": [1.23456, math.nan]}))
+        show.table(pd.DataFrame({"a": []}))
+        show.figure(None, "Nothing.")
+    assert shown == ["| a\\|b | ms |\n| --- | --- |\n| x\\_y | 1.23 |\n|  |  |", "*No row.*", "Nothing."]
+    rows = pd.DataFrame({"toggles": ["a", "a versus b"], "versus": [math.nan, "b"]})
+    assert show.against_reference(rows)["toggles"].tolist() == ["a"]
+    assert len(show.against_reference(rows[["toggles"]])) == 2
