@@ -16,7 +16,7 @@ PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reord
 test: $(VENV)/.installed
 	$(PYTEST) -m "not exhaustive" $(ARGS)
 
-# And the remainder of every grid, a Ray cluster of three nodes, and the page in a Chromium where there is one.
+# And the remainder of every grid, a Ray cluster of three nodes, the notebooks, and the page in a Chromium where there is one.
 test-all: $(VENV)/.installed-all
 	$(PYTEST) $(ARGS)
 
@@ -33,7 +33,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-all: $(VENV)/.installed
-	$(VENV)/bin/pip install -q -e '.[test,ray,browser]'
+	$(VENV)/bin/pip install -q -e '.[test,ray,browser,notebook]'
 	touch $@
 
 clean:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 HIDDEN, TOKENS = (4096, 5120, 8192), 8192
 DROPOUT = (0.1, 0.0)
+R, BYTES = 16, 2  # of the adapters, and of a bfloat16
 ARMS = ("torch LoRA", "bare_linear", "lora_addmm", "lora_kernels")  # the reference, then the suite's toggles
 PHASES = ("forward", "backward")
 MARKER = "spin_kernel"  # of torch.cuda._sleep
@@ -164,6 +165,14 @@ def table(found: dict[Segment, list[Kernel]]) -> list[str]:
                 words = f"{hidden} → {hidden}, dropout {dropout:g}"
                 lines.append(f"| {words} | {arm} | {' | '.join(cells)} | {f'−{saved} %' if saved else ''} |")
     return lines
+
+
+def least(hidden: int, phase: str) -> int:
+    """Bytes of one phase of a hidden → hidden linear in which each operand is read once and each result written once:
+    X, W, A, B → Y; or dY, X, W, A, B → dX, dA, dB. In bfloat16, adapters of rank R; nothing is kept in between."""
+    activation, weight, adapters = TOKENS * hidden, hidden * hidden, 2 * R * hidden
+    forward = 2 * activation + weight + adapters
+    return BYTES * (forward if phase == PHASES[0] else forward + activation + adapters)
 
 
 def total(found: dict[Segment, list[Kernel]], hidden: int, dropout: float, arm: str, phases: Sequence[str]):

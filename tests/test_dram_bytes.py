@@ -71,3 +71,10 @@ def test_the_arms_are_the_suite_s(dram):
     assert all(g is not None for g in gradients)
     assert all(p.grad is None for _, p in made["bare_linear"].adapters())
     assert made["lora_addmm"].step.x.shape == (1, 64, 32)
+
+
+def test_the_least_bytes_are_every_operand_and_every_result_once(dram):
+    """By hand, for 4096: X, Y, dY and dX are 64 MiB each, W 32 MiB, A and B (or dA and dB) 256 KiB together."""
+    mib = 2**20
+    assert dram.least(4096, "forward") == (64 + 64 + 32) * mib + mib // 4
+    assert dram.least(4096, "backward") == (3 * 64 + 32) * mib + mib // 2

@@ -69,9 +69,10 @@ def plots(analysis: Analysis) -> dict[str, Drawn]:
     return {name: Drawn(png(figure), svg(figure, name), left_out) for name, (figure, left_out) in found.items()}
 
 
-def figures(analysis: Analysis) -> dict[str, tuple[Figure, str]]:
-    """The same as figures, with what each leaves out."""
-    panels = panels_of(analysis)
+def figures(analysis: Analysis, panels: Sequence[Panel] | None = None) -> dict[str, tuple[Figure, str]]:
+    """The same as figures, with what each leaves out. `panels`: those of the analysis to draw, all unless given; what
+    has no panels (published, ladder) is then of the whole analysis as before."""
+    panels = panels_of(analysis) if panels is None else panels
     with rc_context({"text.parse_math": False}):  # a name is a name, whatever dollars it has
         speed = heat_map(panels) if len(panels) > MANY else _speedup(panels, analysis)
         made = (speed, _memory(panels), _phases(panels), tradeoff(panels), published(analysis), _ladder(analysis))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.lines import Line2D
@@ -24,8 +25,14 @@ def compared(analysis: Analysis) -> list[dict[Any, Any]]:
 
 
 def published(analysis: Analysis) -> Figured:
-    """The speed-ups among them. Grey: what was published. A panel a source, in the order of the claims."""
-    every = [b for b in compared(analysis) if b["quantity"].endswith(f"_{SPEEDUP}")]
+    """The speed-ups among them, see `forest`."""
+    return forest(compared(analysis))
+
+
+def forest(rows: Sequence[dict[Any, Any]]) -> Figured:
+    """The speed-ups among rows of `claims_frame` that have a number of ours. Grey: what was published. A panel a
+    source, in the order of the claims."""
+    every = [b for b in rows if b["quantity"].endswith(f"_{SPEEDUP}")]
     if not every:
         return None
     shown = every[:MAX_ROWS]

@@ -80,12 +80,18 @@ class Shares:
 
 def ratio_of_ratios(record: Record, least: Record, phases: Phases, contrasts: Contrasts) -> Share | None:
     """The time of `least` / the record's, both of the candidate."""
-    ours, bound = contrasts.of(record, phases), contrasts.of(least, phases)
+    return of_two(record, least, phases, contrasts, _reference_waits(record, kind(least.kind).phases))
+
+
+def of_two(record: Record, other: Record, phases: Phases, contrasts: Contrasts, waits: bool) -> Share | None:
+    """The time of `other` / the record's, both of the candidate. waits: whether the reference waits for its host, which
+    leaves no pairing through it."""
+    ours, bound = contrasts.of(record, phases), contrasts.of(other, phases)
     if ours is None or bound is None:
         return None
-    apart = abs(math.log(_median(record, phases, "reference_ms") / _median(least, phases, "reference_ms")))
-    if apart > REFERENCES_APART or _reference_waits(record, kind(least.kind).phases):
-        times = (_times(r, phases, "candidate_ms") for r in (least, record))
+    apart = abs(math.log(_median(record, phases, "reference_ms") / _median(other, phases, "reference_ms")))
+    if apart > REFERENCES_APART or waits:
+        times = (_times(r, phases, "candidate_ms") for r in (other, record))
         direct = contrast(*times, paired=False)
         return direct and Share(*direct.speedup, paired=False)
     return Share(*ours.difference(bound).speedup, paired=True)

@@ -1,0 +1,63 @@
+"""What the notebooks show: a sentence, a table, a figure; and which panels of an analysis they draw."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import PIL.Image
+from IPython.display import Image, Markdown, display
+from matplotlib.figure import Figure
+
+from lorabench.report.analysis import Analysis
+from lorabench.report.figure import png
+from lorabench.report.panels import Mark, Panel, panels_of
+from lorabench.report.tables import md
+from lorabench.report.words import number
+
+COLOURS = 256  # of a figure
+
+
+def say(text: str) -> None:
+    """Markdown, for sentences with numbers that the cell has computed."""
+    display(Markdown(text))
+
+
+def table(frame: pd.DataFrame, digits: int = 3) -> None:
+    """A frame as a Markdown table; what is unknown is an empty cell."""
+    rows = [[_text(value, digits) for value in row] for row in frame.itertuples(index=False)]
+    lines = [[md(str(name)) for name in frame.columns], ["---"] * len(frame.columns), *rows]
+    say("\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else "*No row.*")
+
+
+def figure(drawn: Figure | None, otherwise: str = "Nothing to draw: no record here has it.") -> None:
+    """A figure as PNG; without one the sentence that says why."""
+    if drawn is None:
+        say(otherwise)
+    else:
+        with PIL.Image.open(io.BytesIO(png(drawn))) as image:
+            few = image.convert("RGB").quantize(COLOURS, PIL.Image.Quantize.FASTOCTREE)  # half of the bytes
+        buffer = io.BytesIO()
+        few.save(buffer, format="PNG", optimize=True)
+        display(Image(buffer.getvalue()))
+
+
+def panels_that(analysis: Analysis, wanted: Callable[[Mark], bool]) -> list[Panel]:
+    """The panels of an analysis with the rows that are wanted; a panel without any is left out. So are the tables of
+    stacks head to head, whose rows have no common reference."""
+    every = [panel for panel in panels_of(analysis) if not isinstance(panel.marks[0].row.get("versus"), str)]
+    kept = [panel._replace(marks=[mark for mark in panel.marks if wanted(mark)]) for panel in every]
+    return [panel for panel in kept if panel.marks]
+
+
+def against_reference(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a tidy table without those head to head, each of which has a reference of its own."""
+    return rows[rows["versus"].isna()] if "versus" in rows else rows
+
+
+def _text(value: Any, digits: int) -> str:
+    if isinstance(value, float):
+        return number(value, digits)
+    return "" if value is None or value is pd.NaT else md(str(value))
