@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Tolerance
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
 from lorabench.contract.step import Step
 from lorabench.measure.kinds.op import OneLinear, OpStep
 
@@ -27,6 +27,9 @@ class Kernel(Ablation):
     parts: ClassVar[tuple[str, ...]]
     fp8: ClassVar[bool] = False
     own_dropout_masks: ClassVar[bool] = True
+    requires: ClassVar[Requires] = Requires(
+        packages={"lorakernels": "pip install lorakernels (in a checkout: pip install ./kernels)"}
+    )
 
     def patch(self, model: nn.Module) -> int:
         import lorakernels

@@ -7,7 +7,6 @@ from types import MethodType
 from typing import Any, ClassVar
 
 import torch
-from lorakernels.rms_norm import rms_norm
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,6 +31,8 @@ class BareLinear(Ablation):
     bounds: ClassVar[str | None] = "op"
 
     def patch(self, model: nn.Module) -> int:
+        from lorakernels.rms_norm import rms_norm
+
         sites = [m for m in model.modules() if isinstance(m, Linear)]
         for site in sites:
             site.forward = MethodType(lambda self, x: self.base_layer(x), site)

@@ -7,4 +7,6 @@ looked at through the model alone.
 from .forwards import Forwards
 from .patching import Change, Left, Report, apply, remove, status
 
-__all__ = ["Change", "Forwards", "Left", "Report", "apply", "remove", "status"]
+__version__ = "0.1.0"  # the one place: kernels/pyproject.toml reads it here
+
+__all__ = ["Change", "Forwards", "Left", "Report", "__version__", "apply", "remove", "status"]
