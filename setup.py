@@ -2,4 +2,4 @@
 
 from setuptools import find_namespace_packages, setup
 
-setup(packages=[*find_namespace_packages(include=["lorabench", "lorabench.*"]), "ablations"])
+setup(packages=[*find_namespace_packages(include=["lorabench", "lorabench.*"]), "lorabench_ablations"])

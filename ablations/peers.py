@@ -24,9 +24,9 @@ from unittest.mock import patch
 
 from torch import nn
 
-from ablations.liger import NO_CAPTURE, apply_liger
-from ablations.lora_kernels import SLOTS
 from lorabench.contract.ablation import Ablation, Blueprint, Evidence, NotApplied, Requires, Unsupported
+from lorabench_ablations.liger import NO_CAPTURE, apply_liger
+from lorabench_ablations.lora_kernels import SLOTS
 
 GPU_EXTRA = "pip install 'lorabench[gpu]'"
 UNSLOTH_EXTRA = "pip install 'lorabench[unsloth]'"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import PEFT, arm, random_samples
 
-from ablations.capture import _SameMasks
+from lorabench_ablations.capture import _SameMasks
 
 FAMILIES = ["llama", "mistral", "qwen2", "gemma"]
 
