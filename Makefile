@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-.PHONY: sweep test test-all lint clean
+.PHONY: sweep test test-all lint docs clean
 
 sweep: $(VENV)/.installed
 	$(VENV)/bin/python -m lorabench.sweep $(ARGS)
@@ -25,16 +25,25 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
-$(VENV)/.installed: pyproject.toml
+# lorabench depends on lorakernels, which no index needs to have: pip takes the one that it is given beside it.
+$(VENV)/.installed: pyproject.toml kernels/pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q --upgrade pip
 	$(VENV)/bin/pip install -q '$(TORCH)'
-	$(VENV)/bin/pip install -q -e '.[test]'
+	$(VENV)/bin/pip install -q -e ./kernels -e '.[test]'
 	touch $@
 
 $(VENV)/.installed-all: $(VENV)/.installed
-	$(VENV)/bin/pip install -q -e '.[test,ray,browser,notebook]'
+	$(VENV)/bin/pip install -q -e ./kernels -e '.[test,ray,browser,notebook]'
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(VENV)/bin/pip install -q -e ./kernels -e '.[docs]'
+	touch $@
+
+# The site, into site/: from files alone, without a network. docs/*.md, README.md and kernels/README.md are its pages.
+docs: $(VENV)/.installed-docs
+	$(VENV)/bin/mkdocs build --strict $(ARGS)
+
 clean:
-	rm -rf $(VENV) output .pytest_cache .ruff_cache
+	rm -rf $(VENV) output site build dist .pytest_cache .ruff_cache

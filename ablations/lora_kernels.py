@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Tolerance
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step
 
@@ -28,6 +28,9 @@ class Kernel(Ablation):
     parts: ClassVar[tuple[str, ...]]
     fp8: ClassVar[bool] = False
     own_dropout_masks: ClassVar[bool] = True
+    requires: ClassVar[Requires] = Requires(
+        packages={"lorakernels": "pip install lorakernels (in a checkout: pip install ./kernels)"}
+    )
 
     def patch(self, model: nn.Module) -> int:
         import lorakernels

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
-from ablations.liger import AXOLOTL as LIGER_KEYS
-from ablations.liger import NO_CAPTURE, apply_liger
-from ablations.lora_kernels import SLOTS
 from lorabench.contract.ablation import Ablation, Blueprint, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.settings import Settings, Worth
+from lorabench_ablations.liger import AXOLOTL as LIGER_KEYS
+from lorabench_ablations.liger import NO_CAPTURE, apply_liger
+from lorabench_ablations.lora_kernels import SLOTS
 
 if TYPE_CHECKING:
     from torch import nn

@@ -119,7 +119,7 @@ def apart(options: argparse.Namespace, arm: str) -> dict[str, Any]:
 def run(options: argparse.Namespace, arm: str) -> dict[str, Any]:
     """One arm in this process: rates, memory, losses and what was captured."""
     if arm == "unsloth":
-        from ablations.peers import _silence
+        from lorabench_ablations.peers import _silence
 
         _silence()
         import unsloth  # noqa: F401  # before transformers' trainers, which it patches
@@ -218,8 +218,8 @@ def model_of(options: argparse.Namespace, arm: str) -> Any:
         made = base()
         torch.manual_seed(options.seed)
         return get_peft_model(made, lora)
-    from ablations.peers import Unsloth
     from lorabench.contract.ablation import Blueprint
+    from lorabench_ablations.peers import Unsloth
 
     adapter = {**LORA, "target_modules": LINEARS, "lora_dropout": options.dropout}
     return Unsloth().build(Blueprint(config, dtype, {"config": adapter}, base))

@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+__version__ = "0.1.0"  # the one place: pyproject.toml reads it here
+
 __all__ = [
     "Ablation", "Measured", "Phases", "Tolerance", "WrongNumerics", "__version__", "load_results", "measure",
 ]  # fmt: skip
@@ -24,8 +26,6 @@ if TYPE_CHECKING:  # for checkers and editors; below is how the same names come 
     from lorabench.measure.user_pair import Measured, measure
     from lorabench.measure.user_step import Phases
     from lorabench.report import load_results
-
-    __version__: str
 else:
     _WHERE = {
         "Ablation": "lorabench.contract.ablation",
@@ -38,8 +38,6 @@ else:
 
     def __getattr__(name: str) -> object:
         """A public name on its first use. Raises AttributeError for any other."""
-        if name == "__version__":
-            return import_module("importlib.metadata").version("lorabench")
         if name == "measure":
             return import_module("lorabench.measure")
         if name in _WHERE:

@@ -65,7 +65,7 @@ def findings(machine: Machine) -> Iterator[Finding]:
     if not any(map(shutil.which, ("g++", "clang++", "c++"))):
         yield Finding("note", "compiler", "no C++ compiler: torch_compile cannot run on a CPU")
     if not registered():
-        yield Finding("bad", "ablations", "none registered: install the project (pip install -e .)")
+        yield Finding("bad", "ablations", "none registered: install the project (pip install -e ./kernels -e .)")
 
 
 def _gpu_findings(machine: Machine) -> Iterator[Finding]:

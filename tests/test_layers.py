@@ -11,11 +11,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
     "lorabench": ROOT / "lorabench",
-    "ablations": ROOT / "ablations",
+    "lorabench_ablations": ROOT / "ablations",
     "lorakernels": ROOT / "kernels/lorakernels",
 }
-# What each package must not import. `ablations` may import both others.
-FORBIDDEN = {"lorabench": {"ablations", "lorakernels"}, "lorakernels": {"lorabench", "ablations"}, "ablations": set()}
+# What each package must not import. `lorabench_ablations` may import both others.
+FORBIDDEN = {
+    "lorabench": {"lorabench_ablations", "lorakernels"},
+    "lorakernels": {"lorabench", "lorabench_ablations"},
+    "lorabench_ablations": set(),
+}
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib"}
 NEVER_TRUE = {"retain_graph", "shell", "trust_remote_code"}
 LONGEST = 600  # lines; as a feeling files are of about 250
@@ -228,11 +232,10 @@ def test_our_toggles_are_found_by_entry_point_alone():
 
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lorabench.ablations"]
     named = set()
-    for file in sources(PACKAGES["ablations"]):
+    for file in sources(PACKAGES["lorabench_ablations"]):
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ClassDef) and (name := class_name(node)):
-                module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-                named.add((name, f"{module}:{node.name}"))
+                named.add((name, f"lorabench_ablations.{file.stem}:{node.name}"))
     assert named == set(points.items())
 
 
@@ -247,10 +250,10 @@ def class_name(node: ast.ClassDef) -> str | None:
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("import ablations.batching", "ablations"),
-        ("from ablations import batching", "ablations"),
-        ("import importlib; importlib.import_module('ablations.liger')", "ablations"),
-        ("def f():\n    from ablations.liger import Liger", "ablations"),
+        ("import lorabench_ablations.batching", "lorabench_ablations"),
+        ("from lorabench_ablations import batching", "lorabench_ablations"),
+        ("import importlib; importlib.import_module('lorabench_ablations.liger')", "lorabench_ablations"),
+        ("def f():\n    from lorabench_ablations.liger import Liger", "lorabench_ablations"),
     ],
 )
 def test_the_checker_sees_imports(code, found):

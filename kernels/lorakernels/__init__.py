@@ -9,6 +9,9 @@ from .capture_trainer import captured
 from .forwards import Forwards
 from .patching import Change, Left, Report, apply, remove, status
 
+__version__ = "0.1.0"  # the one place: kernels/pyproject.toml reads it here
+
 __all__ = [
-    "CapturedStep", "Change", "Forwards", "Left", "Report", "apply", "capture", "captured", "remove", "status",
+    "CapturedStep", "Change", "Forwards", "Left", "Report", "__version__", "apply", "capture", "captured", "remove",
+    "status",
 ]  # fmt: skip

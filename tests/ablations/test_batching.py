@@ -6,11 +6,11 @@ from helpers import arm, random_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ablations.batching import Packing, first_fit_decreasing
 from lorabench.contract.ablation import Evidence, NotApplied
 from lorabench.contract.batch import IGNORE, pad
 from lorabench.contract.workload import Workload
 from lorabench.measure.numerics import one_step
+from lorabench_ablations.batching import Packing, first_fit_decreasing
 
 FEED = Workload(name="t", kind="fixed", batch_size=2, seq_len=16)
 

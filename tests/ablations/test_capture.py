@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import PEFT, arm, random_samples
 
-from ablations.captured_step import SameMasks
+from lorabench_ablations.captured_step import SameMasks
 
 FAMILIES = ["llama", "mistral", "qwen2", "gemma"]
 

@@ -5,12 +5,12 @@ import torch
 from helpers import arm
 from torch.nn import functional as F
 
-from ablations.limit import FrozenLimit
 from lorabench.contract.ablation import Evidence, Unsupported, conflict
 from lorabench.contract.workload import Workload
 from lorabench.measure.profile import traced
 from lorabench.measure.trial import run_trial
 from lorabench.plan import registry
+from lorabench_ablations.limit import FrozenLimit
 
 LAYERS = 3  # of tiny-llama
 

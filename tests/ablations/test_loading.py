@@ -10,11 +10,11 @@ import torch
 from helpers import PEFT, arm, cells, measurement_of
 from torch import nn
 
-from ablations.loading import Nf4Base, quantized_weights
 from lorabench.contract.ablation import Evidence, conflict
 from lorabench.measure.cell import Failure
 from lorabench.measure.gradient_kind import GradientKind
 from lorabench.measure.numerics import one_step
+from lorabench_ablations.loading import Nf4Base, quantized_weights
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
 
@@ -116,7 +116,7 @@ def test_where_both_arms_have_it_kernels_are_judged_as_tightly_as_over_dense_wei
 
 
 def test_a_kernel_that_is_wrong_by_a_tenth_over_the_same_base_does_not_pass(tmp_path, monkeypatch):
-    from ablations.lora_kernels import LoraKernels
+    from lorabench_ablations.lora_kernels import LoraKernels
 
     def wrong(self, model):
         sites = [m for m in model.modules() if hasattr(m, "lora_A")]
@@ -175,8 +175,8 @@ def test_checkpointing_over_it_changes_nothing():
 
 
 def test_what_cannot_go_with_it():
-    from ablations.limit import FrozenLimit
-    from ablations.lora_kernels import Fp8Base
+    from lorabench_ablations.limit import FrozenLimit
+    from lorabench_ablations.lora_kernels import Fp8Base
 
     for other in (Fp8Base(), FrozenLimit()):
         assert "nf4_base excludes" in str(conflict([Nf4Base(), other]))

@@ -5,11 +5,11 @@ import math
 import torch
 from helpers import arm
 
-from ablations.optimizer import NoOptimizer
 from lorabench.contract.ablation import Evidence
 from lorabench.measure.numerics import one_step
 from lorabench.measure.profile import traced
 from lorabench.measure.trial import run_trial
+from lorabench_ablations.optimizer import NoOptimizer
 
 LOW = ("sdpa", "adapters_in_compute_dtype")
 

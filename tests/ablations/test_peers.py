@@ -14,12 +14,12 @@ from helpers import arm
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ablations import peers
-from ablations.liger import apply_liger
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, conflict
 from lorabench.contract.cell import Cell
 from lorabench.measure.numerics import one_step
 from lorabench.plan import registry
+from lorabench_ablations import peers
+from lorabench_ablations.liger import apply_liger
 
 NEEDS_BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs the package bitsandbytes")
 NAMES = ("axolotl", "axolotl_liger", "unsloth")

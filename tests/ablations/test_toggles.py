@@ -92,7 +92,7 @@ def test_a_toggle_that_patches_nothing_has_to_say_how_it_engaged():
 
 
 def test_the_next_batch_goes_where_a_graph_reads_it():
-    from ablations.captured_step import feed
+    from lorabench_ablations.captured_step import feed
 
     mask = torch.ones(1, 4)
     into = Batch({"input_ids": torch.zeros(1, 4).long(), "max_length": 4, "attention_mask": mask}, 4, 0, 3)

@@ -11,12 +11,12 @@ import torch
 import yaml
 from helpers import cells
 
-from ablations.loading import quantized_weights
 from lorabench.advice.paste import MODEL, blocks
 from lorabench.contract.ablation import Ablation, combine
 from lorabench.contract.settings import Settings
 from lorabench.measure.machine import describe
 from lorabench.plan import registry
+from lorabench_ablations.loading import quantized_weights
 
 MACHINE = describe()
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from ablations.parallel import Ddp
 from lorabench.contract.ablation import Ablation, Unsupported
 from lorabench.contract.step import Wrapped
+from lorabench_ablations.parallel import Ddp
 
 
 @dataclass(frozen=True, kw_only=True)

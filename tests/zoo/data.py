@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ablations.batching import Packing
 from lorabench.contract.batch import IGNORE, Batch, Sample, pad
 from lorabench.contract.workload import Workload
+from lorabench_ablations.batching import Packing
 from zoo.cheat import Cheat, Turns, layers
 
 SHORT_SAMPLES = ("workload={alpaca:{samples:4,batch_size:4,seq_len:200}}",)

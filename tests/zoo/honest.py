@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ablations.parallel import Ddp
 from lorabench.contract.ablation import Tolerance
 from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.workload import Workload
+from lorabench_ablations.parallel import Ddp
 from zoo.cheat import Honest, Turns, is_full, layers
 from zoo.data import left_padded
 

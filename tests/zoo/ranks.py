@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ablations.parallel import Ddp
+from lorabench_ablations.parallel import Ddp
 from zoo.cheat import Cheat, Turns, same
 
 COMMAND = ("world_size=2", "workload=4x16")

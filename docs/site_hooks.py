@@ -1,0 +1,70 @@
+"""Brings what lies outside docs/ into the site, with every page at its place in the repository (mkdocs.yml names this).
+
+The site is README.md, docs/ and all that is linked from there, and from what is linked: a page where it is Markdown, a
+copy where it is not. A README.md is its folder's page. A folder without one stays a name without a link.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
+
+
+def target(source: str, path: str) -> str | None:
+    """What a link of the file `source` leads to, both from the root; None where there is no such file or folder."""
+    found = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+    if found.startswith("..") or not (ROOT / found).exists():
+        return None
+    readme = posixpath.join(found, "README.md")
+    return readme if (ROOT / readme).exists() else found
+
+
+def place(path: str) -> str:
+    """Where in the site a file of the repository stands."""
+    folder, name = posixpath.split(path.removeprefix("docs/"))
+    return posixpath.join(folder, "index.md" if name == "README.md" else name)
+
+
+def linked(source: str) -> Iterator[str]:
+    for link in LINK.finditer((ROOT / source).read_text(encoding="utf-8")):
+        found = target(source, link["path"])
+        if found and (ROOT / found).is_file():
+            yield found
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    todo = ["README.md", *(f"docs/{page.src_uri}" for page in files.documentation_pages())]
+    while todo:
+        path = todo.pop()
+        if not files.get_file_from_path(place(path)):
+            source = str(ROOT / path)
+            files.append(File.generated(config, place(path), abs_src_path=source, inclusion=InclusionLevel.NOT_IN_NAV))
+        elif not path.startswith("docs/"):
+            continue
+        if path.endswith(".md"):
+            todo += [found for found in linked(path) if not files.get_file_from_path(place(found))]
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    source = posixpath.relpath(page.file.abs_src_path or "", ROOT)
+
+    def moved(link: re.Match[str]) -> str:
+        found = target(source, link["path"])
+        if found is None:
+            return link[0]
+        if (ROOT / found).is_dir():
+            return link["text"].strip("[]")
+        here = posixpath.dirname(page.file.src_uri)
+        return f"{link['text']}({posixpath.relpath(place(found), here)}{link['anchor'] or ''})"
+
+    return LINK.sub(moved, markdown)
