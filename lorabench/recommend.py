@@ -158,7 +158,7 @@ def _recommend(
 def _search(config: RecommendConfig, store: Store, queue: LocalQueue) -> Search:
     from lorabench.advice.budget import Budget
     from lorabench.advice.search import Search
-    from lorabench.plan.estimate import seconds
+    from lorabench.plan.estimate import computed
     from lorabench.report.analysis import Analysis
 
     again = ("crash", "timeout", "oom") if config.resume == "failed" else ()
@@ -168,7 +168,7 @@ def _search(config: RecommendConfig, store: Store, queue: LocalQueue) -> Search:
     cells = planned(config, queue.machine.device)
     named = config.ablations is not None
     search = Search(
-        cells, queue.machine, Budget(config.budget_minutes, lambda cell: seconds(cell, queue.ceilings)),
+        cells, queue.machine, Budget(config.budget_minutes, lambda cell: computed(cell, queue.ceilings).seconds),
         look=lambda: Analysis.read(store.folder), records=records,
         in_need=[] if named else [c.toggles for c in cells if any(t.worth_trying == "memory" for t in c.toggles)],
     )  # fmt: skip
