@@ -55,5 +55,5 @@ class Hooks:
 
 
 def _attributes(step: Any) -> dict[tuple[int, str], Same]:
-    """What a toggle can have put into a step that it gives back as it is."""
-    return attributes(step, step.innermost)
+    """What a toggle can have put into a step that it gives back as it is; torch.compile is put into its model."""
+    return attributes(step, step.innermost, step.model)
