@@ -69,6 +69,7 @@ class Result:
     reason: str | None = None
     arm: str | None = None
     rank: int | None = None  # which of several ranks failed
+    disturbed: bool = False  # not trusted for what the clocks say, of which a busy machine can be the cause
     resident: bool = False  # out of memory while the other arm held its own: alone it might fit
     arms: dict[str, ArmResult] = field(default_factory=dict)
     ranks: dict[str, RankSpread] = field(default_factory=dict)  # of the arms that stepped on several
@@ -126,6 +127,7 @@ class Measurement:
             self._fail(failure.status, failure.reason, failure.arm)
         except fairness.Untrusted as error:
             self._fail("untrusted", str(error), "candidate")
+            self.result.disturbed = isinstance(error, fairness.Disturbed)
         except Unsupported as error:
             self._fail("unsupported", str(error), self.now)
         except NotApplied as error:

@@ -55,6 +55,10 @@ class Untrusted(Exception):
     """The times cannot be trusted; the message says why, in words."""
 
 
+class Disturbed(Untrusted):
+    """Of what the clocks alone say, a busy machine can be the cause, too: it is said when it is so a second time."""
+
+
 def settings() -> dict[str, Any]:
     """What is set for the whole process and can change what any arm computes or how fast, by its name."""
     matmul, cudnn, sdp = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
@@ -274,36 +278,36 @@ def check_busy(before: Mapping[str, float], after: Mapping[str, float], seconds:
 
 
 def check_clock(name: str, trials: Sequence[Trial]) -> None:
-    """Raises Untrusted where work went on after the device's clock was read, or before it began."""
+    """Raises Disturbed where work went on after the device's clock was read, or before it began."""
     for number, done in enumerate(trials, start=1):
         wall = 1000 * (done.ended - done.began)
         if wall > OUTSIDE_SHARE * max(done.total_ms, sum(done.host_ms.values())) + OUTSIDE_MS:
-            raise Untrusted(
+            raise Disturbed(
                 f"trial {number} of the {name} took {wall:.3g} ms of which its clock saw {done.total_ms:.3g}: "
                 "work outside the clock"
             )
         if not all(ms > 0 for ms in done.device_ms.values()):
-            raise Untrusted(f"trial {number} of the {name} has a phase of {min(done.device_ms.values()):g} ms")
+            raise Disturbed(f"trial {number} of the {name} has a phase of {min(done.device_ms.values()):g} ms")
 
 
 def check_slowed(alone: Sequence[Trial], beside: Sequence[Trial], device: str) -> None:
-    """Raises Untrusted where the reference is much slower beside the candidate than it was before there was one."""
+    """Raises Disturbed where the reference is much slower beside the candidate than it was before there was one."""
     if len(alone) < 2 or not beside:
         return
     before, after = max(t.total_ms for t in alone), min(t.total_ms for t in beside)
     if after > SLOWED[device] * before:
-        raise Untrusted(
+        raise Disturbed(
             f"the reference took {after:.3g} ms at best beside the candidate and {before:.3g} ms at worst before the "
-            "candidate was built: the candidate slows it down, or the machine became busy; measure again"
+            "candidate was built: the candidate slows it down, or the machine became busy"
         )
 
 
 def check_order(name: str, first: Sequence[Trial], second: Sequence[Trial]) -> None:
-    """Raises Untrusted where an arm is much faster in the rounds in which it came second: it then uses what the other
+    """Raises Disturbed where an arm is much faster in the rounds in which it came second: it then uses what the other
     arm has done."""
     if len(first) + len(second) < ORDER_TRIALS or min(len(first), len(second)) < 4:
         return
     early, late = ([t.total_ms for t in trials] for trials in (first, second))
     ratio = statistics.median(early) / statistics.median(late)
     if ratio > ORDER_RATIO and stats.mannwhitneyu(early, late).pvalue < ORDER_P:
-        raise Untrusted(f"the {name} is {ratio:.2g} times as fast after the other arm's trial as before it")
+        raise Disturbed(f"the {name} is {ratio:.2g} times as fast after the other arm's trial as before it")

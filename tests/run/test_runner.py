@@ -58,6 +58,21 @@ def test_separate_arms_alternate_in_four_processes_each(tmp_path):
     assert len(pair.arms["reference"].times["total"]) == 32
 
 
+@pytest.mark.parametrize("second", ["ok", "untrusted"])
+def test_a_disturbed_cell_is_measured_once_more(tmp_path, second):
+    times = {phase: [1.0] for phase in ("forward", "backward", "step", "total")}
+    arms = {name: ArmResult(times=times) for name in ("reference", "candidate")}
+    answers = iter(
+        Result(status, "slowed", disturbed=status != "ok", arms=arms, seconds={"trials": 5.0})
+        for status in ("untrusted", second)
+    )
+    told = []
+    with runner(lambda task: next(answers), tmp_path) as made:
+        pair = made._together(cells("ablations=[eager]")[1], told.append)
+    assert pair.result.status == second and pair.seconds == {"trials": 10.0}
+    assert told == ["once more: slowed"] and next(answers, None) is None
+
+
 def test_the_scratch_folder_is_every_worker_s_and_ends_with_the_sweep(tmp_path):
     with runner(lambda task: Result("crash", "why"), tmp_path) as made:
         for cell in cells("ablations=[eager]"):
