@@ -5,7 +5,8 @@
 
 A new shape wants some 30 kernels at half a second each; Triton compiles outside of Python's lock but for the first
 tenth of that, so threads share it. The calls do run, library products included, on whatever their inputs hold: they
-must be ones that may run several times. Run: python -m pytest tests/lorakernels/test_compile_ahead.py
+must be ones that may run several times. What they make holds nothing of use, so whoever keeps a result for later asks
+`collecting` first. Run: python -m pytest tests/lorakernels/test_compile_ahead.py
 """
 
 from __future__ import annotations

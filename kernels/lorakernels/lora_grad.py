@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import compile_ahead
 from .dropout import keep_tile, threshold_and_scale
 from .grad_accumulator import GradAccumulator, gradient_zeros
 from .rms_norm import NormFactors, NormInput
@@ -67,14 +68,20 @@ class SavedInput:
     _made: torch.Tensor | None = field(default=None, init=False)
 
     def tensor(self) -> torch.Tensor:
-        """X (M, K) in dtype, made at the first call."""
-        if self._made is None:
-            if self.factors is None:
-                self._made = self.h.to(self.dtype)
-            else:
-                self._made = torch.empty(self.h.shape, dtype=self.dtype, device=self.h.device)
-                norm_into(NormInput(self.h, self.factors.weight, self.factors.norm), self._made)
-        return self._made
+        """X (M, K) in dtype, made at the first call that launches kernels."""
+        if self._made is not None:
+            return self._made
+        made = self._make()
+        if not compile_ahead.collecting():  # there the norm's kernel is not launched, and nothing is in made
+            self._made = made
+        return made
+
+    def _make(self) -> torch.Tensor:
+        if self.factors is None:
+            return self.h.to(self.dtype)
+        made = torch.empty(self.h.shape, dtype=self.dtype, device=self.h.device)
+        norm_into(NormInput(self.h, self.factors.weight, self.factors.norm), made)
+        return made
 
 
 def ds_and_db_reference(

@@ -59,7 +59,7 @@ def pick(name: str, key: tuple, forms: Mapping[str, Callable[[], Any]], device: 
     first = next(iter(forms))
     if _forced in forms:
         return str(_forced)
-    if device.type != "cuda" or len(forms) == 1:
+    if not measures(device) or len(forms) == 1:
         return first
     full = (name, *key, device)
     if full not in _chosen:
@@ -76,6 +76,11 @@ def pick(name: str, key: tuple, forms: Mapping[str, Callable[[], Any]], device: 
             on_disk.put((name, *key), known)
         _chosen[full] = str(known)
     return _chosen[full]
+
+
+def measures(device: torch.device) -> bool:
+    """Whether forms are measured there."""
+    return device.type == "cuda"
 
 
 def on_spare(

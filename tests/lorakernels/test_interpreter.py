@@ -25,6 +25,7 @@ FILES = [
     "projection",
     "projection_node",
     "mlp_node",
+    "measuring",
     "linear",
     "side_stream",
 ]

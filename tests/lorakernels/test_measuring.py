@@ -1,0 +1,73 @@
+"""Whole nodes at a shape that is met for the first time, where `tune` measures: its forms run without launching their
+kernels, run for good, are timed by runs on the same tensors, and one wins. None of that may be seen in any gradient.
+
+On a GPU this is what every first step does. Here, in Triton's interpreter, the launches are held back in the same
+places, memory that nobody has written is NaN, and either the first or the last form wins.
+"""
+
+import pytest
+import test_mlp_node
+import test_projection_node
+import torch
+from kernel_checks import exhaustive
+from lorakernels import choice_cache, compile_ahead, tune
+from lorakernels.choice_cache import ChoiceCache
+from lorakernels.runtime import INTERPRET
+
+pytestmark = pytest.mark.skipif(not INTERPRET, reason="runs in Triton's interpreter: see test_interpreter.py")
+NODES = {
+    "attention": test_projection_node.test_the_whole_attention_node,
+    "mlp": test_mlp_node.test_the_whole_mlp_node,
+}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Makes `tune` measure on a CPU; returns the names of the forms that were timed."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launch = InterpretedFunction.__getitem__
+    timed = []
+
+    def held_back(self, grid):
+        return (lambda *a, **k: None) if compile_ahead.collecting() else launch(self, grid)
+
+    def without_launching(calls):
+        with compile_ahead._collect():
+            for call in calls:
+                call()
+
+    def timers(forms, device):
+        def timer(place, name):
+            forms[name]()
+            timed.append(name)
+            return place
+
+        order = list(forms) if tune.wins == "first" else list(forms)[::-1]
+        return {name: (lambda place=place, name=name: timer(place, name)) for place, name in enumerate(order)}
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", held_back)
+    monkeypatch.setattr(compile_ahead, "kernels_of", without_launching)
+    monkeypatch.setattr(choice_cache, "of_device", lambda device: ChoiceCache(None, {}))
+    monkeypatch.setattr(tune, "measures", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tune, "ROUNDS", 2)
+    monkeypatch.setattr(tune, "trial_timers", timers)
+    monkeypatch.setattr(tune, "give_memory_back", lambda device: None)
+    monkeypatch.setattr(tune, "wins", "first", raising=False)
+    tune.forget()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what nobody has written with NaN
+    yield timed
+    torch.use_deterministic_algorithms(False)
+    tune.forget()
+
+
+@pytest.mark.parametrize("wins", ["last", exhaustive("first")])
+@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize("p", [0.3, exhaustive(0.0)])
+@pytest.mark.parametrize("dtype", [torch.float16, exhaustive(torch.float32)], ids=str)
+def test_the_first_step_of_a_shape_is_right(node, wins, p, dtype, measured, monkeypatch):
+    monkeypatch.setattr(tune, "wins", wins)
+    torch.manual_seed(0)
+    NODES[node]((17, 17, 17), 3, "none is forced", True, p, True, "cpu", dtype, monkeypatch)
+    assert {"plain", "addmm"} & set(measured) and len(set(measured)) > 3, measured
