@@ -119,9 +119,8 @@ class CapturedUpdate:
 
     def _write_rates(self) -> None:
         groups = self.optimizer.param_groups
-        device = next(p.device for group in groups for p in group["params"])
         if len(self._rates) != len(groups):
-            self._rates = [torch.zeros((), device=device) for _ in groups]
+            self._rates = [torch.zeros((), device=self._device) for _ in groups]
             self._written = [0.0] * len(groups)
         for i, group in enumerate(groups):
             if group["lr"] != self._written[i]:
@@ -129,16 +128,22 @@ class CapturedUpdate:
                 self._written[i] = group["lr"]
 
     def _make_capturable(self) -> None:
-        """Step counts go to the device; a checkpoint that was loaded may have brought them back."""
+        """Step counts go to the device; a checkpoint that was loaded may have brought them back. torch asks every group
+        for the flag, one without parameters (transformers makes one) included, and refuses it on a CPU."""
+        if self._device.type != "cuda":
+            return
         for group in self.optimizer.param_groups:
-            device = group["params"][0].device if group["params"] else torch.device("cpu")
-            if group["capturable"] or device.type != "cuda":  # torch refuses the flag on a CPU
+            if group["capturable"]:
                 continue
             group["capturable"] = True
             for p in group["params"]:
                 state = self.optimizer.state.get(p, {})
-                if isinstance(count := state.get("step"), torch.Tensor) and count.device != device:
-                    state["step"] = count.to(device)
+                if isinstance(count := state.get("step"), torch.Tensor) and count.device != self._device:
+                    state["step"] = count.to(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(p.device for group in self.optimizer.param_groups for p in group["params"])
 
 
 def why_not_capturable(optimizer: Optimizer) -> str | None:

@@ -30,6 +30,9 @@ from lorabench.measure.trial import Trial
 
 # The wall clock may see this much more of a GPU's trial than its events do: launching the first kernel, waking up.
 OUTSIDE_SHARE, OUTSIDE_MS = 1.25, 2.0
+# For so long the device may work behind the last mark (asking it takes some hundredths); in that share of the trials it
+# may be longer, because the host was interrupted between two questions.
+LATE_SHARE, LATE_MS, LATE_TRIALS = 0.02, 0.1, 0.25
 SLOWED = {"cuda": 1.3, "cpu": 2.0}  # the reference's fastest trial beside the candidate, over its slowest alone
 ORDER_RATIO, ORDER_P, ORDER_TRIALS = 1.25, 1e-3, 12  # of a candidate's trials that came first and second in a round
 TICKS_S = 0.02  # what the kernel counts of a process comes in ticks of 10 ms
@@ -104,6 +107,10 @@ def settings() -> dict[str, Any]:
         ),
         "the current CUDA stream": torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
         **{f"time.{name}": getattr(time, name) for name in ("perf_counter", "perf_counter_ns", "time", "monotonic")},
+        "torch.cuda.synchronize": Same(torch.cuda.synchronize),
+        "torch.cuda.Event": tuple(
+            Same(getattr(torch.cuda.Event, name)) for name in ("record", "elapsed_time", "synchronize", "wait", "query")
+        ),
     }  # fmt: skip
 
 
@@ -214,7 +221,15 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
 
 
 # What no toggle may change, not even one that has its processes to itself: what is counted, and in which precision.
-NEVER = ("time.", "torch's default dtype", "torch.set_float32", "TF32", "reduced precision", "flushing of denormals")
+NEVER = (
+    "time.",
+    "torch.cuda.",
+    "torch's default dtype",
+    "torch.set_float32",
+    "TF32",
+    "reduced precision",
+    "flushing of denormals",
+)
 
 
 class Guard:
@@ -278,16 +293,24 @@ def check_busy(before: Mapping[str, float], after: Mapping[str, float], seconds:
 
 
 def check_clock(name: str, trials: Sequence[Trial]) -> None:
-    """Raises Disturbed where work went on after the device's clock was read, or before it began."""
+    """Raises Disturbed where work went on after the device's clock was read, or before it began. The last mark is made
+    after the host's last call, so the device's clock sees at least what the host's does."""
     for number, done in enumerate(trials, start=1):
         wall = 1000 * (done.ended - done.began)
-        if wall > OUTSIDE_SHARE * max(done.total_ms, sum(done.host_ms.values())) + OUTSIDE_MS:
+        if wall > OUTSIDE_SHARE * done.total_ms + OUTSIDE_MS:
             raise Disturbed(
                 f"trial {number} of the {name} took {wall:.3g} ms of which its clock saw {done.total_ms:.3g}: "
                 "work outside the clock"
             )
         if not all(ms > 0 for ms in done.device_ms.values()):
             raise Disturbed(f"trial {number} of the {name} has a phase of {min(done.device_ms.values()):g} ms")
+    late = [done for done in trials if done.late_ms > max(LATE_SHARE * done.total_ms, LATE_MS)]
+    if len(late) > LATE_TRIALS * len(trials):
+        ms, total = (statistics.median(t) for t in zip(*((d.late_ms, d.total_ms) for d in late), strict=True))
+        raise Disturbed(
+            f"the device worked for {ms:.2g} ms after the end of the {name}'s trials of {total:.3g} ms, on a stream "
+            "that nothing waits for: work outside the clock"
+        )
 
 
 def check_slowed(alone: Sequence[Trial], beside: Sequence[Trial], device: str) -> None:

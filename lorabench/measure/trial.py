@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from time import perf_counter  # the function itself: whoever puts another one into `time` changes nothing here
 
 import torch
+from torch.cuda import Event
+from torch.cuda import synchronize as wait_for_device  # as perf_counter
 
 from lorabench.contract.arm import Arm
+
+_record, _elapsed, _wait = Event.record, Event.elapsed_time, Event.synchronize  # as perf_counter
 
 
 class Diverged(Exception):
@@ -23,13 +27,15 @@ class Diverged(Exception):
 @dataclass(frozen=True)
 class Trial:
     """Milliseconds of one trial per phase, on the device and on the host (until the call returned, no waiting), the
-    losses by job (none where the kind has none), and its start and end (perf_counter, seconds)."""
+    losses by job (none where the kind has none), its start and end (perf_counter, seconds), and for how many
+    milliseconds after its last mark the device still worked, on streams that the marks do not wait for."""
 
     device_ms: dict[str, float]
     host_ms: dict[str, float]
     losses: dict[str, float]
     began: float
     ended: float
+    late_ms: float = 0.0
 
     @property
     def loss(self) -> float:
@@ -47,12 +53,13 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.host: list[float] = []
-        self.events: list[torch.cuda.Event] = []
+        self.events: list[Event] = []
+        self.late_ms = 0.0
 
     def mark(self) -> None:
         if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event = Event(enable_timing=True)
+            _record(event)
             self.events.append(event)
         self.host.append(perf_counter())
 
@@ -62,13 +69,16 @@ class Clock:
     def device_ms(self) -> list[float]:
         if not self.cuda:
             return self.host_ms()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in zip(self.events, self.events[1:], strict=False)]
+        _wait(self.events[-1])
+        marked = perf_counter()
+        wait_for_device()
+        self.late_ms = 1000 * (perf_counter() - marked)
+        return [_elapsed(a, b) for a, b in zip(self.events, self.events[1:], strict=False)]
 
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        wait_for_device()
 
 
 def run_trial(arm: Arm, around: Callable[[str], None] = lambda phase: None) -> Trial:
@@ -92,7 +102,8 @@ def run_trial(arm: Arm, around: Callable[[str], None] = lambda phase: None) -> T
     clock.mark()
     device_ms, host_ms = clock.device_ms(), clock.host_ms()
     ended = perf_counter()
-    return Trial(_sums(device_ms, labels), _sums(host_ms, labels), arm.kind.losses(arm, out), clock.host[0], ended)
+    losses, began = arm.kind.losses(arm, out), clock.host[0]
+    return Trial(_sums(device_ms, labels), _sums(host_ms, labels), losses, began, ended, clock.late_ms)
 
 
 def _sums(times: Sequence[float], labels: Sequence[str]) -> dict[str, float]:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from fake_graphs import FakeGraphs
 from lorakernels.capture_metrics import Later
+from lorakernels.capture_status import Status
+from lorakernels.capture_update import CapturedUpdate
 from test_trainer import tokenizer
 from tiny_models import build
 from transformers import Trainer, TrainingArguments
@@ -90,6 +92,18 @@ def same_history(got, wanted, rel=1e-4):
 
 
 MAKERS = pytest.mark.parametrize("make", [trainer_of, sft_trainer_of], ids=["Trainer", "SFTTrainer"])
+
+
+def test_a_group_without_parameters_is_made_capturable_too():
+    """transformers makes one of what it does not decay, and torch asks every group."""
+    model = build("llama").to("meta")
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad]}, {"params": []}]
+    update = CapturedUpdate(torch.optim.AdamW(groups), None, Status(), None)
+    update._make_capturable()
+    assert [g["capturable"] for g in update.optimizer.param_groups] == [False, False]
+    update.__class__ = type("OnAGpu", (CapturedUpdate,), {"_device": torch.device("cuda", 0)})
+    update._make_capturable()
+    assert [g["capturable"] for g in update.optimizer.param_groups] == [True, True]
 
 
 @MAKERS
@@ -223,7 +237,8 @@ def test_metrics_that_are_read_later():
 @pytest.mark.parametrize("ours", [False, True], ids=["peft", "lorakernels"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 def test_graphs_make_the_same_logs(make, ours, bf16, tmp_path):
-    """50 updates with everything on: accumulation, warm-up and cosine, clipping, evaluation and saving in between."""
+    """50 updates with everything on: accumulation, warm-up and cosine, clipping, evaluation and saving in between.
+    TRL's own loss picks out the trained tokens by a mask, for which the host waits: it stays eager, and says so."""
     model = build("llama", sizes={"initializer_range": 0.02}).cuda()
     other = deepcopy(model)
     if ours:
@@ -240,8 +255,11 @@ def test_graphs_make_the_same_logs(make, ours, bf16, tmp_path):
     trainer = lorakernels.captured(make(model, tmp_path / "captured", **kwargs), buckets=BUCKETS)
     got, wanted = history(trainer), history(make(other, tmp_path / "plain", **kwargs))
     status = trainer.capture.status()
-    assert status.replays > 60 and status.updates["optimizer replayed"] > 30, str(status)
-    assert status.updates["clipping replayed"] > 30, str(status)
+    if make is sft_trainer_of and not ours:
+        assert status.replays == 0 and any("waits for the device" in reason for reason in status.eager), str(status)
+    else:
+        assert status.replays > 60 and status.updates["optimizer replayed"] > 30, str(status)
+        assert status.updates["clipping replayed"] > 30, str(status)
     names = ("loss", "eval_loss", "grad_norm", "entropy", "num_tokens", "learning_rate")
     for a, b in zip(got, wanted, strict=True):
         for name in names:

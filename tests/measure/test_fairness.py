@@ -11,8 +11,9 @@ from lorabench.measure import fairness, trial
 from lorabench.measure.fairness import Guard, Untrusted
 
 
-def done(ms, wall=None, began=0.0, host=None):
-    return trial.Trial({"all": ms}, {"all": ms if host is None else host}, {}, began, began + (wall or ms) / 1000)
+def done(ms, wall=None, began=0.0, host=None, late=0.0):
+    ended = began + (wall or ms) / 1000
+    return trial.Trial({"all": ms}, {"all": ms if host is None else host}, {}, began, ended, late)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,18 @@ def test_a_replaced_function_and_a_hook_on_the_other_arm_s_model_are_named(monke
     handle.remove()
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch.cuda.Event, "elapsed_time"), (torch.cuda.Event, "synchronize"), (torch.cuda, "synchronize")],
+)
+def test_the_device_s_clock_cannot_be_replaced(owner, name, monkeypatch):
+    """Not even by a toggle that has its process to itself."""
+    guard = Guard(alone=True)
+    monkeypatch.setattr(owner, name, lambda *_: 0.0)
+    with pytest.raises(Untrusted, match=r"changed torch\.cuda\.(Event|synchronize) for the whole process"):
+        guard.check()
+
+
 def test_a_thread_of_the_candidate_s_that_computes_is_named():
     guard, stop = Guard(alone=False), threading.Event()
 
@@ -77,9 +90,18 @@ def test_a_thread_of_the_candidate_s_that_computes_is_named():
 
 
 def test_work_outside_the_clock_is_seen_on_the_wall():
-    fairness.check_clock("candidate", [done(10.0, wall=12.0), done(1.0, wall=30.0, host=29.0)])
+    fairness.check_clock("candidate", [done(10.0, wall=12.0), done(29.0, wall=30.0, host=29.0)])
     with pytest.raises(Untrusted, match="trial 2 of the candidate took 40 ms of which its clock saw 10"):
         fairness.check_clock("candidate", [done(10.0), done(10.0, wall=40.0)])
+    with pytest.raises(Untrusted, match="trial 1 of the candidate took 30 ms of which its clock saw 3"):
+        fairness.check_clock("candidate", [done(3.0, wall=30.0, host=29.0)])  # events that lie, of a host that does not
+
+
+def test_work_on_a_stream_that_nothing_waits_for_is_seen():
+    fairness.check_clock("candidate", 8 * [done(10.0, late=0.19)] + 2 * [done(10.0, late=5.0)])
+    fairness.check_clock("candidate", 8 * [done(1.0, late=0.09)])
+    with pytest.raises(Untrusted, match="after the end of the candidate's trials"):
+        fairness.check_clock("candidate", 6 * [done(10.0)] + 4 * [done(10.0, late=0.5)])
 
 
 def test_a_reference_that_became_slower_is_seen():

@@ -43,7 +43,7 @@ class SideStream(Cheat):
 class LyingEvents(Cheat):
     name = "lying_events"
     summary = "a tenth of the time passes between two of torch's events when the candidate steps"
-    caught = "clock"
+    caught = "torch.cuda.Event"
     status = ("untrusted",)
     requires = ON_A_GPU
 
@@ -65,7 +65,7 @@ class LyingEvents(Cheat):
 class NobodyWaits(Cheat):
     name = "nobody_waits"
     summary = "torch.cuda.synchronize returns at once"
-    caught = "state"
+    caught = "torch.cuda.synchronize"
     status = ("untrusted",)
     requires = ON_A_GPU
 
