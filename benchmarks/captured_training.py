@@ -12,7 +12,8 @@ longest sample, buckets come on top; only real tokens count.
 
 Two rates: `whole` over the run from its first step on, which holds compilation, warm-up and captures; `steady` over the
 steps behind --warm. The losses of an arm must be those of `plain`: their largest distance over the run is written
-beside the rates. Writes captured_training.json and captured_training.md.
+beside the rates. Writes captured_training.json and captured_training.md, after each arm: what is there when a run is
+stopped is kept.
 """
 
 from __future__ import annotations
@@ -49,20 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.only:
         options.out.write_text(json.dumps(run(options, options.only)))
         return 0
-    arms = {}
+    arms: dict[str, Any] = {}
+    options.out.mkdir(parents=True, exist_ok=True)
     for arm in options.arms:
         arms[arm] = apart(options, arm)
         print(f"{arm}: {arms[arm].get('unsupported') or arms[arm].get('failed') or told(arms[arm])}", flush=True)
-    found = {
-        "settings": {n: str(v) if isinstance(v, Path) else v for n, v in vars(options).items() if n != "only"},
-        "lora": LORA,
-        "arms": compared(arms),
-        "machine": describe().model_dump(mode="json"),
-        "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.out / "captured_training.json", (json.dumps(found, indent=1) + "\n").encode())
-    write_atomically(options.out / "captured_training.md", table(found).encode())
+        found = {
+            "settings": {n: str(v) if isinstance(v, Path) else v for n, v in vars(options).items() if n != "only"},
+            "lora": LORA,
+            "arms": compared(arms),
+            "machine": describe().model_dump(mode="json"),
+            "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
+        }
+        write_atomically(options.out / "captured_training.json", (json.dumps(found, indent=1) + "\n").encode())
+        write_atomically(options.out / "captured_training.md", table(found).encode())
     print(table(found))
     return int(any("failed" in arm for arm in arms.values()))
 

@@ -593,7 +593,8 @@ def test_autocast_around_the_step():
     def eager(i, model):
         if i < len(data):
             other.load_state_dict(model.state_dict())
-            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):  # it would keep old casts
+            # autocast's cache would keep the casts of older parameters
+            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
                 wanted.append(other(**to_device(data[i], "cuda")).loss.item())
 
     with torch.autocast("cuda", torch.bfloat16):
