@@ -42,11 +42,13 @@ lorabench.recommend: which few optimizations to switch on for a model and a work
 
 usage: python -m lorabench.recommend [key=value ...]        (Hydra's override grammar, the sweep's keys)
 
-  models=[NAME]            one model: a name, a YAML file, or {{NAME:{{r:8,...}}}} with an adapter of its own. Known:
+  models=[MODEL]           your model: a folder, a config.json, ORG/NAME on the hub; or a YAML file, or a name:
                            {models}
-  workload=NAME            BATCHxLENGTH (4x2048), auto, a name, or {{NAME:{{field:value}}}}
+                           {{MODEL:{{r:8,...}}}} has an adapter of its own
+  workload=DATA            your data: FILE.jsonl (chats, prompt and completion, text), ORG/DATASET on the hub; or
+                           BATCHxLENGTH (4x2048), auto, {{DATA:{{field:value}}}}, or a name:
                            {workloads}
-  weights=random           or a hub name, a local folder, smollm2-135m-instruct
+  weights=random           auto (your model's own), a hub name, a local folder, smollm2-135m-instruct
   lora.r=16 lora.lora_dropout=0.0 ...   PEFT's names        dtype=auto|bfloat16|float16|float32
   reference=peft           what is switched on already: peft, peft_low, peft_nf4, or a list of ablations
   ablations=[NAME,...]     what to try; where none are named, every toggle that says it is worth trying
