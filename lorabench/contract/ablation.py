@@ -2,8 +2,8 @@
 
 A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
 and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
-load, adapt, prepare, build, patch, shard, batch, optimize, step (or read, or generate, in the kinds that load weights
-or evaluate a checkpoint); `audit` then proves that the toggle engaged.
+load, adapt, prepare, build, patch, shard, batch, optimize, step, size (or read, or generate, in the kinds that load
+weights or evaluate a checkpoint); `audit` then proves that the toggle engaged.
 docs/add-an-ablation.md walks through one.
 """
 
@@ -20,6 +20,7 @@ from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import Ranks
+from lorabench.contract.rehearsal import Rehearsal, Sizing
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.workload import Workload
 
@@ -182,6 +183,12 @@ class Ablation:
     def step(self, step: Step) -> Step:
         """Wrap forward, backward and update (autocast, compilation, capture, a context)."""
         return step
+
+    def size(self, rehearsal: Rehearsal) -> Sizing | None:
+        """How many samples go into a micro-batch, found by running steps of the finished arm: `batch` is then asked
+        again, with a workload of that `batch_size`. Not asked of the gate's shallow models. None: leave it to another
+        toggle or to the workload."""
+        return None
 
     def read(self) -> WeightsReader | None:
         """How a checkpoint's files come to the device. None: leave it to another toggle or to safetensors."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lorabench.contract.batch import Sample
 from lorabench.contract.job import ADAPTER
 from lorabench.contract.ranks import ONE, Ranks
+from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.step import Step
 
 if TYPE_CHECKING:  # as in step.py
@@ -34,6 +35,7 @@ class Arm:
     patched: dict[str, int | None] = field(default_factory=dict)
     touched: set[str] | None = None  # the toggles of which some hook changed something; None: nobody looked
     ranks: Ranks = ONE
+    sizings: list[Sizing | None] = field(default_factory=list)  # by step: what a toggle's `size` found
     feeds: list[Callable[[int], None]] = field(default_factory=list)  # by step: puts a trial's tokens into its batches
     outs: Any = None  # what the last trial returned, until it is cleared
     witnesses: list[Any] = field(default_factory=list)  # measure/witness.py's, by step

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter
 from lorabench.contract.ablation import Ablation, NotApplied, Unsupported, WeightsReader
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.settings import Settings
 
 Hook = Callable[..., Any]
@@ -104,6 +105,7 @@ EXPECTED: dict[Hook, Answer] = {
     Ablation.batch: Answer("a list of batches, or None", _or_none(_is_filled_list)),
     Ablation.optimize: Answer("an optimizer, or None", _or_none(lambda answer: hasattr(answer, "param_groups"))),
     Ablation.step: Answer("a Step", lambda answer: hasattr(answer, "innermost")),
+    Ablation.size: Answer("a Sizing, or None", _or_none(lambda answer: isinstance(answer, Sizing))),
     Ablation.read: Answer("a WeightsReader, or None", _or_none(lambda answer: isinstance(answer, WeightsReader))),
     Ablation.settings: Answer("Settings, or None", _or_none(lambda answer: isinstance(answer, Settings))),
 }

@@ -21,10 +21,13 @@ from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.hooks import first_line
 from lorabench.contract.job import ADAPTER, Job
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.step import Step
+from lorabench.measure import memory
 from lorabench.measure.feed import Feed, marked
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Kind, Request
+from lorabench.measure.rehearsal import Rehearsing, configuration
 from lorabench.plan import architecture, registry
 from lorabench.plan.weights import WeightsError, check_sizes, named, reading, source_arguments
 
@@ -41,6 +44,7 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
     Raises what the hooks raise, WeightsError, and out-of-memory errors.
     """
     hooks = Hooks(request.ordered)
+    held, room = memory.allocated(request.device), memory.free(request.device)
     model = _model(request, kind, hooks, make_base, config)
     for job in request.jobs:
         _fill(model, request.dtype, job.seed, job.adapter)
@@ -52,17 +56,21 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
         _step(request, hooks, model, job, samples, make_step)
         for job, samples in zip(request.jobs, request.samples, strict=True)
     ]
-    return Arm(
+    arm = Arm(
         request.name, request.ablations, model, steps, request.dtype, request.device, kind, patched, hooks.touched,
-        request.ranks,
+        request.ranks, sizings=[None] * len(steps),
     )  # fmt: skip
+    if request.layers is None:  # the memory of a shallow model says nothing of the whole one's
+        for index in range(len(steps)):
+            _size(request, hooks, arm, index, held, room)
+    return arm
 
 
 def feeds(request: Request, arm: Arm, vocabulary: int) -> list[Feed]:
     """Of each job what puts a trial's fresh tokens into its batches. Raises Unsupported where they cannot take any."""
     made = []
-    for job, samples, step in zip(request.jobs, request.samples, arm.steps, strict=True):
-        layout = _batches(request, Hooks(request.ordered), job, marked(samples))
+    for job, samples, step, sizing in zip(request.jobs, request.samples, arm.steps, arm.sizings, strict=True):
+        layout = _batches(request, Hooks(request.ordered), _sized(job, sizing), marked(samples))
         random = job.workload.kind != "text"
         made.append(Feed(step.batches, layout, samples, vocabulary, random, job.seed))
     return made
@@ -74,6 +82,30 @@ def _batches(request: Request, hooks: Hooks, job: Job, samples: list[Sample]) ->
     mine = samples if share is None else share
     made = hooks.first(Ablation.batch, mine, job.workload)
     return pad(mine, job.workload.batch_size) if made is None else made
+
+
+def _size(request: Request, hooks: Hooks, arm: Arm, index: int, held: int, room: int) -> None:
+    """Let a toggle try steps of a job, and lay its batches out anew as it then says."""
+    job, samples, step = request.jobs[index], request.samples[index], arm.steps[index]
+
+    def lay_out(some: Sequence[Sample], batch_size: int) -> list[Batch]:
+        batches = _batches(request, hooks, _sized(job, Sizing(batch_size)), list(some))
+        return [to_device(b, request.device) for b in batches]
+
+    with Rehearsing(
+        step, samples, job.workload, lay_out, held=held, room=room, configuration=configuration(request, job),
+        folder=request.scratch, device=request.device,
+    ) as rehearsal:  # fmt: skip
+        arm.sizings[index] = sizing = hooks.first(Ablation.size, rehearsal)
+    if sizing is not None:
+        step.innermost.batches[:] = lay_out(samples, sizing.batch_size)  # the list that every wrapper holds too
+
+
+def _sized(job: Job, sizing: Sizing | None) -> Job:
+    """The job with the micro-batches that were found for it."""
+    if sizing is None:
+        return job
+    return replace(job, workload=job.workload.model_copy(update={"batch_size": sizing.batch_size}))
 
 
 def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, config: Any) -> nn.Module:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from lorabench.contract.arm import Arm
 from lorabench.measure.trial import run_trial, synchronize
@@ -28,6 +32,33 @@ def _idle_in_pools() -> int:
 
 def reserved(device: torch.device) -> int:
     return torch.cuda.memory_reserved() if device.type == "cuda" else 0
+
+
+def free(device: torch.device) -> int:
+    """Bytes that can still be had: of a GPU with what the allocator keeps cached, of a CPU without swapping."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    return torch.cuda.mem_get_info(device)[0] + max(0, torch.cuda.memory_reserved() - allocated(device))
+
+
+def growth(device: torch.device, run: Callable[[], Any]) -> int:
+    """The most bytes that `run` had of torch's allocator at a time, above what was held when it began.
+
+    Of a CPU too, where the resident set size would not do: a small step finds its pages among those that an earlier one
+    has left to the process, and seems to take nothing. What libraries allocate for themselves is not in it.
+    """
+    synchronize(device)
+    if device.type != "cuda":
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as traced:
+            run()
+        events = [e for e in traced.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+        changes = (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+        return max(accumulate(changes), default=0)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated() - before
 
 
 def measure(arm: Arm, static: int, reserved_growth: int) -> ArmMemory:
