@@ -163,7 +163,7 @@ def longest_possible(rehearsal: Rehearsal, count: int) -> list[Sample]:
 def probe(rehearsal: Rehearsal, budget: int) -> list[Measured]:
     """Steps of growing size: the longest sample; two samples; so many as are predicted to take a quarter of the budget,
     at most a quarter of all; and where these three are not on a line, of both the half. Their lengths are spread over
-    those of the workload, from the longest to the shortest: padding comes with a mask, and a mask may take another attention.
+    the workload's, from the longest to the shortest: padding comes with a mask, and that may take another attention.
 
     Only the first may raise torch.OutOfMemoryError: of what one sample leaves, the others may be too much.
     """

@@ -52,7 +52,7 @@ def growth(device: torch.device, run: Callable[[], Any]) -> int:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as traced:
             run()
         events = [e for e in traced.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-        changes = (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+        changes = (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))  # pyright: ignore[reportAttributeAccessIssue]
         return max(accumulate(changes), default=0)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
