@@ -48,8 +48,9 @@ class BatchSize(Ablation):
     budget_gib: float | None = None
 
     def __post_init__(self) -> None:
-        if self.budget_gib is not None and not self.budget_gib > 0:
-            raise ValueError(f"budget_gib {self.budget_gib}: expected GiB above 0, or null for what the device has")
+        given = self.budget_gib
+        if given is not None and not (isinstance(given, (int, float)) and given > 0):
+            raise ValueError(f"budget_gib {given!r}: expected GiB above 0, or null for what the device has")
 
     def size(self, rehearsal: Rehearsal) -> Sizing:
         began = perf_counter()

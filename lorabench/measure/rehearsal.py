@@ -123,9 +123,8 @@ def configuration(request: Request, job: Job) -> dict[str, Any]:
         "model": request.model.with_lora(job.lora).model_dump(mode="json"),
         "dtype": str(request.dtype),
         "toggles": sorted([a.name, asdict(a)] for a in request.ablations),
-        "optimizer": job.optimizer,
+        "job": [job.workload.model_dump(mode="json"), job.optimizer],
         "jobs": len(request.jobs),
-        "workload": job.workload.model_dump(mode="json"),
         "device": [device.name, device.total_memory]
         if device
         else [request.device.type, psutil.virtual_memory().total],

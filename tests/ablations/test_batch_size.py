@@ -16,7 +16,6 @@ from lorabench.contract.batch import pad
 from lorabench.contract.hooks import HookError, asked
 from lorabench.contract.rehearsal import Reading, Sizing
 from lorabench.contract.workload import Workload
-from lorabench.measure.memory import growth
 from lorabench.measure.numerics import one_step
 from lorabench.plan import registry
 from lorabench_ablations.batch_fit import Fit, Load, fit, largest, on_a_line
@@ -236,6 +235,7 @@ def test_on_a_cpu_nothing_is_tried_until_it_crashes_unless_a_budget_says_where(t
         ("doubling_batch_size", {"steps": 0}, "expected 1 or more"),
         ("find_executable_batch_size", {"starting_batch_size": 0}, "expected 1 or more"),
         ("doubling_batch_size", {"budget_gib": 0}, "expected GiB above 0"),
+        ("auto_batch_size", {"budget_gib": "abc"}, "budget_gib 'abc': expected GiB above 0"),
     ],
 )
 def test_wrong_values_cost_one_line(toggle, given, words):
@@ -367,13 +367,3 @@ def test_an_answer_that_is_no_sizing_names_the_toggle():
         asked(Wrong(), Ablation.size, None)
     with pytest.raises(ValueError, match="expected 1 or more"):
         Sizing(0)
-
-
-def test_the_growth_of_a_call_on_a_cpu_is_its_largest_at_a_time():
-    def call():
-        one = torch.empty(3 * MIB, dtype=torch.uint8)
-        del one
-        two, three = (torch.empty(2 * MIB, dtype=torch.uint8) for _ in range(2))
-        del two, three
-
-    assert growth(torch.device("cpu"), call) == 4 * MIB

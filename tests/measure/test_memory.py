@@ -1,9 +1,25 @@
 """Memory of an arm is its own, whatever the other arm has left behind."""
 
 import pytest
+import torch
 from helpers import cells, measurement_of
 
+from lorabench.measure.memory import growth
 from lorabench.record.schema import ARMS
+
+MIB = 1 << 20
+
+
+def test_the_growth_of_a_call_on_a_cpu_is_its_largest_at_a_time():
+    def call():
+        one = torch.empty(3 * MIB, dtype=torch.uint8)
+        del one
+        two, three = (torch.empty(2 * MIB, dtype=torch.uint8) for _ in range(2))
+        del two, three
+
+    held = torch.empty(MIB, dtype=torch.uint8)
+    assert growth(torch.device("cpu"), call) == 4 * MIB
+    assert growth(torch.device("cpu"), held.zero_) == 0
 
 
 @pytest.mark.gpu
