@@ -89,7 +89,7 @@ class FitCache:
 
     def __init__(self, folder: Path, configuration: Mapping[str, Any]) -> None:
         self.path = folder / "batch_size.json"
-        self.key = sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()[:16]
+        self.key = sha256(json.dumps(configuration, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def read(self) -> Fit | None:
         stored = self._all().get(self.key)

@@ -92,7 +92,7 @@ def _told(step: Step, sizing: Sizing) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoBatchSize(BatchSize):
-    """By a memory model: static + a x positions + b x squares of the rows' lengths, fitted to three small steps.
+    """By a memory model: static + a x positions + b x squares of the rows' lengths, fitted to a few small steps.
 
     The largest size whose heaviest micro-batch is predicted to fit the budget less `head_room` is confirmed by one real
     step of that micro-batch; where it runs out of memory all the same, the size goes down by a tenth until it does not.
@@ -122,33 +122,33 @@ class AutoBatchSize(BatchSize):
 
     def search(self, rehearsal: Rehearsal, budget: int) -> Sizing:
         kept = FitCache(rehearsal.folder, rehearsal.configuration)
-        model, steps = kept.read(), 0
+        model, found_by = kept.read(), "the fit of an earlier cell"
         if model is None:
             measured = probe(rehearsal, budget)
-            model, steps = fit(measured) if len(measured) > 1 else None, len(measured)
-            if model is not None:
-                kept.write(model)
+            found_by = "a step of one sample, the only one that fits"
+            if len(measured) > 1:
+                kept.write(model := fit(measured))
+                found_by = f"a fit to {len(measured)} steps"
         samples = self._samples(rehearsal)
         heaviest = cache(lambda size: _heaviest(rehearsal.lay_out(samples, size), model))
         allowed = budget * (1 - self.head_room)
         fits = lambda size: model is not None and model(Load.of(heaviest(size))) <= allowed  # noqa: E731
         asked = largest(fits, len(samples))
         size, reading = confirmed(lambda size: rehearsal.run([heaviest(size)], budget), asked)
-        found_by = f"a fit to {steps} steps" if steps else "the fit of an earlier cell"
-        return Sizing(size, {"by": self.by, "found_by": found_by, "head_room": self.head_room} | _held_to(
-            model and model(Load.of(heaviest(size))), reading, stepped_back=asked - size
-        ))  # fmt: skip
+        told = {"by": self.by, "found_by": found_by, "head_room": self.head_room}
+        told |= {"stepped_back": asked - size} if size < asked else {}
+        return Sizing(size, told | _held_to(model and model(Load.of(heaviest(size))), reading))
 
     def _samples(self, rehearsal: Rehearsal) -> Sequence[Sample]:
         return rehearsal.samples if self.by == "samples" else longest_possible(rehearsal, len(rehearsal.samples))
 
 
-def _held_to(predicted: float | None, reading: Reading, stepped_back: int) -> dict[str, Any]:
-    """The prediction held to what the confirming step took."""
-    told: dict[str, Any] = {"measured_gib": round(reading.peak / GIB, 4)}
-    if predicted is not None:
-        told |= {"predicted_gib": round(predicted / GIB, 4), "error": round(predicted / reading.peak - 1, 4)}
-    return told | ({"stepped_back": stepped_back} if stepped_back else {})
+def _held_to(predicted: float | None, reading: Reading) -> dict[str, Any]:
+    """The prediction, where there was one, held to what the confirming step took."""
+    measured = {"measured_gib": round(reading.peak / GIB, 4)}
+    if predicted is None:
+        return measured
+    return measured | {"predicted_gib": round(predicted / GIB, 4), "error": round(predicted / reading.peak - 1, 4)}
 
 
 def _heaviest(batches: Sequence[Batch], model: Fit | None) -> Batch:

@@ -118,15 +118,16 @@ def _restorer(step: Step) -> Callable[[], None]:
 
 def configuration(request: Request, job: Job) -> dict[str, Any]:
     """What the memory of a step depends on, but for how its samples are laid out."""
-    device = torch.cuda.get_device_properties(request.device) if request.device.type == "cuda" else None
+    device: list[Any] = ["cpu", psutil.virtual_memory().total]
+    if request.device.type == "cuda":
+        found = torch.cuda.get_device_properties(request.device)
+        device = [found.name, found.total_memory]
     return {
         "model": request.model.with_lora(job.lora).model_dump(mode="json"),
         "dtype": str(request.dtype),
         "toggles": sorted([a.name, asdict(a)] for a in request.ablations),
         "job": [job.workload.model_dump(mode="json"), job.optimizer],
         "jobs": len(request.jobs),
-        "device": [device.name, device.total_memory]
-        if device
-        else [request.device.type, psutil.virtual_memory().total],
+        "device": device,
         "torch": torch.__version__,
     }

@@ -153,6 +153,7 @@ def test_where_one_sample_is_too_much_the_cell_is_out_of_memory(tmp_path):
 def test_two_samples_that_do_not_fit_together_leave_one(tmp_path):
     found = AutoBatchSize(budget_gib=1.09).size(FakeRehearsal(tmp_path))
     assert found.batch_size == 1
+    assert found.found["found_by"].startswith("a step of one sample")
 
 
 def test_a_small_step_that_takes_more_than_its_line_asks_for_a_fourth(tmp_path):
@@ -331,6 +332,15 @@ def test_notes_say_what_was_found_and_how(made):
     )
     assert (told["batch_size"], told["micro_batches"]) == (6, 1)
     assert made.step.job.workload.batch_size == 1  # the job is what it was
+
+
+def test_each_of_several_jobs_has_a_size_of_its_own(tmp_path):
+    jobs = [{"name": "a"}, {"name": "b", "workload": {"samples": 3}}]
+    feed = Workload(name="t", kind="fixed", batch_size=1, seq_len=16, samples=5, jobs=jobs)
+    made = arm(*SETUP, "auto_batch_size", workload=feed, scratch=tmp_path)
+    assert [len(step.batches) for step in made.steps] == [1, 1]
+    (told,) = AutoBatchSize().notes(Evidence(made, None, None)).values()
+    assert {name: note["batch_size"] for name, note in told.items()} == {"a": 5, "b": 3}
 
 
 def test_an_emulated_device_is_full_where_its_budget_ends(tmp_path, made):
