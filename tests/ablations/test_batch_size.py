@@ -335,12 +335,12 @@ def test_notes_say_what_was_found_and_how(made):
 
 
 def test_each_of_several_jobs_has_a_size_of_its_own(tmp_path):
-    jobs = [{"name": "a"}, {"name": "b", "workload": {"samples": 3}}]
+    jobs = [{"name": "long"}, {"name": "short", "workload": {"samples": 3}}]
     feed = Workload(name="t", kind="fixed", batch_size=1, seq_len=16, samples=5, jobs=jobs)
     made = arm(*SETUP, "auto_batch_size", workload=feed, scratch=tmp_path)
     assert [len(step.batches) for step in made.steps] == [1, 1]
     (told,) = AutoBatchSize().notes(Evidence(made, None, None)).values()
-    assert {name: note["batch_size"] for name, note in told.items()} == {"a": 5, "b": 3}
+    assert {name: note["batch_size"] for name, note in told.items()} == {"long": 5, "short": 3}
 
 
 def test_an_emulated_device_is_full_where_its_budget_ends(tmp_path, made):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lorabench.contract.ablation import Tolerance
 from lorabench.contract.batch import Batch, Sample, pad
+from lorabench.contract.rehearsal import Rehearsal, Sizing
 from lorabench.contract.workload import Workload
 from lorabench_ablations.parallel import Ddp
 from zoo.cheat import Honest, Turns, is_full, layers
@@ -111,6 +112,18 @@ class PadsOnTheLeft(Honest):
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         return left_padded(samples, workload.batch_size)
+
+
+class SizesAfterTrying(Honest):
+    name = "sizes_after_trying"
+    summary = "trains the whole arm before it is timed, to say how many samples go into a micro-batch"
+    slot = "batch_size"
+    command = ("workload={alpaca:{samples:4,batch_size:1,seq_len:24}}",)
+
+    def size(self, rehearsal: Rehearsal) -> Sizing:
+        for size in (1, 4):
+            rehearsal.run(rehearsal.lay_out(rehearsal.samples, size), rehearsal.room)
+        return Sizing(4)
 
 
 class CachesByValue(Honest):
