@@ -60,7 +60,9 @@ class TextMetrics(Ablation):
         if unknown := [name for name in given if name not in METRICS]:
             raise ValueError(f"metrics={unknown[0]}: expected some of {', '.join(METRICS)}")
         for name in ("max_new_tokens", "samples", "batch_size"):
-            if (value := getattr(self, name)) < 1:
+            if not isinstance(value := getattr(self, name), int):
+                raise ValueError(f"{name}={value!r}: expected a whole number")
+            if value < 1:
                 raise ValueError(f"{name}={value}: expected 1 or more")
 
     def text_metrics(self) -> text_metrics.TextMetrics:

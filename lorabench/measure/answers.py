@@ -11,13 +11,14 @@ from lorabench.contract.batch import IGNORE, Sample
 from lorabench.contract.workload import Workload
 from lorabench.plan.weights import load_tokenizer
 
-VALIDATION, TEST = "validation", "test"
+SETS = VALIDATION, TEST = "validation", "test"
 NUMBERS = "token numbers as words"  # what text is where no tokenizer is known
 Decode = Callable[[Sequence[int]], str]
 
 
 class Question(NamedTuple):
-    """A prompt and how it goes on. `set`: validation or test; `name`: what an answer is called by."""
+    """A prompt and how it goes on. `set`: one of SETS, and of which trial after the workload's own samples; `name`: what an
+    answer is called by."""
 
     set: str
     name: str
@@ -25,13 +26,13 @@ class Question(NamedTuple):
     expected: list[int]
 
 
-def questions(samples: Sequence[Sample], of_each: int, new_tokens: int) -> list[Question]:
+def questions(samples: Sequence[Sample], of_each: int, new_tokens: int, trial: int = 0) -> list[Question]:
     """Of so many samples of each set, fewer where a set has no more. The first half of the samples is the validation
     set, the rest the test set."""
-    half = (len(samples) + 1) // 2
-    sets = ((VALIDATION, samples[:half]), (TEST, samples[half:]))
+    half, when = (len(samples) + 1) // 2, f" of trial {trial}" if trial else ""
+    sets = ((VALIDATION + when, samples[:half]), (TEST + when, samples[half:]))
     return [
-        Question(of, f"{of} sample {n}", *_parts(sample, new_tokens))
+        Question(of, f"{of}, sample {n}", *_parts(sample, new_tokens))
         for of, own in sets for n, sample in enumerate(own[:of_each], start=1)
     ]  # fmt: skip
 

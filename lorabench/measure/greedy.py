@@ -5,14 +5,14 @@ logit at every position. How far rounding moves a logit is measured on the same 
 
 - Of each arm, every token of every answer is the best of its own model, or below it by no more than rounding may do.
   This holds for what comes after a tie, too, and the loss says whether the model is right.
-- At the first token in which two arms' answers differ, the reference's logits of both lie as near to each other.
-  What follows has another prefix and is not compared with the other arm.
+- At the first token in which two arms' answers differ, the candidate's lies as near to the best by the reference's
+  model. What follows has another prefix and is not compared with the other arm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,12 +22,13 @@ from torch import Tensor
 from lorabench.measure.depth_noise import other_rounding
 from lorabench.record.schema import Check
 
-TOP = 16  # tokens of a position whose logits are kept: no more are ever near enough to the best
+TOP = 16  # of a position's tokens, the likeliest: no more are ever near enough to the best
 RUNS = 2  # with other rounding
 # What rounding does to the difference of two logits is about normal: of ten thousand tokens it takes none further.
 SIGMAS = 5.0
 NEIGHBOURS = 2.0  # logits are numbers of the compute dtype: each of two may be rounded to the next one
 MOST = 0.5  # of the logits' own spread over the vocabulary: with any noise, a token from among the others is wrong
+KEPT = 4.0  # times what is allowed: how far below the best a logit is kept, to say how far off a token was
 
 Answers = Mapping[str, Sequence[int]]  # by the name of what is answered
 
@@ -47,57 +48,61 @@ class Place(NamedTuple):
 class Choices:
     """What an arm's model says of its own answers. Numbers only: it crosses a process's boundary."""
 
+    eps: float = 0.0  # of the compute dtype
     noise: float = 0.0  # standard deviation of a logit over right runs
     spread: float = math.inf  # the same of the logits of one position over the vocabulary
     largest: float = 0.0  # logit
-    worst: Place = Place(0.0, "", 0)  # the token that is furthest below the best
-    # By answer, position by position: token → how far its logit is below the best one's.
-    below: dict[str, list[dict[int, float]]] = field(default_factory=dict)
+    worst: Place = field(default_factory=lambda: Place(0.0, "", 0))  # the token that is furthest below the best
+    # By answer and position (from 0), where there are any: other tokens that are near the best, and how far below.
+    near: dict[str, dict[int, dict[int, float]]] = field(default_factory=dict)
 
-    def allowed(self, dtype: torch.dtype) -> float:
+    @property
+    def allowed(self) -> float:
         """How far below the best a logit may be whose token is as good."""
-        rounding = max(SIGMAS * 2**0.5 * self.noise, NEIGHBOURS * torch.finfo(dtype).eps * self.largest)
+        rounding = max(SIGMAS * 2**0.5 * self.noise, NEIGHBOURS * self.eps * self.largest)
         return min(rounding, MOST * self.spread)
 
 
 class Reader:
-    """Reads answers with an arm's model, each once."""
+    """Reads answers with an arm's model, which computes in `dtype`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
         self.model = model
-        self.choices = Choices()
-        self._read: set[tuple[str, tuple[int, ...]]] = set()
+        self.choices = Choices(torch.finfo(dtype).eps)
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         self._barred = [ends] if isinstance(ends, int) else list(ends or ())  # an answer never ends early
 
-    def read(self, prompts: Mapping[str, Sequence[int]], answers: Answers) -> int:
-        """Add what the model says of these answers, where they were not read before. Returns how many that were."""
-        new = {n: a for n, a in answers.items() if a and (n, tuple(a)) not in self._read}
-        for name, answer in new.items():
-            if not self._read:
-                self.choices.noise = self._noise(prompts[name], answer)
-            self._read.add((name, tuple(answer)))
-            self._add(name, prompts[name], answer)
-        return len(new)
+    def read(self, prompts: Mapping[str, Sequence[int]], answers: Answers) -> None:
+        """Add what the model says of these answers. How far rounding goes is measured on the first one."""
+        for name, answer in answers.items():
+            if not answer:
+                continue
+            logits = self._logits(prompts[name], answer)
+            if not self.choices.near:
+                self.choices.noise = self._noise(prompts[name], answer, logits)
+            self._add(name, answer, logits)
 
-    def _add(self, name: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        logits, found = self._logits(prompt, answer), self.choices
+    def _add(self, name: str, answer: Sequence[int], logits: Tensor) -> None:
+        found = self.choices
+        known = logits[:, torch.isfinite(logits[0])]
+        found.spread = min(found.spread, float(known.std(dim=-1).median()))
+        found.largest = max(found.largest, float(known.abs().max()))
         best = logits.max(dim=-1, keepdim=True).values
-        of_answer = logits.gather(1, torch.tensor(answer, device=logits.device)[:, None])
-        deficits = (best - of_answer)[:, 0].tolist()
-        places = [Place(d if d == d else math.inf, name, n) for n, d in enumerate(deficits, start=1)]
+        own = logits.gather(1, torch.tensor(answer, device=logits.device)[:, None])
+        places = [Place(d if d == d else math.inf, name, n) for n, d in enumerate((best - own)[:, 0].tolist(), start=1)]
         found.worst = max(found.worst, *places)
-        finite = logits[:, torch.isfinite(logits[0])]
-        found.spread = min(found.spread, float(finite.std(dim=-1).median()))
-        found.largest = max(found.largest, float(finite.abs().max()))
         top = logits.topk(min(TOP, logits.shape[1]))
-        rows = zip(top.indices.tolist(), (best - top.values).tolist(), strict=True)
-        found.below.setdefault(name, [dict(zip(*row, strict=True)) for row in rows])  # of the first one under this name
+        rows = zip(answer, top.indices.tolist(), (best - top.values).tolist(), strict=True)
+        limit = KEPT * found.allowed
+        near = {
+            n: others for n, (token, ids, below) in enumerate(rows)
+            if (others := {i: d for i, d in zip(ids, below, strict=True) if i != token and d <= limit})
+        }  # fmt: skip
+        found.near[name] = near
 
-    def _noise(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    def _noise(self, prompt: Sequence[int], answer: Sequence[int], plain: Tensor) -> float:
         """Of the likeliest tokens; what moves all of them alike decides nothing."""
-        plain = self._logits(prompt, answer)
-        top = plain.topk(min(TOP, plain.shape[1]) - len(self._barred))
+        top = plain.topk(min(TOP, plain.shape[1] - len(self._barred)))
         runs = []
         for _ in range(RUNS):
             with other_rounding(self.model):
@@ -122,43 +127,30 @@ class Compared(NamedTuple):
     checks: list[Check]
 
 
-def compare(
-    reference: Choices, candidate: Choices, ours: Sequence[Answers], theirs: Sequence[Answers], dtype: torch.dtype
-) -> Compared:
-    """`ours` and `theirs`: the reference's and the candidate's answers, trial by trial; all are held against the
-    reference's first. Answers that only one arm has are not compared."""
+def compare(reference: Choices, candidate: Choices, ours: Answers, theirs: Answers) -> Compared:
+    """`ours` and `theirs`: the reference's and the candidate's answers. What only one arm answers is not compared."""
     checks = [
-        Check(name=f"each token of the {name}, below its model's best", found=found.worst.below,
-              allowed=found.allowed(dtype), where=str(found.worst) if found.worst.below else "")
-        for name, found in (("reference", reference), ("candidate", candidate)) if found.below
+        Check(name=f"each token of the {name}, below its model's best", found=found.worst.below, allowed=found.allowed,
+              where=str(found.worst) if found.worst.below else "")
+        for name, found in (("reference", reference), ("candidate", candidate)) if found.near
     ]  # fmt: skip
-    tokens, parted = 0, dict[Place, str]()
-    for trial, answers in [*enumerate(theirs), *enumerate(ours)]:
-        for name in (name for name in answers if name in reference.below):
-            mine, other = ours[0][name], answers[name]
-            alike = _alike(mine, other)
-            tokens += alike
-            if alike < min(len(mine), len(other)):
-                tokens += 1
-                below = reference.below[name][alike].get(other[alike], math.inf)
-                parted.setdefault(Place(below, name, alike + 1), f" of trial {trial}" if trial else "")
-    allowed = reference.allowed(dtype)
+    tokens, parted = 0, list[Place]()
+    for name in (name for name in ours if name in theirs):
+        mine, other = ours[name], theirs[name]
+        shorter = min(len(mine), len(other))
+        alike = next((n for n in range(shorter) if mine[n] != other[n]), shorter)
+        tokens += min(alike + 1, shorter)
+        if alike < shorter:
+            parted.append(Place(reference.near[name].get(alike, {}).get(other[alike], math.inf), name, alike + 1))
     if parted:
-        said = f"{max(parted)}; {len({place.answer for place in parted})} answers part"
+        said = f"{max(parted)}; {len(parted)} of {len(ours)} answers part"
         name = "first token that differs, below the reference's best"
-        checks.append(Check(name=name, found=max(parted).below, allowed=allowed, where=said))
-    wrong = [f"{place}{when}" for place, when in parted.items() if not place.below <= allowed]
-    return Compared(tokens, wrong, checks)
+        checks.append(Check(name=name, found=max(parted).below, allowed=reference.allowed, where=said))
+    return Compared(tokens, [str(place) for place in parted if not place.below <= reference.allowed], checks)
 
 
-def _alike(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens are the same from the beginning on."""
-    return next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
-
-
-def lengths(answers: Iterable[Answers], wanted: Mapping[str, int]) -> Iterator[str]:
+def lengths(answers: Answers, wanted: Mapping[str, int]) -> Iterator[str]:
     """What is wrong with the number or the length of an arm's answers, in words."""
-    for trial in answers:
-        for name in wanted.keys() | trial.keys():
-            if len(trial.get(name, ())) != wanted.get(name, 0):
-                yield f"the answer to {name} has {len(trial.get(name, ()))} tokens, expected {wanted.get(name, 0)}"
+    for name in wanted.keys() | answers.keys():
+        if len(answers.get(name, ())) != wanted.get(name, 0):
+            yield f"the answer to {name} has {len(answers.get(name, ()))} tokens, expected {wanted.get(name, 0)}"

@@ -75,6 +75,7 @@ def claim_rows(analysis: Analysis, but: Collection[str] = ()) -> list[list[str]]
             continue
         remarks = ["inverted: the source goes the other way"] if c["inverted"] else []
         remarks += [f"in place of {c['stands_for']}"] if c["stands_for"] else []
+        remarks += [c["how"]] if c["how"] else []
         said = _other_baseline(c["baseline_differs"]) if c["baseline_differs"] else c["outcome"]
         found = ratio(c["measured"], c["measured_low"], c["measured_high"]) if math.isfinite(c["measured"]) else ""
         missing = "not measured here" if c["status"] == "ok" else c["status"]

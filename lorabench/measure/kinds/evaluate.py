@@ -1,4 +1,4 @@
-"""Kind `evaluate`: what a checkpoint's evaluation computes: the loss of a validation set, and metrics of generated text.
+"""Kind `evaluate`: what a checkpoint's evaluation computes: the loss of its samples, and metrics of generated text.
 
     python -m lorabench.sweep kind=evaluate 'models=[tiny-llama]' 'ablations=[text_metrics]' workload=8x32
     python -m lorabench.sweep kind=evaluate 'models=[tiny-llama]' 'reference=[sdpa,text_metrics]' \\
@@ -12,10 +12,10 @@ length, each token the best but for rounding (measure/greedy.py); of the same an
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -31,12 +31,14 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.text_metrics import LOSS_ONLY, TextMetrics
 from lorabench.contract.work import Work
 from lorabench.measure import flops, greedy
-from lorabench.measure.answers import Decode, Question, answer, decoder, questions
+from lorabench.measure.answers import SETS, Decode, Question, answer, decoder, questions
 from lorabench.measure.certificate import LOSS
 from lorabench.measure.depth_noise import off
+from lorabench.measure.feed import fresh_samples
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Begin, JobCounts, Kind, Request
-from lorabench.record.schema import TOTAL, Numerics
+from lorabench.plan.samples import TEXT
+from lorabench.record.schema import Numerics
 
 GENERATE, DECODE, METRICS, SCORE = "generate", "decode", "metrics", "score"
 OF_TEXT = (GENERATE, DECODE, METRICS)
@@ -55,6 +57,7 @@ class EvaluateArm(Arm):
     metrics: TextMetrics = LOSS_ONLY
     generation: dict[str, Any] = field(default_factory=dict)
     batch_size: int = 1
+    ask: Callable[[int], list[Question]] = lambda number: []  # the questions of a trial
     questions: list[Question] = field(default_factory=list)
     decode: Decode = str
     text_by: str = ""
@@ -102,7 +105,8 @@ class Evaluate(Kind):
         metrics = hooks.first(Ablation.text_metrics) or LOSS_ONLY
         own: dict[str, Any] = {"metrics": metrics}
         if metrics.samples:
-            own["questions"] = questions(request.samples[0], metrics.samples, metrics.max_new_tokens)
+            own["ask"] = partial(_questions, request, metrics)
+            own["questions"] = own["ask"](0)
             own["decode"], own["text_by"] = decoder(request.jobs[0].workload)
             generation = _plain_generation(metrics)
             hooks.each(Ablation.generate, generation)
@@ -134,6 +138,11 @@ class Evaluate(Kind):
         """Of the samples that are scored, which every arm does; what is generated the kind says apart (`said`)."""
         return {"": JobCounts(arm.real, arm.padded, sum(sample.trained for sample in arm.samples))}
 
+    def feed(self, arm: Any, number: int) -> None:
+        for feed in arm.feeds:
+            feed(number)
+        arm.questions = arm.ask(number)
+
     def first(self, arm: Any, run: Callable[[], Any], request: Request) -> dict[str, Any]:
         """Short answers: what a trace keeps of thousands of tokens would not fit the memory. The evidence begins with
         whole ones, in `settle`."""
@@ -141,14 +150,15 @@ class Evaluate(Kind):
         arm.generation = whole | {n: min(TRACED, arm.metrics.max_new_tokens) for n in LENGTHS if n in whole}
         run()
         arm.generation = whole
-        arm.reader = greedy.Reader(arm.model)
-        wanted = {question.name: arm.metrics.max_new_tokens for question in arm.questions}
-        arm.evidence = {"wanted": wanted, "answers": [], "values": [], "losses": [], "choices": arm.reader.choices}
+        arm.reader = greedy.Reader(arm.model, arm.dtype)
+        arm.evidence = {"wanted": {}, "answers": {}, "values": {}, "losses": [], "choices": arm.reader.choices}
         return {"": arm.evidence}
 
     def settle(self, arm: Any, run: Callable[[], Any]) -> None:
         run()
         self._keep(arm)
+        if arm.device.type == "cuda":
+            torch.cuda.empty_cache()  # what was reserved for reading the answers is none of the arm's
 
     def begin(self, arm: Any) -> None:
         arm.timed = []
@@ -158,15 +168,14 @@ class Evaluate(Kind):
         self._keep(arm)
 
     def _keep(self, arm: Any) -> None:
-        names = [question.name for question in arm.questions]
-        answers = dict(zip(names, arm.answers, strict=True))
-        prompts = {question.name: question.prompt for question in arm.questions}
-        if arm.reader.read(prompts, answers) and arm.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()  # no arm's trial is to find what was reserved for this
-        arm.evidence["answers"].append(answers)
-        arm.evidence["values"].append(arm.values)
-        arm.evidence["losses"].append(arm.loss)
+        """What the last trial came to. An arm is held to what its own toggles promise, and its answers are read."""
+        evidence, put = arm.evidence, arm.questions
+        answers = {question.name: tokens for question, tokens in zip(put, arm.answers, strict=False)}
+        arm.reader.read({question.name: question.prompt for question in put}, answers)
+        evidence["wanted"] |= {question.name: arm.metrics.max_new_tokens for question in put}
+        evidence["answers"] |= answers
+        evidence["values"] |= arm.values
+        evidence["losses"].append(arm.loss)
 
     def said(self, arm: Any, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         if not arm.questions:
@@ -181,7 +190,7 @@ class Evaluate(Kind):
             "prompt_tokens": [len(question.prompt) for question in arm.questions],
             "at_a_time": max(arm.batches),
             "text": arm.text_by,
-            "metrics": arm.values,
+            "metrics": {of: arm.evidence["values"][of] for of in SETS if of in arm.evidence["values"]},
             "seconds": seconds,
             "seconds_per_answer": {name: took / count for name, took in seconds.items() if name != SCORE},
             "quantities": {
@@ -195,11 +204,10 @@ class Evaluate(Kind):
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype
     ) -> Numerics | None:
-        found = greedy.compare(
-            reference["choices"], candidate["choices"], reference["answers"], candidate["answers"], dtype
-        )
-        wrong = [*_faults(reference, "reference"), *_faults(candidate, "candidate"), *found.wrong]
-        wrong += _other_values(reference, candidate)
+        both = {"reference": reference, "candidate": candidate}
+        wrong = [f"{w} ({arm})" for arm, e in both.items() for w in greedy.lengths(e["answers"], e["wanted"])]
+        found = greedy.compare(*(e[part] for part in ("choices", "answers") for e in both.values()))
+        wrong += [*found.wrong, *_other_values(reference, candidate)]
         losses = list(zip(reference["losses"], candidate["losses"], strict=False))
         error = max((off(theirs, ours) for ours, theirs in losses), default=0.0)
         passed = not wrong and error <= LOSS[dtype] and all(check.passed for check in found.checks)
@@ -255,22 +263,23 @@ def _compute(arm: Any, answers: Sequence[str], expected: Sequence[str]) -> None:
         arm.seconds[name] = perf_counter() - began
 
 
-def _faults(evidence: Mapping[str, Any], name: str) -> Iterator[str]:
-    """What an arm did not do of what its own toggles promise."""
-    yield from (f"{fault} ({name})" for fault in greedy.lengths(evidence["answers"], evidence["wanted"]))
+def _questions(request: Request, metrics: TextMetrics, number: int) -> list[Question]:
+    """Those of a trial. Its tokens are those that its batches have."""
+    job = request.jobs[0]
+    random, vocabulary = job.workload.kind != TEXT, request.model.hf_config().vocab_size
+    samples = fresh_samples(request.samples[0], vocabulary, random, job.seed, number)
+    return questions(samples, metrics.samples, metrics.max_new_tokens, number)
 
 
 def _other_values(reference: Mapping[str, Any], candidate: Mapping[str, Any]) -> Iterator[str]:
     """Metrics that both arms have and that differ, of sets in which their answers do not."""
-    if reference["wanted"] != candidate["wanted"]:
-        return
-    for trial, (mine, other) in enumerate(zip(reference["values"], candidate["values"], strict=False)):
-        for of in mine:
-            ours, theirs = (_of_set(e["answers"][trial], of) for e in (reference, candidate))
-            for name in mine[of].keys() & other.get(of, {}).keys() if ours == theirs else ():
-                if off(other[of][name], mine[of][name]) > SAME:
-                    yield f"{name} of the {of} set, {other[of][name]:.4g} where the reference has {mine[of][name]:.4g}"
+    for of, mine in reference["values"].items():
+        other = candidate["values"].get(of, {})
+        ours, theirs = (_of_set(evidence["answers"], of) for evidence in (reference, candidate))
+        for name in mine.keys() & other.keys() if ours == theirs else ():
+            if off(other[name], mine[name]) > SAME:
+                yield f"{name} of the {of} set, {other[name]:.4g} where the reference has {mine[name]:.4g}"
 
 
 def _of_set(answers: greedy.Answers, of: str) -> dict[str, Sequence[int]]:
-    return {name: tokens for name, tokens in answers.items() if name.startswith(f"{of} ")}
+    return {name: tokens for name, tokens in answers.items() if name.startswith(f"{of}, ")}
