@@ -17,8 +17,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Question(NamedTuple):
-    """A prompt and how it goes on. `set`: one of SETS, and of which trial after the workload's own samples; `name`: what an
-    answer is called by."""
+    """A prompt and how it goes on. `set`: one of SETS, with the trial's number where the samples are not the workload's
+    own; `name`: what an answer is called by."""
 
     set: str
     name: str

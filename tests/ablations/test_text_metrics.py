@@ -52,8 +52,8 @@ def test_values_are_the_libraries_and_the_corpus_s():
 
 
 def test_the_answer_and_the_expected_text_do_not_change_places():
-    """BLEU has a brevity penalty for what is too short and precisions for what is too long; an F-measure is the same both
-    ways."""
+    """BLEU has a brevity penalty for what is too short and precisions for what is too long; an F-measure is the same
+    both ways."""
     longer = f"{CAT} and slept"
     assert compute("bleu", [CAT], [longer]) == pytest.approx(100 * math.exp(1 - 8 / 6))
     assert compute("bleu", [longer], [CAT]) == pytest.approx(100 * (6 / 8 * 5 / 7 * 4 / 6 * 3 / 5) ** 0.25)
