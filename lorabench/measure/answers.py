@@ -38,11 +38,13 @@ def questions(samples: Sequence[Sample], of_each: int, new_tokens: int, trial: i
 
 
 def _parts(sample: Sample, new_tokens: int) -> tuple[list[int], list[int]]:
-    """What comes before the first trained token, and from there as much as is answered; of a sample that is trained
-    from its first token on, its halves."""
-    begin = next((n for n, label in enumerate(sample.labels) if label != IGNORE), 0)
-    begin = begin or max(1, len(sample.tokens) // 2)
-    return sample.tokens[:begin], sample.tokens[begin : begin + new_tokens]
+    """What comes before the first trained token, and what is trained from there on without a gap (of a chat the first
+    answer), as much as is answered. Of a sample that is trained from its first token on, its halves."""
+    trained = [label != IGNORE for label in sample.labels]
+    begin = trained.index(True) if any(trained) else 0
+    begin = begin or max(1, len(trained) // 2)
+    end = trained.index(False, begin) if False in trained[begin:] else len(trained)
+    return sample.tokens[:begin], sample.tokens[begin : min(end, begin + new_tokens)]
 
 
 def answer(
