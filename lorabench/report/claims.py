@@ -261,11 +261,11 @@ def measured(record: Record, claim: Claim, contrasts: Contrasts) -> tuple[float,
         return 100 * (1 - after / before), math.nan, math.nan
     if claim.measure == HELD and after is not None:
         return after / 1e9, math.nan, math.nan
-    said = _said(record, claim)
-    return (said["value"], math.nan, math.nan) if said else UNKNOWN
+    found = said(record, claim)
+    return (found["value"], math.nan, math.nan) if found else UNKNOWN
 
 
-def _said(record: Record, claim: Claim) -> Mapping[str, Any]:
+def said(record: Record, claim: Claim) -> Mapping[str, Any]:
     """What the kind says of the claim's quantity: `value`, and `how` it came to be; empty where it says nothing."""
     arms = [note for arm in ARMS if isinstance(note := record.notes.get(arm), Mapping)]
     return next((q[claim.quantity] for note in arms if claim.quantity in (q := note.get("quantities", {}))), {})
@@ -350,7 +350,7 @@ def _row(m: Match, contrasts: Contrasts) -> dict[str, Any]:
         "measured_high": high,
         "outcome": _outcome(m, value, low, high),
         "status": m.record.status,
-        "how": _said(m.record, m.claim).get("how", ""),
+        "how": said(m.record, m.claim).get("how", ""),
         "baseline_differs": m.differs,
         "stands_for": m.stands_for,
         "inverted": m.inverted,

@@ -330,5 +330,8 @@ def test_what_a_kind_says_of_an_arm_stands_beside_the_claim(record, reference, a
     assert (row["outcome"], row["baseline_differs"], row["inverted"], row["how"]) == ("within", "", False, note["how"])
     (said,) = claim_rows(Analysis([own]))
     assert said[3] == "7.500" and "extrapolated from 8 answers to 2000" in said[4]
+    other = record([f"{ablations[0]}(x=1)"], kind="evaluate", reference=reference, notes=notes)
+    ((_, _, [row_of_both]),) = claim_tables(Analysis([own, other]))
+    assert [cell for cell in row_of_both if cell == f"7.500 within ({note['how']})"] == row_of_both[3:]
     (silent,) = frame([record(ablations, kind="evaluate", reference=reference)]).to_dict("records")
     assert math.isnan(silent["measured"]) and silent["outcome"] == ""
