@@ -1,4 +1,5 @@
-"""Slot `generation`: how a checkpoint's evaluation generates its answers. transformers comes with a KV cache."""
+"""Slot `generation`: how a checkpoint's evaluation generates its answers. transformers comes with a KV cache, and
+answers what it is given at a time."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied
+
+NOTHING = "no text is generated here: add text_metrics to reference="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,35 @@ class NoKvCache(Ablation):
 
     def audit(self, evidence: Evidence) -> int:
         arm: Any = evidence.arm
+        if not arm.answers:
+            raise NotApplied(NOTHING)
         if arm.with_cache:
             raise NotApplied(f"{arm.with_cache} of {len(arm.answers)} answers kept keys and values all the same")
         return len(arm.answers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchedGeneration(Ablation):
+    """Several prompts at a time, padded on the left: a step of decoding reads the weights once for all of them."""
+
+    name: ClassVar[str] = "batched_generation"
+    slot: ClassVar[str] = "generation"
+    kinds: ClassVar[tuple[str, ...]] = ("evaluate",)
+    summary: ClassVar[str] = "greedy generation of several answers at a time"
+
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 2:
+            raise ValueError(f"batch_size={self.batch_size}: expected 2 or more")
+
+    def generate(self, kwargs: dict[str, Any]) -> None:
+        kwargs["batch_size"] = self.batch_size
+
+    def audit(self, evidence: Evidence) -> int:
+        arm: Any = evidence.arm
+        if not arm.answers:
+            raise NotApplied(NOTHING)
+        if max(arm.batches) < 2:
+            raise NotApplied("there is one answer to generate, so there is nothing to put together")
+        return sum(size for size in arm.batches if size > 1)

@@ -2,8 +2,8 @@
 
 A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
 and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
-load, adapt, prepare, build, patch, shard, batch, optimize, step, size (or read, or generate, in the kinds that load
-weights or evaluate a checkpoint); `audit` then proves that the toggle engaged.
+load, adapt, prepare, build, patch, shard, batch, optimize, step, size (or read, or text_metrics and generate, in the
+kinds that load weights or evaluate a checkpoint); `audit` then proves that the toggle engaged.
 docs/add-an-ablation.md walks through one.
 """
 
@@ -22,6 +22,7 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import Ranks
 from lorabench.contract.rehearsal import Rehearsal, Sizing
 from lorabench.contract.settings import Settings, Worth
+from lorabench.contract.text_metrics import TextMetrics
 from lorabench.contract.workload import Workload
 
 if TYPE_CHECKING:  # these import torch, which a list of toggles can do without
@@ -194,8 +195,14 @@ class Ablation:
         """How a checkpoint's files come to the device. None: leave it to another toggle or to safetensors."""
         return None
 
+    def text_metrics(self) -> TextMetrics | None:
+        """What a checkpoint's evaluation computes of generated text. None: leave it to another toggle or to the loss
+        alone."""
+        return None
+
     def generate(self, kwargs: dict[str, Any]) -> None:
-        """Change the keyword arguments of `model.generate`, in place."""
+        """Change the keyword arguments of `model.generate` and, under the key "batch_size", how many prompts are
+        answered at a time, in place. Asked only where text is generated."""
 
     def audit(self, evidence: Evidence) -> int:
         """How many sites the toggle is at work in. Zero, or NotApplied with the reason, makes the record

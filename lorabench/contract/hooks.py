@@ -19,6 +19,7 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.settings import Settings
+from lorabench.contract.text_metrics import TextMetrics
 
 Hook = Callable[..., Any]
 WORD = "the toggle "  # how a note of ours begins: others may add notes to an exception too
@@ -107,6 +108,7 @@ EXPECTED: dict[Hook, Answer] = {
     Ablation.step: Answer("a Step", lambda answer: hasattr(answer, "innermost")),
     Ablation.size: Answer("a Sizing, or None", _or_none(lambda answer: isinstance(answer, Sizing))),
     Ablation.read: Answer("a WeightsReader, or None", _or_none(lambda answer: isinstance(answer, WeightsReader))),
+    Ablation.text_metrics: Answer("TextMetrics, or None", _or_none(lambda answer: isinstance(answer, TextMetrics))),
     Ablation.settings: Answer("Settings, or None", _or_none(lambda answer: isinstance(answer, Settings))),
 }
 

@@ -26,6 +26,8 @@ class KindSpec:
     summary: ClassVar[str]
     phases: ClassVar[tuple[str, ...]]  # in the order in which they run
     total: ClassVar[str]  # what their sum is called
+    # Phases that an arm may do without: where only one arm has one, the record holds its times and no ratio.
+    optional: ClassVar[tuple[str, ...]] = ()
     # Fields of a record with status `ok` that must be there beside phases, applied and pairing.
     carries: ClassVar[tuple[str, ...]] = ()
     candidate: ClassVar[bool] = True  # False: the least work of another kind, so without gate, rank and verdict

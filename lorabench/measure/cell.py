@@ -57,7 +57,8 @@ class ArmResult:
     evidence: list[dict[str, Any]] = field(default_factory=list)
     numerics: dict[str, Numerics] = field(default_factory=dict)
     applied: dict[str, int] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)  # by toggle
+    said: dict[str, Any] = field(default_factory=dict)  # by the kind, of the arm
     jobs: dict[str, JobCounts] = field(default_factory=dict)
 
 
@@ -279,7 +280,9 @@ class Measurement:
         if self.trials:
             self.result.telemetry = sampler.summary(list(zip(*self.trials.values(), strict=True)))
         for name, done in self.trials.items():
-            self.result.arms[name].times = self._times(done)
+            into = self.result.arms[name]
+            into.times = self._times(done)
+            into.said = here[name].kind.said(here[name], into.times)
 
     def _timed(self, name: str, done: trial.Trial | None) -> None:
         """Tell the runner where a trial begins, and what of it the record will have where it ends."""

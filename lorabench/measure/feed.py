@@ -102,3 +102,14 @@ def _slots(own: Batch, marks: Batch) -> list[_Slots]:
 
 def _same(own: dict[str, Tensor], filled: dict[str, Tensor]) -> bool:
     return all(own[n].shape == filled[n].shape and torch.equal(own[n], filled[n]) for n in FILLED if n in own)
+
+
+def fresh_samples(samples: Sequence[Sample], vocabulary: int, random: bool, seed: int, number: int) -> list[Sample]:
+    """The samples of a trial, as a feed puts them into the batches: see `fresh_tokens`."""
+    flat = fresh_tokens(samples, vocabulary, random, seed, number).tolist()
+    made = []
+    for sample in samples:
+        tokens, flat = flat[: len(sample.tokens)], flat[len(sample.tokens) :]
+        labels = [IGNORE if old == IGNORE else new for old, new in zip(sample.labels, tokens, strict=True)]
+        made.append(Sample(tokens, labels))
+    return made

@@ -6,7 +6,7 @@ asks the methods of this class and no kind by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,11 @@ class Kind(KindSpec):
 
     def last(self, arm: Arm, run: Callable[[], Any]) -> None:
         """After the timed trials: run one more by `run()`, and add to the evidence."""
+
+    def said(self, arm: Arm, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        """After the timed trials: what a record says of this arm beside its times, which are given in milliseconds by
+        phase. What JSON can hold."""
+        return {}
 
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype

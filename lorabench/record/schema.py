@@ -38,8 +38,8 @@ class Phase(Strict):
     """One phase's trials in milliseconds, in the order of the rounds, and reference / candidate with a 95 % interval,
     as the code that measured them computed it. Reports compute it again.
 
-    After an `oom` one of the two lists is None and so is the speed-up. The speed-up is also None in a record whose
-    trials are too few for an interval.
+    After an `oom`, and of a phase that only one arm does, one of the two lists is None and so is the speed-up. The
+    speed-up is also None in a record whose trials are too few for an interval.
     """
 
     reference_ms: list[Milliseconds] | None = None
@@ -213,7 +213,8 @@ class Record(Strict):
     pairing: Literal["paired", "abba"] | None = None  # one process trial by trial, or processes in A B B A order
     processes: dict[ArmName, list[int]] | None = None  # of separate ones: how many trials each made, in their order
     rank: int | None = None  # which of an arm's ranks it was
-    phases: dict[str, Phase] | None = None  # those of the kind that both arms had, in order, and TOTAL
+    # Those of the kind that both arms had, in order, and TOTAL; one that the kind calls optional also of one arm.
+    phases: dict[str, Phase] | None = None
     tokens: Tokens | None = None
     memory: dict[ArmName, ArmMemory] | None = None
     numerics: Numerics | None = None  # of several jobs the one nearest to its limit
@@ -275,6 +276,8 @@ class Record(Strict):
             raise ValueError(f"status {self.status} needs a reason")
         if self.pairing == "paired" and self.status == "ok":
             for name, phase in (self.phases or {}).items():
+                if name in of_kind.optional and None in (phase.reference_ms, phase.candidate_ms):
+                    continue
                 if len(phase.reference_ms or ()) != len(phase.candidate_ms or ()):
                     raise ValueError(f"{name}: paired trials need lists of one length")
         for arm, sizes in (self.processes or {}).items():

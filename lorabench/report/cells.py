@@ -152,7 +152,12 @@ def host_bound(row: Mapping[Any, Any]) -> bool:
 
 
 def _phase(row: Mapping[Any, Any], phase: str) -> str:
-    """A phase has no verdict of its own: where that of the whole is unclear, its interval alone."""
+    """A phase has no verdict of its own: where that of the whole is unclear, its interval alone. One that a single arm
+    does has its time."""
+    took = {arm: row[f"{phase}_{arm}_ms"] for arm in ARMS}
+    alone = [arm for arm, ms in took.items() if math.isfinite(ms)]
+    if row["status"] == "ok" and len(alone) == 1:
+        return f"{alone[0]} only, {number(took[alone[0]])} ms"
     found = row[f"{phase}_speedup"], row[f"{phase}_low"], row[f"{phase}_high"]
     if row["verdict"] == "unclear" and math.isfinite(found[0]):
         return unclear(*found[1:]).removeprefix("unclear ")

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import AnyTable
-from lorabench.report.claims import Match, Source, claims_frame, measured, outcome
+from lorabench.report.claims import Match, Source, claims_frame, measured, outcome, said
 from lorabench.report.contrasts import Contrasts, toggles
 from lorabench.report.words import number, ratio
 
@@ -52,7 +52,9 @@ def _side_by_side(source: Source, found: Sequence[Match], analysis: Analysis) ->
 def _beside(m: Match, contrasts: Contrasts) -> str:
     value, low, high = measured(m.record, m.claim, contrasts)
     missing = "not measured here" if m.record.status == "ok" else m.record.status
-    return f"{ratio(value, low, high)} {outcome(m, contrasts)}".strip() if math.isfinite(value) else missing
+    how = said(m.record, m.claim).get("how")
+    parts = ratio(value, low, high), outcome(m, contrasts), how and f"({how})"
+    return " ".join(filter(None, parts)) if math.isfinite(value) else missing
 
 
 def _other_baseline(differs: str) -> str:
@@ -75,13 +77,14 @@ def claim_rows(analysis: Analysis, but: Collection[str] = ()) -> list[list[str]]
             continue
         remarks = ["inverted: the source goes the other way"] if c["inverted"] else []
         remarks += [f"in place of {c['stands_for']}"] if c["stands_for"] else []
-        said = _other_baseline(c["baseline_differs"]) if c["baseline_differs"] else c["outcome"]
+        remarks += [c["how"]] if c["how"] else []
+        verdict = _other_baseline(c["baseline_differs"]) if c["baseline_differs"] else c["outcome"]
         found = ratio(c["measured"], c["measured_low"], c["measured_high"]) if math.isfinite(c["measured"]) else ""
         missing = "not measured here" if c["status"] == "ok" else c["status"]
         rows.append([
             f"{c['toggles']}, {' @ '.join(filter(None, (c['model'], c['workload'])))}", _quantity(c["quantity"]),
             _range(c["claimed_low"], c["claimed_high"]), found or missing,
-            " ".join([said, *(f"({r})" for r in remarks)]).strip(),
+            " ".join([verdict, *(f"({r})" for r in remarks)]).strip(),
             f"{c['baseline']}; {c['hardware']}", c["source"],
         ])  # fmt: skip
     return rows

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
@@ -29,8 +29,10 @@ from lorabench.report.contrasts import Contrasts, toggles
 SPEEDUP, SAVED, HELD = "speedup", "memory_saved_pct", "memory_gb"
 PEAK = "peak"
 MORE, LESS = "more", "less"
+MEMORY = (SAVED, HELD)
 BETTER = {SPEEDUP: MORE, SAVED: MORE, HELD: LESS}  # which way a measure is better
-# What sources also state. No record holds these, unless the claim says of which phase they are.
+# What sources also state. A record holds one of these where the claim says of which phase it is, or where its kind says
+# it of an arm (`quantities` in its notes).
 OTHER_QUANTITIES = {
     "attention_speedup": MORE, "kernel_speedup": MORE, "load_speedup": MORE, "tokens_s": MORE, "latency_h": LESS,
     "latency_days": LESS, "gpu_utilization_pct": MORE, "memory_traffic_saved_pct": MORE, "pipeline_bubble_pct": LESS,
@@ -214,13 +216,16 @@ def _match(source: Source, claim: Claim, record: Record, tested: set[str], base:
         stands_for = "" if tested == own else " + ".join(t for t in claim.candidate if t in own)
         differs = _differs(claim.reference, base, claim.may_hold)
         return Match(source, claim, record, claim.low, claim.high, False, differs, stands_for)
-    # The other way round: the record switches on what the source switched off. Only a ratio can be inverted.
+    # The other way round: the record switches on what the source switched off. A ratio is then its inverse; what the
+    # source saved is what the record spends; memory does not say.
     there = next((way for way in claim.ways if way <= base), None)
-    if tested == set(claim.reference) - set(claim.candidate) and there is not None and claim.measure == SPEEDUP:
+    if tested == set(claim.reference) - set(claim.candidate) and there is not None and claim.measure not in MEMORY:
         stands_for = "" if there == own else " + ".join(t for t in claim.candidate if t in own)
         baseline = [t for t in claim.candidate if t not in own] + sorted(there)
         differs = _differs(baseline, base, claim.may_hold)
-        return Match(source, claim, record, 1 / claim.high, 1 / claim.low, True, differs, stands_for)
+        ratio = claim.measure == SPEEDUP
+        low, high = (1 / claim.high, 1 / claim.low) if ratio else (claim.low, claim.high)
+        return Match(source, claim, record, low, high, ratio, differs, stands_for)
     return None
 
 
@@ -256,7 +261,14 @@ def measured(record: Record, claim: Claim, contrasts: Contrasts) -> tuple[float,
         return 100 * (1 - after / before), math.nan, math.nan
     if claim.measure == HELD and after is not None:
         return after / 1e9, math.nan, math.nan
-    return UNKNOWN
+    found = said(record, claim)
+    return (found["value"], math.nan, math.nan) if found else UNKNOWN
+
+
+def said(record: Record, claim: Claim) -> Mapping[str, Any]:
+    """What the kind says of the claim's quantity: `value`, and `how` it came to be; empty where it says nothing."""
+    arms = [note for arm in ARMS if isinstance(note := record.notes.get(arm), Mapping)]
+    return next((q[claim.quantity] for note in arms if claim.quantity in (q := note.get("quantities", {}))), {})
 
 
 def _bytes(held: ArmMemory | None, phase: str) -> int | None:
@@ -295,6 +307,7 @@ def claims_frame(matches: Sequence[Match], contrasts: Contrasts) -> pd.DataFrame
         "measured_high",
         "outcome",
         "status",
+        "how",
         "baseline_differs",
         "stands_for",
         "inverted",
@@ -337,6 +350,7 @@ def _row(m: Match, contrasts: Contrasts) -> dict[str, Any]:
         "measured_high": high,
         "outcome": _outcome(m, value, low, high),
         "status": m.record.status,
+        "how": said(m.record, m.claim).get("how", ""),
         "baseline_differs": m.differs,
         "stands_for": m.stands_for,
         "inverted": m.inverted,

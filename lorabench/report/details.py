@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lorabench.record.schema import ARMS, Energy, JobRecord, Numerics, Phase, RankSpread, Record, Telemetry
@@ -40,7 +40,8 @@ def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequen
         **_roofline(record),
         "telemetry": _telemetry(record.telemetry) if record.telemetry else None,
         **{f"energy, {arm}": _energy(block) for arm, block in (record.energy or {}).items()},
-        "notes": pairs({name: said for name, said in record.notes.items() if name not in (record.applied or {})}),
+        "notes": pairs({n: said for n, said in record.notes.items() if n not in (*(record.applied or {}), *ARMS)}),
+        **{f"notes, {arm}": _of_arm(record.notes[arm]) for arm in ARMS if arm in record.notes},
         "cost, s": pairs(_rounded(record.cost.model_dump())) if record.cost else None,
         "design": record.design,
         "key": f"{record.key}, session {record.session}",
@@ -80,6 +81,21 @@ def _patched(record: Record) -> list[list[str]] | None:
 
 def said(note: Any) -> str:
     return pairs(note) if isinstance(note, Mapping) else "" if note is None else str(note)
+
+
+def _of_arm(note: Any) -> Fact:
+    """What the kind says of an arm; a row a value, where that is a table."""
+    if not isinstance(note, Mapping):
+        return str(note)
+    return [["what", "is"], *([name, value] for name, value in _flat("", note))]
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for inner, of in value.items():
+            yield from _flat(f"{name}, {inner}" if name else str(inner), of)
+    else:
+        yield name, number(value) if isinstance(value, float) else str(value)
 
 
 def _numerics(found: Numerics) -> list[list[str]]:

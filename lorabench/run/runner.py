@@ -192,7 +192,7 @@ class Runner:
                 cell, status="ok", pairing=pair.pairing, phases=_phases(cell, reference, candidate, pair),
                 processes=pair.processes or None, tokens=_tokens(reference.jobs, candidate.jobs),
                 memory=_present(pair, "memory"), jobs=_jobs(cell, pair, verdicts), ranks=result.ranks or None,
-                applied=_of_sides(cell, pair, "applied"), notes=_of_sides(cell, pair, "notes"),
+                applied=_of_sides(cell, pair, "applied"), notes=_of_sides(cell, pair, "notes") | _said(pair),
                 roofline=_present(pair, "roofline"), **common,
             )  # fmt: skip
         survivors = {n: a for n, a in pair.arms.items() if a.times} if result.status == "oom" else {}
@@ -282,12 +282,15 @@ def _jobs(cell: Cell, pair: Pair, verdicts: dict[str, Numerics]) -> dict[str, Jo
 
 
 def _phases(cell: Cell, reference: ArmResult | None, candidate: ArmResult | None, pair: Pair) -> dict[str, Phase]:
-    """The phases that every arm has which was measured, in the kind's order, and their sum."""
+    """The phases that every arm has which was measured, in the kind's order, and their sum; of those that an arm may do
+    without also what one arm has."""
     phases: dict[str, Phase] = {}
+    own = kind(cell.kind)
     of_reference, of_candidate = (pair.processes.get(name, []) for name in ARMS)
-    for name in (*kind(cell.kind).phases, TOTAL):
+    for name in (*own.phases, TOTAL):
         times = [arm.times.get(name) if arm else None for arm in (reference, candidate)]
-        if not any(times) or (reference and candidate and not all(times)):
+        missing = reference and candidate and not all(times) and name not in own.optional
+        if missing or not any(times):
             continue
         phase = Phase(reference_ms=_short(times[0]), candidate_ms=_short(times[1]))
         if (
@@ -312,6 +315,11 @@ def _of_sides(cell: Cell, pair: Pair, attribute: Literal["applied", "notes"]) ->
     """What the candidate's toggles say of themselves; of a head to head also what the other side's do."""
     names = ARMS if cell.versus else ARMS[1:]
     return {key: value for name in names for key, value in getattr(pair.arms[name], attribute).items()}
+
+
+def _said(pair: Pair) -> dict[str, Any]:
+    """What the kind says of each arm, under the arm's name."""
+    return {name: arm.said for name, arm in pair.arms.items() if arm.said}
 
 
 def _add(total: dict[str, float], more: dict[str, float]) -> None:

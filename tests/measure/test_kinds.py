@@ -1,5 +1,4 @@
-"""The kinds `load` and `evaluate`, their toggles and their gates; what every kind has to say; and sweeps that mix
-them."""
+"""The kind `load`, its toggles and its gate; what every kind has to say; and sweeps that mix kinds."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def test_there_are_five_kinds_and_each_says_its_phases():
         "op": ("forward", "backward"),
         "limit": ("forward", "backward"),
         "load": ("read", "place"),
-        "evaluate": ("generate", "score"),
+        "evaluate": ("generate", "decode", "metrics", "score"),
     }
     assert [n for n, k in found.items() if not k.candidate] == ["limit"]
     assert all(isinstance(k, Kind) and k.summary and k.total for k in found.values())
@@ -121,31 +120,6 @@ def test_a_page_cache_that_does_not_forget_is_unsupported(tmp_path, monkeypatch)
     (tmp_path / "file").write_bytes(b"1")
     with pytest.raises(Unsupported, match="a cold cache needs a disk"):
         load.forget(tmp_path / "file")
-
-
-def test_evaluation_is_measured_and_its_tokens_and_loss_are_compared(tmp_path):
-    again, without = records(tmp_path, "kind=evaluate", "models=[tiny-llama@2x16]", "ablations=[no_kv_cache]")
-    for record in (again, without):
-        assert (record.status, record.kind) == ("ok", "evaluate"), record.reason
-        assert list(record.phases) == ["generate", "score", "total"]
-        assert record.numerics.passed and record.numerics.tensors == (1 + 3) * 2 * 16 and record.numerics.unequal == 0
-        assert record.tokens.real == 2 * 16 + 2 * 16
-    assert without.applied["no_kv_cache"] == 2
-    assert without.reference == ["sdpa"]  # what of the reference an evaluation knows
-
-
-def test_another_token_or_another_loss_is_no_speed():
-    own = kind("evaluate")
-    answers = [[1, 2, 3], [4, 5, 6]]
-    right = {"answers": [answers, answers], "losses": [2.0, 2.0]}
-    token = {"answers": [answers, [[1, 2, 3], [4, 9, 6]]], "losses": [2.0, 2.0]}
-    loss = {"answers": right["answers"], "losses": [2.0, 2.001]}
-    assert own.agree(None, None, right, right, torch.float32).passed
-    verdict = own.agree(None, None, right, token, torch.float32)
-    assert not verdict.passed and "first token 2 of answer 2 of trial 1" in own.explain(verdict)
-    verdict = own.agree(None, None, right, loss, torch.float32)
-    assert not verdict.passed and "validation loss is off by 0.0005" in own.explain(verdict)
-    assert own.agree(None, None, right, loss, torch.bfloat16).passed
 
 
 def test_a_sweep_mixes_kinds_and_each_toggle_goes_where_it_is_known():

@@ -24,7 +24,7 @@ def test_every_kind_has_toggles_of_its_own_where_none_are_named():
         return {t.name for c in made for t in c.toggles}, {c.kind for c in made}
 
     assert named("kind=load", "models=[tiny-llama]") == ({"parallel_reading"}, {"load"})
-    assert named("kind=evaluate", "models=[tiny-llama]") == ({"no_kv_cache"}, {"evaluate"})
+    assert named("kind=evaluate", "models=[tiny-llama]") == ({"text_metrics"}, {"evaluate"})
     of_op = {"lora_addmm", "lora_kernels", "bare_linear"}
     assert named("models=[linear-8x8@1x4]", "reference=linear") == (of_op, {"op", "limit"})
     both, kinds = named("models=[tiny-llama,load:tiny-llama]")

@@ -14,7 +14,8 @@ from lorabench.record.schema import ARMS, Record
 
 SHARES = {"forward": 0.3, "backward": 0.6, "step": 0.1}  # of a step's time
 PHASES = {"train": SHARES, "op": {"forward": 0.4, "backward": 0.6}, "limit": {"forward": 0.3, "backward": 0.6},
-          "load": {"read": 0.5, "place": 0.5}, "evaluate": {"generate": 0.7, "score": 0.3}}  # fmt: skip
+          "load": {"read": 0.5, "place": 0.5},
+          "evaluate": {"generate": 0.6, "decode": 0.1, "metrics": 0.1, "score": 0.2}}  # fmt: skip
 FAILED = {"timeout", "crash", "wrong_numerics", "not_applied", "unsupported", "conflict"}
 
 

@@ -311,3 +311,27 @@ def test_a_claim_without_arms_or_with_a_typo_is_refused(changes, said):
     assert claims.Claim.model_validate(a_claim())
     with pytest.raises(ValidationError, match=said):
         claims.Claim.model_validate(a_claim(**changes))
+
+
+@pytest.mark.parametrize(
+    ("reference", "ablations", "arm"),
+    [
+        (["sdpa", "text_metrics(samples=8)"], ["no_text_metrics"], "reference"),
+        (["sdpa", "no_text_metrics"], ["text_metrics(max_new_tokens=128)"], "candidate"),
+    ],
+)
+def test_what_a_kind_says_of_an_arm_stands_beside_the_claim(record, reference, ablations, arm):
+    """Minutes that one side spends are what the other one saves: the claim is read the same way from both."""
+    note = {"value": 7.5, "how": "extrapolated from 8 answers to 2000, in proportion"}
+    notes = {arm: {"answers": 8, "quantities": {"minutes_saved_per_checkpoint": note}}}
+    own = record(ablations, kind="evaluate", reference=reference, notes=notes)
+    (row,) = frame([own]).to_dict("records")
+    assert (row["claim"], row["measured"], row["claimed_low"], row["claimed_high"]) == ("step-4-metrics", 7.5, 1, 17)
+    assert (row["outcome"], row["baseline_differs"], row["inverted"], row["how"]) == ("within", "", False, note["how"])
+    (said,) = claim_rows(Analysis([own]))
+    assert said[3] == "7.500" and "extrapolated from 8 answers to 2000" in said[4]
+    other = record([f"{ablations[0]}(x=1)"], kind="evaluate", reference=reference, notes=notes)
+    ((_, _, [row_of_both]),) = claim_tables(Analysis([own, other]))
+    assert [cell for cell in row_of_both if cell == f"7.500 within ({note['how']})"] == row_of_both[3:]
+    (silent,) = frame([record(ablations, kind="evaluate", reference=reference)]).to_dict("records")
+    assert math.isnan(silent["measured"]) and silent["outcome"] == ""

@@ -9,7 +9,7 @@ from lorabench.report.groups import groups
 from lorabench.report.shown import show
 
 PHASES = {"train": ["forward", "backward", "step"], "op": ["forward", "backward"], "load": ["read", "place"],
-          "evaluate": ["generate", "score"]}  # fmt: skip
+          "evaluate": ["generate", "decode", "metrics", "score"]}  # fmt: skip
 TITLE = "smollm2-135m @ alpaca"
 
 
@@ -35,11 +35,12 @@ def test_kinds_of_one_model_and_workload_are_tables_of_their_own(record, folder,
     (load,) = md_rows(text, "smollm2-135m @ warm\\_cache")
     assert "read ×" in load and "real tokens/s, ref → cand" not in load
     assert "step ×" in md_rows(text, f"{TITLE}, train")[0]
-    assert list(md_rows(text, f"{TITLE}, evaluate")[0])[1:4] == ["median ms, ref → cand", "generate ×", "score ×"]
+    phases = [f"{phase} ×" for phase in PHASES["evaluate"]]
+    assert list(md_rows(text, f"{TITLE}, evaluate")[0])[1:6] == ["median ms, ref → cand", *phases]
     run = folder(tmp_path, records)
     assert {p.name for p in write_report(run)} >= {"speedup.png", "phases.png", "report.html"}
     page = (run / "report.html").read_text()
-    assert "generate + score" in page and "forward + backward + step" in page
+    assert "generate + decode + metrics + score" in page and "forward + backward + step" in page
 
 
 def test_the_least_work_stands_last_in_the_table_that_it_bounds(record):
@@ -72,3 +73,22 @@ def test_jobs_and_ranks_are_columns_only_where_there_are_any(record, several_job
     assert (row["jobs"], row["job_tokens"], row["job_r"]) == (2, "a 512, b 1024", "a 8, b 16")
     assert (row["job_gate"], row["candidate_ranks"], row["candidate_rank_spread"]) == ("a passed, b none", 2, 0.03)
     assert not {"jobs", "job_gate", "candidate_ranks", "reference_ranks", "unequal"} & {*Analysis([record([])]).table}
+
+
+def test_a_phase_that_one_arm_does_shows_its_time(record, folder, tmp_path):
+    """Text metrics switched on and off: a column of ratios has the time of the arm that generates."""
+    both = record(["x"], kind="evaluate")
+    fields = both.model_dump(by_alias=True)
+    for arm, row in (("reference", "candidate only, "), ("candidate", "reference only, ")):
+        alone = {p: phase | ({f"{arm}_ms": None, "speedup": None} if p in ("generate", "decode", "metrics") else {})
+                 for p, phase in fields["phases"].items()}  # fmt: skip
+        own = type(both).model_validate(fields | {"phases": alone, "notes": {"reference": {"seconds": {"bleu": 0.5}}}})
+        (shown,) = md_rows(markdown([own]), TITLE)
+        assert shown["generate ×"].startswith(row) and shown["generate ×"].endswith(" ms")
+        assert float(shown["score ×"].strip("[]").split(",")[0]) > 0
+        run = folder(tmp_path / arm, [own])
+        write_report(run)
+        assert "seconds, bleu" in (run / "report.html").read_text()
+    missing = {p: phase | ({"candidate_ms": None} if p == "score" else {}) for p, phase in fields["phases"].items()}
+    with pytest.raises(ValueError, match="score: paired trials need lists of one length"):
+        type(both).model_validate(fields | {"phases": missing})

@@ -1,16 +1,22 @@
-"""Kind `evaluate`: what a checkpoint's evaluation computes: greedy generation over a few prompts, loss of a validation
-set.
+"""Kind `evaluate`: what a checkpoint's evaluation computes: the loss of its samples, and metrics of generated text.
 
-    python -m lorabench.sweep kind=evaluate 'models=[smollm2-135m]' 'ablations=[no_kv_cache]' workload=gsm8k
+    python -m lorabench.sweep kind=evaluate 'models=[tiny-llama]' 'ablations=[text_metrics]' workload=8x32
+    python -m lorabench.sweep kind=evaluate 'models=[tiny-llama]' 'reference=[sdpa,text_metrics]' \\
+        'ablations=[no_text_metrics,no_kv_cache,batched_generation]' workload=8x32
 
-The validation set is the workload's samples. A prompt is the first half of one of them; each is answered alone. The
-gate: the same tokens, and the same loss but for rounding.
+An arm computes the loss of the workload's samples (phase score). One with a toggle for text metrics first answers
+samples of a validation set and of a test set greedily (generate), makes text of the tokens (decode), and compares it
+with the text that was expected (metrics). The gate: the same loss but for rounding; answers of the promised number and
+length, each token the best but for rounding (measure/greedy.py); of the same answers the same metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
@@ -19,38 +25,59 @@ from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
+from lorabench.contract.hooks import asked
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
+from lorabench.contract.text_metrics import LOSS_ONLY, TextMetrics
 from lorabench.contract.work import Work
-from lorabench.measure import flops
+from lorabench.measure import flops, greedy
+from lorabench.measure.answers import SETS, Decode, Question, answer, decoder, questions
 from lorabench.measure.certificate import LOSS
 from lorabench.measure.depth_noise import off
+from lorabench.measure.feed import fresh_samples
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Begin, JobCounts, Kind, Request
+from lorabench.plan.samples import TEXT
 from lorabench.record.schema import Numerics
 
-GENERATE, SCORE = "generate", "score"
-PROMPTS = 4  # of the validation set's first samples
-NEW_TOKENS = 16  # that each prompt is answered with; an end-of-text token does not end it, so that all arms do the same
+GENERATE, DECODE, METRICS, SCORE = "generate", "decode", "metrics", "score"
+OF_TEXT = (GENERATE, DECODE, METRICS)
+TRACED = 8  # new tokens of the trial under the audit's trace, which keeps every operator's event
+LARGE = 2000  # answers of a checkpoint with 1000 samples in each set: what its time is extrapolated to
+SAME = 1e-9  # relative difference of two metrics of the same texts
+
+Values = dict[str, dict[str, float]]  # by set and metric
 
 
 @dataclass
 class EvaluateArm(Arm):
-    """`generation`: the arguments of `model.generate`, as the toggles left them. `answers` and `loss`: the last
-    trial's; `with_cache`: how many of its answers kept keys and values."""
+    """`generation`: the arguments of `model.generate`, as the toggles left them. What follows `text_by` is of the last
+    trial: the answers, how many kept keys and values, how many were made at a time, the metrics and their seconds."""
 
+    metrics: TextMetrics = LOSS_ONLY
     generation: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = 1
+    ask: Callable[[int], list[Question]] = lambda number: []  # the questions of a trial
+    questions: list[Question] = field(default_factory=list)
+    decode: Decode = str
+    text_by: str = ""
     answers: list[list[int]] = field(default_factory=list)
-    evidence: dict[str, Any] = field(default_factory=dict)  # of every trial, the answers and the loss
-    loss: float = 0.0
     with_cache: int = 0
+    batches: list[int] = field(default_factory=list)
+    values: Values = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    loss: float = 0.0
+    timed: list[dict[str, float]] = field(default_factory=list)  # `seconds` of the timed trials
+    reader: greedy.Reader | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
 
 
 class Evaluate(Kind):
     name: ClassVar[str] = "evaluate"
-    summary: ClassVar[str] = "a checkpoint's metrics: generate, score"
-    phases: ClassVar[tuple[str, ...]] = (GENERATE, SCORE)
-    total: ClassVar[str] = "generate + score"
+    summary: ClassVar[str] = "a checkpoint's loss, and metrics of generated text"
+    phases: ClassVar[tuple[str, ...]] = (*OF_TEXT, SCORE)
+    optional: ClassVar[tuple[str, ...]] = OF_TEXT
+    total: ClassVar[str] = "generate + decode + metrics + score"
     carries: ClassVar[tuple[str, ...]] = ("tokens", "numerics")
 
     def refusal(self, cell: Cell, machine: Machine) -> str | None:
@@ -64,7 +91,9 @@ class Evaluate(Kind):
     def work(self, cell: Cell, samples: Sequence[Sequence[Sample]], ablations: Sequence[Any] = ()) -> list[Work]:
         """Generation's is that with a cache: each position once."""
         shape = flops.decoder(cell.model, cell.model.lora)
-        answered = [len(prompt) + NEW_TOKENS for prompt in prompts(samples[0])]
+        wanted = next(filter(None, (asked(a, Ablation.text_metrics) for a in ablations)), LOSS_ONLY)
+        put = questions(samples[0], wanted.samples, wanted.max_new_tokens)
+        answered = [len(question.prompt) + wanted.max_new_tokens for question in put]
         score = flops.forward_tflop(shape, flops.lengths_of(samples[0]))
         return [Work({GENERATE: flops.forward_tflop(shape, answered), SCORE: score})]
 
@@ -72,24 +101,31 @@ class Evaluate(Kind):
         """A training arm's model, in evaluation mode."""
         made = _trained().build(request)
         made.model.eval()
-        generation: dict[str, Any] = {
-            "do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "use_cache": True,
-            "pad_token_id": 0,
-        }  # fmt: skip
         hooks = Hooks(request.ordered)
-        hooks.each(Ablation.generate, generation)
+        metrics = hooks.first(Ablation.text_metrics) or LOSS_ONLY
+        own: dict[str, Any] = {"metrics": metrics}
+        if metrics.samples:
+            own["ask"] = partial(_questions, request, metrics)
+            own["questions"] = own["ask"](0)
+            own["decode"], own["text_by"] = decoder(request.jobs[0].workload)
+            generation = _plain_generation(metrics)
+            hooks.each(Ablation.generate, generation)
+            own |= {"batch_size": generation.pop("batch_size"), "generation": generation}
         touched = (made.touched or set()) | hooks.touched
-        return EvaluateArm(**{**vars(made), "kind": self, "touched": touched}, generation=generation)
+        return EvaluateArm(**{**vars(made), "kind": self, "touched": touched}, **own)
 
     def trial(self, arm: Any, begin: Begin) -> torch.Tensor:
         with torch.no_grad():
-            begin(GENERATE)
-            found = [_answer(arm, prompt) for prompt in prompts(arm.samples)]
+            if arm.questions:
+                begin(GENERATE)
+                _generate(arm)
+                begin(DECODE)
+                answers = [arm.decode(tokens) for tokens in arm.answers]
+                expected = [arm.decode(question.expected) for question in arm.questions]
+                begin(METRICS)
+                _compute(arm, answers, expected)
             begin(SCORE)
-            losses = torch.stack([arm.step.forward(batch).detach() for batch in arm.step.batches])
-        arm.answers = [tokens.tolist() for tokens, _ in found]
-        arm.with_cache = sum(cached for _, cached in found)
-        return losses.sum()
+            return torch.stack([arm.step.forward(batch).detach() for batch in arm.step.batches]).sum()
 
     def losses(self, arm: Any, out: Any) -> dict[str, float]:
         arm.loss = float(out)
@@ -99,42 +135,100 @@ class Evaluate(Kind):
         return arm.parameter_bytes()
 
     def counts(self, arm: Arm) -> dict[str, JobCounts]:
-        generated = len(prompts(arm.samples)) * NEW_TOKENS
-        scored = sum(sample.trained for sample in arm.samples)
-        return {"": JobCounts(arm.real + generated, arm.padded, scored)}
+        """Of the samples that are scored, which every arm does; what is generated the kind says apart (`said`)."""
+        return {"": JobCounts(arm.real, arm.padded, sum(sample.trained for sample in arm.samples))}
+
+    def feed(self, arm: Any, number: int) -> None:
+        for feed in arm.feeds:
+            feed(number)
+        arm.questions = arm.ask(number)
 
     def first(self, arm: Any, run: Callable[[], Any], request: Request) -> dict[str, Any]:
+        """Short answers: what a trace keeps of thousands of tokens would not fit the memory. The evidence begins with
+        whole ones, in `settle`."""
+        whole = arm.generation
+        arm.generation = whole | {n: min(TRACED, arm.metrics.max_new_tokens) for n in LENGTHS if n in whole}
         run()
-        arm.evidence = {"answers": [arm.answers], "losses": [arm.loss]}
+        arm.generation = whole
+        arm.reader = greedy.Reader(arm.model, arm.dtype)
+        arm.evidence = {"wanted": {}, "answers": {}, "values": {}, "losses": [], "choices": arm.reader.choices}
         return {"": arm.evidence}
 
+    def settle(self, arm: Any, run: Callable[[], Any]) -> None:
+        run()
+        self._keep(arm)
+        if arm.device.type == "cuda":
+            torch.cuda.empty_cache()  # what was reserved for reading the answers is none of the arm's
+
+    def begin(self, arm: Any) -> None:
+        arm.timed = []
+
     def seen(self, arm: Any, losses: dict[str, float]) -> None:
-        arm.evidence["answers"].append(arm.answers)
-        arm.evidence["losses"].append(arm.loss)
+        arm.timed.append(arm.seconds)
+        self._keep(arm)
+
+    def _keep(self, arm: Any) -> None:
+        """What the last trial came to. An arm is held to what its own toggles promise, and its answers are read."""
+        evidence, put = arm.evidence, arm.questions
+        answers = {question.name: tokens for question, tokens in zip(put, arm.answers, strict=False)}
+        arm.reader.read({question.name: question.prompt for question in put}, answers)
+        evidence["wanted"] |= {question.name: arm.metrics.max_new_tokens for question in put}
+        evidence["answers"] |= answers
+        evidence["values"] |= arm.values
+        evidence["losses"].append(arm.loss)
+
+    def said(self, arm: Any, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        if not arm.questions:
+            return {}
+        seconds = {phase: statistics.median(times[phase]) / 1000 for phase in self.phases}
+        seconds |= {name: statistics.median(trial[name] for trial in arm.timed) for name in arm.metrics.names}
+        count = len(arm.questions)
+        of_text = sum(seconds[phase] for phase in OF_TEXT)
+        return {
+            "answers": count,
+            "new_tokens": arm.metrics.max_new_tokens,
+            "prompt_tokens": [len(question.prompt) for question in arm.questions],
+            "at_a_time": max(arm.batches),
+            "text": arm.text_by,
+            "metrics": {of: arm.evidence["values"][of] for of in SETS if of in arm.evidence["values"]},
+            "seconds": seconds,
+            "seconds_per_answer": {name: took / count for name, took in seconds.items() if name != SCORE},
+            "quantities": {
+                "minutes_saved_per_checkpoint": {
+                    "value": of_text / count * LARGE / 60,
+                    "how": f"extrapolated from {count} answers to {LARGE}, in proportion",
+                }
+            },
+        }
 
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype
     ) -> Numerics | None:
-        trials = list(zip(reference["answers"], candidate["answers"], strict=False))  # the first one, then the timed
-        pairs = [
-            (f"token {i + 1} of answer {n + 1}" + (f" of trial {t}" if t else ""), a == b)
-            for t, (ours, theirs) in enumerate(trials)
-            for n, (first, second) in enumerate(zip(ours, theirs, strict=True))
-            for i, (a, b) in enumerate(zip(first, second, strict=True))
-        ]
-        different = [name for name, same in pairs if not same]
-        losses = zip(reference["losses"], candidate["losses"], strict=False)
-        error = max(off(theirs, ours) for ours, theirs in losses)
+        both = {"reference": reference, "candidate": candidate}
+        wrong = [f"{w} ({arm})" for arm, e in both.items() for w in greedy.lengths(e["answers"], e["wanted"])]
+        found = greedy.compare(*(e[part] for part in ("choices", "answers") for e in both.values()))
+        wrong += [*found.wrong, *_other_values(reference, candidate)]
+        losses = list(zip(reference["losses"], candidate["losses"], strict=False))
+        error = max((off(theirs, ours) for ours, theirs in losses), default=0.0)
+        passed = not wrong and error <= LOSS[dtype] and all(check.passed for check in found.checks)
         return Numerics(
-            passed=not different and error <= LOSS[dtype], loss_error=error, loss_allowed=LOSS[dtype],
-            worst=next(iter(different), ""), tensors=len(pairs), unequal=len(different),
+            passed=passed, loss_error=error, loss_allowed=LOSS[dtype], worst=next(iter(wrong), ""),
+            tensors=found.tokens or len(losses), unequal=len(wrong) if found.tokens or wrong else None,
+            checks=found.checks,
         )  # fmt: skip
 
     def explain(self, numerics: Numerics) -> str:
+        failed = [check for check in numerics.checks if not check.passed]
+        by = "".join(f"; {c.name} by {c.found:.2g} (rounding does {c.allowed:.2g}): {c.where}" for c in failed[:1])
         if numerics.unequal:
             found = f"{numerics.unequal} of {numerics.tensors} generated tokens"
-            return f"{found} differ from the reference's, first {numerics.worst}"
+            return f"{found} differ from the reference's or from what was asked for, first {numerics.worst}{by}"
+        if failed:
+            return by.removeprefix("; ")
         return f"the validation loss is off by {numerics.loss_error:.2g} (allowed {numerics.loss_allowed:.2g})"
+
+
+LENGTHS = ("max_new_tokens", "min_new_tokens")
 
 
 def _trained() -> Any:
@@ -142,14 +236,50 @@ def _trained() -> Any:
     return kind("train")
 
 
-def prompts(samples: Sequence[Sample]) -> list[list[int]]:
-    return [s.tokens[: max(1, len(s.tokens) // 2)] for s in samples[:PROMPTS]]
+def _plain_generation(metrics: TextMetrics) -> dict[str, Any]:
+    """Greedy, whatever a checkpoint's own generation_config says, and always to the full length, so that all arms do
+    the same: an end-of-text token is never chosen."""
+    return {
+        "do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "use_cache": True,
+        "pad_token_id": 0, "batch_size": metrics.batch_size, **dict.fromkeys(LENGTHS, metrics.max_new_tokens),
+    }  # fmt: skip
 
 
-def _answer(arm: Any, prompt: list[int]) -> tuple[torch.Tensor, bool]:
-    """(new tokens, whether keys and values were kept) of one prompt."""
-    ids = torch.tensor([prompt], device=arm.device)
-    out = arm.model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **arm.generation
-    )
-    return out.sequences[0, len(prompt) :], out.past_key_values is not None
+def _generate(arm: Any) -> None:
+    made = list(answer(arm.model, arm.questions, arm.batch_size, arm.generation))
+    arm.answers = [tokens for batch, _ in made for tokens in batch]
+    arm.with_cache = sum(len(batch) for batch, cached in made if cached)
+    arm.batches = [len(batch) for batch, _ in made]
+
+
+def _compute(arm: Any, answers: Sequence[str], expected: Sequence[str]) -> None:
+    arm.values, arm.seconds = {}, {}
+    for name in arm.metrics.names:
+        began = perf_counter()
+        for of in dict.fromkeys(question.set for question in arm.questions):
+            at = [n for n, question in enumerate(arm.questions) if question.set == of]
+            value = arm.metrics.compute(name, [answers[n] for n in at], [expected[n] for n in at])
+            arm.values.setdefault(of, {})[name] = value
+        arm.seconds[name] = perf_counter() - began
+
+
+def _questions(request: Request, metrics: TextMetrics, number: int) -> list[Question]:
+    """Those of a trial. Its tokens are those that its batches have."""
+    job = request.jobs[0]
+    random, vocabulary = job.workload.kind != TEXT, request.model.hf_config().vocab_size
+    samples = fresh_samples(request.samples[0], vocabulary, random, job.seed, number)
+    return questions(samples, metrics.samples, metrics.max_new_tokens, number)
+
+
+def _other_values(reference: Mapping[str, Any], candidate: Mapping[str, Any]) -> Iterator[str]:
+    """Metrics that both arms have and that differ, of sets in which their answers do not."""
+    for of, mine in reference["values"].items():
+        other = candidate["values"].get(of, {})
+        ours, theirs = (_of_set(evidence["answers"], of) for evidence in (reference, candidate))
+        for name in mine.keys() & other.keys() if ours == theirs else ():
+            if off(other[name], mine[name]) > SAME:
+                yield f"{name} of the {of} set, {other[name]:.4g} where the reference has {mine[name]:.4g}"
+
+
+def _of_set(answers: greedy.Answers, of: str) -> dict[str, Sequence[int]]:
+    return {name: tokens for name, tokens in answers.items() if name.startswith(f"{of}, ")}
