@@ -14,9 +14,10 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from lorabench.contract.ablation import Ablation, NotApplied, Unsupported, WeightsReader
+from lorabench.contract.ablation import Ablation, NotApplied, Unsupported
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.reading import WeightsForm, WeightsReader
 from lorabench.contract.settings import Settings
 
 Hook = Callable[..., Any]
@@ -105,6 +106,7 @@ EXPECTED: dict[Hook, Answer] = {
     Ablation.optimize: Answer("an optimizer, or None", _or_none(lambda answer: hasattr(answer, "param_groups"))),
     Ablation.step: Answer("a Step", lambda answer: hasattr(answer, "innermost")),
     Ablation.read: Answer("a WeightsReader, or None", _or_none(lambda answer: isinstance(answer, WeightsReader))),
+    Ablation.form: Answer("a WeightsForm, or None", _or_none(lambda answer: isinstance(answer, WeightsForm))),
     Ablation.settings: Answer("Settings, or None", _or_none(lambda answer: isinstance(answer, Settings))),
 }
 

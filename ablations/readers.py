@@ -1,0 +1,351 @@
+"""What the toggles of reading.py bring: forms in which weights are read and arrive, and readers of their files."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorabench.contract.reading import Checkpoint, WeightsForm, WeightsReader
+from lorabench.measure.plain_reader import PlainReader, fill, read_file
+from lorabench.measure.safetensors_file import Entry, aligned, entries
+from lorabench.measure.saved import saved_once
+from lorabench.plan.architecture import quiet
+from lorabench_ablations.loading import as_nf4
+
+STATE = ".quant_state.bitsandbytes__nf4"  # how bitsandbytes names the part of a weight's state that is no tensor
+BLOCK, NESTED = 64, 256  # weights of one scale, and scales of one nested scale: bitsandbytes' defaults
+CODES = 4 * (16 + 256)  # bytes of a weight's two tables, of 16 and of 256 numbers in float32
+CHUNK = 1 << 23  # bytes that are read and copied at once
+ALIGNED = 256  # bytes: as torch's own allocator of GPU memory at the least, and what any kernel may ask for
+PIECES = 1000  # tensors of one chunk at most
+
+
+def in_4_bits(weight: Tensor) -> bool:
+    return getattr(weight, "quant_state", None) is not None
+
+
+def is_packed(file: Path) -> bool:
+    """Whether a file holds weights in 4 bits."""
+    return any(entry.name.endswith(STATE) for entry in entries(file))
+
+
+class Nf4Form(WeightsForm):
+    """Every linear but the head in 4 bits. The files that hold what has to arrive are those that transformers saves."""
+
+    def __init__(self, double: bool) -> None:
+        self.double = double
+        self.holds = f"NF4 weights with scales in {'8 bits' if double else 'float32'}"
+
+    def expected(self, plain: Checkpoint) -> Sequence[Path]:
+        return self.quantized(plain).files
+
+    def quantized(self, plain: Checkpoint) -> Checkpoint:
+        """The same weights in 4 bits, as transformers quantizes and saves them: in as many files."""
+
+        def save(folder: Path) -> None:
+            with quiet():
+                model = from_pretrained(replace(plain, load=self.arguments(plain)))
+                size = sum(p.nbytes for p in model.parameters())
+                model.save_pretrained(folder, max_shard_size=math.ceil(size / max(1, len(plain.files) - 1)))
+
+        name = f"{plain.folder.name}-nf4{'' if self.double else '-single'}"
+        return replace(plain, folder=saved_once(plain.folder.with_name(name), save))
+
+    def arguments(self, plain: Checkpoint) -> dict[str, Any]:
+        """Of `from_pretrained`, that make such weights of plain ones."""
+        from transformers import BitsAndBytesConfig
+
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=self.double,
+            bnb_4bit_compute_dtype=plain.load["dtype"],
+        )  # fmt: skip
+        return {**plain.load, "quantization_config": config}
+
+    def parts(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        if not in_4_bits(weight):
+            return {name: weight}
+        state: Any = weight.quant_state  # type: ignore[attr-defined]
+        return {name: weight.data} | {f"{name}.{part}": t for part, t in state.as_dict(packed=True).items()}
+
+
+class QuantizedAtLoad(Nf4Form):
+    """Dense weights in the files."""
+
+    def checkpoint(self, plain: Checkpoint) -> Checkpoint:
+        self.linears = linears_of(plain.folder)
+        return replace(plain, load=self.arguments(plain))
+
+    def finish(self, placed: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Each dense weight is given back as soon as it is quantized."""
+        found = {}
+        for name, weight in placed:
+            found[name] = as_nf4(weight, self.double) if name in self.linears and not in_4_bits(weight) else weight
+        return found
+
+
+class Prequantized(Nf4Form):
+    """Weights in 4 bits in the files, with their state."""
+
+    def __init__(self, double: bool, threads: int, pinned: bool) -> None:
+        super().__init__(double)
+        self.threads, self.pinned = threads, pinned
+
+    def checkpoint(self, plain: Checkpoint) -> Checkpoint:
+        return self.quantized(plain)
+
+    def reader(self) -> WeightsReader | None:
+        return by_threads(self.threads, self.pinned)
+
+    def finish(self, placed: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        from bitsandbytes.nn import Params4bit
+
+        found = dict(placed)
+        said = to_host([(name, found.pop(name)) for name in list(found) if name.endswith(STATE)])
+        for name, state in said.items():
+            weight = name.removesuffix(STATE)
+            parts = {p: found.pop(f"{weight}.{p}") for p in ("absmax", "quant_map")}
+            if self.double:
+                parts |= {p: found.pop(f"{weight}.{p}") for p in ("nested_absmax", "nested_quant_map")}
+            stats = {**parts, STATE.removeprefix("."): state}
+            found[weight] = Params4bit.from_prequantized(found[weight], stats, device=found[weight].device)
+        return found
+
+    def nbytes(self, model: nn.Module) -> int:
+        return super().nbytes(model) - sum(
+            linear.weight.nbytes - packed_bytes(linear.weight.numel(), self.double)
+            for linear in linears(model).values()
+        )
+
+
+def to_host(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of bytes, in one copy and not one each: each copy from a GPU waits for it."""
+    if not tensors:
+        return {}
+    sizes = [tensor.numel() for _, tensor in tensors]
+    parts = torch.cat([tensor for _, tensor in tensors]).cpu().split(sizes)
+    return {name: part for (name, _), part in zip(tensors, parts, strict=True)}
+
+
+def packed_bytes(weights: int, double: bool) -> int:
+    """Bytes of so many weights in 4 bits, with their state but for the few of it that are no tensors."""
+    scales = math.ceil(weights / BLOCK)
+    if not double:
+        return weights // 2 + 4 * scales + 4 * 16
+    return weights // 2 + scales + 4 * math.ceil(scales / NESTED) + CODES
+
+
+def linears(model: Any) -> dict[str, nn.Linear]:
+    """The quantized linears by the names of their weights: all but the head, as nf4_base and transformers do."""
+    head = model.get_output_embeddings()
+    return {f"{n}.weight": m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+
+
+def linears_of(folder: Path) -> set[str]:
+    """Names of the weights that are quantized of the model in a folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        return set(linears(AutoModelForCausalLM.from_config(config, trust_remote_code=False)))
+
+
+def from_pretrained(source: Checkpoint) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        source.folder, device_map={"": source.device}, trust_remote_code=False, use_safetensors=True,
+        local_files_only=True, **source.load,
+    )  # fmt: skip
+
+
+class ByTransformers(WeightsReader):
+    """`modules`: how many of the model hold the weights that it last brought."""
+
+    def read(self, checkpoint: Checkpoint) -> Any:
+        with quiet():
+            return from_pretrained(checkpoint)
+
+    def place(self, held: Any, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        self.modules = sum(1 for module in held.modules() if any(True for _ in module.parameters(recurse=False)))
+        return held.named_parameters()
+
+
+class ByFastsafetensors(WeightsReader):
+    """`read_files`: those of the last trial."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+
+    def read(self, checkpoint: Checkpoint) -> tuple[Any, Any]:
+        from fastsafetensors import SafeTensorsFileLoader
+
+        loader = SafeTensorsFileLoader(None, str(checkpoint.device), max_threads=self.threads, nogds=True)
+        self.read_files = [str(file) for file in checkpoint.files]
+        loader.add_filenames({0: self.read_files})
+        return loader, loader.copy_files_to_device()
+
+    def place(self, held: tuple[Any, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The package's buffers live as long as a tensor in them does, so both can be closed."""
+        loader, buffers = held
+        for name in loader.get_keys():
+            yield name, buffers.get_tensor(name)
+        buffers.close()
+        loader.close()
+
+
+def by_threads(threads: int, pinned: bool) -> WeightsReader | None:
+    """None: one thread without page-locked memory is what reads where there is no toggle."""
+    if pinned:
+        return Chunked(threads)
+    return Parallel(threads) if threads > 1 else None
+
+
+class Parallel(PlainReader):
+    """A file a thread. `readers`: the threads that read in the last trial, and how many files each."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.readers: dict[int, int] = {}
+
+    def read(self, checkpoint: Checkpoint) -> list[dict[str, Tensor]]:
+        self.readers = {}
+        with ThreadPoolExecutor(self.threads) as pool:
+            return list(pool.map(self._one, checkpoint.files))
+
+    def _one(self, file: Path) -> dict[str, Tensor]:
+        me = threading.get_ident()
+        self.readers[me] = self.readers.get(me, 0) + 1
+        return read_file(file)
+
+    def notes(self) -> dict[str, Any]:
+        return {"threads": self.threads, "pinned": False}
+
+
+@dataclass
+class Chunk:
+    """Bytes of a file without a gap from `offset` on, and where in `into` each piece of them goes, (begin, bytes)."""
+
+    file: Path
+    offset: int
+    into: Tensor
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def begin(self) -> int:
+        return self.pieces[0][0]
+
+    @property
+    def end(self) -> int:
+        return sum(self.pieces[-1])
+
+
+def chunks(file: Path, found: Sequence[Entry], begins: Sequence[int], into: Tensor) -> Iterator[Chunk]:
+    """A file's tensors in chunks of at most CHUNK bytes: many small ones together, a large one in several."""
+    chunk: Chunk | None = None
+    for entry, begin in zip(found, begins, strict=True):
+        for at in range(0, entry.size, CHUNK):
+            piece = begin + at, min(CHUNK, entry.size - at)
+            if chunk is None or sum(piece) - chunk.begin > CHUNK or len(chunk.pieces) == PIECES:
+                if chunk:
+                    yield chunk
+                chunk = Chunk(file, entry.offset + at, into)
+            chunk.pieces.append(piece)
+    if chunk:
+        yield chunk
+
+
+class Lane:
+    """One thread's way to the device. To a GPU: two page-locked buffers, of which one is filled while the other is
+    copied, on a stream of its own. To a CPU there is no way to go: what is read is there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.chunks = 0
+        self.stream: Any = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+            self.buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self.copied = [torch.cuda.Event() for _ in range(2)]
+
+    def carry(self, todo: deque[Chunk]) -> None:
+        """Bring chunks until there are no more."""
+        while True:
+            try:
+                chunk = todo.popleft()
+            except IndexError:
+                return
+            self.chunks += 1
+            with open(chunk.file, "rb", buffering=0) as opened:
+                self._bring(opened.fileno(), chunk)
+
+    def _bring(self, descriptor: int, chunk: Chunk) -> None:
+        target = chunk.into[chunk.begin : chunk.end]
+        pieces = [(begin - chunk.begin, size) for begin, size in chunk.pieces]
+        if self.stream is None:
+            fill(descriptor, chunk.offset, target.numpy(), pieces)
+            return
+        turn = self.chunks % 2
+        self.copied[turn].synchronize()  # its last copy; at once where there was none
+        fill(descriptor, chunk.offset, self.buffers[turn].numpy(), pieces)
+        with torch.cuda.stream(self.stream):
+            target.copy_(self.buffers[turn][: len(target)], non_blocking=True)
+            self.copied[turn].record()
+
+
+class Chunked(WeightsReader):
+    """Chunks of all files, by several threads. The tensors of a file are views of one piece of device memory. The lanes
+    are made in the first trial and kept, as a process keeps them for its next checkpoint; how long it took is noted."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.lanes: list[Lane] = []
+
+    @property
+    def readers(self) -> list[Lane]:
+        """Those that brought anything in the last trial."""
+        return [lane for lane in self.lanes if lane.chunks]
+
+    def read(self, checkpoint: Checkpoint) -> list[tuple[list[Entry], list[int], Tensor]]:
+        device = checkpoint.device
+        self._make_lanes(device)
+        shards, todo = [], deque()
+        for file in checkpoint.files:
+            found = entries(file)
+            begins, size = aligned(found, ALIGNED)
+            into = torch.empty(size, dtype=torch.uint8, device=device)
+            shards.append((found, begins, into))
+            todo.extend(chunks(file, found, begins, into))
+        for lane in self.lanes:
+            lane.chunks = 0
+            if lane.stream is not None:
+                lane.stream.wait_stream(torch.cuda.current_stream(device))  # which may still use that memory
+        with ThreadPoolExecutor(self.threads) as pool:
+            list(pool.map(lambda lane: lane.carry(todo), self.lanes))
+        return shards
+
+    def _make_lanes(self, device: torch.device) -> None:
+        if not self.lanes:
+            began = time.perf_counter()
+            self.lanes = [Lane(device) for _ in range(self.threads)]
+            self.made_ms = 1000 * (time.perf_counter() - began)
+
+    def place(self, held: Any, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        for lane in self.lanes:
+            if lane.stream is not None:
+                torch.cuda.current_stream(device).wait_stream(lane.stream)
+        for found, begins, into in held:
+            for entry, begin in zip(found, begins, strict=True):
+                yield entry.name, entry.of(into, begin)
+
+    def notes(self) -> dict[str, Any]:
+        pinned = 2 * CHUNK * sum(lane.stream is not None for lane in self.lanes)
+        return {"threads": self.threads, "pinned_bytes": pinned, "lanes_made_ms": self.made_ms}
