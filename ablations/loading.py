@@ -1,4 +1,5 @@
-"""Slot `loading`: how the frozen weights are held, in 4 bits as QLoRA has them. How they come from the disk: reading.py.
+"""Slot `loading`: how the frozen weights are held: in 4 bits, as QLoRA has them. reading.py has how they come from
+the disk.
 
     pip install 'lorabench[gpu]'
     python -m lorabench.sweep suite=qlora output=results/h200/qlora

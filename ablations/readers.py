@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lorabench.contract.reading import Checkpoint, WeightsForm, WeightsReader
 from lorabench.measure.plain_reader import PlainReader, fill, read_file
+from lorabench.measure.rates import host_bytes
 from lorabench.measure.safetensors_file import Entry, aligned, entries
 from lorabench.measure.saved import saved_once
 from lorabench.plan.architecture import quiet
@@ -27,7 +28,6 @@ BLOCK, NESTED = 64, 256  # weights of one scale, and scales of one nested scale:
 CODES = 4 * (16 + 256)  # bytes of a weight's two tables, of 16 and of 256 numbers in float32
 CHUNK = 1 << 23  # bytes that are read and copied at once
 ALIGNED = 256  # bytes: as torch's own allocator of GPU memory at the least, and what any kernel may ask for
-PIECES = 1000  # tensors of one chunk at most
 
 
 def in_4_bits(weight: Tensor) -> bool:
@@ -117,7 +117,7 @@ class Prequantized(Nf4Form):
             if self.double:
                 parts |= {p: found.pop(f"{weight}.{p}") for p in ("nested_absmax", "nested_quant_map")}
             stats = {**parts, STATE.removeprefix("."): state}
-            found[weight] = Params4bit.from_prequantized(found[weight], stats, device=found[weight].device)
+            found[weight] = Params4bit.from_prequantized(found[weight], stats, device=str(found[weight].device))
         return found
 
     def nbytes(self, model: nn.Module) -> int:
@@ -176,8 +176,15 @@ class ByTransformers(WeightsReader):
             return from_pretrained(checkpoint)
 
     def place(self, held: Any, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        self.modules = sum(1 for module in held.modules() if any(True for _ in module.parameters(recurse=False)))
-        return held.named_parameters()
+        """The model is left without its weights: it holds itself in circles, and would keep them, and the files that it
+        maps, until Python's garbage collector comes by."""
+        found = list(held.named_parameters())
+        holding = [module for module in held.modules() if module._parameters]
+        self.modules = len(holding)
+        for module in holding:
+            module._parameters.clear()
+            vars(module).pop("quant_state", None)
+        yield from found
 
 
 class ByFastsafetensors(WeightsReader):
@@ -255,7 +262,7 @@ def chunks(file: Path, found: Sequence[Entry], begins: Sequence[int], into: Tens
     for entry, begin in zip(found, begins, strict=True):
         for at in range(0, entry.size, CHUNK):
             piece = begin + at, min(CHUNK, entry.size - at)
-            if chunk is None or sum(piece) - chunk.begin > CHUNK or len(chunk.pieces) == PIECES:
+            if chunk is None or sum(piece) - chunk.begin > CHUNK:
                 if chunk:
                     yield chunk
                 chunk = Chunk(file, entry.offset + at, into)
@@ -273,7 +280,7 @@ class Lane:
         self.stream: Any = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
-            self.buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self.buffers = [host_bytes(CHUNK, device) for _ in range(2)]
             self.copied = [torch.cuda.Event() for _ in range(2)]
 
     def carry(self, todo: deque[Chunk]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +44,9 @@ def read_file(file: Path) -> dict[str, Tensor]:
     return {entry.name: entry.of(memory, begin) for begin, entry in zip(begins, found, strict=True)}
 
 
-def fill(descriptor: int, offset: int, memory: memoryview, pieces: Sequence[tuple[int, int]]) -> None:
-    """Read what lies in a file without a gap from `offset` on into pieces of the memory, each (begin, bytes). Raises
-    EOFError where the file ends before."""
+def fill(descriptor: int, offset: int, memory: Any, pieces: Sequence[tuple[int, int]]) -> None:
+    """Read what lies in a file without a gap from `offset` on into pieces of `memory`, a buffer, each (begin, bytes).
+    Raises EOFError where the file ends before."""
     view = memoryview(memory)
     wanted = [view[begin : begin + size] for begin, size in pieces if size]
     while wanted:

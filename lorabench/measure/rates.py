@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lorabench.measure.plain_reader import fill
 from lorabench.measure.trial import synchronize
 
 BLOCK = 1 << 23  # bytes that a thread reads at once
@@ -49,17 +50,14 @@ def _read(files: Sequence[Path], buffers: Sequence[Tensor]) -> None:
     blocks = deque((file, at) for file in files for at in range(0, file.stat().st_size, BLOCK))
 
     def work(buffer: Tensor) -> None:
-        view = memoryview(buffer.numpy())
         while True:
             try:
                 file, offset = blocks.popleft()
             except IndexError:
                 return
             with open(file, "rb", buffering=0) as opened:
-                left = min(BLOCK, file.stat().st_size - offset)
-                while left:
-                    got = os.preadv(opened.fileno(), [view[:left]], offset)
-                    left, offset = left - got, offset + got
+                size = min(BLOCK, file.stat().st_size - offset)
+                fill(opened.fileno(), offset, buffer.numpy(), [(0, size)])
 
     with ThreadPoolExecutor(len(buffers)) as pool:
         list(pool.map(work, buffers))
