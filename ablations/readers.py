@@ -321,9 +321,10 @@ class Chunked(WeightsReader):
         """Those that brought anything in the last trial."""
         return [lane for lane in self.lanes if lane.chunks]
 
-    def read(self, checkpoint: Checkpoint) -> list[tuple[list[Entry], list[int], Tensor]]:
+    def read(self, checkpoint: Checkpoint) -> list[tuple[str, Tensor]]:
+        """The tensors are made while the lanes bring what will be in them."""
         device = checkpoint.device
-        self._make_lanes(device)
+        self._ready(device)
         shards, todo = [], deque()
         for file in checkpoint.files:
             found = entries(file)
@@ -331,27 +332,32 @@ class Chunked(WeightsReader):
             into = torch.empty(size, dtype=torch.uint8, device=device)
             shards.append((found, begins, into))
             todo.extend(chunks(file, found, begins, into))
-        for lane in self.lanes:
-            lane.chunks = 0
-            if lane.stream is not None:
-                lane.stream.wait_stream(torch.cuda.current_stream(device))  # which may still use that memory
         with ThreadPoolExecutor(self.threads) as pool:
-            list(pool.map(lambda lane: lane.carry(todo), self.lanes))
-        return shards
+            running = [pool.submit(lane.carry, todo) for lane in self.lanes]
+            made = [
+                (e.name, e.of(into, at)) for found, begins, into in shards for e, at in zip(found, begins, strict=True)
+            ]
+            for lane in running:
+                lane.result()
+        return made
 
-    def _make_lanes(self, device: torch.device) -> None:
+    def _ready(self, device: torch.device) -> None:
         if not self.lanes:
             began = time.perf_counter()
             self.lanes = [Lane(device) for _ in range(self.threads)]
             self.made_ms = 1000 * (time.perf_counter() - began)
+        for lane in self.lanes:
+            lane.chunks = 0
+            if lane.stream is not None:
+                lane.stream.wait_stream(
+                    torch.cuda.current_stream(device)
+                )  # which may still use the memory it gives out
 
-    def place(self, held: Any, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    def place(self, held: list[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         for lane in self.lanes:
             if lane.stream is not None:
                 torch.cuda.current_stream(device).wait_stream(lane.stream)
-        for found, begins, into in held:
-            for entry, begin in zip(found, begins, strict=True):
-                yield entry.name, entry.of(into, begin)
+        yield from held
 
     def notes(self) -> dict[str, Any]:
         pinned = 2 * CHUNK * sum(lane.stream is not None for lane in self.lanes)
