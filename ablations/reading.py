@@ -31,7 +31,7 @@ class _Nf4(Ablation):
     bnb_4bit_use_double_quant: bool = True  # the blocks' scales in 8 bits: 0.37 bits a weight less
 
     def audit(self, evidence: Evidence) -> int:
-        from lorabench_ablations.readers import in_4_bits
+        from lorabench_ablations.weight_forms import in_4_bits
 
         arm: Any = evidence.arm
         return sum(map(in_4_bits, arm.loaded.values()))
@@ -51,7 +51,7 @@ class QuantizeAtLoad(_Nf4):
     summary: ClassVar[str] = "dense weights read and quantized to NF4 on the device, at every load"
 
     def form(self) -> WeightsForm:
-        from lorabench_ablations.readers import QuantizedAtLoad
+        from lorabench_ablations.weight_forms import QuantizedAtLoad
 
         return QuantizedAtLoad(self.bnb_4bit_use_double_quant)
 
@@ -75,12 +75,12 @@ class PrequantizedLoading(_Nf4):
             raise ValueError(f"threads={self.threads}: expected 1 or more")
 
     def form(self) -> WeightsForm:
-        from lorabench_ablations.readers import Prequantized
+        from lorabench_ablations.weight_forms import Prequantized
 
         return Prequantized(self.bnb_4bit_use_double_quant, self.threads, self.pinned)
 
     def audit(self, evidence: Evidence) -> int:
-        from lorabench_ablations.readers import is_packed
+        from lorabench_ablations.weight_forms import is_packed
 
         arm: Any = evidence.arm
         if not any(map(is_packed, arm.source.files)):

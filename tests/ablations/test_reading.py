@@ -26,7 +26,7 @@ from lorabench.plan import registry
 from lorabench.plan.compose import plan
 from lorabench.plan.design import refusal
 from lorabench.run.runner import Runner
-from lorabench_ablations import readers
+from lorabench_ablations import readers, weight_forms
 from lorabench_ablations.reading import Fastsafetensors, PrequantizedLoading, QuantizeAtLoad
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
@@ -42,9 +42,9 @@ def has_fastsafetensors():
     return asked_requires(Fastsafetensors, describe()) is None
 
 
-def loading(tmp_path, *names, reference=BASELINE, dtype=torch.bfloat16):
+def loading(tmp_path, *names, reference=BASELINE, dtype=torch.bfloat16, model="tiny-llama"):
     """An arm of kind load that has these toggles, after one trial; of a cell with that reference."""
-    (cell,) = cells("kind=load", "workload=warm_cache", reference)[:1]
+    (cell,) = cells("kind=load", "workload=warm_cache", reference, f"models=[{model}]")[:1]
     request = request_of(cell, "reference", dtype, CPU, tmp_path)
     toggles = tuple(registry.ablation(name) for name in names)
     made = kind("load").build(SimpleNamespace(**{**vars(request), "ablations": toggles, "ordered": list(toggles)}))
@@ -71,7 +71,7 @@ def test_every_part_of_every_weight_is_what_quantizing_the_dense_one_gives(tmp_p
     for toggle in ("quantize_at_load", "prequantized_loading"):
         arm = loading(tmp_path, {toggle: own}, reference=reference)
         assert not unequal(arm)
-        packed = {n: w for n, w in arm.loaded.items() if readers.in_4_bits(w)}
+        packed = {n: w for n, w in arm.loaded.items() if weight_forms.in_4_bits(w)}
         assert len(arm.loaded) == WEIGHTS and len(packed) == LINEARS
         for name, weight in arm.loaded.items():
             if name not in packed:
@@ -99,7 +99,7 @@ def test_transformers_reads_the_folder_and_computes_with_it(tmp_path):
     assert set(theirs) == set(arm.loaded)
     for name, ours in arm.loaded.items():
         assert torch.equal(theirs[name].data, ours.data), name
-        if readers.in_4_bits(ours):
+        if weight_forms.in_4_bits(ours):
             found, state = ours.quant_state.as_dict(), theirs[name].quant_state.as_dict()
             assert all(torch.equal(v, state[k]) if isinstance(v, torch.Tensor) else v == state[k]
                        for k, v in found.items())  # fmt: skip
@@ -138,9 +138,11 @@ def test_a_record_has_equal_bits_bytes_and_ceilings(tmp_path, wanted, applied):
 def test_the_bytes_that_are_counted_are_those_of_the_tensors_in_the_files(tmp_path):
     """The files' headers are apart: of a tiny model's they are a fifth of the files."""
     for double in (True, False):
-        form = readers.Prequantized(double, threads=1, pinned=False)
+        form = weight_forms.Prequantized(double, threads=1, pinned=False)
         arm = loading(tmp_path, {"prequantized_loading": {"bnb_4bit_use_double_quant": double}})
-        stored = sum(e.size for file in arm.source.files for e in readers.entries(file) if readers.STATE not in e.name)
+        stored = sum(
+            e.size for file in arm.source.files for e in readers.entries(file) if weight_forms.STATE not in e.name
+        )
         (cell,) = cells("kind=load", "workload=warm_cache")[:1]
         assert form.nbytes(causal_lm(cell.model, {"dtype": torch.bfloat16}, torch.device("meta"), None)) == stored
 
@@ -187,6 +189,14 @@ def test_arms_that_hold_different_weights_are_refused_before_a_start():
         assert status == "unsupported" and "compare like with like" in reason
 
 
+@pytest.mark.parametrize("toggle", ["quantize_at_load", "prequantized_loading"])
+@pytest.mark.parametrize("others", [(), ("transformers_loading",)])
+def test_a_head_that_is_the_embedding_stays_dense_and_is_there_once(tmp_path, toggle, others):
+    arm = loading(tmp_path, toggle, *others, model="tiny-gemma")
+    assert not unequal(arm)
+    assert "lm_head.weight" not in arm.loaded and not weight_forms.in_4_bits(arm.loaded["model.embed_tokens.weight"])
+
+
 @pytest.mark.parametrize("toggle", ["prequantized_loading", "parallel_reading", "fastsafetensors"])
 def test_a_number_of_threads_that_makes_no_sense_is_refused(toggle):
     with pytest.raises(NameUnknown, match="threads=0: expected"):
@@ -199,7 +209,7 @@ def test_what_transformers_loaded_is_gone_when_it_is_cleared(tmp_path, others):
     and a page cache could not forget the mapped files."""
     arm = loading(tmp_path, "transformers_loading", *(others or ("quantize_at_load",)))
     kept = [weakref.ref(weight) for weight in arm.loaded.values()]
-    kept += [weakref.ref(w.quant_state.absmax) for w in arm.loaded.values() if readers.in_4_bits(w)]
+    kept += [weakref.ref(w.quant_state.absmax) for w in arm.loaded.values() if weight_forms.in_4_bits(w)]
     assert len(kept) == WEIGHTS + LINEARS
     gc.disable()
     try:
@@ -244,10 +254,14 @@ class FakeGpu:
 
     def __init__(self, monkeypatch):
         self.log = []
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.stream("side"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream("main"))
         monkeypatch.setattr(torch.cuda, "Event", self.event)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(readers, "host_bytes", lambda size, device: torch.empty(size, dtype=torch.uint8))
+
+    def stream(self, name):
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.log.append((name, f"waits for {other.name}")))
 
     def event(self):
         number = len([e for e in self.log if e[0] == "made"])
@@ -268,11 +282,16 @@ def test_to_a_gpu_two_buffers_take_turns_and_none_is_filled_before_its_copy_is_o
     into = torch.zeros(size, dtype=torch.uint8)
     todo = deque(readers.chunks(file, found, begins, into))
     many = len(todo)
+    lane.begin()
     lane.carry(todo)
+    lane.arrive()
     assert lane.chunks == many > 4
     turns = [number for what, number in gpu.log if what == "copied"]
     assert turns == [i % 2 for i in range(1, many + 1)]
-    done = [entry for entry in gpu.log if entry[0] != "made"]
-    assert done == [(what, turn) for turn in turns for what in ("waited", "copied")]
+    assert gpu.log == [
+        *[("made", 0), ("made", 1), ("side", "waits for main")],
+        *[(what, turn) for turn in turns for what in ("waited", "copied")],
+        ("main", "waits for side"),
+    ]
     plain = readers.read_file(file)
     assert all(torch.equal(e.of(into, begin), plain[e.name]) for e, begin in zip(found, begins, strict=True) if e.size)
