@@ -20,6 +20,7 @@ from lorabench.measure.trial import synchronize
 BLOCK = 1 << 23  # bytes that a thread reads at once
 THREADS = (1, 4, 16)  # tried one after the other, up to the machine's cores
 MOST = 4 << 30  # bytes after which no further file is read: a rate needs no more
+LITTLE, PASSES = 1 << 30, 5  # so little is read several times: other processes disturb it more
 COPIED = 1 << 28  # bytes of one copy to a GPU; to a CPU a quarter, which is beyond its caches, too
 COPIES = 4
 
@@ -34,10 +35,11 @@ def read_gbs(files: Sequence[Path], device: torch.device, before: Callable[[], N
     took = []
     for threads in sorted({min(n, cores) for n in THREADS}):
         buffers = [host_bytes(BLOCK, device) for _ in range(threads)]
-        before()
-        began = time.perf_counter()
-        _read(read, buffers)
-        took.append(time.perf_counter() - began)
+        for _ in range(PASSES if total < LITTLE else 1):
+            before()
+            began = time.perf_counter()
+            _read(read, buffers)
+            took.append(time.perf_counter() - began)
     return total / min(took) / 1e9 if total else None
 
 
