@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 
 def saved_once(folder: Path, save: Callable[[Path], object]) -> Path:
@@ -21,4 +24,6 @@ def saved_once(folder: Path, save: Callable[[Path], object]) -> Path:
         with contextlib.suppress(OSError):  # the other one's is there by now
             partial.rename(folder)
         shutil.rmtree(partial, ignore_errors=True)
+        gc.collect()  # the model that was saved holds itself in circles, and is no part of any arm's memory
+        torch.cuda.empty_cache()
     return folder
