@@ -1,4 +1,5 @@
-"""Slot `loading`: how the frozen weights are held (in 4 bits, as QLoRA has them) and how they come from the disk.
+"""Slot `loading`: how the frozen weights are held: in 4 bits, as QLoRA has them. reading.py has how they come from
+the disk.
 
     pip install 'lorabench[gpu]'
     python -m lorabench.sweep suite=qlora output=results/h200/qlora
@@ -8,17 +9,12 @@ What both arms of a cell have from this slot is part of the model: the gate's go
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, WeightsReader
+from lorabench.contract.ablation import Ablation, Evidence, Requires, Tolerance
 from lorabench.contract.settings import Code, Settings, Worth
-from lorabench.measure.plain_reader import PlainReader, read_file
 
 if TYPE_CHECKING:
     import torch
@@ -68,15 +64,14 @@ class Nf4Base(Ablation):
         base.is_loaded_in_4bit = not upcast  # pyright: ignore[reportArgumentType]  # torch's stub: tensors and modules
 
     def _quantized(self, linear: Any) -> Any:
-        from bitsandbytes.nn import Linear4bit, Params4bit
+        from bitsandbytes.nn import Linear4bit
 
-        weight, kind = linear.weight, {"compress_statistics": self.bnb_4bit_use_double_quant, "quant_type": "nf4"}
+        double = self.bnb_4bit_use_double_quant
         made = Linear4bit(
-            linear.in_features, linear.out_features, bias=False, compute_dtype=weight.dtype, device="meta", **kind
-        )
-        # It quantizes when it is moved to a device, even to the one where it is.
-        params: Any = Params4bit  # its annotations take `to` for a module's
-        made.weight = params(weight.data, requires_grad=False, module=made, **kind).to(weight.device)
+            linear.in_features, linear.out_features, bias=False, compute_dtype=linear.weight.dtype, device="meta",
+            compress_statistics=double, quant_type="nf4",
+        )  # fmt: skip
+        made.weight = as_nf4(linear.weight.data, double, made)
         made.bias = linear.bias
         return made
 
@@ -101,6 +96,15 @@ class Nf4Base(Ablation):
         )
 
 
+def as_nf4(weight: torch.Tensor, double: bool, module: Any = None) -> Any:
+    """A dense weight as bitsandbytes' parameter in 4 bits, on its device. `double`: the blocks' scales in 8 bits."""
+    from bitsandbytes.nn import Params4bit
+
+    params: Any = Params4bit  # its annotations take `to` for a module's
+    made = params(weight, requires_grad=False, module=module, compress_statistics=double, quant_type="nf4")
+    return made.to(weight.device)  # it quantizes when it is moved, even to the device where it is
+
+
 def quantized_weights(model: nn.Module) -> list[Any]:
     """The weights that lie in 4 bits."""
     return [p for p in model.parameters() if getattr(p, "quant_state", None) is not None]
@@ -114,46 +118,3 @@ def dequantize(linear: Any, quantized: Any) -> None:
     weight = quantized.weight
     with torch.no_grad():
         linear.weight.copy_(dequantize_4bit(weight.data, weight.quant_state))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelReading(Ablation):
-    """Several files at a time, a thread each: reading waits for the disk or copies, both without Python's lock."""
-
-    name: ClassVar[str] = "parallel_reading"
-    slot: ClassVar[str] = "reading"
-    kinds: ClassVar[tuple[str, ...]] = ("load",)
-    summary: ClassVar[str] = "a checkpoint's files read by several threads at once"
-
-    threads: int = 4
-
-    def __post_init__(self) -> None:
-        if self.threads < 2:
-            raise ValueError(f"threads={self.threads}: expected 2 or more")
-
-    def read(self) -> WeightsReader:
-        return _Parallel(self.threads)
-
-    def audit(self, evidence: Evidence) -> int:
-        arm: Any = evidence.arm
-        if len(arm.files) < 2:
-            raise NotApplied("the checkpoint is one file, so there is nothing to read at once")
-        return len(arm.reader.readers)
-
-
-class _Parallel(PlainReader):
-    """`readers`: the threads that read in the last trial, and how many files each."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self.readers: dict[int, int] = {}
-
-    def read(self, files: Sequence[Path]) -> list[dict[str, torch.Tensor]]:
-        self.readers = {}
-        with ThreadPoolExecutor(self.threads) as pool:
-            return list(pool.map(self._one, files))
-
-    def _one(self, file: Path) -> dict[str, torch.Tensor]:
-        me = threading.get_ident()
-        self.readers[me] = self.readers.get(me, 0) + 1
-        return read_file(file)

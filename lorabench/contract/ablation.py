@@ -2,8 +2,8 @@
 
 A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
 and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
-load, adapt, prepare, build, patch, shard, batch, optimize, step, size (or read, or text_metrics and generate, in the
-kinds that load weights or evaluate a checkpoint); `audit` then proves that the toggle engaged.
+load, adapt, prepare, build, patch, shard, batch, optimize, step, size (or form and read, or text_metrics and generate,
+in the kinds that load weights or evaluate a checkpoint); `audit` then proves that the toggle engaged.
 docs/add-an-ablation.md walks through one.
 """
 
@@ -13,13 +13,13 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import Ranks
+from lorabench.contract.reading import WeightsForm, WeightsReader
 from lorabench.contract.rehearsal import Rehearsal, Sizing
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.text_metrics import TextMetrics
@@ -107,18 +107,6 @@ class Blueprint:
     base: Callable[[], torch.nn.Module]  # weights drawn or read, and every toggle's `prepare` done
 
 
-class WeightsReader:
-    """Reads a checkpoint in two phases. Subclass it and return it from `read`."""
-
-    def read(self, files: Sequence[Path]) -> Any:
-        """From the disk into memory, host or device; returns what `place` takes."""
-        raise NotImplementedError
-
-    def place(self, held: Any, device: torch.device) -> dict[str, torch.Tensor]:
-        """What `read` returned, as tensors on the device, by their names in the files."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
 class Evidence:
     """What `audit` may look at: the finished arm after one traced trial."""
@@ -193,6 +181,10 @@ class Ablation:
 
     def read(self) -> WeightsReader | None:
         """How a checkpoint's files come to the device. None: leave it to another toggle or to safetensors."""
+        return None
+
+    def form(self) -> WeightsForm | None:
+        """In what form a checkpoint's weights lie in the files and arrive. None: another toggle's, or plain."""
         return None
 
     def text_metrics(self) -> TextMetrics | None:

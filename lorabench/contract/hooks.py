@@ -14,9 +14,10 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from lorabench.contract.ablation import Ablation, NotApplied, Unsupported, WeightsReader
+from lorabench.contract.ablation import Ablation, NotApplied, Unsupported
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.reading import WeightsForm, WeightsReader
 from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.settings import Settings
 from lorabench.contract.text_metrics import TextMetrics
@@ -109,6 +110,7 @@ EXPECTED: dict[Hook, Answer] = {
     Ablation.size: Answer("a Sizing, or None", _or_none(lambda answer: isinstance(answer, Sizing))),
     Ablation.read: Answer("a WeightsReader, or None", _or_none(lambda answer: isinstance(answer, WeightsReader))),
     Ablation.text_metrics: Answer("TextMetrics, or None", _or_none(lambda answer: isinstance(answer, TextMetrics))),
+    Ablation.form: Answer("a WeightsForm, or None", _or_none(lambda answer: isinstance(answer, WeightsForm))),
     Ablation.settings: Answer("Settings, or None", _or_none(lambda answer: isinstance(answer, Settings))),
 }
 

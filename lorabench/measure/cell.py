@@ -340,7 +340,8 @@ class Measurement:
                 busy, done = profile.device_busy(arm), self.trials[name]
                 ceiling = self.task.ceiling_tflops  # of one device; the work is that of all ranks together
                 of_all = ceiling and ceiling * arm.ranks.size
-                into.roofline = roofline.phase_rooflines(done, busy, sum(works, Work()), of_all)
+                rates = arm.kind.rates(arm)
+                into.roofline = roofline.phase_rooflines(done, busy, sum(works, Work()), of_all, rates)
 
 
 def agree(cell: Cell, kind_: Kind, arms: dict[str, ArmResult], dtype: torch.dtype) -> None:

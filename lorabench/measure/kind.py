@@ -125,6 +125,10 @@ class Kind(KindSpec):
         """Whether the process's resident memory is part of the result; on a CPU there is nothing else."""
         return arm.device.type == "cpu"
 
+    def rates(self, arm: Arm) -> dict[str, float]:
+        """10⁹ bytes a second at which the phases' bytes can be moved, by phase, measured now, after the trials."""
+        return {}
+
     def audited(self, arm: Arm) -> Sequence[Ablation]:
         """The toggles whose audit has to find them at work."""
         return arm.ablations

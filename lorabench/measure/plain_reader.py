@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from lorabench.contract.ablation import WeightsReader
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:  # a toggle's reader is a subclass, and a list of toggles does without torch
-    import torch
-    from torch import Tensor
+from lorabench.contract.reading import Checkpoint, WeightsReader
+from lorabench.measure.safetensors_file import aligned, entries
+
+ALIGNED = 64  # bytes: as torch's own allocator of host memory
+MOST_AT_ONCE = 1000  # buffers that one call of preadv may fill (IOV_MAX is 1024)
 
 
 class PlainReader(WeightsReader):
-    """File after file into host memory, then tensor after tensor to the device."""
+    """File after file into host memory, then tensor after tensor to the device. A file's memory is given back when its
+    last tensor has been taken."""
 
-    def read(self, files: Sequence[Path]) -> list[dict[str, Tensor]]:
-        return [read_file(file) for file in files]
+    def read(self, checkpoint: Checkpoint) -> list[dict[str, Tensor]]:
+        return [read_file(file) for file in checkpoint.files]
 
-    def place(self, held: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-        return {name: tensor.to(device) for shard in held for name, tensor in shard.items()}
+    def place(self, held: list[dict[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        held.reverse()
+        while held:
+            shard = held.pop()
+            for name in list(shard):
+                yield name, shard.pop(name).to(device)
 
 
 def read_file(file: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, really read: `load_file` maps it, and reads when a tensor is first used."""
-    from safetensors.torch import load
+    """The tensors of one safetensors file, really read, each once and where it stays: `load_file` maps the file, and
+    reads when a tensor is first used."""
+    found = entries(file)
+    begins, size = aligned(found, ALIGNED)
+    memory = torch.empty(size, dtype=torch.uint8)
+    pieces = [(begin, entry.size) for begin, entry in zip(begins, found, strict=True)]
+    with open(file, "rb", buffering=0) as opened:
+        fill(opened.fileno(), found[0].offset if found else 0, memory.numpy(), pieces)
+    return {entry.name: entry.of(memory, begin) for begin, entry in zip(begins, found, strict=True)}
 
-    return load(file.read_bytes())
+
+def fill(descriptor: int, offset: int, memory: Any, pieces: Sequence[tuple[int, int]]) -> None:
+    """Read what lies in a file without a gap from `offset` on into pieces of `memory`, a buffer, each (begin, bytes).
+    Raises EOFError where the file ends before."""
+    view = memoryview(memory)
+    wanted = [view[begin : begin + size] for begin, size in pieces if size]
+    while wanted:
+        got = os.preadv(descriptor, wanted[:MOST_AT_ONCE], offset)
+        if not got:
+            raise EOFError(f"the file ends at byte {offset}")
+        offset += got
+        while wanted and got >= len(wanted[0]):
+            got -= len(wanted.pop(0))
+        if got:
+            wanted[0] = wanted[0][got:]

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -51,9 +52,11 @@ def _rate(call: Callable[[], object], device: torch.device, seconds: float) -> f
 
 
 def phase_rooflines(
-    trials: Sequence[Trial], busy_ms: dict[str, float] | None, work: Work, ceiling_tflops: float | None
-) -> dict[str, PhaseRoofline]:
-    """Where each phase's time goes. `busy_ms` None: the device's busy time is unknown, and there is no label."""
+    trials: Sequence[Trial], busy_ms: dict[str, float] | None, work: Work, ceiling_tflops: float | None,
+    rates: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, PhaseRoofline]:  # fmt: skip
+    """Where each phase's time goes. `busy_ms` None: the device's busy time is unknown, and there is no label. `rates`:
+    10⁹ bytes a second at which a phase's bytes can be moved, of the phases of which that was measured."""
     result: dict[str, PhaseRoofline] = {}
     for phase in trials[0].device_ms:
         median = statistics.median(t.device_ms[phase] for t in trials)
@@ -64,6 +67,7 @@ def phase_rooflines(
             tflop=tflop,
             recompute_tflop=work.recompute_tflop.get(phase),
             gbytes=work.gbytes.get(phase),
+            ceiling_gbs=rates.get(phase),
             of_ceiling=tflop / (median / 1000) / ceiling_tflops if tflop and ceiling_tflops else None,
         )
         part.label = label(median, part, ceiling_tflops)

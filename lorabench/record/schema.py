@@ -80,6 +80,7 @@ class PhaseRoofline(Strict):
     tflop: float | None = None  # LoRA-aware, recompute excluded
     recompute_tflop: float | None = None
     gbytes: float | None = None  # 10⁹ bytes that have to be moved, where the kind counts them
+    ceiling_gbs: float | None = None  # 10⁹ bytes a second at which they can be, where the kind measures that
     of_ceiling: float | None = None  # tflop / median time / measured GEMM ceiling
     label: Literal["host-bound", "memory-bound", "compute-bound"] | None = None
 

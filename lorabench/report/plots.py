@@ -147,8 +147,9 @@ def _forest(ax: Axes, panel: Panel, claims: dict[str, list[tuple[float, float]]]
     values = [1 + floor, 1 / (1 + floor)]
     for y, mark in enumerate(panel.marks):
         for claimed in claims.get(mark.record.key, []):
-            values += claimed
-            ax.plot(claimed, [y, y], "D-", color="black", mfc="white", ms=4.5, lw=0.8, zorder=2)
+            ends = [end for end in claimed if 0 < end < math.inf]  # of "at least" there is but one
+            values += ends
+            ax.plot(ends, [y] * len(ends), "D-", color="black", mfc="white", ms=4.5, lw=0.8, zorder=2)
         if mark.row["sessions"] > 1:
             own = [c.centre for c in analysis.contrasts.sessions(mark.record)]
             values += own

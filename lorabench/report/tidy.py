@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lorabench.contract.kind import kind, registered
 from lorabench.record import stats
-from lorabench.record.schema import ARMS, TOTAL, ArmMemory, JobRecord, Phase, Record
+from lorabench.record.schema import ARMS, TOTAL, ArmMemory, JobRecord, Phase, PhaseRoofline, Record
 from lorabench.report.contrasts import Contrasts, side, toggles, versus
 from lorabench.report.noise import NoiseFloors
 from lorabench.report.replicates import Row
@@ -47,7 +47,8 @@ def tidy(
     processes: how many each arm had, where they were separate. verdict: see stats.verdict; None for A/A.
     {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_j_per_ktok: joules for a thousand of them, only
     where a GPU counted them; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling: of the phase that takes longest, and
-    averaged by time; {arm}_host_share: of the time in which the device waited.
+    averaged by time (of phases that only move bytes: the longest at the measured rate, over their sum);
+    {arm}_host_share: of the time in which the device waited.
     of_limit, _low, _high, _paired: limit's time / candidate's time, both of the limit's phases, and of_limit_forward of
     forward alone (see `shares`). limit: least work, no candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only
     where a record has several jobs or ranks. side, versus: of a head to head, the sides that are candidate and
@@ -244,8 +245,18 @@ def _roofline(record: Record, took: dict[str, float]) -> dict[str, Any]:
             max(0.0, 1 - sum(b for _, b in busy) / sum(t for t, _ in busy)) if busy else math.nan
         )
         whole = sum(t for t, _ in reached)
-        found[f"{arm}_of_ceiling"] = sum(t * x for t, x in reached) / whole if reached else math.nan
+        found[f"{arm}_of_ceiling"] = sum(t * x for t, x in reached) / whole if reached else _of_rates(timed)
     return found
+
+
+def _of_rates(timed: Sequence[tuple[float, PhaseRoofline]]) -> float:
+    """Of phases that move bytes, and may do so at once: the longest of them at the rate that was measured, as a share
+    of the time that all of them took. NaN where a rate is not known."""
+    moving = [x for _, x in timed if x.gbytes]
+    if not moving or any(not x.ceiling_gbs for x in moving):
+        return math.nan
+    least_ms = max(1000 * x.gbytes / x.ceiling_gbs for x in moving if x.gbytes and x.ceiling_gbs)
+    return least_ms / sum(ms for ms, _ in timed)
 
 
 def _checks(record: Record) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """Any kind of cell gets its tables, plots and page, alone or beside others, from what the kind says of itself."""
 
+import math
+
 import pytest
 from helpers import md_rows
 
+from lorabench.record.schema import PhaseRoofline
 from lorabench.report import tables, write_report
 from lorabench.report.analysis import Analysis
 from lorabench.report.groups import groups
 from lorabench.report.shown import show
+from lorabench.report.words import percent
 
 PHASES = {"train": ["forward", "backward", "step"], "op": ["forward", "backward"], "load": ["read", "place"],
           "evaluate": ["generate", "decode", "metrics", "score"]}  # fmt: skip
@@ -66,6 +70,20 @@ def test_what_is_equal_bit_for_bit_is_said(record):
     assert row["differs from the reference's"] == "0 of 272"
     assert "gradient error / allowed" not in row
     assert Analysis(records).table["unequal"][0] == 0
+
+
+@pytest.mark.parametrize(("copy", "share"), [(50.0, 0.5), (2.0, 1.0), (None, math.nan)])
+def test_of_bytes_the_slower_of_both_rates_is_the_limit_and_an_unknown_one_gives_no_share(record, copy, share):
+    """0.2 GB in 100 ms: at 4 GB/s from the disk 50 ms, at 2 GB/s over the bus 100."""
+    made = record(["a"], kind="load", tokens=None)
+    took = Analysis([made]).table
+    gbytes = 0.002 * sum(took[f"{phase}_candidate_ms"][0] for phase in PHASES["load"])
+    read, place = (PhaseRoofline(gbytes=gbytes, ceiling_gbs=rate) for rate in (4.0, copy))
+    made.roofline = {"candidate": {"read": read, "place": place}}
+    found = Analysis([made])
+    assert found.table["candidate_of_ceiling"][0] == pytest.approx(share, nan_ok=True)
+    shown = md_rows(markdown([made]), TITLE)[0].get("bound (of ceiling)")
+    assert shown == (None if math.isnan(share) else f"({percent(share)})")
 
 
 def test_jobs_and_ranks_are_columns_only_where_there_are_any(record, several_jobs):

@@ -153,3 +153,16 @@ def test_svg_is_text_that_does_not_change_and_names_nothing_of_markup(record):
     ids = re.findall(r' id="([^"]*)"', text)
     assert ids and all(name.startswith("speedup-") for name in ids)
     assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= set(ids)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_claim_without_an_upper_end_is_drawn_at_its_lower_one(record, turned):
+    """The published loading time is "at least" 4 times shorter, and turned round at most a quarter."""
+    toggles = ["prequantized_loading", "quantize_at_load"]
+    tested, base = reversed(toggles) if turned else toggles
+    own = {"kind": "load", "tokens": None, "roofline": None, "reference": (base,)}
+    analysis = Analysis([record([], **own), record([tested], speedup=5.0, **own)])
+    assert any(m.claim.statistic == "at least" for m in analysis.matches)
+    ax = figures(analysis)["speedup"][0].axes[0]
+    diamonds = sorted(x for line in ax.lines if line.get_marker() == "D" for x in line.get_xdata())
+    assert diamonds == pytest.approx([0.25, 0.25, 1 / 3] if turned else [3, 4, 4])

@@ -1,20 +1,17 @@
 """Kind `load`: a model's weights from the disk to the device.
 
     python -m lorabench.sweep kind=load 'models=[smollm2-135m]' 'ablations=[parallel_reading]' workload=cold_cache
+    python -m lorabench.sweep suite=prequantized_loading
 
 Random weights are saved once a sweep as sharded safetensors. A trial reads them (phase read: disk to memory) and brings
 them to the device (phase place). The page cache holds the files (workload warm_cache) or is told before each trial to
-forget them (cold_cache). The gate: what arrives is, bit for bit, what stands in the files.
+forget them (cold_cache). The gate: what arrives is, bit for bit, what the reference's toggles say that has to arrive.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,31 +20,35 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lorabench.contract.ablation import Ablation, Unsupported, WeightsReader
+from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm, bytes_of
 from lorabench.contract.cell import Cell
 from lorabench.contract.hooks import asked
 from lorabench.contract.machine import Machine
+from lorabench.contract.reading import Checkpoint, WeightsForm, WeightsReader
 from lorabench.contract.work import Work
 from lorabench.measure.build import causal_lm, fill_base
 from lorabench.measure.kind import Begin, Kind, Request
+from lorabench.measure.page_cache import forget, hold
 from lorabench.measure.plain_reader import PlainReader
+from lorabench.measure.rates import copy_gbs, read_gbs
+from lorabench.measure.saved import saved_once
 from lorabench.record.schema import Numerics
 
 READ, PLACE = "read", "place"
 SHARDS = 8  # files that a checkpoint is split into, as those of large models are
-PAGE = 4096
 SAMPLED = 16
-TRIES, STILL_THERE = 20, 0.1  # how often, and which share of a file may stay
-PROBES = 32  # pages of a file that are looked at to see whether the page cache forgot it
 
 
 @dataclass
 class LoadArm(Arm):
-    """An arm that reads `files`. `loaded`: what the last trial brought to the device."""
+    """An arm that reads `source`. `loaded`: what the last trial brought to the device."""
 
-    files: list[Path] = field(default_factory=list)
+    source: Checkpoint = field(default_factory=lambda: Checkpoint(Path(), torch.device("cpu")))
+    expected: list[Path] = field(default_factory=list)  # the files that hold what has to arrive
     reader: WeightsReader = field(default_factory=WeightsReader)
+    form: WeightsForm = field(default_factory=WeightsForm)
+    parts: Callable[[str, Tensor], dict[str, Tensor]] = WeightsForm().parts  # of a weight, as the reference has it
     cold: bool = False
     evidence: dict[str, Any] = field(default_factory=dict)  # of the trial that was furthest from the files
     compared: int = 0  # how many timed trials
@@ -69,49 +70,58 @@ class Load(Kind):
             return f"the workload {cell.workload.name} is one of samples; loading takes warm_cache or cold_cache"
         if cell.model.weights != "random":
             return "loading measures random weights that it saves itself; weights= is for the other kinds"
+        theirs, own = (form_of(toggles).holds for toggles in (cell.reference, cell.candidate))
+        if theirs != own:
+            return f"the reference brings {theirs} to the device and the candidate {own}; compare like with like"
         return None
 
     def work(self, cell: Cell, samples: Sequence[Any], ablations: Sequence[Any] = ()) -> list[Work]:
         """In the model's dtype; where that is left to the machine, which planning has not asked, two bytes a weight."""
         dtype = torch.bfloat16 if cell.model.dtype == "auto" else getattr(torch, cell.model.dtype)
         model = causal_lm(cell.model, {"dtype": dtype}, torch.device("meta"), None)
-        gbytes = 1e-9 * sum(p.nbytes for p in model.parameters())
+        gbytes = 1e-9 * form_of(ablations).nbytes(model)
         return [Work(gbytes={READ: gbytes, PLACE: gbytes})]
 
     def build(self, request: Request) -> Arm:
-        files = checkpoint(request)
+        plain = checkpoint(request)
+        form, wanted = form_of(request.ordered), form_of(request.cell.reference)
+        source = form.checkpoint(plain)
         readers = (asked(a, Ablation.read) for a in request.ordered)
-        reader = next((r for r in readers if r is not None), None) or PlainReader()
+        reader = next((r for r in readers if r is not None), None) or form.reader() or PlainReader()
         cold = request.cell.workload.page_cache == "cold"
         if not cold:
-            for file in files:
-                file.read_bytes()
+            hold(source.files)
         return LoadArm(
             request.name, request.ablations, nn.Module(), [], request.dtype, request.device, self,
-            {a.name: None for a in request.ablations}, ranks=request.ranks, files=files, reader=reader, cold=cold,
+            {a.name: None for a in request.ablations}, ranks=request.ranks, source=source, reader=reader, form=form,
+            expected=list(wanted.expected(plain)), parts=wanted.parts, cold=cold,
         )  # fmt: skip
 
     def trial(self, arm: Any, begin: Begin) -> None:
         if arm.cold:
-            for file in arm.files:
-                forget(file)
+            forget_all(arm.source)
         begin(READ)
-        held = arm.reader.read(arm.files)
+        held = arm.reader.read(arm.source)
         begin(PLACE)
-        arm.loaded = arm.reader.place(held, arm.device)
+        arm.loaded = arm.form.finish(arm.reader.place(held, arm.device))
 
     def clear(self, arm: Any) -> None:
         arm.loaded = {}
 
     def held(self, arm: Any) -> dict[str, int]:
-        return {"weights": sum(file.stat().st_size for file in arm.files)}
+        return {"weights": sum(file.stat().st_size for file in arm.expected)}
 
     def measures_host(self, arm: Arm) -> bool:
         return True
 
+    def rates(self, arm: Any) -> dict[str, float]:
+        """Of these very files, in the page cache's state of the workload; and of a copy to the device."""
+        read = read_gbs(arm.source.files, arm.device, lambda: forget_all(arm.source) if arm.cold else None)
+        return {**({READ: read} if read else {}), PLACE: copy_gbs(arm.device)}
+
     def first(self, arm: Any, run: Callable[[], Any], request: Request) -> dict[str, Any]:
         run()
-        arm.evidence = {"unequal": 0, "tensors": len(arm.loaded), "worst": ""}
+        arm.evidence = {"unequal": 0, "tensors": len(parts_of(arm)), "worst": ""}
         self._compare(arm)
         return {"": arm.evidence}
 
@@ -127,9 +137,10 @@ class Load(Kind):
 
     def _compare(self, arm: Any, begin: int = 0, every: int = 1) -> None:
         """What a trial loaded with the files; of all trials the worst is kept."""
-        differing = list(differences(arm.files, arm.loaded, begin, every))
+        loaded = parts_of(arm)
+        differing = list(differences(arm.expected, loaded, begin, every))
         if len(differing) > arm.evidence["unequal"]:
-            arm.evidence |= {"unequal": len(differing), "tensors": len(arm.loaded), "worst": differing[0]}
+            arm.evidence |= {"unequal": len(differing), "tensors": len(loaded), "worst": differing[0]}
 
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype
@@ -141,56 +152,35 @@ class Load(Kind):
         return f"{numerics.unequal} of {numerics.tensors} tensors are not those of the files, first {numerics.worst}"
 
 
-def checkpoint(request: Request) -> list[Path]:
-    """The files of the model's random weights, in the compute dtype; saved where the sweep has not done so yet."""
+def form_of(ablations: Sequence[Ablation]) -> WeightsForm:
+    """In what form an arm with these toggles has its weights."""
+    forms = (asked(a, Ablation.form) for a in sorted(ablations, key=lambda a: (a.rank, a.name)))
+    return next((f for f in forms if f is not None), None) or WeightsForm()
+
+
+def checkpoint(request: Request) -> Checkpoint:
+    """The model's random weights, in the compute dtype; saved where the sweep has not done so yet."""
     content = [request.model.model_dump(mode="json"), str(request.dtype), request.seed]
     name = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-    folder = request.scratch / f"checkpoint-{name}"
-    if not folder.exists():
+
+    def save(folder: Path) -> None:
         model: Any = causal_lm(request.model, {"dtype": request.dtype}, request.device, None)
         fill_base(model, request.dtype, request.seed)
         size = bytes_of(list(model.parameters()))
-        partial = request.scratch / f"checkpoint-{name}.{os.getpid()}"
-        model.save_pretrained(partial, max_shard_size=max(1, size // SHARDS))
-        for file in partial.iterdir():
-            _to_disk(file)
-        with contextlib.suppress(FileExistsError, OSError):
-            partial.rename(folder)
-        del model
-    return sorted(folder.glob("*.safetensors"))
+        model.save_pretrained(folder, max_shard_size=max(1, size // SHARDS))
+
+    folder = saved_once(request.scratch / f"checkpoint-{name}", save)
+    return Checkpoint(folder, request.device, {"dtype": request.dtype})
 
 
-def _to_disk(file: Path) -> None:
-    """Only what lies on the disk can be forgotten by the page cache."""
-    with open(file, "rb+") as opened:
-        os.fsync(opened.fileno())
+def forget_all(source: Checkpoint) -> None:
+    for file in source.files:
+        forget(file)
 
 
-def forget(file: Path) -> None:
-    """Tell the page cache to drop a file. Raises Unsupported where it still holds it (tmpfs has nowhere else)."""
-    size = file.stat().st_size
-    with open(file, "rb") as opened:
-        for _ in range(TRIES):
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if resident(opened.fileno(), size) <= STILL_THERE:
-                return
-            time.sleep(0.05)  # pages that somebody still writes, reads or maps stay for a moment
-    raise Unsupported(f"the page cache does not forget {file.parent}: a cold cache needs a disk behind it")
-
-
-def resident(descriptor: int, size: int) -> float:
-    """Share of the file's probed pages that can be read without waiting for the disk. Probing one page at a time, from
-    the end: a read that had to wait would start the kernel's read-ahead."""
-    pages = max(1, size // PAGE)
-    offsets = sorted({pages * i // PROBES for i in range(PROBES)}, reverse=True)
-    found = 0
-    for page in offsets:
-        try:
-            found += bool(os.preadv(descriptor, [bytearray(1)], page * PAGE, os.RWF_NOWAIT))
-        except OSError as error:
-            if error.errno != errno.EAGAIN:
-                raise
-    return found / len(offsets)
+def parts_of(arm: Any) -> dict[str, Tensor]:
+    """What the last trial loaded, as files hold it."""
+    return {name: part for n, weight in arm.loaded.items() for name, part in arm.parts(n, weight).items()}
 
 
 def differences(files: Sequence[Path], loaded: dict[str, Tensor], begin: int = 0, every: int = 1) -> Iterator[str]:
