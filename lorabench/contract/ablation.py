@@ -22,6 +22,7 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import Ranks
 from lorabench.contract.rehearsal import Rehearsal, Sizing
 from lorabench.contract.settings import Settings, Worth
+from lorabench.contract.work import Recomputed
 from lorabench.contract.workload import Workload
 
 if TYPE_CHECKING:  # these import torch, which a list of toggles can do without
@@ -140,7 +141,7 @@ class Ablation:
     bounds: ClassVar[str | None] = None  # no way to train, but the least work of a cell of that kind
     changes_weights: ClassVar[bool] = False  # how frozen weights are held: in both arms alike it is part of the model
     own_dropout_masks: ClassVar[bool] = False  # draws masks that the gate cannot share: gated at dropout 0
-    recomputes: ClassVar[bool] = False  # runs the forward again in backward: counted apart from useful work
+    recomputes: ClassVar[Recomputed | None] = None  # what backward computes again: counted apart from useful work
     global_patch: ClassVar[bool] = False  # changes more than its own model: measured in separate processes
     parallel: ClassVar[bool] = False  # its arm steps on `world_size` processes, one a GPU
     tolerance: ClassVar[Tolerance | None] = None
