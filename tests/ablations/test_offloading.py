@@ -95,7 +95,8 @@ def test_a_forward_that_fails_leaves_no_hooks(cpu_as_accelerator):
 def cpu_as_accelerator(monkeypatch):
     """TRL's hooks run on a CPU that they take for an accelerator: everything but streams and pinned memory."""
     pytest.importorskip("trl")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    asked = lambda check_available=False: None if check_available else torch.device("cpu")  # noqa: E731 - not torch's own
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", asked)
     monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
     return ({"activation_offloading": {"use_streams": False, "use_pin_memory": False}},)
 
@@ -127,13 +128,12 @@ def test_trl_that_moves_nothing_is_not_applied(cpu_as_accelerator):
 
 
 def test_without_trl_it_is_unsupported(monkeypatch):
-    from dataclasses import replace
     from importlib import util
 
     found = util.find_spec
     monkeypatch.setattr(util, "find_spec", lambda name, *rest: None if name == "trl" else found(name, *rest))
     cell = cells("ablations=[activation_offloading]")[-1]
-    status, reason = refusal(cell, replace(MACHINE, device="cuda", gpus=1, capability=(9, 0)))
+    status, reason = refusal(cell, MACHINE.model_copy(update={"device": "cuda", "gpus": 1, "capability": (9, 0)}))
     assert status == "unsupported" and reason.endswith("needs the package trl, which is not installed: pip install trl")
 
 
