@@ -150,7 +150,7 @@ class SelectiveCheckpointing(Ablation):
         rank = max(config.r for config in model.peft_config.values())  # type: ignore[union-attr,operator]
         policy = Policy(attention=self.save != "mm", mm=self.save != "attention", rank=rank)
         setattr(model, MARK, policy)
-        return len(enable(model, use_reentrant=False, context_fn=policy.contexts))
+        return len(enable(model, use_reentrant=False, context_fn=policy.contexts()))
 
     def audit(self, evidence: Evidence) -> int:
         policy = getattr(evidence.arm.model, MARK)

@@ -6,6 +6,7 @@ A module of its own because it is torch throughout: a list of toggles is to be h
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -29,9 +30,9 @@ class Policy:
         self._found: set[str] = set()
         self._kinds: dict[Any, str] = {}  # of an operator: looked up once, for this is asked at every call
 
-    def contexts(self) -> Any:
-        """What torch's `checkpoint` takes as `context_fn`."""
-        return create_selective_checkpoint_contexts(self.decide)
+    def contexts(self) -> partial[Any]:
+        """What torch's `checkpoint` takes as `context_fn`. A partial, or torch.compile does not know it."""
+        return partial(create_selective_checkpoint_contexts, self.decide)
 
     def decide(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op not in self._kinds:
