@@ -8,19 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-DISTANCES = (
-    0.06,
-    0.14,
-    0.24,
-    0.36,
-    0.5,
-    0.66,
-    0.84,
-    1.05,
-    1.3,
-    1.6,
-    2.0,
-)  # from a point to the nearest edge of its name
+DISTANCES = (0.06, 0.14, 0.24, 0.36, 0.5, 0.66, 0.84, 1.05)  # from a point's marker to the edge of its name
 DIRECTIONS = [math.pi * n / 12 for n in sorted(range(-11, 13), key=abs)]  # right comes first, left last
 LED = DISTANCES[1]  # a name that is further away than this has a line to its point
 AROUND = 0.06  # of a point: half of what its marker takes

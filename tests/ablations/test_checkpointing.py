@@ -48,16 +48,14 @@ def gradients(*names, seed=1, **kwargs):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_gradients_are_those_without_bit_for_bit(way, dropout):
+def test_gradients_are_those_without_bit_for_bit(way):
     """With the dropout that PEFT draws: what runs again has to draw the same mask."""
-    kwargs = {"overrides": (f"lora.lora_dropout={dropout}",)}
+    kwargs = {"overrides": ("lora.lora_dropout=0.1",)}
     plain, ours = gradients("sdpa", **kwargs), gradients("sdpa", WAYS[way], **kwargs)
     assert plain.keys() == ours.keys()
     assert all(torch.equal(plain[name], ours[name]) for name in plain)
-    if dropout:
-        other = gradients("sdpa", WAYS[way], seed=2, **kwargs)
-        assert not all(torch.equal(plain[name], other[name]) for name in plain), "no mask was drawn"
+    other = gradients("sdpa", WAYS[way], seed=2, **kwargs)
+    assert not all(torch.equal(plain[name], other[name]) for name in plain), "no mask was drawn"
 
 
 def test_masks_drawn_anew_in_the_second_run_would_be_seen():
