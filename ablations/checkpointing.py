@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported, added
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.work import Recomputed
 
@@ -35,8 +35,8 @@ class GradientCheckpointing(Ablation):
     worth_trying: ClassVar[Worth | None] = "memory"
 
     use_reentrant: bool = False
-    every_n_layers: int = 1
-    offload: bool = False
+    every_n_layers: int = added(1)
+    offload: bool = added(False)
 
     def __post_init__(self) -> None:
         if type(self.every_n_layers) is not int or self.every_n_layers < 1:

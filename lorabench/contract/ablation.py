@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -128,6 +128,12 @@ class Evidence:
     ops: Counter[str]  # names of the operators that ran, e.g. "aten::_scaled_dot_product_flash_attention"
 
 
+def added(default: Any) -> Any:
+    """A parameter that came to a toggle after records of it were published: at its default it leaves their keys as
+    they were."""
+    return field(default=default, metadata={"added": True})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
     """Base of every toggle. Subclass it as a frozen, keyword-only dataclass and register it as an entry point."""
@@ -218,6 +224,12 @@ class Ablation:
     def settings(self) -> Settings | None:
         """What switches it on in a training of the user's own. None: the toggle does not say."""
         return None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The parameters that a cell's key is made of."""
+        told = {f.name for f in fields(self) if not ("added" in f.metadata and getattr(self, f.name) == f.default)}
+        return {name: value for name, value in asdict(self).items() if name in told}
 
     @property
     def label(self) -> str:

@@ -114,6 +114,15 @@ def test_every_n_layers_is_a_positive_whole_number(value):
         registry.ablation({"gradient_checkpointing": {"every_n_layers": value}})
 
 
+def test_published_records_keep_their_key():
+    old, new = (
+        cells(f"ablations=[{name}]")[-1]
+        for name in ("gradient_checkpointing", "{gradient_checkpointing: {every_n_layers: 2}}")
+    )
+    assert old.toggles[0].content == {"use_reentrant": False}  # all that the toggle had when they were measured
+    assert new.toggles[0].content == {"use_reentrant": False, "every_n_layers": 2} and new.key != old.key
+
+
 # -- selective ------------------------------------------------------------------------------------------------------
 
 
