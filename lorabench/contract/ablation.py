@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.batch import Batch, Sample
@@ -23,6 +23,7 @@ from lorabench.contract.reading import WeightsForm, WeightsReader
 from lorabench.contract.rehearsal import Rehearsal, Sizing
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.text_metrics import TextMetrics
+from lorabench.contract.work import Recomputed
 from lorabench.contract.workload import Workload
 
 if TYPE_CHECKING:  # these import torch, which a list of toggles can do without
@@ -116,6 +117,12 @@ class Evidence:
     ops: Counter[str]  # names of the operators that ran, e.g. "aten::_scaled_dot_product_flash_attention"
 
 
+def added(default: Any) -> Any:
+    """A parameter that came to a toggle after records of it were published: at its default it leaves their keys as
+    they were."""
+    return field(default=default, metadata={"added": True})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
     """Base of every toggle. Subclass it as a frozen, keyword-only dataclass and register it as an entry point."""
@@ -129,7 +136,7 @@ class Ablation:
     bounds: ClassVar[str | None] = None  # no way to train, but the least work of a cell of that kind
     changes_weights: ClassVar[bool] = False  # how frozen weights are held: in both arms alike it is part of the model
     own_dropout_masks: ClassVar[bool] = False  # draws masks that the gate cannot share: gated at dropout 0
-    recomputes: ClassVar[bool] = False  # runs the forward again in backward: counted apart from useful work
+    recomputes: ClassVar[Recomputed | None] = None  # what backward computes again: counted apart from useful work
     global_patch: ClassVar[bool] = False  # changes more than its own model: measured in separate processes
     parallel: ClassVar[bool] = False  # its arm steps on `world_size` processes, one a GPU
     tolerance: ClassVar[Tolerance | None] = None
@@ -216,6 +223,12 @@ class Ablation:
     def settings(self) -> Settings | None:
         """What switches it on in a training of the user's own. None: the toggle does not say."""
         return None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The parameters that a cell's key is made of."""
+        told = {f.name for f in fields(self) if not ("added" in f.metadata and getattr(self, f.name) == f.default)}
+        return {name: value for name, value in asdict(self).items() if name in told}
 
     @property
     def label(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lorabench.contract.ablation import Ablation
@@ -110,5 +110,5 @@ class Cell:
 
 
 def _content(ablations: Sequence[Ablation]) -> list[Any]:
-    of = lambda a: dict(a.parameters) if isinstance(a, Faulty) else asdict(a)  # noqa: E731
+    of = lambda a: dict(a.parameters) if isinstance(a, Faulty) else a.content  # noqa: E731
     return sorted(([a.name, of(a)] for a in ablations), key=lambda item: item[0])

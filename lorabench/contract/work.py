@@ -6,6 +6,14 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Recomputed:
+    """The shares, 0 to 1, of a decoder's layers that backward computes again: of their linears, of their attention."""
+
+    linears: float = 0.0
+    attention: float = 0.0
+
+
+@dataclass(frozen=True)
 class Work:
     """Useful work of one trial, by phase: 10¹² floating-point operations, 10⁹ bytes moved, and what is computed again
     (10¹² operations, counted apart). A phase that is left out has none that is known."""

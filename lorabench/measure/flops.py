@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from lorabench.contract.batch import Sample
 from lorabench.contract.model import Lora, ModelSpec
+from lorabench.contract.work import Recomputed
 from lorabench.plan import architecture
 
 
@@ -63,6 +64,12 @@ def backward_tflop(shape: Shape, lengths: Sequence[int]) -> float:
     """
     frozen = shape.frozen + shape.head
     return (2.0 * sum(lengths) * (frozen + 2 * shape.adapter) + 2.5 * _attention(shape, lengths)) / 1e12
+
+
+def recomputed_tflop(shape: Shape, lengths: Sequence[int], again: Recomputed) -> float:
+    """TFLOP of what backward computes again of the layers' forward. The head is in no layer."""
+    linears = 2.0 * sum(lengths) * (shape.frozen + shape.adapter)
+    return (again.linears * linears + again.attention * _attention(shape, lengths)) / 1e12
 
 
 def lengths_of(samples: Sequence[Sample]) -> list[int]:

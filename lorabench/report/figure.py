@@ -93,8 +93,14 @@ def widest(texts: Iterable[str]) -> float:
 
 
 def _width(text: str) -> float:
-    font = FontProperties(size=size_of(text))
-    return max(text_to_path.get_text_width_height_descent(x, font, False)[0] for x in text.split("\n")) / 72
+    return extent(text, size_of(text))[0]
+
+
+def extent(text: str, size: float) -> tuple[float, float]:
+    """Inches that a text of one or more lines takes in this size: width and height."""
+    font, lines = FontProperties(size=size), text.split("\n")
+    wide = max(text_to_path.get_text_width_height_descent(line, font, False)[0] for line in lines)
+    return wide / 72, len(lines) * 1.25 * size / 72
 
 
 def size_of(text: str) -> float:

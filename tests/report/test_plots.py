@@ -13,7 +13,7 @@ from lorabench.report.analysis import Analysis
 from lorabench.report.inline import inline
 from lorabench.report.panels import MANY
 from lorabench.report.plots import figures, plots
-from lorabench.report.tradeoff import Point, front
+from lorabench.report.tradeoff import CROWDED, Point, front
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.rglob("records.jsonl"))
@@ -133,6 +133,33 @@ def test_a_front_is_drawn_only_through_rows_that_compare(record):
     slow = {n: {f"{a}_ms": [2 * ms for ms in getattr(p, f"{a}_ms")] for a in ("reference", "candidate")}
             for n, p in cells[1].phases.items()}  # fmt: skip
     assert dashed([cells[0], record(["b"], phases=slow, peaks=(8.0, 3.0))]) == []
+
+
+@pytest.mark.parametrize(("rows", "models"), [(CROWDED - 1, 1), (6, 3)])
+def test_names_stand_beside_their_points_in_a_figure_of_few(record, rows, models):
+    made = [
+        record(names, speedup=1 + n / 7, peaks=(8.0, 8 - 0.37 * n), model=f"m{m}")
+        for m in range(models)
+        for n, names in enumerate([[], *([f"gradient_checkpointing(every_n_layers={n})"] for n in range(1, rows))])
+    ]
+    figure, _ = figures(Analysis(made))["tradeoff"]
+    said = [text for text, _, _ in texts(figure)]
+    assert overlapping(figure) == ([], [])
+    assert said.count("reference") == models
+    assert all(said.count(f"gradient_checkpointing\n(every_n_layers={n})") == models for n in range(1, rows))
+    assert len(figure.legends[0].get_texts()) == 2  # the front and what hollow means
+
+
+@pytest.mark.parametrize(("rows", "models"), [(CROWDED + 1, 1), (3, MANY + 1)])
+def test_of_many_points_a_legend_has_the_names(record, rows, models):
+    made = [
+        record([f"toggle_{n}"], speedup=1 + n / 7, peaks=(8.0, 8 - n / 5), model=f"m{m}")
+        for m in range(models)
+        for n in range(rows)
+    ]
+    figure, _ = figures(Analysis(made))["tradeoff"]
+    assert {f"toggle_{n}" for n in range(rows)} <= {text.get_text() for text in figure.legends[0].get_texts()}
+    assert overlapping(figure) == ([], [])
 
 
 def test_svg_is_text_that_does_not_change_and_names_nothing_of_markup(record):

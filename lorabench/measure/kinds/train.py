@@ -17,7 +17,7 @@ from lorabench.contract.job import Job
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
-from lorabench.contract.work import Work
+from lorabench.contract.work import Recomputed, Work
 from lorabench.measure import flops
 from lorabench.measure.build import build, causal_lm, feeds, float16_scale, to_device
 from lorabench.measure.gradient_kind import GradientKind
@@ -51,8 +51,8 @@ class Train(GradientKind):
         return [draw(job.workload, vocabulary, job.seed) for job in cell.jobs]
 
     def work(self, cell: Cell, samples: Sequence[Sequence[Sample]], ablations: Sequence[Any] = ()) -> list[Work]:
-        recomputes, jobs = any(a.recomputes for a in ablations), zip(cell.jobs, samples, strict=True)
-        return [_work(flops.decoder(cell.model, job.lora), own, recomputes) for job, own in jobs]
+        again, jobs = [a.recomputes for a in ablations if a.recomputes], zip(cell.jobs, samples, strict=True)
+        return [_work(flops.decoder(cell.model, job.lora), own, again) for job, own in jobs]
 
     def build(self, request: Request) -> Arm:
         base = lambda load: causal_lm(request.model, load, request.device, request.layers)  # noqa: E731
@@ -78,10 +78,11 @@ class Train(GradientKind):
         return [_one_step(step, begin) for step in arm.steps]
 
 
-def _work(shape: flops.Shape, samples: Sequence[Sample], recomputes: bool) -> Work:
+def _work(shape: flops.Shape, samples: Sequence[Sample], again: Sequence[Recomputed]) -> Work:
     lengths = flops.lengths_of(samples)
     forward, backward = flops.forward_tflop(shape, lengths), flops.backward_tflop(shape, lengths)
-    return Work({FORWARD: forward, BACKWARD: backward}, recompute_tflop={BACKWARD: forward} if recomputes else {})
+    recomputed = sum(flops.recomputed_tflop(shape, lengths, each) for each in again)
+    return Work({FORWARD: forward, BACKWARD: backward}, recompute_tflop={BACKWARD: recomputed} if again else {})
 
 
 def _step(

@@ -1,0 +1,78 @@
+"""Slot `checkpointing`, its other half: what is saved for the backward goes to host memory, nothing runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lorabench.contract.ablation import Ablation, Evidence, Requires
+from lorabench.contract.settings import Settings
+from lorabench.contract.step import Step
+
+from .checkpointing import MARK, NO_CAPTURE, SLOT
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offloading(Ablation):
+    """Base: every tensor that a hook takes to host memory is counted, on the model."""
+
+    slot: ClassVar[str] = SLOT
+    excludes: ClassVar[Mapping[str, str]] = NO_CAPTURE
+
+    def patch(self, model: nn.Module) -> None:
+        from .saved_tensors import Moved
+
+        setattr(model, MARK, Moved.of(model))
+
+    def audit(self, evidence: Evidence) -> int:
+        return getattr(evidence.arm.model, MARK).check()
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        return {self.name: getattr(evidence.arm.model, MARK).told()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOnCpu(Offloading):
+    """torch's `save_on_cpu` around the forward: all that autograd saves, frozen weights too, which it saves for dX."""
+
+    name: ClassVar[str] = "save_on_cpu"
+    summary: ClassVar[str] = "torch's save_on_cpu around the forward: all that is saved waits in host memory"
+    requires: ClassVar[Requires] = Requires(device="cuda")
+
+    pin_memory: bool = True
+
+    def step(self, step: Step) -> Step:
+        from .saved_tensors import SavedOnCpu
+
+        return SavedOnCpu(step, getattr(step.model, MARK), self.pin_memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationOffloading(Offloading):
+    """TRL's `OffloadActivations`: activations of 1 KiB and more, no weights and not the head's, on a stream of its own.
+
+    Its parameters are TRL's. Where bitsandbytes is imported it empties the allocator's cache in every step.
+    """
+
+    name: ClassVar[str] = "activation_offloading"
+    summary: ClassVar[str] = "TRL's OffloadActivations: activations to host memory, on a stream of its own"
+    requires: ClassVar[Requires] = Requires(device="cuda", packages={"trl": "pip install trl"})
+
+    use_pin_memory: bool = True
+    use_streams: bool = True
+    min_offload_size: int = 1024
+    max_fwd_stash_size: int = 5
+
+    def step(self, step: Step) -> Step:
+        from .saved_tensors import Offloaded, trl_hooks
+
+        return Offloaded(step, trl_hooks(step.model, getattr(step.model, MARK), **asdict(self)))
+
+    def settings(self) -> Settings | None:
+        if self != type(self)():  # no trainer takes the parameters
+            return None
+        return Settings(sft={"activation_offloading": True}, axolotl={"activation_offloading": True})
