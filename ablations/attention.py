@@ -53,12 +53,19 @@ def layers(evidence: Evidence) -> int:
     return sum(hasattr(module, "num_key_value_groups") for module in evidence.arm.model.modules())
 
 
-
-
 def backends(ops: Counter[str]) -> dict[str, int]:
     """Which SDPA backends ran, and how often, from the operators of one step."""
     counts = {name: sum(ops[op] for op in names) for name, names in FUSED.items()}
     return {name: count for name, count in counts.items() if count}
+
+
+def what_is_masked(batch: Batch) -> str:
+    """What a batch's attention has to leave out besides what comes later."""
+    positions = batch.inputs.get("position_ids")
+    if batch.inputs.get("attention_mask") is not None:
+        return "causal and padding"
+    packed = positions is not None and bool((positions.diff() != 1).any())
+    return "causal and other samples of a row" if packed else "causal"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +79,17 @@ class Attention(Ablation):
     def load(self, kwargs: dict[str, Any]) -> None:
         kwargs["attn_implementation"] = self.implementation
 
+    def ran(self, ops: Counter[str]) -> dict[str, int]:
+        """What computed the forwards, and how often each ran."""
+        return backends(ops)
+
     def notes(self, evidence: Evidence) -> dict[str, Any]:
-        return {"attention_backend": backends(evidence.ops) or self.implementation}
+        """Which backend torch picks depends on what it is asked to leave out, so that is told, too."""
+        asked = sorted({what_is_masked(b) for step in evidence.arm.steps for b in step.batches})
+        return {
+            "attention_backend": self.ran(evidence.ops) or self.implementation,
+            **({"attention_mask": " and ".join(asked)} if asked else {}),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +97,6 @@ class Fused(Attention):
     """Base: a fused kernel that is not SDPA's, seen at work by the operators that it runs."""
 
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
-
-    def ran(self, ops: Counter[str]) -> dict[str, int]:
-        """The operators of its forward, and how often each ran."""
-        raise NotImplementedError
 
     def audit(self, evidence: Evidence) -> int:
         """Every layer of every batch has to have run it, and none SDPA."""
@@ -94,9 +106,6 @@ class Fused(Attention):
         if (calls := sum(self.ran(evidence.ops).values())) < expected:
             raise NotApplied(f"its operator ran {calls} times; attention runs {expected} times in a step")
         return layers(evidence)
-
-    def notes(self, evidence: Evidence) -> dict[str, Any]:
-        return {"attention_backend": self.ran(evidence.ops)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +154,16 @@ class _Pinned(Wrapped):
         except RuntimeError as error:
             if "No available kernel" not in str(error):
                 raise
-            raise Unsupported(self._refusal()) from error
+            raise Unsupported(self._refusal(batch)) from error
 
-    def _refusal(self) -> str:
+    def _refusal(self, batch: Batch) -> str:
         config: Any = self.model.config
         grouped = config.num_attention_heads != config.num_key_value_heads
         why = ", which has grouped-query attention" if grouped else ""
-        return f"SDPA's {self.backend.lower()} backend refuses this model{why}: no kernel for its shapes and dtype"
+        return (
+            f"SDPA's {self.backend.lower()} backend refuses this model{why}: no kernel for its shapes, its dtype and a "
+            f"mask that is {what_is_masked(batch)}"
+        )
 
     def backward(self, loss: Tensor) -> None:
         with self.pinned():

@@ -27,7 +27,7 @@ FA3 = (
 )
 FA4 = "pip install --pre flash-attn-4"
 HOPPER = CUDA | {"capability": (9, 0)}
-SUPPORT = {"words": "FlashAttention", "attribute": "_supports_flash_attn"}
+SUPPORT: dict[str, Any] = {"words": "FlashAttention", "attribute": "_supports_flash_attn"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,7 @@ class FlashAttention(Fused):
         return {name: ops[name] for name in self.operators if ops[name]}
 
     def settings(self) -> Settings:
-        return Settings(
-            model={"attn_implementation": self.implementation}, axolotl={"attn_implementation": self.implementation}
-        )
+        return Settings(model={"attn_implementation": self.implementation})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A batch as one row of segments, and attention that goes by them: what varlen kernels want in place of a mask.
 
-    cu_seq_lens (N + 1,), int32: where the N segments begin in the batch's B·S positions, and its end; transformers hands
-    it from the model's keyword arguments down to every layer's attention.
+    cu_seq_lens (N + 1,), int32: where the N segments begin in the batch's B·S positions, and where the last one ends;
+    transformers hands it from the model's keyword arguments down to every layer's attention.
 
 A module of its own because it is torch throughout: a list of toggles is to be had without importing torch.
 """
@@ -41,7 +41,8 @@ def with_segments(batch: Batch) -> Batch:
     """The batch with the keyword arguments of transformers' varlen attention, so that no layer has to find them out
     from a mask or from positions: that would make the host wait for the device in every layer."""
     ids, inputs = batch.inputs["input_ids"], batch.inputs
-    found = segments(*ids.shape, inputs.get("attention_mask"), inputs.get("position_ids"))
+    rows, width = ids.shape
+    found = segments(rows, width, inputs.get("attention_mask"), inputs.get("position_ids"))
     longest = int(found.diff().max())
     varlen = {"cu_seq_lens_q": found, "cu_seq_lens_k": found, "max_length_q": longest, "max_length_k": longest}
     return replace(batch, inputs=inputs | varlen)
@@ -96,7 +97,8 @@ def torch_varlen(
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     if window >= 0 and "window_size" not in known:
         raise Unsupported("varlen_attn of this torch has no sliding window")
-    return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, **given)
+    out: Any = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, **given)
+    return out
 
 
 def xformers_mask(batch: Batch) -> Batch:

@@ -1,8 +1,8 @@
 """Causal attention alone, through transformers' own interface to it, so that whatever a model's attention can be, this
 can be.
 
-    python -m lorabench.sweep 'models=[attention-32x8x128@1x4096]' 'ablations=[sdpa_math,sdpa_cudnn,flash_attention_2]'
-    python -m lorabench.sweep 'models=[attention-32x8x128@gsm8k]' 'ablations=[flash_attention_2,[flash_attention_2,packing]]'
+    python -m lorabench.sweep 'models=[attention-32x8x128@1x4096]' 'ablations=[sdpa_math,flash_attention_2]'
+    python -m lorabench.sweep 'models=[attention-32x8x128@gsm8k]' 'ablations=[packing,[flash_attention_2,packing]]'
 
 Q (B, S, H·D), K and V (B, S, Hk·D) come in as projections give them, so that each head's view of them is transposed and
 not contiguous; the output goes out as the next projection takes it. A workload of one length is dense; one of unequal
@@ -14,9 +14,8 @@ compared token by token. The gate's gold is the formula in float64, sample by sa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -32,9 +31,12 @@ from lorabench.measure.feed import FIRST_MARKER
 from lorabench.measure.kind import Request
 from lorabench.measure.kinds.operations.operation import Operation
 
+SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
 SLOTS = ("attention", "batching")
 INPUTS = ("q", "k", "v")
-OF_TOKENS = ("input_ids", "labels", "attention_mask")  # inputs of a model that its attention does not get
+COMPARED: tuple[str, ...] = ("the output O", "the gradient dQ", "the gradient dK", "the gradient dV")
+OF_TOKENS = ("input_ids", "labels")  # what of a model's batch is none of its attention's
+NOT_GIVEN = ("do", "token", "attention_mask")  # to the function, which has its own form of the mask
 
 
 class Attention(Operation):
@@ -48,7 +50,7 @@ class Attention(Operation):
         match = re.fullmatch(r"attention-([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name)
         if not match or int(match[1]) % int(match[2]):
             return None
-        return dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), map(int, match.groups()), strict=True))
+        return dict(zip(SIZES, map(int, match.groups()), strict=True))
 
     def takes(self, slot: str) -> bool:
         return slot in SLOTS
@@ -81,7 +83,7 @@ class Attention(Operation):
 
 def _widths(model: ModelSpec) -> dict[str, int]:
     """Numbers that one token has in Q, K and V."""
-    heads, others, dim = (model.config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    heads, others, dim = (model.config[size] for size in SIZES)
     return {"q": heads * dim, "k": others * dim, "v": others * dim}
 
 
@@ -186,7 +188,7 @@ class AttentionStep(Step):
 
     def forward(self, batch: Batch) -> Tensor:
         self.now = batch.inputs
-        return self.model(**{name: x for name, x in batch.inputs.items() if name not in ("do", "token")})
+        return self.model(**{name: x for name, x in batch.inputs.items() if name not in NOT_GIVEN})
 
     def backward(self, loss: Tensor) -> None:
         """`loss` is the output (B, S, H·D)."""
@@ -203,19 +205,13 @@ class AttentionStep(Step):
         """Token by token, once all batches are done."""
         if len(self.done) < len(self.batches) or out.data_ptr() != self.done[-1].out.data_ptr():
             return {}
-        rows = [self._rows(done.token, (done.out, *done.gradients)) for done in self.done]
-        return dict(zip(COMPARED, (sum(parts) for parts in zip(*rows, strict=True)), strict=True))
-
-    def _rows(self, token: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """(T, width) of each tensor, zero for the tokens of other batches."""
-        real = token >= 0
-        for tensor in tensors:
-            rows = torch.zeros(self.data.tokens, tensor.shape[-1], device=tensor.device)
-            rows[token[real]] = tensor[real].float()
-            yield rows
-
-
-COMPARED = ("the output O", "the gradient dQ", "the gradient dK", "the gradient dV")
+        rows: dict[str, Tensor] = {}
+        for done in self.done:
+            real = done.token >= 0
+            for name, tensor in zip(COMPARED, (done.out, *done.gradients), strict=True):
+                into = rows.setdefault(name, tensor.new_zeros(self.data.tokens, tensor.shape[-1], dtype=torch.float32))
+                into[done.token[real]] = tensor[real].float()
+        return rows
 
 
 class Exact(Step):
@@ -251,28 +247,22 @@ def exact(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """O, dQ, dK and dV of causal attention within each sample, all (T, heads·dim), in float64 throughout:
 
-        P = softmax(QKᵀ/√dim), O = PV; dP = dO·Vᵀ, dS = P∘(dP - rowsum(dP∘P)), dQ = dS·K/√dim, dK = dSᵀQ/√dim, dV = PᵀdO.
+    P = softmax(QKᵀ/√dim), O = PV
+    dP = dO·Vᵀ, dS = P∘(dP - rowsum(dP∘P)), dQ = dS·K/√dim, dK = dSᵀQ/√dim, dV = PᵀdO
     """
-    made = [torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, q, k, v)]
+    o, dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, q, k, v))
     group = q.shape[1] // k.shape[1]
-    for samples in zip(*(x.split(list(lengths)) for x in (q, k, v, do, *made)), strict=True):
-        heads = [x.split(dim, dim=1) for x in samples]
-        for h in range(len(heads[0])):
-            own = partial(_head, h, h // group)
-            one_q, one_k, one_v, one_do, o, dq, dk, dv = own(heads)
-            _one_head(*(x.double() for x in (one_q, one_k, one_v, one_do)), o, dq, dk, dv)
-    return made[0], made[1], made[2], made[3]
+    for sample in zip(*(x.split(list(lengths)) for x in (q, do, o, dq, k, v, dk, dv)), strict=True):
+        of_queries, of_keys = ([x.split(dim, dim=1) for x in half] for half in (sample[:4], sample[4:]))
+        for h in range(q.shape[1] // dim):
+            _add_head(*(x[h] for x in of_queries), *(x[h // group] for x in of_keys))
+    return o, dq, dk, dv
 
 
-def _head(query: int, key: int, heads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Of (q, k, v, do, o, dq, dk, dv) by heads those of one query head and of the key-value head that it has."""
-    return [x[i] for x, i in zip(heads, (query, key, key, query, query, query, key, key), strict=True)]
-
-
-def _one_head(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-) -> None:  # fmt: skip
-    """All (S, dim); adds into the last four."""
+def _add_head(*tensors: Tensor) -> None:
+    """Of one head q, do, o, dq, k, v, dk and dv, all (S, dim): adds to the outputs among them."""
+    q, do, o, dq, k, v, dk, dv = tensors
+    q, do, k, v = (x.double() for x in (q, do, k, v))
     scale, later = q.shape[1] ** -0.5, torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
     p = (scale * q @ k.T).masked_fill_(later, float("-inf")).softmax(-1)
     dp = do @ v.T
