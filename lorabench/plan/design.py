@@ -195,11 +195,12 @@ def _kind_of(subject: str, toggles: Sequence[Ablation]) -> str:
 
 def goes_with(toggles: Toggles, subject: Subject, subjects: Sequence[Subject]) -> bool:
     """Whether a candidate is measured on a subject, in a sweep that has all these `subjects`."""
+    return fits(toggles, subject) or not any(fits(toggles, one) for one in subjects)
 
-    def fits(one: Subject) -> bool:
-        return all(_takes(one, a) or a.bounds == one.kind for a in toggles)
 
-    return fits(subject) or not any(map(fits, subjects))
+def fits(toggles: Toggles, subject: Subject) -> bool:
+    """Whether a subject has what each of the toggles would change."""
+    return all(_takes(subject, a) or a.bounds == subject.kind for a in toggles)
 
 
 def _takes(subject: Subject, ablation: Ablation) -> bool:

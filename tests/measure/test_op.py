@@ -156,10 +156,11 @@ def test_toggles_for_whole_models_are_refused_and_so_is_the_bare_linear_of_a_mod
         device, gpus, capability = "cpu", 0, None
         dtype = staticmethod(lambda name: "float32")
 
-    linear = cells(f"models=[{LINEAR}]", "reference=linear", "ablations=[packing,bare_linear]")
-    words = f"packing is for cells of the kind train; {LINEAR} is measured as op"
+    linear = cells(f"models=[{LINEAR}]", "reference=linear", "ablations=[adamw,packing,bare_linear]")
+    words = f"adamw is for cells of the kind train; {LINEAR} is measured as op"
     assert refusal(linear[1], Machine) == ("unsupported", words)
-    assert refusal(linear[2], Machine) is None
+    assert refusal(linear[2], Machine) == ("unsupported", "a single linear has nothing that packing could change")
+    assert refusal(linear[3], Machine) is None
     whole = cells("ablations=[bare_linear]")[1]
     assert refusal(whole, Machine) == ("unsupported", "bare_linear knows the families linear; tiny-llama is a llama")
 
