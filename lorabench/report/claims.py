@@ -32,7 +32,7 @@ MORE, LESS = "more", "less"
 BETTER = {SPEEDUP: MORE, SAVED: MORE, HELD: LESS}  # which way a measure is better
 # What sources also state. No record holds these, unless the claim says of which phase they are.
 OTHER_QUANTITIES = {
-    "attention_speedup": MORE, "kernel_speedup": MORE, "load_speedup": MORE, "tokens_s": MORE, "latency_h": LESS,
+    "kernel_speedup": MORE, "load_speedup": MORE, "tokens_s": MORE, "latency_h": LESS,
     "latency_days": LESS, "gpu_utilization_pct": MORE, "memory_traffic_saved_pct": MORE, "pipeline_bubble_pct": LESS,
     "minutes_saved_per_checkpoint": MORE, "quantizing_s": LESS, "partition_gb": LESS, "cost_usd": LESS,
     "jobs_that_fit": MORE, "jobs_that_fit_ratio": MORE,
