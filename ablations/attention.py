@@ -49,8 +49,11 @@ class RequiresSupport(Requires):
 
 
 def layers(evidence: Evidence) -> int:
-    """The model's attention modules: all of transformers' have this number, for grouped-query attention."""
-    return sum(hasattr(module, "num_key_value_groups") for module in evidence.arm.model.modules())
+    """How many of the model's layers have attention. Where a family can have grouped queries, its attention modules have
+    this number; where it has not, every layer has attention."""
+    config: Any = evidence.arm.model.config
+    grouped = sum(hasattr(module, "num_key_value_groups") for module in evidence.arm.model.modules())
+    return grouped or config.num_hidden_layers
 
 
 def backends(ops: Counter[str]) -> dict[str, int]:

@@ -23,7 +23,10 @@ from lorabench_ablations.segments import segments
 LAYERS = 3
 UNEQUAL = Workload(name="unequal", kind="lengths", distribution="glue", batch_size=4, seq_len=48)
 ALONE = Workload(name="alone", kind="fixed", batch_size=1, seq_len=16)
-FEEDS = {"dense": ((), None), "one": ((), ALONE), "padded": ((), UNEQUAL), "packed": (("packing",), UNEQUAL)}
+FEEDS = {
+    "dense": ((), None), "one": ((), ALONE), "padded": ((), UNEQUAL), "packed": (("packing",), UNEQUAL),
+    "packed, our kernels": (("packing", "lora_kernels"), UNEQUAL),
+}  # fmt: skip
 VARLEN, DENSE = "flash_attn::_flash_attn_varlen_forward", "flash_attn::_flash_attn_forward"
 
 
