@@ -49,8 +49,8 @@ class RequiresSupport(Requires):
 
 
 def layers(evidence: Evidence) -> int:
-    """How many of the model's layers have attention. Where a family can have grouped queries, its attention modules have
-    this number; where it has not, every layer has attention."""
+    """How many of the model's layers have attention. Of a family that can have grouped queries each attention module has
+    their number; of any other, every layer has attention."""
     config: Any = evidence.arm.model.config
     grouped = sum(hasattr(module, "num_key_value_groups") for module in evidence.arm.model.modules())
     return grouped or config.num_hidden_layers
@@ -100,6 +100,10 @@ class Fused(Attention):
     """Base: a fused kernel that is not SDPA's, seen at work by the operators that it runs."""
 
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
+    operators: ClassVar[tuple[str, ...]]  # of which one runs in each forward
+
+    def ran(self, ops: Counter[str]) -> dict[str, int]:
+        return {name: ops[name] for name in self.operators if ops[name]}
 
     def audit(self, evidence: Evidence) -> int:
         """Every layer of every batch has to have run it, and none SDPA."""

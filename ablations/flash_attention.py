@@ -32,18 +32,13 @@ SUPPORT: dict[str, Any] = {"words": "FlashAttention", "attribute": "_supports_fl
 
 @dataclass(frozen=True, kw_only=True)
 class FlashAttention(Fused):
-    """Base: transformers' `attn_implementation`, and the operators by which its package is seen."""
-
-    operators: ClassVar[tuple[str, ...]]  # of which one runs in each forward
+    """Base: a package that transformers knows."""
 
     def collate(self, batch: Batch) -> Batch:
         from .segments import with_segments
 
         flat = "position_ids" in batch.inputs or len(batch.inputs["input_ids"]) == 1
         return with_segments(batch) if flat and "attention_mask" not in batch.inputs else batch
-
-    def ran(self, ops: Counter[str]) -> dict[str, int]:
-        return {name: ops[name] for name in self.operators if ops[name]}
 
     def settings(self) -> Settings:
         return Settings(model={"attn_implementation": self.implementation})

@@ -96,7 +96,7 @@ def torch_varlen(
     else:
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     if window >= 0 and "window_size" not in known:
-        raise Unsupported("varlen_attn of this torch has no sliding window")
+        raise Unsupported("varlen_attn of this torch has no sliding window; take a newer one")
     out: Any = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, **given)
     return out
 

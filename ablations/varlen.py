@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,8 +17,6 @@ class Segmented(Fused):
     """Base: an attention function of ours in transformers' registry. Every sample, and every row's padding, is a
     segment; where they begin is computed once a batch, on the host, so no layer waits for the device."""
 
-    operators: ClassVar[tuple[str, ...]]  # of which one runs in each forward
-
     def load(self, kwargs: dict[str, Any]) -> None:
         from .segments import register
 
@@ -29,9 +26,6 @@ class Segmented(Fused):
         from .segments import with_segments
 
         return with_segments(batch)
-
-    def ran(self, ops: Counter[str]) -> dict[str, int]:
-        return {name: ops[name] for name in self.operators if ops[name]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -253,6 +253,23 @@ def test_a_family_that_caps_its_scores_is_told_apart(name):
     assert reason is None or "for the family gemma2; eager is there" in reason
 
 
+def test_an_older_varlen_attn_gets_repeated_heads_and_no_window(monkeypatch):
+    import torch.nn.attention.varlen as module
+
+    from lorabench_ablations.segments import torch_varlen
+
+    def older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, *, scale=None):
+        assert is_causal and q.shape == k.shape == v.shape
+        return attend("older", q, k, v, cu_seq_q, scale)
+
+    q, k, v = torch.randn(7, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
+    cu = torch.tensor([0, 3, 7])
+    monkeypatch.setattr(module, "varlen_attn", older)
+    torch.testing.assert_close(torch_varlen(q, k, v, cu, 4, None, -1), attend("plain", q, k, v, cu, None))
+    with pytest.raises(Unsupported, match="no sliding window"):
+        torch_varlen(q, k, v, cu, 4, None, 3)
+
+
 def test_flex_is_known_by_the_kernels_that_inductor_makes_of_it():
     toggle, (_, found) = registry.ablation("flex_attention"), evidence("eager")
     assert toggle.global_patch
