@@ -49,8 +49,8 @@ class RequiresSupport(Requires):
 
 
 def layers(evidence: Evidence) -> int:
-    """How many of the model's layers have attention. Of a family that can have grouped queries each attention module has
-    their number; of any other, every layer has attention."""
+    """How many of the model's layers have attention. Of a family that can have grouped queries each attention module
+    has their number; of any other, every layer has attention."""
     config: Any = evidence.arm.model.config
     grouped = sum(hasattr(module, "num_key_value_groups") for module in evidence.arm.model.modules())
     return grouped or config.num_hidden_layers

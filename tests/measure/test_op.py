@@ -88,6 +88,16 @@ def test_a_trial_has_two_phases_and_leaves_the_adapter_alone():
     assert made.step.x.grad is None and all(p.grad is None for _, p in made.adapters())
 
 
+def test_a_captured_backward_keeps_the_buffer_of_dx_full_of_nan_until_it_is_replayed(monkeypatch):
+    made = op()
+    monkeypatch.setattr("lorabench.measure.kinds.operations.linear.capturing", lambda: True)
+    trial.run_trial(made)
+    dx = made.step.x.grad
+    assert dx.isfinite().all()
+    made.kind.clear(made)
+    assert made.step.x.grad is dx and dx.isnan().all()
+
+
 def test_the_cache_is_made_cold_before_every_trial_and_before_it_starts(monkeypatch):
     made, calls = op("adapters_in_compute_dtype"), []
     for name in ("cleared", "forward", "backward"):

@@ -74,10 +74,15 @@ class OneLinear(nn.Module):
         return self.linear(x if self.norm is None else self.norm(x))
 
 
+def capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class OpStep(Step):
     """Forward and backward of a linear over all tokens of the workload at once, padding included where there is any."""
 
     updates = False
+    captured = False  # whether backward was last run into a CUDA graph, which then runs it
 
     def __init__(
         self, request: Request, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch],
@@ -101,7 +106,11 @@ class OpStep(Step):
         self.trained = [p for p in model.parameters() if p.requires_grad]
 
     def cleared(self) -> None:
-        self.x.grad = None
+        """A captured backward writes dX into the buffer that it was captured with: what it does not write shows."""
+        if self.captured and self.x.grad is not None:
+            self.x.grad.fill_(float("nan"))
+        else:
+            self.x.grad = None
 
     def fill(self, number: int) -> None:
         """X and dY of trial `number`, in place: a captured step reads them where they lie."""
@@ -115,6 +124,7 @@ class OpStep(Step):
 
     def backward(self, loss: Tensor) -> None:
         """`loss` is Y. By torch.autograd.grad: dX's way into X.grad could cost a copy, which no model has to pay."""
+        self.captured = capturing()
         leaves = [self.x, *self.trained]
         for leaf, grad in zip(leaves, torch.autograd.grad(loss, leaves, self.dy, allow_unused=True), strict=True):
             leaf.grad = grad
