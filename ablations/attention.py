@@ -1,4 +1,7 @@
-"""Slot `attention`: which implementation computes softmax(QK^T)V. PEFT and transformers come with `sdpa`."""
+"""Slot `attention`: which implementation computes softmax(QK^T)V. PEFT and transformers come with `sdpa`.
+
+Here are the eager one and SDPA's; flash_attention.py, flex_attention.py and varlen.py have the others.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,32 @@ FUSED = {
 }
 
 
+ALONE = "attention"  # the family that lorabench/measure/kinds/operations gives to attention without a model
+CUDA: dict[str, Any] = {"device": "cuda", "capability": (8, 0), "dtypes": ("bfloat16", "float16")}  # of fused kernels
+
+
 @dataclass(frozen=True, kw_only=True)
-class RequiresSdpa(Requires):
-    """And a model that transformers has SDPA for: not Gemma 2, whose scores are capped before the softmax."""
+class RequiresSupport(Requires):
+    """And a model that transformers has this attention for. It has SDPA for all but those that do something to the
+    scores before the softmax, such as Gemma 2, which caps them."""
+
+    words: str = "SDPA"
+    attribute: str = "_supports_sdpa"  # of transformers' model classes
 
     def unmet_by(self, model: ModelSpec) -> str | None:
         from lorabench.plan.architecture import skeleton
 
-        if not skeleton(model, layers=1)._supports_sdpa:
-            return f"needs SDPA, which transformers does not have for the family {model.family}; eager is there"
+        if model.family != ALONE and not getattr(skeleton(model, layers=1), self.attribute):
+            return f"needs {self.words}, which transformers does not have for the family {model.family}; eager is there"
         return super().unmet_by(model)
 
 
 def layers(evidence: Evidence) -> int:
+    """How many of the model's layers have attention. Of a family that can have grouped queries each attention module
+    has their number; of any other, every layer has attention."""
     config: Any = evidence.arm.model.config
-    return config.num_hidden_layers
+    grouped = sum(hasattr(module, "num_key_value_groups") for module in evidence.arm.model.modules())
+    return grouped or config.num_hidden_layers
 
 
 def backends(ops: Counter[str]) -> dict[str, int]:
@@ -48,19 +62,57 @@ def backends(ops: Counter[str]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def what_is_masked(batch: Batch) -> str:
+    """What a batch's attention has to leave out besides what comes later."""
+    positions = batch.inputs.get("position_ids")
+    if batch.inputs.get("attention_mask") is not None:
+        return "causal and padding"
+    packed = positions is not None and bool((positions.diff() != 1).any())
+    return "causal and other samples of a row" if packed else "causal"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attention(Ablation):
     """Base: sets transformers' `attn_implementation`."""
 
     slot: ClassVar[str] = "attention"
-    kinds: ClassVar[tuple[str, ...]] = ("train", "evaluate")
+    kinds: ClassVar[tuple[str, ...]] = ("train", "evaluate", "op")
     implementation: ClassVar[str]
 
     def load(self, kwargs: dict[str, Any]) -> None:
         kwargs["attn_implementation"] = self.implementation
 
+    def ran(self, ops: Counter[str]) -> dict[str, int]:
+        """What computed the forwards, and how often each ran."""
+        return backends(ops)
+
     def notes(self, evidence: Evidence) -> dict[str, Any]:
-        return {"attention_backend": backends(evidence.ops) or self.implementation}
+        """Which backend torch picks depends on what it is asked to leave out, so that is told, too."""
+        asked = sorted({what_is_masked(b) for step in evidence.arm.steps for b in step.batches})
+        return {
+            "attention_backend": self.ran(evidence.ops) or self.implementation,
+            **({"attention_mask": " and ".join(asked)} if asked else {}),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused(Attention):
+    """Base: a fused kernel that is not SDPA's, seen at work by the operators that it runs."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
+    operators: ClassVar[tuple[str, ...]]  # of which one runs in each forward
+
+    def ran(self, ops: Counter[str]) -> dict[str, int]:
+        return {name: ops[name] for name in self.operators if ops[name]}
+
+    def audit(self, evidence: Evidence) -> int:
+        """Every layer of every batch has to have run it, and none SDPA."""
+        if found := backends(evidence.ops):
+            raise NotApplied(f"attention still ran in SDPA's {', '.join(found)}")
+        expected = layers(evidence) * sum(len(step.batches) for step in evidence.arm.steps)
+        if (calls := sum(self.ran(evidence.ops).values())) < expected:
+            raise NotApplied(f"its operator ran {calls} times; attention runs {expected} times in a step")
+        return layers(evidence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +134,7 @@ class Eager(Attention):
 class Sdpa(Attention):
     name: ClassVar[str] = "sdpa"
     summary: ClassVar[str] = "F.scaled_dot_product_attention with the backend that torch picks (recorded)"
-    requires: ClassVar[Requires] = RequiresSdpa()
+    requires: ClassVar[Requires] = RequiresSupport()
     implementation: ClassVar[str] = "sdpa"
 
     def settings(self) -> Settings:
@@ -109,13 +161,16 @@ class _Pinned(Wrapped):
         except RuntimeError as error:
             if "No available kernel" not in str(error):
                 raise
-            raise Unsupported(self._refusal()) from error
+            raise Unsupported(self._refusal(batch)) from error
 
-    def _refusal(self) -> str:
+    def _refusal(self, batch: Batch) -> str:
         config: Any = self.model.config
         grouped = config.num_attention_heads != config.num_key_value_heads
         why = ", which has grouped-query attention" if grouped else ""
-        return f"SDPA's {self.backend.lower()} backend refuses this model{why}: no kernel for its shapes and dtype"
+        return (
+            f"SDPA's {self.backend.lower()} backend refuses this model{why}: no kernel for its shapes, its dtype and a "
+            f"mask that is {what_is_masked(batch)}"
+        )
 
     def backward(self, loss: Tensor) -> None:
         with self.pinned():
@@ -127,7 +182,7 @@ class PinnedSdpa(Attention):
     """Base: SDPA with one backend pinned. A shape that the backend refuses is an error, not another backend."""
 
     implementation: ClassVar[str] = "sdpa"
-    requires: ClassVar[Requires] = RequiresSdpa()
+    requires: ClassVar[Requires] = RequiresSupport()
     backend: ClassVar[str]  # its name in torch's SDPBackend
     fused: ClassVar[str]
 
@@ -153,7 +208,7 @@ class SdpaMath(PinnedSdpa):
 class SdpaEfficient(PinnedSdpa):
     name: ClassVar[str] = "sdpa_efficient"
     summary: ClassVar[str] = "SDPA pinned to the memory-efficient backend (what a padding mask falls back to)"
-    requires: ClassVar[Requires] = RequiresSdpa(device="cuda")
+    requires: ClassVar[Requires] = RequiresSupport(device="cuda")
     backend: ClassVar[str] = "EFFICIENT_ATTENTION"
     fused: ClassVar[str] = "efficient"
 
@@ -162,7 +217,7 @@ class SdpaEfficient(PinnedSdpa):
 class SdpaFlash(PinnedSdpa):
     name: ClassVar[str] = "sdpa_flash"
     summary: ClassVar[str] = "SDPA pinned to torch's FlashAttention-2"
-    requires: ClassVar[Requires] = RequiresSdpa(device="cuda", capability=(8, 0))
+    requires: ClassVar[Requires] = RequiresSupport(device="cuda", capability=(8, 0))
     backend: ClassVar[str] = "FLASH_ATTENTION"
     fused: ClassVar[str] = "flash"
 
@@ -171,6 +226,6 @@ class SdpaFlash(PinnedSdpa):
 class SdpaCudnn(PinnedSdpa):
     name: ClassVar[str] = "sdpa_cudnn"
     summary: ClassVar[str] = "SDPA pinned to cuDNN's fused attention"
-    requires: ClassVar[Requires] = RequiresSdpa(device="cuda", capability=(8, 0))
+    requires: ClassVar[Requires] = RequiresSupport(device="cuda", capability=(8, 0))
     backend: ClassVar[str] = "CUDNN_ATTENTION"
     fused: ClassVar[str] = "cudnn"

@@ -16,6 +16,7 @@ from lorabench.contract.workload import Workload
 class Padding(Ablation):
     name: ClassVar[str] = "padding"
     slot: ClassVar[str] = "batching"
+    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     summary: ClassVar[str] = "samples side by side, padded on the right to the longest of the batch"
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
@@ -38,6 +39,7 @@ class Packing(Ablation):
 
     name: ClassVar[str] = "packing"
     slot: ClassVar[str] = "batching"
+    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     summary: ClassVar[str] = "samples end to end instead of padding; no attention across samples"
     worth_trying: ClassVar[Worth | None] = "time"
     excludes: ClassVar[dict[str, str]] = {

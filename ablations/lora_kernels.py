@@ -127,7 +127,7 @@ class LoraKernels(Kernel):
     merge_projections: bool = True
 
     def patch(self, model: nn.Module) -> int:
-        from lorabench.measure.kinds.op import OneLinear
+        from lorabench.measure.kinds.operations.linear import OneLinear
 
         base = model.get_base_model()  # type: ignore[operator]
         if not isinstance(base, OneLinear):
@@ -143,7 +143,7 @@ class LoraKernels(Kernel):
 
     def step(self, step: Step) -> Step:
         """Behind a norm, X is born where the GEMM wants it; so is then dY, which in a model comes from our kernels."""
-        from lorabench.measure.kinds.op import OpStep
+        from lorabench.measure.kinds.operations.linear import OpStep
 
         if isinstance(step, OpStep):
             from lorakernels.linear import like_ours

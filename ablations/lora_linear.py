@@ -11,7 +11,7 @@ from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires
 if TYPE_CHECKING:
     from torch import nn
 
-LINEAR = "linear"  # the family that lorabench/measure/kinds/op.py gives to a single linear
+LINEAR = "linear"  # the family that lorabench/measure/kinds/operations gives to a single linear
 EXCLUDES: dict[str, str] = dict.fromkeys(("fused_kernels", "mlp", "qkv", "o"), "both rewrite the LoRA linears")
 
 

@@ -84,6 +84,9 @@ class Odd(Ablation):
     def batch(self, samples, workload):
         return [] if self.way == "batch" else None
 
+    def collate(self, batch):
+        return None if self.way == "collate" else batch
+
     def step(self, step):
         if self.way == "garbage":
             os.write(pipe().fileno(), b"Segmentation fault (core dumped)\n")

@@ -2,8 +2,8 @@
 
 A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
 and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
-load, adapt, prepare, build, patch, shard, batch, optimize, step, size (or form and read, or text_metrics and generate,
-in the kinds that load weights or evaluate a checkpoint); `audit` then proves that the toggle engaged.
+load, adapt, prepare, build, patch, shard, batch, collate, optimize, step, size (or form and read, or text_metrics and
+generate, in the kinds that load weights or evaluate a checkpoint); `audit` then proves that the toggle engaged.
 docs/add-an-ablation.md walks through one.
 """
 
@@ -49,6 +49,7 @@ class Requires:
     capability: tuple[int, int] | None = None  # least CUDA compute capability
     gpus: int = 1
     packages: Mapping[str, str] = field(default_factory=dict)
+    dtypes: tuple[str, ...] | None = None  # compute dtypes, by torch's names
     families: frozenset[str] | None = None  # transformers' model_type
 
     def unmet(self, machine: Machine, model: ModelSpec | None = None) -> str | None:
@@ -61,8 +62,10 @@ class Requires:
         if self.gpus > max(1, machine.gpus):
             return f"needs {self.gpus} GPUs; this machine has {machine.gpus}"
         for package, command in self.packages.items():
-            if importlib.util.find_spec(package) is None:
+            if not _importable(package):
                 return f"needs the package {package}, which is not installed: {command}"
+        if self.dtypes and model and (dtype := machine.dtype(model.dtype)) not in self.dtypes:
+            return f"needs {' or '.join(self.dtypes)}; {model.name} is measured in {dtype}"
         return self.unmet_by(model) if model else None
 
     def unmet_by(self, model: ModelSpec) -> str | None:
@@ -70,6 +73,13 @@ class Requires:
         if self.families and model.family not in self.families:
             return f"knows the families {', '.join(sorted(self.families))}; {model.name} is a {model.family}"
         return None
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a module inside a package: the package is not there
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +181,11 @@ class Ablation:
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch] | None:
         """Samples -> the batches of one step. None: leave it to another toggle or to plain padding."""
         return None
+
+    def collate(self, batch: Batch) -> Batch:
+        """What else the model is given with a batch, on the host, once a batch: what a data loader's collator would
+        compute. The tokens' places must stay."""
+        return batch
 
     def optimize(self, params: list[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer | None:
         """Adapter parameters -> optimizer. None: leave it to another toggle or to torch's AdamW."""

@@ -28,7 +28,7 @@ class Sample:
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch: the model's inputs (input_ids and labels (B, S), int64; attention_mask or position_ids where
-    needed), and its counts of real, padding and trained positions."""
+    needed; what a toggle's `collate` adds), and its counts of real, padding and trained positions."""
 
     inputs: dict[str, Any]
     real: int

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from lorabench.contract.ablation import Ablation, NotApplied, Unsupported
+from lorabench.contract.batch import Batch
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.reading import WeightsForm, WeightsReader
@@ -105,6 +106,7 @@ EXPECTED: dict[Hook, Answer] = {
     Ablation.build: Answer("a module, or None", _or_none(lambda answer: hasattr(answer, "named_parameters"))),
     Ablation.shard: Answer("a list of samples, or None", _or_none(lambda answer: isinstance(answer, list))),
     Ablation.batch: Answer("a list of batches, or None", _or_none(_is_filled_list)),
+    Ablation.collate: Answer("a Batch", lambda answer: isinstance(answer, Batch)),
     Ablation.optimize: Answer("an optimizer, or None", _or_none(lambda answer: hasattr(answer, "param_groups"))),
     Ablation.step: Answer("a Step", lambda answer: hasattr(answer, "innermost")),
     Ablation.size: Answer("a Sizing, or None", _or_none(lambda answer: isinstance(answer, Sizing))),

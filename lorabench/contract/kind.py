@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
 from lorabench.contract.machine import Machine
+from lorabench.contract.model import ModelSpec
 from lorabench.contract.names import NameUnknown, nearest
 from lorabench.contract.work import Work
 
@@ -43,6 +44,10 @@ class KindSpec:
     def default_workload(self, device: str) -> str | None:
         """The name that `workload=auto` stands for; None: as for every kind without one of its own."""
         return None
+
+    def takes(self, ablation: Any, model: ModelSpec) -> bool:
+        """Whether a cell of this kind and model has anything that the toggle could change."""
+        return self.name in ablation.kinds
 
     def refusal(self, cell: Cell, machine: Machine) -> str | None:
         """Why a cell cannot be of this kind, known before a start; or None."""

@@ -35,7 +35,7 @@ class ModelSpec(BaseModel):
 
     `config` is the published configuration (transformers' names). `weights` is "random", a hub name, a local folder
     or "smollm2-135m-instruct" (from the Python package index); `measure/build.py` builds it. What an operation out of a
-    model is (`linear-4096x14336`), its kind says: measure/kinds/op.py.
+    model is (`linear-4096x14336`), its kind says: measure/kinds/operations.
 
     `location`: the folder or hub name of a user's own model, which has its tokenizer too. `fingerprint`: of the files
     in a local folder of weights, so that other weights under the same name are another measurement.

@@ -81,7 +81,8 @@ def _batches(request: Request, hooks: Hooks, job: Job, samples: list[Sample]) ->
     share = hooks.first(Ablation.shard, samples, request.ranks)
     mine = samples if share is None else share
     made = hooks.first(Ablation.batch, mine, job.workload)
-    return pad(mine, job.workload.batch_size) if made is None else made
+    batches = pad(mine, job.workload.batch_size) if made is None else made
+    return [hooks.through(Ablation.collate, batch) for batch in batches]
 
 
 def _size(request: Request, hooks: Hooks, arm: Arm, index: int, held: int, room: int) -> None:
@@ -112,7 +113,6 @@ def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, conf
     """The base model with every job's adapter on it; weights drawn or read, adapters not yet drawn."""
     load: dict[str, Any] = {"dtype": request.dtype}  # attention as transformers picks it, unless a toggle says
     hooks.each(Ablation.load, load)
-    adapters = [_adapter(request, kind, hooks, job) for job in request.jobs]
 
     def base() -> nn.Module:
         made = make_base(load)
@@ -121,6 +121,9 @@ def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, conf
         hooks.each(Ablation.prepare, made, upcast=request.upcast)
         return made
 
+    if not kind.adapts(request.model):
+        return base()
+    adapters = [_adapter(request, kind, hooks, job) for job in request.jobs]
     blueprint = Blueprint(config, request.dtype, adapters[0], base)
     built = hooks.first(Ablation.build, blueprint)
     if built is not None and len(request.jobs) > 1:
@@ -158,7 +161,7 @@ def _step(
     own = [registry.ablation(job.optimizer)] if job.optimizer else []
     optimizer = hooks.first(Ablation.optimize, params, job.learning_rate, among=[*own, *hooks.ordered])
     if optimizer is None:
-        optimizer = torch.optim.AdamW(params, lr=job.learning_rate)
+        optimizer = torch.optim.AdamW([{"params": params}], lr=job.learning_rate)  # of which there may be none
     return hooks.wrapped(Ablation.step, make_step(model, optimizer, batches, job, samples))
 
 
@@ -170,7 +173,8 @@ def float16_scale(trained: int) -> float:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    return replace(batch, inputs={k: v.to(device) for k, v in batch.inputs.items()})
+    """Whatever of the inputs can be moved: beside tensors a library's own mask, and no plain numbers."""
+    return replace(batch, inputs={k: v.to(device) if hasattr(v, "to") else v for k, v in batch.inputs.items()})
 
 
 def causal_lm(spec: ModelSpec, load: dict[str, Any], device: torch.device, layers: int | None) -> nn.Module:

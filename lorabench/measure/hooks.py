@@ -43,6 +43,15 @@ class Hooks:
                 self.touched.add(ablation.name)
         return answers
 
+    def through(self, hook: Hook, value: Any) -> Any:
+        """`value` as it is when every toggle has handed it on."""
+        for ablation in self.ordered:
+            handed = asked(ablation, hook, value)
+            if handed is not value:
+                self.touched.add(ablation.name)
+            value = handed
+        return value
+
     def wrapped(self, hook: Hook, inner: Any) -> Any:
         """`inner` with what every toggle puts around it."""
         for ablation in self.ordered:

@@ -102,6 +102,10 @@ class Kind(KindSpec):
         """Build an arm. Raises what the toggles' hooks raise, WeightsError, and out-of-memory errors."""
         raise NotImplementedError
 
+    def adapts(self, model: ModelSpec) -> bool:
+        """Whether an arm of this model has adapters at all."""
+        return True
+
     def adapter(self, model: ModelSpec) -> dict[str, Any]:
         """Keyword arguments of PEFT's LoraConfig."""
         return model.adapter()

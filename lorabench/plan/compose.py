@@ -28,7 +28,7 @@ from lorabench.contract.names import NameUnknown, nearest
 from lorabench.contract.workload import Workload, WorkloadError, fixed
 from lorabench.plan import architecture, registry, samples, user_model, versus, weights
 from lorabench.plan.architecture import ModelError
-from lorabench.plan.design import DESIGNS, NOTHING, DesignError, Known, Subject, cells
+from lorabench.plan.design import DESIGNS, NOTHING, DesignError, Known, Subject, cells, fits
 from lorabench.plan.hub import HubError
 from lorabench.plan.weights import WeightsError
 from lorabench.plan.yaml_file import YamlError, read
@@ -220,7 +220,7 @@ def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
         if config.design not in DESIGNS:
             raise nearest("design", config.design, DESIGNS)
         subjects = _told_apart([_subject(item, config, default, device) for item in config.models])
-        toggles = [_together(item) for item in _ablations(config, subjects)]
+        toggles = _toggles(config, subjects)
         counts = {"trials": config.trials or default.trials, "warmup": config.warmup or default.warmup}
         counts |= {"seed": config.seed, "world_size": config.world_size}
         stacks = references(config)
@@ -252,13 +252,15 @@ def references(config: SweepConfig) -> list[list[tuple[Ablation, ...]]]:
     return [[_together(item) for item in items]]
 
 
-def _ablations(config: SweepConfig, subjects: Sequence[Subject]) -> list[Any]:
-    """What the command line gives, or what each of the measured kinds has of its own, once."""
+def _toggles(config: SweepConfig, subjects: Sequence[Subject]) -> list[tuple[Ablation, ...]]:
+    """What the command line gives; or what each of the measured kinds has of its own, once, where a subject can take
+    it."""
     if config.ablations is not None:
-        return config.ablations
+        return [_together(item) for item in config.ablations]
     kinds = dict.fromkeys(subject.kind for subject in subjects)
     own = [item for name in kinds for item in config.own_ablations.get(name, ())]
-    return [item for i, item in enumerate(own) if item not in own[:i]]
+    toggles = [_together(item) for i, item in enumerate(own) if item not in own[:i]]
+    return [together for together in toggles if any(fits(together, subject) for subject in subjects)]
 
 
 def _together(item: Any) -> tuple[Ablation, ...]:

@@ -136,15 +136,14 @@ def cells(
 
     Where some of these are measured in separate processes, so is the reference against itself, once more.
     An item of the reference is a toggle, or several of which a model gets the first that it can have. A kind takes of
-    the reference what it knows. A candidate is measured on the subjects whose kind knows its toggles;
-    one that no subject's kind knows becomes a cell all the same, which is refused with the reason.
+    the reference what it takes. A candidate is measured on the subjects whose kind takes its toggles;
+    one that no subject's kind takes becomes a cell all the same, which is refused with the reason.
     """
     check_design(design, ablations)
-    kinds = {subject.kind for subject in subjects}
     made = []
     for subject in subjects:
         own = reference_of(subject, reference)
-        fitting = [t for t in ablations if goes_with(t, subject.kind, kinds)]
+        fitting = [t for t in ablations if goes_with(t, subject, subjects)]
         make = partial(
             _cell, subject, design=design, trials=trials, warmup=warmup, seed=seed, world_size=world_size
         )  # fmt: skip
@@ -159,7 +158,7 @@ def reference_of(subject: Subject, reference: Sequence[Toggles]) -> list[Ablatio
     its = [_first_that_fits(item, subject.model) for item in reference]
     if reason := conflict(its):
         raise DesignError(f"the reference cannot be built: {reason}")
-    return [a for a in its if subject.kind in a.kinds]
+    return [a for a in its if _takes(subject, a)]
 
 
 def _first_that_fits(choice: Toggles, model: ModelSpec) -> Ablation:
@@ -194,14 +193,18 @@ def _kind_of(subject: str, toggles: Sequence[Ablation]) -> str:
     return next((a.kinds[0] for a in toggles if a.bounds), subject)
 
 
-def goes_with(toggles: Toggles, own: str, kinds: set[str]) -> bool:
-    """Whether a candidate is measured on a subject of the kind `own`, in a sweep that has all these `kinds`."""
-    fits = [k for k in kinds if all(_knows(a, k) for a in toggles)]
-    return own in fits or not fits
+def goes_with(toggles: Toggles, subject: Subject, subjects: Sequence[Subject]) -> bool:
+    """Whether a candidate is measured on a subject, in a sweep that has all these `subjects`."""
+    return fits(toggles, subject) or not any(fits(toggles, one) for one in subjects)
 
 
-def _knows(ablation: Ablation, name: str) -> bool:
-    return name in ablation.kinds or ablation.bounds == name
+def fits(toggles: Toggles, subject: Subject) -> bool:
+    """Whether a subject has what each of the toggles would change."""
+    return all(_takes(subject, a) or a.bounds == subject.kind for a in toggles)
+
+
+def _takes(subject: Subject, ablation: Ablation) -> bool:
+    return kind(subject.kind).takes(ablation, subject.model)
 
 
 def refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
@@ -248,7 +251,7 @@ def _refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
 def _unsupported(cell: Cell, machine: Machine) -> str | None:
     bounded = {a.bounds for a in cell.candidate if a.bounds}
     for ablation in (*cell.toggles, *cell.reference, *cell.candidate):
-        if not any(_knows(ablation, name) for name in (cell.kind, *bounded)):
+        if not any(name in ablation.kinds or name == ablation.bounds for name in (cell.kind, *bounded)):
             own = " and ".join(ablation.kinds)
             return f"{ablation.name} is for cells of the kind {own}; {cell.model.name} is measured as {cell.kind}"
         if (reason := asked_requires(ablation, machine, cell.model)) is not None:

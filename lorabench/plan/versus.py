@@ -49,13 +49,12 @@ def cells(
 ) -> list[Cell]:  # fmt: skip
     """For each subject and each side that is the reference of a pair: the side against itself, as its pairs are paired,
     then its pairs. Raises DesignError where two sides come to the same stack."""
-    kinds = {subject.kind for subject in subjects}
     made: list[Cell] = []
     for subject in subjects:
         own = reference_of(subject, reference)
         _check_apart(own, sides)
         for number, against in enumerate(sides):
-            rivals = [s for s in sides[:number] if goes_with((*s, *against), subject.kind, kinds)]
+            rivals = [s for s in sides[:number] if goes_with((*s, *against), subject, subjects)]
             if not rivals:
                 continue
             family = [

@@ -39,11 +39,6 @@ def test_attention_that_ran_elsewhere_is_not_applied():
         registry.ablation("sdpa_math").audit(ran)
 
 
-def test_sdpa_says_which_backend_torch_picked():
-    toggle, found = evidence("sdpa")["sdpa"]
-    assert toggle.notes(found) == {"attention_backend": {"flash": LAYERS}}
-
-
 def test_checkpointing_counts_layers_and_runs_them_again():
     both = evidence("gradient_checkpointing", "sdpa")
     toggle, found = both["gradient_checkpointing"]

@@ -88,6 +88,16 @@ def test_a_trial_has_two_phases_and_leaves_the_adapter_alone():
     assert made.step.x.grad is None and all(p.grad is None for _, p in made.adapters())
 
 
+def test_a_captured_backward_keeps_the_buffer_of_dx_full_of_nan_until_it_is_replayed(monkeypatch):
+    made = op()
+    monkeypatch.setattr("lorabench.measure.kinds.operations.linear.capturing", lambda: True)
+    trial.run_trial(made)
+    dx = made.step.x.grad
+    assert dx.isfinite().all()
+    made.kind.clear(made)
+    assert made.step.x.grad is dx and dx.isnan().all()
+
+
 def test_the_cache_is_made_cold_before_every_trial_and_before_it_starts(monkeypatch):
     made, calls = op("adapters_in_compute_dtype"), []
     for name in ("cleared", "forward", "backward"):
@@ -156,10 +166,11 @@ def test_toggles_for_whole_models_are_refused_and_so_is_the_bare_linear_of_a_mod
         device, gpus, capability = "cpu", 0, None
         dtype = staticmethod(lambda name: "float32")
 
-    linear = cells(f"models=[{LINEAR}]", "reference=linear", "ablations=[packing,bare_linear]")
-    words = f"packing is for cells of the kind train; {LINEAR} is measured as op"
+    linear = cells(f"models=[{LINEAR}]", "reference=linear", "ablations=[adamw,packing,bare_linear]")
+    words = f"adamw is for cells of the kind train; {LINEAR} is measured as op"
     assert refusal(linear[1], Machine) == ("unsupported", words)
-    assert refusal(linear[2], Machine) is None
+    assert refusal(linear[2], Machine) == ("unsupported", "a single linear has nothing that packing could change")
+    assert refusal(linear[3], Machine) is None
     whole = cells("ablations=[bare_linear]")[1]
     assert refusal(whole, Machine) == ("unsupported", "bare_linear knows the families linear; tiny-llama is a llama")
 

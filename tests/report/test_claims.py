@@ -221,7 +221,7 @@ def test_measured_memory_is_of_the_phase_that_the_claim_names(record):
     cell = record(["lora_kernels"], peaks=(8, 5))
     assert measured(cell, "backward_memory_saved_pct") == pytest.approx(37.5)
     assert measured(cell, "peak_memory_gb") == pytest.approx(5 * 2**30 / 1e9)
-    assert math.isnan(measured(cell, "attention_speedup"))
+    assert math.isnan(measured(cell, "kernel_speedup"))
 
 
 THEIRS = "linear-4096x4096(lora_dropout=0.1)"
@@ -238,6 +238,15 @@ def test_a_claim_of_a_kernel_alone_stands_beside_single_linears_only(record):
     assert (average.low, best.low, best.differs) == (1.27, 1.39, "")
     assert measured(linear, "kernel_speedup", "total") == pytest.approx(1.5, rel=0.05)
     assert claims.outcome(best, Contrasts()) == "above"
+
+
+def test_the_claim_of_attention_stands_beside_attention_alone(record):
+    common = {"model": "attention-32x8x128", "kind": "op", "speedup": 2.0}
+    packed, padded = (record(["flash_attention_2"], reference=("sdpa", n), **common) for n in ("packing", "padding"))
+    (own,), (other,) = found([packed]), found([padded])
+    assert (own.claim.id, own.differs, other.differs) == ("step-8-attention", "", "without packing, with padding")
+    assert claims.outcome(own, Contrasts()) == "below" and claims.outcome(other, Contrasts()) == ""
+    assert not found([record(["flash_attention_2"], reference=("sdpa", "packing"), speedup=2.0)])
 
 
 def test_an_average_and_a_maximum_stand_beside_ours_over_the_same_cells(record):

@@ -49,7 +49,7 @@ MEASURED = {
 }
 
 
-WAYS = ("batch", "step", "patch")
+WAYS = ("batch", "collate", "step", "patch")
 MACHINE: Any = SimpleNamespace(device="cpu", gpus=0, capability=None, dtype=lambda wanted: "float32")
 
 
@@ -105,7 +105,7 @@ def test_notes_come_as_the_record_will_hold_them():
     assert noted(made, None) == {"a": [1, 2], "b": "NaN", "c": {"d": None}}
 
 
-@pytest.mark.parametrize("hook", ["batch", "step"])
+@pytest.mark.parametrize("hook", ["batch", "collate", "step"])
 def test_building_an_arm_asks_in_the_same_way(hook, monkeypatch):
     monkeypatch.setattr(
         registry, "ablation", lambda item, real=registry.ablation: odd(item) if item in WAYS else real(item)

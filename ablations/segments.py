@@ -1,0 +1,142 @@
+"""A batch as one row of segments, and attention that goes by them: what varlen kernels want in place of a mask.
+
+    cu_seq_lens (N + 1,), int32: where the N segments begin in the batch's B·S positions, and where the last one ends;
+    transformers hands it from the model's keyword arguments down to every layer's attention.
+
+A module of its own because it is torch throughout: a list of toggles is to be had without importing torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorabench.contract.ablation import Unsupported
+from lorabench.contract.batch import Batch
+
+
+def segments(rows: int, width: int, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    """`cu_seq_lens` of a batch, on the device of its mask or positions.
+
+    A segment ends with its row, where positions do not go on by one, and where tokens turn into padding or back.
+    Padding so is a segment of its own: no token attends to it, and nothing has to be gathered and scattered.
+    """
+    given = next((t for t in (mask, positions) if t is not None), None)
+    begins = torch.zeros(rows, width, dtype=torch.bool, device=None if given is None else given.device)
+    begins[:, 0] = True
+    if mask is not None:
+        begins[:, 1:] |= mask[:, 1:] != mask[:, :-1]
+    if positions is not None:
+        begins[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
+    starts = begins.flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([rows * width])]).to(torch.int32)
+
+
+def with_segments(batch: Batch) -> Batch:
+    """The batch with the keyword arguments of transformers' varlen attention, so that no layer has to find them out
+    from a mask or from positions: that would make the host wait for the device in every layer."""
+    ids, inputs = batch.inputs["input_ids"], batch.inputs
+    rows, width = ids.shape
+    found = segments(rows, width, inputs.get("attention_mask"), inputs.get("position_ids"))
+    longest = int(found.diff().max())
+    varlen = {"cu_seq_lens_q": found, "cu_seq_lens_k": found, "max_length_q": longest, "max_length_k": longest}
+    return replace(batch, inputs=inputs | varlen)
+
+
+Kernel = Callable[..., Tensor]  # (q, k, v of (T, heads, D), cu_seq_lens, longest, scale, window, keyword arguments)
+
+
+def through(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
+    """A kernel over segments as an attention function of transformers'."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+        scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+        softcap: float | None = None, s_aux: Tensor | None = None, position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """query (B, H, S, D), key and value (B, Hk, S, D), attention_mask (B, S) → (B, S, H, D)."""
+        if dropout or softcap is not None or s_aux is not None or not getattr(module, "is_causal", True):
+            raise Unsupported("varlen attention is causal, without dropout, cap or sink; this model's is not")
+        (rows, heads, width, dim), others = query.shape, key.shape[2]
+        if others != width:
+            raise Unsupported("varlen attention is for training; this is a query over a cache of keys")
+        if cu_seq_lens_q is None or max_length_q is None:  # nobody has collated this batch: found out from its mask
+            positions = position_ids if position_ids is not None and position_ids.dim() == 2 else None
+            cu_seq_lens_q = segments(rows, width, attention_mask, positions).to(query.device)
+            max_length_q = int(cu_seq_lens_q.diff().max())
+        q, k, v = (x.transpose(1, 2).reshape(rows * width, -1, dim) for x in (query, key, value))
+        window = -1 if sliding_window is None else sliding_window - 1
+        out = kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, window, **kwargs)
+        return out.view(rows, width, heads, dim), None
+
+    return attention
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """(T, Hk, D) → (T, heads, D), for a kernel without grouped-query attention."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def torch_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float | None, window: int, **kwargs: Any
+) -> Tensor:
+    """torch's own. Its releases differ: `is_causal` became a window, and grouped queries came later."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    given: dict[str, Any] = {"window_size": (window, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        given["enable_gqa"] = k.shape[1] != q.shape[1]
+    else:
+        k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+    if window >= 0 and "window_size" not in known:
+        raise Unsupported("varlen_attn of this torch has no sliding window; take a newer one")
+    out: Any = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, **given)
+    return out
+
+
+def xformers_mask(batch: Batch) -> Batch:
+    """The batch with xformers' own mask, which wants the lengths on the host."""
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+
+    lengths = batch.inputs["cu_seq_lens_q"].diff().tolist()
+    mask = BlockDiagonalCausalMask.from_seqlens(lengths, device=torch.device("cpu"))
+    return replace(batch, inputs=batch.inputs | {"block_diagonal": mask})
+
+
+def xformers_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float | None, window: int,
+    block_diagonal: Any = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """xformers' operator, which has a backward for as many heads of keys as of queries only."""
+    from xformers.ops import memory_efficient_attention
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+
+    if block_diagonal is None:
+        block_diagonal = BlockDiagonalCausalMask.from_seqlens(cu.diff().tolist(), device=q.device)
+    if window >= 0:
+        block_diagonal = block_diagonal.make_local_attention(window + 1)
+    k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+    return memory_efficient_attention(q[None], k[None], v[None], attn_bias=block_diagonal, scale=scale)[0]
+
+
+KERNELS: dict[str, Kernel] = {"varlen": torch_varlen, "xformers": xformers_varlen}
+
+
+def register(name: str) -> str:
+    """Make a kernel known to transformers, and return its name there. Its mask function is flash attention's: a name
+    without one gets no mask, and would attend to padding."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    full = f"lorabench_{name}"
+    if full not in AttentionInterface._global_mapping:
+        AttentionInterface.register(full, through(KERNELS[name]))
+        AttentionMaskInterface.register(full, flash_attention_mask)
+    return full
