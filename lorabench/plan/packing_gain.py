@@ -1,0 +1,103 @@
+"""What packing, grouping or any other way to batch buys, predicted from the samples' lengths.
+
+    time(batches) = step + micro_batch·M + token·P + pair·A        gain = time(padded) / time(other)
+
+M: micro-batches. P: positions computed, padding included. A: pairs of positions that attention computes: the whole
+square of each row where it is given a mask, half of it where it is causal without one; where it knows the samples'
+borders, half of each sample's own square. With the cost of a token alone the gain is P(padded) / P(other), which no
+step reaches whose other costs stay: it is what a table of padding promises. `fitted` finds all four costs by what steps
+took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LEAST_SEEN = 6  # steps of different shape, for four costs
+
+
+class MicroBatch(NamedTuple):
+    """One forward and backward: so many rows of one width, and the lengths of the samples in them, in tokens."""
+
+    rows: int
+    width: int
+    lengths: tuple[int, ...]
+
+    @property
+    def positions(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def real(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def masked(self) -> bool:
+        """Whether attention needs a mask beside causality: for padding, or for several samples in a row."""
+        return self.real < self.positions or len(self.lengths) > self.rows
+
+    def pairs(self, knows_borders: bool) -> float:
+        """Pairs of positions for which attention computes a score."""
+        if knows_borders:
+            return sum(n * n for n in self.lengths) / 2
+        return self.rows * self.width**2 * (1.0 if self.masked else 0.5)
+
+
+class Costs(NamedTuple):
+    """In any one unit: milliseconds, FLOPs, or the cost of a token as 1."""
+
+    step: float = 0.0
+    micro_batch: float = 0.0
+    token: float = 1.0
+    pair: float = 0.0
+
+
+BY_TOKENS = Costs()
+
+
+class Batching(NamedTuple):
+    """The micro-batches of one step. knows_borders: whether attention skips what lies across two samples, and padding,
+    as kernels for samples of varying lengths do; else it computes all of it and masks it."""
+
+    batches: tuple[MicroBatch, ...]
+    knows_borders: bool = False
+
+    @property
+    def efficiency(self) -> float:
+        """Real tokens / positions computed."""
+        return sum(b.real for b in self.batches) / sum(b.positions for b in self.batches)
+
+    @property
+    def amounts(self) -> tuple[float, float, float, float]:
+        """What each of the four costs is multiplied with."""
+        pairs = sum(b.pairs(self.knows_borders) for b in self.batches)
+        return 1.0, float(len(self.batches)), float(sum(b.positions for b in self.batches)), pairs
+
+    def time(self, costs: Costs) -> float:
+        return sum(cost * amount for cost, amount in zip(costs, self.amounts, strict=True))
+
+
+def padded(lengths: Sequence[int], batch_size: int, knows_borders: bool = False) -> Batching:
+    """Plain batches: so many samples side by side, in order, each batch as wide as its longest sample."""
+    parts = [tuple(lengths[i : i + batch_size]) for i in range(0, len(lengths), batch_size)]
+    return Batching(tuple(MicroBatch(len(own), max(own), own) for own in parts), knows_borders)
+
+
+def gain(reference: Batching, other: Batching, costs: Costs = BY_TOKENS) -> float:
+    """How many times as fast the other is, by these costs."""
+    return reference.time(costs) / other.time(costs)
+
+
+def fitted(seen: Sequence[tuple[Batching, float]]) -> Costs | None:
+    """The costs, none below zero, by which these steps took what they took (ms), with the least squared relative error;
+    None where there are too few steps of different shape to tell four costs apart."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    if len({batching.amounts for batching, _ in seen}) < LEAST_SEEN:
+        return None
+    relative = np.array([batching.amounts for batching, _ in seen]) / np.array([[ms] for _, ms in seen])
+    scale = relative.max(axis=0)  # amounts lie ten powers of ten apart
+    found, _ = nnls(relative / scale, np.ones(len(seen)))
+    return Costs(*(float(x) for x in found / scale))
