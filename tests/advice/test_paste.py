@@ -98,6 +98,8 @@ def engaged(name, trainer):
         "fp8_base": lambda: any("_lorakernels" in m.__dict__ for m in model.modules()),
         "nf4_base": lambda: len(quantized_weights(model)) == 21,
         "packing": lambda: next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1,
+        "padding_free": lambda: next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1,
+        "group_by_length": lambda: "LengthGrouped" in type(trainer._get_train_sampler()).__name__,
         "padding": lambda: next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 2,
         "torch_compile": lambda: arguments.torch_compile,
     }
