@@ -6,6 +6,7 @@ trains the same samples as padding, and every loss is a sum over the step's trai
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -71,16 +72,16 @@ def micro_batch(batch: Batch) -> MicroBatch:
     lengths = [width] * rows
     if positions is not None:
         starts = [*(positions[0] == 0).nonzero().flatten().tolist(), width]
-        lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
     elif mask is not None:
         lengths = mask.sum(1).tolist()
     return MicroBatch(rows, width, tuple(lengths))
 
 
 def layout(evidence: Evidence) -> dict[str, Any]:
-    """For the record: what plan/packing_gain predicts from, the micro-batches as [rows, width, lengths of the samples],
-    padded and as they are; whether attention knows the samples' borders; the FLOPs of a token and of a pair of positions,
-    forward and backward; and of which lengths the workload is."""
+    """For the record, what plan/packing_gain predicts from: the micro-batches as [rows, width, lengths of the samples],
+    padded and as they are; whether attention knows the samples' borders; the FLOPs of a token and of a pair of
+    positions; and whether the workload's lengths are measured or approximate."""
     token, pair = _flops(evidence.arm.model)
     workloads = [step.job.workload for step in evidence.arm.steps if step.job]
     return {
@@ -101,8 +102,8 @@ def _attention(evidence: Evidence) -> str:
 
 
 def _flops(model: nn.Module) -> tuple[int, int]:
-    """Forward and backward FLOPs of one token in the linears, where a frozen weight gets no gradient, and of one pair of
-    positions in attention (two products forward, five backward, as in lorabench/measure/flops.py)."""
+    """Forward and backward FLOPs of one token in the linears, where a frozen weight gets no gradient, and of one pair
+    of positions in attention (two products forward, five backward, as in lorabench/measure/flops.py)."""
     from torch.nn import Linear
 
     config: Any = model.config

@@ -21,9 +21,9 @@ class GroupByLength(Ablation):
     """As transformers' `train_sampling_strategy="group_by_length"`: the samples in mega-batches of `mega_batches`
     micro-batches, sorted by length inside each, the step's longest sample first; then padded.
 
-    transformers draws a mega-batch from the whole data set, and takes each micro-batch of it for another update. Here it
-    is the step's own samples that are sorted, so that the step trains what the reference's trains: of a step of few
-    micro-batches more padding stays than of transformers' fifty.
+    transformers draws a mega-batch from the whole data set, and takes each micro-batch of it for another update. Here
+    the step's own samples are sorted, so that the step trains what the reference's trains: with few micro-batches more
+    padding stays than with transformers' fifty.
     """
 
     name: ClassVar[str] = "group_by_length"

@@ -127,7 +127,9 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
     Raises ValueError for a sample longer than `capacity` tokens.
     """
-    return _decreasing(lengths, capacity, lambda room, needed: next((i for i, r in enumerate(room) if r >= needed), None))
+    return _decreasing(
+        lengths, capacity, lambda room, needed: next((i for i, r in enumerate(room) if r >= needed), None)
+    )
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:

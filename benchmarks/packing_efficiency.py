@@ -76,10 +76,15 @@ def efficiency() -> Iterator[list[str]]:
 
 
 def gains() -> Iterator[list[str]]:
-    """A row a distribution, the headings first: by tokens, over micro-batches of 8 and over one of all 32 samples; then by
-    the FLOPs of each model in three ways, over micro-batches of 8."""
+    """A row a distribution, the headings first: by tokens, over micro-batches of 8 and over one of all 32 samples; then
+    by the FLOPs of each model in three ways, over micro-batches of 8."""
     ways = [("packing", Packing(), False), (f"rows of {ROW}", SHORT_ROWS, False), ("borders known", Packing(), True)]
-    yield ["lengths", "by tokens", "by tokens, one micro-batch", *(f"{name}: {way}" for name in MODELS for way, _, _ in ways)]
+    yield [
+        "lengths",
+        "by tokens",
+        "by tokens, one micro-batch",
+        *(f"{name}: {way}" for name in MODELS for way, _, _ in ways),
+    ]
     for name in NAMES:
         feed = workload(name)
         sizes = feed.batch_size, feed.count

@@ -5,16 +5,16 @@
 M: micro-batches. P: positions computed, padding included. A: pairs of positions that attention computes: the whole
 square of each row where it is given a mask, half of it where it is causal without one; where it knows the samples'
 borders, half of each sample's own square. With the cost of a token alone the gain is P(padded) / P(other), which no
-step reaches whose other costs stay: it is what a table of padding promises. `fitted` finds all four costs by what steps
-took.
+step reaches whose other costs stay: it is what a table of padding promises. `fitted` finds the other
+costs by the gains of steps that were measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-LEAST_SEEN = 6  # steps of different shape, for four costs
+LEAST_SEEN = 4  # pairs of different shape, for three costs beside a token's
 
 
 class MicroBatch(NamedTuple):
@@ -45,7 +45,7 @@ class MicroBatch(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """In any one unit: milliseconds, FLOPs, or the cost of a token as 1."""
+    """In any one unit: FLOPs, or the cost of a token as 1."""
 
     step: float = 0.0
     micro_batch: float = 0.0
@@ -89,15 +89,26 @@ def gain(reference: Batching, other: Batching, costs: Costs = BY_TOKENS) -> floa
     return reference.time(costs) / other.time(costs)
 
 
-def fitted(seen: Sequence[tuple[Batching, float]]) -> Costs | None:
-    """The costs, none below zero, by which these steps took what they took (ms), with the least squared relative error;
-    None where there are too few steps of different shape to tell four costs apart."""
-    import numpy as np
-    from scipy.optimize import nnls
+def fitted(seen: Sequence[tuple[Batching, Batching, float]]) -> Costs | None:
+    """The costs, none below zero, by which these pairs (reference, other) have the gains that were measured, in units
+    of a token's cost; None where there are too few different pairs to tell three costs from a token's.
 
-    if len({batching.amounts for batching, _ in seen}) < LEAST_SEEN:
+    Fitted to ratios and not to times: the arms of a pair were measured together, and a machine that is slower in one
+    cell than in another is so for both. One outlier does not decide (a soft loss on the logarithms).
+    """
+    import numpy as np
+    from scipy.optimize import least_squares
+
+    if len({(reference.amounts, other.amounts) for reference, other, _ in seen}) < LEAST_SEEN:
         return None
-    relative = np.array([batching.amounts for batching, _ in seen]) / np.array([[ms] for _, ms in seen])
-    scale = relative.max(axis=0)  # amounts lie ten powers of ten apart
-    found, _ = nnls(relative / scale, np.ones(len(seen)))
-    return Costs(*(float(x) for x in found / scale))
+    both = np.array([[reference.amounts, other.amounts] for reference, other, _ in seen])
+    logs = np.log([ratio for *_, ratio in seen])
+    size = both.mean(axis=(0, 1))
+    unit = size[2] / size  # the cost at which each takes as long as the tokens of a step do
+
+    def off(free: Any) -> Any:
+        times = both @ (unit * np.insert(free, 2, 1.0))
+        return np.log(times[:, 0] / times[:, 1]) - logs
+
+    found = least_squares(off, np.full(3, 0.1), bounds=(0, np.inf), loss="soft_l1", f_scale=0.1)
+    return Costs(*(float(cost) for cost in unit * np.insert(found.x, 2, 1.0)))

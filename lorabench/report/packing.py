@@ -2,13 +2,13 @@
 
 A record whose toggle notes its `layout` (its micro-batches, and those that padding would have made) gets three
 predictions of plan/packing_gain: by the positions computed; by their FLOPs with attention's; and by costs fitted to the
-steps of the same model and reference on all other workloads, which know nothing of the row that they predict.
+gains of the same model and reference on all other workloads, which know nothing of the row that they predict.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 
 def cases(analysis: Analysis) -> list[Case]:
-    """The records that tested one toggle, that toggle has noted its layout, and whose reference was padded as it says."""
+    """The records that tested one toggle, which has noted its layout, and whose reference was padded as that says."""
     found = []
     for record in analysis.records:
         note = record.notes.get(LAYOUT)
@@ -91,20 +91,14 @@ def packing_frame(analysis: Analysis) -> pd.DataFrame:
 def _elsewhere(case: Case, every: Sequence[Case], analysis: Analysis) -> Costs | None:
     """Fitted to the same model and reference on every other workload."""
     return fitted([
-        seen for other in every
+        (other.padded, other.own, found.centre) for other in every
         if _stack(other.record) == _stack(case.record) and other.record.workload != case.record.workload
-        for seen in _took(other, analysis)
+        and (found := analysis.speedup(other.record))
     ])  # fmt: skip
 
 
 def _stack(record: Record) -> tuple[str, frozenset[str]]:
     return record.model, frozenset(record.reference)
-
-
-def _took(case: Case, analysis: Analysis) -> Iterator[tuple[Batching, float]]:
-    row = analysis.row(case.record)
-    yield case.padded, row[f"{TOTAL}_reference_ms"]
-    yield case.own, row[f"{TOTAL}_candidate_ms"]
 
 
 def _predicted(case: Case, elsewhere: Costs | None) -> list[float]:
@@ -162,7 +156,7 @@ def packing(analysis: Analysis) -> Figured:
     alone = shown["reference"].nunique() == 1
     strips = [
         Strip(
-            model if alone else f"{model}, over {reference}",
+            str(model) if alone else f"{model}, over {reference}",
             [_name(row) for row in own], [_note(row) for row in own],
             "speed-up over padded batches, 95 % interval of the measured",
         )

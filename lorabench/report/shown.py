@@ -27,8 +27,8 @@ GROUP = "group"
 
 class Shown(NamedTuple):
     """`groups`: in parts within which rows compare. `columns`: those of all groups, for one table of them all;
-    `giving_way`: those that it can do without, first the least important. `predicted`: what was known beforehand, beside
-    what was measured."""
+    `giving_way`: those that it can do without, first the least important. `predicted`: what was known beforehand,
+    beside what was measured."""
 
     groups: list[TextGroup]
     columns: list[str]

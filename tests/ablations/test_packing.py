@@ -133,7 +133,9 @@ def test_no_token_sees_another_sample():
     torch.testing.assert_close(second, logits[0][:6])
 
 
-@pytest.mark.parametrize("name", [{"packing": {"strategy": s, "row_tokens": 16}} for s in STRATEGIES] + ["padding_free"])
+@pytest.mark.parametrize(
+    "name", [{"packing": {"strategy": s, "row_tokens": 16}} for s in STRATEGIES] + ["padding_free"]
+)
 @pytest.mark.parametrize("others", [(), ("adapters_in_compute_dtype", "lora_kernels")], ids=["plain", "lora_kernels"])
 def test_gradients_are_padding_s(name, others):
     samples = random_samples([9, 4, 12, 7, 3])
@@ -194,4 +196,6 @@ def test_settings_name_the_strategy_where_the_trainers_have_one():
         "sample_packing_sequentially": True,
     }
     assert Packing().settings().axolotl == {"sample_packing": True}
-    assert PaddingFree().settings().sft["padding_free"] and PaddingFree().settings().axolotl == {"batch_flattening": True}
+    assert PaddingFree().settings().sft["padding_free"] and PaddingFree().settings().axolotl == {
+        "batch_flattening": True
+    }

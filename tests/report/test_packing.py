@@ -34,7 +34,9 @@ def made(record, workload, toggle="packing", rows=1, sd=0.002, **changes):
                    notes={"layout": note}, tokens=tokens, **changes)  # fmt: skip
     by = plain.time(TRUE) / 100  # the simulated reference takes 100 ms
     phases = {
-        name: phase.model_copy(update={a: [ms * by for ms in getattr(phase, a)] for a in ("reference_ms", "candidate_ms")})
+        name: phase.model_copy(
+            update={a: [ms * by for ms in getattr(phase, a)] for a in ("reference_ms", "candidate_ms")}
+        )
         for name, phase in found.phases.items()
     }
     return found.model_copy(update={"phases": phases})
@@ -65,7 +67,10 @@ def test_what_is_fitted_has_not_seen_its_own_workload(several, record):
     shifted = []
     for r in several:
         if r.workload == "long":
-            phases = {n: p.model_copy(update={"candidate_ms": [10 * ms for ms in p.candidate_ms]}) for n, p in r.phases.items()}
+            phases = {
+                n: p.model_copy(update={"candidate_ms": [10 * ms for ms in p.candidate_ms]})
+                for n, p in r.phases.items()
+            }
             r = r.model_copy(update={"phases": phases})
         shifted.append(r)
     after = packing_frame(Analysis(shifted)).set_index(["workload", "toggles"])["fitted"]
