@@ -11,7 +11,7 @@ from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsuppor
 from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.settings import Settings
 from lorabench.contract.workload import Workload
-from lorabench_ablations.batching import layout, lengths_of, own_batches, padded_batches
+from lorabench_ablations.batching import layout, lengths_of, own_batches, padded_batches, positive
 
 NO_CAPTURE = {"cuda_graph": "grouped micro-batches have widths of their own, and a captured step has one shape"}
 
@@ -34,7 +34,7 @@ class GroupByLength(Ablation):
     mega_batches: int = 50
 
     def __post_init__(self) -> None:
-        _check("mega_batches", self.mega_batches, "micro-batches")
+        positive("mega_batches", self.mega_batches, "micro-batches")
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         order = grouped(lengths_of(samples), self.mega_batches * workload.batch_size)
@@ -59,7 +59,7 @@ class GroupByLength(Ablation):
         return Settings(
             trainer={"train_sampling_strategy": "group_by_length"},
             axolotl={"group_by_length": True},
-            note="the samples come in another order, sorted over the whole data set: the loss curve is jagged",
+            note="samples of like lengths then come in one update: the loss curve is jagged",
         )
 
 
@@ -77,7 +77,7 @@ class TokenBudget(Ablation):
 
     def __post_init__(self) -> None:
         if self.tokens is not None:
-            _check("tokens", self.tokens, "padded tokens")
+            positive("tokens", self.tokens, "padded tokens")
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         try:
@@ -122,8 +122,3 @@ def budgeted(lengths: Sequence[int], tokens: int) -> list[list[int]]:
         parts.append(order[:count])
         order = order[count:]
     return parts
-
-
-def _check(name: str, value: Any, what: str) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: expected a number of {what} above 0")

@@ -15,7 +15,7 @@ from lorabench.contract.batch import IGNORE, Batch, Sample
 from lorabench.contract.names import nearest
 from lorabench.contract.settings import Code, Settings, Worth
 from lorabench.contract.workload import Workload
-from lorabench_ablations.batching import layout, lengths_of, own_batches, padded_batches
+from lorabench_ablations.batching import layout, lengths_of, own_batches, padded_batches, positive
 
 NO_CAPTURE = {"cuda_graph": "packed rows have lengths of their own, and a captured step has one shape"}
 FLATTENED = Settings(
@@ -47,8 +47,8 @@ class Packing(Ablation):
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise nearest("strategy of packing", str(self.strategy), STRATEGIES)
-        if self.row_tokens is not None and not (isinstance(self.row_tokens, int) and self.row_tokens > 0):
-            raise ValueError(f"row_tokens={self.row_tokens!r}: expected a number of tokens above 0")
+        if self.row_tokens is not None:
+            positive("row_tokens", self.row_tokens, "tokens")
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         capacity = self.row_tokens or workload.batch_size * workload.seq_len

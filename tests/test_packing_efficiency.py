@@ -41,3 +41,15 @@ def test_a_page_without_its_markers_is_said(script):
 def test_the_page_has_the_tables_of_today(script):
     text = script.PAGE.read_text(encoding="utf-8")
     assert script.filled(text) == text, "run: python benchmarks/packing_efficiency.py"
+
+
+def test_the_page_s_example_gives_what_stands_beside_it(script):
+    code = next(
+        part for part in script.PAGE.read_text(encoding="utf-8").split("```") if part.startswith("python\nfrom")
+    )
+    *lines, first, second = code.removeprefix("python\n").strip().splitlines()
+    known: dict[str, object] = {}
+    exec("\n".join(lines), known)
+    for line in (first, second):
+        call, _, said = line.partition("#")
+        assert eval(call, known) == pytest.approx(float(said.split(",")[0]), abs=0.005)

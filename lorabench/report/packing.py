@@ -39,6 +39,8 @@ CAPTION = "What the lengths predict, beside what was measured"
 PREDICTIONS = {"by_tokens": ("by tokens", GREY, "|"), "by_flops": ("by FLOPs", ORANGE, "x"),
                "fitted": ("fitted to the other workloads", GREEN, "D")}  # fmt: skip
 
+Place = tuple[tuple[str, frozenset[str]], str]  # (model, reference), workload
+
 
 class Case(NamedTuple):
     """One record with the micro-batches of both of its arms."""
@@ -74,6 +76,7 @@ def packing_frame(analysis: Analysis) -> pd.DataFrame:
     interval. lengths: "measured" or "approximate", None of real text. claimed_low, claimed_high: what was published for
     the toggle; baseline_differs: how its baseline was another, '' where it was not."""
     every = cases(analysis)
+    elsewhere = _elsewhere(every, analysis)
     claims = {id(m.record): m for m in analysis.matches if m.claim.quantity == f"{TOTAL}_speedup"}
     rows = []
     for case in every:
@@ -81,24 +84,26 @@ def packing_frame(analysis: Analysis) -> pd.DataFrame:
         rows.append([
             record.model, record.workload, case.note["lengths"], toggles(record), " + ".join(record.reference),
             case.padded.efficiency, case.own.efficiency, len(case.padded.batches), len(case.own.batches),
-            *_predicted(case, _elsewhere(case, every, analysis)),
+            *_predicted(case, elsewhere[_place(record)]),
             *(row[f"{TOTAL}_{name}"] for name in ("speedup", "low", "high")), row["verdict"],
             claim.low if claim else math.nan, claim.high if claim else math.nan, claim.differs if claim else "",
         ])  # fmt: skip
     return pd.DataFrame(rows, columns=pd.Index(COLUMNS))
 
 
-def _elsewhere(case: Case, every: Sequence[Case], analysis: Analysis) -> Costs | None:
-    """Fitted to the same model and reference on every other workload."""
-    return fitted([
-        (other.padded, other.own, found.centre) for other in every
-        if _stack(other.record) == _stack(case.record) and other.record.workload != case.record.workload
-        and (found := analysis.speedup(other.record))
-    ])  # fmt: skip
+def _elsewhere(every: Sequence[Case], analysis: Analysis) -> dict[Place, Costs | None]:
+    """By stack and workload, the costs fitted to the same stack on every other workload."""
+    gains = [
+        (_place(c.record), (c.padded, c.own, found.centre)) for c in every if (found := analysis.speedup(c.record))
+    ]
+    return {
+        (stack, name): fitted([pair for (own, other), pair in gains if own == stack and other != name])
+        for stack, name in {_place(c.record) for c in every}
+    }
 
 
-def _stack(record: Record) -> tuple[str, frozenset[str]]:
-    return record.model, frozenset(record.reference)
+def _place(record: Record) -> Place:
+    return (record.model, frozenset(record.reference)), record.workload
 
 
 def _predicted(case: Case, elsewhere: Costs | None) -> list[float]:
