@@ -46,7 +46,7 @@ class Packing(Ablation):
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise nearest("strategy of packing", str(self.strategy), STRATEGIES)
+            raise nearest("strategy", str(self.strategy), STRATEGIES)
         if self.row_tokens is not None:
             positive("row_tokens", self.row_tokens, "tokens")
 

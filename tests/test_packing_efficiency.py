@@ -44,9 +44,8 @@ def test_the_page_has_the_tables_of_today(script):
 
 
 def test_the_page_s_example_gives_what_stands_beside_it(script):
-    code = next(
-        part for part in script.PAGE.read_text(encoding="utf-8").split("```") if part.startswith("python\nfrom")
-    )
+    blocks = script.PAGE.read_text(encoding="utf-8").split("```")
+    code = next(block for block in blocks if block.startswith("python\nfrom"))
     *lines, first, second = code.removeprefix("python\n").strip().splitlines()
     known: dict[str, object] = {}
     exec("\n".join(lines), known)
