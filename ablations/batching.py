@@ -16,7 +16,7 @@ from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.settings import Settings
 from lorabench.contract.step import Step
 from lorabench.contract.workload import Workload
-from lorabench.plan.packing_gain import MicroBatch
+from lorabench.plan.packing_gain import Layout, MicroBatch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,21 +85,18 @@ def micro_batch(batch: Batch) -> MicroBatch:
 
 
 def layout(evidence: Evidence) -> dict[str, Any]:
-    """For the record, what plan/packing_gain predicts from: the micro-batches as [rows, width, lengths of the samples],
-    padded and as they are; whether attention knows the samples' borders; the FLOPs of a token and of a pair of
-    positions; and whether the workload's lengths are measured or approximate."""
+    """The note from which a report predicts the gain."""
     token, pair = _flops(evidence.arm.model)
     workloads = [step.job.workload for step in evidence.arm.steps if step.job]
-    return {
-        "layout": {
-            "padded": padded_batches(evidence),
-            "own": own_batches(evidence),
-            "knows_borders": not _attention(evidence).startswith(MASKED_WHOLE),
-            "token_flop": token,
-            "pair_flop": pair,
-            "lengths": next((w.lengths_are for w in workloads if w.lengths_are), None),
-        }
-    }
+    made = Layout(
+        padded=padded_batches(evidence),
+        own=own_batches(evidence),
+        knows_borders=not _attention(evidence).startswith(MASKED_WHOLE),
+        token_flop=token,
+        pair_flop=pair,
+        lengths=next((w.lengths_are for w in workloads if w.lengths_are), None),
+    )
+    return {"layout": made.model_dump(mode="json")}
 
 
 def _attention(evidence: Evidence) -> str:

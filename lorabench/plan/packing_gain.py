@@ -14,15 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, Field, PositiveInt
+
 LEAST_SEEN = 4  # pairs of different shape, for three costs beside a token's
 
 
 class MicroBatch(NamedTuple):
     """One forward and backward: so many rows of one width, and the lengths of the samples in them, in tokens."""
 
-    rows: int
-    width: int
-    lengths: tuple[int, ...]
+    rows: PositiveInt
+    width: PositiveInt
+    lengths: tuple[PositiveInt, ...]
 
     @property
     def positions(self) -> int:
@@ -76,6 +78,29 @@ class Batching(NamedTuple):
 
     def time(self, costs: Costs) -> float:
         return sum(cost * amount for cost, amount in zip(costs, self.amounts, strict=True))
+
+
+class Layout(BaseModel):
+    """What a record notes for a prediction: the step's own micro-batches, and those that padding would have made of the
+    same samples; whether attention knows the samples' borders; the FLOPs of a token and of a pair of positions, forward
+    and backward; and of what sort the workload's lengths are (None: those of real text)."""
+
+    padded: list[MicroBatch] = Field(min_length=1)
+    own: list[MicroBatch] = Field(min_length=1)
+    knows_borders: bool
+    token_flop: float
+    pair_flop: float
+    lengths: str | None  # "measured" or "approximate"
+
+    @property
+    def both(self) -> tuple[Batching, Batching]:
+        """(padded, own)."""
+        reference, other = (Batching(tuple(batches), self.knows_borders) for batches in (self.padded, self.own))
+        return reference, other
+
+    @property
+    def flops(self) -> Costs:
+        return Costs(token=self.token_flop, pair=self.pair_flop)
 
 
 def padded(lengths: Sequence[int], batch_size: int, knows_borders: bool = False) -> Batching:

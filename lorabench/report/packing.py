@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from pydantic import ValidationError
 
-from lorabench.plan.packing_gain import Batching, Costs, MicroBatch, fitted, gain
+from lorabench.plan.packing_gain import Batching, Costs, Layout, fitted, gain
 from lorabench.record.schema import TOTAL, Record
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import AnyTable
@@ -24,7 +25,7 @@ from lorabench.report.figure import Strip, legend, log_axis, rows_figure
 from lorabench.report.panels import BLUE, CIRCLE, GREEN, GREY, MAX_ROWS, ORANGE, Figured
 from lorabench.report.words import arrow, number, percent, ratio, unclear
 
-LAYOUT = "layout"  # the note
+NOTE = "layout"
 COLUMNS = (
     "model", "workload", "lengths", "toggles", "reference", "reference_efficiency", "candidate_efficiency",
     "reference_micro_batches", "candidate_micro_batches", "by_tokens", "by_flops", "fitted", "measured",
@@ -43,31 +44,30 @@ Place = tuple[tuple[str, frozenset[str]], str]  # (model, reference), workload
 
 
 class Case(NamedTuple):
-    """One record with the micro-batches of both of its arms."""
+    """One record with what its layout says of both of its arms."""
 
     record: Record
+    layout: Layout
     padded: Batching
     own: Batching
-    note: Mapping[str, Any]
 
 
 def cases(analysis: Analysis) -> list[Case]:
-    """The records that tested one toggle, which has noted its layout, and whose reference was padded as that says."""
+    """The records that tested one toggle, which has noted its layout, and whose reference was padded as that says. A
+    note of this name that is none belongs to somebody else's toggle."""
     found = []
     for record in analysis.records:
-        note = record.notes.get(LAYOUT)
-        if record.status != "ok" or record.versus or len(record.ablations) != 1 or not isinstance(note, Mapping):
+        if record.status != "ok" or record.versus or len(record.ablations) != 1 or NOTE not in record.notes:
             continue
-        padded, own = (_batching(note, name) for name in ("padded", "own"))
+        try:
+            layout = Layout.model_validate(record.notes[NOTE])
+        except ValidationError:
+            continue
+        padded, own = layout.both
         added = sum(b.positions - b.real for b in padded.batches)
         if record.tokens and added == record.tokens.reference_padded:
-            found.append(Case(record, padded, own, note))
+            found.append(Case(record, layout, padded, own))
     return found
-
-
-def _batching(note: Mapping[str, Any], name: str) -> Batching:
-    batches = (MicroBatch(rows, width, tuple(lengths)) for rows, width, lengths in note[name])
-    return Batching(tuple(batches), bool(note["knows_borders"]))
 
 
 def packing_frame(analysis: Analysis) -> pd.DataFrame:
@@ -82,7 +82,7 @@ def packing_frame(analysis: Analysis) -> pd.DataFrame:
     for case in every:
         record, row, claim = case.record, analysis.row(case.record), claims.get(id(case.record))
         rows.append([
-            record.model, record.workload, case.note["lengths"], toggles(record), " + ".join(record.reference),
+            record.model, record.workload, case.layout.lengths, toggles(record), " + ".join(record.reference),
             case.padded.efficiency, case.own.efficiency, len(case.padded.batches), len(case.own.batches),
             *_predicted(case, elsewhere[_place(record)]),
             *(row[f"{TOTAL}_{name}"] for name in ("speedup", "low", "high")), row["verdict"],
@@ -107,9 +107,8 @@ def _place(record: Record) -> Place:
 
 
 def _predicted(case: Case, elsewhere: Costs | None) -> list[float]:
-    flops = Costs(token=case.note["token_flop"], pair=case.note["pair_flop"])
     both = case.padded, case.own
-    return [gain(*both), gain(*both, flops), gain(*both, elsewhere) if elsewhere else math.nan]
+    return [gain(*both), gain(*both, case.layout.flops), gain(*both, elsewhere) if elsewhere else math.nan]
 
 
 def packing_tables(analysis: Analysis) -> list[AnyTable]:

@@ -84,7 +84,10 @@ def test_only_rows_whose_layout_is_theirs(record, several):
     moved = other.model_copy(update={"tokens": other.tokens.model_copy(update={"reference_padded": 7})})
     two = made(record, "short").model_copy(update={"ablations": ["packing", "eager"]})
     failed = record(["packing"], workload="short", status="crash")
-    assert packing_frame(Analysis([moved, two, failed, record(["packing"])])).empty
+    strange = [
+        record(["a"], notes={"layout": note}) for note in ("wide", {"padded": 3}, {**other.notes["layout"], "own": []})
+    ]
+    assert packing_frame(Analysis([moved, two, failed, record(["packing"]), *strange])).empty
     assert packing(Analysis([record(["packing"])])) is None and packing_tables(Analysis([])) == []
 
 
