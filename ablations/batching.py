@@ -56,11 +56,13 @@ def own_batches(evidence: Evidence) -> list[MicroBatch]:
 
 
 def padded_batches(evidence: Evidence) -> list[MicroBatch]:
-    """The micro-batches that padding would have made of the same samples."""
+    """The micro-batches that padding would have made of the same samples, as many of them side by side."""
     made = []
-    for step in evidence.arm.steps:
+    for index, step in enumerate(evidence.arm.steps):
         if step.job:
-            made += [micro_batch(b) for b in pad(_share(evidence, step), step.job.workload.batch_size)]
+            sizing = evidence.arm.sizings[index]
+            size = sizing.batch_size if sizing else step.job.workload.batch_size
+            made += [micro_batch(batch) for batch in pad(_share(evidence, step), size)]
     return made
 
 

@@ -7,6 +7,7 @@ from helpers import arm, random_samples
 
 from lorabench.contract.ablation import Evidence
 from lorabench.contract.batch import pad
+from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.workload import Workload
 from lorabench.plan.architecture import decoder_layers
 from lorabench.plan.packing_gain import MicroBatch
@@ -43,6 +44,12 @@ def test_every_job_is_there():
     own, padded = own_batches(made), padded_batches(made)
     assert sum(b.real for b in own) == sum(b.real for b in padded) == sum(lengths_of(made.arm.samples))
     assert len(padded) == 4
+
+
+def test_a_micro_batch_that_was_found_is_what_padding_would_have_had():
+    made = evidence("sdpa", "group_by_length")
+    made.arm.sizings = [Sizing(3)]
+    assert [batch[:2] for batch in padded_batches(made)] == [(3, 12), (2, 7)]
 
 
 def test_the_flops_of_a_token_and_of_a_pair():
