@@ -1,15 +1,27 @@
-"""Slot `batching`: how samples become batches. PEFT's users come with padding."""
+"""Slot `batching`: how samples become batches. PEFT's users come with padding.
+
+packing.py puts samples end to end, grouping.py puts samples of like lengths together; here is what they share. Each
+trains the same samples as padding, and every loss is a sum over the step's trained tokens: the gradients are the same.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied
-from lorabench.contract.batch import IGNORE, Batch, Sample, pad
-from lorabench.contract.settings import Code, Settings, Worth
+from lorabench.contract.ablation import Ablation, Evidence
+from lorabench.contract.batch import Batch, Sample, pad
+from lorabench.contract.settings import Settings
+from lorabench.contract.step import Step
 from lorabench.contract.workload import Workload
+from lorabench.plan.packing_gain import Layout, MicroBatch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MASKED_WHOLE = ("sdpa", "eager")  # attention that computes every pair of a row and masks what is not wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,84 +41,80 @@ class Padding(Ablation):
         return Settings(axolotl={})  # what all of them do anyway
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packing(Ablation):
-    """Samples end to end in rows of at most batch_size x seq_len tokens, first-fit-decreasing (Johnson 1973).
-
-    Position ids restart at each sample and no mask is given, from which transformers derives the block-diagonal causal
-    mask: no token attends to another sample. The first token of each sample is not predicted, as when it stands alone.
-    """
-
-    name: ClassVar[str] = "packing"
-    slot: ClassVar[str] = "batching"
-    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
-    summary: ClassVar[str] = "samples end to end instead of padding; no attention across samples"
-    worth_trying: ClassVar[Worth | None] = "time"
-    excludes: ClassVar[dict[str, str]] = {
-        "cuda_graph": "packed rows have lengths of their own, and a captured step has one shape"
-    }
-
-    def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
-        capacity = workload.batch_size * workload.seq_len
-        return [
-            _row([samples[i] for i in fit]) for fit in first_fit_decreasing([len(s.tokens) for s in samples], capacity)
-        ]
-
-    def audit(self, evidence: Evidence) -> int:
-        """The number of samples that share a row, where packing saved padding."""
-        arm = evidence.arm
-        if len({len(s.tokens) for s in arm.samples}) == 1:
-            raise NotApplied("every sample has the same length, so there is no padding to save")
-        return len(arm.samples)
-
-    def notes(self, evidence: Evidence) -> dict[str, Any]:
-        rows = evidence.arm.step.batches
-        return {"packing": {"samples": len(evidence.arm.samples), "rows": len(rows), "tokens": [b.real for b in rows]}}
-
-    def settings(self) -> Settings:
-        """The samples of a batch end to end, as here; TRL's `packing` and Axolotl's `sample_packing` also fill each row
-        with samples of the steps to come."""
-        return Settings(
-            sft={"padding_free": True, "max_length": None},  # TRL refuses a max_length that it would not enforce
-            collator=Code("DataCollatorWithFlattening()"),
-            imports=("from transformers import DataCollatorWithFlattening",),
-            axolotl={"sample_packing": True},
-            note="padding_free cuts no sample: cut those that are too long beforehand",
-        )
+def lengths_of(samples: Sequence[Sample]) -> list[int]:
+    return [len(sample.tokens) for sample in samples]
 
 
-def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of the samples in each bin: longest first, each into the first bin with room.
-
-    Raises ValueError for a sample longer than `capacity` tokens.
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if lengths[index] > capacity:
-            raise ValueError(f"a sample of {lengths[index]} tokens does not fit a row of {capacity}")
-        slot = next((i for i, free in enumerate(room) if free >= lengths[index]), None)
-        if slot is None:
-            slot = len(bins)
-            bins.append([])
-            room.append(capacity)
-        bins[slot].append(index)
-        room[slot] -= lengths[index]
-    return bins
+def positive(name: str, value: Any, what: str) -> None:
+    """Raises ValueError for a parameter that is no number of `what`."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: expected a number of {what} above 0")
 
 
-def _row(samples: Sequence[Sample]) -> Batch:
-    import torch
+def own_batches(evidence: Evidence) -> list[MicroBatch]:
+    """The micro-batches of all jobs, as they are."""
+    return [micro_batch(batch) for step in evidence.arm.steps for batch in step.batches]
 
-    ids, labels, positions = [], [], []
-    for sample in samples:
-        ids += sample.tokens
-        labels += [IGNORE, *sample.labels[1:]]
-        positions += range(len(sample.tokens))
-    rows = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    return Batch(
-        {name: torch.tensor([values]) for name, values in rows.items()},
-        real=len(ids),
-        padded=0,
-        trained=sum(label != IGNORE for label in labels),
+
+def padded_batches(evidence: Evidence) -> list[MicroBatch]:
+    """The micro-batches that padding would have made of the same samples, as many of them side by side."""
+    made = []
+    for index, step in enumerate(evidence.arm.steps):
+        if step.job:
+            sizing = evidence.arm.sizings[index]
+            size = sizing.batch_size if sizing else step.job.workload.batch_size
+            made += [micro_batch(batch) for batch in pad(_share(evidence, step), size)]
+    return made
+
+
+def _share(evidence: Evidence, step: Step) -> Sequence[Sample]:
+    """The samples of a step that are this rank's."""
+    shares = (a.shard(step.samples, evidence.arm.ranks) for a in evidence.arm.ablations)
+    return next((own for own in shares if own is not None), step.samples)
+
+
+def micro_batch(batch: Batch) -> MicroBatch:
+    """The shape of a batch, and the lengths of its samples: by the positions that start again at 0, by the mask of the
+    padding, or (without either) the whole width."""
+    rows, width = batch.inputs["input_ids"].shape
+    positions, mask = batch.inputs.get("position_ids"), batch.inputs.get("attention_mask")
+    lengths = [width] * rows
+    if positions is not None:
+        starts = [*(positions[0] == 0).nonzero().flatten().tolist(), width]
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+    elif mask is not None:
+        lengths = mask.sum(1).tolist()
+    return MicroBatch(rows, width, tuple(lengths))
+
+
+def layout(evidence: Evidence) -> dict[str, Any]:
+    """The note from which a report predicts the gain."""
+    token, pair = _flops(evidence.arm.model)
+    workloads = [step.job.workload for step in evidence.arm.steps if step.job]
+    made = Layout(
+        padded=padded_batches(evidence),
+        own=own_batches(evidence),
+        knows_borders=not _attention(evidence).startswith(MASKED_WHOLE),
+        token_flop=token,
+        pair_flop=pair,
+        lengths=next((w.lengths_are for w in workloads if w.lengths_are), None),
     )
+    return {"layout": made.model_dump(mode="json")}
+
+
+def _attention(evidence: Evidence) -> str:
+    """The implementation, by transformers' name for it."""
+    return str(getattr(evidence.arm.model.config, "_attn_implementation", ""))
+
+
+def _flops(model: nn.Module) -> tuple[int, int]:
+    """Forward and backward FLOPs of one token in the linears, where a frozen weight gets no gradient, and of one pair
+    of positions in attention (two products forward, five backward, as in lorabench/measure/flops.py)."""
+    from torch.nn import Linear
+
+    config: Any = model.config
+    linears = [m for m in model.modules() if isinstance(m, Linear)]
+    token = sum(m.in_features * m.out_features * (6 if m.weight.requires_grad else 4) for m in linears)
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    return token, 14 * config.num_hidden_layers * heads * head_dim

@@ -61,6 +61,9 @@ CAPTIONS = {
     "memory": "Peak memory of reference and candidate, each net of what the other holds.",
     "phases": "Where the candidate's time goes: the median of its total, divided as the medians of its phases are. "
     "The black line is its own reference, measured beside it.",
+    "packing": "What another way to batch buys: measured, and as the samples' lengths predict it: by the positions "
+    "computed, by their FLOPs with attention's, and by costs fitted to the same model's other workloads. Beside it the "
+    "shares of positions that are real tokens. ≈: approximate lengths.",
     "ladder": "The ladder: each rung keeps the ones above it.",
 }
 NARROW = (TOGGLE, TIME, WHOLE, VERDICT)  # the columns that a phone is wide enough for
@@ -147,6 +150,7 @@ def page(
         first=[figures[name] for name in FIRST if name in figures],
         figures=[figure for name, figure in figures.items() if name not in FIRST],
         head_to_head=shown.head_to_head,
+        predicted=shown.predicted,
         claims=shown.claims,
         sources=load_claims(),
         standing=lambda claim: standing(claim, analysis.matches),

@@ -1,4 +1,4 @@
-"""The plots: speed-up, memory, phases, time against memory, published numbers, ladder; each as PNG and as SVG.
+"""The plots: speed-up, memory, phases, time against memory, published numbers, packing, ladder; each as PNG and as SVG.
 
 Drawn without pyplot's global state. One panel a group, stacked, so that a row stays readable at the width of a README;
 panels that belong together share their axis. Of many groups the speed-up is a heat map. What a figure leaves out it
@@ -26,6 +26,7 @@ from lorabench.report.attribution import Rung, ladder
 from lorabench.report.cells import HOST_BOUND, fits_alone, whole
 from lorabench.report.figure import Strip, legend, log_axis, png, rows_figure, svg
 from lorabench.report.heatmap import heat_map
+from lorabench.report.packing import packing
 from lorabench.report.panels import (
     BLUE,
     GREEN,
@@ -51,7 +52,7 @@ from lorabench.report.tradeoff import tradeoff
 from lorabench.report.words import arrow, number
 
 PHASE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, VERMILLION)  # by a phase's place in its kind
-NAMES = ("speedup", "memory", "phases", "tradeoff", "published", "ladder")
+NAMES = ("speedup", "memory", "phases", "tradeoff", "published", "packing", "ladder")
 SUFFIXES = (".png", ".svg")
 
 
@@ -71,11 +72,14 @@ def plots(analysis: Analysis) -> dict[str, Drawn]:
 
 def figures(analysis: Analysis, panels: Sequence[Panel] | None = None) -> dict[str, tuple[Figure, str]]:
     """The same as figures, with what each leaves out. `panels`: those of the analysis to draw, all unless given; what
-    has no panels (published, ladder) is then of the whole analysis as before."""
+    has no panels (published, packing, ladder) is then of the whole analysis as before."""
     panels = panels_of(analysis) if panels is None else panels
     with rc_context({"text.parse_math": False}):  # a name is a name, whatever dollars it has
         speed = heat_map(panels) if len(panels) > MANY else _speedup(panels, analysis)
-        made = (speed, _memory(panels), _phases(panels), tradeoff(panels), published(analysis), _ladder(analysis))
+        made = (
+            speed, _memory(panels), _phases(panels), tradeoff(panels), published(analysis), packing(analysis),
+            _ladder(analysis),
+        )  # fmt: skip
     return {name: figured for name, figured in zip(NAMES, made, strict=True) if figured}
 
 

@@ -18,6 +18,7 @@ from lorabench.report.analysis import Analysis
 from lorabench.report.cells import AGAINST, TIME, TOGGLE, AnyTable, TextGroup, all_columns, giving_way, text_groups
 from lorabench.report.claim_tables import claim_tables
 from lorabench.report.head_to_head import matrices
+from lorabench.report.packing import packing_tables
 from lorabench.report.shares import REFERENCES_APART
 from lorabench.report.words import number
 
@@ -26,12 +27,14 @@ GROUP = "group"
 
 class Shown(NamedTuple):
     """`groups`: in parts within which rows compare. `columns`: those of all groups, for one table of them all;
-    `giving_way`: those that it can do without, first the least important."""
+    `giving_way`: those that it can do without, first the least important. `predicted`: what was known beforehand,
+    beside what was measured."""
 
     groups: list[TextGroup]
     columns: list[str]
     giving_way: list[str]
     head_to_head: list[AnyTable]
+    predicted: list[AnyTable]
     claims: list[AnyTable]
 
 
@@ -39,7 +42,8 @@ def show(analysis: Analysis) -> Shown:
     found, records = text_groups(analysis), analysis.records
     groups = [part for group in found for part in parts(group, analysis)]
     columns = time_first(all_columns(found, records))
-    return Shown(groups, columns, giving_way(records), matrices(analysis), claim_tables(analysis))
+    beside = matrices(analysis), packing_tables(analysis), claim_tables(analysis)
+    return Shown(groups, columns, giving_way(records), *beside)
 
 
 def in_groups(shown: Shown, analysis: Analysis) -> pd.DataFrame:

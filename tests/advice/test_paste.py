@@ -26,7 +26,7 @@ def settled_names():
     made = (
         registry.ablation(name)
         for name in registry.registered()
-        if registry.registered()[name].value[:9] == "ablations"
+        if registry.registered()[name].value.startswith("lorabench_ablations.")
     )
     return sorted(a.name for a in made if a.settings() is not None and a.requires.unmet(MACHINE) is None)
 
@@ -98,6 +98,8 @@ def engaged(name, trainer):
         "fp8_base": lambda: any("_lorakernels" in m.__dict__ for m in model.modules()),
         "nf4_base": lambda: len(quantized_weights(model)) == 21,
         "packing": lambda: next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1,
+        "padding_free": lambda: next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1,
+        "group_by_length": lambda: "LengthGrouped" in type(trainer._get_train_sampler()).__name__,
         "padding": lambda: next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 2,
         "torch_compile": lambda: arguments.torch_compile,
     }
@@ -116,6 +118,14 @@ def test_the_pasted_code_runs_and_engages(name, number, folder, tmp_path):
     dtype = "bfloat16" if name == "adapters_in_compute_dtype" else "float32"
     trainer = run_block(cell_of(name), number, folder, tmp_path, dtype)
     assert engaged(name, trainer)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["trl", "trainer"])
+def test_trl_s_own_packing_runs_where_it_is_what_was_measured(number, folder, tmp_path):
+    pytest.importorskip("trl", reason="needs the package trl")
+    trainer = run_block(cell_of(registry.ablation({"packing": {"strategy": "bfd"}})), number, folder, tmp_path)
+    assert engaged("packing", trainer)
+    assert number or trainer.args.packing_strategy == "bfd"
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["trl", "trainer"])

@@ -89,7 +89,7 @@ def test_every_suite_composes(name):
         ("workload=gsm8", "did you mean gsm8k?"),
         ("ablations=[{torch_compile:{mod:x}}]", "did you mean mode?"),
         ("ablations=[{torch_compile:{mode:fastest}}]", "expected one of default"),
-        ("ablations=[{packing:{size:3}}]", "packing has no parameters"),
+        ("ablations=[{padding_free:{size:3}}]", "padding_free has no parameters"),
         ("lora.r=0", "greater than or equal to 1"),
         ("lora.rank=8", "rank"),
         ("trials=0", "trials"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorabench.contract.batch import IGNORE, Batch, Sample, pad
 from lorabench.contract.workload import Workload
-from lorabench_ablations.batching import Packing
+from lorabench_ablations.packing import Packing
 from zoo.cheat import Cheat, Turns, layers
 
 SHORT_SAMPLES = ("workload={alpaca:{samples:4,batch_size:4,seq_len:200}}",)
