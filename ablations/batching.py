@@ -74,17 +74,16 @@ def _share(evidence: Evidence, step: Step) -> Sequence[Sample]:
 
 
 def micro_batch(batch: Batch) -> MicroBatch:
-    """The shape of a batch, and the lengths of its samples: by the positions that start again at 0, by the mask of the
-    padding, or (without either) the whole width."""
-    rows, width = batch.inputs["input_ids"].shape
-    positions, mask = batch.inputs.get("position_ids"), batch.inputs.get("attention_mask")
-    lengths = [width] * rows
-    if positions is not None:
-        starts = [*(positions[0] == 0).nonzero().flatten().tolist(), width]
-        lengths = [end - start for start, end in itertools.pairwise(starts)]
-    elif mask is not None:
-        lengths = mask.sum(1).tolist()
-    return MicroBatch(rows, width, tuple(lengths))
+    """The shape of a batch, and the lengths of its samples: by the mask of the padding, by the positions that start
+    again at 0, or (without either) the whole width. Of attention alone a batch has the places of its tokens."""
+    inputs = batch.inputs
+    rows, width = inputs["input_ids" if "input_ids" in inputs else "token"].shape
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if mask is not None:
+        return MicroBatch(rows, width, tuple(mask.sum(1).tolist()))
+    starts = [0] if positions is None else (positions[0] == 0).nonzero().flatten().tolist()
+    lengths = [end - start for start, end in itertools.pairwise([*starts, width])]
+    return MicroBatch(rows, width, tuple(lengths * rows))
 
 
 def layout(evidence: Evidence) -> dict[str, Any]:
