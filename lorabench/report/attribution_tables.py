@@ -21,7 +21,7 @@ from lorabench.report.claims import Match
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.epoch import epochs
 from lorabench.report.tidy import GIB
-from lorabench.report.words import arrow, number, ratio, speedup
+from lorabench.report.words import arrow, number, speedup
 
 AnyTable = tuple[str, list[str], list[list[str]]]  # caption, headings, rows
 
@@ -104,7 +104,7 @@ def published(rung: Rung, contrasts: Contrasts) -> str:
 
 
 def _claim(match: Match, ours: Speedup | None) -> str:
-    said = "–".join(dict.fromkeys(ratio(end) for end in (match.low, match.high) if math.isfinite(end)))
+    said = "–".join(dict.fromkeys(number(end) for end in (match.low, match.high) if math.isfinite(end)))
     said = f"{match.source.name} {said}"
     if match.differs:
         return f"{said} (over another baseline)"

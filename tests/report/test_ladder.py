@@ -1,0 +1,87 @@
+"""The ladder as it is shown: a table with what each step is worth elsewhere, a waterfall that adds up, an epoch."""
+
+import re
+
+import pytest
+
+from lorabench.report.analysis import Analysis
+from lorabench.report.attribution import ladder
+from lorabench.report.attribution_tables import attribution_tables
+from lorabench.report.epoch import data_sets, epochs
+from lorabench.report.plots import figures
+
+START = ("nf4_base", "sdpa", "padding", "gradient_checkpointing", "paged_adamw_32bit")
+STEPS = {"adamw": 1.1, "adamw_fused": 1.39, "flash_attention_2": None, "auto_batch_size": 2.1, "packing": 4.2}
+
+
+def predibase(record, workload="one_by_one_gsm8k"):
+    """A ladder over Predibase's start with a rung that cannot be had, and one toggle alone and away from the end."""
+    common = {"reference": START, "workload": workload, "sd": 0.004}
+    standing = []
+    for number, (name, speed) in enumerate(STEPS.items(), start=1):
+        own = [name] if name == "adamw_fused" else [*standing, name]
+        kwargs = {"speedup": speed} if speed else {"status": "unsupported"}
+        candidate = [t for t in START if t not in ("paged_adamw_32bit", "padding" if "packing" in own else "")] + own
+        yield record(own, design="ladder", rung=number, candidate=candidate, **kwargs, **common)
+        standing = own if speed else standing
+    yield record(["packing"], speedup=3.0, **common)
+    others = [t for t in START if t != "paged_adamw_32bit"] + ["adamw_fused", "auto_batch_size"]
+    yield record(["packing"], design="leave_one_out", speedup=1.9, **common | {"reference": others})
+
+
+def tables(record, **kwargs):
+    made = Analysis(list(predibase(record, **kwargs)))
+    (group,) = made.groups
+    return {caption: (headings, rows) for caption, headings, rows in attribution_tables(group.records, made.contrasts)}
+
+
+def test_one_table_has_every_way_of_crediting_a_step(record):
+    found = tables(record)
+    headings, rows = next(table for caption, table in found.items() if caption.startswith("Ladder"))
+    by = {row[0]: dict(zip(headings, row, strict=True)) for row in rows}
+    assert list(by) == list(STEPS)
+    packing = by["packing"]
+    values = [float(packing[f"{name} × [95 %]"].split()[0]) for name in ("increment", "cumulative", "alone", "last")]
+    assert values == pytest.approx([2.0, 4.2, 3.0, 1.9], rel=0.03)
+    before, after = map(float, packing["ms, before → after"].split(" → "))
+    assert before / after == pytest.approx(2.0, rel=0.02)
+    assert by["flash_attention_2"]["status"] == "unsupported" and not by["flash_attention_2"]["cumulative × [95 %]"]
+    assert packing["peak GiB"] == "6.00"
+
+
+def test_each_step_has_its_claim_beside_it_with_the_baseline_that_it_was_made_over(record):
+    headings, rows = next(table for caption, table in tables(record).items() if caption.startswith("Ladder"))
+    claims = {row[0]: row[headings.index("published for this step")] for row in rows}
+    assert claims["adamw"] == "Predibase 1.10 (ours within)"
+    assert claims["adamw_fused"] == "Predibase 1.39 (ours within)"  # over the start, not over adamw
+    assert claims["auto_batch_size"] == "Predibase 1.43–1.67 (ours within)"
+    assert claims["packing"].startswith("Predibase 2.00–5.00 (over another baseline)")
+
+
+def test_an_epoch_is_extrapolated_where_the_lengths_have_a_training_set(record):
+    rungs = ladder(list(predibase(record)), Analysis([]).contrasts)
+    (own,) = epochs(rungs)
+    assert (own.data.samples, own.data.measured) == (7473, True)
+    assert own.end == pytest.approx(7473 * 159.63 / 4000 * rungs[-1].after / 60_000)
+    assert own.start / own.end == pytest.approx(rungs[-1].cumulative.centre)
+    assert epochs(ladder(list(predibase(record, workload="4x2048")), Analysis([]).contrasts)) == []
+    assert epochs(ladder(list(predibase(record, workload="gone.jsonl")), Analysis([]).contrasts)) == []
+    (caption,) = [c for c in tables(record) if "epoch" in c]
+    assert "extrapolated" in caption
+
+
+def test_every_training_set_has_lengths_and_a_source():
+    assert {d.distribution for d in data_sets()} >= {"viggo", "glue", "drop", "magicoder", "gsm8k"}
+    assert all(d.tokens > d.samples and d.source for d in data_sets())
+
+
+def test_the_waterfall_says_milliseconds_that_add_up_and_what_has_none(record):
+    figure, left_out = figures(Analysis(list(predibase(record))))["ladder"]
+    said = [t.get_text() for t in figure.axes[0].texts]
+    assert not left_out and "unsupported" in said and "flash_attention_2" in said and "+ packing" in said
+    start = next(float(t.removesuffix(" ms")) for t in said if re.fullmatch(r"[\d.]+ ms", t))
+    end = next(float(t.partition(" ms")[0]) for t in said if "in all" in t)
+    changes = [float(m[1].replace("−", "-")) for t in said if (m := re.match(r"([−+][\d.]+) ms, ×", t))]
+    assert len(changes) == 4 and start + sum(changes) == pytest.approx(end, abs=0.1)
+    bars = figure.axes[0].patches
+    assert len(bars) == 2 + 4  # start and end, and a bar a rung with a time
