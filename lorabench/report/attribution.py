@@ -34,6 +34,11 @@ class Rung(NamedTuple):
     before: float
     after: float
 
+    @property
+    def start(self) -> float:
+        """Milliseconds of the reference; NaN where this rung has no time."""
+        return self.after * self.cumulative.centre if self.cumulative else math.nan
+
 
 class LeftOut(NamedTuple):
     """What a toggle still adds when all the others are on."""

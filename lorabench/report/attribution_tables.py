@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from lorabench.record.contrast import Speedup
-from lorabench.record.schema import TOTAL, Record
+from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Record
 from lorabench.report import claims
 from lorabench.report.attribution import (
     LeftOut,
@@ -75,7 +76,7 @@ def ladder_table(
             speedup(first.get(r.added)),
             speedup(last.get(r.added)),
             published(r, contrasts),
-            _peak(r.record),
+            number(peak(r.record, ARMS[1])),
             r.record.status,
         ]
         for r in rungs
@@ -87,9 +88,11 @@ def ladder_table(
     return caption, [LADDER[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def _peak(record: Record) -> str:
-    held = (record.memory or {}).get("candidate")
-    return number(held.peak / GIB) if held and held.peak else ""
+def peak(record: Record, arm: str) -> float:
+    """GiB of an arm at its most; NaN where unknown."""
+    held: dict[Any, ArmMemory] = dict(record.memory or {})
+    most = held[arm].peak if arm in held else None
+    return math.nan if most is None else most / GIB
 
 
 def published(rung: Rung, contrasts: Contrasts) -> str:

@@ -60,12 +60,12 @@ def data_sets() -> tuple[DataSet, ...]:
 
 def epochs(rungs: Sequence[Rung]) -> list[Epoch]:
     """Of every data set whose lengths the ladder's workload has; [] without times."""
-    timed = [(rung, factor, tokens) for rung in rungs if (factor := rung.cumulative) and (tokens := rung.record.tokens)]
+    timed = [(rung, tokens) for rung in rungs if rung.cumulative and (tokens := rung.record.tokens)]
     if not timed:
         return []
-    last, factor, tokens = timed[-1]
-    minutes = {d: d.tokens / tokens.real * last.after / MINUTE_MS for d in _of(last.record)}
-    return [Epoch(d, end * factor.centre, end) for d, end in minutes.items()]
+    last, tokens = timed[-1]
+    steps = {d: d.tokens / tokens.real / MINUTE_MS for d in _of(last.record)}
+    return [Epoch(d, each * last.start, each * last.after) for d, each in steps.items()]
 
 
 def _of(record: Record) -> list[DataSet]:

@@ -47,16 +47,10 @@ def _timed(rungs: Sequence[Rung]) -> list[Rung]:
 
 def _strip(title: str, rungs: Sequence[Rung]) -> Strip:
     last = _timed(rungs)[-1]
-    start = _start(last)
-    decimals = _decimals(start)
+    decimals = _decimals(last.start)
     labels = ["start", *(f"{'' if r.record.status in DID_NOT_APPLY else '+ '}{r.added}" for r in rungs), "end"]
-    first, end = f"{start:.{decimals}f} ms", f"{last.after:.{decimals}f} ms, in all ×{speedup(last.cumulative)}"
+    first, end = f"{last.start:.{decimals}f} ms", f"{last.after:.{decimals}f} ms, in all ×{speedup(last.cumulative)}"
     return Strip(title, labels, [(first, "black"), *(_brings(r, decimals) for r in rungs), (end, "black")], AXIS)
-
-
-def _start(rung: Rung) -> float:
-    """Milliseconds before the first rung."""
-    return rung.after * rung.cumulative.centre if rung.cumulative else rung.before
 
 
 def _decimals(start: float) -> int:
@@ -76,7 +70,7 @@ def _brings(rung: Rung, decimals: int) -> tuple[str, str]:
 
 def _draw(ax: Axes, rungs: Sequence[Rung]) -> None:
     timed = _timed(rungs)
-    start = level = _start(timed[0])
+    start = level = timed[0].start
     ax.barh([0, len(rungs) + 1], [start, timed[-1].after], color=GREY, height=0.6)
     at = 0
     for y, rung in enumerate(rungs, start=1):

@@ -8,6 +8,7 @@ from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import ladder
 from lorabench.report.attribution_tables import attribution_tables
 from lorabench.report.epoch import data_sets, epochs
+from lorabench.report.ladder_summary import conclusions, start_to_end, steps_table
 from lorabench.report.plots import figures
 
 START = ("nf4_base", "sdpa", "padding", "gradient_checkpointing", "paged_adamw_32bit")
@@ -85,3 +86,26 @@ def test_the_waterfall_says_milliseconds_that_add_up_and_what_has_none(record):
     assert len(changes) == 4 and start + sum(changes) == pytest.approx(end, abs=0.1)
     bars = figure.axes[0].patches
     assert len(bars) == 2 + 4  # start and end, and a bar a rung with a time
+
+
+def test_several_ladders_together_and_what_they_say(record):
+    made = Analysis([*predibase(record), *predibase(record, workload="one_by_one_glue")])
+    _, headings, rows = steps_table(made)
+    assert headings == ["step", *(f"smollm2-135m @ one_by_one_{name}" for name in ("gsm8k", "glue")), "published"]
+    by = {row[0]: row[1:] for row in rows}
+    assert by["flash_attention_2"] == ["unsupported", "unsupported", ""]
+    assert by["adamw"][2] == "Predibase 1.10"
+    _, headings, rows = start_to_end(made)
+    assert [row[0].rpartition("_")[2] for row in rows] == ["gsm8k", "glue", "glue"]  # two training sets of GLUE
+    assert "extrapolated" in headings[-1] and float(rows[0][2].split()[0]) == pytest.approx(4.2, rel=0.02)
+    said = dict(zip(STEPS, conclusions(made), strict=True))
+    assert said["packing"].startswith("`packing` gains on 2 of 2 workloads (×")
+    assert said["flash_attention_2"] == "`flash_attention_2` has no time here: unsupported."
+
+
+def test_a_step_that_costs_or_changes_nothing_is_said_so(record):
+    made = [record(["a"], speedup=1.0, sd=0.001, design="ladder", rung=1)]
+    made += [record(["a", "b"], speedup=0.8, sd=0.001, design="ladder", rung=2)]
+    nothing, costs = conclusions(Analysis(made))
+    assert "changes nothing that shows on 1 of 1" in nothing and "costs on 1 of 1 workloads (×0.8" in costs
+    assert conclusions(Analysis([record(["a"])])) == []
