@@ -28,6 +28,7 @@ AnyTable = tuple[str, list[str], list[list[str]]]  # caption, headings, rows
 
 RUNG = "rung"
 STATUS = "status"
+SHAPLEY = "Shapley values"
 LADDER = [
     RUNG, "ms, before → after", "increment × [95 %]", "cumulative × [95 %]", "alone × [95 %]", "last × [95 %]",
     "published for this step", "peak GiB", STATUS,
@@ -52,7 +53,7 @@ def attribution_tables(members: Sequence[Record], contrasts: Contrasts) -> list[
         rows = [[p, speedup(split.factors[p]), _gib(split.saved_bytes, p)] for p in split.players]
         gaps = "; ".join(" + ".join(s) for s in split.missing)
         part = f" over {', '.join(split.players)} only; no time for: {gaps}" if gaps else ""
-        made.append((f"Shapley values{part}", ["toggle", "factor of time [95 %]", "peak GiB saved"], rows))
+        made.append((f"{SHAPLEY}{part}", ["toggle", "factor of time [95 %]", "peak GiB saved"], rows))
     return made
 
 
