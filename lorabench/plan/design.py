@@ -86,21 +86,30 @@ def _ladder(base: list[Ablation], each: Sequence[Ablation], make: Make, known: K
 def _leave_one_out(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> list[Cell]:
     """A cell that is refused is so for its own toggle's sake only if the others in it are known to apply: so they are
     put together one by one. One that failed has shown that by its reference, which did not."""
+    own: dict[str, Cell] = {}  # of those that do not apply, as they were found
+
+    def of(toggle: Ablation) -> Cell:
+        return make(combine(base, [a for a in all_on if a is not toggle]), [toggle])
+
+    while True:
+        all_on, replaced = _all_on(base, [a for a in each if a.label not in own], make, known)
+        wrong = next((a for a in all_on if known.failed(of(a))), None)
+        if wrong is None:
+            return [own.get(toggle.label) or of(toggle) for toggle in each if toggle not in replaced]
+        own[wrong.label] = of(wrong)
+
+
+def _all_on(
+    base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known
+) -> tuple[list[Ablation], list[Ablation]]:
+    """(the toggles that can be on together, those whose place a later one has taken)."""
     all_on: list[Ablation] = []
     replaced: list[Ablation] = []
     for toggle in each:
         if not known.refused(make(combine(base, all_on), [toggle])):
             replaced += [a for a in all_on if a.slot == toggle.slot]
             all_on = combine(all_on, [toggle])
-    own: dict[str, Cell] = {}  # of those that do not apply, as they were found
-
-    def of(toggle: Ablation) -> Cell:
-        return make(combine(base, [a for a in all_on if a is not toggle]), [toggle])
-
-    while wrong := next((a for a in all_on if known.failed(of(a))), None):
-        own[wrong.label] = of(wrong)
-        all_on.remove(wrong)
-    return [own.get(toggle.label) or of(toggle) for toggle in each if toggle not in replaced]
+    return all_on, replaced
 
 
 def check_design(design: str, ablations: Sequence[Toggles]) -> None:
