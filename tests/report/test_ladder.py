@@ -1,8 +1,10 @@
 """The ladder as it is shown: a table with what each step is worth elsewhere, a waterfall that adds up, an epoch."""
 
 import re
+from pathlib import Path
 
 import pytest
+from helpers import benchmark
 
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import ladder
@@ -11,6 +13,7 @@ from lorabench.report.epoch import data_sets, epochs
 from lorabench.report.ladder_summary import conclusions, start_to_end, steps_table
 from lorabench.report.plots import figures
 
+ROOT = Path(__file__).resolve().parents[2]
 START = ("nf4_base", "sdpa", "padding", "gradient_checkpointing", "paged_adamw_32bit")
 STEPS = {"adamw": 1.1, "adamw_fused": 1.39, "flash_attention_2": None, "auto_batch_size": 2.1, "packing": 4.2}
 
@@ -109,3 +112,23 @@ def test_a_step_that_costs_or_changes_nothing_is_said_so(record):
     nothing, costs = conclusions(Analysis(made))
     assert "changes nothing that shows on 1 of 1" in nothing and "costs on 1 of 1 workloads (×0.8" in costs
     assert conclusions(Analysis([record(["a"])])) == []
+
+
+def test_the_page_is_filled_from_records_and_says_where_there_are_none(record, session, folder, tmp_path):
+    page = (ROOT / "docs/predibase.md").read_text()
+    with benchmark("readme_tables") as script:
+        (tmp_path / "none").mkdir()
+        nothing = script.filled(page, script.Results(tmp_path / "none"))
+        assert nothing.count("*Not measured yet*") == 5
+        factorial = [
+            record(own, design="factorial", speedup=s, reference=START, workload="one_by_one_gsm8k")
+            for own, s in ((["a"], 1.5), (["b"], 2.0), (["a", "b"], 3.0))
+        ]
+        made = tmp_path / "some"
+        folder(made / "h200/predibase_ladder", [*predibase(record), *factorial], [session()])
+        folder(made / "cpu/predibase_ladder", list(predibase(record)), [session(device="cpu", name="a CPU")])
+        filled = script.filled(page, script.Results(made))
+    assert "*Not measured yet*" not in filled
+    assert "- `packing` gains on 1 of 1 workloads (×2" in filled
+    assert "| GSM8K (7473 samples) |" in filled and "| packing | 2.0" in filled
+    assert "peak GiB saved" in filled and "| NVIDIA H200, ms | CPU, ms |" in filled
