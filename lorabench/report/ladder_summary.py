@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lorabench.record.schema import DID_NOT_APPLY
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import Rung, ladder
-from lorabench.report.attribution_tables import AnyTable, peak, published
+from lorabench.report.attribution_tables import RUNG, AnyTable, peak, published
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.epoch import Epoch, epochs
 from lorabench.report.words import arrow, number, speedup
@@ -43,7 +43,7 @@ def steps_table(analysis: Analysis) -> AnyTable:
         its = [next((r for r in own.rungs if r.added == name), None) for own in found]
         claimed = dict.fromkeys(_claimed(rung, analysis.contrasts) for rung in its if rung)
         rows.append([name, *(_increment(rung) for rung in its), "; ".join(filter(None, claimed))])
-    return "What each step adds to those before it", ["step", *(own.title for own in found), "published"], rows
+    return "What each step adds to those before it", [RUNG, *(own.title for own in found), "published"], rows
 
 
 def _claimed(rung: Rung, contrasts: Contrasts) -> str:

@@ -94,7 +94,7 @@ def test_the_waterfall_says_milliseconds_that_add_up_and_what_has_none(record):
 def test_several_ladders_together_and_what_they_say(record):
     made = Analysis([*predibase(record), *predibase(record, workload="one_by_one_glue")])
     _, headings, rows = steps_table(made)
-    assert headings == ["step", *(f"smollm2-135m @ one_by_one_{name}" for name in ("gsm8k", "glue")), "published"]
+    assert headings == ["rung", *(f"smollm2-135m @ one_by_one_{name}" for name in ("gsm8k", "glue")), "published"]
     by = {row[0]: row[1:] for row in rows}
     assert by["flash_attention_2"] == ["unsupported", "unsupported", ""]
     assert by["adamw"][2] == "Predibase 1.10"
