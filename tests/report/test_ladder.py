@@ -67,7 +67,7 @@ def test_an_epoch_is_extrapolated_where_the_lengths_have_a_training_set(record):
     (own,) = epochs(rungs)
     assert (own.data.samples, own.data.measured) == (7473, True)
     assert own.end == pytest.approx(7473 * 159.63 / 4000 * rungs[-1].after / 60_000)
-    assert own.start / own.end == pytest.approx(rungs[-1].cumulative.centre)
+    assert rungs[-1].cumulative and own.start / own.end == pytest.approx(rungs[-1].cumulative.centre)
     assert epochs(ladder(list(predibase(record, workload="4x2048")), Analysis([]).contrasts)) == []
     assert epochs(ladder(list(predibase(record, workload="gone.jsonl")), Analysis([]).contrasts)) == []
     (caption,) = [c for c in tables(record) if "epoch" in c]
