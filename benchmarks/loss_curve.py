@@ -22,7 +22,7 @@ import argparse
 import copy
 import csv
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": describe().model_dump(mode="json"),
         "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
     }  # fmt: skip
-    write(Path(options.out), curves, found)
+    save(Path(options.out), curves, found)
+    draw(Path(options.out), curves, found["window"])
     print(json.dumps({k: found[k] for k in ("passed", "mean_distance", "largest_distance")}, indent=1))
     return 0 if found["passed"] else 1
 
@@ -204,7 +205,8 @@ def verdict(curves: dict[Run, list[float]], window: int) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, curves: dict[Run, list[float]], found: dict[str, Any]) -> None:
+def save(folder: Path, curves: Mapping[Any, Sequence[float]], found: dict[str, Any]) -> None:
+    """losses.csv, a column a run by its name, and summary.json."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "losses.csv", "w", newline="") as file:
         table = csv.writer(file)
@@ -212,14 +214,13 @@ def write(folder: Path, curves: dict[Run, list[float]], found: dict[str, Any]) -
         for step, losses in enumerate(zip(*curves.values(), strict=True), start=1):
             table.writerow([step, *(f"{loss:.9g}" for loss in losses)])
     write_atomically(folder / "summary.json", (json.dumps(found, indent=1) + "\n").encode())
-    draw(folder, curves, found["window"])
 
 
-def read(folder: Path) -> tuple[dict[Run, list[float]], int]:
-    """The curves of a folder that this script has written, and the window."""
+def read(folder: Path, runs: Sequence[Any] = RUNS) -> tuple[dict[Any, list[float]], int]:
+    """The curves of a folder that `save` has written, and the window."""
     with open(folder / "losses.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    curves = {run: [float(row[run.name]) for row in rows] for run in RUNS}
+    curves = {run: [float(row[run.name]) for row in rows] for run in runs}
     return curves, int(json.loads((folder / "summary.json").read_text())["window"])
 
 

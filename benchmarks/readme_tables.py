@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/results.md and docs/claims.md, from what lies in results/.
+"""The tables of README.md, docs/results.md, docs/claims.md and docs/predibase.md, from what lies in results/.
 
     python benchmarks/readme_tables.py              # write them anew
     python benchmarks/readme_tables.py FILE         # also those of another file with the same markers
@@ -17,10 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from lorabench.compare import hardware
 from lorabench.record.schema import Record
 from lorabench.report.analysis import Analysis, Row
+from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables
 from lorabench.report.claims import AS_RATIO, Claim, Match, Source, claims_frame, load_claims, measured
 from lorabench.report.contrasts import WHOLE
+from lorabench.report.ladder_summary import conclusions, start_to_end, steps_table
 from lorabench.report.shares import ratio_of_ratios
 from lorabench.report.tables import md
 from lorabench.report.words import number, ratio
@@ -313,6 +316,51 @@ def _alone(row: Row | None) -> str:
     return f"{centre:.2f} [{low:.2f}, {high:.2f}]" if math.isfinite(centre) else str(row["status"])
 
 
+# -- Predibase's ladder -----------------------------------------------------------------------------------------------
+
+LADDER = "predibase_ladder"  # the suite, and the folders that hold it
+
+
+def of_ladder(make: Callable[[Analysis], str]) -> Callable[[Results], str]:
+    """What is made of the ladder's folder; without one the sentence that says so."""
+
+    def made(results: Results) -> str:
+        name = f"h200/{LADDER}"
+        if (analysis := results.folders.get(name)) is not None and (text := make(analysis)):
+            return text
+        return f"*Not measured yet*: `python -m lorabench.sweep suite={LADDER} output=results/{name}` would measure it."
+
+    return made
+
+
+def _markdown(table: AnyTable) -> str:
+    _, headings, rows = table
+    return grid(list(map(md, headings)), [list(map(md, row)) for row in rows]) if rows else ""
+
+
+def _split(analysis: Analysis) -> str:
+    """Shapley values, a table a model @ workload."""
+    found = [
+        f"{md(group.title)}: {md(table[0])}\n\n{_markdown(table)}"
+        for group in analysis.groups
+        for table in attribution_tables(group.records, analysis.contrasts)
+        if table[0].startswith(SHAPLEY)
+    ]
+    return "\n\n".join(found)
+
+
+def machines(results: Results) -> str:
+    """The same references on the GPU and on a CPU: all folders of results/h200 that results/cpu has too."""
+    pairs = [(f"h200/{name[4:]}", name) for name in results.folders if name.startswith("cpu/")]
+    rows = [
+        [row.title, row.reference, number(row.before_ms), number(row.after_ms), number(row.after_ms / row.before_ms)]
+        for gpu, cpu in pairs if gpu in results.folders
+        for row in hardware(results.folders[gpu], results.folders[cpu])
+    ]  # fmt: skip
+    headings = ["model @ workload", "reference", "NVIDIA H200, ms", "CPU, ms", "CPU / GPU"]
+    return _markdown(("", headings, rows)) or "*Not measured yet*: results/ has no folder of a second machine."
+
+
 # -- into the files ---------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +374,11 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "stacks": stacks,
     "toggles alone": toggles_alone,
     "every claim": every_claim,
+    "ladder, start to end": of_ladder(lambda analysis: _markdown(start_to_end(analysis))),
+    "ladder, steps": of_ladder(lambda analysis: _markdown(steps_table(analysis))),
+    "ladder, split": of_ladder(_split),
+    "ladder, today": of_ladder(lambda analysis: "\n".join(f"- {said}" for said in conclusions(analysis))),
+    "two machines": machines,
 }
 
 
@@ -339,7 +392,7 @@ def filled(text: str, results: Results) -> str:
     return text
 
 
-FILES = (ROOT / "README.md", ROOT / "docs/results.md", ROOT / "docs/claims.md")
+FILES = tuple(ROOT / name for name in ("README.md", "docs/results.md", "docs/claims.md", "docs/predibase.md"))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,7 +5,9 @@
 
 Cells are matched by content: model, workload, and the toggles of both arms. What is compared is the ratio that each
 run measured in pairs, never milliseconds of one run with those of another: between them lie a reboot, a driver, a
-different GPU. Exit code 0; 1 with --fail-on-regression where a cell got slower or fails now; 2 for bad input.
+different GPU. Where the two runs are of different hardware, that is a row of its own: how long the same reference took
+on either, of the same model and workload. Exit code 0; 1 with --fail-on-regression where a cell got slower or fails
+now; 2 for bad input.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import math
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Console
@@ -103,6 +106,38 @@ def _without_ratio(before: Record | None, after: Record | None) -> Outcome:
     return "fails in both"
 
 
+class Hardware(NamedTuple):
+    """One reference on two machines: the median of its medians beside all candidates, in milliseconds."""
+
+    title: str
+    reference: str
+    before_ms: float
+    after_ms: float
+
+
+def hardware(before: Analysis, after: Analysis) -> list[Hardware]:
+    """The references that both runs have times of; [] where they name the same devices, or do not name them."""
+    names = [{name for name in run.devices if name} for run in (before, after)]
+    if not all(names) or names[0] == names[1]:
+        return []
+    took = [_references(run.records) for run in (before, after)]
+    return [
+        Hardware(f"{model} @ {workload}", " + ".join(sorted(base)), ms, took[1][kind, model, workload, base])
+        for (kind, model, workload, base), ms in took[0].items() if (kind, model, workload, base) in took[1]
+    ]  # fmt: skip
+
+
+def _references(records: Sequence[Record]) -> dict[tuple[Any, ...], float]:
+    """(kind, model, workload, reference) → milliseconds."""
+    from lorabench.record.schema import TOTAL
+
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for r in records:
+        if r.phases and (ms := r.phases[TOTAL].reference_ms):
+            found.setdefault((r.kind, r.model, r.workload, frozenset(r.reference)), []).append(median(ms))
+    return {at: median(every) for at, every in found.items()}
+
+
 def machine_changes(before: Sequence[Session], after: Sequence[Session]) -> list[tuple[str, str, str]]:
     """(what, in A, in B) for whatever differs between the machines, versions and commits of two runs."""
     a, b = _facts(before), _facts(after)
@@ -122,6 +157,17 @@ def _facts(sessions: Sequence[Session]) -> dict[str, str]:
             if value is not None:
                 values.setdefault(name, set()).add(str(value))
     return {name: ", ".join(sorted(found)) for name, found in values.items()}
+
+
+def hardware_table(rows: Sequence[Hardware]) -> Table:
+    """For the console. No interval: nothing pairs the two."""
+    from lorabench.report.words import number
+
+    made = Table("model @ workload", "reference", "A, ms", "B, ms", "A / B", title="The same step on other hardware")
+    for row in rows:
+        cells = [row.title, row.reference, number(row.before_ms), number(row.after_ms)]
+        made.add_row(*(Text(cell) for cell in [*cells, number(row.before_ms / row.after_ms)]))
+    return made
 
 
 def table(changes: Sequence[Change]) -> Table:
@@ -165,7 +211,11 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     for what, a, b in machine_changes(before.sessions, after.sessions):
         console.print(Text(f"differs: {what}: {a} → {b}"))
-    console.print(table(changes))
+    shown = changes
+    if rows := hardware(before, after):
+        console.print(hardware_table(rows))
+        shown = [c for c in changes if c.before and c.after]  # the two need not have measured the same
+    console.print(table(shown))
     counts = [c.outcome for c in changes]
     console.print(Text(", ".join(f"{counts.count(o)} {o}" for o in dict.fromkeys(counts)) or "no cells to compare"))
     return 1 if asked.fail_on_regression and any(o in REGRESSIONS for o in counts) else 0

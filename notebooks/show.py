@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from lorabench.report.analysis import Analysis
 from lorabench.report.figure import png
 from lorabench.report.panels import Mark, Panel, panels_of
+from lorabench.report.plots import figures
 from lorabench.report.tables import md
 from lorabench.report.words import number
 
@@ -42,6 +43,19 @@ def figure(drawn: Figure | None, otherwise: str = "Nothing to draw: no record he
         buffer = io.BytesIO()
         few.save(buffer, format="PNG", optimize=True)
         display(Image(buffer.getvalue()))
+
+
+def sweep_named(runs: Mapping[str, Analysis], suite: str) -> Analysis | None:
+    """The sweep in the folder of this name, wherever it lies below results/."""
+    return next((run for name, run in runs.items() if name.rpartition("/")[2] == suite), None)
+
+
+def measured_figure(runs: Mapping[str, Analysis], suite: str, name: str) -> None:
+    """A suite's figure by its name; where nothing of it was measured, the sentence that says so."""
+    run = sweep_named(runs, suite)
+    drawn = figures(run).get(name) if run else None
+    command = f"`python -m lorabench.sweep suite={suite}` would measure it."
+    figure(drawn[0] if drawn else None, f"**Not measured yet**: `results/` has no times of this. {command}")
 
 
 def panels_that(analysis: Analysis, wanted: Callable[[Mark], bool]) -> list[Panel]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from lorabench.contract.arm import Arm
@@ -109,6 +111,28 @@ def benchmark(name: str) -> Iterator[Any]:
         yield module
     finally:
         del sys.modules[name]
+
+
+def word_model(folder: Path, hidden: int = 32, intermediate: int = 48) -> tuple[Path, Path]:
+    """(folder of a tiny Llama with a tokenizer of whole words, a text of 40 rows), in `folder`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {w: i for i, w in enumerate(["<unk>", "</s>", *(f"w{n}" for n in range(60))])}
+    tokenizer = Tokenizer(models.WordLevel(words, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder / "model")
+    config = LlamaConfig(
+        vocab_size=62, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=1, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)  # of some models no loss differs in float32 with our kernels
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    random = np.random.default_rng(0)
+    rows = [" ".join(f"w{n}" for n in random.integers(0, 60, random.integers(5, 12))) for _ in range(40)]
+    lines = [json.dumps({"question": r, "answer": r}) + "\n" for r in rows]
+    (folder / "text.jsonl").write_text("".join(lines))
+    return folder / "model", folder / "text.jsonl"
 
 
 def sweep(*overrides: str, cwd: Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:

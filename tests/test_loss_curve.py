@@ -7,8 +7,7 @@ import json
 
 import numpy as np
 import pytest
-import torch
-from helpers import benchmark
+from helpers import benchmark, word_model
 
 
 @pytest.fixture(scope="module")
@@ -19,25 +18,7 @@ def script():
 
 @pytest.fixture
 def inputs(tmp_path):
-    """(model folder with a tokenizer of whole words, text of 40 rows)"""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = {w: i for i, w in enumerate(["<unk>", "</s>", *(f"w{n}" for n in range(60))])}
-    tokenizer = Tokenizer(models.WordLevel(words, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path / "model")
-    config = LlamaConfig(
-        vocab_size=62, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=1, eos_token_id=1, pad_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)  # of some models no loss differs in float32 with our kernels
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    random = np.random.default_rng(0)
-    rows = [" ".join(f"w{n}" for n in random.integers(0, 60, random.integers(5, 12))) for _ in range(40)]
-    lines = [json.dumps({"question": r, "answer": r}) + "\n" for r in rows]
-    (tmp_path / "text.jsonl").write_text("".join(lines))
-    return tmp_path / "model", tmp_path / "text.jsonl"
+    return word_model(tmp_path)
 
 
 def test_it_trains_compares_and_writes(script, inputs, tmp_path, capsys):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from lorabench.report.analysis import Analysis
 from notebooks import execute
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,6 +210,21 @@ def test_which_stack_answers_other_choices(kernel, tmp_path, choice):
     assert not any(re.search(r"\bnan\b", text) for text in said)
     answers = ("fits into 1 GiB",) if chosen["MEMORY_GIB"] == 1 else ("Use `", "No stack is clearly faster")
     assert any(words in said[-1] for words in answers), said[-1]
+
+
+def test_a_figure_that_nobody_measured_is_a_sentence(monkeypatch):
+    pytest.importorskip("IPython", reason=f"the notebooks' extra is not installed: {execute.EXTRA}")
+    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
+    show = importlib.import_module("show")
+    shown = []
+    monkeypatch.setattr(show, "display", lambda item: shown.append(item.data))
+    runs = {"h200/qlora": Analysis.read(ROOT / "results/h200/qlora")}
+    show.measured_figure(runs, "predibase_ladder", "ladder")
+    show.measured_figure(runs, "qlora", "ladder")
+    assert all(text.startswith("**Not measured yet**") for text in shown) and len(shown) == 2
+    assert "suite=predibase_ladder" in shown[0]
+    show.measured_figure(runs, "qlora", "speedup")
+    assert isinstance(shown[2], bytes)
 
 
 def test_what_the_notebooks_show():

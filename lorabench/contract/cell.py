@@ -39,6 +39,7 @@ class Cell:
     warmup: int
     seed: int
     world_size: int = 1
+    rung: int | None = None  # of a ladder, from 1; where a cell stands is no part of its content
     # Of a head to head: the side that is the reference, as it was named; `toggles` are then the other side.
     versus: tuple[Ablation, ...] = ()
     # Of a reference against itself: the toggles for whose cells, measured in separate processes, it is the noise floor.

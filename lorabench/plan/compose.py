@@ -28,7 +28,7 @@ from lorabench.contract.names import NameUnknown, nearest
 from lorabench.contract.workload import Workload, WorkloadError, fixed
 from lorabench.plan import architecture, registry, samples, user_model, versus, weights
 from lorabench.plan.architecture import ModelError
-from lorabench.plan.design import DESIGNS, NOTHING, DesignError, Known, Subject, cells, fits
+from lorabench.plan.design import DESIGNS, NOTHING, DesignError, Known, Subject, cells, fits, once
 from lorabench.plan.hub import HubError
 from lorabench.plan.weights import WeightsError
 from lorabench.plan.yaml_file import YamlError, read
@@ -62,7 +62,7 @@ class SweepConfig(BaseModel):
     versus: list[Any] | None
     own_ablations: dict[str, list[Any]]
     reference: str | list[Any]
-    design: str
+    design: list[str] = Field(min_length=1)  # a single one is taken for a list of one
     baselines: dict[str, list[Any]]
     trials: int | None = Field(ge=1, le=100_000)
     warmup: int | None = Field(ge=1, le=100_000)
@@ -77,7 +77,7 @@ class SweepConfig(BaseModel):
     list: bool
     dry_run: bool
 
-    @field_validator("models", "ablations", "versus", "estimate_from", mode="before")
+    @field_validator("models", "ablations", "versus", "design", "estimate_from", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -217,8 +217,8 @@ def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
     ConfigError."""
     try:
         default = DEFAULTS[device]
-        if config.design not in DESIGNS:
-            raise nearest("design", config.design, DESIGNS)
+        if wrong := next((design for design in config.design if design not in DESIGNS), None):
+            raise nearest("design", wrong, DESIGNS)
         subjects = _told_apart([_subject(item, config, default, device) for item in config.models])
         toggles = _toggles(config, subjects)
         counts = {"trials": config.trials or default.trials, "warmup": config.warmup or default.warmup}
@@ -226,8 +226,9 @@ def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
         stacks = references(config)
         made: list[Cell] = []
         if config.ablations is not None or config.versus is None:  # a head to head needs nothing beside it
-            of_design = partial(cells, subjects, ablations=toggles, design=config.design, known=known, **counts)
-            made += [cell for base in stacks for cell in of_design(base)]
+            of_design = partial(cells, subjects, ablations=toggles, known=known, **counts)
+            designs = [design for design in DESIGNS if design in config.design]
+            made += once([cell for base in stacks for name in designs for cell in of_design(base, design=name)])
         if config.versus is not None:
             named = versus.sides(config.versus)
             duels = [c for base in stacks for c in versus.cells(subjects, base, named, **counts)]

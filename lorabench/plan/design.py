@@ -17,7 +17,8 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Workload
 
 Toggles = tuple[Ablation, ...]  # one item of `ablations=`: mostly one toggle, or several that make one candidate
-Design = Literal["solo", "ladder", "leave_one_out", "pairwise", "factorial"]
+Design = Literal["ladder", "leave_one_out", "factorial", "pairwise", "solo"]
+# Of several in one sweep the first has the cells that they share: a ladder needs its own, the others find any.
 DESIGNS: tuple[str, ...] = get_args(Design)
 ADAPTING = ("ladder", "leave_one_out")  # whose cells depend on what became of the others
 FACTORIAL_LIMIT = 5  # 2^5 = 32 arms; more is no longer a sweep that anyone waits for
@@ -44,7 +45,8 @@ class Known:
 
 NOTHING = Known()
 
-Make = Callable[[list[Ablation], list[Ablation]], Cell]  # of (what the reference is, which toggles the candidate adds)
+# Of (what the reference is, which toggles the candidate adds); of a ladder also which rung it is, from 1.
+Make = Callable[..., Cell]
 
 
 def contrasts(
@@ -54,7 +56,8 @@ def contrasts(
 
     solo: each alone, those that are listed together together. ladder: the first, the first two, … in the order given.
     leave_one_out: everything, against everything but one. pairwise: each alone and every pair. factorial: every subset.
-    Where a toggle does not apply, a ladder and leave_one_out go on without it; its own cell stays, with the reason.
+    Where a toggle does not apply, a ladder and leave_one_out go on without it; its own cell stays, with the reason. In
+    both a toggle takes the place of an earlier one in its slot, which leave_one_out then has no cell of.
     """
     if design == "solo":
         yield from (make(base, list(together)) for together in ablations)
@@ -72,29 +75,41 @@ def contrasts(
 
 def _ladder(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> Iterator[Cell]:
     standing: list[Ablation] = []
-    for toggle in each:
-        rung = make(base, [*standing, toggle])
+    for number, toggle in enumerate(each, start=1):
+        together = combine(standing, [toggle])
+        rung = make(base, together, rung=number)
         yield rung
         if not known.refused(rung) and not known.failed(rung):
-            standing.append(toggle)
+            standing = together
 
 
 def _leave_one_out(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> list[Cell]:
     """A cell that is refused is so for its own toggle's sake only if the others in it are known to apply: so they are
     put together one by one. One that failed has shown that by its reference, which did not."""
-    all_on: list[Ablation] = []
-    for toggle in each:
-        if not known.refused(make(combine(base, all_on), [toggle])):
-            all_on.append(toggle)
     own: dict[str, Cell] = {}  # of those that do not apply, as they were found
 
     def of(toggle: Ablation) -> Cell:
         return make(combine(base, [a for a in all_on if a is not toggle]), [toggle])
 
-    while wrong := next((a for a in all_on if known.failed(of(a))), None):
+    while True:
+        all_on, replaced = _all_on(base, [a for a in each if a.label not in own], make, known)
+        wrong = next((a for a in all_on if known.failed(of(a))), None)
+        if wrong is None:
+            return [own.get(toggle.label) or of(toggle) for toggle in each if toggle not in replaced]
         own[wrong.label] = of(wrong)
-        all_on.remove(wrong)
-    return [own.get(toggle.label) or of(toggle) for toggle in each]
+
+
+def _all_on(
+    base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known
+) -> tuple[list[Ablation], list[Ablation]]:
+    """(the toggles that can be on together, those whose place a later one has taken)."""
+    all_on: list[Ablation] = []
+    replaced: list[Ablation] = []
+    for toggle in each:
+        if not known.refused(make(combine(base, all_on), [toggle])):
+            replaced += [a for a in all_on if a.slot == toggle.slot]
+            all_on = combine(all_on, [toggle])
+    return all_on, replaced
 
 
 def check_design(design: str, ablations: Sequence[Toggles]) -> None:
@@ -171,6 +186,14 @@ def _fits(ablation: Ablation, model: ModelSpec) -> bool:
         return ablation.requires.unmet_by(model) is None
     except Exception:  # a third party's: what is wrong with it, its cells will say
         return True
+
+
+def once(made: Sequence[Cell]) -> list[Cell]:
+    """Without the cells that another design has already: the same content is measured once in a sweep."""
+    found: dict[str, Cell] = {}
+    for cell in made:
+        found.setdefault(replace(cell, design="").key, cell)
+    return list(found.values())
 
 
 def _cell(subject: Subject, base: Sequence[Ablation], toggles: Sequence[Ablation], **common: Any) -> Cell:

@@ -20,6 +20,7 @@ TOTAL = "total"  # the sum of a kind's phases, beside them in `phases`
 Status = Literal[
     "ok", "oom", "timeout", "crash", "wrong_numerics", "untrusted", "not_applied", "unsupported", "conflict"
 ]
+DID_NOT_APPLY: tuple[Status, ...] = ("unsupported", "not_applied", "conflict")
 ArmName = Literal["reference", "candidate"]
 ARMS: tuple[str, ...] = get_args(ArmName)
 
@@ -204,6 +205,7 @@ class Record(Strict):
     model: str
     workload: str
     design: str
+    rung: int | None = Field(None, ge=1)  # of a ladder, from 1; older records do not say
     reference: list[str]
     candidate: list[str]
     ablations: list[str]  # empty: the reference against itself, the noise floor

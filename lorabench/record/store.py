@@ -105,6 +105,7 @@ def _encoded(record: Record) -> bytes:
             "model",
             "workload",
             "design",
+            "rung",
             "reference",
             "candidate",
             "ablations",

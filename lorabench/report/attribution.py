@@ -16,19 +16,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorabench.record.contrast import Contrast, Speedup, combined
-from lorabench.record.schema import ARMS, ArmMemory, Record
+from lorabench.record.schema import ARMS, DID_NOT_APPLY, TOTAL, ArmMemory, Record
 from lorabench.report.contrasts import Contrasts, toggles
 
 Subset = frozenset[str]
 
 
 class Rung(NamedTuple):
-    """One step of a ladder. increment: this rung against the one below; None where either has no time."""
+    """One step of a ladder. `below`: the rung that it stands on, None for the reference. increment: this rung against
+    that one; None where either has no time. before, after: milliseconds of both; NaN where unknown."""
 
     added: str
     record: Record
+    below: Record | None
     cumulative: Speedup | None
     increment: Speedup | None
+    before: float
+    after: float
+
+    @property
+    def start(self) -> float:
+        """Milliseconds of the reference; NaN where this rung has no time."""
+        return self.after * self.cumulative.centre if self.cumulative else math.nan
 
 
 class LeftOut(NamedTuple):
@@ -50,8 +59,9 @@ class Interaction(NamedTuple):
 class Shapley(NamedTuple):
     """A fair split of what all `players` bring together, over every order of switching them on.
 
-    factors: of time; their product is the speed-up of all. saved_bytes: of peak memory; their sum is what all save;
-    None where a cell has no peak. left_out: toggles dropped because of `missing`, the subsets without a time.
+    factors: of time; their product is the speed-up of all. saved_bytes: of peak memory; their sum is what all save, and
+    a negative one is what a toggle costs; None where a cell has no peak. left_out: toggles dropped because of
+    `missing`, the subsets without a time.
     """
 
     players: tuple[str, ...]
@@ -62,16 +72,45 @@ class Shapley(NamedTuple):
 
 
 def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
-    """The rungs of a ladder from the lowest, failed ones included; [] without one."""
-    steps = sorted((r for r in records if r.design == "ladder" and r.ablations), key=lambda r: len(r.ablations))
+    """The rungs of a ladder from the lowest, failed ones included; [] without one.
+
+    Milliseconds are of one start, the median of what the reference took beside all rungs, divided by each rung's own
+    paired ratio: so they add up, whatever the machine did between two cells.
+    """
+    steps = sorted(
+        (r for r in records if r.design == "ladder" and r.ablations), key=lambda r: r.rung or len(r.ablations)
+    )
+    start = _start(steps)
     rungs: list[Rung] = []
     for i, record in enumerate(steps):
-        # Not simply the last one: a rung whose toggle did not apply is no part of those above it.
-        below = next((r for r in reversed(steps[:i]) if set(r.ablations) < set(record.ablations)), None)
-        before = set(below.ablations) if below else set()
-        added = " + ".join(a for a in record.ablations if a not in before) or toggles(record)
-        rungs.append(Rung(added, record, contrasts.speedup(record), _increment(below, record, contrasts)))
+        below = _below(steps[:i], record)
+        held = set(below.ablations) if below else set()
+        added = " + ".join(a for a in record.ablations if a not in held) or toggles(record)
+        own, under = (_after(r, start, contrasts) for r in (record, below))
+        rungs.append(
+            Rung(added, record, below, contrasts.speedup(record), _increment(below, record, contrasts), under, own)
+        )
     return rungs
+
+
+def _start(steps: Sequence[Record]) -> float:
+    """Milliseconds of the reference: the median of its medians beside each rung."""
+    took = [ms for r in steps if (total := (r.phases or {}).get(TOTAL)) and (ms := total.reference_ms)]
+    return float(np.median([np.median(ms) for ms in took])) if took else math.nan
+
+
+def _below(lower: Sequence[Record], record: Record) -> Record | None:
+    """The nearest lower rung that did apply. One that did not is no part of those above it, as older records, which do
+    not say their rung, show by the toggles that they have."""
+    stood = [r for r in lower if r.status not in DID_NOT_APPLY]
+    if record.rung is None:
+        stood = [r for r in lower if set(r.ablations) < set(record.ablations)]
+    return stood[-1] if stood else None
+
+
+def _after(record: Record | None, start: float, contrasts: Contrasts) -> float:
+    found = contrasts.speedup(record) if record else None
+    return start if record is None else start / found.centre if found else math.nan
 
 
 def _increment(below: Record | None, record: Record, contrasts: Contrasts) -> Speedup | None:
@@ -97,6 +136,11 @@ def _lattice(records: Sequence[Record]) -> dict[Subset, Record]:
     return {frozenset(r.ablations): r for r, base in zip(plain, bases, strict=True) if base == common}
 
 
+def alone(records: Sequence[Record]) -> dict[str, Record]:
+    """Toggle → its cell alone over the reference that most cells share, of whichever design."""
+    return {next(iter(chosen)): r for chosen, r in _lattice(records).items() if len(chosen) == 1}
+
+
 def interactions(records: Sequence[Record], contrasts: Contrasts) -> list[Interaction]:
     """Every pair that was measured together and alone, the strongest interaction first."""
     lattice = {s: c for s, r in _lattice(records).items() if (c := contrasts.of(r))}
@@ -116,8 +160,9 @@ def shapley(records: Sequence[Record], contrasts: Contrasts) -> Shapley | None:
     They are defined over a complete game only. With cells missing (out of memory, conflict) they are computed over the
     largest set of toggles whose subsets all have a time, and say so.
     """
-    lattice = _lattice([r for r in records if r.design == "factorial"])
-    players = list(dict.fromkeys(a for r in lattice.values() for a in r.ablations))
+    players = list(dict.fromkeys(a for r in records if r.design == "factorial" for a in r.ablations))
+    # A cell that another design of the sweep has too was measured once, as that one's.
+    lattice = {chosen: r for chosen, r in _lattice(records).items() if chosen <= set(players)}
     worth = {s: c for s, r in lattice.items() if (c := contrasts.of(r))}
     chosen = _largest_complete(players, worth)
     if chosen is None:

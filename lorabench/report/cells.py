@@ -10,12 +10,12 @@ from lorabench.contract.kind import kind
 from lorabench.record.schema import ARMS, TOTAL, Record
 from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
 from lorabench.report.analysis import Analysis
-from lorabench.report.attribution import interactions, ladder, leave_one_out, shapley
-from lorabench.report.contrasts import Contrasts, side, versus
+from lorabench.report.attribution_tables import AnyTable, attribution_tables
+from lorabench.report.contrasts import side, versus
 from lorabench.report.groups import Group
 from lorabench.report.shares import ShareOf, columns
-from lorabench.report.tidy import GIB, kinds_of, phases_of
-from lorabench.report.words import arrow, number, percent, ratio, span, speedup, unclear
+from lorabench.report.tidy import kinds_of, phases_of
+from lorabench.report.words import arrow, number, percent, ratio, span, unclear
 
 # The columns, by their headings. Beside these there is one a phase, one a share and one for each kind's throughput.
 TOGGLE = "toggle"
@@ -36,10 +36,6 @@ ALWAYS = (TOGGLE, WHOLE, VERDICT)
 
 HOST_BOUND = 0.2  # the share of a step in which the device waits, as in the label of a phase
 MOVED = 0.10  # of the reference between two sessions: a mean of such ratios would be of no machine
-
-LADDER = ["rung", "cumulative × [95 %]", "increment × [95 %]", "status"]
-
-AnyTable = tuple[str, list[str], list[list[str]]]  # caption, headings, rows
 
 
 class TextGroup(NamedTuple):
@@ -253,27 +249,3 @@ def fits_alone(row: Mapping[Any, Any]) -> bool:
 def _least(own: Any, bounded: Any) -> str:
     lacks = " and ".join(p for p in bounded.phases if p not in own.phases)
     return f"{own.name}: no candidate; its total is {own.total}" + (f", without {lacks}" if lacks else "")
-
-
-def attribution_tables(members: Sequence[Record], contrasts: Contrasts) -> list[AnyTable]:
-    """(caption, headings, rows) for each way of attribution that these records allow."""
-    made: list[AnyTable] = []
-    if rungs := ladder(members, contrasts):
-        rows = [[r.added, speedup(r.cumulative), speedup(r.increment), r.record.status] for r in rungs]
-        made.append(("Ladder: each rung keeps the ones above it", LADDER, rows))
-    if left := leave_one_out(members, contrasts):
-        rows = [[x.toggle, speedup(x.speedup), x.record.status] for x in left]
-        made.append(("Leave one out: all toggles against all but one", [TOGGLE, WHOLE, "status"], rows))
-    if pairs := interactions(members, contrasts):
-        rows = [[p.first, p.second, speedup(p.effect)] for p in pairs]
-        made.append(("Interaction S(ab) / (S(a) S(b)): 1 is independent", [TOGGLE, "with", "factor [95 %]"], rows))
-    if split := shapley(members, contrasts):
-        rows = [[p, speedup(split.factors[p]), _gib(split.saved_bytes, p)] for p in split.players]
-        gaps = "; ".join(" + ".join(s) for s in split.missing)
-        part = f" over {', '.join(split.players)} only; no time for: {gaps}" if gaps else ""
-        made.append((f"Shapley values{part}", [TOGGLE, "factor of time [95 %]", "peak GiB saved"], rows))
-    return made
-
-
-def _gib(saved: dict[str, float] | None, player: str) -> str:
-    return number(saved[player] / GIB) if saved else ""

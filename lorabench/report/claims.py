@@ -193,14 +193,21 @@ def load_claims() -> tuple[Source, ...]:
 
 def match(records: Sequence[Record], sources: Sequence[Source] | None = None) -> list[Match]:
     """Every claim beside every record that tests the same toggles (and model, where the claim names one)."""
-    every = load_claims() if sources is None else sources
-    pairs = [(s, c) for s in every for c in s.claims if not c.open and not c.same_as]
     found = []
     for record in records:
         if not record.is_noise_floor and not record.versus:  # a claim is of toggles, and not of one stack over another
-            tested, base = _names(record.ablations), _names(record.reference)
-            found += [m for s, c in pairs if _is_about(c, record) and (m := _match(s, c, record, tested, base))]
+            found += about(record, record.ablations, record.reference, sources)
     return found
+
+
+def about(
+    record: Record, tested: Sequence[str], base: Sequence[str], sources: Sequence[Source] | None = None
+) -> list[Match]:
+    """Every claim about toggles that are put on top of a base, on models and in the kind of this record: of a cell its
+    own, of a ladder's rung also the one that it adds to those below."""
+    every = load_claims() if sources is None else sources
+    pairs = [(s, c) for s in every for c in s.claims if not c.open and not c.same_as and _is_about(c, record)]
+    return [m for s, c in pairs if (m := _match(s, c, record, _names(tested), _names(base)))]
 
 
 def _is_about(claim: Claim, record: Record) -> bool:
@@ -280,10 +287,11 @@ def _bytes(held: ArmMemory | None, phase: str) -> int | None:
 def outcome(match: Match, contrasts: Contrasts) -> str:
     """Our number against theirs: 'within' where the interval meets their range, else 'above', 'below'; '' for what was
     not measured, and where the two have not the same baseline."""
-    return _outcome(match, *measured(match.record, match.claim, contrasts))
+    return against(match, *measured(match.record, match.claim, contrasts))
 
 
-def _outcome(match: Match, value: float, low: float, high: float) -> str:
+def against(match: Match, value: float, low: float, high: float) -> str:
+    """`outcome` of a value with its interval."""
     low, high = (value if math.isnan(low) else low), (value if math.isnan(high) else high)
     if math.isnan(value) or match.differs:
         return ""
@@ -328,7 +336,7 @@ def _over(matches: Sequence[Match], contrasts: Contrasts) -> dict[str, Any]:
         "model": f"{claim.statistic} of {len(done)} cells",
         "workload": "",
         **dict(zip(("measured", "measured_low", "measured_high"), found, strict=True)),
-        "outcome": _outcome(matches[0], *found),
+        "outcome": against(matches[0], *found),
         "status": "ok" if done else matches[0].record.status,
     }
 
@@ -348,7 +356,7 @@ def _row(m: Match, contrasts: Contrasts) -> dict[str, Any]:
         "measured": value,
         "measured_low": low,
         "measured_high": high,
-        "outcome": _outcome(m, value, low, high),
+        "outcome": against(m, value, low, high),
         "status": m.record.status,
         "how": said(m.record, m.claim).get("how", ""),
         "baseline_differs": m.differs,

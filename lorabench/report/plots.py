@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from lorabench.record.schema import ARMS, TOTAL
 from lorabench.report.analysis import Analysis, Row
-from lorabench.report.attribution import Rung, ladder
 from lorabench.report.cells import HOST_BOUND, fits_alone, whole
 from lorabench.report.figure import Strip, legend, log_axis, png, rows_figure, svg
 from lorabench.report.heatmap import heat_map
@@ -38,7 +37,6 @@ from lorabench.report.panels import (
     PURPLE,
     VERMILLION,
     Figured,
-    Mark,
     Panel,
     by,
     look,
@@ -49,6 +47,7 @@ from lorabench.report.panels import (
 )
 from lorabench.report.published import published
 from lorabench.report.tradeoff import tradeoff
+from lorabench.report.waterfall import waterfall
 from lorabench.report.words import arrow, number
 
 PHASE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, VERMILLION)  # by a phase's place in its kind
@@ -78,7 +77,7 @@ def figures(analysis: Analysis, panels: Sequence[Panel] | None = None) -> dict[s
         speed = heat_map(panels) if len(panels) > MANY else _speedup(panels, analysis)
         made = (
             speed, _memory(panels), _phases(panels), tradeoff(panels), published(analysis), packing(analysis),
-            _ladder(analysis),
+            waterfall(analysis),
         )  # fmt: skip
     return {name: figured for name, figured in zip(NAMES, made, strict=True) if figured}
 
@@ -273,51 +272,3 @@ def _phase_colours(kinds: Iterable[Any]) -> dict[str, str]:
         for phase, colour in zip(of_kind.phases, itertools.cycle(PHASE_COLOURS), strict=False):
             found.setdefault(colour, {})[phase] = None
     return {colour: " / ".join(names) for colour, names in found.items()}
-
-
-# -- ladder ---------------------------------------------------------------------------------------------------------
-
-
-def _ladder(analysis: Analysis) -> Figured:
-    """Waterfall of the time in per cent of the reference; only where a ladder was measured."""
-    rungs = {g.title: ladder(g.records, analysis.contrasts) for g in analysis.groups}
-    panels = [
-        Panel(g.title, g.kind, [Mark(r.record, analysis.row(r.record)) for r in rungs[g.title]])
-        for g in analysis.groups if any(r.cumulative for r in rungs[g.title])
-    ]  # fmt: skip
-    if not panels:
-        return None
-    shown, left_out = that_fit(panels)
-    drawn = [rungs[panel.title][: len(panel.marks)] for panel in shown]
-    axis = "time, % of the reference; with the increment of each rung"
-    strips = [
-        Strip(p.title, ["reference", *(f"+ {r.added}" for r in own)], [("", "black"), *map(_brings, own)], axis)
-        for p, own in zip(shown, drawn, strict=True)
-    ]
-    figure, axes = rows_figure(strips, left_out)
-    for ax, own in zip(axes, drawn, strict=True):
-        _waterfall(ax, own)
-    legend(figure, [Patch(color=BLUE, label="gains"), Patch(color=VERMILLION, label="costs")])
-    return figure, left_out
-
-
-def _brings(rung: Rung) -> tuple[str, str]:
-    """(note, its colour): what a rung adds and what all have brought so far."""
-    if rung.cumulative is None:
-        return rung.record.status, VERMILLION
-    step = f"×{rung.increment.centre:.2f}, " if rung.increment else ""
-    return f"{step}in all ×{rung.cumulative.centre:.2f}", "black"
-
-
-def _waterfall(ax: Axes, rungs: Sequence[Rung]) -> None:
-    ax.barh(0, 100, color=GREY, height=0.6)
-    level = 100.0
-    for y, rung in enumerate(rungs, start=1):
-        if rung.cumulative is None:
-            continue
-        now = 100 / rung.cumulative.centre
-        ax.barh(y, now - level, left=level, color=BLUE if now < level else VERMILLION, height=0.6)
-        ax.plot([level, level], [y - 1, y], color="#999999", lw=0.7)
-        ax.plot([100 / rung.cumulative.high, 100 / rung.cumulative.low], [y, y], color="black", lw=1.2)
-        level = now
-    ax.set_xlim(left=0)

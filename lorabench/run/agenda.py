@@ -9,9 +9,8 @@ from lorabench.contract.cell import Cell
 from lorabench.contract.machine import Machine
 from lorabench.plan.compose import SweepConfig, plan
 from lorabench.plan.design import ADAPTING, Known, refusal
-from lorabench.record.schema import ARMS, Record
+from lorabench.record.schema import ARMS, DID_NOT_APPLY, Record
 
-DID_NOT_APPLY = ("unsupported", "not_applied", "conflict")
 AGAIN = ("crash", "timeout", "oom")  # what resume=failed measures once more
 
 
@@ -50,9 +49,13 @@ class Agenda:
             random.Random(f"{self.config.seed} {replicate}").shuffle(found)
         return found
 
+    @property
+    def _adapts(self) -> bool:
+        return any(design in ADAPTING for design in self.config.design)
+
     def needed(self, cells: list[Cell]) -> Iterable[Cell]:
         """These cells, one after the other; those that a record in the meantime made needless are left out."""
-        return self._still_planned(cells) if self.config.design in ADAPTING else cells
+        return self._still_planned(cells) if self._adapts else cells
 
     def _still_planned(self, cells: list[Cell]) -> Iterator[Cell]:
         for cell in cells:
@@ -63,7 +66,7 @@ class Agenda:
         """A cell has its record: the others may have to do without its toggle."""
         self.tried.add((record.key, record.replicate))
         self._note(record)
-        if record.key in self.failed and self.config.design in ADAPTING:
+        if record.key in self.failed and self._adapts:
             self.plan_for(self.device, self.machine)
 
     def _note(self, record: Record) -> None:

@@ -230,7 +230,7 @@ def record_of(cell: Cell, session: str, **fields: Any) -> Record:
     """A record of this cell: what every record says of its cell, and these fields."""
     return Record(
         kind=cell.kind, key=cell.key, session=session, model=cell.model.name, workload=cell.workload.name,
-        design=cell.design, reference=[a.label for a in cell.reference],
+        design=cell.design, rung=cell.rung, reference=[a.label for a in cell.reference],
         candidate=[a.label for a in cell.candidate], ablations=[a.label for a in cell.toggles],
         versus=[a.label for a in cell.versus] or None, **fields,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Designs: which cells a list of ablations becomes, and what is refused before a process is started."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,31 @@ def test_solo_ladder_pairwise_and_factorial():
     assert len(rows("factorial", *three)) == 2**3
 
 
+def test_in_a_ladder_and_leave_one_out_a_toggle_takes_the_place_of_an_earlier_one_in_its_slot():
+    names = ("adamw", "adamw_fused", "packing")
+    assert [t for _, t in rows("ladder", *names)[1:]] == [["adamw"], ["adamw_fused"], ["adamw_fused", "packing"]]
+    assert [c.rung for c in cells("design=ladder", f"ablations=[{','.join(names)}]")] == [None, 1, 2, 3]
+    assert rows("leave_one_out", *names)[1:] == [
+        (sorted(["sdpa", "adamw_foreach", "packing"]), ["adamw_fused"]),
+        (sorted(["sdpa", "adamw_fused", "padding"]), ["packing"]),
+    ]
+
+
+def test_several_designs_in_one_sweep_measure_what_they_share_once():
+    made = cells("design=[solo,leave_one_out,ladder,factorial]", "ablations=[eager,packing]")
+    assert [(c.design, [t.name for t in c.toggles]) for c in made] == [
+        ("ladder", []), ("ladder", ["eager"]), ("ladder", ["eager", "packing"]),
+        ("leave_one_out", ["eager"]), ("leave_one_out", ["packing"]), ("factorial", ["packing"]),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="did you mean ladder"):
+        cells("design=[solo,lader]", "ablations=[eager]")
+
+
+def test_where_a_cell_stands_in_a_ladder_is_no_part_of_its_content():
+    rung = cells("design=ladder", "ablations=[eager,packing]")[2]
+    assert replace(rung, rung=7).key == rung.key
+
+
 def test_toggles_listed_together_are_one_candidate_of_the_solo_design():
     made = cells("ablations=[eager,[packing,adamw_fused]]")
     assert [[t.name for t in c.toggles] for c in made] == [[], ["eager"], ["packing", "adamw_fused"]]
@@ -80,7 +106,7 @@ def test_refusals_name_status_and_reason():
     assert refusal(by_name["cuda_graph"], CPU)[0] == "unsupported"
     assert "needs a CUDA device" in refusal(by_name["adamw_8bit"], CPU)[1]
     assert refusal(by_name["sdpa"], CPU) == ("not_applied", "sdpa is already part of the reference")
-    pair = cells("design=ladder", "ablations=[eager,sdpa_math]")[2]
+    pair = cells("ablations=[[eager,sdpa_math]]")[1]
     assert refusal(pair, CPU) == ("conflict", "eager and sdpa_math both fill the slot attention")
     gpu = SimpleNamespace(device="cuda", capability=(7, 5), gpus=1)
     flash = cells("ablations=[sdpa_flash]")[1]

@@ -63,6 +63,7 @@ optional = {
     "roofline": st.none()
     | st.dictionaries(ARMS, st.dictionaries(TEXT, full(PhaseRoofline), max_size=2)),
     "energy": st.none() | st.dictionaries(ARMS, full(Energy, joules=MS, seconds=MS)),
+    "rung": st.none() | st.integers(1, 9),
     "telemetry": st.none() | full(Telemetry), "cost": st.none() | full(Cost), "log": st.none() | TEXT,
 }  # fmt: skip
 named = {

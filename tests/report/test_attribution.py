@@ -79,6 +79,40 @@ def test_ladder_increments_multiply_up_and_a_failed_rung_has_none(record):
     assert rungs[2].cumulative.centre == pytest.approx(1.35, rel=0.02)
 
 
+def test_a_rung_in_the_slot_of_the_one_below_stands_on_it_and_one_that_did_not_apply_carries_nothing(record):
+    made = [
+        record(["adamw"], speedup=1.1, design="ladder", rung=1),
+        record(["adamw_fused"], speedup=1.3, design="ladder", rung=2),
+        record(["adamw_fused", "flash"], status="unsupported", design="ladder", rung=3),
+        record(["adamw_fused", "packing"], speedup=2.6, design="ladder", rung=4),
+    ]
+    rungs = attribution.ladder(made[::-1], Contrasts())  # the rung decides, whatever the order
+    assert [r.added for r in rungs] == ["adamw", "adamw_fused", "flash", "packing"]
+    assert [r.below and r.below.ablations for r in rungs] == [
+        None, ["adamw"], ["adamw_fused"], ["adamw_fused"],
+    ]  # fmt: skip
+    assert rungs[1].increment.centre == pytest.approx(1.3 / 1.1, rel=0.02)
+    assert rungs[3].increment.centre == pytest.approx(2.0, rel=0.02)
+    assert rungs[3].before == rungs[1].after and math.isnan(rungs[2].after)
+
+
+def test_milliseconds_of_a_ladder_add_up_on_a_machine_that_changes_its_pace(record, on_a_faster_host):
+    steps = [
+        record(list("abc"[: n + 1]), speedup=s, design="ladder", rung=n + 1) for n, s in enumerate((1.2, 2.0, 4.0))
+    ]
+    rungs = attribution.ladder([steps[0], on_a_faster_host(steps[1]), steps[2]], Contrasts())
+    start = rungs[0].before
+    assert start + sum(r.after - r.before for r in rungs) == pytest.approx(rungs[-1].after)
+    assert start / rungs[1].after == pytest.approx(2.0, rel=0.02)
+
+
+def test_shapley_finds_the_cells_that_another_design_has_measured(record):
+    records = list(factorial(record, {"a": 1.5, "b": 1.2}))
+    shared = [r.model_copy(update={"design": "ladder"}) if r.ablations == ["a"] else r for r in records]
+    strange = record(["z"], speedup=9.0)
+    assert attribution.shapley([*shared, strange], Contrasts()).players == ("b", "a")
+
+
 def test_leave_one_out_is_ordered_by_worth(record):
     cells = [record(["a"], reference=("b",), speedup=1.1), record(["b"], reference=("a",), speedup=1.6)]
     cells = [c.model_copy(update={"design": "leave_one_out"}) for c in cells]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lorabench.compare import compare, machine_changes, main
+from lorabench.compare import compare, hardware, machine_changes, main
+from lorabench.report.analysis import Analysis
 
 
 def outcomes(changes):
@@ -70,6 +71,25 @@ def test_a_run_against_itself_is_the_same_and_not_certain(record):
 def test_what_differs_between_the_machines(session):
     a, b = session(driver="570.1"), session("s9", driver="580.2", packages={"torch": "2.13.0", "peft": "0.21"})
     assert machine_changes([a], [b]) == [("driver", "570.1", "580.2"), ("package peft", "unknown", "0.21")]
+
+
+def test_two_machines_have_a_row_of_the_same_reference_on_both(tmp_path, record, folder, session, capsys):
+    here = folder(tmp_path / "a", [record([]), record(["x"], speedup=1.4), record(["x"], model="big")], [session()])
+    slow = [
+        r.model_copy(update={"phases": {n: p.model_copy(update={
+            "reference_ms": [20 * x for x in p.reference_ms], "candidate_ms": [20 * x for x in p.candidate_ms],
+        }) for n, p in r.phases.items()}})
+        for r in (record([], seed=3), record(["x"], speedup=1.4, seed=3))
+    ]  # fmt: skip
+    there = folder(tmp_path / "b", slow, [session(device="cpu", name="a CPU")])
+    runs = [Analysis.read(path, salt=path.name) for path in (here, there)]
+    (row,) = hardware(*runs)
+    assert (row.title, row.reference) == ("smollm2-135m @ alpaca", "adamw_fused + sdpa")
+    assert row.after_ms / row.before_ms == pytest.approx(20, rel=0.1)
+    assert hardware(runs[0], runs[0]) == []
+    assert main([str(here), str(there)]) == 0
+    said = capsys.readouterr().out
+    assert "The same step on other hardware" in said and "smollm2-135m" in said
 
 
 @pytest.mark.parametrize("broken", ["missing", "corrupt"])

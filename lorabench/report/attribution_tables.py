@@ -1,0 +1,129 @@
+"""Who earned what, as tables of text: the ladder with all that is known of each of its steps, and the other ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from lorabench.record.contrast import Speedup
+from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Record
+from lorabench.report import claims
+from lorabench.report.attribution import (
+    LeftOut,
+    Rung,
+    alone,
+    interactions,
+    ladder,
+    leave_one_out,
+    shapley,
+)
+from lorabench.report.claims import Match
+from lorabench.report.contrasts import Contrasts
+from lorabench.report.epoch import epochs
+from lorabench.report.tidy import GIB
+from lorabench.report.words import arrow, number, speedup
+
+AnyTable = tuple[str, list[str], list[list[str]]]  # caption, headings, rows
+
+RUNG = "rung"
+STATUS = "status"
+SHAPLEY = "Shapley values"
+LADDER = [
+    RUNG, "ms, before → after", "increment × [95 %]", "cumulative × [95 %]", "alone × [95 %]", "last × [95 %]",
+    "published for this step", "peak GiB", STATUS,
+]  # fmt: skip
+ALONE = "alone: over the start; last: over all the others"
+
+
+def attribution_tables(members: Sequence[Record], contrasts: Contrasts) -> list[AnyTable]:
+    """(caption, headings, rows) for each way of attribution that these records allow."""
+    made: list[AnyTable] = []
+    left = leave_one_out(members, contrasts)
+    if rungs := ladder(members, contrasts):
+        made.append(ladder_table(rungs, left, members, contrasts))
+        made += _epoch_table(rungs)
+    if left:
+        rows = [[x.toggle, speedup(x.speedup), x.record.status] for x in left]
+        made.append(("Leave one out: all toggles against all but one", ["toggle", "total × [95 %]", STATUS], rows))
+    if pairs := interactions(members, contrasts):
+        rows = [[p.first, p.second, speedup(p.effect)] for p in pairs]
+        made.append(("Interaction S(ab) / (S(a) S(b)): 1 is independent", ["toggle", "with", "factor [95 %]"], rows))
+    if split := shapley(members, contrasts):
+        rows = [[p, speedup(split.factors[p]), _gib(split.saved_bytes, p)] for p in split.players]
+        gaps = "; ".join(" + ".join(s) for s in split.missing)
+        part = f" over {', '.join(split.players)} only; no time for: {gaps}" if gaps else ""
+        made.append((f"{SHAPLEY}{part}", ["toggle", "factor of time [95 %]", "peak GiB saved"], rows))
+    return made
+
+
+def _gib(saved: dict[str, float] | None, player: str) -> str:
+    return number(saved[player] / GIB) if saved else ""
+
+
+def ladder_table(
+    rungs: Sequence[Rung], left: Sequence[LeftOut], members: Sequence[Record], contrasts: Contrasts
+) -> AnyTable:
+    """A row a rung: what it adds here, what alone and what last, and what was published for the same step. Columns that
+    no rung has anything in are left out."""
+    first = {name: contrasts.speedup(record) for name, record in alone(members).items()}
+    last = {x.toggle: x.speedup for x in left}
+    rows = [
+        [
+            r.added,
+            arrow(r.before, r.after, lambda ms: number(ms, 4)) if r.cumulative else "",
+            speedup(r.increment),
+            speedup(r.cumulative),
+            speedup(first.get(r.added)),
+            speedup(last.get(r.added)),
+            published(r, contrasts),
+            number(peak(r.record, ARMS[1])),
+            r.record.status,
+        ]
+        for r in rungs
+    ]
+    kept = [i for i, name in enumerate(LADDER) if name in (RUNG, STATUS) or any(row[i] for row in rows)]
+    caption = "Ladder: each rung keeps the ones above it"
+    if any(row[LADDER.index(name)] for row in rows for name in LADDER[4:6]):
+        caption += f" ({ALONE})"
+    return caption, [LADDER[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def peak(record: Record, arm: str) -> float:
+    """GiB of an arm at its most; NaN where unknown."""
+    held: dict[Any, ArmMemory] = dict(record.memory or {})
+    most = held[arm].peak if arm in held else None
+    return math.nan if most is None else most / GIB
+
+
+def published(rung: Rung, contrasts: Contrasts) -> str:
+    """The claims about a rung: about its toggle over what it stands on, or about all so far over the start. Where none
+    has this baseline, those of another one, which do not compare. '' without any."""
+    base = rung.below.candidate if rung.below else rung.record.reference
+    found = [(m, rung.increment) for m in claims.about(rung.record, [rung.added], base)]
+    found += [(m, rung.cumulative) for m in claims.about(rung.record, rung.record.ablations, rung.record.reference)]
+    ratios = [(m, ours) for m, ours in found if m.claim.of_phase == TOTAL and m.claim.measure == claims.SPEEDUP]
+    same = [(m, ours) for m, ours in ratios if not m.differs]
+    return "; ".join(dict.fromkeys(_claim(m, ours) for m, ours in same or ratios))
+
+
+def _claim(match: Match, ours: Speedup | None) -> str:
+    said = "–".join(dict.fromkeys(number(end) for end in (match.low, match.high) if math.isfinite(end)))
+    said = f"{match.source.name} {said}"
+    if match.differs:
+        return f"{said} (over another baseline)"
+    return f"{said} (ours {claims.against(match, *ours)})" if ours else said
+
+
+def _epoch_table(rungs: Sequence[Rung]) -> list[AnyTable]:
+    """[] for a workload that no known training set has the lengths of."""
+    rows = [
+        [
+            e.data.name, f"{e.data.samples}", "measured" if e.data.measured else "approximate",
+            number(e.start), number(e.end), e.data.source,
+        ]
+        for e in epochs(rungs)
+    ]  # fmt: skip
+    headings = ["training set", "samples", "lengths", "minutes at the start", "minutes at the end", "size by"]
+    caption = "Minutes per epoch, extrapolated from the steps measured here: steps alone, nothing loaded or evaluated"
+    return [(caption, headings, rows)] if rows else []

@@ -1,0 +1,100 @@
+"""Ladders of several workloads together: each step over all of them, from start to end, and what that says in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lorabench.record.schema import DID_NOT_APPLY
+from lorabench.report.analysis import Analysis
+from lorabench.report.attribution import Rung, ladder
+from lorabench.report.attribution_tables import RUNG, AnyTable, peak, published
+from lorabench.report.contrasts import Contrasts
+from lorabench.report.epoch import Epoch, epochs
+from lorabench.report.words import arrow, number, speedup
+
+MUCH = 1.02  # a step that changes less than this, however surely, is nothing that a user would notice
+
+
+class Ladder(NamedTuple):
+    """The ladder of one model @ workload."""
+
+    title: str
+    rungs: list[Rung]
+
+    @property
+    def last(self) -> Rung | None:
+        """The highest rung with a time."""
+        return next((rung for rung in reversed(self.rungs) if rung.cumulative), None)
+
+
+def ladders(analysis: Analysis) -> list[Ladder]:
+    found = [Ladder(g.title, ladder(g.records, analysis.contrasts)) for g in analysis.groups]
+    return [own for own in found if own.rungs]
+
+
+def steps_table(analysis: Analysis) -> AnyTable:
+    """A row a step, in the order in which they were taken; a column a workload with what the step adds there, or why it
+    has no time; and what was published for it."""
+    found = ladders(analysis)
+    names = dict.fromkeys(rung.added for own in found for rung in own.rungs)
+    rows = []
+    for name in names:
+        its = [next((r for r in own.rungs if r.added == name), None) for own in found]
+        claimed = dict.fromkeys(_claimed(rung, analysis.contrasts) for rung in its if rung)
+        rows.append([name, *(_increment(rung) for rung in its), "; ".join(filter(None, claimed))])
+    return "What each step adds to those before it", [RUNG, *(own.title for own in found), "published"], rows
+
+
+def _claimed(rung: Rung, contrasts: Contrasts) -> str:
+    """Without whether ours is within: that differs from workload to workload."""
+    return published(rung, contrasts).partition(" (ours")[0]
+
+
+def _increment(rung: Rung | None) -> str:
+    if rung is None:
+        return ""
+    return speedup(rung.increment) or rung.record.status.replace("_", " ")
+
+
+def start_to_end(analysis: Analysis) -> AnyTable:
+    """A row a workload and training set: a step at the start and at the end, and an epoch of both, extrapolated."""
+    rows = []
+    for own in ladders(analysis):
+        if own.last:
+            rows += [_ends(own, own.last, epoch) for epoch in epochs(own.rungs) or [None]]
+    headings = ["model @ workload", "ms a step, start → end", "in all × [95 %]", "peak GiB, start → end"]
+    headings += ["training set", "minutes per epoch (extrapolated), start → end"]
+    return "From the start to the end", headings, rows
+
+
+def _ends(own: Ladder, last: Rung, epoch: Epoch | None) -> list[str]:
+    ends = [own.title, arrow(last.start, last.after), speedup(last.cumulative)]
+    ends.append(arrow(peak(last.record, "reference"), peak(last.record, "candidate")))
+    if epoch is None:
+        return [*ends, "", ""]
+    lengths = "" if epoch.data.measured else ", lengths approximate"
+    return [*ends, f"{epoch.data.name} ({epoch.data.samples} samples{lengths})", arrow(epoch.start, epoch.end)]
+
+
+def conclusions(analysis: Analysis) -> list[str]:
+    """A sentence a step: on how many of the workloads it gained, cost or changed nothing, and by how much; what could
+    not be had; and where the step and a published number with its baseline disagree."""
+    found = ladders(analysis)
+    names = dict.fromkeys(rung.added for own in found for rung in own.rungs)
+    return [_sentence(name, [r for own in found for r in own.rungs if r.added == name], analysis) for name in names]
+
+
+def _sentence(name: str, rungs: Sequence[Rung], analysis: Analysis) -> str:
+    timed = [rung.increment for rung in rungs if rung.increment]
+    absent = [r.record.status.replace("_", " ") for r in rungs if r.record.status in DID_NOT_APPLY]
+    if not timed:
+        return f"`{name}` has no time here: {', '.join(dict.fromkeys(absent)) or rungs[0].record.status}."
+    gains = sum(found.low > 1 and found.centre >= MUCH for found in timed)
+    costs = sum(found.high < 1 and found.centre <= 1 / MUCH for found in timed)
+    low, high = (number(end(found.centre for found in timed)) for end in (min, max))
+    said = f"×{low}" if low == high else f"×{low} to ×{high}"
+    verdicts = [f"gains on {gains}", f"costs on {costs}", f"changes nothing that shows on {len(timed) - gains - costs}"]
+    counted = [v for v, n in zip(verdicts, (gains, costs, len(timed) - gains - costs), strict=True) if n]
+    claim = next((c for rung in rungs if (c := _claimed(rung, analysis.contrasts))), "")
+    return f"`{name}` {' and '.join(counted)} of {len(timed)} workloads ({said}" + (f"; {claim})." if claim else ").")

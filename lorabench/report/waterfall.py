@@ -1,0 +1,90 @@
+"""The ladder as a waterfall in milliseconds: from the start, rung by rung, to the end. Its bars add up as labelled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from lorabench.record.schema import DID_NOT_APPLY
+from lorabench.report.analysis import Analysis
+from lorabench.report.attribution import Rung, ladder
+from lorabench.report.figure import Strip, legend, rows_figure
+from lorabench.report.panels import BLUE, GREY, VERMILLION, Figured, Mark, Panel, that_fit
+from lorabench.report.words import speedup
+
+UNCLEAR = "#bbbbbb"  # of a rung whose interval has 1 in it
+AXIS = "ms, the median of the start, divided by each rung's paired ratio; its 95 % interval"
+
+
+def waterfall(analysis: Analysis) -> Figured:
+    """A panel a ladder with a time; None where there is none."""
+    rungs = {g.title: ladder(g.records, analysis.contrasts) for g in analysis.groups}
+    panels = [
+        Panel(g.title, g.kind, [Mark(r.record, analysis.row(r.record)) for r in rungs[g.title]])
+        for g in analysis.groups if any(r.cumulative for r in rungs[g.title])
+    ]  # fmt: skip
+    if not panels:
+        return None
+    shown, left_out = that_fit(panels)
+    drawn = [rungs[panel.title][: len(panel.marks)] for panel in shown]
+    figure, axes = rows_figure([_strip(p.title, own) for p, own in zip(shown, drawn, strict=True)], left_out)
+    for ax, own in zip(axes, drawn, strict=True):
+        _draw(ax, own)
+    handles: list[Any] = [Patch(color=GREY, label="start, end"), Patch(color=BLUE, label="gains")]
+    handles += [Patch(color=VERMILLION, label="costs"), Patch(color=UNCLEAR, label="either, by its interval")]
+    legend(figure, [*handles, Line2D([], [], color="black", lw=1.2, label="95 % interval")])
+    return figure, left_out
+
+
+def _timed(rungs: Sequence[Rung]) -> list[Rung]:
+    return [rung for rung in rungs if rung.cumulative]
+
+
+def _strip(title: str, rungs: Sequence[Rung]) -> Strip:
+    last = _timed(rungs)[-1]
+    decimals = _decimals(last.start)
+    labels = ["start", *(f"{'' if r.record.status in DID_NOT_APPLY else '+ '}{r.added}" for r in rungs), "end"]
+    first, end = f"{last.start:.{decimals}f} ms", f"{last.after:.{decimals}f} ms, in all ×{speedup(last.cumulative)}"
+    return Strip(title, labels, [(first, "black"), *(_brings(r, decimals) for r in rungs), (end, "black")], AXIS)
+
+
+def _decimals(start: float) -> int:
+    """Of all milliseconds in a panel, so that what is printed adds up as well: four digits of the start."""
+    return max(3 - math.floor(math.log10(start)), 0)
+
+
+def _brings(rung: Rung, decimals: int) -> tuple[str, str]:
+    """(what a rung adds to those below it, or why it has no time; its colour)."""
+    if rung.cumulative is None:
+        return rung.record.status.replace("_", " "), VERMILLION
+    if rung.increment is None:
+        return f"{rung.after:.{decimals}f} ms, in all ×{speedup(rung.cumulative)}", "black"
+    change = rung.after - rung.before
+    return f"{'−' if change < 0 else '+'}{abs(change):.{decimals}f} ms, ×{speedup(rung.increment)}", "black"
+
+
+def _draw(ax: Axes, rungs: Sequence[Rung]) -> None:
+    timed = _timed(rungs)
+    start = level = timed[0].start
+    ax.barh([0, len(rungs) + 1], [start, timed[-1].after], color=GREY, height=0.6)
+    at = 0
+    for y, rung in enumerate(rungs, start=1):
+        if rung.cumulative is None:
+            continue
+        ax.barh(y, rung.after - level, left=level, color=_colour(rung, level), height=0.6)
+        ax.plot([level, level], [at + 0.3, y + 0.3], color="#999999", lw=0.7)
+        ax.plot([start / rung.cumulative.high, start / rung.cumulative.low], [y, y], color="black", lw=1.2)
+        level, at = rung.after, y
+    ax.plot([level, level], [at + 0.3, len(rungs) + 0.7], color="#999999", lw=0.7)
+    ax.set_xlim(left=0)
+
+
+def _colour(rung: Rung, level: float) -> str:
+    if rung.increment and rung.increment.low <= 1 <= rung.increment.high:
+        return UNCLEAR
+    return BLUE if rung.after < level else VERMILLION

@@ -1,0 +1,134 @@
+"""The ladder as it is shown: a table with what each step is worth elsewhere, a waterfall that adds up, an epoch."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import benchmark
+
+from lorabench.report.analysis import Analysis
+from lorabench.report.attribution import ladder
+from lorabench.report.attribution_tables import attribution_tables
+from lorabench.report.epoch import data_sets, epochs
+from lorabench.report.ladder_summary import conclusions, start_to_end, steps_table
+from lorabench.report.plots import figures
+
+ROOT = Path(__file__).resolve().parents[2]
+START = ("nf4_base", "sdpa", "padding", "gradient_checkpointing", "paged_adamw_32bit")
+STEPS = {"adamw": 1.1, "adamw_fused": 1.39, "flash_attention_2": None, "auto_batch_size": 2.1, "packing": 4.2}
+
+
+def predibase(record, workload="one_by_one_gsm8k"):
+    """A ladder over Predibase's start with a rung that cannot be had, and one toggle alone and away from the end."""
+    common = {"reference": START, "workload": workload, "sd": 0.004}
+    standing = []
+    for number, (name, speed) in enumerate(STEPS.items(), start=1):
+        own = [name] if name == "adamw_fused" else [*standing, name]
+        kwargs = {"speedup": speed} if speed else {"status": "unsupported"}
+        candidate = [t for t in START if t not in ("paged_adamw_32bit", "padding" if "packing" in own else "")] + own
+        yield record(own, design="ladder", rung=number, candidate=candidate, **kwargs, **common)
+        standing = own if speed else standing
+    yield record(["packing"], speedup=3.0, **common)
+    others = [t for t in START if t != "paged_adamw_32bit"] + ["adamw_fused", "auto_batch_size"]
+    yield record(["packing"], design="leave_one_out", speedup=1.9, **common | {"reference": others})
+
+
+def tables(record, **kwargs):
+    made = Analysis(list(predibase(record, **kwargs)))
+    (group,) = made.groups
+    return {caption: (headings, rows) for caption, headings, rows in attribution_tables(group.records, made.contrasts)}
+
+
+def test_one_table_has_every_way_of_crediting_a_step(record):
+    found = tables(record)
+    headings, rows = next(table for caption, table in found.items() if caption.startswith("Ladder"))
+    by = {row[0]: dict(zip(headings, row, strict=True)) for row in rows}
+    assert list(by) == list(STEPS)
+    packing = by["packing"]
+    values = [float(packing[f"{name} × [95 %]"].split()[0]) for name in ("increment", "cumulative", "alone", "last")]
+    assert values == pytest.approx([2.0, 4.2, 3.0, 1.9], rel=0.03)
+    before, after = map(float, packing["ms, before → after"].split(" → "))
+    assert before / after == pytest.approx(2.0, rel=0.02)
+    assert by["flash_attention_2"]["status"] == "unsupported" and not by["flash_attention_2"]["cumulative × [95 %]"]
+    assert packing["peak GiB"] == "6.00"
+
+
+def test_each_step_has_its_claim_beside_it_with_the_baseline_that_it_was_made_over(record):
+    headings, rows = next(table for caption, table in tables(record).items() if caption.startswith("Ladder"))
+    claims = {row[0]: row[headings.index("published for this step")] for row in rows}
+    assert claims["adamw"] == "Predibase 1.10 (ours within)"
+    assert claims["adamw_fused"] == "Predibase 1.39 (ours within)"  # over the start, not over adamw
+    assert claims["auto_batch_size"] == "Predibase 1.43–1.67 (ours within)"
+    assert claims["packing"].startswith("Predibase 2.00–5.00 (over another baseline)")
+
+
+def test_an_epoch_is_extrapolated_where_the_lengths_have_a_training_set(record):
+    rungs = ladder(list(predibase(record)), Analysis([]).contrasts)
+    (own,) = epochs(rungs)
+    assert (own.data.samples, own.data.measured) == (7473, True)
+    assert own.end == pytest.approx(7473 * 159.63 / 4000 * rungs[-1].after / 60_000)
+    assert rungs[-1].cumulative and own.start / own.end == pytest.approx(rungs[-1].cumulative.centre)
+    assert epochs(ladder(list(predibase(record, workload="4x2048")), Analysis([]).contrasts)) == []
+    assert epochs(ladder(list(predibase(record, workload="gone.jsonl")), Analysis([]).contrasts)) == []
+    (caption,) = [c for c in tables(record) if "epoch" in c]
+    assert "extrapolated" in caption
+
+
+def test_every_training_set_has_lengths_and_a_source():
+    assert {d.distribution for d in data_sets()} >= {"viggo", "glue", "drop", "magicoder", "gsm8k"}
+    assert all(d.tokens > d.samples and d.source for d in data_sets())
+
+
+def test_the_waterfall_says_milliseconds_that_add_up_and_what_has_none(record):
+    figure, left_out = figures(Analysis(list(predibase(record))))["ladder"]
+    said = [t.get_text() for t in figure.axes[0].texts]
+    assert not left_out and "unsupported" in said and "flash_attention_2" in said and "+ packing" in said
+    start = next(float(t.removesuffix(" ms")) for t in said if re.fullmatch(r"[\d.]+ ms", t))
+    end = next(float(t.partition(" ms")[0]) for t in said if "in all" in t)
+    changes = [float(m[1].replace("−", "-")) for t in said if (m := re.match(r"([−+][\d.]+) ms, ×", t))]
+    assert len(changes) == 4 and start + sum(changes) == pytest.approx(end, abs=0.1)
+    bars = figure.axes[0].patches
+    assert len(bars) == 2 + 4  # start and end, and a bar a rung with a time
+
+
+def test_several_ladders_together_and_what_they_say(record):
+    made = Analysis([*predibase(record), *predibase(record, workload="one_by_one_glue")])
+    _, headings, rows = steps_table(made)
+    assert headings == ["rung", *(f"smollm2-135m @ one_by_one_{name}" for name in ("gsm8k", "glue")), "published"]
+    by = {row[0]: row[1:] for row in rows}
+    assert by["flash_attention_2"] == ["unsupported", "unsupported", ""]
+    assert by["adamw"][2] == "Predibase 1.10"
+    _, headings, rows = start_to_end(made)
+    assert [row[0].rpartition("_")[2] for row in rows] == ["gsm8k", "glue", "glue"]  # two training sets of GLUE
+    assert "extrapolated" in headings[-1] and float(rows[0][2].split()[0]) == pytest.approx(4.2, rel=0.02)
+    said = dict(zip(STEPS, conclusions(made), strict=True))
+    assert said["packing"].startswith("`packing` gains on 2 of 2 workloads (×")
+    assert said["flash_attention_2"] == "`flash_attention_2` has no time here: unsupported."
+
+
+def test_a_step_that_costs_or_changes_nothing_is_said_so(record):
+    made = [record(["a"], speedup=1.0, sd=0.001, design="ladder", rung=1)]
+    made += [record(["a", "b"], speedup=0.8, sd=0.001, design="ladder", rung=2)]
+    nothing, costs = conclusions(Analysis(made))
+    assert "changes nothing that shows on 1 of 1" in nothing and "costs on 1 of 1 workloads (×0.8" in costs
+    assert conclusions(Analysis([record(["a"])])) == []
+
+
+def test_the_page_is_filled_from_records_and_says_where_there_are_none(record, session, folder, tmp_path):
+    page = (ROOT / "docs/predibase.md").read_text()
+    with benchmark("readme_tables") as script:
+        (tmp_path / "none").mkdir()
+        nothing = script.filled(page, script.Results(tmp_path / "none"))
+        assert nothing.count("*Not measured yet*") == 5
+        factorial = [
+            record(own, design="factorial", speedup=s, reference=START, workload="one_by_one_gsm8k")
+            for own, s in ((["a"], 1.5), (["b"], 2.0), (["a", "b"], 3.0))
+        ]
+        made = tmp_path / "some"
+        folder(made / "h200/predibase_ladder", [*predibase(record), *factorial], [session()])
+        folder(made / "cpu/predibase_ladder", list(predibase(record)), [session(device="cpu", name="a CPU")])
+        filled = script.filled(page, script.Results(made))
+    assert "*Not measured yet*" not in filled
+    assert "- `packing` gains on 1 of 1 workloads (×2" in filled
+    assert "| GSM8K (7473 samples) |" in filled and "| packing | 2.0" in filled
+    assert "peak GiB saved" in filled and "| NVIDIA H200, ms | CPU, ms |" in filled
