@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported, added
 from lorabench.contract.batch import IGNORE, Batch, Sample
 from lorabench.contract.names import nearest
 from lorabench.contract.settings import Code, Settings, Worth
@@ -42,8 +42,8 @@ class Packing(Ablation):
     worth_trying: ClassVar[Worth | None] = "time"
     excludes: ClassVar[dict[str, str]] = NO_CAPTURE
 
-    strategy: str = "ffd"
-    row_tokens: int | None = None
+    strategy: str = added("ffd")
+    row_tokens: int | None = added(None)
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:

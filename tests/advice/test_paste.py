@@ -22,13 +22,14 @@ MACHINE = describe()
 
 
 def settled_names():
-    """Toggles whose settings are known and which this machine has."""
+    """Toggles that this machine has and whose settings are more than a note."""
     made = (
         registry.ablation(name)
         for name in registry.registered()
         if registry.registered()[name].value.startswith("lorabench_ablations.")
     )
-    return sorted(a.name for a in made if a.settings() is not None and a.requires.unmet(MACHINE) is None)
+    known = ((a, a.settings()) for a in made if a.requires.unmet(MACHINE) is None)
+    return sorted(a.name for a, own in known if own is not None and own != Settings(note=own.note))
 
 
 def cell_of(*names, workload="{short_samples:{samples:4,batch_size:2}}"):
@@ -94,6 +95,8 @@ def engaged(name, trainer):
         "adamw_fused": lambda: group["fused"],
         "adapters_in_compute_dtype": lambda: all(p.dtype == torch.bfloat16 for p in model.parameters()),
         "gradient_checkpointing": lambda: base.is_gradient_checkpointing,
+        "no_gradient_checkpointing": lambda: not base.is_gradient_checkpointing,
+        "find_executable_batch_size": lambda: arguments.auto_find_batch_size,
         "lora_kernels": lambda: any("_lorakernels" in m.__dict__ for m in model.modules()),
         "fp8_base": lambda: any("_lorakernels" in m.__dict__ for m in model.modules()),
         "nf4_base": lambda: len(quantized_weights(model)) == 21,
