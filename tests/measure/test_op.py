@@ -175,6 +175,7 @@ def test_toggles_for_whole_models_are_refused_and_so_is_the_bare_linear_of_a_mod
     assert refusal(whole, Machine) == ("unsupported", "bare_linear knows the families linear; tiny-llama is a llama")
 
 
+@pytest.mark.exhaustive
 def test_the_suite_s_cells_become_records_on_a_cpu(tmp_path):
     small = ("reference=linear", "trials=3", "warmup=1", "dtype=float32")
     overrides = config("suite=lorafusion_kernels", *small, f"models=[{{{LINEAR}@1x32: {{lora_dropout: 0.1, r: 4}}}}]")

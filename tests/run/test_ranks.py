@@ -59,7 +59,7 @@ def both_arms_parallel(plugin, folder):
             "rank 1: the toggle rank_raises's step raised LookupError: only here",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param("rank_killed", "crash", "rank 1: the worker was killed by SIGKILL", marks=pytest.mark.exhaustive),
+        ("rank_killed", "crash", "rank 1: the worker was killed by SIGKILL"),
         pytest.param("rank_greedy", "oom", "rank 1: the candidate ran out of memory", marks=pytest.mark.exhaustive),
         pytest.param(
             "rank_hangs_early",
@@ -67,7 +67,7 @@ def both_arms_parallel(plugin, folder):
             "rank 1: no result after 30 s; it was numerics gate",
             marks=pytest.mark.exhaustive,
         ),
-        ("rank_hangs", "timeout", "rank 1: no result after 30 s; it was "),
+        pytest.param("rank_hangs", "timeout", "rank 1: no result after 30 s; it was ", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_rank_that_fails_is_one_typed_record_that_names_it_and_leaves_no_process(

@@ -9,7 +9,7 @@ from zoo.menagerie import animals, groups
 
 ANIMALS = animals()
 ORDER = [name for group in groups(ANIMALS) for name in group]  # those of one sweep after one another
-FAST = {name for group in groups(ANIMALS)[:2] for name in group}  # the others are in the exhaustive part
+FAST = {name for group in groups(ANIMALS)[:1] for name in group}  # the others are in the exhaustive part
 CHEATS = [name for name in ORDER if issubclass(ANIMALS[name], Cheat)]
 HONEST = [name for name in ORDER if issubclass(ANIMALS[name], Honest)]
 
