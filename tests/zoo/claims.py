@@ -183,7 +183,7 @@ class NoUpdateTolerated(Tolerated):
 class FrozenLater(Cheat):
     name = "frozen_later"
     summary = "lora_A wants no gradient any more after the audit"
-    caught = "each gradient"
+    caught = "changed the arm that it was to look at"
 
     def audit(self, evidence: Any) -> int:
         for name, p in evidence.arm.model.named_parameters():
@@ -195,7 +195,7 @@ class FrozenLater(Cheat):
 class RemovedLater(Cheat):
     name = "removed_later"
     summary = "the adapters below the second layer are taken off after the audit"
-    caught = "each gradient"
+    caught = "changed the arm that it was to look at"
 
     def audit(self, evidence: Any) -> int:
         for layer in layers(evidence.arm.model)[2:]:

@@ -84,13 +84,14 @@ class Rate(Update):
 class OtherRateLater(Rate):
     name = "other_rate_later"
     summary = "a learning rate of ten per cent more after the warm-up"
-    caught = "update against AdamW"
+    caught = "the optimizer's settings"
     after = 5
 
 
 class NoDecayLater(Rate):
     name = "no_decay_later"
     summary = "no weight decay after the warm-up"
+    caught = "the optimizer's settings"
     setting = ("weight_decay", 0.0)
     after = 5
 
