@@ -31,7 +31,9 @@ def micro():
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    # Within a worker of xdist pytest-benchmark would measure nothing.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment = {**inherited, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     return done
