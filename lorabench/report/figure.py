@@ -137,14 +137,20 @@ def _beside(ax: Axes, y: float, text: str, inches: float, size: float = SMALL, *
     ax.text(x, y, text, transform=ax.get_yaxis_transform(), va="center", fontsize=size, **style)
 
 
-def short(label: str, longest: int = 40) -> str:
-    """A row's name that fits beside the axis, on two lines if need be; of many toggles the last one, which tells a
-    ladder's rungs apart."""
+def short(label: str, longest: int = 40, lines: int = 2) -> str:
+    """A row's name that fits beside the axis, on several lines if need be; of too many toggles the last one, which
+    tells a ladder's rungs apart."""
     names = label.split(" + ")
-    for i in range(len(names), 0, -1):  # as many as fit on the first line
-        first, second = " + ".join(names[:i]), " + ".join(names[i:])
-        if max(len(first) + 2, len(second)) <= longest:
-            return f"{first} +\n{second}" if second else first
+    filled = [names[0]]
+    for i, name in enumerate(names[1:], start=2):
+        behind = 2 if i < len(names) else 0  # for the " +" at the end of a line
+        if len(filled[-1]) + 3 + len(name) + behind <= longest:
+            filled[-1] += f" + {name}"
+        else:
+            filled[-1] += " +"
+            filled.append(name)
+    if len(filled) <= lines and all(len(line) <= longest for line in filled):
+        return "\n".join(filled)
     if len(names) > 1:
         label = f"{len(names) - 1} more + {names[-1]}"
     return label if len(label) <= longest else label[: longest - 1] + "…"

@@ -211,7 +211,9 @@ def _draw(ax: Axes, frame: Frame, looks: dict[str, Look]) -> None:
 def _lines(name: str) -> str:
     """A name as it stands beside its point: what is too long for one line has its parameters on a second."""
     first, _, rest = name.partition("(")
-    return f"{short(first, LINE)}\n{short('(' + rest, LINE)}" if rest and len(name) > LINE else short(name, LINE)
+    if rest and len(name) > LINE:
+        return f"{short(first, LINE)}\n{short('(' + rest, LINE)}"
+    return short(name, LINE, lines=3)
 
 
 def _named(frames: Sequence[Frame]) -> tuple[Grid, list[list[Place]]] | None:
