@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The GPU tests in parts beside one another, a log each with the environment it ran in: some three minutes on an H200.
+#   bash benchmarks/gpu_tests.sh results/h200/gpu_tests
+# Prints each part's counts and failures; the exit code is the number of parts that failed.
+set -u
+out=${1:?a folder for the logs}
+cd "$(dirname "$0")/.."
+tests=tests/lorakernels
+part() {
+  local name=$1; shift
+  timeout "${LIMIT_S:-300}" python3 -m lorabench.log_command "$out/$name.log" \
+    python3 -m pytest -q -q -m gpu -rfs -p no:cacheprovider "$@" > /dev/null 2>&1 &
+  pids+=("$!")
+}
+files() { local name; for name in "$@"; do echo "$tests/test_$name.py"; done; }
+pids=()
+mkdir -p "$out"
+part a $(files gpu adapter float16 trainer linear_log_probs) tests/ablations
+part b $(files side_stream projection_node mlp_node nf4 linear geglu fp8 runtime)
+part c $(files projection rope linear_cross_entropy tune trial_timing choice_cache)
+part d $(files dropout fast_math rms_norm)
+part e $(files lora_grad)
+part f $(files concat_operand)
+part g $(files swiglu)
+part h $(files capture_graphs capture_trainer)
+part i tests/zoo tests/measure/test_memory.py tests/test_api.py
+failed=0
+for pid in "${pids[@]}"; do wait "$pid" || failed=$((failed + 1)); done
+grep -hE "passed|failed|^FAILED|^ERROR" "$out"/*.log
+exit "$failed"
