@@ -46,7 +46,8 @@ class WeightsForm:
     holds: str = "plain weights"  # in words; two arms can be compared only where it is the same
 
     def checkpoint(self, plain: Checkpoint) -> Checkpoint:
-        """What is read, for a model whose plain weights lie in `plain`; made once a sweep, and not timed."""
+        """What is read, for a model whose plain weights lie in `plain`; made once a sweep, and not timed. A form that
+        holds plain weights has to read them there: the files have others in each trial."""
         return plain
 
     def reader(self) -> WeightsReader | None:

@@ -82,7 +82,11 @@ def _batches(request: Request, hooks: Hooks, job: Job, samples: list[Sample]) ->
     mine = samples if share is None else share
     made = hooks.first(Ablation.batch, mine, job.workload)
     batches = pad(mine, job.workload.batch_size) if made is None else made
-    return [hooks.through(Ablation.collate, batch) for batch in batches]
+    batches = [hooks.through(Ablation.collate, batch) for batch in batches]
+    said, there = sum(b.real for b in batches), sum(len(s.tokens) for s in mine)
+    if request.ranks.size == 1 and said != there:  # of several, each may have its part of a sample
+        raise Unsupported(f"its batches count {said} real tokens; the samples have {there}")
+    return batches
 
 
 def _size(request: Request, hooks: Hooks, arm: Arm, index: int, held: int, room: int) -> None:

@@ -38,13 +38,17 @@ from lorabench.measure.feed import fresh_samples
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Begin, JobCounts, Kind, Request
 from lorabench.plan.samples import TEXT
-from lorabench.record.schema import Numerics
+from lorabench.record.schema import Check, Numerics
 
 GENERATE, DECODE, METRICS, SCORE = "generate", "decode", "metrics", "score"
 OF_TEXT = (GENERATE, DECODE, METRICS)
 TRACED = 8  # new tokens of the trial under the audit's trace, which keeps every operator's event
 LARGE = 2000  # answers of a checkpoint with 1000 samples in each set: what its time is extrapolated to
 SAME = 1e-9  # relative difference of two metrics of the same texts
+# Of the loss's spread over the trials: how far it may be from the reference's. Rounding does some hundredths; a loss of
+# nine tenths of the tokens is off by a third, one of another trial by more than all of it.
+FOLLOWED = 0.3
+ROUNDED = 4 * torch.finfo(torch.float32).eps  # of the loss itself, which is a number in float32
 
 Values = dict[str, dict[str, float]]  # by set and metric
 
@@ -210,11 +214,13 @@ class Evaluate(Kind):
         wrong += [*found.wrong, *_other_values(reference, candidate)]
         losses = list(zip(reference["losses"], candidate["losses"], strict=False))
         error = max((off(theirs, ours) for ours, theirs in losses), default=0.0)
-        passed = not wrong and error <= LOSS[dtype] and all(check.passed for check in found.checks)
+        tolerated = [a.tolerance.grad for a in (*cell.reference, *cell.candidate) if a.tolerance]
+        checks = [*found.checks, *_followed(losses, max([FOLLOWED, *tolerated]))]
+        passed = not wrong and error <= LOSS[dtype] and all(check.passed for check in checks)
         return Numerics(
             passed=passed, loss_error=error, loss_allowed=LOSS[dtype], worst=next(iter(wrong), ""),
             tensors=found.tokens or len(losses), unequal=len(wrong) if found.tokens or wrong else None,
-            checks=found.checks,
+            checks=checks,
         )  # fmt: skip
 
     def explain(self, numerics: Numerics) -> str:
@@ -269,6 +275,17 @@ def _questions(request: Request, metrics: TextMetrics, number: int) -> list[Ques
     random, vocabulary = job.workload.kind != TEXT, request.model.hf_config().vocab_size
     samples = fresh_samples(request.samples[0], vocabulary, random, job.seed, number)
     return questions(samples, metrics.samples, metrics.max_new_tokens, number)
+
+
+def _followed(losses: Sequence[tuple[float, float]], share: float) -> Iterator[Check]:
+    """Whether the candidate's loss goes up and down with each trial's tokens as the reference's does: over many tokens
+    random ones all have about the same loss, so that one of fewer tokens would be near enough."""
+    if len(losses) < 3:
+        return
+    apart = statistics.pstdev(theirs - ours for ours, theirs in losses)
+    spread, largest = statistics.pstdev(ours for ours, _ in losses), max(abs(ours) for ours, _ in losses)
+    allowed = max(share * spread, ROUNDED * largest)
+    yield Check(name="how the loss follows each trial's tokens, off", found=apart, allowed=allowed, where="the loss")
 
 
 def _other_values(reference: Mapping[str, Any], candidate: Mapping[str, Any]) -> Iterator[str]:

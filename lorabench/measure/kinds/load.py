@@ -6,17 +6,20 @@
 Random weights are saved once a sweep as sharded safetensors. A trial reads them (phase read: disk to memory) and brings
 them to the device (phase place). The page cache holds the files (workload warm_cache) or is told before each trial to
 forget them (cold_cache). The gate: what arrives is, bit for bit, what the reference's toggles say that has to arrive.
+Where it is plain weights, some bytes of every tensor in the files are others in each trial: none can be kept.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,12 +35,14 @@ from lorabench.measure.kind import Begin, Kind, Request
 from lorabench.measure.page_cache import forget, hold
 from lorabench.measure.plain_reader import PlainReader
 from lorabench.measure.rates import copy_gbs, read_gbs
+from lorabench.measure.safetensors_file import entries
 from lorabench.measure.saved import saved_once
 from lorabench.record.schema import Numerics
 
 READ, PLACE = "read", "place"
 SHARDS = 8  # files that a checkpoint is split into, as those of large models are
 SAMPLED = 16
+FRESH = 8  # bytes of every tensor that are others in each trial
 
 
 @dataclass
@@ -50,6 +55,7 @@ class LoadArm(Arm):
     form: WeightsForm = field(default_factory=WeightsForm)
     parts: Callable[[str, Tensor], dict[str, Tensor]] = WeightsForm().parts  # of a weight, as the reference has it
     cold: bool = False
+    seed: int | None = None  # of each trial's fresh bytes; None: the files stay as they are
     evidence: dict[str, Any] = field(default_factory=dict)  # of the trial that was furthest from the files
     compared: int = 0  # how many timed trials
     loaded: dict[str, Tensor] = field(default_factory=dict)
@@ -95,7 +101,12 @@ class Load(Kind):
             request.name, request.ablations, nn.Module(), [], request.dtype, request.device, self,
             {a.name: None for a in request.ablations}, ranks=request.ranks, source=source, reader=reader, form=form,
             expected=list(wanted.expected(plain)), parts=wanted.parts, cold=cold,
+            seed=request.seed if is_plain(request.cell) else None,
         )  # fmt: skip
+
+    def feed(self, arm: Any, number: int) -> None:
+        if arm.seed is not None:
+            refresh(arm.expected, [arm.seed, number])
 
     def trial(self, arm: Any, begin: Begin) -> None:
         if arm.cold:
@@ -138,7 +149,7 @@ class Load(Kind):
     def _compare(self, arm: Any, begin: int = 0, every: int = 1) -> None:
         """What a trial loaded with the files; of all trials the worst is kept."""
         loaded = parts_of(arm)
-        differing = list(differences(arm.expected, loaded, begin, every))
+        differing = list(elsewhere(loaded, arm.device)) or list(differences(arm.expected, loaded, begin, every))
         if len(differing) > arm.evidence["unequal"]:
             arm.evidence |= {"unequal": len(differing), "tensors": len(loaded), "worst": differing[0]}
 
@@ -158,8 +169,25 @@ def form_of(ablations: Sequence[Ablation]) -> WeightsForm:
     return next((f for f in forms if f is not None), None) or WeightsForm()
 
 
+def is_plain(cell: Cell) -> bool:
+    """Whether what has to arrive is what just now is in the plain files, and nothing that was made of them."""
+    return type(form_of(cell.reference)).expected is WeightsForm.expected
+
+
+def refresh(files: Sequence[Path], seed: Sequence[int]) -> None:
+    """Other bytes somewhere in every tensor of the files, on the disk: only then can the page cache forget them."""
+    rng = np.random.default_rng(seed)
+    for file in files:
+        with open(file, "rb+", buffering=0) as opened:
+            for entry in entries(file):
+                some = min(FRESH, entry.size)
+                os.pwrite(opened.fileno(), rng.bytes(some), entry.offset + int(rng.integers(entry.size - some + 1)))
+            os.fsync(opened.fileno())
+
+
 def checkpoint(request: Request) -> Checkpoint:
-    """The model's random weights, in the compute dtype; saved where the sweep has not done so yet."""
+    """The model's random weights, in the compute dtype; saved where the sweep has not done so yet. What is made of them
+    in another form has to stay equal to them, so files that change are apart."""
     content = [request.model.model_dump(mode="json"), str(request.dtype), request.seed]
     name = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -169,7 +197,8 @@ def checkpoint(request: Request) -> Checkpoint:
         size = bytes_of(list(model.parameters()))
         model.save_pretrained(folder, max_shard_size=max(1, size // SHARDS))
 
-    folder = saved_once(request.scratch / f"checkpoint-{name}", save)
+    changing = "-changing" if is_plain(request.cell) else ""
+    folder = saved_once(request.scratch / f"checkpoint-{name}{changing}", save)
     return Checkpoint(folder, request.device, {"dtype": request.dtype})
 
 
@@ -181,6 +210,15 @@ def forget_all(source: Checkpoint) -> None:
 def parts_of(arm: Any) -> dict[str, Tensor]:
     """What the last trial loaded, as files hold it."""
     return {name: part for n, weight in arm.loaded.items() for name, part in arm.parts(n, weight).items()}
+
+
+def elsewhere(loaded: dict[str, Tensor], device: torch.device) -> Iterator[str]:
+    """What is no tensor on the device: left on the host, or one that may read only when it is looked at."""
+    for name, tensor in loaded.items():
+        if type(tensor) not in (Tensor, nn.Parameter):
+            yield f"{name}, a {type(tensor).__name__}"
+        elif tensor.device.type != device.type:
+            yield f"{name}, which is on the device {tensor.device.type}"
 
 
 def differences(files: Sequence[Path], loaded: dict[str, Tensor], begin: int = 0, every: int = 1) -> Iterator[str]:
