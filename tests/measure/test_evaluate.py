@@ -15,6 +15,7 @@ from lorabench.contract.kind import kind
 from lorabench.contract.text_metrics import TextMetrics
 from lorabench.measure.answers import NUMBERS, questions
 from lorabench.measure.kind import request_of
+from lorabench.measure.kinds.evaluate import FOLLOWED, _followed
 from lorabench.measure.machine import describe
 from lorabench.measure.trial import run_trial
 from lorabench.plan.compose import plan
@@ -255,3 +256,21 @@ def test_evidence_is_numbers_that_cross_a_process_s_boundary():
     found = evidence(built(planned(f"reference=[sdpa,{METRICS}]")[0], "reference"))
     assert len(ForkingPickler.dumps(found)) < 50_000
     assert not any(isinstance(value, torch.Tensor) for value in vars(found["choices"]).values())
+
+
+def followed(theirs):
+    ours = [7.001, 7.004, 6.998, 7.0]
+    return [check.passed for check in _followed(list(zip(ours, theirs, strict=False)), FOLLOWED)]
+
+
+def test_a_loss_has_to_follow_each_trial_s_tokens():
+    assert followed([7.0012, 7.0041, 6.9983, 7.0002]) == [True]
+    assert followed([7.002, 7.005, 6.999, 7.001]) == [True]  # always a little more: the loss itself is held to that
+    assert followed([7.001, 7.001, 7.001, 7.001]) == [False]
+    assert followed([6.999, 7.001, 7.003, 6.998]) == [False]
+    assert followed([7.001, 7.004]) == []  # of two trials nothing can be said
+
+
+def test_losses_of_the_same_tokens_are_equal_but_for_rounding():
+    same = [(7.0, 7.0000005), (7.0, 7.0), (7.0, 6.9999995)]
+    assert [check.passed for check in _followed(same, FOLLOWED)] == [True]

@@ -7,8 +7,9 @@ import pytest
 import torch
 from helpers import PEFT, arm, random_samples, request
 
-from lorabench.contract.ablation import Unsupported
+from lorabench.contract.ablation import Ablation, Unsupported
 from lorabench.contract.batch import IGNORE, Batch, Sample, pad
+from lorabench.contract.kind import kind
 from lorabench.contract.workload import Workload
 from lorabench.measure.feed import Feed, fresh_tokens, marked
 
@@ -81,3 +82,16 @@ def test_an_op_s_rows_are_fresh_in_place():
     assert made.step.x is x and not torch.equal(x, first)
     made.kind.feed(made, 0)
     assert torch.equal(x, first) and request(model="linear-32x48").cell.kind == "op"
+
+
+class CountsMore(Ablation):
+    name, slot = "counts_more", "third_party"
+
+    def collate(self, batch):
+        return replace(batch, real=10 * batch.real)
+
+
+def test_batches_that_count_other_tokens_than_the_samples_are_refused():
+    with pytest.raises(Unsupported, match="count 210 real tokens; the samples have 21"):
+        wanted = request(*PEFT, samples=random_samples([16, 5]))
+        kind("train").build(replace(wanted, ablations=(*wanted.ablations, CountsMore())))

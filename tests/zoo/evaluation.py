@@ -54,7 +54,7 @@ class LossOfAnEarlierTrial(Evaluates):
 class ShorterText(Evaluates):
     name = "a_shorter_text"
     summary = "answers before the toggle whose text it is, with one token"
-    caught = "text_metrics"
+    caught = "text_metrics says that it is at work"
 
     def text_metrics(self) -> TextMetrics:
         return OneToken(names=("bleu",), samples=1, max_new_tokens=1)
