@@ -82,7 +82,7 @@ class LastBatchDropped(Cheat):
 class CutBeyondTheGate(Cheat):
     name = "cut_beyond_the_gate"
     summary = "samples of more than 256 tokens lose the end, and the loss is made up for it"
-    caught = "the gradient of"
+    caught = "batches count"
     status = ("wrong_numerics", "untrusted", "unsupported")
     slot = "batching"
     command = ("workload=1x300", "dtype=bfloat16")
