@@ -29,13 +29,15 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.cell import Cell
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
-from lorabench.measure.build import to_device
-from lorabench.measure.kind import request_of
+from lorabench.measure.build import laid_out, to_device
+from lorabench.measure.hooks import Hooks
+from lorabench.measure.kind import Request, request_of
 from lorabench.measure.machine import commit, describe
 from lorabench.plan.compose import load_config, plan
 from lorabench.plan.design import Known, refusal
@@ -80,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     evaluated: dict[Run, float] = {}
     for run in RUNS:
         with tempfile.TemporaryDirectory() as scratch:
-            arm = built(cell, run, dtype, device, Path(scratch))
-        curves[run] = fit(arm, steps_of(train, run, options), run.name)
-        evaluated[run] = held_out_loss(arm, held_out)
+            request, arm = built(cell, run, dtype, device, Path(scratch))
+        curves[run] = fit(request, arm, steps_of(train, run, options), run.name)
+        evaluated[run] = held_out_loss(request, arm, held_out)
         print(f"\r{run.name}: {curves[run][0]:.4f} -> {curves[run][-1]:.4f}, held out {evaluated[run]:.4f}", flush=True)
         del arm
     found = verdict(evaluated) | {
@@ -141,16 +143,17 @@ def ends(options: argparse.Namespace, machine: Machine) -> Cell:
     return standing[-1]
 
 
-def built(cell: Cell, run: Run, dtype: torch.dtype, device: torch.device, scratch: Path) -> Arm:
-    """An arm of the cell, its adapter as PEFT begins it: A drawn from the seed, B zero."""
+def built(cell: Cell, run: Run, dtype: torch.dtype, device: torch.device, scratch: Path) -> tuple[Request, Arm]:
+    """An arm of the cell, its adapter as PEFT begins it (A drawn from the seed, B zero), and what it was built from."""
     request = request_of(cell, run.arm, dtype, device, scratch)
     jobs = [replace(job, seed=run.seed, learning_rate=LEARNING_RATE) for job in request.jobs]
-    arm = kind(cell.kind).build(replace(request, jobs=jobs))
+    request = replace(request, jobs=jobs)
+    arm = kind(cell.kind).build(request)
     with torch.no_grad():
         for name, tensor in arm.adapters():
             if "lora_B" in name:
                 tensor.zero_()
-    return arm
+    return request, arm
 
 
 def steps_of(train: Sequence[Sample], run: Run, options: argparse.Namespace) -> list[list[Sample]]:
@@ -160,23 +163,19 @@ def steps_of(train: Sequence[Sample], run: Run, options: argparse.Namespace) -> 
     return [own[::-1] for own in steps] if run.reordered else steps
 
 
-def lay_out(arm: Arm, own: Sequence[Sample]) -> list[Batch]:
+def lay_out(request: Request, arm: Arm, own: Sequence[Sample]) -> list[Batch]:
     """One step's samples as the arm's toggles put them into micro-batches."""
-    assert arm.step.job is not None
-    feed = arm.step.job.workload
-    sizing = next(iter(getattr(arm, "sizings", ())), None)
-    feed = feed.model_copy(update={"batch_size": sizing.batch_size}) if sizing else feed
-    made = next((b for a in arm.ablations if (b := a.batch(own, feed)) is not None), None) or pad(own, feed.batch_size)
+    made = laid_out(request, Hooks(request.ordered), request.jobs[0], own, arm.sizings[0])
     return [to_device(batch, arm.device) for batch in made]
 
 
-def fit(arm: Arm, steps: Sequence[Sequence[Sample]], name: str) -> list[float]:
+def fit(request: Request, arm: Arm, steps: Sequence[Sequence[Sample]], name: str) -> list[float]:
     """The loss of each step, over all its trained tokens, before its update."""
     step, losses = arm.step, []
     for number, own in enumerate(steps, start=1):
         step.innermost.items = sum(sample.trained for sample in own)
         total = torch.zeros((), device=arm.device)
-        for batch in lay_out(arm, own):
+        for batch in lay_out(request, arm, own):
             loss = step.forward(batch)
             step.backward(loss)
             total += loss.detach().float()
@@ -189,11 +188,13 @@ def fit(arm: Arm, steps: Sequence[Sequence[Sample]], name: str) -> list[float]:
 
 
 @torch.no_grad()
-def held_out_loss(arm: Arm, held_out: Sequence[Sample]) -> float:
-    """The mean over all trained tokens. The model stays in training mode, in which it has no dropout either: on a CPU
-    bitsandbytes packs 4-bit weights anew for inference."""
+def held_out_loss(request: Request, arm: Arm, held_out: Sequence[Sample]) -> float:
+    """The mean over all trained tokens, padded in either arm. The model stays in training mode, in which it has no
+    dropout either: on a CPU bitsandbytes packs 4-bit weights anew for inference."""
     arm.step.innermost.items = sum(sample.trained for sample in held_out)
-    return sum(float(arm.step.forward(to_device(batch, arm.device))) for batch in pad(held_out, HELD_OUT_BATCH))
+    hooks = Hooks(request.ordered)
+    batches = (hooks.through(Ablation.collate, batch) for batch in pad(held_out, HELD_OUT_BATCH))
+    return sum(float(arm.step.forward(to_device(batch, arm.device))) for batch in batches)
 
 
 def verdict(held_out: dict[Run, float]) -> dict[str, Any]:

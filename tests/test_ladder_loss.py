@@ -6,7 +6,11 @@ import csv
 import json
 
 import pytest
+import torch
 from helpers import benchmark, word_model
+
+from lorabench.measure.machine import describe
+from lorabench_ablations.packing import Packing
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,23 @@ def test_start_and_end_of_the_ladder_learn_the_same(script, tmp_path, capsys):
     assert picture.stat().st_size > 10_000
     picture.unlink()
     assert script.main(["--redraw", str(out)]) == 0 and picture.stat().st_size > 10_000
+
+
+def test_batches_pass_through_the_toggles_of_an_arm_as_in_a_cell(script, tmp_path, monkeypatch):
+    """A toggle that puts something into every batch, as attention over packed rows does, is asked here, too."""
+    model, text = word_model(tmp_path, hidden=64, intermediate=128)
+    collated = []
+    monkeypatch.setattr(Packing, "collate", lambda self, batch: collated.append(batch) or batch)
+    own = ["--model", str(model), "--weights", "auto", "--start", "predibase_start_cpu", "--batch", "3"]
+    options = script.parse([str(text), *own, "--dtype", "float32", "--ablations", "adamw_fused", "packing"])
+    cell = script.ends(options, describe())
+    request, arm = script.built(cell, script.LAST, torch.float32, torch.device("cpu"), tmp_path)
+    collated.clear()
+    assert [b.real for b in script.lay_out(request, arm, arm.samples)] == [b.real for b in collated]
+    assert len(collated) == 1 < len(arm.samples) == 3, "the step's samples lie in one row"
+    collated.clear()
+    assert script.held_out_loss(request, arm, 2 * arm.samples) > 0
+    assert [len(b.inputs["input_ids"]) for b in collated] == [4, 2]
 
 
 def test_the_verdict(script):

@@ -70,18 +70,24 @@ def feeds(request: Request, arm: Arm, vocabulary: int) -> list[Feed]:
     """Of each job what puts a trial's fresh tokens into its batches. Raises Unsupported where they cannot take any."""
     made = []
     for job, samples, step, sizing in zip(request.jobs, request.samples, arm.steps, arm.sizings, strict=True):
-        layout = _batches(request, Hooks(request.ordered), _sized(job, sizing), marked(samples))
+        layout = laid_out(request, Hooks(request.ordered), job, marked(samples), sizing)
         random = job.workload.kind != "text"
         made.append(Feed(step.batches, layout, samples, vocabulary, random, job.seed))
     return made
 
 
-def _batches(request: Request, hooks: Hooks, job: Job, samples: list[Sample]) -> list[Batch]:
-    """This rank's batches of a job, as the toggles make them."""
+def laid_out(
+    request: Request, hooks: Hooks, job: Job, samples: Sequence[Sample], sizing: Sizing | None = None,
+) -> list[Batch]:  # fmt: skip
+    """This rank's batches of a job's samples, as the toggles make them, on the host. `sizing`: the micro-batches that a
+    toggle found for the job. Raises what the hooks raise, and Unsupported where the samples' tokens are not all there.
+    """
+    workload = _sized(job, sizing).workload
+    samples = list(samples)
     share = hooks.first(Ablation.shard, samples, request.ranks)
     mine = samples if share is None else share
-    made = hooks.first(Ablation.batch, mine, job.workload)
-    batches = pad(mine, job.workload.batch_size) if made is None else made
+    made = hooks.first(Ablation.batch, mine, workload)
+    batches = pad(mine, workload.batch_size) if made is None else made
     batches = [hooks.through(Ablation.collate, batch) for batch in batches]
     said, there = sum(b.real for b in batches), sum(len(s.tokens) for s in mine)
     if request.ranks.size == 1 and said != there:  # of several, each may have its part of a sample
@@ -94,7 +100,7 @@ def _size(request: Request, hooks: Hooks, arm: Arm, index: int, held: int, room:
     job, samples, step = request.jobs[index], request.samples[index], arm.steps[index]
 
     def lay_out(some: Sequence[Sample], batch_size: int) -> list[Batch]:
-        batches = _batches(request, hooks, _sized(job, Sizing(batch_size)), list(some))
+        batches = laid_out(request, hooks, job, some, Sizing(batch_size))
         return [to_device(b, request.device) for b in batches]
 
     with Rehearsing(
@@ -160,7 +166,7 @@ def _step(
     request: Request, hooks: Hooks, model: nn.Module, job: Job, samples: list[Sample], make_step: MakeStep,
 ) -> Step:  # fmt: skip
     """One job's step: its batches, its optimizer, and what the toggles wrap around both."""
-    batches = _batches(request, hooks, job, samples)
+    batches = laid_out(request, hooks, job, samples)
     params = [p for n, p in model.named_parameters() if (p.requires_grad if not job.name else f".{job.adapter}." in n)]
     own = [registry.ablation(job.optimizer)] if job.optimizer else []
     optimizer = hooks.first(Ablation.optimize, params, job.learning_rate, among=[*own, *hooks.ordered])
