@@ -49,11 +49,7 @@ class Nf4Base(Ablation):
     bnb_4bit_use_double_quant: bool = True  # the blocks' scales in 8 bits: 0.37 bits a weight less
 
     def prepare(self, base: nn.Module, *, upcast: bool) -> None:
-        from torch import nn
-
-        head = base.get_output_embeddings()  # type: ignore[operator]
-        names = [n for n, m in base.named_modules() if type(m) is nn.Linear and m is not head]
-        for name in names:  # the dense weight of each goes before the next is quantized
+        for name in list(linears(base)):  # the dense weight of each goes before the next is quantized
             linear = base.get_submodule(name)
             quantized = self._quantized(linear)
             if upcast:
@@ -94,6 +90,14 @@ class Nf4Base(Ablation):
             imports=("from transformers import BitsAndBytesConfig",),
             axolotl={"adapter": "qlora", "load_in_4bit": True} if double else None,  # its default, without a key
         )
+
+
+def linears(model: Any) -> dict[str, nn.Linear]:
+    """What is quantized, by name: every linear but the head, as transformers does."""
+    from torch import nn
+
+    head = model.get_output_embeddings()
+    return {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
 
 
 def as_nf4(weight: torch.Tensor, double: bool, module: Any = None) -> Any:

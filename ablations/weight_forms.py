@@ -15,7 +15,7 @@ from lorabench.contract.reading import Checkpoint, WeightsForm, WeightsReader
 from lorabench.measure.safetensors_file import entries
 from lorabench.measure.saved import saved_once
 from lorabench.plan.architecture import quiet
-from lorabench_ablations.loading import as_nf4
+from lorabench_ablations.loading import as_nf4, linears
 from lorabench_ablations.readers import by_threads, from_pretrained
 
 STATE = ".quant_state.bitsandbytes__nf4"  # how bitsandbytes names the part of a weight's state that is no tensor
@@ -137,16 +137,11 @@ def packed_bytes(weights: int, double: bool) -> int:
     return weights // 2 + scales + 4 * math.ceil(scales / NESTED) + CODES
 
 
-def linears(model: Any) -> dict[str, nn.Linear]:
-    """The quantized linears by the names of their weights: all but the head, as nf4_base and transformers do."""
-    head = model.get_output_embeddings()
-    return {f"{n}.weight": m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
-
-
 def linears_of(folder: Path) -> set[str]:
     """Names of the weights that are quantized of the model in a folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
-        return set(linears(AutoModelForCausalLM.from_config(config, trust_remote_code=False)))
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return {f"{name}.weight" for name in linears(model)}
