@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lorabench.contract.reading import Checkpoint, WeightsReader
-from lorabench.measure.plain_reader import PlainReader, fill, read_file
+from lorabench.measure.plain_reader import PlainReader, fill, read_file, taken
 from lorabench.measure.rates import host_bytes
 from lorabench.measure.safetensors_file import Entry, aligned, entries
 from lorabench.plan.architecture import quiet
@@ -160,11 +160,7 @@ class Lane:
 
     def carry(self, todo: deque[Chunk]) -> None:
         """Bring chunks until there are no more."""
-        while True:
-            try:
-                chunk = todo.popleft()
-            except IndexError:
-                return
+        for chunk in taken(todo):
             self.chunks += 1
             with open(chunk.file, "rb", buffering=0) as opened:
                 self._bring(opened.fileno(), chunk)

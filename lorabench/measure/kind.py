@@ -17,6 +17,7 @@ from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
+from lorabench.contract.hooks import in_order
 from lorabench.contract.job import Job, as_only_job
 from lorabench.contract.kind import KindSpec, kind
 from lorabench.contract.model import ModelSpec
@@ -53,7 +54,7 @@ class Request:
     @property
     def ordered(self) -> list[Ablation]:
         """The toggles in the order in which their hooks are called, whatever the order of the list."""
-        return sorted(self.ablations, key=lambda a: (a.rank, a.name))
+        return in_order(self.ablations)
 
     def only(self, index: int) -> Request:
         """The same with one of its jobs, as if it were the only one."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from lorabench.contract.reading import Checkpoint, WeightsReader
 from lorabench.measure.safetensors_file import aligned, entries
 
+T = TypeVar("T")
 ALIGNED = 64  # bytes: as torch's own allocator of host memory
 MOST_AT_ONCE = 1000  # buffers that one call of preadv may fill (IOV_MAX is 1024)
 
@@ -42,6 +44,15 @@ def read_file(file: Path) -> dict[str, Tensor]:
     with open(file, "rb", buffering=0) as opened:
         fill(opened.fileno(), found[0].offset if found else 0, memory.numpy(), pieces)
     return {entry.name: entry.of(memory, begin) for begin, entry in zip(begins, found, strict=True)}
+
+
+def taken(todo: deque[T]) -> Iterator[T]:
+    """One after the other, until none is left; several threads may take from the same."""
+    while True:
+        try:
+            yield todo.popleft()
+        except IndexError:
+            return
 
 
 def fill(descriptor: int, offset: int, memory: Any, pieces: Sequence[tuple[int, int]]) -> None:

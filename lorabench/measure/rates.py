@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorabench.measure.plain_reader import fill
+from lorabench.measure.plain_reader import fill, taken
 from lorabench.measure.trial import synchronize
 
 BLOCK = 1 << 23  # bytes that a thread reads at once
@@ -52,11 +52,7 @@ def _read(files: Sequence[Path], buffers: Sequence[Tensor]) -> None:
     blocks = deque((file, at) for file in files for at in range(0, file.stat().st_size, BLOCK))
 
     def work(buffer: Tensor) -> None:
-        while True:
-            try:
-                file, offset = blocks.popleft()
-            except IndexError:
-                return
+        for file, offset in taken(blocks):
             with open(file, "rb", buffering=0) as opened:
                 size = min(BLOCK, file.stat().st_size - offset)
                 fill(opened.fileno(), offset, buffer.numpy(), [(0, size)])

@@ -34,7 +34,7 @@ BETTER = {SPEEDUP: MORE, SAVED: MORE, HELD: LESS}  # which way a measure is bett
 # What sources also state. A record holds one of these where the claim says of which phase it is, or where its kind says
 # it of an arm (`quantities` in its notes).
 OTHER_QUANTITIES = {
-    "kernel_speedup": MORE, "load_speedup": MORE, "tokens_s": MORE, "latency_h": LESS,
+    "kernel_speedup": MORE, "tokens_s": MORE, "latency_h": LESS,
     "latency_days": LESS, "gpu_utilization_pct": MORE, "memory_traffic_saved_pct": MORE, "pipeline_bubble_pct": LESS,
     "minutes_saved_per_checkpoint": MORE, "quantizing_s": LESS, "partition_gb": LESS, "cost_usd": LESS,
     "jobs_that_fit": MORE, "jobs_that_fit_ratio": MORE,

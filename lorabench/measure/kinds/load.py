@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm, bytes_of
 from lorabench.contract.cell import Cell
-from lorabench.contract.hooks import asked
+from lorabench.contract.hooks import in_order
 from lorabench.contract.machine import Machine
 from lorabench.contract.reading import Checkpoint, WeightsForm, WeightsReader
 from lorabench.contract.work import Work
 from lorabench.measure.build import causal_lm, fill_base
+from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Begin, Kind, Request
 from lorabench.measure.page_cache import forget, hold
 from lorabench.measure.plain_reader import PlainReader
@@ -92,8 +93,7 @@ class Load(Kind):
         plain = checkpoint(request)
         form, wanted = form_of(request.ordered), form_of(request.cell.reference)
         source = form.checkpoint(plain)
-        readers = (asked(a, Ablation.read) for a in request.ordered)
-        reader = next((r for r in readers if r is not None), None) or form.reader() or PlainReader()
+        reader = Hooks(request.ordered).first(Ablation.read) or form.reader() or PlainReader()
         cold = request.cell.workload.page_cache == "cold"
         if not cold:
             hold(source.files)
@@ -165,8 +165,7 @@ class Load(Kind):
 
 def form_of(ablations: Sequence[Ablation]) -> WeightsForm:
     """In what form an arm with these toggles has its weights."""
-    forms = (asked(a, Ablation.form) for a in sorted(ablations, key=lambda a: (a.rank, a.name)))
-    return next((f for f in forms if f is not None), None) or WeightsForm()
+    return Hooks(in_order(ablations)).first(Ablation.form) or WeightsForm()
 
 
 def is_plain(cell: Cell) -> bool:
