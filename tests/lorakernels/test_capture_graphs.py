@@ -125,7 +125,7 @@ def test_a_step_that_needs_the_host_is_refused_before_its_capture():
     losses, _, step = replayed(model, data, loss=loss)
     assert losses.tolist() == pytest.approx(plain(other, data, device="cuda")[0].tolist(), rel=2e-3)
     assert step.status().replays == 0
-    assert any("waits for the device at" in r and "test_capture.py" in r for r in step.status().eager), str(
+    assert any("waits for the device at" in r and "test_capture_graphs.py" in r for r in step.status().eager), str(
         step.status()
     )
 
