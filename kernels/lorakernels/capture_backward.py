@@ -155,6 +155,9 @@ class CapturedBackward:
             made[:] = gradients.collect(params)
             return {name: t.detach() for name, t in outputs.items()}
 
+        # It keeps the casts of a forward of anybody's, with or without gradients, and by them the parameters' accumulators
+        # on the stream of that forward, which a capture must not wait for.
+        torch.clear_autocast_cache()
         try:
             entry.recording = self.graphs.record(function)
         except NotCaptured as reason:

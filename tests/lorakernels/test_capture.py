@@ -223,6 +223,34 @@ def test_evaluation_in_between(fake):
     assert step.status().replays == 6 and not step.status().dropped
 
 
+def test_no_accumulator_of_an_evaluation_under_autocast_meets_a_capture(fake, monkeypatch):
+    """Autocast's cache keeps the casts of a forward without gradients, too, and a CUDA graph cannot be captured while a
+    parameter's accumulator lives from before."""
+    model, met = build("llama", torch.bfloat16, autocast_adapter_dtype=True), []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    fake.params, record = list(model.parameters()), fake.record
+
+    def accumulators():
+        return [p.view_as(p).grad_fn.next_functions[0][0].metadata for p in trained]
+
+    def between(i, m):
+        with torch.no_grad():
+            m(**padded_batch(77, 9))
+        for metadata in accumulators():
+            metadata["of an evaluation"] = True
+        assert all(accumulators()), "kept alive by the cache: else this test tests nothing"
+
+    def recorded(function):
+        met.extend(accumulators())
+        return record(function)
+
+    monkeypatch.setattr(fake, "record", recorded)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, _, step = replayed(model, batches(12), between=between)
+    assert step.status().replays == 6 and len(met) >= 3 * len(trained)
+    assert not any(met)
+
+
 def test_dropout_draws_new_masks_every_replay(fake):
     model = build("llama", lora_dropout=0.5)
     fake.params = list(model.parameters())
