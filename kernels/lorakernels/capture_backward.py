@@ -155,8 +155,8 @@ class CapturedBackward:
             made[:] = gradients.collect(params)
             return {name: t.detach() for name, t in outputs.items()}
 
-        # It keeps the casts of a forward of anybody's, with or without gradients, and by them the parameters' accumulators
-        # on the stream of that forward, which a capture must not wait for.
+        # The cache keeps the casts of anybody's forward, with or without gradients, and by them the parameters'
+        # accumulators on the stream of that forward, for which a capture must not wait.
         torch.clear_autocast_cache()
         try:
             entry.recording = self.graphs.record(function)

@@ -2,7 +2,8 @@
 
 In a round of the trials both arms take their turn within milliseconds, and the counter moves some ten times a second:
 what it says of a round is of both. So each arm gets a block of its own, of seconds, from one movement of the counter to
-another. What the GPU draws while it waits between two steps is part of it, and so is whatever else runs there.
+another; a step that takes as long alone is a block of one. What the GPU draws while it waits between two steps is part
+of it, and so is whatever else runs there.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ def block(
     step: Callable[[], object], read: Callable[[], int], usual_ms: float, now: Callable[[], float] = perf_counter
 ) -> Energy | None:
     """Steps for LEAST_S or more, from one movement of the counter to another. `read` gives mJ."""
+    if usual_ms >= 1000 * LEAST_S:
+        begin = Reading(read(), now(), 0)
+        step()
+        return _energy(begin, Reading(read(), now(), 1), usual_ms)
     begin = _moved(step, read, now)
     if begin is None:
         return None
@@ -55,9 +60,14 @@ def block(
         step()
         steps += 1
     end = _moved(step, read, now)
-    if end is None or end.mj <= begin.mj:
+    return end and _energy(begin, end._replace(steps=steps + end.steps), usual_ms)
+
+
+def _energy(begin: Reading, end: Reading, usual_ms: float) -> Energy | None:
+    """Of the steps until `end`. None where the counter stood still, or the steps were too fast to be the usual ones."""
+    if end.mj <= begin.mj:
         return None
-    steps, seconds = steps + end.steps, end.at - begin.at
+    steps, seconds = end.steps, end.at - begin.at
     if seconds / steps < SAME_WORK * usual_ms / 1000:
         return None
     return Energy(joules=(end.mj - begin.mj) / 1000, steps=steps, seconds=seconds)

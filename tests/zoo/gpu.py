@@ -20,6 +20,8 @@ class SideStream(Cheat):
     caught = "clock"
     status = ("untrusted",)
     requires = ON_A_GPU
+    # A model that the device works on for longer than the host: elsewhere no work is left when the clock stops.
+    command = ("models=[smollm2-1.7b]", "workload=4x2048", "dtype=bfloat16", "timeout_s=120")
 
     class Wrapper(Turns):
         def aside(self, call: Callable[[], Any]) -> Any:
