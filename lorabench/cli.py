@@ -52,6 +52,7 @@ COMMANDS = {
     ),
     "report": Command("lorabench.report.__main__", "tables, plots and page again, from a results folder"),
     "compare": Command("lorabench.compare", "two results folders against each other"),
+    "gather": Command("lorabench.gather", "records of several results folders into one"),
     "doctor": Command("lorabench.doctor", "what this machine can run, and why not the rest"),
     "log": Command("lorabench.log_command", "run a command; keep its output and the environment it ran in"),
 }

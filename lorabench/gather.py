@@ -1,0 +1,72 @@
+"""Records of several results folders into one: of machines or GPUs that shared a sweep, or of sessions apart.
+
+    python -m lorabench.gather results/all results/gpu0 results/gpu1
+    python -m lorabench.report results/all
+
+The first folder takes the records of the others; it need not exist. A cell that it has already from another session is
+kept beside it, as another session of that cell. A record that it has already is left where it is, so the same command
+may be run again. Nothing is written unless every folder can be read. Exit code 0; 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":  # as in sweep.py
+    from lorabench.cli import main as entry
+
+    raise SystemExit(entry(["gather", *sys.argv[1:]]))
+
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lorabench.record.schema import Record
+
+
+def gathered(here: Sequence[Record], more: Sequence[Record]) -> Iterator[Record]:
+    """What `here` lacks of `more`, which come from one folder. A session that `here` has a cell of already, of another
+    run, becomes the next session of that cell."""
+    known = {(r.session, r.key) for r in here}
+    taken: dict[str, set[int]] = {}
+    for record in here:
+        taken.setdefault(record.key, set()).add(record.replicate)
+    became: dict[tuple[str, int], int] = {}
+    for record in more:
+        if (record.session, record.key) in known:
+            continue
+        own = taken.setdefault(record.key, set())
+        place = record.key, record.replicate
+        if place not in became:
+            became[place] = record.replicate if record.replicate not in own else max(own) + 1
+            own.add(became[place])
+        yield record.model_copy(update={"replicate": became[place]})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = ArgumentParser("python -m lorabench.gather", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("into", type=Path, metavar="INTO", help="the results folder that takes the records")
+    parser.add_argument("folders", type=Path, metavar="FROM", nargs="+", help="a results folder that is read")
+    options = parser.parse_args(arguments)
+
+    from lorabench.record.store import RecordError, Store, StoreError, read_records, read_sessions
+
+    try:
+        found = [(folder, read_records(folder), read_sessions(folder)) for folder in options.folders]
+        with Store(options.into) as store:
+            here = store.records()
+            for folder, records, sessions in found:
+                new = list(gathered(here, records))
+                for session in sessions:
+                    if session["id"] in {record.session for record in new}:
+                        store.add_session(session)
+                for record in new:
+                    store.append(record)
+                here += new
+                print(f"{folder}: {len(new)} of {len(records)} records are new in {options.into}")
+    except (RecordError, StoreError) as error:
+        print(f"lorabench: {error}", file=sys.stderr)
+        return 2
+    return 0

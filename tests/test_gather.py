@@ -1,0 +1,60 @@
+"""Several folders' records into one: nothing lost, nothing twice, another session of a cell beside the first."""
+
+from __future__ import annotations
+
+import pytest
+
+from lorabench import gather
+from lorabench.record.schema import Record
+from lorabench.record.store import Store, read_records, read_sessions
+
+
+def folder(path, session, *keys, replicates=(0,)):
+    """A results folder with a record of each key in each session of a run."""
+    with Store(path) as store:
+        for replicate in replicates:
+            name = f"{session}{replicate or ''}"
+            store.add_session({"id": name, "commit": "c"})
+            for key in keys:
+                store.append(
+                    Record(
+                        kind="train", key=key, session=name, replicate=replicate, model="m", workload="w",
+                        design="solo", reference=[], candidate=[], ablations=[], status="unsupported", reason="why",
+                    )
+                )  # fmt: skip
+    return path
+
+
+def contents(path):
+    return [(r.key, r.session, r.replicate) for r in read_records(path)]
+
+
+def test_parts_of_a_sweep_and_sessions_of_a_cell(tmp_path, capsys):
+    first = folder(tmp_path / "gpu0", "a", "one", "two")
+    other = folder(tmp_path / "gpu1", "b", "three", "two")
+    into = tmp_path / "all"
+    assert gather.main([str(into), str(first), str(other)]) == 0
+    assert "gpu1: 2 of 2 records are new" in capsys.readouterr().out
+    assert contents(into) == [("one", "a", 0), ("two", "a", 0), ("three", "b", 0), ("two", "b", 1)]
+    assert [s["id"] for s in read_sessions(into)] == ["a", "b"]
+    assert gather.main([str(into), str(other), str(first)]) == 0
+    assert "0 of 2 records are new" in capsys.readouterr().out
+    assert len(contents(into)) == 4, "the same once more changes nothing"
+
+
+def test_runs_of_several_sessions_each_keep_their_order(tmp_path):
+    into = folder(tmp_path / "one", "a", "cell", replicates=(0, 1))
+    assert gather.main([str(into), str(folder(tmp_path / "two", "b", "cell", replicates=(0, 1)))]) == 0
+    assert contents(into) == [("cell", "a", 0), ("cell", "a1", 1), ("cell", "b", 2), ("cell", "b1", 3)]
+
+
+@pytest.mark.parametrize("wrong", ["missing", "corrupt"])
+def test_nothing_is_written_unless_every_folder_can_be_read(tmp_path, wrong, capsys):
+    good, bad = folder(tmp_path / "good", "a", "one"), tmp_path / "bad"
+    if wrong == "corrupt":
+        bad.mkdir()
+        (bad / "records.jsonl").write_text("no record\n")
+    assert gather.main([str(tmp_path / "all"), str(good), str(bad)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("lorabench: ") and str(bad) in said and said.count("\n") == 1
+    assert not (tmp_path / "all").exists()
