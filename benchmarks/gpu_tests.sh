@@ -23,7 +23,7 @@ part e $(files lora_grad)
 part f $(files concat_operand)
 part g $(files swiglu)
 part h $(files capture_graphs capture_trainer)
-part i tests/zoo tests/measure/test_memory.py tests/test_api.py
+part i tests/zoo tests/measure/test_memory.py tests/measure/test_fairness.py tests/test_api.py
 failed=0
 for pid in "${pids[@]}"; do wait "$pid" || failed=$((failed + 1)); done
 grep -hE "passed|failed|^FAILED|^ERROR" "$out"/*.log

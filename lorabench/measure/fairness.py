@@ -249,6 +249,7 @@ class Guard:
     def watch(self, arm: Arm) -> None:
         """From now on the candidate is built beside this arm, the reference, and has to leave it as it is."""
         self.arm, self.as_it_was = arm, of_arm(arm)
+        self.threads |= backward_threads(arm.device)
 
     def check(self) -> None:
         """After every trial: raises Untrusted where a setting of the process has changed."""
@@ -269,7 +270,8 @@ class Guard:
         return "" if self.alone else "; one that has to says global_patch = True"
 
     def busy(self) -> Iterator[tuple[str, float]]:
-        """(what, seconds computed so far) of each Python thread and each child process that came after this guard."""
+        """(what, seconds computed so far) of each Python thread and each child process that came after this guard. Not
+        of autograd's own thread: Python knows it once something in it asks, and both arms' backward runs there."""
         process = psutil.Process()
         spent = {t.id: t.user_time + t.system_time for t in process.threads()}
         for thread in threading.enumerate():
@@ -282,6 +284,15 @@ class Guard:
                 except psutil.Error:
                     continue
                 yield f"the process {child.pid}", times.user + times.system
+
+
+def backward_threads(device: torch.device) -> set[int]:
+    """The native ids of the threads in which a backward on this device runs: autograd has one a GPU."""
+    met: set[int] = set()
+    out = torch.ones((), device=device, requires_grad=True) * 1
+    out.register_hook(lambda grad: met.add(threading.get_native_id()))
+    out.backward()
+    return met
 
 
 def check_busy(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> None:

@@ -89,6 +89,23 @@ def test_a_thread_of_the_candidate_s_that_computes_is_named():
         thread.join()
 
 
+def test_a_backward_on_a_cpu_has_no_thread_of_its_own():
+    assert fairness.backward_threads(torch.device("cpu")) == {threading.get_native_id()}
+
+
+@pytest.mark.gpu
+def test_autograd_s_own_thread_is_nobody_s_once_python_has_met_it():
+    """Checkpointing runs the forward again in it, and Triton or a logger may ask there which thread it is."""
+    guard, ours = Guard(alone=False), threading.get_native_id()
+    out = torch.ones((), device="cuda", requires_grad=True) * 1
+    out.register_hook(lambda grad: threading.current_thread() and None)
+    out.backward()
+    own = fairness.backward_threads(out.device)
+    assert own and ours not in own and dict(guard.busy()), "a thread that came after the guard"
+    guard.threads |= own
+    assert not dict(guard.busy())
+
+
 def test_work_outside_the_clock_is_seen_on_the_wall():
     fairness.check_clock("candidate", [done(10.0, wall=12.0), done(29.0, wall=30.0, host=29.0)])
     with pytest.raises(Untrusted, match="trial 2 of the candidate took 40 ms of which its clock saw 10"):
