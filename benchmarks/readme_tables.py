@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lorabench.compare import hardware
-from lorabench.record.schema import Record
+from lorabench.record.schema import TOTAL, Record
 from lorabench.report.analysis import Analysis, Row
+from lorabench.report.attribution import Rung
 from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables
-from lorabench.report.claims import AS_RATIO, Claim, Match, Source, claims_frame, load_claims, measured
+from lorabench.report.claims import AS_RATIO, SPEEDUP, Claim, Match, Source, about, claims_frame, load_claims, measured
 from lorabench.report.contrasts import WHOLE
-from lorabench.report.ladder_summary import conclusions, start_to_end, steps_table
+from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
 from lorabench.report.shares import ratio_of_ratios
 from lorabench.report.tables import md
 from lorabench.report.words import number, ratio
@@ -38,7 +39,7 @@ SHOWN = (
     ("axolotl_blog", "llama-3.1-8b-backward-memory"),
     ("lorafusion", "kernels-average"),
     ("lorafusion", "over-megatron-average"),
-    ("predibase_ladder", "step-5-checkpointing"),
+    ("predibase_ladder", "step-3-batch-size"),
     ("predibase_ladder", "step-9-kernels"),
     ("mlora", "faster-than-side-by-side"),
 )
@@ -87,6 +88,19 @@ class Results:
         """Every claim beside every record that was measured: (folder, match)."""
         return [(n, m) for n, a in self.folders.items() for m in a.matches if m.record.status == "ok"]
 
+    @cached_property
+    def steps(self) -> list[tuple[str, Match, Rung]]:
+        """Every claim beside every rung of a ladder that stands on the claim's own baseline: (folder, match, rung)."""
+        rungs = [
+            (n, rung) for n, a in self.folders.items() for own in ladders(a) for rung in own.rungs if rung.increment
+        ]
+        return [
+            (n, m, rung)
+            for n, rung in rungs
+            for m in about(rung.record, [rung.added], rung.below.candidate if rung.below else rung.record.reference)
+            if not m.differs and not m.inverted and m.claim.quantity == f"{TOTAL}_{SPEEDUP}"
+        ]
+
 
 class Measured(NamedTuple):
     """What stands beside a claim: the number, by which toggles it was measured, against what, and in which folder."""
@@ -109,6 +123,8 @@ def beside(claim: Claim, results: Results) -> Measured | None:
             apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
             tested = "" if claim.over else " + ".join(m.record.ablations)
             found.setdefault((bool(m.stands_for), apart, folder, m.differs, tested), []).append(m)
+    if steps := [s for s in results.steps if s[1].claim is claim] if all(place[1] for place in found) else []:
+        return _of_rungs(steps)
     if not found:
         return None
     (_, _, folder, differs, _), rows = min(found.items(), key=lambda item: item[0])
@@ -116,6 +132,15 @@ def beside(claim: Claim, results: Results) -> Measured | None:
     toggles = " + ".join(f"`{t}`" for t in rows[0].record.ablations)
     toggles += f", in place of `{rows[0].stands_for}`" if rows[0].stands_for else ""
     return Measured(_together(claim, rows, results.folders[folder]), toggles, baseline, folder)
+
+
+def _of_rungs(steps: Sequence[tuple[str, Match, Rung]]) -> Measured:
+    folder, rungs = steps[0][0], [rung for _, _, rung in steps]
+    values = [rung.increment.centre for rung in rungs if rung.increment]
+    one = f"{ratio(*rungs[0].increment)} ×" if rungs[0].increment else ""
+    several = f"{number(min(values))} to {number(max(values))} × on {len(values)} workloads"
+    toggles = f"`{rungs[0].added}`, as a step of the ladder"
+    return Measured(one if len(values) == 1 else several, toggles, "the same", folder)
 
 
 def _value(m: Match, analysis: Analysis) -> tuple[float, float, float]:

@@ -168,6 +168,8 @@ def _queue(config: Any) -> Queue:
 
 def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], console: Console) -> None:
     """Measure what is missing, and store it."""
+    from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
+
     if store.repaired:
         console.print(f"[yellow]{escape(store.repaired)}")
     agenda = Agenda(config, store.records())
@@ -191,6 +193,9 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
         f"{len(agenda.cells) * config.repeat - left} already recorded in {config.output}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    if left and 0 < (fewest := min((cell.trials for cell in agenda.cells), default=0)) < MIN_TRIALS_FOR_VERDICT:
+        said = f"trials={fewest}: every ratio will be unclear, a verdict needs {MIN_TRIALS_FOR_VERDICT} trials"
+        console.print(f"[yellow]{said}", highlight=False, soft_wrap=True)
     for number in sessions:
         if not agenda.missing(number):
             continue

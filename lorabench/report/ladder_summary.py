@@ -11,7 +11,7 @@ from lorabench.report.attribution import Rung, ladder
 from lorabench.report.attribution_tables import RUNG, AnyTable, peak, published
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.epoch import Epoch, epochs
-from lorabench.report.words import arrow, number, speedup
+from lorabench.report.words import arrow, number, ratio, speedup
 
 MUCH = 1.02  # a step that changes less than this, however surely, is nothing that a user would notice
 
@@ -78,7 +78,7 @@ def _ends(own: Ladder, last: Rung, epoch: Epoch | None) -> list[str]:
 
 
 def conclusions(analysis: Analysis) -> list[str]:
-    """A sentence a step: on how many of the workloads it gained, cost or changed nothing, and by how much; what could
+    """A sentence a step: on how many of the workloads it gained, cost or showed neither, and by how much; what could
     not be had; and where the step and a published number with its baseline disagree."""
     found = ladders(analysis)
     names = dict.fromkeys(rung.added for own in found for rung in own.rungs)
@@ -93,8 +93,8 @@ def _sentence(name: str, rungs: Sequence[Rung], analysis: Analysis) -> str:
     gains = sum(found.low > 1 and found.centre >= MUCH for found in timed)
     costs = sum(found.high < 1 and found.centre <= 1 / MUCH for found in timed)
     low, high = (number(end(found.centre for found in timed)) for end in (min, max))
-    said = f"×{low}" if low == high else f"×{low} to ×{high}"
-    verdicts = [f"gains on {gains}", f"costs on {costs}", f"changes nothing that shows on {len(timed) - gains - costs}"]
+    said = f"×{ratio(*timed[0])}" if len(timed) == 1 else f"×{low} to ×{high}"
+    verdicts = [f"gains on {gains}", f"costs on {costs}", f"shows no clear change on {len(timed) - gains - costs}"]
     counted = [v for v, n in zip(verdicts, (gains, costs, len(timed) - gains - costs), strict=True) if n]
     claim = next((c for rung in rungs if (c := _claimed(rung, analysis.contrasts))), "")
     return f"`{name}` {' and '.join(counted)} of {len(timed)} workloads ({said}" + (f"; {claim})." if claim else ").")

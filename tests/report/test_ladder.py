@@ -9,6 +9,7 @@ from helpers import benchmark
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import ladder
 from lorabench.report.attribution_tables import attribution_tables
+from lorabench.report.claims import load_claims
 from lorabench.report.epoch import data_sets, epochs
 from lorabench.report.ladder_summary import conclusions, start_to_end, steps_table
 from lorabench.report.plots import figures
@@ -110,7 +111,7 @@ def test_a_step_that_costs_or_changes_nothing_is_said_so(record):
     made = [record(["a"], speedup=1.0, sd=0.001, design="ladder", rung=1)]
     made += [record(["a", "b"], speedup=0.8, sd=0.001, design="ladder", rung=2)]
     nothing, costs = conclusions(Analysis(made))
-    assert "changes nothing that shows on 1 of 1" in nothing and "costs on 1 of 1 workloads (×0.8" in costs
+    assert "shows no clear change on 1 of 1" in nothing and "costs on 1 of 1 workloads (×0.8" in costs
     assert conclusions(Analysis([record(["a"])])) == []
 
 
@@ -132,3 +133,18 @@ def test_the_page_is_filled_from_records_and_says_where_there_are_none(record, s
     assert "- `packing` gains on 1 of 1 workloads (×2" in filled
     assert "| GSM8K (7473 samples) |" in filled and "| packing | 2.0" in filled
     assert "peak GiB saved" in filled and "| NVIDIA H200, ms | CPU, ms |" in filled
+
+
+def test_a_claim_of_a_step_stands_beside_the_rung_on_its_own_baseline(record, session, folder, tmp_path):
+    """And not beside a cell over another baseline, nor beside a rung that stands on something else than was claimed."""
+    claims = {c.id: c for s in load_claims() if s.id == "predibase_ladder" for c in s.claims}
+    alone = record(["auto_batch_size"], speedup=1.7, reference=("sdpa", "padding"), workload="one_by_one_gsm8k")
+    several = [*predibase(record), *predibase(record, "one_by_one_viggo"), alone]
+    folder(tmp_path / "h200/predibase_ladder", several, [session()])
+    with benchmark("readme_tables") as script:
+        results = script.Results(tmp_path)
+        found = script.beside(claims["step-3-batch-size"], results)
+        assert found.baseline == "the same" and found.toggles == "`auto_batch_size`, as a step of the ladder"
+        assert re.fullmatch(r"1\.5\d+ to 1\.5\d+ × on 2 workloads", found.value), "2.1 over 1.39"
+        assert script.beside(claims["step-8-attention"], results) is None, "it could not be had"
+        assert "1.39" in script.beside(claims["step-2-fused-adam"], results).value

@@ -63,6 +63,13 @@ def test_every_session_has_its_own_entry_order_and_number(tmp_path, machine):
     assert "session 3 of 3" in said and "5 cells in each of 3 sessions, 0 already recorded" in said
 
 
+def test_too_few_trials_for_a_verdict_are_said_before_they_are_measured(tmp_path, machine):
+    _, said = measure(tmp_path / "few", machine)
+    assert "trials=3: every ratio will be unclear, a verdict needs 6 trials" in said
+    _, said = measure(tmp_path / "enough", machine, "trials=6")
+    assert "verdict" not in said
+
+
 def test_a_larger_repeat_adds_sessions_and_the_same_measures_nothing(tmp_path, machine):
     first, _ = measure(tmp_path, machine)
     plain = [cell.title for cell in sweep.plan(config(*OVERRIDES), "cpu").cells]
