@@ -62,6 +62,8 @@ what is compared
 how
   trials=30 warmup=5       on a CPU 10 and 1                 seed=0
   repeat=1                 sessions in which every cell is measured, each in an order of its own; more can be added
+  part=1/2                 every second cell, from the first on: for machines that share a sweep without Ray; afterwards
+                           lorabench gather INTO FROM ... puts their folders together
   timeout_s=900            for one worker process
   world_size=1             processes of an arm with a parallel toggle (ddp), one a GPU
   queue=local              ray: as many cells at once as a Ray cluster's nodes hold; RAY_ADDRESS names it (auto: this

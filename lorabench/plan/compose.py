@@ -68,6 +68,7 @@ class SweepConfig(BaseModel):
     warmup: int | None = Field(ge=1, le=100_000)
     seed: int = Field(ge=0, lt=1 << 63)
     repeat: int = Field(ge=1, le=10_000)
+    part: str | None
     world_size: int = Field(ge=1, le=1024)
     queue: Literal["local", "ray"]
     timeout_s: float = Field(gt=0, le=10_000_000, allow_inf_nan=False)
@@ -82,6 +83,20 @@ class SweepConfig(BaseModel):
     def _one_or_several(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
+    @field_validator("part", mode="before")
+    @classmethod
+    def _one_of_several(cls, value: Any) -> Any:
+        if value is not None:
+            number, _, of = str(value).partition("/")
+            if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+                raise ValueError(f"{value!r} is no part; expected one of several, as 1/2 and 2/2")
+        return value
+
+    def is_own(self, place: int) -> bool:
+        """Whether a cell at this place of the plan, from 0, is of this sweep's part."""
+        number, of = map(int, self.part.split("/")) if self.part else (1, 1)
+        return place % of == number - 1
+
 
 class RecommendConfig(SweepConfig):
     """The keys of conf/recommend.yaml, checked: a sweep's, and for how long to measure."""
@@ -90,7 +105,7 @@ class RecommendConfig(SweepConfig):
 
 
 # What of a sweep's keys `recommend` decides itself.
-OF_A_SWEEP = ("kind", "design", "repeat", "queue", "own_ablations", "list", "dry_run")
+OF_A_SWEEP = ("kind", "design", "repeat", "part", "queue", "own_ablations", "list", "dry_run")
 Configured = TypeVar("Configured", bound=SweepConfig)
 
 

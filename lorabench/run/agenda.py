@@ -30,6 +30,10 @@ class Agenda:
         """Plan for such a device; `machine`, where it has been looked at. Raises ConfigError."""
         self.device, self.machine = device, machine
         self.cells = plan(self.config, device, Known(self.refused, lambda cell: cell.key in self.failed)).cells
+        if self.config.part:  # by a plan that knows of no failures: another part's are not known here
+            whole = plan(self.config, device, Known(self.refused)).cells
+            others = {cell.key for place, cell in enumerate(whole) if not self.config.is_own(place)}
+            self.cells = [cell for cell in self.cells if cell.key not in others]
 
     def refused(self, cell: Cell) -> bool:
         return self.machine is not None and refusal(cell, self.machine) is not None

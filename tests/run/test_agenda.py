@@ -10,6 +10,7 @@ from helpers import MACHINE, config
 from rich.console import Console
 
 from lorabench import sweep
+from lorabench.plan.compose import ConfigError
 from lorabench.record.store import Store, read_records
 from lorabench.run.agenda import Agenda
 from lorabench.run.runner import record_of
@@ -46,6 +47,35 @@ def measured(folder, design, ablations, outcome, *overrides, **queue):
         sweep._measure(store, asked, chosen, [], Console(file=io.StringIO()))
     rows = [(r.ablations, set(r.reference) & set(ablations), r.status) for r in read_records(folder) if r.ablations]
     return asked, rows
+
+
+def test_parts_are_the_whole_and_share_nothing(tmp_path):
+    own = ("eager", "adamw", "adamw_fused", "gradient_checkpointing")
+    whole, _ = measured(tmp_path / "whole", "solo", own, lambda cell: ("unsupported", None))
+    keys = [cell.key for cell in whole.measured]
+    parts = [
+        measured(tmp_path / name, "solo", own, lambda cell: ("unsupported", None), f"part={name[0]}/3")[0].measured
+        for name in ("1 of 3", "2 of 3", "3 of 3")
+    ]
+    assert [[cell.key for cell in part] for part in parts] == [keys[0::3], keys[1::3], keys[2::3]]
+    again, _ = measured(tmp_path / "2 of 3", "solo", own, crash, "part=2/3")
+    assert not again.measured, "a part has no more cells than its own"
+
+
+def test_a_ladder_in_parts_goes_on_in_the_part_that_saw_what_did_not_apply(tmp_path):
+    """The other part's rungs stay its own, whatever became of them there."""
+    first, _ = measured(tmp_path / "1", "ladder", THREE, unless("adamw_fused"), "part=1/2")
+    again, _ = measured(tmp_path / "1", "ladder", THREE, unless("adamw_fused"), "part=1/2")
+    assert [len(cell.toggles) for cell in first.measured] == [0, 2, 2] and not again.measured
+    assert [a.name for a in first.measured[-1].toggles] == ["packing", "gradient_checkpointing"]
+    other, _ = measured(tmp_path / "2", "ladder", THREE, unless("nothing"), "part=2/2")
+    assert [len(cell.toggles) for cell in other.measured] == [1, 3]
+
+
+@pytest.mark.parametrize("part", ["3/2", "0/2", "1", "a/b", "1/0", "1/2/3"])
+def test_a_part_that_is_none_is_one_line(part):
+    with pytest.raises(ConfigError, match=r"part: .*expected one of several, as 1/2 and 2/2"):
+        config(f"part={part}")
 
 
 def crash(cell):
