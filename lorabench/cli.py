@@ -14,11 +14,12 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import NamedTuple
+
+from lorabench.run.signals import handled
 
 LIST_HELP = """\
 lorabench list: the optimizations, their slots, and what each lacks on this machine.
@@ -131,7 +132,7 @@ def _quiet_stop() -> Iterator[None]:
         os.write(2, b"lorabench: stopped before it began\n")
         os._exit(128 + number)
 
-    with _handled({signal.SIGINT: stop, signal.SIGTERM: stop}):
+    with handled({signal.SIGINT: stop, signal.SIGTERM: stop}):
         yield
 
 
@@ -140,19 +141,5 @@ def _terminated_like_interrupted() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise Terminated
 
-    with _handled({signal.SIGTERM: stop}):
+    with handled({signal.SIGTERM: stop}):
         yield
-
-
-@contextlib.contextmanager
-def _handled(handlers: Mapping[signal.Signals, Callable[[int, object], None]]) -> Iterator[None]:
-    """Signals handled so in the block; only the main thread can say how, and elsewhere they are left as they are."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,8 +8,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
@@ -23,6 +24,7 @@ from lorabench.run import worker
 from lorabench.run.messages import Garbled, Inbox
 from lorabench.run.ranks import Seat, free_port, merged
 from lorabench.run.session import SERVER_FOLDER
+from lorabench.run.signals import uninterrupted
 
 POLL_S = 0.2
 ABORTED = signal.SIGABRT.name
@@ -66,18 +68,30 @@ class Workers:
     def _probe_once(self, dtype: str) -> tuple[Any, Any]:
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=worker.probe, args=(dtype, os.getpid(), theirs), daemon=False)
-        with _without_interrupt():
-            process.start()
-        theirs.close()
         try:
-            return ours.recv()
+            self._start(process)  # where it waits for the server's imports, it may be interrupted
+            theirs.close()
+            answer = ours.recv()
+            process.join()
+            return answer
         except EOFError:
             return None, "the probing process died"
-        except KeyboardInterrupt:
-            kill(process)
-            raise
         finally:
-            process.join()
+            with uninterrupted():
+                kill(process)
+
+    def _start(self, process: BaseProcess) -> None:
+        """Ctrl-C goes to every process of the terminal, and would meet the server of workers, or a spawned worker, in
+        the middle of its imports. What is started here inherits that it is held back; the sweep ends it."""
+        forked = self.method == "forkserver"
+        resource_tracker.ensure_running()  # else it is started on the way, and lets SIGINT through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running() if forked else process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if forked:
+            process.start()
 
     def run(self, task: Task, timeout_s: float, tell: Callable[[str], None], log: Path) -> Result:
         """Run one task to its Result, in a process a rank; a hang becomes status `timeout`, a death `crash`."""
@@ -91,26 +105,16 @@ class Workers:
                 own_log = log_of(log, number)
                 seat = Seat(number, size, port, str(own_log), time.time(), os.getpid(), timeout_s, beats)
                 process = self._context.Process(target=worker.main, args=(task, seat, theirs), daemon=False)
-                with _without_interrupt():
-                    process.start()
+                with uninterrupted():
+                    self._start(process)
+                    ranks.append(_Rank(number, process, Inbox(ours), own_log))
                 theirs.close()
-                ranks.append(_Rank(number, process, Inbox(ours), own_log))
             return _outcome(task, ranks, timeout_s, tell, beats)
         finally:
-            for rank in ranks:
-                kill(rank.process)
-                rank.inbox.pipe.close()
-
-
-@contextlib.contextmanager
-def _without_interrupt() -> Iterator[None]:
-    """Ctrl-C goes to every process of the terminal, and would meet the server of workers, or a spawned worker, in the
-    middle of its imports. What is started here inherits that it is held back; the sweep ends it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            with uninterrupted():
+                for rank in ranks:
+                    kill(rank.process)
+                    rank.inbox.pipe.close()
 
 
 def log_of(log: Path, rank: int) -> Path:
@@ -286,11 +290,12 @@ def _death(process: BaseProcess) -> str:
 
 def kill(process: BaseProcess) -> None:
     """End the worker and everything it started: it leads a process group of its own."""
-    if process.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL) if process.is_alive() else None
+    if process.pid is None:
+        return  # it was never started
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGKILL) if process.is_alive() else None
     process.join()
 
 

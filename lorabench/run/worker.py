@@ -85,7 +85,8 @@ def _die_with(sweep: int, scratch: str | None) -> None:
 
     def watch() -> None:
         with contextlib.suppress(OSError, AttributeError):  # pidfd: Linux only
-            select.select([os.pidfd_open(sweep)], [], [])
+            with contextlib.suppress(ProcessLookupError):  # it has ended before we began
+                select.select([os.pidfd_open(sweep)], [], [])
             if scratch:
                 shutil.rmtree(scratch, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -12,13 +13,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import cells, sweep, workers_in
+from helpers import MACHINE, cells, sweep, workers_in
 
-from lorabench.record.schema import Numerics, Record
+from lorabench import cli
+from lorabench.measure.cell import Task
+from lorabench.record.schema import ARMS, Numerics, Record
 from lorabench.record.store import RecordError, Store, StoreError, read_records
+from lorabench.run import worker
+from lorabench.run.process import Workers, kill
 
 ARGS = ("models=[tiny-llama]", "workload=2x16", "trials=2", "warmup=1", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
 
@@ -95,7 +101,8 @@ def test_a_worker_and_every_temporary_folder_end_with_their_sweep(plugin, tmp_pa
     deadline = time.monotonic() + 120
     while not workers_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert workers_in(tmp_path)
+    (found,) = workers_in(tmp_path)
+    assert has_signal(found, "SigBlk", signal.SIGINT)  # so the server of workers had it too, among its imports
     assert ours_in(temporary)
     if number == signal.SIGINT:
         os.killpg(first.pid, number)  # Ctrl-C goes to all processes of the terminal
@@ -114,6 +121,44 @@ def ours_in(folder: Path) -> list[Path]:
     return [path for name in ("lorabench-*", "pymp-*") for path in folder.glob(name)]
 
 
+def has_signal(process: int | str, which: str, number: int) -> bool:
+    """Whether this set of the process's signals, as the kernel calls it, has the signal."""
+    signals = Path(f"/proc/{process}/status").read_text().split(f"{which}:")[1].split()[0]
+    return bool(int(signals, 16) & 1 << (number - 1))
+
+
+class Interrupted(multiprocessing.get_context("fork").Process):
+    """A worker at whose start, when it runs already, a signal comes."""
+
+    number = signal.SIGINT
+
+    def start(self):
+        super().start()
+        os.kill(os.getpid(), self.number)
+        time.sleep(0.1)  # until it has come, to whichever thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("entry", ["main", "probe"])
+def test_a_signal_at_a_workers_start_leaves_no_worker(monkeypatch, tmp_path, entry, number):
+    """Python's exit would wait for it, and the sweep, which has said that it stopped, would never end."""
+    monkeypatch.setattr(Workers, "__init__", lambda self: None)
+    monkeypatch.setattr(worker, entry, lambda *arguments: time.sleep(1000))
+    monkeypatch.setattr(Interrupted, "number", number)
+    workers = Workers()
+    workers.method, workers._context = "spawn", SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Interrupted)
+    task = Task(cells("ablations=[eager]")[1], MACHINE, ARMS, 1, False, None, str(tmp_path))
+    try:
+        with cli._terminated_like_interrupted(), pytest.raises(KeyboardInterrupt) as stop:
+            workers.probe("auto") if entry == "probe" else workers.run(task, 60, print, tmp_path / "log")
+        assert cli.exit_code(stop.value) == 128 + number
+        assert not multiprocessing.active_children()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        for process in multiprocessing.active_children():
+            kill(process)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_among_the_imports_is_one_line(tmp_path, number):
     """Sent as soon as the entry has said how to take it (of both signals SIGTERM is the last)."""
@@ -121,10 +166,8 @@ def test_a_signal_among_the_imports_is_one_line(tmp_path, number):
         [sys.executable, "-m", "lorabench.sweep", *ARGS, f"output={tmp_path / 'new'}"], cwd=tmp_path,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    caught = 0
-    while not caught & 1 << (signal.SIGTERM - 1):
+    while not has_signal(first.pid, "SigCgt", signal.SIGTERM):
         assert first.poll() is None
-        caught = int(Path(f"/proc/{first.pid}/status").read_text().split("SigCgt:")[1].split()[0], 16)
     os.killpg(first.pid, number)
     out, err = first.communicate(timeout=60)
     assert (first.returncode, out, err) == (128 + number, "", "lorabench: stopped before it began\n")
@@ -158,6 +201,19 @@ def in_a_child(work) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_worker_that_begins_after_its_sweep_has_ended_ends_too():
+    """The server may still fork what it was asked for while it imported."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+
+    def work():
+        os.setsid()
+        worker._die_with(ended.pid, None)
+        time.sleep(5)
+
+    assert in_a_child(work) == -signal.SIGKILL
 
 
 def test_a_read_only_output(tmp_path):
