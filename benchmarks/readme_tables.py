@@ -83,16 +83,21 @@ class Results:
         places = sorted(path.parent for path in folder.rglob("records.jsonl"))
         self.folders = {place.relative_to(folder).as_posix(): Analysis.read(place) for place in places}
 
+    @property
+    def on_gpu(self) -> dict[str, Analysis]:
+        """Those to which published numbers are held: all of them are of GPUs."""
+        return {name: analysis for name, analysis in self.folders.items() if name.startswith("h200/")}
+
     @cached_property
     def found(self) -> list[tuple[str, Match]]:
-        """Every claim beside every record that was measured: (folder, match)."""
-        return [(n, m) for n, a in self.folders.items() for m in a.matches if m.record.status == "ok"]
+        """Every claim beside every record that was measured on a GPU: (folder, match)."""
+        return [(n, m) for n, a in self.on_gpu.items() for m in a.matches if m.record.status == "ok"]
 
     @cached_property
     def steps(self) -> list[tuple[str, Match, Rung]]:
         """Every claim beside every rung of a ladder that stands on the claim's own baseline: (folder, match, rung)."""
         rungs = [
-            (n, rung) for n, a in self.folders.items() for own in ladders(a) for rung in own.rungs if rung.increment
+            (n, rung) for n, a in self.on_gpu.items() for own in ladders(a) for rung in own.rungs if rung.increment
         ]
         return [
             (n, m, rung)
