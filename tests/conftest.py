@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two cores, and tests beside one another
 
 import pytest
+
+# Of what a script runs in its background Ctrl-C is ignored, and so of all that the tests would start there.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
     "test_zoo",

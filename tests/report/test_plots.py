@@ -57,7 +57,7 @@ def overlapping(figure):
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_no_label_lies_over_another_or_leaves_its_figure(folder):
     found = figures(Analysis.read(folder))
-    assert {"speedup", "tradeoff"} <= found.keys()
+    assert {"speedup", *(["tradeoff"] if folder.parent.name == "h200" else [])} <= found.keys()  # a CPU has no peaks
     for name, (figure, _) in found.items():
         assert overlapping(figure) == ([], []), (folder.name, name)
 
