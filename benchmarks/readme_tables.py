@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lorabench.compare import hardware
-from lorabench.record.schema import TOTAL, Record
+from lorabench.record.contrast import Speedup
+from lorabench.record.schema import Record
 from lorabench.report.analysis import Analysis, Row
-from lorabench.report.attribution import Rung
-from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables
-from lorabench.report.claims import AS_RATIO, SPEEDUP, Claim, Match, Source, about, claims_frame, load_claims, measured
+from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables, claimed_of
+from lorabench.report.claims import AS_RATIO, Claim, Match, Source, claims_frame, load_claims, measured
 from lorabench.report.contrasts import WHOLE
 from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
 from lorabench.report.shares import ratio_of_ratios
@@ -94,17 +94,23 @@ class Results:
         return [(n, m) for n, a in self.on_gpu.items() for m in a.matches if m.record.status == "ok"]
 
     @cached_property
-    def steps(self) -> list[tuple[str, Match, Rung]]:
-        """Every claim beside every rung of a ladder that stands on the claim's own baseline: (folder, match, rung)."""
-        rungs = [
-            (n, rung) for n, a in self.on_gpu.items() for own in ladders(a) for rung in own.rungs if rung.increment
-        ]
+    def steps(self) -> list[Step]:
+        """Every claim beside every rung of a ladder that stands on the claim's own baseline."""
+        rungs = [(n, rung) for n, a in self.on_gpu.items() for own in ladders(a) for rung in own.rungs]
         return [
-            (n, m, rung)
-            for n, rung in rungs
-            for m in about(rung.record, [rung.added], rung.below.candidate if rung.below else rung.record.reference)
-            if not m.differs and not m.inverted and m.claim.quantity == f"{TOTAL}_{SPEEDUP}"
-        ]
+            Step(m.claim, rung.added, rung.increment, n)
+            for n, rung in rungs if rung.increment
+            for m in claimed_of(rung) if not m.differs and not m.inverted
+        ]  # fmt: skip
+
+
+class Step(NamedTuple):
+    """A claim about one step of a ladder, and what the step brings in a results folder."""
+
+    claim: Claim
+    toggle: str
+    brings: Speedup
+    folder: str
 
 
 class Measured(NamedTuple):
@@ -128,8 +134,9 @@ def beside(claim: Claim, results: Results) -> Measured | None:
             apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
             tested = "" if claim.over else " + ".join(m.record.ablations)
             found.setdefault((bool(m.stands_for), apart, folder, m.differs, tested), []).append(m)
-    if steps := [s for s in results.steps if s[1].claim is claim] if all(place[1] for place in found) else []:
-        return _of_rungs(steps)
+    same_baseline = any(apart == 0 for _, apart, *_ in found)
+    if not same_baseline and (steps := [step for step in results.steps if step.claim is claim]):
+        return _of_steps(steps)
     if not found:
         return None
     (_, _, folder, differs, _), rows = min(found.items(), key=lambda item: item[0])
@@ -139,13 +146,11 @@ def beside(claim: Claim, results: Results) -> Measured | None:
     return Measured(_together(claim, rows, results.folders[folder]), toggles, baseline, folder)
 
 
-def _of_rungs(steps: Sequence[tuple[str, Match, Rung]]) -> Measured:
-    folder, rungs = steps[0][0], [rung for _, _, rung in steps]
-    values = [rung.increment.centre for rung in rungs if rung.increment]
-    one = f"{ratio(*rungs[0].increment)} ×" if rungs[0].increment else ""
+def _of_steps(steps: Sequence[Step]) -> Measured:
+    first, values = steps[0], [step.brings.centre for step in steps]
     several = f"{number(min(values))} to {number(max(values))} × on {len(values)} workloads"
-    toggles = f"`{rungs[0].added}`, as a step of the ladder"
-    return Measured(one if len(values) == 1 else several, toggles, "the same", folder)
+    value = f"{ratio(*first.brings)} ×" if len(steps) == 1 else several
+    return Measured(value, f"`{first.toggle}`, as a step of the ladder", "the same", first.folder)
 
 
 def _value(m: Match, analysis: Analysis) -> tuple[float, float, float]:

@@ -96,13 +96,21 @@ def peak(record: Record, arm: str) -> float:
     return math.nan if most is None else most / GIB
 
 
+def claimed_of(rung: Rung) -> list[Match]:
+    """The claims about what a rung's toggle brings over what it stands on, of time."""
+    base = rung.below.candidate if rung.below else rung.record.reference
+    return _of_time(claims.about(rung.record, [rung.added], base))
+
+
+def _of_time(found: Sequence[Match]) -> list[Match]:
+    return [m for m in found if m.claim.of_phase == TOTAL and m.claim.measure == claims.SPEEDUP]
+
+
 def published(rung: Rung, contrasts: Contrasts) -> str:
     """The claims about a rung: about its toggle over what it stands on, or about all so far over the start. Where none
     has this baseline, those of another one, which do not compare. '' without any."""
-    base = rung.below.candidate if rung.below else rung.record.reference
-    found = [(m, rung.increment) for m in claims.about(rung.record, [rung.added], base)]
-    found += [(m, rung.cumulative) for m in claims.about(rung.record, rung.record.ablations, rung.record.reference)]
-    ratios = [(m, ours) for m, ours in found if m.claim.of_phase == TOTAL and m.claim.measure == claims.SPEEDUP]
+    so_far = _of_time(claims.about(rung.record, rung.record.ablations, rung.record.reference))
+    ratios = [(m, rung.increment) for m in claimed_of(rung)] + [(m, rung.cumulative) for m in so_far]
     same = [(m, ours) for m, ours in ratios if not m.differs]
     return "; ".join(dict.fromkeys(_claim(m, ours) for m, ours in same or ratios))
 
