@@ -165,7 +165,7 @@ def steps_of(train: Sequence[Sample], run: Run, options: argparse.Namespace) -> 
 
 def lay_out(request: Request, arm: Arm, own: Sequence[Sample]) -> list[Batch]:
     """One step's samples as the arm's toggles put them into micro-batches."""
-    made = laid_out(request, Hooks(request.ordered), request.jobs[0], own, arm.sizings[0])
+    made = laid_out(request, Hooks(request.ablations), request.jobs[0], own, arm.sizings[0])
     return [to_device(batch, arm.device) for batch in made]
 
 
@@ -192,7 +192,7 @@ def held_out_loss(request: Request, arm: Arm, held_out: Sequence[Sample]) -> flo
     """The mean over all trained tokens, padded in either arm. The model stays in training mode, in which it has no
     dropout either: on a CPU bitsandbytes packs 4-bit weights anew for inference."""
     arm.step.innermost.items = sum(sample.trained for sample in held_out)
-    hooks = Hooks(request.ordered)
+    hooks = Hooks(request.ablations)
     batches = (hooks.through(Ablation.collate, batch) for batch in pad(held_out, HELD_OUT_BATCH))
     return sum(float(arm.step.forward(to_device(batch, arm.device))) for batch in batches)
 

@@ -59,8 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
             here = store.records()
             for folder, records, sessions in found:
                 new = list(gathered(here, records))
+                named = {record.session for record in new}
                 for session in sessions:
-                    if session["id"] in {record.session for record in new}:
+                    if session["id"] in named:
                         store.add_session(session)
                 for record in new:
                     store.append(record)

@@ -7,7 +7,7 @@ was.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from numbers import Integral
 from typing import Any
@@ -29,11 +29,6 @@ WORD = "the toggle "  # how a note of ours begins: others may add notes to an ex
 
 class HookError(Exception):
     """A hook that answered what the contract does not allow. The message names the toggle and the hook."""
-
-
-def in_order(ablations: Iterable[Ablation]) -> list[Ablation]:
-    """The order in which toggles' hooks are called, whatever the order of a list."""
-    return sorted(ablations, key=lambda a: (a.rank, a.name))
 
 
 def asked(ablation: Ablation, hook: Hook, *args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,7 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
 
     Raises what the hooks raise, WeightsError, and out-of-memory errors.
     """
-    hooks = Hooks(request.ordered)
+    hooks = Hooks(request.ablations)
     held, room = memory.allocated(request.device), memory.free(request.device)
     model = _model(request, kind, hooks, make_base, config)
     for job in request.jobs:
@@ -70,7 +70,7 @@ def feeds(request: Request, arm: Arm, vocabulary: int) -> list[Feed]:
     """Of each job what puts a trial's fresh tokens into its batches. Raises Unsupported where they cannot take any."""
     made = []
     for job, samples, step, sizing in zip(request.jobs, request.samples, arm.steps, arm.sizings, strict=True):
-        layout = laid_out(request, Hooks(request.ordered), job, marked(samples), sizing)
+        layout = laid_out(request, Hooks(request.ablations), job, marked(samples), sizing)
         random = job.workload.kind != "text"
         made.append(Feed(step.batches, layout, samples, vocabulary, random, job.seed))
     return made
@@ -82,7 +82,9 @@ def laid_out(
     """This rank's batches of a job's samples, as the toggles make them, on the host. `sizing`: the micro-batches that a
     toggle found for the job. Raises what the hooks raise, and Unsupported where the samples' tokens are not all there.
     """
-    workload = _sized(job, sizing).workload
+    workload = job.workload
+    if sizing is not None:
+        workload = workload.model_copy(update={"batch_size": sizing.batch_size})
     samples = list(samples)
     share = hooks.first(Ablation.shard, samples, request.ranks)
     mine = samples if share is None else share
@@ -110,13 +112,6 @@ def _size(request: Request, hooks: Hooks, arm: Arm, index: int, held: int, room:
         arm.sizings[index] = sizing = hooks.first(Ablation.size, rehearsal)
     if sizing is not None:
         step.innermost.batches[:] = lay_out(samples, sizing.batch_size)  # the list that every wrapper holds too
-
-
-def _sized(job: Job, sizing: Sizing | None) -> Job:
-    """The job with the micro-batches that were found for it."""
-    if sizing is None:
-        return job
-    return replace(job, workload=job.workload.model_copy(update={"batch_size": sizing.batch_size}))
 
 
 def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, config: Any) -> nn.Module:

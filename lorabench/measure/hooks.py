@@ -6,7 +6,7 @@ A toggle says by its `audit` how many sites it is at work in. That something was
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -17,10 +17,11 @@ from lorabench.measure.fairness import Same, attributes, state_of
 
 
 class Hooks:
-    """The toggles in the order in which they are asked. `touched`: the names of those that changed something."""
+    """The toggles, in the order in which they are asked, whatever the order of the list. `touched`: the names of those
+    that changed something."""
 
-    def __init__(self, ordered: Sequence[Ablation]) -> None:
-        self.ordered = ordered
+    def __init__(self, ablations: Iterable[Ablation]) -> None:
+        self.ordered = sorted(ablations, key=lambda a: (a.rank, a.name))
         self.touched: set[str] = set()
 
     def first(self, hook: Hook, *args: Any, among: Iterable[Ablation] | None = None) -> Any:

@@ -17,7 +17,6 @@ from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
-from lorabench.contract.hooks import in_order
 from lorabench.contract.job import Job, as_only_job
 from lorabench.contract.kind import KindSpec, kind
 from lorabench.contract.model import ModelSpec
@@ -50,11 +49,6 @@ class Request:
     layers: int | None = None
     upcast: bool = False
     ranks: Ranks = ONE
-
-    @property
-    def ordered(self) -> list[Ablation]:
-        """The toggles in the order in which their hooks are called, whatever the order of the list."""
-        return in_order(self.ablations)
 
     def only(self, index: int) -> Request:
         """The same with one of its jobs, as if it were the only one."""

@@ -25,7 +25,6 @@ from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
-from lorabench.contract.hooks import in_order
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.text_metrics import LOSS_ONLY, TextMetrics
@@ -95,7 +94,7 @@ class Evaluate(Kind):
     def work(self, cell: Cell, samples: Sequence[Sequence[Sample]], ablations: Sequence[Any] = ()) -> list[Work]:
         """Generation's is that with a cache: each position once."""
         shape = flops.decoder(cell.model, cell.model.lora)
-        wanted = Hooks(in_order(ablations)).first(Ablation.text_metrics) or LOSS_ONLY
+        wanted = Hooks(ablations).first(Ablation.text_metrics) or LOSS_ONLY
         put = questions(samples[0], wanted.samples, wanted.max_new_tokens)
         answered = [len(question.prompt) + wanted.max_new_tokens for question in put]
         score = flops.forward_tflop(shape, flops.lengths_of(samples[0]))
@@ -105,7 +104,7 @@ class Evaluate(Kind):
         """A training arm's model, in evaluation mode."""
         made = _trained().build(request)
         made.model.eval()
-        hooks = Hooks(request.ordered)
+        hooks = Hooks(request.ablations)
         metrics = hooks.first(Ablation.text_metrics) or LOSS_ONLY
         own: dict[str, Any] = {"metrics": metrics}
         if metrics.samples:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm, bytes_of
 from lorabench.contract.cell import Cell
-from lorabench.contract.hooks import in_order
 from lorabench.contract.machine import Machine
 from lorabench.contract.reading import Checkpoint, WeightsForm, WeightsReader
 from lorabench.contract.work import Work
@@ -91,9 +90,9 @@ class Load(Kind):
 
     def build(self, request: Request) -> Arm:
         plain = checkpoint(request)
-        form, wanted = form_of(request.ordered), form_of(request.cell.reference)
+        form, wanted = form_of(request.ablations), form_of(request.cell.reference)
         source = form.checkpoint(plain)
-        reader = Hooks(request.ordered).first(Ablation.read) or form.reader() or PlainReader()
+        reader = Hooks(request.ablations).first(Ablation.read) or form.reader() or PlainReader()
         cold = request.cell.workload.page_cache == "cold"
         if not cold:
             hold(source.files)
@@ -165,7 +164,7 @@ class Load(Kind):
 
 def form_of(ablations: Sequence[Ablation]) -> WeightsForm:
     """In what form an arm with these toggles has its weights."""
-    return Hooks(in_order(ablations)).first(Ablation.form) or WeightsForm()
+    return Hooks(ablations).first(Ablation.form) or WeightsForm()
 
 
 def is_plain(cell: Cell) -> bool:
