@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/results.md, docs/claims.md and docs/predibase.md, from what lies in results/.
+"""The tables of README.md and of the pages under docs/, from what lies in results/.
 
     python benchmarks/readme_tables.py              # write them anew
     python benchmarks/readme_tables.py FILE         # also those of another file with the same markers
@@ -12,7 +12,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -20,12 +20,14 @@ from typing import NamedTuple
 from lorabench.compare import hardware
 from lorabench.record.contrast import Speedup
 from lorabench.record.schema import Record
+from lorabench.report import cells
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables, claimed_of
 from lorabench.report.claims import AS_RATIO, Claim, Match, Source, claims_frame, load_claims, measured
 from lorabench.report.contrasts import WHOLE
 from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
 from lorabench.report.shares import ratio_of_ratios
+from lorabench.report.shown import show
 from lorabench.report.tables import md
 from lorabench.report.words import number, ratio
 
@@ -351,6 +353,42 @@ def _alone(row: Row | None) -> str:
     return f"{centre:.2f} [{low:.2f}, {high:.2f}]" if math.isfinite(centre) else str(row["status"])
 
 
+# -- a suite on a page of its own -------------------------------------------------------------------------------------
+
+# What the page of a suite's toggles shows of it, beside the toggle and the verdict.
+SUITES: dict[str, Sequence[str]] = {
+    "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
+    "auto_batch_size": (cells.TIME, cells.WHOLE, cells.MEMORY),
+    "checkpointing": (cells.TIME, cells.WHOLE, cells.MEMORY),
+    "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
+    "packing": (cells.TIME, cells.WHOLE, cells.MEMORY),
+    "prequantized_loading": (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND),
+    "text_metrics": (cells.TIME, cells.WHOLE),
+}
+
+
+def of_suite(name: str) -> Callable[[Results], str]:
+    """A table a model @ workload of the published folder that has the suite's name; the sentence that says so, where
+    there is none."""
+
+    def made(results: Results) -> str:
+        analysis = results.folders.get(f"h200/{name}")
+        return _not_measured(name) if analysis is None else "\n\n".join(_of_groups(analysis, SUITES[name]))
+
+    return made
+
+
+def _of_groups(analysis: Analysis, columns: Sequence[str]) -> Iterator[str]:
+    for group in show(analysis).groups:
+        shown = [c for c in (cells.TOGGLE, *columns, cells.VERDICT) if c in group.columns]
+        rows = [[row[c] for c in shown] for row in group.rows]
+        yield f"**{md(group.title)}**\n\n{_markdown(('', shown, rows))}"
+
+
+def _not_measured(name: str) -> str:
+    return f"*Not measured yet*: `python -m lorabench.sweep suite={name} output=results/h200/{name}` would measure it."
+
+
 # -- Predibase's ladder -----------------------------------------------------------------------------------------------
 
 LADDER = "predibase_ladder"  # the suite, and the folders that hold it
@@ -360,10 +398,8 @@ def of_ladder(make: Callable[[Analysis], str]) -> Callable[[Results], str]:
     """What is made of the ladder's folder; without one the sentence that says so."""
 
     def made(results: Results) -> str:
-        name = f"h200/{LADDER}"
-        if (analysis := results.folders.get(name)) is not None and (text := make(analysis)):
-            return text
-        return f"*Not measured yet*: `python -m lorabench.sweep suite={LADDER} output=results/{name}` would measure it."
+        analysis = results.folders.get(f"h200/{LADDER}")
+        return (make(analysis) if analysis is not None else "") or _not_measured(LADDER)
 
     return made
 
@@ -414,6 +450,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder, split": of_ladder(_split),
     "ladder, today": of_ladder(lambda analysis: "\n".join(f"- {said}" for said in conclusions(analysis))),
     "two machines": machines,
+    **{f"suite {name}": of_suite(name) for name in SUITES},
 }
 
 
@@ -427,7 +464,7 @@ def filled(text: str, results: Results) -> str:
     return text
 
 
-FILES = tuple(ROOT / name for name in ("README.md", "docs/results.md", "docs/claims.md", "docs/predibase.md"))
+FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -246,11 +246,23 @@ def summary(folder, line):
 
 
 def test_the_tables_of_readme_and_claims_are_those_that_the_script_makes(script):
-    results = script.Results()
+    results, filled = script.Results(), set()
     for file in script.FILES:
         text = file.read_text()
-        assert "<!-- /" in text
+        filled |= {name for name in script.TABLES if f"<!-- /{name} -->" in text}
         assert script.filled(text, results) == text, f"run: python benchmarks/readme_tables.py ({file.name})"
+    assert filled == set(script.TABLES), "a table that stands on no page"
+
+
+def test_a_suites_page_has_a_table_of_each_group_and_says_where_nothing_is_published(
+    script, record, session, folder, tmp_path
+):
+    page = "".join(f"<!-- suite {name} -->\n<!-- /suite {name} -->\n" for name in ("checkpointing", "packing"))
+    made = [record(["save_on_cpu"], speedup=0.5), record(["save_on_cpu"], speedup=0.25, workload="1x512")]
+    folder(tmp_path / "h200/checkpointing", made, [session()])
+    filled = script.filled(page, script.Results(tmp_path))
+    assert filled.count("| save\\_on\\_cpu | ") == 2 and "0.25" in filled and "0.5" in filled
+    assert filled.count("Not measured yet") == 1 and "suite=packing output=results/h200/packing" in filled
 
 
 def test_every_number_of_readmes_stacks_is_in_its_records(script, readme):
