@@ -17,7 +17,10 @@ from lorabench.measure.machine import nvml_handle
 from lorabench.measure.trial import run_trial
 from lorabench.record.schema import Energy
 
-LEAST_S = 3.0  # of a counter that moves every 100 ms, and is read after steps as long as that, 3 % may be missing
+# What is missing at a block's ends is no longer than a step, nor than the 100 ms between two movements of the counter:
+# of so many steps, or of so many seconds, some 3 %.
+ENOUGH_STEPS = 30
+SHORTEST_S, LONGEST_S = 1.0, 3.0
 STILL_S = 1.0  # a counter that does not move for so long is none
 SAME_WORK = 0.8  # a block whose steps took less of what the trials took did something else
 
@@ -47,8 +50,9 @@ def measure(arm: Arm, usual_ms: float) -> Energy | None:
 def block(
     step: Callable[[], object], read: Callable[[], int], usual_ms: float, now: Callable[[], float] = perf_counter
 ) -> Energy | None:
-    """Steps for LEAST_S or more, from one movement of the counter to another. `read` gives mJ."""
-    if usual_ms >= 1000 * LEAST_S:
+    """Steps for `least` seconds or more, from one movement of the counter to another. `read` gives mJ."""
+    least = least_s(usual_ms)
+    if usual_ms >= 1000 * least:
         begin = Reading(read(), now(), 0)
         step()
         return _energy(begin, Reading(read(), now(), 1), usual_ms)
@@ -56,11 +60,16 @@ def block(
     if begin is None:
         return None
     steps = 0
-    while now() - begin.at < LEAST_S:
+    while now() - begin.at < least:
         step()
         steps += 1
     end = _moved(step, read, now)
     return end and _energy(begin, end._replace(steps=steps + end.steps), usual_ms)
+
+
+def least_s(usual_ms: float) -> float:
+    """How long a block lasts at least, of a step that usually takes so long."""
+    return min(LONGEST_S, max(SHORTEST_S, ENOUGH_STEPS * usual_ms / 1000))
 
 
 def _energy(begin: Reading, end: Reading, usual_ms: float) -> Energy | None:

@@ -9,7 +9,7 @@ import pytest
 from helpers import PEFT, arm, cells, measurement_of
 
 from lorabench.measure import energy
-from lorabench.measure.energy import LEAST_S, block
+from lorabench.measure.energy import LONGEST_S, SHORTEST_S, block
 from lorabench.record.schema import ARMS
 
 
@@ -38,13 +38,18 @@ class Gpu:
 def test_a_step_costs_its_power_times_its_length(step_s, period):
     gpu = Gpu(step_s=step_s, period=period)
     found = gpu.block()
-    assert found.seconds >= LEAST_S
-    if step_s < LEAST_S:
+    assert found.seconds >= min(LONGEST_S, max(SHORTEST_S, 30 * step_s))
+    if step_s < LONGEST_S:
         assert found.steps < gpu.steps  # the first ones only find where the counter moves
     else:
         assert found.steps == gpu.steps == 1
     assert found.seconds / found.steps == pytest.approx(step_s)
     assert found.joules / found.steps == pytest.approx(500 * step_s, rel=0.035)
+
+
+def test_a_step_of_a_millisecond_costs_no_more_than_a_second_or_so():
+    gpu = Gpu(step_s=0.001)
+    assert gpu.block().seconds < 1.2
 
 
 def test_nothing_is_said_where_the_counter_stands_still_or_goes_back():
