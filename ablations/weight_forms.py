@@ -68,7 +68,10 @@ class Nf4Form(WeightsForm):
         if not in_4_bits(weight):
             return {name: weight}
         state: Any = weight.quant_state  # type: ignore[attr-defined]
-        return {name: weight.data} | {f"{name}.{part}": t for part, t in state.as_dict(packed=True).items()}
+        parts = {f"{name}.{part}": t for part, t in state.as_dict(packed=True).items()}
+        # bitsandbytes writes the text of what is no tensor when it is asked, on the host: it is where its weight is.
+        text = {part: t.to(weight.device) for part, t in parts.items() if part.endswith(STATE)}
+        return {name: weight.data, **parts, **text}
 
 
 class QuantizedAtLoad(Nf4Form):

@@ -9,7 +9,7 @@ how many seconds each part took: the interpreter's start, imports, the import of
 apply, the first, second and third step. Each part ends with the device idle. An "empty" process has new folders for
 the driver's cache and for Triton's, in which the choices of lorakernels lie; the "warm" one after it has the same
 folders. One process that is not counted comes first, so that none pays for reading libraries from the disk. Writes
-cold_start.json and cold_start.md.
+cold_start.json and cold_start.md, after each model: what is there when a run is stopped is kept.
 
 Aims: until its first step is done, lorakernels takes at most 5 s longer than PEFT with a warm cache, 20 s without.
 """
@@ -50,30 +50,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     options = parse(arguments)
     from lorabench.contract.names import NameUnknown
-    from lorabench.measure.machine import commit, describe
+    from lorabench.measure.machine import describe
     from lorabench.plan.compose import ConfigError
-    from lorabench.record.store import StoreError, write_atomically
+    from lorabench.record.store import StoreError
 
     machine = describe()
     try:
         tasks = [task(name, machine) for name in options.models]
-        rows = [measured(given, options.repeats) for given in tasks]
-        found = {
-            "rows": rows,
-            "aims_seconds_over_peft": AIMS,
-            "settings": {"lora": LORA, "optimizer": "AdamW", "repeats": options.repeats},
-            "machine": machine.model_dump(mode="json"),
-            "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
-        }
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.out / "cold_start.json", (json.dumps(found, indent=1) + "\n").encode())
-        text = table(rows, machine.name)
-        write_atomically(options.out / "cold_start.md", text.encode())
+        rows: list[dict[str, Any]] = []
+        for given in tasks:
+            rows.append(measured(given, options.repeats))
+            text = write(options, rows, machine)
     except (ConfigError, NameUnknown, StoreError, ChildFailed) as error:
         print(f"cold_start: {error}", file=sys.stderr)
         return 2
     print(text)
     return 0
+
+
+def write(options: argparse.Namespace, rows: Sequence[dict[str, Any]], machine: Any) -> str:
+    """Both files, of the models that are done: what there is when a run is stopped is kept. The table."""
+    from lorabench.measure.machine import commit
+    from lorabench.record.store import write_atomically
+
+    found = {
+        "rows": rows,
+        "aims_seconds_over_peft": AIMS,
+        "settings": {"lora": LORA, "optimizer": "AdamW", "repeats": options.repeats},
+        "machine": machine.model_dump(mode="json"),
+        "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_atomically(options.out / "cold_start.json", (json.dumps(found, indent=1) + "\n").encode())
+    text = table(rows, machine.name)
+    write_atomically(options.out / "cold_start.md", text.encode())
+    return text
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -19,7 +19,7 @@ from lorabench.contract.kind import kind
 from lorabench.contract.names import NameUnknown
 from lorabench.measure.build import causal_lm
 from lorabench.measure.kind import request_of
-from lorabench.measure.kinds.load import differences, parts_of
+from lorabench.measure.kinds.load import differences, elsewhere, parts_of
 from lorabench.measure.machine import describe
 from lorabench.measure.trial import run_trial
 from lorabench.plan import registry
@@ -54,7 +54,7 @@ def loading(tmp_path, *names, reference=BASELINE, dtype=torch.bfloat16, model="t
 
 def records(tmp_path, *overrides):
     common = ("kind=load", "models=[tiny-llama]", "trials=2", "warmup=1", BASELINE)
-    planned = plan(config(*common, *overrides), "cpu").cells[1:]  # without the reference against itself
+    planned = plan(config(*common, *overrides), describe().device).cells[1:]  # without the reference against itself
     with Runner(InProcess(), describe(), None, "test", 60, tmp_path) as runner:
         return [runner.measure(cell) for cell in planned]
 
@@ -133,6 +133,28 @@ def test_a_record_has_equal_bits_bytes_and_ceilings(tmp_path, wanted, applied):
     )
     if notes := record.notes.get("prequantized_loading"):
         assert record.roofline["candidate"]["read"].gbytes == pytest.approx(notes["bytes_read"] / 1e9, rel=0.25)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wanted", [c.values[0] if hasattr(c, "values") else c[0] for c in CANDIDATES])
+def test_on_a_gpu_every_reader_brings_every_tensor(tmp_path, wanted):
+    (record,) = records(tmp_path, f"ablations=[{wanted}]", "workload=warm_cache", "dtype=bfloat16")
+    assert record.status == "ok", record.reason
+    assert (record.numerics.unequal, record.numerics.tensors) == (0, PARTS)
+
+
+def test_what_is_no_tensor_of_a_state_is_where_its_weight_is_and_a_tensor_where_it_lies():
+    """bitsandbytes makes the text of a state on the host whenever it is asked for the state's parts."""
+
+    def parts(scales):
+        state = {"absmax": torch.zeros(2, device=scales), "quant_state.bitsandbytes__nf4": torch.zeros(9)}
+        weight = torch.zeros(4, 1, device="meta")
+        weight.quant_state = SimpleNamespace(as_dict=lambda packed: state)
+        return weight_forms.Nf4Form(double=False).parts("w", weight)
+
+    meta = torch.device("meta")
+    assert list(elsewhere(parts("meta"), meta)) == []
+    assert list(elsewhere(parts("cpu"), meta)) == ["w.absmax, which is on the device cpu"]
 
 
 def test_the_bytes_that_are_counted_are_those_of_the_tensors_in_the_files(tmp_path):
