@@ -22,6 +22,7 @@ from lorabench.record.contrast import Speedup
 from lorabench.record.schema import Record
 from lorabench.report import cells
 from lorabench.report.analysis import Analysis, Row
+from lorabench.report.answers import fastest
 from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables, claimed_of
 from lorabench.report.claims import AS_RATIO, Claim, Match, Source, claims_frame, load_claims, measured
 from lorabench.report.contrasts import WHOLE
@@ -243,7 +244,7 @@ def duels(results: Results) -> str:
 
 def _duel(analysis: Analysis, folder: str, model: str, workload: str) -> list[str]:
     here = _rows(analysis, model, workload)
-    peer, ours = (_fastest(analysis, [r for r in here if (OURS in r.ablations) == own]) for own in (False, True))
+    peer, ours = (fastest([r for r in here if (OURS in r.ablations) == own], analysis)[0] for own in (False, True))
     found = ratio_of_ratios(ours, peer, WHOLE, analysis.contrasts)
     assert found is not None
     faster = f"**{ratio(found.centre, found.low, found.high)} ×**" + ("" if found.paired else " unpaired")
@@ -269,10 +270,6 @@ def _rows(analysis: Analysis, model: str, workload: str) -> list[Record]:
     ]  # fmt: skip
 
 
-def _fastest(analysis: Analysis, records: Sequence[Record]) -> Record:
-    return max(records, key=lambda r: found.centre if (found := analysis.speedup(r)) else 0.0)
-
-
 def _name(record: Record) -> str:
     """A stack by its toggles; PEFT where it is PEFT's own."""
     named = [t for t in record.ablations if t not in (COMMON, "cuda_graph")]
@@ -289,23 +286,24 @@ def share(value: float) -> str:
 
 
 def stacks(results: Results) -> str:
-    """The table of all stacks: speed-up over PEFT as it comes, and the share of the limit. The fastest is bold."""
+    """The table of all stacks: speed-up over PEFT as it comes, and the share of the limit. The fastest is bold, and
+    whatever is level with it."""
     columns = []
     for _, folder, *at in PLACES:
         analysis = results.folders[folder]
-        by_toggles = {frozenset(r.ablations): analysis.row(r) for r in _rows(analysis, *at)}
-        rows = [by_toggles.get(frozenset(toggles)) for _, toggles in STACKS]
-        best = max(row["total_speedup"] for row in rows if row)
-        columns.append([_stack(row, best) if row else "–" for row in rows])
+        by_toggles = {frozenset(r.ablations): r for r in _rows(analysis, *at)}
+        records = [by_toggles.get(frozenset(toggles)) for _, toggles in STACKS]
+        best = fastest([r for r in records if r], analysis)
+        columns.append([_stack(analysis.row(r), r in best) if r else "–" for r in records])
     heads = ["stack", *(_starred(results, place) for place in PLACES)]
     rows = [[name, *cells] for (name, _), cells in zip(STACKS, zip(*columns, strict=True), strict=True)]
     return f"{grid(heads, rows)}\n\n{_hosts(results)}"
 
 
-def _stack(row: Row, best: float) -> str:
+def _stack(row: Row, bold: bool) -> str:
     reached = row.get("of_limit", math.nan)
     said = number(row["total_speedup"]) + (f" ({share(reached)})" if math.isfinite(reached) else "")
-    return f"**{said}**" if row["total_speedup"] == best else said
+    return f"**{said}**" if bold else said
 
 
 def _waits(analysis: Analysis, model: str, workload: str) -> bool:
