@@ -24,13 +24,14 @@ from lorabench.report import cells
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.answers import fastest
 from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables, claimed_of
-from lorabench.report.claims import AS_RATIO, Claim, Match, Source, claims_frame, load_claims, measured
+from lorabench.report.claim_tables import UNCLEAR, claims_frame, judged, ours
+from lorabench.report.claims import AS_RATIO, Claim, Match, Source, load_claims, measured
 from lorabench.report.contrasts import WHOLE
 from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
 from lorabench.report.shares import ratio_of_ratios
 from lorabench.report.shown import show
 from lorabench.report.tables import md
-from lorabench.report.words import number, ratio
+from lorabench.report.words import number, ratio, unclear
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "lora_kernels"
@@ -163,12 +164,15 @@ def _value(m: Match, analysis: Analysis) -> tuple[float, float, float]:
 
 def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
     if claim.over:
-        (row,) = claims_frame(rows, analysis.contrasts).to_dict("records")
-        return f"{ratio(row['measured'], row['measured_low'], row['measured_high'])} ×, {row['model']}"
+        (row,) = claims_frame(rows, analysis).to_dict("records")
+        return f"{ours(row)} ×, {row['model']}"
     values = [_value(m, analysis) for m in rows]
     unit = "×" if claim.unit in AS_RATIO else claim.unit
     if len(values) == 1:
-        return f"{ratio(*values[0]) if unit == '×' else number(values[0][0])} {unit}"
+        if unit != "×":
+            return f"{number(values[0][0])} {unit}"
+        is_unclear = judged(rows[0], values[0], analysis) == UNCLEAR
+        return f"{unclear(*values[0][1:]) if is_unclear else ratio(*values[0])} ×"
     return f"{number(min(v[0] for v in values))} to {number(max(v[0] for v in values))} {unit} in {len(values)} cells"
 
 

@@ -82,8 +82,8 @@ GLOSSARY = {
     "faster / slower": "significant after Holm's correction over the sweep (p < 0.05), and the whole 95 % interval "
     "lies beyond the noise floor",
     "same": "the whole 95 % interval lies inside the noise floor: equal as far as this machine can tell",
-    "unclear": "none of these, for the reason beside the word; more trials or a quieter machine might tell. The interval "
-    "is shown without a ratio",
+    "unclear": "none of these, for the reason beside the word; more trials or a quieter machine might tell. The "
+    "interval is shown without a ratio",
     "interval is of": "the sessions that the interval knows; one session's says nothing of what differs in the next",
     "host-bound": "the device waits for its host in a fifth of the step or more: milliseconds, and the share of them "
     "that it waits. Such a ratio is of this host",
