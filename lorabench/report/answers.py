@@ -13,7 +13,6 @@ from typing import NamedTuple
 from lorabench.record.schema import ARMS, TOTAL, Record
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.cells import host_bound, moved, whole
-from lorabench.report.contrasts import toggles
 from lorabench.report.groups import Group
 from lorabench.report.published import compared
 from lorabench.report.shown import spans
@@ -53,7 +52,7 @@ def _answer(group: Group, tried: Sequence[Record], analysis: Analysis) -> Answer
     row = analysis.row(best)
     took = arrow(*(row[f"{TOTAL}_{arm}_ms"] for arm in ARMS))
     sure = "; ".join(_doubts(best, level, timed, analysis))
-    return Answer(group.title, toggles(best), f"{took} ms", buys(row), sure, best)
+    return Answer(group.title, row["toggles"], f"{took} ms", buys(row), sure, best)
 
 
 def fastest(records: Sequence[Record], analysis: Analysis) -> list[Record]:
@@ -92,7 +91,7 @@ def _doubts(best: Record, level: Sequence[Record], timed: Sequence[Record], anal
     if len(spans(references)) > 1:
         said.append(f"no ranking: the references took {number(min(references))} to {number(max(references))} ms")
     elif level:
-        said.append(f"level with {' and with '.join(map(toggles, level))}")
+        said.append("level with " + " and with ".join(analysis.row(r)["toggles"] for r in level))
     if host_bound(row):
         waits = max(row[f"{arm}_host_share"] for arm in ARMS)
         said.append(f"host-bound: the device waits {100 * waits:.0f} % of the step")
@@ -102,7 +101,7 @@ def _doubts(best: Record, level: Sequence[Record], timed: Sequence[Record], anal
     said.append(alone if row["sessions"] == 1 else f"{row['sessions']} sessions")
     own = row[MS]
     if doubtful := [
-        toggles(r) for r in timed
+        analysis.row(r)["toggles"] for r in timed
         if analysis.row(r)["verdict"] == "unclear" and analysis.row(r)[f"{MS}_low"] < own
     ]:  # fmt: skip
         said.append(f"unclear and perhaps faster: {', '.join(doubtful)}")

@@ -48,9 +48,10 @@ def _side_by_side(source: Source, found: Sequence[Match], analysis: Analysis) ->
     rows: dict[tuple[int, str], tuple[list[str], dict[tuple[str, ...], str]]] = {}
     for m in sorted(found, key=lambda m: (claims[id(m.claim)], order[id(m.record)])):
         place = f"{m.record.model} @ {m.record.workload}"
-        column = (toggles(m.record), *m.record.reference)
+        name = analysis.row(m.record)["toggles"]
+        column = (name, *m.record.reference)
         against = f", {_other_baseline(m.differs)}" if m.differs else titles[id(m.record)].removeprefix(place)
-        columns.setdefault(column, toggles(m.record) + against)
+        columns.setdefault(column, name + against)
         head = [place, _quantity(m.claim.quantity), _range(m.claim.low, m.claim.high)]
         rows.setdefault((claims[id(m.claim)], place), (head, {}))[1][column] = _beside(m, analysis)
     if any(m.inverted for m in found) or max(len(cells) for _, cells in rows.values()) < 2:
@@ -154,7 +155,7 @@ def _row(m: Match, analysis: Analysis) -> dict[str, Any]:
         "claim": m.claim.id,
         "model": m.record.model,
         "workload": m.record.workload,
-        "toggles": toggles(m.record),
+        "toggles": analysis.row(m.record)["toggles"],
         "quantity": m.claim.quantity,
         "claimed_low": m.low,
         "claimed_high": m.high,

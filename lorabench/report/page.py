@@ -38,7 +38,6 @@ from lorabench.report.cells import (
     times,
 )
 from lorabench.report.claims import load_claims, standing
-from lorabench.report.contrasts import toggles
 from lorabench.report.details import detail, pairs
 from lorabench.report.inline import inline
 from lorabench.report.panels import MANY
@@ -199,7 +198,7 @@ def _figure(name: str, drawn: Drawn, caption: str, marks: Mapping[str, tuple[int
 def _point(record: Record, row: Row) -> str:
     """What a point of a figure says under the pointer."""
     took = number(row[f"{TOTAL}_candidate_ms"], 4)
-    return f"{toggles(record)}, {record.model} @ {record.workload}: {took} ms, {number(row['candidate_peak_gib'])} GiB"
+    return f"{row['toggles']}, {record.model} @ {record.workload}: {took} ms, {number(row['candidate_peak_gib'])} GiB"
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
