@@ -13,9 +13,9 @@ from typing import NamedTuple
 from lorabench.record.schema import ARMS, TOTAL, Record
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.cells import host_bound, moved, whole
+from lorabench.report.comparable import spans
 from lorabench.report.groups import Group
 from lorabench.report.published import compared
-from lorabench.report.shown import spans
 from lorabench.report.words import arrow, number, percent
 
 MS = f"{TOTAL}_candidate_ms"

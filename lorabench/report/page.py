@@ -51,10 +51,12 @@ from lorabench.report.words import number
 
 CAPTIONS = {
     "tradeoff": "Time against memory: down and to the left is better. What lies on the dashed line no other beats in "
-    "both. Vertical lines are 95 % intervals of the median.",
+    "both. Vertical lines are 95 % intervals of the median. Where the references of one group took over 10 % longer in "
+    "one row than in another, a grey bar spans their times and no line is drawn.",
     "published": "Published numbers beside ours, where both were measured against the same baseline.",
-    "speedup": "Speed-up of the whole with its 95 % interval. Grey band: the noise floor. Dotted: host-bound. Dots "
-    "below a line: its sessions. Hollow diamonds: published numbers for the same toggle against the same baseline.",
+    "speedup": "Speed-up of the whole with its 95 % interval, in parts whose references took as long. Grey band: the "
+    "noise floor. Dotted: host-bound. Dots below a line: its sessions. Hollow diamonds: published numbers for the same "
+    "toggle against the same baseline.",
     "map": "Speed-up of the whole, a line a group, with half the width of its 95 % interval. An interval alone is of "
     "an unclear row, milliseconds are of one that waits for its host.",
     "memory": "Peak memory of reference and candidate, each net of what the other holds.",
