@@ -22,8 +22,10 @@ from lorabench.record.contrast import Speedup
 from lorabench.record.schema import Record
 from lorabench.report import cells
 from lorabench.report.analysis import Analysis, Row
+from lorabench.report.answers import fastest
 from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables, claimed_of
-from lorabench.report.claims import AS_RATIO, Claim, Match, Source, claims_frame, load_claims, measured
+from lorabench.report.claim_tables import UNCLEAR, claims_frame, judged, ours
+from lorabench.report.claims import AS_RATIO, Claim, Match, Source, load_claims, measured
 from lorabench.report.contrasts import WHOLE
 from lorabench.report.groups import Group
 from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
@@ -34,7 +36,6 @@ from lorabench.report.words import number, ratio, told, unclear
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "lora_kernels"
-UNCLEAR = "unclear"  # a verdict
 DIRTY = "†"
 ONE = "one session"
 Place = tuple[str, str, str, str]  # what a column is called, and its results folder, model and workload
@@ -184,8 +185,8 @@ def _value(m: Match, analysis: Analysis) -> tuple[float, float, float]:
 
 def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
     if claim.over:
-        (row,) = claims_frame(rows, analysis.contrasts).to_dict("records")
-        return f"{ratio(row['measured'], row['measured_low'], row['measured_high'])} ×, {row['model']}"
+        (row,) = claims_frame(rows, analysis).to_dict("records")
+        return f"{ours(row)} ×, {row['model']}"
     values = [(_value(m, analysis), _is_clear(m, analysis)) for m in rows]
     unit = "×" if claim.unit in AS_RATIO else claim.unit
     if len(values) > 1:
@@ -198,7 +199,7 @@ def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
 
 def _is_clear(m: Match, analysis: Analysis) -> bool:
     """Of a ratio of times; what is no such ratio has no verdict."""
-    return m.claim.unit not in AS_RATIO or analysis.row(m.record)["verdict"] != UNCLEAR
+    return m.claim.unit not in AS_RATIO or judged(m, _value(m, analysis), analysis) != UNCLEAR
 
 
 def printed(claim: Claim) -> str:
@@ -273,7 +274,7 @@ def duels(results: Results) -> str:
 
 def _duel(analysis: Analysis, folder: str, model: str, workload: str) -> list[str]:
     here = _rows(analysis, model, workload)
-    peer, ours = (_fastest(analysis, [r for r in here if (OURS in r.ablations) == own]) for own in (False, True))
+    peer, ours = (fastest([r for r in here if (OURS in r.ablations) == own], analysis)[0] for own in (False, True))
     found = ratio_of_ratios(ours, peer, WHOLE, analysis.contrasts)
     assert found is not None
     faster = f"**{ratio(found.centre, found.low, found.high)} ×**" + ("" if found.paired else " unpaired")
@@ -299,10 +300,6 @@ def _rows(analysis: Analysis, model: str, workload: str) -> list[Record]:
     ]  # fmt: skip
 
 
-def _fastest(analysis: Analysis, records: Sequence[Record]) -> Record:
-    return max(records, key=lambda r: found.centre if (found := analysis.speedup(r)) else 0.0)
-
-
 def _name(record: Record) -> str:
     """A stack by its toggles; PEFT where it is PEFT's own."""
     named = [t for t in record.ablations if t not in (COMMON, "cuda_graph")]
@@ -319,29 +316,29 @@ def share(value: float) -> str:
 
 
 def stacks(results: Results) -> str:
-    """The table of all stacks: speed-up over PEFT as it comes, and the share of the limit. The fastest is bold, where
-    PEFT does not wait for its host; where it does, milliseconds stand beside the ratio."""
+    """The table of all stacks: speed-up over PEFT as it comes, and the share of the limit. The fastest is bold and
+    whatever is level with it, where PEFT does not wait for its host; where it does, milliseconds stand beside the
+    ratio."""
     columns, shown = [], []
     for _, folder, *at in PLACES:
         analysis = results.folders[folder]
-        by_toggles = {frozenset(r.ablations): analysis.row(r) for r in _rows(analysis, *at)}
-        rows = [by_toggles.get(frozenset(toggles)) for _, toggles in STACKS]
-        best = max(row["total_speedup"] for row in rows if row)
+        by_toggles = {frozenset(r.ablations): r for r in _rows(analysis, *at)}
+        records = [by_toggles.get(frozenset(toggles)) for _, toggles in STACKS]
+        best = fastest([r for r in records if r], analysis)
         waits = _waits(analysis, *at)
-        columns.append([_stack(row, best, waits) if row else "–" for row in rows])
-        shown += filter(None, rows)
+        columns.append([_stack(analysis.row(r), r in best, waits) if r else "–" for r in records])
+        shown += [analysis.row(r) for r in records if r]
     heads = ["stack", *(_starred(results, place) for place in PLACES)]
     rows = [[name, *cells] for (name, _), cells in zip(STACKS, zip(*columns, strict=True), strict=True)]
     return "\n\n".join([grid(heads, rows), _hosts(results, PLACES), *_marks(shown)])
 
 
-def _stack(row: Row, best: float, waits: bool) -> str:
+def _stack(row: Row, best: bool, waits: bool) -> str:
     reached, ms = row.get("of_limit", math.nan), row["total_candidate_ms"]
     said = UNCLEAR if row["verdict"] == UNCLEAR else number(row["total_speedup"])
     said += f", {number(ms)} ms" if waits else ""
     said += f" ({share(reached)})" if math.isfinite(reached) else ""
-    bold = f"**{said}**" if row["total_speedup"] == best and not waits else said
-    return bold + _dirty(row)
+    return (f"**{said}**" if best and not waits else said) + _dirty(row)
 
 
 def _dirty(row: Row) -> str:

@@ -1,4 +1,8 @@
-"""What a reader wants to know first: of each model and workload the fastest, what it buys, and how sure that is."""
+"""What a reader wants to know first: of each model and workload the fastest, what it buys, and how sure that is.
+
+Where the milliseconds of several stacks are not told apart, the one with the fewest toggles is named. README.md's
+tables go by the same rule.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from typing import NamedTuple
 from lorabench.record.schema import ARMS, TOTAL, Record
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.cells import host_bound, moved, whole
-from lorabench.report.contrasts import toggles
+from lorabench.report.comparable import spans
 from lorabench.report.groups import Group
 from lorabench.report.published import compared
-from lorabench.report.shown import spans
 from lorabench.report.words import arrow, number, percent
+
+MS = f"{TOTAL}_candidate_ms"
 
 
 class Answer(NamedTuple):
@@ -38,19 +43,30 @@ def _tried(group: Group) -> list[Record]:
 
 def _answer(group: Group, tried: Sequence[Record], analysis: Analysis) -> Answer:
     timed = [record for record in tried if record.status == "ok"]
-    faster = sorted(
-        (r for r in timed if analysis.row(r)["verdict"] == "faster"),
-        key=lambda r: analysis.row(r)[f"{TOTAL}_candidate_ms"],
-    )
+    faster = [record for record in timed if analysis.row(record)["verdict"] == "faster"]
     if not faster:
         unclear = sum(analysis.row(r)["verdict"] == "unclear" for r in timed)
         said = f"{len(timed)} of {len(tried)} measured, {unclear} of them unclear"
         return Answer(group.title, "none is clearly faster", "", "", said, None)
-    best = faster[0]
+    best, *level = fastest(faster, analysis)
     row = analysis.row(best)
     took = arrow(*(row[f"{TOTAL}_{arm}_ms"] for arm in ARMS))
-    sure = "; ".join(_doubts(best, faster[1:], timed, analysis))
-    return Answer(group.title, toggles(best), f"{took} ms", buys(row), sure, best)
+    sure = "; ".join(_doubts(best, level, timed, analysis))
+    return Answer(group.title, row["toggles"], f"{took} ms", buys(row), sure, best)
+
+
+def fastest(records: Sequence[Record], analysis: Analysis) -> list[Record]:
+    """Of records that have times the fastest and all that are level with it: whose milliseconds lie within the noise
+    floor of its own, or whose intervals meet. The one with the fewest toggles comes first, then the faster."""
+    rows = sorted((analysis.row(record)[MS], n) for n, record in enumerate(records))
+    first = analysis.row(records[rows[0][1]])
+    level = [records[n] for _, n in rows if _level(first, analysis.row(records[n]))]
+    return sorted(level, key=lambda record: len(record.ablations))
+
+
+def _level(first: Row, other: Row) -> bool:
+    within = 1 + max(first["noise_floor"], other["noise_floor"])
+    return other[f"{MS}_low"] <= first[f"{MS}_high"] or other[MS] <= first[MS] * within
 
 
 def buys(row: Row) -> str:
@@ -67,15 +83,15 @@ def buys(row: Row) -> str:
     return ", ".join(said)
 
 
-def _doubts(best: Record, others: Sequence[Record], timed: Sequence[Record], analysis: Analysis) -> list[str]:
+def _doubts(best: Record, level: Sequence[Record], timed: Sequence[Record], analysis: Analysis) -> list[str]:
     """What stands for and against the answer, the weightiest first."""
     row = analysis.row(best)
     references = [analysis.row(r)[f"{TOTAL}_reference_ms"] for r in timed]
     said = []
     if len(spans(references)) > 1:
         said.append(f"no ranking: the references took {number(min(references))} to {number(max(references))} ms")
-    elif level := [toggles(r) for r in others if _level(best, r, analysis)]:
-        said.append(f"level with {' and with '.join(level)}")
+    elif level:
+        said.append("level with " + " and with ".join(analysis.row(r)["toggles"] for r in level))
     if host_bound(row):
         waits = max(row[f"{arm}_host_share"] for arm in ARMS)
         said.append(f"host-bound: the device waits {100 * waits:.0f} % of the step")
@@ -83,24 +99,15 @@ def _doubts(best: Record, others: Sequence[Record], timed: Sequence[Record], ana
         said.append(f"the reference moved {100 * row['reference_moved']:.0f} % between sessions")
     alone = "one session, whose interval knows nothing of the next"
     said.append(alone if row["sessions"] == 1 else f"{row['sessions']} sessions")
-    own = row[f"{TOTAL}_candidate_ms"]
+    own = row[MS]
     if doubtful := [
-        toggles(r) for r in timed
-        if analysis.row(r)["verdict"] == "unclear" and analysis.row(r)[f"{TOTAL}_candidate_ms_low"] < own
+        analysis.row(r)["toggles"] for r in timed
+        if analysis.row(r)["verdict"] == "unclear" and analysis.row(r)[f"{MS}_low"] < own
     ]:  # fmt: skip
         said.append(f"unclear and perhaps faster: {', '.join(doubtful)}")
     if row["dirty"]:
         said.append("uncommitted changes")
     return said
-
-
-def _level(best: Record, other: Record, analysis: Analysis) -> bool:
-    """Whether the interval of the ratio of the two holds 1."""
-    first, second = analysis.contrasts.of(best), analysis.contrasts.of(other)
-    if first is None or second is None:
-        return False
-    apart = first.difference(second)
-    return apart.low <= 1 <= apart.high
 
 
 def published_answer(analysis: Analysis) -> str:

@@ -220,7 +220,19 @@ def judgement(row: Mapping[Any, Any], record: Record, group: Group) -> str:
     few = 0 < row["trials"] < MIN_TRIALS_FOR_VERDICT
     said = row["verdict"] if isinstance(row["verdict"], str) else "too few trials"
     needs = f" ({row['trials']} trials, a verdict needs {MIN_TRIALS_FOR_VERDICT})" if few else ""
-    return said + needs + flags + _other_floor(row) + _provenance(row)
+    return said + (needs or _doubt(row)) + flags + _other_floor(row) + _provenance(row)
+
+
+def _doubt(row: Mapping[Any, Any]) -> str:
+    """Which condition of a verdict an unclear row does not meet."""
+    if row["verdict"] != "unclear":
+        return ""
+    low, high, floor = row[f"{TOTAL}_low"], row[f"{TOTAL}_high"], row["noise_floor"]
+    if low <= 1 <= high:
+        return " (its interval holds 1)"
+    if low <= 1 + floor and high >= 1 / (1 + floor):
+        return f" (its interval meets the noise floor of ±{percent(floor)})"
+    return f" (p {number(row['p_holm'], 2)} after Holm's correction)"
 
 
 def _other_floor(row: Mapping[Any, Any]) -> str:

@@ -17,13 +17,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
-import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lorabench.contract.kind import kind
 from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Record
-from lorabench.report.contrasts import Contrasts, toggles
+from lorabench.report.contrasts import Contrasts
 
 # A quantity is `{phase}_{measure}`: of a phase of the claim's kind, of the total, or of the peak over all phases.
 SPEEDUP, SAVED, HELD = "speedup", "memory_saved_pct", "memory_gb"
@@ -284,87 +283,12 @@ def _bytes(held: ArmMemory | None, phase: str) -> int | None:
     return held.peak if phase == PEAK else (held.peaks or {}).get(phase)
 
 
-def outcome(match: Match, contrasts: Contrasts) -> str:
+def against(match: Match, value: float, low: float, high: float) -> str:
     """Our number against theirs: 'within' where the interval meets their range, else 'above', 'below'; '' for what was
     not measured, and where the two have not the same baseline."""
-    return against(match, *measured(match.record, match.claim, contrasts))
-
-
-def against(match: Match, value: float, low: float, high: float) -> str:
-    """`outcome` of a value with its interval."""
     low, high = (value if math.isnan(low) else low), (value if math.isnan(high) else high)
     if math.isnan(value) or match.differs:
         return ""
     if high < match.low:
         return "below"
     return "above" if low > match.high else "within"
-
-
-def claims_frame(matches: Sequence[Match], contrasts: Contrasts) -> pd.DataFrame:
-    """Claims beside our numbers, a row a pair (or a row a claim and candidate, where it is over several cells); empty
-    where none applies."""
-    groups: dict[Any, list[Match]] = {}
-    for n, m in enumerate(matches):
-        key = (id(m.claim), toggles(m.record), frozenset(m.record.reference)) if m.claim.over else n
-        groups.setdefault(key, []).append(m)
-    rows = [_row(m[0], contrasts) | (_over(m, contrasts) if m[0].claim.over else {}) for m in groups.values()]
-    names = ["source", "claim", "model", "workload", "toggles", "quantity", "claimed_low", "claimed_high", "statistic"]
-    names += [
-        "measured",
-        "measured_low",
-        "measured_high",
-        "outcome",
-        "status",
-        "how",
-        "baseline_differs",
-        "stands_for",
-        "inverted",
-    ]
-    return pd.DataFrame(rows, columns=pd.Index([*names, "hardware", "baseline", "wording", "note", "caveat"]))
-
-
-def _over(matches: Sequence[Match], contrasts: Contrasts) -> dict[str, Any]:
-    """What differs from the row of the first one: the geometric mean of these cells, or the best of them."""
-    claim, done = matches[0].claim, [m.record for m in matches if m.record.status == "ok"]
-    found = UNKNOWN
-    if done and claim.statistic == "average":
-        together = contrasts.mean(done, (claim.of_phase,))
-        found = together.speedup if together else UNKNOWN
-    elif done:
-        found = max(measured(r, claim, contrasts) for r in done)
-    return {
-        "model": f"{claim.statistic} of {len(done)} cells",
-        "workload": "",
-        **dict(zip(("measured", "measured_low", "measured_high"), found, strict=True)),
-        "outcome": against(matches[0], *found),
-        "status": "ok" if done else matches[0].record.status,
-    }
-
-
-def _row(m: Match, contrasts: Contrasts) -> dict[str, Any]:
-    value, low, high = measured(m.record, m.claim, contrasts)
-    return {
-        "source": m.source.title,
-        "claim": m.claim.id,
-        "model": m.record.model,
-        "workload": m.record.workload,
-        "toggles": toggles(m.record),
-        "quantity": m.claim.quantity,
-        "claimed_low": m.low,
-        "claimed_high": m.high,
-        "statistic": m.claim.statistic,
-        "measured": value,
-        "measured_low": low,
-        "measured_high": high,
-        "outcome": against(m, value, low, high),
-        "status": m.record.status,
-        "how": said(m.record, m.claim).get("how", ""),
-        "baseline_differs": m.differs,
-        "stands_for": m.stands_for,
-        "inverted": m.inverted,
-        "hardware": m.source.hardware,
-        "baseline": m.claim.baseline,
-        "wording": m.claim.wording,
-        "note": m.claim.note,
-        "caveat": m.claim.caveat,
-    }

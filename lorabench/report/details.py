@@ -7,7 +7,7 @@ from typing import Any
 
 from lorabench.record.schema import ARMS, Energy, JobRecord, Numerics, Phase, RankSpread, Record, Telemetry
 from lorabench.report.analysis import Row
-from lorabench.report.contrasts import toggles, versus
+from lorabench.report.contrasts import versus
 from lorabench.report.rerun import rerun
 from lorabench.report.tidy import GIB, gate_of
 from lorabench.report.words import number, percent, ratio
@@ -48,7 +48,7 @@ def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequen
         "measure it again": rerun(record, command),
     }  # fmt: skip
     return {
-        "title": toggles(record),
+        "title": row["toggles"],
         "model": record.model,
         "workload": record.workload,
         "status": record.status,

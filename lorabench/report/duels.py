@@ -20,7 +20,7 @@ from lorabench.record.contrast import Speedup
 from lorabench.record.schema import ARMS, Record
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import HOST_BOUND
-from lorabench.report.contrasts import WHOLE, toggles
+from lorabench.report.contrasts import WHOLE
 from lorabench.report.grid import Cell, grid
 from lorabench.report.heatmap import MAP
 from lorabench.report.shares import of_two
@@ -48,7 +48,7 @@ def each_against_each(records: Sequence[Record], analysis: Analysis) -> list[Due
     if not timed:
         return []
     base = _common([frozenset(r.reference) for r in timed])
-    own = {toggles(r): r for r in timed if frozenset(r.reference) == base}
+    own = {analysis.row(r)["toggles"]: r for r in timed if frozenset(r.reference) == base}
     stacks = {REFERENCE: base, **{name: frozenset(r.candidate) for name, r in own.items()}}
     measured = _measured(timed[0], analysis)
     found = []

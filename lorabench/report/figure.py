@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from matplotlib import rc_context
@@ -29,26 +30,40 @@ TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 5, 7, 10
 
 
 class Strip(NamedTuple):
-    """A panel of rows from the top: each with its label on the left and a note on the right, (text, colour)."""
+    """A panel of rows from the top: each with its label on the left and a note on the right, (text, colour). headings:
+    what stands on a line of its own above a row, by the row's place."""
 
     title: str
     labels: list[str]
     notes: list[tuple[str, str]]
     axis: str
+    headings: Mapping[int, str] = MappingProxyType({})
+
+
+def lines(rows: int, headings: Mapping[int, str]) -> list[int]:
+    """The line of each of so many rows, where some have a heading above them."""
+    return [n + sum(at <= n for at in headings) for n in range(rows)]
 
 
 def rows_figure(strips: Sequence[Strip], said: str) -> tuple[Figure, list[Axes]]:
-    """A figure of panels of rows, to be drawn into at y = 0, 1, 2 …; said: what it leaves out."""
+    """A figure of panels of rows, to be drawn into at y = 0, 1, 2 …, or at their `lines`; said: what it leaves out."""
     labels = [[label if "\n" in label else short(label) for label in strip.labels] for strip in strips]
-    left = widest(label for names in labels for label in names)
+    left = widest([*(label for names in labels for label in names), *(h for s in strips for h in s.headings.values())])
     right = widest(text for strip in strips for text, _ in strip.notes)
-    figure, axes = stack([len(names) for names in labels], left, right, said)
+    figure, axes = stack([len(strip.labels) + len(strip.headings) for strip in strips], left, right, said)
     for ax, strip, names in zip(axes, strips, labels, strict=True):
-        _name_rows(ax, names)
+        ys = lines(len(names), strip.headings)
+        _name_rows(ax, ys, names)
         title(ax, strip.title)
         ax.set_xlabel(strip.axis, fontsize=SMALL)
-        for y, (text, colour) in enumerate(strip.notes):
+        for y, (text, colour) in zip(ys, strip.notes, strict=True):
             _beside(ax, y, text, 0.08, ha="left", color=colour)
+        for row, heading in strip.headings.items():
+            y = ys[row] - 1
+            _beside(ax, y, heading, -0.08, ha="right", color="#777777", fontstyle="italic")
+            if row:
+                beyond = left / (ax.get_position().width * WIDTH)
+                ax.axhline(y - 0.5, -beyond, 1, color="#999999", lw=0.6, clip_on=False)
     return figure, axes
 
 
@@ -120,11 +135,11 @@ def title(ax: Axes, text: str) -> None:
     ax.set_title(text, loc="left", fontsize=10.5, fontweight="bold")
 
 
-def _name_rows(ax: Axes, labels: Sequence[str]) -> None:
+def _name_rows(ax: Axes, ys: Sequence[int], labels: Sequence[str]) -> None:
     ax.set_yticks([])
-    for y, label in enumerate(labels):
+    for y, label in zip(ys, labels, strict=True):
         _beside(ax, y, label, -0.08, size_of(label), ha="right", linespacing=0.95)
-    ax.set_ylim(len(labels) - 0.4, -0.6)
+    ax.set_ylim((ys[-1] if ys else -1) + 0.6, -0.6)
     ax.tick_params(axis="x", labelsize=SMALL)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.grid(axis="x", color="#e6e6e6", linewidth=0.7)

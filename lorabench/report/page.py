@@ -38,7 +38,6 @@ from lorabench.report.cells import (
     times,
 )
 from lorabench.report.claims import load_claims, standing
-from lorabench.report.contrasts import toggles
 from lorabench.report.details import detail, pairs
 from lorabench.report.inline import inline
 from lorabench.report.panels import MANY
@@ -52,10 +51,12 @@ from lorabench.report.words import number
 
 CAPTIONS = {
     "tradeoff": "Time against memory: down and to the left is better. What lies on the dashed line no other beats in "
-    "both. Vertical lines are 95 % intervals of the median.",
+    "both. Vertical lines are 95 % intervals of the median. Where the references of one group took over 10 % longer in "
+    "one row than in another, a grey bar spans their times and no line is drawn.",
     "published": "Published numbers beside ours, where both were measured against the same baseline.",
-    "speedup": "Speed-up of the whole with its 95 % interval. Grey band: the noise floor. Dotted: host-bound. Dots "
-    "below a line: its sessions. Hollow diamonds: published numbers for the same toggle against the same baseline.",
+    "speedup": "Speed-up of the whole with its 95 % interval, in parts whose references took as long. Grey band: the "
+    "noise floor. Dotted: host-bound. Dots below a line: its sessions. Hollow diamonds: published numbers for the same "
+    "toggle against the same baseline.",
     "map": "Speed-up of the whole, a line a group, with half the width of its 95 % interval. An interval alone is of "
     "an unclear row, milliseconds are of one that waits for its host.",
     "memory": "Peak memory of reference and candidate, each net of what the other holds.",
@@ -82,7 +83,8 @@ GLOSSARY = {
     "faster / slower": "significant after Holm's correction over the sweep (p < 0.05), and the whole 95 % interval "
     "lies beyond the noise floor",
     "same": "the whole 95 % interval lies inside the noise floor: equal as far as this machine can tell",
-    "unclear": "none of these; more trials or a quieter machine might tell. The interval is shown without a ratio",
+    "unclear": "none of these, for the reason beside the word; more trials or a quieter machine might tell. The "
+    "interval is shown without a ratio",
     "interval is of": "the sessions that the interval knows; one session's says nothing of what differs in the next",
     "host-bound": "the device waits for its host in a fifth of the step or more: milliseconds, and the share of them "
     "that it waits. Such a ratio is of this host",
@@ -198,7 +200,7 @@ def _figure(name: str, drawn: Drawn, caption: str, marks: Mapping[str, tuple[int
 def _point(record: Record, row: Row) -> str:
     """What a point of a figure says under the pointer."""
     took = number(row[f"{TOTAL}_candidate_ms"], 4)
-    return f"{toggles(record)}, {record.model} @ {record.workload}: {took} ms, {number(row['candidate_peak_gib'])} GiB"
+    return f"{row['toggles']}, {record.model} @ {record.workload}: {took} ms, {number(row['candidate_peak_gib'])} GiB"
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

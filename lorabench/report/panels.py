@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 from lorabench.record.schema import TOTAL, Record
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.cells import host_bound
+from lorabench.report.comparable import parts
+from lorabench.report.figure import lines
 
 BLUE, ORANGE, GREEN, VERMILLION, GREY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777", "#CC79A7"
 MARKERS = "osD^vP*X"  # as matplotlib names them: circle, square, …
@@ -27,10 +29,12 @@ Figured = tuple[Figure, str] | None  # with what it leaves out; None where there
 
 
 class Mark(NamedTuple):
-    """One row of a panel: the record and its row of the tidy table."""
+    """One row of a panel: the record and its row of the tidy table. `part`: the rows that it compares with, in words;
+    '' where all do."""
 
     record: Record
     row: Row
+    part: str = ""
 
     @property
     def host_bound(self) -> bool:
@@ -47,10 +51,27 @@ class Panel(NamedTuple):
     kind: Any
     marks: list[Mark]
 
+    @property
+    def headings(self) -> dict[int, str]:
+        """What stands above the first row of each part, by the row's place."""
+        above = ["", *(mark.part for mark in self.marks)]
+        return {n: mark.part for n, mark in enumerate(self.marks) if mark.part != above[n]}
+
+    @property
+    def ys(self) -> list[int]:
+        """The line on which each row is drawn."""
+        return lines(len(self.marks), self.headings)
+
 
 def panels_of(analysis: Analysis) -> list[Panel]:
-    """A panel a group, its rows from the fastest to those that failed."""
-    return [Panel(g.title, g.kind, [Mark(r, analysis.row(r)) for r in analysis.ordered(g)]) for g in analysis.groups]
+    """A panel a group, its rows from the fastest to those that failed; in parts where only some of them compare."""
+    found = []
+    for group in analysis.groups:
+        rows = [Mark(record, analysis.row(record)) for record in analysis.ordered(group)]
+        alike = parts([mark.row[f"{TOTAL}_reference_ms"] for mark in rows])
+        marks = [rows[n]._replace(part=said) for said, members in alike for n in members]
+        found.append(Panel(group.title, group.kind, marks))
+    return found
 
 
 def that_fit(panels: Sequence[Panel]) -> tuple[list[Panel], str]:

@@ -84,7 +84,7 @@ def figures(analysis: Analysis, panels: Sequence[Panel] | None = None) -> dict[s
 
 def _strip(panel: Panel, notes: Callable[[Row], tuple[str, str]], axis: str) -> Strip:
     rows = [mark.row for mark in panel.marks]
-    return Strip(panel.title, [row["toggles"] for row in rows], [notes(row) for row in rows], axis)
+    return Strip(panel.title, [row["toggles"] for row in rows], [notes(row) for row in rows], axis, panel.headings)
 
 
 def _failure(row: Row) -> tuple[str, str]:
@@ -148,7 +148,7 @@ def _forest(ax: Axes, panel: Panel, claims: dict[str, list[tuple[float, float]]]
     ax.axvspan(1 / (1 + floor), 1 + floor, color="#dddddd", lw=0)
     ax.axvline(1, color="black", lw=0.8)
     values = [1 + floor, 1 / (1 + floor)]
-    for y, mark in enumerate(panel.marks):
+    for y, mark in zip(panel.ys, panel.marks, strict=True):
         for claimed in claims.get(mark.record.key, []):
             ends = [end for end in claimed if 0 < end < math.inf]  # of "at least" there is but one
             values += ends
@@ -157,7 +157,7 @@ def _forest(ax: Axes, panel: Panel, claims: dict[str, list[tuple[float, float]]]
             own = [c.centre for c in analysis.contrasts.sessions(mark.record)]
             values += own
             ax.plot(own, [y + 0.32] * len(own), ".", color="black", ms=3, zorder=5)
-    timed = [(y, mark) for y, mark in enumerate(panel.marks) if mark.has(f"{TOTAL}_speedup")]
+    timed = [(y, mark) for y, mark in zip(panel.ys, panel.marks, strict=True) if mark.has(f"{TOTAL}_speedup")]
     for (colour, marker, waits), found in by(lambda mark: (*look(mark), mark.host_bound), timed).items():
         centres, lows, highs = zip(*(total(mark.row) for _, mark in found), strict=True)
         values += [*lows, *highs]
@@ -188,10 +188,8 @@ def _memory(panels: Sequence[Panel]) -> Figured:
     figure, axes = rows_figure([_strip(p, _saves, "peak allocated, GiB (left is better)") for p in shown], left_out)
     for ax, panel in zip(axes, shown, strict=True):
         rows = [mark.row for mark in panel.marks]
-        ax.plot(
-            [_number(row, peaks[0]) for row in rows], range(len(rows)), "o", color="black", mfc="white", ms=6, zorder=3
-        )
-        for colour, found in by(lambda mark: _peak_colour(mark.row), enumerate(panel.marks)).items():
+        ax.plot([_number(row, peaks[0]) for row in rows], panel.ys, "o", color="black", mfc="white", ms=6, zorder=3)
+        for colour, found in by(lambda mark: _peak_colour(mark.row), zip(panel.ys, panel.marks, strict=True)).items():
             before, after = ([_number(m.row, peak) for _, m in found] for peak in peaks)
             ys = [y for y, _ in found]
             ax.hlines(ys, before, after, color=colour, lw=2, alpha=0.6)
@@ -244,7 +242,7 @@ def _took(row: Row) -> tuple[str, str]:
 
 
 def _bars(ax: Axes, panel: Panel) -> None:
-    ys, left = np.arange(len(panel.marks)), np.zeros(len(panel.marks))
+    ys, left = np.array(panel.ys), np.zeros(len(panel.marks))
     for widths, colour in zip(phase_widths(panel), itertools.cycle(PHASE_COLOURS), strict=False):
         ax.barh(ys, widths, left=left, color=colour, height=0.6)
         left += widths

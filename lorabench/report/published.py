@@ -9,10 +9,11 @@ from typing import Any
 from matplotlib.lines import Line2D
 
 from lorabench.report.analysis import Analysis
-from lorabench.report.claims import SPEEDUP, claims_frame
+from lorabench.report.claim_tables import UNCLEAR, claims_frame, ours
+from lorabench.report.claims import SPEEDUP
 from lorabench.report.figure import Strip, legend, log_axis, rows_figure
 from lorabench.report.panels import BLUE, CIRCLE, GREEN, MAX_ROWS, VERMILLION, Figured
-from lorabench.report.words import number, ratio
+from lorabench.report.words import number
 
 LONGEST = 52  # letters of a stack's name
 COLOURS = {"above": BLUE, "within": GREEN, "below": VERMILLION}
@@ -20,7 +21,7 @@ COLOURS = {"above": BLUE, "within": GREEN, "below": VERMILLION}
 
 def compared(analysis: Analysis) -> list[dict[Any, Any]]:
     """The rows of `claims_frame` whose baseline is the claim's and that have a number of ours."""
-    rows = claims_frame(analysis.matches, analysis.contrasts).to_dict("records")
+    rows = claims_frame(analysis.matches, analysis).to_dict("records")
     return [row for row in rows if not row["baseline_differs"] and math.isfinite(row["measured"])]
 
 
@@ -51,7 +52,8 @@ def forest(rows: Sequence[dict[Any, Any]]) -> Figured:
         for y, b in enumerate(own):
             colour = COLOURS.get(b["outcome"], "black")
             ax.plot(_ends(b)[2:], [y, y], "D-", color="#777777", mfc="white", ms=5, lw=3, zorder=2)
-            ax.plot(b["measured"], y, CIRCLE, color=colour, mfc="white", ms=7, zorder=3)
+            if b["verdict"] != UNCLEAR:  # which has no centre
+                ax.plot(b["measured"], y, CIRCLE, color=colour, mfc="white", ms=7, zorder=3)
             ax.plot(_ends(b)[:2], [y, y], "|-", color=colour, ms=5, lw=1.6, zorder=4)
         log_axis(ax, "x", [v for v in values if math.isfinite(v) and v > 0])
     handles = [Line2D([], [], color="#777777", marker="D", mfc="white", lw=3, label="published")]
@@ -76,6 +78,5 @@ def _label(row: dict[Any, Any]) -> str:
 
 
 def _note(row: dict[Any, Any]) -> tuple[str, str]:
-    low, high, *claimed = _ends(row)
-    said = "–".join(dict.fromkeys(number(value) for value in claimed))
-    return f"{said}; ours {ratio(row['measured'], low, high)}", COLOURS.get(row["outcome"], "black")
+    said = "–".join(dict.fromkeys(number(value) for value in _ends(row)[2:]))
+    return f"{said}; ours {ours(row)}", COLOURS.get(row["outcome"], "black")

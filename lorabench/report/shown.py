@@ -6,21 +6,18 @@ their hosts or clocks were not the same, and the group falls into parts.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pandas as pd
 
 from lorabench.record.schema import TOTAL
+from lorabench.report import comparable
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import AGAINST, TIME, TOGGLE, AnyTable, TextGroup, all_columns, giving_way, text_groups
 from lorabench.report.claim_tables import claim_tables
 from lorabench.report.head_to_head import matrices
 from lorabench.report.packing import packing_tables
-from lorabench.report.shares import REFERENCES_APART
-from lorabench.report.words import number
 
 GROUP = "group"
 
@@ -64,36 +61,16 @@ def time_first(columns: Sequence[str]) -> list[str]:
 
 
 def parts(group: TextGroup, analysis: Analysis) -> list[TextGroup]:
-    """The group's rows by how long their references took; one part where they compare. What has no time stands apart
-    only where there are several. What is said of the whole group stands below the last."""
+    """The group's rows by how long their references took, see `comparable`. What is said of the whole group stands
+    below the last part."""
     took = [float(analysis.row(record)[f"{TOTAL}_reference_ms"]) for record in group.records]
-    alike = spans(took)
     whole = group._replace(columns=time_first(group.columns))
-    if len(alike) < 2:
-        return [whole]
-    made = [_part(whole, f"references of {_span(low, high)} ms", [low <= ms <= high for ms in took])
-            for low, high in alike]  # fmt: skip
-    if not all(map(math.isfinite, took)):
-        made.append(_part(whole, "without times", [not math.isfinite(ms) for ms in took]))
-    made[-1] = made[-1]._replace(tables=group.tables)
-    return made
-
-
-def spans(took: Iterable[float]) -> list[tuple[float, float]]:
-    """(shortest, longest) of each set of times that lie within a tenth of its shortest, from the shortest."""
-    found: list[tuple[float, float]] = []
-    for ms in sorted(ms for ms in took if math.isfinite(ms)):
-        if found and ms <= found[-1][0] * (1 + REFERENCES_APART):
-            found[-1] = found[-1][0], ms
-        else:
-            found.append((ms, ms))
+    found = [_part(whole, said, members) for said, members in comparable.parts(took)]
+    found[-1] = found[-1]._replace(tables=group.tables)
     return found
 
 
-def _span(low: float, high: float) -> str:
-    return "–".join(dict.fromkeys((number(low), number(high))))
-
-
-def _part(group: TextGroup, said: str, has: Sequence[bool]) -> TextGroup:
-    rows = list(itertools.compress(group.rows, has))
-    return TextGroup(f"{group.title}, {said}", group.columns, rows, list(itertools.compress(group.records, has)), [])
+def _part(group: TextGroup, said: str, members: Sequence[int]) -> TextGroup:
+    title = f"{group.title}, {said}" if said else group.title
+    rows, records = [group.rows[n] for n in members], [group.records[n] for n in members]
+    return TextGroup(title, group.columns, rows, records, [])

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from lorabench.contract.kind import kind, registered
 from lorabench.record import stats
 from lorabench.record.schema import ARMS, TOTAL, ArmMemory, JobRecord, Phase, PhaseRoofline, Record
-from lorabench.report.contrasts import Contrasts, side, toggles, versus
+from lorabench.report.contrasts import Contrasts, side, versus
+from lorabench.report.labels import labels
 from lorabench.report.noise import NoiseFloors
 from lorabench.report.replicates import Row
 from lorabench.report.shares import Shares, columns
@@ -42,6 +43,7 @@ def tidy(
     of the sessions' medians. sessions: how many were measured, sessions_tried: with those that failed; session_low,
     session_high, session_ratios: their ratios of the total; reference_moved: between the fastest and the slowest, as a
     share; other_code: records of another commit, which the row leaves out; dirty: measured with uncommitted changes.
+    toggles: see `labels`.
     p, p_holm: of the total, raw and corrected over all these records. noise_floor, detectable: shares, from the A/A
     record of the same model, workload and (where there is one) reference and pairing; noise_pairing: which that had.
     processes: how many each arm had, where they were separate. verdict: see stats.verdict; None for A/A.
@@ -59,8 +61,8 @@ def tidy(
     found = _times(rows, contrasts)
     medians = {name: found[name].tolist() for name in found if name.endswith("_ms")}
     found |= _columns([
-        _row(record, device, {name: of[i] for name, of in medians.items()})
-        for i, (record, device) in enumerate(zip(records, devices, strict=True))
+        _row(record, label, device, {name: of[i] for name, of in medians.items()})
+        for i, (record, label, device) in enumerate(zip(records, labels(records, sessions), devices, strict=True))
     ])  # fmt: skip
     found |= _sessions(rows, sessions, contrasts)
     found |= _shares(records, devices, contrasts)
@@ -85,7 +87,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: [row.get(name, math.nan) for row in rows] for name in names}
 
 
-def _row(record: Record, device: str, took: dict[str, float]) -> dict[str, Any]:
+def _row(record: Record, label: str, device: str, took: dict[str, float]) -> dict[str, Any]:
     """What a record says by itself. took: median ms by `{phase}_{arm}_ms`."""
     row: dict[str, Any] = {
         "key": record.key,
@@ -95,7 +97,7 @@ def _row(record: Record, device: str, took: dict[str, float]) -> dict[str, Any]:
         "model": record.model,
         "workload": record.workload,
         "design": record.design,
-        "toggles": toggles(record),
+        "toggles": label,
         **({"side": side(record) or None, "versus": versus(record)} if record.versus else {}),
         "reference": " + ".join(record.reference),
         "candidate": " + ".join(record.candidate),

@@ -1,14 +1,15 @@
 """The figure of time against memory: a panel a group, each stack with a look of its own, and the Pareto front.
 
-Where the names of all points find room beside them, they stand there, in larger panels. Else a legend has them.
+Each point has the number of its stack, which a key explains: names would lie over one another, and over the front.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -17,6 +18,7 @@ from matplotlib.lines import Line2D
 
 from lorabench.record.schema import TOTAL
 from lorabench.report.analysis import Row
+from lorabench.report.comparable import spans
 from lorabench.report.figure import SMALL, TWO_LINES, WIDTH, extent, short, size_of
 from lorabench.report.panels import (
     BLUE,
@@ -31,20 +33,31 @@ from lorabench.report.panels import (
     Figured,
     Mark,
     Panel,
-    with_any,
+    that_fit,
 )
 from lorabench.report.placing import Box, Place, place
-from lorabench.report.shown import spans
+from lorabench.report.words import number
 
-LEFT, RIGHT, GAP = 0.62, 0.2, 0.75  # inches beside a panel, and between two that lie one under the other
-LETTERS, LINE = 12.5, 28  # of a title on an inch; of a name beside its point on a line
-COLUMNS = 3  # of the legend
+LEFT, RIGHT, GAP = 0.62, 0.2, 0.62  # inches beside a panel, and between two that lie one under the other
+FOOT = 0.25  # inches below the last panels
+LETTERS = 12.5  # of a title on an inch
+COLUMNS, HANDLE = 3, 0.5  # of the key at most; inches of a column beside its text
 MS, GIB = f"{TOTAL}_candidate_ms", "candidate_peak_gib"
+REFERENCE_MS = f"{TOTAL}_reference_ms"
 COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, "#56B4E9", GREY)
-ITSELF, REFERENCE = "reference", ("#000000", CIRCLE)
+ITSELF, BLACK = "reference", "#000000"
+LETTERS_OF_NAME = 48  # on a line of the key
 GID = "cell-"  # then kind and key: the page finds the row of a point by it
+CROWDED = 40  # points of a panel: in more no number would be found
+FEW = 3  # points: where there are MANY panels, one of so few says nothing that its table does not
 
-Look = tuple[str, str]
+
+class Look(NamedTuple):
+    """A stack's colour and marker, and its number in the key; the reference has none."""
+
+    colour: str
+    marker: str
+    number: str
 
 
 class Point(NamedTuple):
@@ -65,22 +78,28 @@ class Frame(NamedTuple):
     right: float
     top: float
     edge: list[tuple[float, float]]  # empty where milliseconds may not be ranked
+    took: tuple[float, float] | None  # by the references, where they took more than a tenth longer in one row
     remarks: list[str]
 
     @classmethod
     def of(cls, panel: Panel) -> Frame:
         marks = [m for m in panel.marks if _has_place(m)]
         points = [Point(m.row[MS], m.row[GIB], m.row) for m in marks]
-        right, top = 1.12 * max(p.gib for p in points), 1.12 * max(max(p.ms, p.row[f"{MS}_high"]) for p in points)
-        edge, remarks = [], ["peak GiB"]
+        right = 1.12 * max(p.gib for p in points)
+        highest = max(max(p.ms, p.row[f"{MS}_high"]) for p in points)
+        edge, took, remarks = [], None, []
         if compare([point.row for point in points]):
+            top = 1.12 * highest
             kept = front(points)
             edge = [(right, kept[0].ms), *((p.gib, p.ms) for p in kept), (kept[-1].gib, top)]
         else:
-            remarks.append("references differ by over 10 %: no front")
+            references = [point.row[REFERENCE_MS] for point in points]
+            took = min(references), max(references)
+            top = 1.12 * max(highest, took[1])
+            remarks.append(f"the reference took {number(took[0])} to {number(took[1])} ms: no front")
         if missing := sum(m.record.is_candidate for m in panel.marks) - len(marks):
             remarks.append(f"{missing} failed or without a peak: in the table")
-        return cls(panel.title, marks, points, right, top, edge, remarks)
+        return cls(panel.title, marks, points, right, top, edge, took, remarks)
 
 
 class Grid(NamedTuple):
@@ -89,9 +108,9 @@ class Grid(NamedTuple):
     across: int
     height: float
 
-    def of(self, panels: int) -> Grid:
-        """No more beside one another than there are."""
-        return self._replace(across=min(self.across, panels))
+    @classmethod
+    def of(cls, panels: int) -> Grid:
+        return cls(*((1, 3.6), (2, 3.0), (3, 2.3))[min(math.ceil(math.sqrt(panels)), 3) - 1])
 
     @property
     def width(self) -> float:
@@ -99,30 +118,36 @@ class Grid(NamedTuple):
         return WIDTH / self.across - LEFT - RIGHT
 
 
-NAMED, WITH_LEGEND = (Grid(2, 3.2), Grid(1, 3.6)), Grid(3, 2.15)  # of the first, the one in which all names find room
-CROWDED = 20  # points of a panel, and MANY panels: of more nobody would read the names
-
-
 def tradeoff(panels: Sequence[Panel]) -> Figured:
-    """Down and to the left is better. A front is drawn through rows that compare: whose references took as long."""
-    shown, left_out = with_any(panels, _has_place)
+    """Down and to the left is better. A front is drawn through rows that compare: whose references took as long. Each
+    stack has a number, which a key above the panels explains."""
+    shown, left_out = _worth_drawing(panels)
     if not shown:
         return None
     frames = [Frame.of(panel) for panel in shown]
     looks = _looks([mark for frame in frames for mark in frame.marks])
-    handles = [Line2D([], [], color=GREY, lw=1, ls="--", label="Pareto front")]
-    handles += [
-        Line2D([], [], color=GREY, marker=CIRCLE, mfc="white", lw=0, label="hollow: host-bound, or the reference")
-    ]
-    grid, names = _named(frames) or (WITH_LEGEND.of(len(frames)), None)
-    if names is None:
-        handles = [_handle(name, look) for name, look in looks.items()] + handles
-    figure, axes = _laid_out([frame.title for frame in frames], grid, handles, left_out)
-    for n, (ax, frame) in enumerate(zip(axes, frames, strict=True)):
+    handles = [_handle(name, look) for name, look in looks.items()]
+    handles += [Line2D([], [], color=GREY, lw=1, ls="--", label="Pareto front")]
+    if any(frame.took for frame in frames):
+        handles += [Line2D([], [], color=BLACK, alpha=0.3, lw=4, label="the reference's shortest to longest time")]
+    handles += [Line2D([], [], color=GREY, marker=CIRCLE, mfc="white", lw=0, label="hollow: host-bound, reference")]
+    grid = Grid.of(len(frames))
+    figure, axes = _laid_out(frames, grid, handles, left_out)
+    for ax, frame in zip(axes, frames, strict=True):
         _draw(ax, frame, looks)
-        if names is not None:
-            _write(ax, frame, looks, grid, names[n])
+        _write(ax, frame, looks, grid)
     return figure, left_out
+
+
+def _worth_drawing(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
+    """Those with points; of MANY only those with more than a FEW. And in words what is left out."""
+    found = [panel for panel in panels if any(map(_has_place, panel.marks))]
+    many = [panel for panel in found if sum(map(_has_place, panel.marks)) > FEW]
+    kept = many if len(found) > MANY else found
+    shown, left_out = that_fit(kept)
+    if len(kept) < len(found) and not left_out:
+        left_out = f"{len(kept)} of {len(found)} groups: the others have {FEW} points or fewer, and their tables all"
+    return shown, left_out
 
 
 def _has_place(mark: Mark) -> bool:
@@ -134,18 +159,18 @@ def _name(mark: Mark) -> str:
 
 
 def _looks(marks: Sequence[Mark]) -> dict[str, Look]:
-    """Toggles → (colour, marker), the same in every panel. All references are one, as they come."""
+    """Toggles → look, the same in every panel. All references are one, as they come."""
     names = dict.fromkeys(_name(mark) for mark in marks if not mark.record.is_noise_floor)
-    found: dict[str, Look] = {ITSELF: REFERENCE} if any(mark.record.is_noise_floor for mark in marks) else {}
+    found = {ITSELF: Look(BLACK, CIRCLE, "")} if any(mark.record.is_noise_floor for mark in marks) else {}
     for n, name in enumerate(names):
-        found[name] = COLOURS[n % len(COLOURS)], MARKERS[n // len(COLOURS) % len(MARKERS)]
+        found[name] = Look(COLOURS[n % len(COLOURS)], MARKERS[n // len(COLOURS) % len(MARKERS)], str(n + 1))
     return found
 
 
 def _handle(name: str, look: Look) -> Line2D:
-    colour, marker = look
-    fill = "white" if look == REFERENCE else colour
-    return Line2D([], [], color=colour, marker=marker, lw=0, ms=6, mfc=fill, label=short(name))
+    fill = look.colour if look.number else "white"
+    label = f"{look.number}  {short(name, LETTERS_OF_NAME)}".lstrip()
+    return Line2D([], [], color=look.colour, marker=look.marker, lw=0, ms=6, mfc=fill, label=label)
 
 
 def front(points: Sequence[Point]) -> list[Point]:
@@ -159,94 +184,99 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 def compare(rows: Sequence[Row]) -> bool:
     """Whether these rows' references took as long, within a tenth: only then may their milliseconds be ranked."""
-    return len(spans(row[f"{TOTAL}_reference_ms"] for row in rows)) < 2
+    return len(spans(row[REFERENCE_MS] for row in rows)) < 2
 
 
-def _laid_out(names: Sequence[str], grid: Grid, handles: Sequence[Line2D], left_out: str) -> tuple[Figure, list[Axes]]:
-    """A figure with a titled panel for each of the names and a legend above them; what it leaves out, at its foot."""
-    titles = [textwrap.fill(name, round(LETTERS * (grid.width + RIGHT))) for name in names]
+def _laid_out(
+    frames: Sequence[Frame], grid: Grid, handles: Sequence[Line2D], left_out: str
+) -> tuple[Figure, list[Axes]]:
+    """A figure with a titled panel a frame and the key above them; what it leaves out, at its foot."""
+    titles = [textwrap.fill(frame.title, round(LETTERS * (grid.width + RIGHT))) for frame in frames]
     labels = [str(handle.get_label()) for handle in handles]
     above = 0.16 * max(title.count("\n") + 1 for title in titles)
-    key = (0.28 if any("\n" in label for label in labels) else 0.19) * math.ceil(len(handles) / COLUMNS) + 0.1
+    size = min(map(size_of, labels))
+    columns = min(COLUMNS, int(WIDTH / (HANDLE + max(extent(label, size)[0] for label in labels))))
+    key = _height_of_key(labels, size, columns)
     deep = grid.height + GAP + above
-    height = math.ceil(len(names) / grid.across) * deep + key + (0.25 if left_out else 0.0)
+    foot = FOOT + (0.2 if left_out else 0.0)
+    height = math.ceil(len(frames) / grid.across) * deep + key + foot
     figure = Figure(figsize=(WIDTH, height), dpi=110)
     axes = []
-    for n, title in enumerate(titles):
+    for n, text in enumerate(titles):
         row, column = divmod(n, grid.across)
         left, bottom = column * WIDTH / grid.across + LEFT, height - key - row * deep - grid.height - above - 0.1
         axes.append(figure.add_axes((left / WIDTH, bottom / height, grid.width / WIDTH, grid.height / height)))
-        axes[-1].set_title(title, fontsize=SMALL, fontweight="bold", loc="left")
-    size = min(map(size_of, labels))
+        axes[-1].set_title(text, fontsize=SMALL, fontweight="bold", loc="left")
+        if not column:
+            axes[-1].set_ylabel("ms", fontsize=SMALL - 1, labelpad=1)
     figure.legend(
-        handles=list(handles), loc="upper center", ncols=COLUMNS, frameon=False, fontsize=size, borderaxespad=0.2
+        handles=list(handles), loc="upper center", ncols=columns, frameon=False, fontsize=size, borderaxespad=0.2
     )
+    figure.text(0.5, (foot - 0.22) / height, "peak GiB", ha="center", va="bottom", fontsize=SMALL)
     if left_out:
         figure.text(0.5, 0.06 / height, left_out, ha="center", va="bottom", fontsize=SMALL, color=VERMILLION)
     return figure, axes
 
 
+def _height_of_key(labels: Sequence[str], size: float, columns: int) -> float:
+    """Inches, with room below: of the highest of its columns, which are filled one after the other."""
+    tall = [(1.25 * (label.count("\n") + 1) + 0.5) * size / 72 for label in labels]
+    rows, longer = divmod(len(tall), columns)
+    ends = list(itertools.accumulate(rows + (n < longer) for n in range(columns)))
+    return max(sum(tall[start:end]) for start, end in pairwise([0, *ends])) + 0.2
+
+
 def _draw(ax: Axes, frame: Frame, looks: dict[str, Look]) -> None:
     for mark, point in zip(frame.marks, frame.points, strict=True):
-        row = mark.row
-        colour, marker = looks[_name(mark)]
-        hollow = mark.host_bound or mark.record.is_noise_floor
-        ax.plot([point.gib] * 2, [row[f"{MS}_low"], row[f"{MS}_high"]], "-", color=colour, lw=1.2)
-        fill = "white" if hollow else colour
-        ax.plot(point.gib, point.ms, marker, color=colour, mfc=fill, ms=6, gid=f"{GID}{mark.record.kind}-{row['key']}")
+        row, look = mark.row, looks[_name(mark)]
+        if mark.record.is_noise_floor and frame.took:
+            ax.plot([point.gib] * 2, frame.took, "-", color=BLACK, alpha=0.3, lw=4, solid_capstyle="butt", zorder=1)
+        ax.plot([point.gib] * 2, [row[f"{MS}_low"], row[f"{MS}_high"]], "-", color=look.colour, lw=1.2)
+        fill = "white" if mark.host_bound or mark.record.is_noise_floor else look.colour
+        gid = f"{GID}{mark.record.kind}-{row['key']}"
+        ax.plot(point.gib, point.ms, look.marker, color=look.colour, mfc=fill, ms=6, gid=gid)
     if frame.edge:
         ax.step(*zip(*frame.edge, strict=True), "--", where="post", color=GREY, lw=1, zorder=1)
     ax.set(xlim=(0, frame.right), ylim=(0, frame.top))
     ax.set_xlabel("\n".join(frame.remarks), fontsize=SMALL - 1, labelpad=1)
-    ax.set_ylabel("ms", fontsize=SMALL - 1, labelpad=1)
     ax.tick_params(labelsize=SMALL - 1)
     ax.grid(color="#e6e6e6", lw=0.6)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
 
 
-# -- names ----------------------------------------------------------------------------------------------------------
+# -- numbers --------------------------------------------------------------------------------------------------------
 
 
-def _lines(name: str) -> str:
-    """A name as it stands beside its point: what is too long for one line has its parameters on a second."""
-    first, _, rest = name.partition("(")
-    if rest and len(name) > LINE:
-        return f"{short(first, LINE)}\n{short('(' + rest, LINE)}"
-    return short(name, LINE, lines=3)
-
-
-def _named(frames: Sequence[Frame]) -> tuple[Grid, list[list[Place]]] | None:
-    """A grid in which the names of all points find room, and their places, a list a panel. None where there is none."""
-    if len(frames) > MANY or any(len(frame.marks) > CROWDED for frame in frames):
+def _placed(frame: Frame, texts: Sequence[str], grid: Grid) -> list[Place] | None:
+    """Where the numbers lie in a panel of this size, in inches from its corner; None where they do not all find
+    room."""
+    if len(texts) > CROWDED:
         return None
-    for grid in (grid.of(len(frames)) for grid in NAMED):
-        found = [places for places in takewhile(bool, (_placed(frame, grid) for frame in frames)) if places]
-        if len(found) == len(frames):
-            return grid, found
-    return None
-
-
-def _placed(frame: Frame, grid: Grid) -> list[Place] | None:
-    """Where the names lie in a panel of this size, in inches from its corner; None where they do not all find room."""
     x, y = grid.width / frame.right, grid.height / frame.top
-    sizes = [extent(_lines(_name(mark)), TWO_LINES) for mark in frame.marks]
     bars = [Box(p.gib * x, p.row[f"{MS}_low"] * y, p.gib * x, p.row[f"{MS}_high"] * y) for p in frame.points]
+    for mark, point in zip(frame.marks, frame.points, strict=True):
+        if mark.record.is_noise_floor and frame.took:
+            bars.append(Box(point.gib * x - 0.03, frame.took[0] * y, point.gib * x + 0.03, frame.took[1] * y))
     points, panel = [(p.gib * x, p.ms * y) for p in frame.points], Box(0.03, 0.03, grid.width, grid.height)
+    sizes = [extent(text, TWO_LINES) if text else (0.0, 0.0) for text in texts]
     corners = [(gib * x, ms * y) for gib, ms in frame.edge]  # from the right to the left, each step up at its end
     steps = [box for (x0, y0), (x1, y1) in pairwise(corners) for box in (Box(x1, y0, x0, y0), Box(x1, y0, x1, y1))]
     return place(points, sizes, panel, [*bars, *steps]) or place(points, sizes, panel, bars)
 
 
-def _write(ax: Axes, frame: Frame, looks: dict[str, Look], grid: Grid, places: Sequence[Place]) -> None:
-    """The names where they were placed; those that lie further off have a line to their points."""
-    for mark, point, (box, _, line_to) in zip(frame.marks, frame.points, places, strict=True):
-        name, middle = _name(mark), ((box.x0 + box.x1) / 2 / grid.width, (box.y0 + box.y1) / 2 / grid.height)
-        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": TWO_LINES, "linespacing": 0.95}
-        ax.text(*middle, _lines(name), transform=ax.transAxes, **style)
-        if line_to:
-            xs, ys = (
-                [point.gib / frame.right, line_to[0] / grid.width],
-                [point.ms / frame.top, line_to[1] / grid.height],
-            )
-            ax.plot(xs, ys, "-", color=looks[name][0], lw=0.7, zorder=1.5, transform=ax.transAxes)
+def _write(ax: Axes, frame: Frame, looks: dict[str, Look], grid: Grid) -> None:
+    """Each point's number beside it; one that lies further off has a line to it. None where not all find room: colours
+    and markers tell the stacks apart as well."""
+    own = [looks[_name(mark)] for mark in frame.marks]
+    spots = _placed(frame, [look.number for look in own], grid)
+    for look, point, spot in zip(own, frame.points, spots, strict=True) if spots else ():
+        if not look.number:
+            continue
+        middle = (spot.box.x0 + spot.box.x1) / 2 / grid.width, (spot.box.y0 + spot.box.y1) / 2 / grid.height
+        style: dict[str, Any] = {"fontsize": TWO_LINES, "fontweight": "bold", "color": look.colour}
+        ax.text(*middle, look.number, transform=ax.transAxes, ha="center", va="center", **style)
+        if spot.line_to:
+            xs = [point.gib / frame.right, spot.line_to[0] / grid.width]
+            ys = [point.ms / frame.top, spot.line_to[1] / grid.height]
+            ax.plot(xs, ys, "-", color=look.colour, lw=0.7, zorder=1.5, transform=ax.transAxes)

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from lorabench.report import claims
 from lorabench.report.analysis import Analysis
-from lorabench.report.claim_tables import claim_rows, claim_tables
+from lorabench.report.claim_tables import claim_rows, claim_tables, claims_frame, judged
 from lorabench.report.contrasts import Contrasts
+from lorabench.report.published import published
 
 QUOTED = [s for s in claims.load_claims() if s.text_sha256]
 WORDS = {"twice": 2.0}
@@ -35,6 +36,10 @@ def measured(record, quantity, phase=None):
     unit = "x" if quantity.endswith("speedup") else "%"
     claim = claims.Claim.model_validate(a_claim(quantity=quantity, phase=phase, unit=unit))
     return claims.measured(record, claim, Contrasts())[0]
+
+
+def outcome(match):
+    return claims.against(match, *claims.measured(match.record, match.claim, Contrasts()))
 
 
 def claim_of(source, name):
@@ -145,7 +150,7 @@ QLORA = ("nf4_base", "sdpa", "padding", "adamw_fused", "auto_batch_size")
 def test_checkpointing_on_is_the_inverse_of_the_claim_for_off(record):
     (on,) = found([record(["gradient_checkpointing"], speedup=0.76, reference=QLORA)])
     assert (on.inverted, on.low, on.high) == (True, pytest.approx(1 / 1.35), pytest.approx(1 / 1.25))
-    assert claims.outcome(on, Contrasts()) == "within"
+    assert outcome(on) == "within"
 
 
 def test_a_baseline_is_the_claims_own_or_the_difference_is_said(record):
@@ -163,7 +168,7 @@ def test_a_baseline_is_the_claims_own_or_the_difference_is_said(record):
 def test_against_another_baseline_nothing_is_said_to_be_within(record):
     same, other = (record(["packing"], speedup=3.0, reference=base) for base in (QLORA, ("sdpa", "padding", "adamw")))
     (first,), (second,) = found([same]), found([other])
-    assert (claims.outcome(first, Contrasts()), claims.outcome(second, Contrasts())) == ("within", "")
+    assert (outcome(first), outcome(second)) == ("within", "")
     rows = claim_rows(Analysis([same, other]))
     assert [r[4] for r in rows] == [
         "within",
@@ -214,7 +219,7 @@ def test_parameters_of_a_toggle_do_not_hide_its_claims(record):
 @pytest.mark.parametrize(("speedup", "expected"), [(1.5, "below"), (3.0, "within"), (6.0, "above")])
 def test_outcome_compares_the_interval_with_the_range(record, speedup, expected):
     (packing,) = found([record(["packing"], speedup=speedup, reference=QLORA)])
-    assert claims.outcome(packing, Contrasts()) == expected
+    assert outcome(packing) == expected
 
 
 def test_measured_memory_is_of_the_phase_that_the_claim_names(record):
@@ -237,7 +242,7 @@ def test_a_claim_of_a_kernel_alone_stands_beside_single_linears_only(record):
     assert len(found([linear])) == 2  # and nothing that was said of whole models
     assert (average.low, best.low, best.differs) == (1.27, 1.39, "")
     assert measured(linear, "kernel_speedup", "total") == pytest.approx(1.5, rel=0.05)
-    assert claims.outcome(best, Contrasts()) == "above"
+    assert outcome(best) == "above"
 
 
 def test_the_claim_of_attention_stands_beside_attention_alone(record):
@@ -245,7 +250,7 @@ def test_the_claim_of_attention_stands_beside_attention_alone(record):
     packed, padded = (record(["flash_attention_2"], reference=("sdpa", n), **common) for n in ("packing", "padding"))
     (own,), (other,) = found([packed]), found([padded])
     assert (own.claim.id, own.differs, other.differs) == ("step-8-attention", "", "without packing, with padding")
-    assert claims.outcome(own, Contrasts()) == "below" and claims.outcome(other, Contrasts()) == ""
+    assert outcome(own) == "below" and outcome(other) == ""
     assert not found([record(["flash_attention_2"], reference=("sdpa", "packing"), speedup=2.0)])
 
 
@@ -276,8 +281,32 @@ def test_an_average_and_a_maximum_stand_beside_ours_over_the_same_cells(record):
     assert lost["measured"].isna().all()
 
 
+@pytest.mark.parametrize("workloads", [["1x2048"], ["1x2048", "1x4096"]])
+def test_beside_a_published_number_an_unclear_row_has_its_interval_and_no_ratio(record, workloads):
+    base = {"reference": ("adapters_in_compute_dtype", "cuda_graph"), "model": THEIRS, "kind": "op"}
+    cells = [record(["lora_kernels"], **base, workload=w, speedup=1.02, sd=0.2, seed=1) for w in workloads]
+    rows = claim_rows(Analysis(cells))
+    assert {r[0] for r in rows} == {f"lora_kernels, {way} of {len(cells)} cells" for way in ("average", "maximum")}
+    assert all(re.fullmatch(r"unclear \[[\d.]+, [\d.]+\]", r[3]) for r in rows), rows
+    figure, _ = published(Analysis(cells))
+    assert not [line for ax in figure.axes for line in ax.lines if line.get_marker() == "o"]
+    assert all(
+        "; ours unclear [" in text.get_text() for ax in figure.axes for text in ax.texts if ";" in text.get_text()
+    )
+
+
+def test_a_phase_beyond_1_in_an_unclear_row_keeps_its_ratio(record):
+    made = record(["lora_kernels"], reference=("adapters_in_compute_dtype",), sd=0.2, seed=1)
+    (match,) = [m for m in claims.match([made]) if m.claim.quantity == "forward_speedup"][:1]
+    analysis = Analysis([made])
+    assert analysis.row(made)["verdict"] == "unclear"
+    assert judged(match, (1.63, 1.62, 1.65), analysis) is None
+    assert judged(match, (1.6, 0.8, 3.2), analysis) == "unclear"
+
+
 def frame(records):
-    return claims.claims_frame(claims.match(records), Contrasts())
+    analysis = Analysis(records)
+    return claims_frame(analysis.matches, analysis)
 
 
 def test_a_claim_stands_beside_records_of_its_kind(record):

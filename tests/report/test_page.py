@@ -10,7 +10,7 @@ import pytest
 
 from lorabench.record.schema import ARMS
 from lorabench.report.analysis import Analysis
-from lorabench.report.answers import answers
+from lorabench.report.answers import answers, fastest
 from lorabench.report.page import page
 from lorabench.report.plots import PHASE_COLOURS, plots
 from lorabench.report.shown import show
@@ -99,11 +99,22 @@ def test_the_first_table_names_the_fastest_what_it_buys_and_how_sure(record, ses
     assert (answer.fastest, answer.record) == ("a", best)
     assert re.fullmatch(r"1\.\d+ \[.*\] × as fast, 75.0 % less memory", answer.buys)
     assert answer.sure == "one session, whose interval knows nothing of the next"
-    (answer,) = answers(Analysis([record([]), best, record(["c"], speedup=1.5)], [session() | {"dirty": True}]))
-    assert "level with" in answer.sure and "uncommitted changes" in answer.sure
+    (answer,) = answers(Analysis([record([]), best], [session() | {"dirty": True}]))
+    assert answer.sure.endswith("; uncommitted changes")
     (answer,) = answers(Analysis([record([]), record(["d"], speedup=0.8), record(["e"], status="crash")]))
     assert answer.record is None and answer.sure == "1 of 2 measured, 0 of them unclear"
     assert answers(Analysis([record([])])) == []
+
+
+def test_of_stacks_whose_milliseconds_are_level_the_one_with_the_fewest_toggles_is_named(record, on_a_faster_host):
+    """The other has a hair fewer milliseconds, within the noise floor."""
+    few, far = record(["a"], speedup=1.8, sd=0.001), record(["c"], speedup=1.5, sd=0.001)
+    more = on_a_faster_host(few.model_copy(update={"key": "more", "ablations": ["a", "b"]}), 1.004)
+    analysis = Analysis([record([], sd=0.001), more, few, far])
+    assert fastest([more, few, far], analysis) == [few, more]
+    (answer,) = answers(analysis)
+    assert (answer.fastest, answer.record) == ("a", few)
+    assert answer.sure.startswith("level with a + b; ")
 
 
 def test_the_fastest_of_a_host_is_said_in_milliseconds(record):

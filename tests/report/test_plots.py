@@ -13,7 +13,8 @@ from lorabench.report.analysis import Analysis
 from lorabench.report.inline import inline
 from lorabench.report.panels import MANY
 from lorabench.report.plots import figures, plots
-from lorabench.report.tradeoff import CROWDED, Point, front
+from lorabench.report.shown import show
+from lorabench.report.tradeoff import CROWDED, FEW, Point, front
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.rglob("records.jsonl"))
@@ -57,7 +58,8 @@ def overlapping(figure):
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_no_label_lies_over_another_or_leaves_its_figure(folder):
     found = figures(Analysis.read(folder))
-    assert {"speedup", *(["tradeoff"] if folder.parent.name == "h200" else [])} <= found.keys()  # a CPU has no peaks
+    has_points = folder.parent.name == "h200" and folder.name != "lorafusion_kernels"  # a CPU has no peaks
+    assert "speedup" in found and ("tradeoff" in found) == has_points
     for name, (figure, _) in found.items():
         assert overlapping(figure) == ([], []), (folder.name, name)
 
@@ -135,31 +137,62 @@ def test_a_front_is_drawn_only_through_rows_that_compare(record):
     assert dashed([cells[0], record(["b"], phases=slow, peaks=(8.0, 3.0))]) == []
 
 
-@pytest.mark.parametrize(("rows", "models"), [(CROWDED - 1, 1), (6, 3)])
-def test_names_stand_beside_their_points_in_a_figure_of_few(record, rows, models):
+def numbered(figure):
+    """(number in the key, its name) of each stack, and the texts of each panel."""
+    key = [text.get_text() for text in figure.legends[0].get_texts()]
+    return dict(re.fullmatch(r"(\d+)  (.*)", text, re.S).groups() for text in key if text[0].isdigit()), [
+        [text.get_text() for text in ax.texts] for ax in figure.axes
+    ]
+
+
+@pytest.mark.parametrize(("rows", "models"), [(20, 1), (6, 3)])
+def test_points_have_the_numbers_that_the_key_explains(record, rows, models):
     made = [
         record(names, speedup=1 + n / 7, peaks=(8.0, 8 - 0.37 * n), model=f"m{m}")
         for m in range(models)
         for n, names in enumerate([[], *([f"gradient_checkpointing(every_n_layers={n})"] for n in range(1, rows))])
     ]
     figure, _ = figures(Analysis(made))["tradeoff"]
-    said = [text for text, _, _ in texts(figure)]
     assert overlapping(figure) == ([], [])
-    assert said.count("reference") == models
-    assert all(said.count(f"gradient_checkpointing\n(every_n_layers={n})") == models for n in range(1, rows))
-    assert len(figure.legends[0].get_texts()) == 2  # the front and what hollow means
+    key, panels = numbered(figure)
+    assert sorted(key, key=int) == [str(n) for n in range(1, rows)] and len(set(key.values())) == rows - 1
+    assert all(sorted(said) == sorted(key) for said in panels)
+    assert [text for text, _, _ in texts(figure)].count("peak GiB") == 1
 
 
-@pytest.mark.parametrize(("rows", "models"), [(CROWDED + 1, 1), (3, MANY + 1)])
-def test_of_many_points_a_legend_has_the_names(record, rows, models):
-    made = [
-        record([f"toggle_{n}"], speedup=1 + n / 7, peaks=(8.0, 8 - n / 5), model=f"m{m}")
-        for m in range(models)
-        for n in range(rows)
-    ]
+def test_of_many_groups_those_of_few_points_are_left_to_the_tables(record):
+    few = [record([f"toggle_{n}"], model=f"m{m}") for m in range(MANY + 1) for n in range(FEW)]
+    assert "tradeoff" not in figures(Analysis(few))
+    more = [record([f"toggle_{n}"], speedup=1 + n / 7, peaks=(8.0, 8 - n)) for n in range(FEW + 1)]
+    figure, left_out = figures(Analysis([*few, *more]))["tradeoff"]
+    assert len(figure.axes) == 1 and left_out.startswith(f"1 of {MANY + 2} groups")
+    assert "tradeoff" in figures(Analysis(few[: FEW * MANY]))
+
+
+def test_a_crowd_of_points_has_no_numbers_and_still_a_key(record):
+    made = [record([f"toggle_{n}"], peaks=(8.0, 8 - n / 50)) for n in range(CROWDED + 1)]
     figure, _ = figures(Analysis(made))["tradeoff"]
-    assert {f"toggle_{n}" for n in range(rows)} <= {text.get_text() for text in figure.legends[0].get_texts()}
-    assert overlapping(figure) == ([], [])
+    key, (said,) = numbered(figure)
+    assert len(key) == CROWDED + 1 and not said
+
+
+def test_where_references_differ_rows_stand_in_parts_and_the_reference_is_a_bar(record, on_a_faster_host):
+    made = [record([], speedup=1.0), record(["slow"], speedup=1.5), on_a_faster_host(record(["fast"], speedup=1.2))]
+    analysis = Analysis([*made, record(["gone"], status="crash")])
+    found = figures(analysis)
+    headings = [group.title.partition(", ")[2] for group in show(analysis).groups]
+    for name in ("speedup", "memory", "phases"):
+        (ax,) = found[name][0].axes
+        lines = {text.get_text(): text.get_position()[1] for text in ax.texts}
+        order = [headings[0], "fast", headings[1], "reference again (A/A)", "slow", headings[2], "gone"]
+        assert [lines[text] for text in order] == list(range(7)), name
+        across = [line for line in ax.lines if set(line.get_ydata()) in ({1.5}, {4.5})]
+        assert len(across) == 2, "a thin line above each part but the first"
+    (ax,) = found["tradeoff"][0].axes
+    (bar,) = [line for line in ax.lines if line.get_alpha() == 0.3]
+    took = [analysis.row(r)["total_reference_ms"] for r in made]
+    assert list(bar.get_ydata()) == [min(took), max(took)]
+    assert re.match(r"the reference took \d+[.\d]* to [\d.]+ ms: no front\n", ax.get_xlabel())
 
 
 def test_svg_is_text_that_does_not_change_and_names_nothing_of_markup(record):

@@ -13,6 +13,7 @@ from rich.console import Console
 from lorabench.record.schema import ARMS, Record
 from lorabench.report import claim_tables, tables, words
 from lorabench.report.analysis import Analysis
+from lorabench.report.cells import judgement
 from lorabench.report.page import page
 from lorabench.report.shown import in_groups, show
 
@@ -94,6 +95,18 @@ def test_separate_processes_that_differ_are_no_difference_of_the_arms(record):
     old = made.model_copy(update=changes | {"processes": None})
     assert old.trials_by_process == ([15, 15], [15, 15])
     assert frame([old])["processes"][0] == "2 and 2 (assumed)"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "why"),
+    [(0.9, 1.2, "its interval holds 1"), (1.005, 1.2, "its interval meets the noise floor of ±1.0 %"),
+     (0.8, 0.995, "its interval meets the noise floor of ±1.0 %"), (1.95, 2.76, "p 0.19 after Holm's correction")],
+)  # fmt: skip
+def test_an_unclear_verdict_says_why(record, low, high, why):
+    made = record(["a"])
+    analysis = Analysis([made])
+    row = analysis.row(made) | {"verdict": "unclear", "total_low": low, "total_high": high, "p_holm": 0.187}
+    assert judgement(row, made, analysis.groups[0]).startswith(f"unclear ({why})")
 
 
 def test_failed_rows_are_kept_everywhere_with_status_and_reason(sweep):
