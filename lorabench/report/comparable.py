@@ -1,24 +1,54 @@
-"""Which rows of a group compare: those whose references took as long, within a tenth. Where they took longer in one row
-than in another, their hosts or clocks were not the same, and no milliseconds rank them."""
+"""Which rows of a group compare: those over one reference which took as long, within a tenth. Where it took longer in
+one row than in another, the hosts or clocks were not the same, and no milliseconds rank them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
+from lorabench.record.schema import Record
 from lorabench.report.shares import REFERENCES_APART
 from lorabench.report.words import number
 
+# Rows whose references have toggles of their own, by their design.
+OWN_REFERENCES = {"steps": "each over what stands below it", "leave_one_out": "each added to all the others"}
+OTHER_REFERENCES = "each over a reference of its own"
 
-def parts(took: Sequence[float]) -> list[tuple[str, list[int]]]:
-    """What the references of each part took, in words, and the places of its rows, from the shortest. One part without
-    words where all compare: what has no time stands apart only where there are several."""
-    alike = spans(took)
+
+def parts(records: Sequence[Record], took: Sequence[float]) -> list[tuple[str, list[int]]]:
+    """What is said of each part of a table, and the places of its rows. One part without words where all compare.
+
+    First the rows over the reference that the table is about, by what it took, from the shortest; what has no time
+    stands apart only where there are several. Last those of `steps` and of leave-one-out, whose references have toggles
+    of their own and are to differ.
+    """
+    base = _base(records)
+    apart = [n for n, record in enumerate(records) if set(record.reference) != base]
+    found = _by_time(took, [n for n in range(len(records)) if n not in apart])
+    apart.sort(key=lambda n: records[n].rung or 0)
+    for said in dict.fromkeys(_own(records[n]) for n in apart):
+        found.append((said, [n for n in apart if _own(records[n]) == said]))
+    return found
+
+
+def _own(record: Record) -> str:
+    return OWN_REFERENCES.get(record.design, OTHER_REFERENCES)
+
+
+def _base(records: Sequence[Record]) -> set[str]:
+    """The reference of the row that has it against itself, or else of the most rows."""
+    every = [frozenset(r.reference) for r in records]
+    own = [base for base, r in zip(every, records, strict=True) if r.is_noise_floor]
+    return set(own[0] if own else max(every, key=every.count))
+
+
+def _by_time(took: Sequence[float], places: Sequence[int]) -> list[tuple[str, list[int]]]:
+    alike = spans(took[n] for n in places)
     if len(alike) < 2:
-        return [("", list(range(len(took))))]
-    found = [(f"references of {_span(*ends)} ms", [n for n, ms in enumerate(took) if ends[0] <= ms <= ends[1]])
+        return [("", list(places))] if places else []
+    found = [(f"references of {_span(*ends)} ms", [n for n in places if ends[0] <= took[n] <= ends[1]])
              for ends in alike]  # fmt: skip
-    untimed = [n for n, ms in enumerate(took) if not math.isfinite(ms)]
+    untimed = [n for n in places if not math.isfinite(took[n])]
     return [*found, ("without times", untimed)] if untimed else found
 
 

@@ -68,7 +68,7 @@ def panels_of(analysis: Analysis) -> list[Panel]:
     found = []
     for group in analysis.groups:
         rows = [Mark(record, analysis.row(record)) for record in analysis.ordered(group)]
-        alike = parts([mark.row[f"{TOTAL}_reference_ms"] for mark in rows])
+        alike = parts([mark.record for mark in rows], [mark.row[f"{TOTAL}_reference_ms"] for mark in rows])
         marks = [rows[n]._replace(part=said) for said, members in alike for n in members]
         found.append(Panel(group.title, group.kind, marks))
     return found

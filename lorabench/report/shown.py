@@ -65,7 +65,7 @@ def parts(group: TextGroup, analysis: Analysis) -> list[TextGroup]:
     below the last part."""
     took = [float(analysis.row(record)[f"{TOTAL}_reference_ms"]) for record in group.records]
     whole = group._replace(columns=time_first(group.columns))
-    found = [_part(whole, said, members) for said, members in comparable.parts(took)]
+    found = [_part(whole, said, members) for said, members in comparable.parts(group.records, took)]
     found[-1] = found[-1]._replace(tables=group.tables)
     return found
 

@@ -13,6 +13,7 @@ from lorabench.report.claims import load_claims
 from lorabench.report.epoch import data_sets, epochs
 from lorabench.report.ladder_summary import conclusions, start_to_end, steps_table
 from lorabench.report.plots import figures
+from lorabench.report.shown import show
 
 ROOT = Path(__file__).resolve().parents[2]
 START = ("nf4_base", "sdpa", "padding", "gradient_checkpointing", "paged_adamw_32bit")
@@ -85,6 +86,15 @@ def test_steps_show_what_each_was_measured_to_add_and_the_end_as_it_was_measured
     assert last.cumulative.centre == pytest.approx(5.0, rel=0.02), "not the product of the steps"
     assert last.after == pytest.approx(first.start / last.cumulative.centre)
     assert last.increment.high - last.increment.low < 0.05, "the noise of the start is not in it"
+
+
+def test_steps_stand_in_a_part_of_their_own_in_their_order(record):
+    first, *others = in_steps(record)
+    itself = record([], design="steps", reference=START, workload=first.workload)
+    (whole, own) = show(Analysis([itself, *reversed(others), first])).groups
+    assert [row["toggle"] for row in own.rows] == ["xformers", "packing"]
+    assert own.title == f"{whole.title}, each over what stands below it"
+    assert {row["toggle"] for row in whole.rows[1:]} == {"auto_batch_size", "auto_batch_size + packing"}
 
 
 def test_without_the_end_steps_multiply(record):
@@ -190,6 +200,6 @@ def test_a_claim_of_a_step_stands_beside_the_rung_on_its_own_baseline(record, se
         results = script.Results(tmp_path)
         found = script.beside(claims["step-3-batch-size"], results)
         assert found.baseline == "the same" and found.toggles == "`auto_batch_size`, as a step of the ladder"
-        assert re.fullmatch(r"1\.5\d+ to 1\.5\d+ × on 2 workloads", found.value), "2.1 over 1.39"
+        assert re.fullmatch(r"1\.5\d+ (to 1\.5\d+ )?× in 2 workloads", found.value), "2.1 over 1.39"
         assert script.beside(claims["step-8-attention"], results) is None, "it could not be had"
         assert "1.39" in script.beside(claims["step-2-fused-adam"], results).value
