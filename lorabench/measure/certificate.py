@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from lorabench.contract.ablation import Tolerance
-from lorabench.measure.depth_noise import DepthNoise, Distance, distance, off
+from lorabench.measure.depth_noise import DepthNoise, Distance, distance, nine_tenths, off
 from lorabench.measure.witness import SKETCH, Testimony
 from lorabench.record.schema import Check, share
 
@@ -84,9 +84,8 @@ class _Allowed:
         self.noise = known.tensors if known else {}
         self.turned = known.scale if known else UNKNOWN[dtype] / 10
         errors = [error for error, _ in self.noise.values()]
-        scales = sorted(scale for _, scale in self.noise.values())
         self.middle = statistics.median(errors) if errors else 0.0
-        self.typical_scale = scales[int(0.9 * (len(scales) - 1))] if scales else 0.0
+        self.typical_scale = nine_tenths(scale for _, scale in self.noise.values())
         own = known.loss if known else 0.0
         self.loss = max([LOSS[dtype], (LOSS_MASKED if masked else MULTIPLE) * own, *(t.loss for t in declared)])
         self.most = MOST_MASKED if masked else MOST
