@@ -19,9 +19,9 @@ from lorabench.contract.ablation import Ablation, Tolerance
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.step import Step
-from lorabench.contract.workload import LEARNING_RATE
 from lorabench.measure.certificate import ALONG, tolerated
 from lorabench.measure.depth_noise import RUNS, distance, nine_tenths, off, other_rounding
+from lorabench.measure.witness import learning_rate
 from lorabench.record.schema import Check, Numerics, share
 
 GATE_LAYERS = 2
@@ -137,8 +137,7 @@ def _update_error(arm: Arm, step: Step, before: dict[str, Tensor], gradients: di
     plain = {n: nn.Parameter(p.clone()) for n, p in before.items()}
     for n, p in plain.items():
         p.grad = gradients[n].to(p.dtype)
-    rate = step.job.learning_rate if step.job else LEARNING_RATE
-    torch.optim.AdamW(plain.values(), lr=rate, foreach=False, fused=False).step()
+    torch.optim.AdamW(plain.values(), lr=learning_rate(step), foreach=False, fused=False).step()
     moved = wrong = 0.0
     for n, p in arm.adapters(step):
         expected = plain[n].detach().float() - before[n].float()
