@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from lorabench.contract.ablation import Tolerance
-from lorabench.measure.depth_noise import DepthNoise, Distance, distance, off
+from lorabench.measure.depth_noise import DepthNoise, Distance, distance, nine_tenths, off
 from lorabench.measure.witness import SKETCH, Testimony
 from lorabench.record.schema import Check, share
 
@@ -29,10 +29,10 @@ LOSS = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 SCALE = 0.005  # of a projection on the other arm's gradient
 # Of a model whose noise could not be measured, because two plain runs did not fit the device.
 UNKNOWN = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+UNKNOWN_STEP, UNKNOWN_STEP_LOSS = 0.1, 2e-3  # of the same: what a step between the parameters does
 MOST = 0.5  # with any noise and any tolerance: an arm without a gradient is off by 1, and must never pass
 MOST_MASKED = 0.9  # the same where the arms draw dropout masks of their own
 MOST_SCALE = 0.25
-STEPS = 10  # two right runs drift apart as they train: after this many steps twice as much is allowed
 # Parameters that two right runs have trained: AdamW takes steps of one length, whatever the gradient's, so the sign of
 # an element that is nearly zero is as good as drawn, and weighs as much as any other.
 MOVED, MOVED_SCALE = 0.5, 0.2
@@ -84,12 +84,19 @@ class _Allowed:
         self.noise = known.tensors if known else {}
         self.turned = known.scale if known else UNKNOWN[dtype] / 10
         errors = [error for error, _ in self.noise.values()]
-        scales = sorted(scale for _, scale in self.noise.values())
         self.middle = statistics.median(errors) if errors else 0.0
-        self.typical_scale = scales[int(0.9 * (len(scales) - 1))] if scales else 0.0
+        self.typical_scale = nine_tenths(scale for _, scale in self.noise.values())
         own = known.loss if known else 0.0
         self.loss = max([LOSS[dtype], (LOSS_MASKED if masked else MULTIPLE) * own, *(t.loss for t in declared)])
         self.most = MOST_MASKED if masked else MOST
+        later = noise.later if noise else None
+        self.steps = {n: error for n, (error, _) in later.tensors.items()} if later else {}
+        self.middle_step = statistics.median(self.steps.values()) if self.steps else UNKNOWN_STEP
+        self.step_loss = later.loss if later else UNKNOWN_STEP_LOSS
+
+    def a_step(self, name: str) -> float:
+        """What a tensor may be off by, besides, for each step's length between the parameters of the two arms."""
+        return max(self.steps.get(name, 0.0), self.middle_step)
 
     def error(self, name: str) -> float:
         """Relative error of a tensor."""
@@ -176,22 +183,32 @@ def _distances(reference: Path, candidate: Path) -> dict[str, Distance]:
 
 
 def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> Iterator[Check]:
-    """Of every timed trial: trial by trial the arms saw the same tokens, after the same number of steps."""
+    """Of every timed trial: trial by trial the arms saw the same tokens, after the same number of steps. Each took its
+    gradients at its own parameters; how far those are apart is known, and what a step between them does to each."""
     count = min(len(reference.losses), len(candidate.losses))
     losses, gradients, scales = {}, {}, {}
     for n in range(count):
-        growth = 1 + n / STEPS if reference.updates else 1.0
+        steps = _steps_apart(reference, candidate, n)
         trial = f"trial {n + 1}"
-        losses[trial] = off(candidate.losses[n], reference.losses[n]), allowed.loss * growth
+        losses[trial] = off(candidate.losses[n], reference.losses[n]), allowed.loss + steps * allowed.step_loss
         for name, mine, theirs in zip(reference.names, reference.sketches[n], candidate.sketches[n], strict=True):
             error, scale = _of_sketches(mine, theirs)
-            most = min(allowed.most * 1.5, allowed.error(name) * growth * (1 + 4 / SKETCH**0.5))
+            drift = steps * allowed.a_step(name)  # which may lie along the gradient, too
+            most = min(allowed.most * 1.5, (allowed.error(name) + drift) * (1 + 4 / SKETCH**0.5))
             gradients[f"{name}, {trial}"] = error, most
-            seen = min(MOST_MASKED, allowed.scale(name, error) * growth + 5 * error / SKETCH**0.5)
+            seen = min(MOST_MASKED, allowed.scale(name, error) + drift + 5 * error / SKETCH**0.5)
             scales[f"{name}, {trial}"] = scale, seen
     yield _worst("each gradient of each trial", gradients)
     yield _worst("the scale of each gradient of each trial", scales)
     yield _worst("the loss of each trial", losses)
+
+
+def _steps_apart(reference: Testimony, candidate: Testimony, n: int) -> float:
+    """How far apart the arms' parameters were when trial n began: 1 where each element is off by the learning rate."""
+    if not (reference.places and candidate.places):
+        return 0.0
+    apart = float(np.linalg.norm(candidate.places[n] - reference.places[n]))
+    return apart if math.isfinite(apart) else 0.0
 
 
 def _of_sketches(reference: np.ndarray, candidate: np.ndarray) -> tuple[float, float]:

@@ -59,7 +59,9 @@ def _read(file: Path, device: torch.device) -> tuple[Outcome, Outcome]:
 def _write(file: Path, gold: Outcome, low: Outcome) -> None:
     """Whole or not at all. A cache that cannot be written costs time, not the cell."""
     both = {"gold": gold} if low is gold else {"gold": gold, "low": low}
-    scalars: dict[str, Any] = {w: {"loss": o.loss, "update_error": o.update_error} for w, o in both.items()}
+    scalars: dict[str, Any] = {
+        w: {"loss": o.loss, "update_error": o.update_error, "scales": o.scales} for w, o in both.items()
+    }
     tensors = {f"{w}/{n}": g.contiguous() for w, o in both.items() for n, g in o.gradients.items()}
     partial = file.with_suffix(f".{os.getpid()}")
     try:

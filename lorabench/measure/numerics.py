@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,17 @@ from lorabench.contract.ablation import Ablation, Tolerance
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.step import Step
-from lorabench.contract.workload import LEARNING_RATE
 from lorabench.measure.certificate import ALONG, tolerated
-from lorabench.measure.depth_noise import distance, off
+from lorabench.measure.depth_noise import RUNS, distance, nine_tenths, off, other_rounding
+from lorabench.measure.witness import learning_rate
 from lorabench.record.schema import Check, Numerics, share
 
 GATE_LAYERS = 2
 GATE_SAMPLES = 8  # of the workload's samples: enough for every path, cheap in float32
 GATE_TOKENS = 256  # of each sample, where memory does not allow it whole
 MULTIPLE = 3.0  # a candidate's error may be this multiple of plain PEFT's own
-SCALE = 0.005  # of the projection of a gradient on the gold's: rounding turns a tensor, and hardly scales it
+SCALE = 0.005  # of the projection of a gradient on the gold's: rounding turns a tensor, and hardly scales a large one
+SCALE_MULTIPLE = 2.0  # a projection may be off by this multiple of what runs of plain PEFT are
 # Where plain PEFT happens to make no error (float32 against float32), this much is still rounding.
 FLOOR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 UPDATE = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 1e-1}
@@ -36,11 +37,15 @@ UPDATE = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 1e-1}
 
 @dataclass(frozen=True)
 class Outcome:
-    """Loss and adapter gradients (float32; of an op also Y and dX) of one step, and the error of its update."""
+    """Loss and adapter gradients (float32; of an op also Y and dX) of one step, and the error of its update.
+
+    `scales`, of plain PEFT in the compute dtype: what each projection is off by in the worst of several runs.
+    """
 
     loss: float
     gradients: dict[str, Tensor]
     update_error: float | None
+    scales: dict[str, float] = field(default_factory=dict)
 
 
 class SharedMask(nn.Module):
@@ -88,6 +93,22 @@ def one_step(arm: Arm, step: Step | None = None) -> Outcome:
     return Outcome(loss, gradients, _update_error(arm, step, before, gradients))
 
 
+def plain_step(arm: Arm, gold: Outcome) -> Outcome:
+    """`one_step` of plain PEFT in the compute dtype. What rounding makes of a projection is luck, and one run may have
+    had it: so `scales` are the worst of this run and of RUNS with other rounding."""
+    runs = []
+    with other_rounding(arm.model):
+        for _ in range(RUNS):
+            runs.append(_scales(one_pass(arm, arm.step)[1], gold))
+    plain = one_step(arm)
+    runs.append(_scales(plain.gradients, gold))
+    return replace(plain, scales={name: max(run[name] for run in runs) for name in gold.gradients})
+
+
+def _scales(gradients: dict[str, Tensor], gold: Outcome) -> dict[str, float]:
+    return {name: abs(distance(gradients[name], wanted).scale) for name, wanted in gold.gradients.items()}
+
+
 def one_pass(arm: Arm, step: Step) -> tuple[float, dict[str, Tensor]]:
     """Forward and backward of a job: the loss, over all ranks, and what is compared, in float32."""
     clear(arm, step)
@@ -116,8 +137,7 @@ def _update_error(arm: Arm, step: Step, before: dict[str, Tensor], gradients: di
     plain = {n: nn.Parameter(p.clone()) for n, p in before.items()}
     for n, p in plain.items():
         p.grad = gradients[n].to(p.dtype)
-    rate = step.job.learning_rate if step.job else LEARNING_RATE
-    torch.optim.AdamW(plain.values(), lr=rate, foreach=False, fused=False).step()
+    torch.optim.AdamW(plain.values(), lr=learning_rate(step), foreach=False, fused=False).step()
     moved = wrong = 0.0
     for n, p in arm.adapters(step):
         expected = plain[n].detach().float() - before[n].float()
@@ -137,7 +157,9 @@ def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablatio
     found = {n: distance(g, gold.gradients[n]) for n, g in got.gradients.items()}
     typical = statistics.median(d.error for d in plain.values())
     errors = {n: (d.error, _limit(max(plain[n].error, typical), dtype, declared)) for n, d in found.items()}
-    scales = {n: (abs(d.scale), _scale_limit(abs(plain[n].scale), d.error, declared)) for n, d in found.items()}
+    own = {n: max(abs(d.scale), low.scales.get(n, 0.0)) for n, d in plain.items()}
+    common = nine_tenths(own.values())
+    scales = {n: (abs(d.scale), _scale_limit(max(own[n], common), d.error, declared)) for n, d in found.items()}
     worst, turned = (max(pairs, key=lambda n: share(*pairs[n])) for pairs in (errors, scales))
     (error, allowed), (scale_error, scale_allowed) = errors[worst], scales[turned]
     loss_error = off(got.loss, gold.loss)
@@ -163,7 +185,7 @@ def _limit(own: float, dtype: torch.dtype, declared: Sequence[Tolerance]) -> flo
 def _scale_limit(own: float, error: float, declared: Sequence[Tolerance]) -> float:
     """What a tensor's projection may be off by, where plain PEFT's is off by `own` and the tensor by `error`. Of what a
     declared rounding puts it off by, a part may lie along it; of a wrong factor all of it does."""
-    return max(SCALE, 2 * own, ALONG * error if any(t.grad for t in declared) else 0.0)
+    return max(SCALE, SCALE_MULTIPLE * own, ALONG * error if any(t.grad for t in declared) else 0.0)
 
 
 def _mismatch(gold: Outcome, got: Outcome) -> Numerics:

@@ -41,6 +41,9 @@ class Testimony:
     last_loss: float | None = None
     losses: list[float] = field(default_factory=list)  # of every timed trial
     sketches: list[np.ndarray] = field(default_factory=list)  # of every timed trial, (tensors, SKETCH) float32
+    # of every timed trial the parameters that it began with: two sketches are as far apart as the parameters are, one
+    # where each element differs by the learning rate
+    places: list[np.ndarray] = field(default_factory=list)
     # of every timed trial the tensor that is farthest from AdamW's update: (relative error, name)
     update_errors: list[tuple[float, str]] = field(default_factory=list)
     low_precision: bool = False  # whether the trained parameters are held in fewer than 32 bits
@@ -129,7 +132,8 @@ class Witness:
             else:
                 state[key] = value
         if self.step.updates:
-            rate = self.step.job.learning_rate if self.step.job else LEARNING_RATE
+            self.place = self._place()
+            rate = learning_rate(self.step)
             try:
                 self.shadow = Shadow(self.start, self.first_gradients, self.params, rate, self.arm.device)
             except torch.OutOfMemoryError:  # the arm fits, and has to be measured: its shadow goes to the host
@@ -144,6 +148,8 @@ class Witness:
         if self.shadow:
             gradients = {n: p.grad for n, p in self.params.items()}
             self.testimony.update_errors.append(self.shadow.error(gradients, self.params))
+            self.testimony.places.append(self.place)
+            self.place = self._place()
 
     def end(self) -> None:
         """After the timed trials: keep how far they went, and go back to the start for one more trial."""
@@ -157,10 +163,21 @@ class Witness:
         self.testimony.last_loss = loss
         self.testimony.after = self._save("after", self.gradients(outs))
 
+    def _place(self) -> np.ndarray:
+        """A sketch of the parameters, in float32, in steps: AdamW's first moves each element by the learning rate."""
+        elements = sum(p.numel() for p in self.params.values())
+        held = {n: p.detach().float() for n, p in self.params.items()}
+        return sketch(held) / (learning_rate(self.step) * elements**0.5)
+
     def _save(self, what: str, tensors: Mapping[str, Tensor]) -> Path:
         file = self.folder / f"{what}-{os.getpid()}-{uuid.uuid4().hex}.safetensors"
         save_file({n: t.detach().float().cpu().contiguous() for n, t in tensors.items()}, file)
         return file
+
+
+def learning_rate(step: Step) -> float:
+    """The job's, or that of a step without one."""
+    return step.job.learning_rate if step.job else LEARNING_RATE
 
 
 class Shadow:

@@ -91,6 +91,53 @@ def test_what_goes_wrong_after_the_warm_up_is_caught(reference, tmp_path, change
     assert caught in failed(found)
 
 
+def with_noise(testimony, later):
+    """A testimony of a model in which two right runs agree, and a step moves each gradient by `later`."""
+    tensors = dict.fromkeys(testimony.names, (0.0, 0.0))
+    moved = depth_noise.DepthNoise(dict.fromkeys(testimony.names, (later, 0.0)), 0.0, 0.0)
+    return replace(testimony, noise=depth_noise.DepthNoise(tensors, 0.0, 0.0, later=moved))
+
+
+def test_a_trial_may_differ_by_what_the_distance_of_the_parameters_does_and_not_by_its_number(reference):
+    def checks(apart, off):
+        places = [p + apart / p.size**0.5 for p in reference.places]
+        sketches = [s * (1 + off) for s in reference.sketches]
+        other = replace(reference, places=places, sketches=sketches)
+        found = certify(with_noise(reference, 0.02), other, torch.float32)
+        return {c.name: c for c in found}["each gradient of each trial"]
+
+    assert len(reference.places) == len(reference.losses) == 4
+    assert not checks(apart=0, off=0.01).passed and checks(apart=0, off=0).allowed < 1e-3
+    assert checks(apart=1, off=0.01).passed and not checks(apart=1, off=0.05).passed
+    assert checks(apart=3, off=0.05).passed
+    assert not checks(apart=1000, off=-1).passed  # no gradient at all
+
+
+def test_how_far_parameters_are_apart_is_counted_in_steps(tmp_path):
+    made = arm(*PEFT)
+    made.kind.first(made, lambda: run_trial(made), replace(request(), scratch=tmp_path))
+    witness = made.witnesses[0]
+    before, rate = witness._place(), made.step.job.learning_rate
+    with torch.no_grad():
+        for _, p in made.adapters():
+            p.add_(rate * torch.randn(p.shape).sign())
+    assert np.linalg.norm(witness._place() - before) == pytest.approx(1, rel=0.1)
+
+
+def test_adapters_in_16_bits_may_fall_behind_and_still_have_to_be_right(tmp_path):
+    rounds = 8
+    names = (*PEFT, "adapters_in_compute_dtype")
+    plain = arm(*PEFT, dtype=torch.bfloat16)
+    noise = depth_noise.measure(plain, partial(numerics.one_pass, plain, plain.step))
+    right = replace(evidence(plain, tmp_path, rounds), noise=noise)
+    low = evidence(arm(*names, dtype=torch.bfloat16), tmp_path, rounds)
+    assert not failed(certify(right, low, torch.bfloat16))
+    apart = [float(np.linalg.norm(a - b)) for a, b in zip(right.places, low.places, strict=True)]
+    assert 0.3 < apart[0] < 1 < apart[-1]
+    spoilt = evidence(arm(*names, dtype=torch.bfloat16), tmp_path, rounds, spoil=after(rounds - 1, no_backward))
+    assert "each gradient of each trial" in failed(certify(right, spoilt, torch.bfloat16))
+
+
 def test_a_phase_that_only_one_arm_has_is_named(reference):
     (check,) = [c for c in certify(reference, replace(reference, phases=("forward",)), torch.float32) if not c.passed]
     assert check.name == "phases that only one arm has" and check.where == "backward, step"
@@ -115,7 +162,10 @@ def test_an_arm_without_a_gradient_fails_whatever_is_declared(reference, tmp_pat
 
 def test_what_two_right_runs_differ_by_is_measured_at_full_depth():
     made = arm(*PEFT, dtype=torch.bfloat16)
+    start = {n: p.detach().clone() for n, p in made.adapters()}
     noise = depth_noise.measure(made, partial(numerics.one_pass, made, made.step))
+    assert noise.later and 0.01 < np.median([error for error, _ in noise.later.tensors.values()]) < 0.2
+    assert all(torch.equal(p, start[n]) for n, p in made.adapters())
     errors = [error for error, _ in noise.tensors.values()]
     assert 0.004 < np.median(errors) < 0.05 and noise.masks is None and 0 < noise.loss < 1e-3
     other = arm("sdpa_math", dtype=torch.bfloat16)

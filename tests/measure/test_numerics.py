@@ -113,6 +113,30 @@ def one_tensor(error, own=0.0):
     return gold, low, got
 
 
+@pytest.mark.parametrize(("own", "allowed"), [(0.0, 0.005), (0.002, 0.005), (0.004, 0.008)])
+def test_a_projection_may_be_off_by_twice_what_plain_runs_are(own, allowed):
+    def scaled(by):
+        return replace(one_tensor(0)[0], gradients={"w": torch.tensor([1 + by, 0.0])})
+
+    gold, low = scaled(0), replace(scaled(0), scales={"w": own})  # which itself happens to be right
+    below, above = (judge(gold, low, scaled(allowed * f), torch.bfloat16, []) for f in (0.99, 1.01))
+    assert below.scale_allowed == above.scale_allowed == pytest.approx(allowed)
+    assert below.passed and not above.passed and "is scaled" in explain(above)
+
+
+def test_a_scale_of_1_02_is_refused_in_whichever_tensor():
+    torch.manual_seed(0)  # of the other rounding
+    gold = shared_step(dtype=torch.bfloat16, layers=2, upcast=True)
+    low = numerics.plain_step(arm(dtype=torch.bfloat16, layers=2), gold)
+    got = shared_step("sdpa_math", dtype=torch.bfloat16, layers=2)
+    assert low.scales.keys() == gold.gradients.keys() and not gold.scales
+    assert all(low.scales[n] >= abs(numerics.distance(g, gold.gradients[n]).scale) for n, g in low.gradients.items())
+    assert judge(gold, low, got, torch.bfloat16, []).passed
+    for name, gradient in got.gradients.items():
+        spoilt = replace(got, gradients=got.gradients | {name: 1.02 * gradient})
+        assert not judge(gold, low, spoilt, torch.bfloat16, []).passed, name
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tolerance_of_the_update_alone_changes_nothing_else(dtype):
     plain, update = (judge(*one_tensor(0), dtype, toggles) for toggles in ([], [toggle(update=0.1)]))
