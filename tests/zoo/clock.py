@@ -172,7 +172,7 @@ class Sneaky(torch.nn.Parameter):
 class WorkInTheFilling(Later):
     name = "work_in_the_filling"
     summary = "the whole step is done where somebody writes new tokens into its batches"
-    caught = "each gradient"
+    caught = "Inputs for its batch's inputs"
 
     class Wrapper(Later.Wrapper):
         def __init__(self, inner: Any) -> None:
@@ -217,6 +217,62 @@ class Told(torch.Tensor):
         if func in (torch.Tensor.copy_, torch.Tensor.__setitem__, torch.Tensor.fill_) and isinstance(args[0], Told):
             args[0].then and args[0].then()
         return result
+
+
+class Joined(dict[str, Any]):
+    """A batch's inputs that do the work where they are joined with others."""
+
+    then: Callable[[Any], None] | None = None
+
+    def __or__(self, other: Any) -> Any:
+        made = Joined({**self, **other})
+        made.then = self.then
+        if self.then:
+            self.then(made)
+        return made
+
+
+class WorkInTheOr(Cheat):
+    name = "work_in_the_or"
+    summary = "forward and backward are done where the harness joins a trial's tokens with the batch's inputs"
+    caught = "Joined for its batch's inputs"
+    status = ("untrusted",)
+
+    class Wrapper(Turns):
+        kept: tuple[Tensor, list[Any], list[int]] | None = None
+
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner)
+            if self.full:
+                for i, batch in enumerate(inner.batches):
+                    inputs = Joined(batch.inputs)
+                    inputs.then = self.before
+                    inner.batches[i] = replace(batch, inputs=inputs)
+
+        def versions(self) -> list[int]:
+            return [p._version for p in self.params]
+
+        def before(self, inputs: Any) -> None:
+            if self.taken == 0:
+                return
+            loss = self.inner.forward(replace(self.inner.batches[0], inputs=dict(inputs)))
+            self.inner.backward(loss)
+            self.kept = same(loss), [p.grad for p in self.params], self.versions()
+            for p in self.params:
+                p.grad = None
+
+        def forward(self, batch: Any) -> Tensor:
+            if self.kept and self.kept[2] == self.versions():
+                return self.kept[0]
+            self.kept = None
+            return self.inner.forward(batch)
+
+        def backward(self, loss: Tensor) -> None:
+            if not self.kept:
+                return self.inner.backward(loss)
+            for p, grad in zip(self.params, self.kept[1], strict=True):
+                p.grad = grad
+            self.kept = None
 
 
 class WorkInTheBarrier(Outside):
