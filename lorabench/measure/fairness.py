@@ -93,6 +93,7 @@ def settings() -> dict[str, Any]:
         "anomaly detection": torch.is_anomaly_enabled(),
         "flushing of denormals": torch.tensor([1e-310], dtype=torch.float64).mul(1.0).item() != 0.0,
         "the garbage collector": gc.get_threshold(),
+        "gc.callbacks": tuple(map(Same, gc.callbacks)),
         "the interpreter's switch interval": sys.getswitchinterval(),
         "the recursion limit": sys.getrecursionlimit(),
         "tracing or profiling by Python": (sys.gettrace() is not None, sys.getprofile() is not None),
@@ -220,9 +221,11 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
     return next((name for name, value in before.items() if name not in after or after[name] != value), None)
 
 
-# What no toggle may change, not even one that has its processes to itself: what is counted, and in which precision.
+# What no toggle may change, not even one that has its processes to itself: what is counted, in which precision, what
+# runs between the trials.
 NEVER = (
     "time.",
+    "gc.callbacks",
     "torch.cuda.",
     "torch's default dtype",
     "torch.set_float32",

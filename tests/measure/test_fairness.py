@@ -1,5 +1,6 @@
 """Times that cannot be trusted are refused, and the reason says what was found."""
 
+import gc
 import threading
 import time
 
@@ -37,6 +38,14 @@ def test_what_is_changed_for_the_whole_process_is_named(change, back, named):
     finally:
         (back or (lambda: setattr(time, "perf_counter", own)))()
     guard.check_all()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_would_run_between_the_rounds_where_garbage_is_collected_is_named(alone, monkeypatch):
+    guard = Guard(alone=alone)
+    monkeypatch.setattr(gc, "callbacks", [*gc.callbacks, print])
+    with pytest.raises(Untrusted, match=r"changed gc\.callbacks for the whole process"):
+        guard.check()
 
 
 def test_a_replaced_function_and_a_hook_on_the_other_arm_s_model_are_named(monkeypatch):

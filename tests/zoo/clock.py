@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -297,7 +298,7 @@ class WorkInTheBarrier(Outside):
 class WorkInTheCollector(Outside):
     name = "work_in_the_collector"
     summary = "the next step is done when Python's garbage collector runs, which is between the rounds"
-    caught = "update against AdamW"
+    caught = "gc.callbacks"
 
     class Wrapper(Outside.Wrapper):
         def __init__(self, inner: Any) -> None:
@@ -326,6 +327,41 @@ class WorkInTheCollector(Outside):
         def update(self) -> None:
             super().update()
             self.taken += 1
+
+
+class NextRoundInTheCollector(WorkInTheOr):
+    name = "next_round_in_the_collector"
+    summary = "where Python's garbage is collected between two rounds, computes the next round's tokens and gradients"
+    caught = "gc.callbacks"
+    command = ("trials=10", "workload=4x64")
+
+    class Wrapper(WorkInTheOr.Wrapper):
+        def __init__(self, inner: Any) -> None:
+            Turns.__init__(self, inner)
+            self.busy = False
+            self.tokens: Tensor | None = None
+            if self.full:
+                gc.callbacks.append(self.collected)
+
+        def collected(self, phase: str, info: Any) -> None:
+            frame: Any = sys._getframe()
+            while frame and frame.f_code.co_name != "run_rounds":
+                frame = frame.f_back
+            if phase != "stop" or self.busy or frame is None or frame.f_locals["rounds"] < 2:
+                return
+            self.busy = True
+            for arm in frame.f_locals["arms"].values():
+                if arm.name == "candidate":
+                    arm.feeds[0](frame.f_locals.get("number", -1) + 2)
+            batch = self.inner.batches[0]
+            self.tokens = batch.inputs["input_ids"].clone()
+            self.before(batch.inputs)
+            self.busy = False
+
+        def forward(self, batch: Any) -> Tensor:
+            if self.tokens is None or not torch.equal(self.tokens, batch.inputs["input_ids"]):
+                self.kept = None
+            return super().forward(batch)
 
 
 class LazyLoss(Cheat):
