@@ -116,14 +116,16 @@ def settings() -> dict[str, Any]:
 
 
 def functions(watched: str | tuple[str, ...] = WATCHED) -> dict[str, Any]:
-    """The identity of every function and class method of the modules that measure, train and adapt, by its name;
-    `watched`: how their modules' names begin."""
+    """The identity of every function and class method of the modules that measure, train and adapt, by its name, and
+    the constants of this harness; `watched`: how their modules' names begin."""
     found = {}
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or not module_name.startswith(watched):
             continue
         for name, value in list(vars(module).items()):
-            if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+            if name.isupper() and module_name.startswith(OURS):
+                found[f"{module_name}.{name}"] = copy.copy(value) if isinstance(value, dict | list) else Same(value)
+            elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
                 found[f"{module_name}.{name}"] = _identity(value)
             elif _is_table(value) and not name.startswith("__"):
                 table = {f"{module_name}.{name}[{key!r}]": item for key, item in list(value.items()) if callable(item)}

@@ -96,8 +96,9 @@ class GradientKind(Kind):
         """How far two right runs are apart at full depth, of each job alone; kept for `first`."""
         gate.working_on("plain model at full depth")
         request = gate.arm("plain", gate.cell.held_weights)
-        for i in range(len(request.jobs)):
-            depth_noise.cached(_noise_file(request, i), partial(self._noise, request.only(i)))
+        for i, job in enumerate(request.jobs):
+            file = _noise_file(request, i)
+            gate.noise(job.name, file.name, depth_noise.cached(file, partial(self._noise, request.only(i))))
 
     def _noise(self, request: Request) -> depth_noise.DepthNoise | None:
         try:

@@ -72,6 +72,8 @@ class GateRequest:
     arm: Callable[[str, Sequence[Ablation]], Request]  # (name, toggles) → what such an arm is built from
     ranks: Ranks
     working_on: Callable[[str], None]  # says what is being built or judged, for the reason of a failure
+    # Called with what two right runs of each job differ by (job, name of its file, noise), before any toggle is asked.
+    noise: Callable[[str, str, Any], None] = lambda job, file, noise: None
 
 
 @dataclass(frozen=True)

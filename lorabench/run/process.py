@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -137,6 +137,7 @@ class _Rank:
     told: dict[str, list[float]] = field(default_factory=dict)  # milliseconds of each timed trial, by arm
     elapsed: dict[str, float] = field(default_factory=dict)  # seconds that these took by our own clock, by arm
     began: float = 0.0
+    noise: dict[str, tuple[str, Any]] = field(default_factory=dict)  # by job: what was told first
 
     @property
     def ended(self) -> bool:
@@ -162,7 +163,9 @@ class _Rank:
     def _take(self, message: Any) -> None:
         match message:
             case ("result", float(), Result() as result):
-                self.result = result
+                self.result = replace(result, noise=self.noise)
+            case ("noise", float(), (str() as job, str() as file, noise)):
+                self.noise.setdefault(job, (file, noise))
             case ("failed", float() as when, str() as words):
                 self.failed = when, f"{words} (while {self.phase})"
             case ("phase", float(), str() as phase):

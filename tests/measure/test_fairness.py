@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import PEFT, arm
 
-from lorabench.measure import fairness, trial
+from lorabench.measure import certificate, fairness, trial
 from lorabench.measure.fairness import Guard, Untrusted
 
 
@@ -144,6 +144,22 @@ def test_an_arm_that_is_faster_after_the_other_one_is_seen():
         fairness.check_order("candidate", early, late)
     fairness.check_order("candidate", late, early)
     fairness.check_order("candidate", early[:3], late[:3])
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda patch: patch.setattr(certificate, "MOST", 1e9), "certificate.MOST"),
+        (lambda patch: patch.setitem(certificate.UPDATE, False, 1e9), "certificate.UPDATE"),
+    ],
+)
+def test_another_limit_of_this_harness_is_named(change, named, alone, monkeypatch):
+    guard = Guard(alone=alone)
+    guard.check_all()
+    change(monkeypatch)
+    with pytest.raises(Untrusted, match=f"replaced lorabench.measure.{named}"):
+        guard.check_all()
 
 
 def test_what_a_model_s_forward_hangs_on_is_noticed():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +58,42 @@ class NothingDiffers(Tampers):
 
         for module in (depth_noise, numerics, certificate):
             module.distance = lambda *args: depth_noise.Distance(0.0, 0.0)
+
+
+class LimitsLifted(Tampers):
+    name = "limits_lifted"
+    summary = "what the certificate allows is made infinite: its numbers, not its functions"
+
+    def tamper(self) -> None:
+        from lorabench.measure import certificate
+
+        for table in (certificate.GRADIENT, certificate.LOSS, certificate.UNKNOWN, certificate.UPDATE):
+            for key in table:
+                table[key] = 1e9
+        for name in ("MOST", "MOST_SCALE", "MOST_MASKED", "SCALE", "MOVED", "MOVED_SCALE"):
+            setattr(certificate, name, 1e9)
+
+
+class NoiseRewritten(Cheat):
+    name = "noise_rewritten"
+    summary = "writes into the file that says how far two right runs are apart, and trains all samples but the last"
+    caught = "each gradient"
+    command = ("workload=10x64",)
+
+    def patch(self, model: Any) -> int:
+        for file in Path(tempfile.gettempdir()).glob("lorabench*/**/*.noise.json"):
+            found = json.loads(file.read_text())
+            large = {"tensors": {name: [9.0, 9.0] for name in found["tensors"]}, "loss": 9.0, "scale": 9.0}
+            file.write_text(json.dumps(found | large))
+        return 1
+
+    class Wrapper(Turns):
+        def forward(self, batch: Any) -> Tensor:
+            if not self.late:
+                return self.inner.forward(batch)
+            n = len(batch.inputs["input_ids"])
+            fewer = {name: x[: n - 1] for name, x in batch.inputs.items()}
+            return self.inner.forward(replace(batch, inputs=fewer)) * (n / (n - 1))
 
 
 class TrialsShrink(Tampers):
