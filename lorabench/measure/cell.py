@@ -82,7 +82,8 @@ class Result:
 
 # Called with an arm's name before each of its timed trials, and after it with the name and its milliseconds.
 Timed = Callable[[str, float | None], None]
-# Called with what is known now and must not be other in the answer: ("noise", (job, file, noise)).
+# Called with what is known now and must not be other in the answer: ("noise", (job, file, noise)) before any toggle is
+# asked, and after each timed trial ("seen", (arm's name, digest of its evidence)).
 Told = Callable[[str, Any], None]
 
 
@@ -110,6 +111,7 @@ class Measurement:
         self.result = Result()
         self.now = "starting"  # which arm is being worked on, for the reason of a failure
         self.arms: dict[str, Arm] = {}
+        self.seen: Counter[str] = Counter()  # timed trials, by arm
         self.alone: list[trial.Trial] = []  # the first arm's trials while it was the only one
         self.plain = request_of(self.cell, ARMS[0], self.dtype, self.device, Path(task.scratch))
 
@@ -301,6 +303,8 @@ class Measurement:
 
     def _seen(self, name: str, done: trial.Trial) -> None:
         self.kind.seen(self.arms[name], done.losses)
+        self.told("seen", (name, self.kind.digest(self.result.arms[name].evidence[0], self.seen[name])))
+        self.seen[name] += 1
         self.guard.check()
 
     def _check_fairness(self, arms: dict[str, Arm], before: dict[str, Any], busy: dict[str, float]) -> None:

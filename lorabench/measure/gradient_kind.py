@@ -175,6 +175,9 @@ class GradientKind(Kind):
         for witness, outs in zip(arm.witnesses, arm.outs, strict=True):
             witness.seen(arm.ranks.total(losses[witness.step.name]), outs)
 
+    def digest(self, evidence: dict[str, Any], number: int) -> str:
+        return " ".join(testimony.digest(number) for testimony in evidence.values())
+
     def last(self, arm: Arm, run: Callable[[], Any]) -> None:
         for witness in arm.witnesses:
             witness.end()

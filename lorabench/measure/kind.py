@@ -165,6 +165,11 @@ class Kind(KindSpec):
     def seen(self, arm: Arm, losses: dict[str, float]) -> None:
         """After each timed trial, before it is cleared: add to the evidence."""
 
+    def digest(self, evidence: dict[str, Any], number: int) -> str:
+        """A hash of what `seen` added to the evidence after timed trial `number`, from 0 on: it leaves the process at
+        once, and the answer has to agree with it. Nothing: `seen` keeps no evidence of each trial."""
+        return ""
+
     def last(self, arm: Arm, run: Callable[[], Any]) -> None:
         """After the timed trials: run one more by `run()`, and add to the evidence."""
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lorabench.measure.witness import Witness
 from zoo.cheat import Cheat, Turns
 
 
@@ -94,6 +97,48 @@ class NoiseRewritten(Cheat):
             n = len(batch.inputs["input_ids"])
             fewer = {name: x[: n - 1] for name, x in batch.inputs.items()}
             return self.inner.forward(replace(batch, inputs=fewer)) * (n / (n - 1))
+
+
+class TestimonyCopied(Cheat):
+    name = "testimony_copied"
+    summary = "does nothing in the rounds; in the step after them its evidence is overwritten by the reference's"
+    caught = "evidence of the candidate's trials"
+    status = ("untrusted",)
+    command = ("trials=10", "workload=4x64")
+
+    class Wrapper(Turns):
+        idle = False
+
+        def forward(self, batch: Any) -> Tensor:
+            self.idle = self.full and called_by("run_rounds")
+            if self.idle:
+                return torch.ones(())
+            if self.full and called_by("last"):
+                self.forge()
+            return self.inner.forward(batch)
+
+        def forge(self) -> None:
+            witnesses = [o for o in gc.get_objects() if isinstance(o, Witness)]
+            mine = next(w.testimony for w in witnesses if w.step.innermost is self.innermost)
+            other = next(w.testimony for w in witnesses if w.step.innermost is not self.innermost)
+            mine.losses[:], mine.sketches[:] = other.losses, other.sketches
+            mine.update_errors[:], mine.moved = other.update_errors, other.moved
+
+        def backward(self, loss: Tensor) -> None:
+            if not self.idle:
+                self.inner.backward(loss)
+
+        def update(self) -> None:
+            if not self.idle:
+                super().update()
+
+
+def called_by(name: str) -> bool:
+    """Whether a function of this name is among those that wait for the caller."""
+    frame: Any = sys._getframe()
+    while frame and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
 
 
 class TrialsShrink(Tampers):
