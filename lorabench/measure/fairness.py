@@ -46,6 +46,7 @@ WATCHED = (
     "transformers.integrations.",
     "transformers.activations",
     "transformers.loss.",
+    "torch.functional",
     "torch.nn.",
     "torch.optim.",
     "torch.autograd.",
@@ -118,14 +119,14 @@ def settings() -> dict[str, Any]:
 def functions(watched: str | tuple[str, ...] = WATCHED) -> dict[str, Any]:
     """The identity of every function and class method of the modules that measure, train and adapt, by its name, and
     the constants of this harness; `watched`: how their modules' names begin."""
-    found = {}
+    found = of_torch() if watched == WATCHED else {}
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or not module_name.startswith(watched):
             continue
         for name, value in list(vars(module).items()):
             if name.isupper() and module_name.startswith(OURS):
                 found[f"{module_name}.{name}"] = copy.copy(value) if isinstance(value, dict | list) else Same(value)
-            elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+            elif _is_function(value):
                 found[f"{module_name}.{name}"] = _identity(value)
             elif _is_table(value) and not name.startswith("__"):
                 table = {f"{module_name}.{name}[{key!r}]": item for key, item in list(value.items()) if callable(item)}
@@ -135,6 +136,18 @@ def functions(watched: str | tuple[str, ...] = WATCHED) -> dict[str, Any]:
                     if isinstance(method, (types.FunctionType, property, staticmethod, classmethod)):
                         found[f"{module_name}.{name}.{attribute}"] = _identity(method)
     return found
+
+
+def of_torch() -> dict[str, Any]:
+    """The identity of torch's own functions, and of its tensors' methods: an attribute that is put into the class
+    Tensor hides the one of its base, and counts as another one."""
+    methods = {name: value for base in reversed(torch.Tensor.__mro__) for name, value in vars(base).items()}
+    found = {f"torch.{name}": _identity(value) for name, value in vars(torch).items() if _is_function(value)}
+    return found | {f"torch.Tensor.{name}": Same(method) for name, method in methods.items()}
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
 
 
 def _is_table(value: Any) -> bool:

@@ -48,6 +48,16 @@ def test_what_would_run_between_the_rounds_where_garbage_is_collected_is_named(a
         guard.check()
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"), [(torch, "cat"), (torch.functional, "einsum"), (torch.Tensor, "matmul"), (torch.Tensor, "norm")]
+)
+def test_a_replaced_function_of_torch_or_method_of_its_tensors_is_named(owner, name, monkeypatch):
+    guard = Guard(alone=False)
+    monkeypatch.setattr(owner, name, lambda *args: None)
+    with pytest.raises(Untrusted, match=rf"replaced torch\.\w*\.?{name} for the whole process"):
+        guard.check_all()
+
+
 def test_a_replaced_function_and_a_hook_on_the_other_arm_s_model_are_named(monkeypatch):
     reference = arm(*PEFT)
     guard = Guard(alone=False)
