@@ -34,7 +34,8 @@ OUTSIDE_SHARE, OUTSIDE_MS = 1.25, 2.0
 # may be longer, because the host was interrupted between two questions.
 LATE_SHARE, LATE_MS, LATE_TRIALS = 0.02, 0.1, 0.25
 SLOWED = {"cuda": 1.3, "cpu": 2.0}  # the reference's fastest trial beside the candidate, over its slowest alone
-ORDER_RATIO, ORDER_P, ORDER_TRIALS = 1.25, 1e-3, 12  # of a candidate's trials that came first and second in a round
+ORDER_RATIO, ORDER_P = 1.25, 1e-3  # of a candidate's trials that came first and second in a round
+ORDER_TRIALS, ORDER_FEW = 6, 12  # of fewer than the second no test can be so sure: every one of them has to be apart
 TICKS_S = 0.02  # what the kernel counts of a process comes in ticks of 10 ms
 BUSY = 0.05  # share of the trials' time that another thread or a child may compute
 OURS = "lorabench."
@@ -357,9 +358,14 @@ def check_slowed(alone: Sequence[Trial], beside: Sequence[Trial], device: str) -
 def check_order(name: str, first: Sequence[Trial], second: Sequence[Trial]) -> None:
     """Raises Disturbed where an arm is much faster in the rounds in which it came second: it then uses what the other
     arm has done."""
-    if len(first) + len(second) < ORDER_TRIALS or min(len(first), len(second)) < 4:
+    count = len(first) + len(second)
+    if count < ORDER_TRIALS or min(len(first), len(second)) < ORDER_TRIALS // 2:
         return
     early, late = ([t.total_ms for t in trials] for trials in (first, second))
     ratio = statistics.median(early) / statistics.median(late)
-    if ratio > ORDER_RATIO and stats.mannwhitneyu(early, late).pvalue < ORDER_P:
+    if count < ORDER_FEW:
+        apart = min(early) > ORDER_RATIO * max(late)
+    else:
+        apart = ratio > ORDER_RATIO and stats.mannwhitneyu(early, late).pvalue < ORDER_P
+    if apart:
         raise Disturbed(f"the {name} is {ratio:.2g} times as fast after the other arm's trial as before it")

@@ -153,7 +153,15 @@ def test_an_arm_that_is_faster_after_the_other_one_is_seen():
     with pytest.raises(Untrusted, match="as fast after the other arm's trial"):
         fairness.check_order("candidate", early, late)
     fairness.check_order("candidate", late, early)
-    fairness.check_order("candidate", early[:3], late[:3])
+
+
+def test_of_six_rounds_every_trial_after_the_other_arm_s_has_to_be_faster():
+    early, late = [done(ms) for ms in (10.0, 11.0, 12.0)], [done(ms) for ms in (4.0, 5.0, 7.9)]
+    with pytest.raises(Untrusted, match="as fast after the other arm's trial"):
+        fairness.check_order("candidate", early, late)
+    fairness.check_order("candidate", early, [*late[:2], done(8.1)])
+    fairness.check_order("candidate", early, late[:2])
+    fairness.check_order("candidate", late, early)
 
 
 @pytest.mark.parametrize("alone", [False, True])
