@@ -11,7 +11,7 @@ import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -76,10 +76,15 @@ class Result:
     ranks: dict[str, RankSpread] = field(default_factory=dict)  # of the arms that stepped on several
     telemetry: Telemetry | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    # Of each job what two right runs differ by, and the name of its file: as it was before any toggle was asked.
+    noise: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
 
 # Called with an arm's name before each of its timed trials, and after it with the name and its milliseconds.
 Timed = Callable[[str, float | None], None]
+# Called with what is known now and must not be other in the answer: ("noise", (job, file, noise)) before any toggle is
+# asked, and after each timed trial ("seen", (arm's name, digest of its evidence)).
+Told = Callable[[str, Any], None]
 
 
 class Failure(Exception):
@@ -95,10 +100,10 @@ class Measurement:
 
     def __init__(
         self, task: Task, tell: Callable[[str], None], ranks: Ranks = ONE, device: torch.device | None = None,
-        timed: Timed = lambda name, ms: None,
+        timed: Timed = lambda name, ms: None, told: Told = lambda what, value: None,
     ) -> None:  # fmt: skip
         """`tell` is called with what is being done, in words. `device`: this rank's; None: the machine's first."""
-        self.timed = timed
+        self.timed, self.told = timed, told
         self.task, self.cell, self.tell, self.ranks = task, task.cell, tell, ranks
         self.kind: Kind = kind(self.cell.kind)
         self.device = device or torch.device(task.machine.device)
@@ -106,6 +111,7 @@ class Measurement:
         self.result = Result()
         self.now = "starting"  # which arm is being worked on, for the reason of a failure
         self.arms: dict[str, Arm] = {}
+        self.seen: Counter[str] = Counter()  # timed trials, by arm
         self.alone: list[trial.Trial] = []  # the first arm's trials while it was the only one
         self.plain = request_of(self.cell, ARMS[0], self.dtype, self.device, Path(task.scratch))
 
@@ -121,7 +127,6 @@ class Measurement:
                     self.prepare(name)
             self.agreement()
             self.time()
-            self.agreement()
             self.energy()
             self.profile()
         except Failure as failure:
@@ -170,12 +175,19 @@ class Measurement:
         """Every arm is judged before anything is timed, and before any toggle has patched anything here."""
         with self._seconds("gate"):
             self.tell("numerics gate")
-            asked = GateRequest(self.cell, self.task.arms, self._request, self.ranks, self._working_on)
+            asked = GateRequest(
+                self.cell, self.task.arms, self._request, self.ranks, self._working_on, self._noise
+            )  # fmt: skip
             for name, job, verdict in self.kind.gate(asked):
                 self.result.arms[name].numerics[job] = verdict
                 if not verdict.passed:
                     raise Failure("wrong_numerics", f"{_of(name, job)}: {self.kind.explain(verdict)}", name)
             self._free()
+
+    def _noise(self, job: str, file: str, noise: Any) -> None:
+        """To the runner at once, whose verdict is the last one: what lies in files and in here toggles can reach."""
+        self.result.noise[job] = file, noise
+        self.told("noise", (job, file, noise))
 
     def _free(self) -> None:
         gc.collect()
@@ -247,7 +259,8 @@ class Measurement:
             raise NotApplied(f"{ablation.name} says that it is at work in {sites} sites; there are {most} at most")
 
     def agreement(self) -> None:
-        """The evidence so far of one arm against the other's, where both are here."""
+        """Before the trials, what there is of evidence so far of one arm against the other's, where both are here: an
+        arm that is wrong already need not be timed. All of it the runner holds together, out of any toggle's reach."""
         if all(name in self.arms for name in ARMS):
             agree(self.cell, self.kind, self.result.arms, self.dtype)
 
@@ -290,6 +303,8 @@ class Measurement:
 
     def _seen(self, name: str, done: trial.Trial) -> None:
         self.kind.seen(self.arms[name], done.losses)
+        self.told("seen", (name, self.kind.digest(self.result.arms[name].evidence[0], self.seen[name])))
+        self.seen[name] += 1
         self.guard.check()
 
     def _check_fairness(self, arms: dict[str, Arm], before: dict[str, Any], busy: dict[str, float]) -> None:
@@ -344,13 +359,16 @@ class Measurement:
                 into.roofline = roofline.phase_rooflines(done, busy, sum(works, Work()), of_all, rates)
 
 
-def agree(cell: Cell, kind_: Kind, arms: dict[str, ArmResult], dtype: torch.dtype) -> None:
+def agree(
+    cell: Cell, kind_: Kind, arms: dict[str, ArmResult], dtype: torch.dtype, noise: Mapping[str, Any] | None = None
+) -> None:
     """Put the full arms' agreement into the candidate's verdicts, job by job. Raises Failure where one does not pass.
 
-    Also used by the runner, for arms of two processes.
+    `noise`: of the jobs of which it was told, in place of what their evidence says.
     """
     reference, candidate = (arms[name] for name in ARMS)
     measure, *others = reference.evidence
+    measure = {job: replace(own, noise=noise[job]) if noise and job in noise else own for job, own in measure.items()}
     for evidence in (*others, *candidate.evidence):  # another process of the reference's has to agree with it, too
         for job, found in evidence.items():
             verdict = kind_.agree(cell, candidate.numerics.get(job), measure[job], found, dtype)

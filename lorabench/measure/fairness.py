@@ -34,7 +34,8 @@ OUTSIDE_SHARE, OUTSIDE_MS = 1.25, 2.0
 # may be longer, because the host was interrupted between two questions.
 LATE_SHARE, LATE_MS, LATE_TRIALS = 0.02, 0.1, 0.25
 SLOWED = {"cuda": 1.3, "cpu": 2.0}  # the reference's fastest trial beside the candidate, over its slowest alone
-ORDER_RATIO, ORDER_P, ORDER_TRIALS = 1.25, 1e-3, 12  # of a candidate's trials that came first and second in a round
+ORDER_RATIO, ORDER_P = 1.25, 1e-3  # of a candidate's trials that came first and second in a round
+ORDER_TRIALS, ORDER_FEW = 6, 12  # of fewer than the second no test can be so sure: every one of them has to be apart
 TICKS_S = 0.02  # what the kernel counts of a process comes in ticks of 10 ms
 BUSY = 0.05  # share of the trials' time that another thread or a child may compute
 OURS = "lorabench."
@@ -46,6 +47,7 @@ WATCHED = (
     "transformers.integrations.",
     "transformers.activations",
     "transformers.loss.",
+    "torch.functional",
     "torch.nn.",
     "torch.optim.",
     "torch.autograd.",
@@ -93,6 +95,7 @@ def settings() -> dict[str, Any]:
         "anomaly detection": torch.is_anomaly_enabled(),
         "flushing of denormals": torch.tensor([1e-310], dtype=torch.float64).mul(1.0).item() != 0.0,
         "the garbage collector": gc.get_threshold(),
+        "gc.callbacks": tuple(map(Same, gc.callbacks)),
         "the interpreter's switch interval": sys.getswitchinterval(),
         "the recursion limit": sys.getrecursionlimit(),
         "tracing or profiling by Python": (sys.gettrace() is not None, sys.getprofile() is not None),
@@ -115,14 +118,16 @@ def settings() -> dict[str, Any]:
 
 
 def functions(watched: str | tuple[str, ...] = WATCHED) -> dict[str, Any]:
-    """The identity of every function and class method of the modules that measure, train and adapt, by its name;
-    `watched`: how their modules' names begin."""
-    found = {}
+    """The identity of every function and class method of the modules that measure, train and adapt, by its name, and
+    the constants of this harness; `watched`: how their modules' names begin."""
+    found = of_torch() if watched == WATCHED else {}
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or not module_name.startswith(watched):
             continue
         for name, value in list(vars(module).items()):
-            if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+            if name.isupper() and module_name.startswith(OURS):
+                found[f"{module_name}.{name}"] = copy.copy(value) if isinstance(value, dict | list) else Same(value)
+            elif _is_function(value):
                 found[f"{module_name}.{name}"] = _identity(value)
             elif _is_table(value) and not name.startswith("__"):
                 table = {f"{module_name}.{name}[{key!r}]": item for key, item in list(value.items()) if callable(item)}
@@ -132,6 +137,18 @@ def functions(watched: str | tuple[str, ...] = WATCHED) -> dict[str, Any]:
                     if isinstance(method, (types.FunctionType, property, staticmethod, classmethod)):
                         found[f"{module_name}.{name}.{attribute}"] = _identity(method)
     return found
+
+
+def of_torch() -> dict[str, Any]:
+    """The identity of torch's own functions, and of its tensors' methods: an attribute that is put into the class
+    Tensor hides the one of its base, and counts as another one."""
+    methods = {name: value for base in reversed(torch.Tensor.__mro__) for name, value in vars(base).items()}
+    found = {f"torch.{name}": _identity(value) for name, value in vars(torch).items() if _is_function(value)}
+    return found | {f"torch.Tensor.{name}": Same(method) for name, method in methods.items()}
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
 
 
 def _is_table(value: Any) -> bool:
@@ -220,9 +237,11 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
     return next((name for name, value in before.items() if name not in after or after[name] != value), None)
 
 
-# What no toggle may change, not even one that has its processes to itself: what is counted, and in which precision.
+# What no toggle may change, not even one that has its processes to itself: what is counted, in which precision, what
+# runs between the trials.
 NEVER = (
     "time.",
+    "gc.callbacks",
     "torch.cuda.",
     "torch's default dtype",
     "torch.set_float32",
@@ -339,9 +358,14 @@ def check_slowed(alone: Sequence[Trial], beside: Sequence[Trial], device: str) -
 def check_order(name: str, first: Sequence[Trial], second: Sequence[Trial]) -> None:
     """Raises Disturbed where an arm is much faster in the rounds in which it came second: it then uses what the other
     arm has done."""
-    if len(first) + len(second) < ORDER_TRIALS or min(len(first), len(second)) < 4:
+    count = len(first) + len(second)
+    if count < ORDER_TRIALS or min(len(first), len(second)) < ORDER_TRIALS // 2:
         return
     early, late = ([t.total_ms for t in trials] for trials in (first, second))
     ratio = statistics.median(early) / statistics.median(late)
-    if ratio > ORDER_RATIO and stats.mannwhitneyu(early, late).pvalue < ORDER_P:
+    if count < ORDER_FEW:
+        apart = min(early) > ORDER_RATIO * max(late)
+    else:
+        apart = ratio > ORDER_RATIO and stats.mannwhitneyu(early, late).pvalue < ORDER_P
+    if apart:
         raise Disturbed(f"the {name} is {ratio:.2g} times as fast after the other arm's trial as before it")

@@ -8,7 +8,8 @@ in itself, so no toggle sees a trial's data before the clock runs, and none can 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import IGNORE, Batch, Sample
+from lorabench.measure.fairness import Untrusted
 
 FIRST_MARKER = 1 << 24  # above every vocabulary, so that a padding token is never taken for a marker
 FILLED = ("input_ids", "labels")
@@ -60,40 +62,69 @@ class _Slots:
 
 class Feed:
     """Fills the batches of one step. `batches` are the step's own, on their device; `layout` the same of the marked
-    samples. Raises Unsupported where the batches depend on what the tokens are, and not only on where they stand."""
+    samples. Raises Unsupported where the batches depend on what the tokens are, and not only on where they stand, and
+    Untrusted where they are made of anything that may do work while it is filled: nothing of a toggle's runs in here.
+    """
 
     def __init__(
         self, batches: list[Batch], layout: Sequence[Batch], samples: Sequence[Sample], vocabulary: int, random: bool,
         seed: int,
     ) -> None:  # fmt: skip
+        check_type(batches, list, "list of batches")
         self.batches, self.samples = batches, samples
         self.vocabulary, self.random, self.seed = vocabulary, random, seed
-        self.slots = [_slots(own, marks) for own, marks in zip(batches, layout, strict=False)]
-        own = [batch.inputs for batch in batches]
+        self.counts = [_counts(batch) for batch in batches]
+        own = self.own = [_plain(batch.inputs) for batch in batches]
+        self.slots = [_slots(inputs, marks.inputs) for inputs, marks in zip(own, layout, strict=False)]
         if len(batches) != len(layout) or not all(_same(a, b) for a, b in zip(own, self._filled(0), strict=True)):
             raise Unsupported("its batches depend on what the tokens are, so they cannot take a trial's fresh ones")
 
     def __call__(self, number: int) -> None:
         """Put the tokens of trial `number` into the step's batches."""
-        for i, inputs in enumerate(self._filled(number)):
-            self.batches[i] = replace(self.batches[i], inputs=inputs)
+        self.batches[:] = [
+            Batch(inputs, *counts) for inputs, counts in zip(self._filled(number), self.counts, strict=True)
+        ]
 
-    def _filled(self, number: int) -> list[dict[str, Tensor]]:
+    def _filled(self, number: int) -> list[dict[str, Any]]:
         flat = torch.from_numpy(fresh_tokens(self.samples, self.vocabulary, self.random, self.seed, number))
         made = []
-        for batch, slots in zip(self.batches, self.slots, strict=True):
+        for inputs, slots in zip(self.own, self.slots, strict=True):
             filled = {}
             for slot in slots:
                 tokens = flat.to(slot.token.device)
                 filled[slot.name] = torch.where(slot.token >= 0, tokens[slot.token.clamp_min(0)], slot.constant)
-            made.append(batch.inputs | filled)
+            made.append({**inputs, **filled})
         return made
 
 
-def _slots(own: Batch, marks: Batch) -> list[_Slots]:
+def check_type(value: Any, expected: type, what: str) -> None:
+    """Raises Untrusted for what is not of this very type: a subclass may do work whenever it is used."""
+    if type(value) is not expected:
+        raise Untrusted(
+            f"a step has a {type(value).__name__} for its {what}, which may do work outside the clock; expected a "
+            f"plain {expected.__name__}"
+        )
+
+
+def _counts(batch: Batch) -> tuple[int, int, int]:
+    check_type(batch, Batch, "batch")
+    return batch.real, batch.padded, batch.trained
+
+
+def _plain(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a batch's inputs. What is not filled (an attention's own mask) may be anything: nobody asks it."""
+    check_type(inputs, dict, "batch's inputs")
+    for name, value in inputs.items():
+        check_type(name, str, "batch's name of an input")
+        if name in FILLED:
+            check_type(value, Tensor, f"batch's {name}")
+    return dict(inputs)
+
+
+def _slots(own: dict[str, Any], marks: dict[str, Any]) -> list[_Slots]:
     slots = []
     for name in FILLED:
-        constant, marker = own.inputs.get(name), marks.inputs.get(name)
+        constant, marker = own.get(name), marks.get(name)
         if isinstance(constant, Tensor) and isinstance(marker, Tensor):
             token = torch.where(marker >= FIRST_MARKER, marker - FIRST_MARKER, -1)
             slots.append(_Slots(name, token.to(constant.device), constant))

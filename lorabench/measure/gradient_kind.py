@@ -96,8 +96,9 @@ class GradientKind(Kind):
         """How far two right runs are apart at full depth, of each job alone; kept for `first`."""
         gate.working_on("plain model at full depth")
         request = gate.arm("plain", gate.cell.held_weights)
-        for i in range(len(request.jobs)):
-            depth_noise.cached(_noise_file(request, i), partial(self._noise, request.only(i)))
+        for i, job in enumerate(request.jobs):
+            file = _noise_file(request, i)
+            gate.noise(job.name, file.name, depth_noise.cached(file, partial(self._noise, request.only(i))))
 
     def _noise(self, request: Request) -> depth_noise.DepthNoise | None:
         try:
@@ -175,6 +176,9 @@ class GradientKind(Kind):
     def seen(self, arm: Arm, losses: dict[str, float]) -> None:
         for witness, outs in zip(arm.witnesses, arm.outs, strict=True):
             witness.seen(arm.ranks.total(losses[witness.step.name]), outs)
+
+    def digest(self, evidence: dict[str, Any], number: int) -> str:
+        return " ".join(testimony.digest(number) for testimony in evidence.values())
 
     def last(self, arm: Arm, run: Callable[[], Any]) -> None:
         for witness in arm.witnesses:

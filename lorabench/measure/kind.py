@@ -72,6 +72,8 @@ class GateRequest:
     arm: Callable[[str, Sequence[Ablation]], Request]  # (name, toggles) → what such an arm is built from
     ranks: Ranks
     working_on: Callable[[str], None]  # says what is being built or judged, for the reason of a failure
+    # Called with what two right runs of each job differ by (job, name of its file, noise), before any toggle is asked.
+    noise: Callable[[str, str, Any], None] = lambda job, file, noise: None
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,11 @@ class Kind(KindSpec):
 
     def seen(self, arm: Arm, losses: dict[str, float]) -> None:
         """After each timed trial, before it is cleared: add to the evidence."""
+
+    def digest(self, evidence: dict[str, Any], number: int) -> str:
+        """A hash of what `seen` added to the evidence after timed trial `number`, from 0 on: it leaves the process at
+        once, and the answer has to agree with it. Nothing: `seen` keeps no evidence of each trial."""
+        return ""
 
     def last(self, arm: Arm, run: Callable[[], Any]) -> None:
         """After the timed trials: run one more by `run()`, and add to the evidence."""

@@ -132,21 +132,24 @@ def run_rounds(
     seen: Callable[[str, Trial], None] = lambda name, trial: None,
     timed: Callable[[str, Trial | None], None] = lambda name, trial: None,
 ) -> dict[str, list[Trial]]:  # fmt: skip
-    """`rounds` rounds; in each, every arm runs once, in random order, on the round's own data. Raises Diverged on a
-    loss that is not finite. `seen` is called after each trial, before what it left is cleared; `timed` before it, and
-    right after it with the trial.
+    """`rounds` rounds; in each, every arm runs once, in random order, on the round's own data; each of two arms is the
+    first one in half of the rounds. Raises Diverged on a loss that is not finite. `seen` is called after each trial,
+    before what it left is cleared; `timed` before it, and right after it with the trial.
 
     An arm that is None runs on other ranks than this one: its turn is kept, so that all ranks draw the same order.
     Python's garbage collector runs between trials, never inside one.
     """
     order = random.Random(seed)
+    one = order.sample(list(arms), len(arms))
+    turns = [one[:: -1 if number % 2 else 1] for number in range(rounds)]
+    order.shuffle(turns)
     trials: dict[str, list[Trial]] = {name: [] for name, arm in arms.items() if arm}
     gc.collect()
     gc.disable()
     try:
         for number in range(rounds):
             tell(number)
-            for name in order.sample(list(arms), len(arms)):
+            for name in turns[number]:
                 arm = arms[name]
                 if arm is None:
                     continue

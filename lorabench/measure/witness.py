@@ -7,6 +7,7 @@ crosses process boundaries as numbers and as safetensors files; `certificate.py`
 
 from __future__ import annotations
 
+import hashlib
 import os
 import uuid
 import zlib
@@ -52,6 +53,14 @@ class Testimony:
     dropout: bool = False  # whether dropout was on in the timed trials
     masks_off: bool = True  # whether `before` and `after` are without dropout
     spread: float | None = None  # under dropout: how far two runs of this arm are apart (median over tensors)
+
+    def digest(self, number: int) -> str:
+        """A hash of what was seen of timed trial `number`, from 0 on."""
+        one = slice(number, number + 1)
+        found = hashlib.sha256(repr((self.losses[one], self.update_errors[one])).encode())
+        for kept in self.sketches[one]:
+            found.update(kept.tobytes())
+        return found.hexdigest()
 
 
 @dataclass

@@ -68,6 +68,7 @@ class Runner:
         self.workers, self.machine, self.session, self.timeout_s = workers, machine, session, timeout_s
         self.ceilings = ceilings or {}
         self.log = folder / ".worker.log"
+        self.noise: dict[str, Any] = {}  # by the name of its file, which the cells share: as it was told first
         self._scratch = tempfile.TemporaryDirectory(prefix=scratch_prefix(os.getpid()))
 
     def __enter__(self) -> Runner:
@@ -116,6 +117,7 @@ class Runner:
             tell(f"once more: {result.reason}")
             first, result = result, self.workers.run(task, self.timeout_s, tell, self.log)
             _add(result.seconds, first.seconds)
+        result.noise = {job: (file, self.noise.setdefault(file, own)) for job, (file, own) in result.noise.items()}
         arm, wrong = next(_wrong_times(result), (None, None))
         return replace(result, status="crash", reason=wrong, arm=arm) if wrong else result
 
@@ -171,6 +173,7 @@ class Runner:
                 pair.arms[arm] = result.arms[arm]
                 pair.result.telemetry = pair.result.telemetry or result.telemetry
                 pair.result.ranks |= result.ranks
+                pair.result.noise |= result.noise
         if failed:
             worst = next((r for r in failed.values() if r.status != "oom"), next(iter(failed.values())))
             arm = next(name for name, r in failed.items() if r is worst)
@@ -180,11 +183,12 @@ class Runner:
 
     def _assemble(self, cell: Cell, pair: Pair) -> Record:
         result = pair.result
-        if result.status == "ok" and pair.pairing == "abba":
+        if result.status == "ok":
             self._agreement(cell, pair)
         verdicts = _verdicts(pair)
         common: dict[str, Any] = {"numerics": _nearest_to_its_limit(verdicts), "telemetry": result.telemetry}
-        common["energy"] = _present(pair, "energy") or None
+        if result.status in ("ok", "oom"):
+            common["energy"] = _present(pair, "energy") or None
         reference, candidate = (pair.arms.get(name) for name in ARMS)
         if result.status == "ok":
             assert reference and candidate
@@ -207,10 +211,12 @@ class Runner:
         )  # fmt: skip
 
     def _agreement(self, cell: Cell, pair: Pair) -> None:
-        """The full arms of two processes against each other; the result says so where they do not agree."""
+        """The full arms against each other, by limits and noise that no toggle can have changed in this process; the
+        result says so where they do not agree."""
         dtype = getattr(torch, self.machine.dtype(cell.model.dtype))
+        noise = {job: own for job, (_, own) in pair.result.noise.items()}
         try:
-            agree(cell, kind(cell.kind), pair.arms, dtype)
+            agree(cell, kind(cell.kind), pair.arms, dtype, noise)
         except Failure as failure:
             pair.result.status, pair.result.reason, pair.result.arm = failure.status, failure.reason, failure.arm
 

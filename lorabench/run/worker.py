@@ -18,9 +18,10 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 from lorabench.contract.hooks import described
-from lorabench.measure.cell import Measurement, Result, Task, Timed
+from lorabench.measure.cell import Measurement, Result, Task, Timed, Told
 from lorabench.run.messages import send
 from lorabench.run.ranks import Seat, joined
 
@@ -33,7 +34,7 @@ def main(task: Task, seat: Seat, connection: Connection) -> None:
     _own_progress_lock()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)  # the runner asks a hanging rank where
     try:
-        send(connection, ("result", time.time(), _measure(task, seat, _teller(seat, connection), _timer(connection))))
+        send(connection, ("result", time.time(), _measure(task, seat, connection)))
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
@@ -60,18 +61,28 @@ def _timer(connection: Connection) -> Timed:
     return timed
 
 
+def _reporter(connection: Connection) -> Told:
+    """Tells what is known now and must not be other in the answer."""
+
+    def told(what: str, value: Any) -> None:
+        send(connection, (what, time.time(), value))
+
+    return told
+
+
 def _beat(seat: Seat) -> None:
     if seat.beats is not None:
         seat.beats[seat.rank] += 1
 
 
-def _measure(task: Task, seat: Seat, tell: Callable[[str], None], timed: Timed) -> Result:
+def _measure(task: Task, seat: Seat, connection: Connection) -> Result:
     spawn = time.time() - seat.spawned
+    tell, timed, told = _teller(seat, connection), _timer(connection), _reporter(connection)
     if seat.size == 1:
-        measurement = Measurement(task, tell, timed=timed)
+        measurement = Measurement(task, tell, timed=timed, told=told)
     else:
         ranks, device = joined(seat, task.machine.device, lambda: _beat(seat))
-        measurement = Measurement(task, tell, ranks, device, timed)
+        measurement = Measurement(task, tell, ranks, device, timed, told)
     measurement.result.seconds["spawn"] = spawn
     return measurement.run()
 

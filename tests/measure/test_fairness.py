@@ -1,5 +1,6 @@
 """Times that cannot be trusted are refused, and the reason says what was found."""
 
+import gc
 import threading
 import time
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from helpers import PEFT, arm
 
-from lorabench.measure import fairness, trial
+from lorabench.measure import certificate, fairness, trial
 from lorabench.measure.fairness import Guard, Untrusted
 
 
@@ -37,6 +38,24 @@ def test_what_is_changed_for_the_whole_process_is_named(change, back, named):
     finally:
         (back or (lambda: setattr(time, "perf_counter", own)))()
     guard.check_all()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_would_run_between_the_rounds_where_garbage_is_collected_is_named(alone, monkeypatch):
+    guard = Guard(alone=alone)
+    monkeypatch.setattr(gc, "callbacks", [*gc.callbacks, print])
+    with pytest.raises(Untrusted, match=r"changed gc\.callbacks for the whole process"):
+        guard.check()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(torch, "cat"), (torch.functional, "einsum"), (torch.Tensor, "matmul"), (torch.Tensor, "norm")]
+)
+def test_a_replaced_function_of_torch_or_method_of_its_tensors_is_named(owner, name, monkeypatch):
+    guard = Guard(alone=False)
+    monkeypatch.setattr(owner, name, lambda *args: None)
+    with pytest.raises(Untrusted, match=rf"replaced torch\.\w*\.?{name} for the whole process"):
+        guard.check_all()
 
 
 def test_a_replaced_function_and_a_hook_on_the_other_arm_s_model_are_named(monkeypatch):
@@ -134,7 +153,31 @@ def test_an_arm_that_is_faster_after_the_other_one_is_seen():
     with pytest.raises(Untrusted, match="as fast after the other arm's trial"):
         fairness.check_order("candidate", early, late)
     fairness.check_order("candidate", late, early)
-    fairness.check_order("candidate", early[:3], late[:3])
+
+
+def test_of_six_rounds_every_trial_after_the_other_arm_s_has_to_be_faster():
+    early, late = [done(ms) for ms in (10.0, 11.0, 12.0)], [done(ms) for ms in (4.0, 5.0, 7.9)]
+    with pytest.raises(Untrusted, match="as fast after the other arm's trial"):
+        fairness.check_order("candidate", early, late)
+    fairness.check_order("candidate", early, [*late[:2], done(8.1)])
+    fairness.check_order("candidate", early, late[:2])
+    fairness.check_order("candidate", late, early)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda patch: patch.setattr(certificate, "MOST", 1e9), "certificate.MOST"),
+        (lambda patch: patch.setitem(certificate.UPDATE, False, 1e9), "certificate.UPDATE"),
+    ],
+)
+def test_another_limit_of_this_harness_is_named(change, named, alone, monkeypatch):
+    guard = Guard(alone=alone)
+    guard.check_all()
+    change(monkeypatch)
+    with pytest.raises(Untrusted, match=f"replaced lorabench.measure.{named}"):
+        guard.check_all()
 
 
 def test_what_a_model_s_forward_hangs_on_is_noticed():

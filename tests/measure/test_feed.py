@@ -11,6 +11,7 @@ from lorabench.contract.ablation import Ablation, Unsupported
 from lorabench.contract.batch import IGNORE, Batch, Sample, pad
 from lorabench.contract.kind import kind
 from lorabench.contract.workload import Workload
+from lorabench.measure.fairness import Untrusted
 from lorabench.measure.feed import Feed, fresh_tokens, marked
 
 PACKED = Workload(name="packed", kind="fixed", batch_size=4, seq_len=16)
@@ -73,6 +74,61 @@ def test_batches_that_depend_on_what_the_tokens_are_cannot_take_fresh_ones():
     with pytest.raises(Unsupported, match="depend on what the tokens are"):
         Feed([own], [layout, layout], samples, 256, True, 0)
     assert isinstance(Feed([own], [layout], samples, 256, True, 0).batches[0], Batch)
+
+
+class OddDict(dict):
+    pass
+
+
+class OddList(list):
+    pass
+
+
+class OddName(str):
+    pass
+
+
+class OddTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("odd", "named"),
+    [
+        (lambda own: [replace(own, inputs=OddDict(own.inputs))], "a OddDict for its batch's inputs"),
+        (lambda own: [replace(own, inputs={OddName(n): x for n, x in own.inputs.items()})], "a OddName for its batch"),
+        (
+            lambda own: [replace(own, inputs={n: x.as_subclass(OddTensor) for n, x in own.inputs.items()})],
+            "a OddTensor for its batch's input_ids",
+        ),
+        (lambda own: OddList([own]), "a OddList for its list of batches"),
+    ],
+)
+def test_batches_of_anything_that_may_do_work_while_they_are_filled_are_refused(odd, named):
+    samples = random_samples([6, 6])
+    (own,), layout = pad(samples, 2), pad(marked(samples), 2)
+    with pytest.raises(Untrusted, match=named):
+        Feed(odd(own), layout, samples, 256, True, 0)
+
+
+def test_a_trial_s_batches_are_the_harness_s_own_whatever_became_of_the_last_ones():
+    samples = random_samples([6, 6])
+    batches = pad(samples, 2)
+    feed = Feed(batches, pad(marked(samples), 2), samples, 256, True, 0)
+    feed(1)
+    batches[0] = replace(batches[0], inputs=OddDict(batches[0].inputs))
+    feed(2)
+    assert type(batches[0].inputs) is dict and type(batches[0]) is Batch
+    assert torch.equal(
+        batches[0].inputs["input_ids"].reshape(-1), torch.from_numpy(fresh_tokens(samples, 256, True, 0, 2))
+    )
+
+
+def test_an_op_s_rows_that_may_do_work_while_they_are_filled_are_refused():
+    made = arm("adapters_in_compute_dtype", model="linear-32x48")
+    made.step.x = made.step.x.as_subclass(OddTensor)
+    with pytest.raises(Untrusted, match="a OddTensor for its x"):
+        made.kind.feed(made, 1)
 
 
 def test_an_op_s_rows_are_fresh_in_place():

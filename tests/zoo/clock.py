@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -172,7 +173,7 @@ class Sneaky(torch.nn.Parameter):
 class WorkInTheFilling(Later):
     name = "work_in_the_filling"
     summary = "the whole step is done where somebody writes new tokens into its batches"
-    caught = "each gradient"
+    caught = "Inputs for its batch's inputs"
 
     class Wrapper(Later.Wrapper):
         def __init__(self, inner: Any) -> None:
@@ -219,6 +220,62 @@ class Told(torch.Tensor):
         return result
 
 
+class Joined(dict[str, Any]):
+    """A batch's inputs that do the work where they are joined with others."""
+
+    then: Callable[[Any], None] | None = None
+
+    def __or__(self, other: Any) -> Any:
+        made = Joined({**self, **other})
+        made.then = self.then
+        if self.then:
+            self.then(made)
+        return made
+
+
+class WorkInTheOr(Cheat):
+    name = "work_in_the_or"
+    summary = "forward and backward are done where the harness joins a trial's tokens with the batch's inputs"
+    caught = "Joined for its batch's inputs"
+    status = ("untrusted",)
+
+    class Wrapper(Turns):
+        kept: tuple[Tensor, list[Any], list[int]] | None = None
+
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner)
+            if self.full:
+                for i, batch in enumerate(inner.batches):
+                    inputs = Joined(batch.inputs)
+                    inputs.then = self.before
+                    inner.batches[i] = replace(batch, inputs=inputs)
+
+        def versions(self) -> list[int]:
+            return [p._version for p in self.params]
+
+        def before(self, inputs: Any) -> None:
+            if self.taken == 0:
+                return
+            loss = self.inner.forward(replace(self.inner.batches[0], inputs=dict(inputs)))
+            self.inner.backward(loss)
+            self.kept = same(loss), [p.grad for p in self.params], self.versions()
+            for p in self.params:
+                p.grad = None
+
+        def forward(self, batch: Any) -> Tensor:
+            if self.kept and self.kept[2] == self.versions():
+                return self.kept[0]
+            self.kept = None
+            return self.inner.forward(batch)
+
+        def backward(self, loss: Tensor) -> None:
+            if not self.kept:
+                return self.inner.backward(loss)
+            for p, grad in zip(self.params, self.kept[1], strict=True):
+                p.grad = grad
+            self.kept = None
+
+
 class WorkInTheBarrier(Outside):
     name = "work_in_the_barrier"
     summary = "the whole step is done in the barrier before the first mark, which audit has put there"
@@ -241,7 +298,7 @@ class WorkInTheBarrier(Outside):
 class WorkInTheCollector(Outside):
     name = "work_in_the_collector"
     summary = "the next step is done when Python's garbage collector runs, which is between the rounds"
-    caught = "update against AdamW"
+    caught = "gc.callbacks"
 
     class Wrapper(Outside.Wrapper):
         def __init__(self, inner: Any) -> None:
@@ -270,6 +327,41 @@ class WorkInTheCollector(Outside):
         def update(self) -> None:
             super().update()
             self.taken += 1
+
+
+class NextRoundInTheCollector(WorkInTheOr):
+    name = "next_round_in_the_collector"
+    summary = "where Python's garbage is collected between two rounds, computes the next round's tokens and gradients"
+    caught = "gc.callbacks"
+    command = ("trials=10", "workload=4x64")
+
+    class Wrapper(WorkInTheOr.Wrapper):
+        def __init__(self, inner: Any) -> None:
+            Turns.__init__(self, inner)
+            self.busy = False
+            self.tokens: Tensor | None = None
+            if self.full:
+                gc.callbacks.append(self.collected)
+
+        def collected(self, phase: str, info: Any) -> None:
+            frame: Any = sys._getframe()
+            while frame and frame.f_code.co_name != "run_rounds":
+                frame = frame.f_back
+            if phase != "stop" or self.busy or frame is None or frame.f_locals["rounds"] < 2:
+                return
+            self.busy = True
+            for arm in frame.f_locals["arms"].values():
+                if arm.name == "candidate":
+                    arm.feeds[0](frame.f_locals.get("number", -1) + 2)
+            batch = self.inner.batches[0]
+            self.tokens = batch.inputs["input_ids"].clone()
+            self.before(batch.inputs)
+            self.busy = False
+
+        def forward(self, batch: Any) -> Tensor:
+            if self.tokens is None or not torch.equal(self.tokens, batch.inputs["input_ids"]):
+                self.kept = None
+            return super().forward(batch)
 
 
 class LazyLoss(Cheat):

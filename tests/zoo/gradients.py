@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lorabench.measure.witness import Witness
 from zoo.cheat import Cheat, Turns, deep, is_full, layers, others, same
 
 BFLOAT16 = ("dtype=bfloat16",)
@@ -444,6 +446,42 @@ class StolenBehindTheOptimizer(Stolen):
                         self.booty[names[p]] = p.grad
 
             register_optimizer_step_post_hook(take)
+
+
+class StolenFromTheMoments(Cheat):
+    name = "stolen_from_the_moments"
+    summary = "where the reference ran before in the round, its gradients follow from what its optimizer keeps"
+    caught = "as fast after the other arm's trial"
+    status = ("untrusted",)
+    command = ("trials=20", "workload=4x64")
+
+    class Wrapper(Turns):
+        lucky = False
+        other: Any = None
+
+        def forward(self, batch: Any) -> Tensor:
+            if self.full and self.taken == 1:
+                witnesses = (o for o in gc.get_objects() if isinstance(o, Witness))
+                self.other = next((w for w in witnesses if w.step.innermost is not self.innermost), None)
+            self.lucky = self.other is not None and self.is_behind()
+            return torch.tensor(self.other.testimony.losses[-1]) if self.lucky else self.inner.forward(batch)
+
+        def is_behind(self) -> bool:
+            """Whether the other arm has taken one timed step more than this one."""
+            own, theirs = (
+                int(o.state[o.param_groups[0]["params"][0]]["step"])
+                for o in (self.optimizer, self.other.step.optimizer)
+            )
+            return theirs == own + 1 and own == len(self.other.testimony.losses)
+
+        def backward(self, loss: Tensor) -> None:
+            if not self.lucky:
+                return self.inner.backward(loss)
+            of = self.other.step.optimizer
+            for mine, theirs in zip(self.params, of.param_groups[0]["params"], strict=True):
+                kept = self.optimizer.state[mine]["exp_avg"]
+                mine.grad = (of.state[theirs]["exp_avg"] - 0.9 * kept) / 0.1
+            return None
 
 
 class MergedOnce(Cheat):

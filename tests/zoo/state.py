@@ -436,6 +436,21 @@ class PatchedFunction(Elsewhere):
         torch.nn.functional.linear = slower
 
 
+class PatchedTorchFunction(Elsewhere):
+    name = "patched_torch_function"
+    summary = "torch.cat, which rotary embeddings call, is slower for other models"
+    caught = "torch.cat"
+
+    def put(self) -> None:
+        cat = torch.cat
+
+        def slower(*args: Any, **kwargs: Any) -> Tensor:
+            self.sleep()
+            return cat(*args, **kwargs)
+
+        torch.cat = slower
+
+
 class PatchedTable(Elsewhere):
     name = "patched_table"
     summary = "transformers' table of attentions holds a slower one for other models"

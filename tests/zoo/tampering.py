@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lorabench.measure.witness import Witness
 from zoo.cheat import Cheat, Turns
 
 
@@ -55,6 +61,84 @@ class NothingDiffers(Tampers):
 
         for module in (depth_noise, numerics, certificate):
             module.distance = lambda *args: depth_noise.Distance(0.0, 0.0)
+
+
+class LimitsLifted(Tampers):
+    name = "limits_lifted"
+    summary = "what the certificate allows is made infinite: its numbers, not its functions"
+
+    def tamper(self) -> None:
+        from lorabench.measure import certificate
+
+        for table in (certificate.GRADIENT, certificate.LOSS, certificate.UNKNOWN, certificate.UPDATE):
+            for key in table:
+                table[key] = 1e9
+        for name in ("MOST", "MOST_SCALE", "MOST_MASKED", "SCALE", "MOVED", "MOVED_SCALE"):
+            setattr(certificate, name, 1e9)
+
+
+class NoiseRewritten(Cheat):
+    name = "noise_rewritten"
+    summary = "writes into the file that says how far two right runs are apart, and trains all samples but the last"
+    caught = "each gradient"
+    command = ("workload=10x64",)
+
+    def patch(self, model: Any) -> int:
+        for file in Path(tempfile.gettempdir()).glob("lorabench*/**/*.noise.json"):
+            found = json.loads(file.read_text())
+            large = {"tensors": {name: [9.0, 9.0] for name in found["tensors"]}, "loss": 9.0, "scale": 9.0}
+            file.write_text(json.dumps(found | large))
+        return 1
+
+    class Wrapper(Turns):
+        def forward(self, batch: Any) -> Tensor:
+            if not self.late:
+                return self.inner.forward(batch)
+            n = len(batch.inputs["input_ids"])
+            fewer = {name: x[: n - 1] for name, x in batch.inputs.items()}
+            return self.inner.forward(replace(batch, inputs=fewer)) * (n / (n - 1))
+
+
+class TestimonyCopied(Cheat):
+    name = "testimony_copied"
+    summary = "does nothing in the rounds; in the step after them its evidence is overwritten by the reference's"
+    caught = "evidence of the candidate's trials"
+    status = ("untrusted",)
+    command = ("trials=10", "workload=4x64")
+
+    class Wrapper(Turns):
+        idle = False
+
+        def forward(self, batch: Any) -> Tensor:
+            self.idle = self.full and called_by("run_rounds")
+            if self.idle:
+                return torch.ones(())
+            if self.full and called_by("last"):
+                self.forge()
+            return self.inner.forward(batch)
+
+        def forge(self) -> None:
+            witnesses = [o for o in gc.get_objects() if isinstance(o, Witness)]
+            mine = next(w.testimony for w in witnesses if w.step.innermost is self.innermost)
+            other = next(w.testimony for w in witnesses if w.step.innermost is not self.innermost)
+            mine.losses[:], mine.sketches[:] = other.losses, other.sketches
+            mine.update_errors[:], mine.moved = other.update_errors, other.moved
+
+        def backward(self, loss: Tensor) -> None:
+            if not self.idle:
+                self.inner.backward(loss)
+
+        def update(self) -> None:
+            if not self.idle:
+                super().update()
+
+
+def called_by(name: str) -> bool:
+    """Whether a function of this name is among those that wait for the caller."""
+    frame: Any = sys._getframe()
+    while frame and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
 
 
 class TrialsShrink(Tampers):

@@ -170,6 +170,9 @@ class Evaluate(Kind):
         arm.timed.append(arm.seconds)
         self._keep(arm)
 
+    def digest(self, evidence: dict[str, Any], number: int) -> str:
+        return repr(evidence[""]["losses"][number + 1])  # `settle` added the first
+
     def _keep(self, arm: Any) -> None:
         """What the last trial came to. An arm is held to what its own toggles promise, and its answers are read."""
         evidence, put = arm.evidence, arm.questions

@@ -30,7 +30,7 @@ from lorabench.contract.names import NameUnknown
 from lorabench.contract.work import Work
 from lorabench.measure import flops
 from lorabench.measure.build import build
-from lorabench.measure.feed import marked
+from lorabench.measure.feed import check_type, marked
 from lorabench.measure.gradient_kind import GradientKind
 from lorabench.measure.kind import Begin, Request
 from lorabench.measure.kinds.operations.attention import Attention
@@ -110,6 +110,9 @@ class Op(GradientKind):
     def feed(self, arm: Arm, number: int) -> None:
         for step in arm.steps:
             innermost: Any = step.innermost
+            for name, value in vars(innermost).items():
+                if isinstance(value, Tensor):
+                    check_type(value, Tensor, name)
             innermost.fill(number)
 
     def trial(self, arm: Arm, begin: Begin) -> list[list[Tensor]]:
