@@ -30,7 +30,7 @@ from lorabench.plan.compose import ConfigError, RecommendConfig, load_recommend_
 from lorabench.plan.design import refusal
 from lorabench.plan.registry import ablation_class, registered
 from lorabench.record.store import Store, write_atomically
-from lorabench.sweep import in_one_line
+from lorabench.sweep import check_output, in_one_line
 
 if TYPE_CHECKING:  # these import torch
     from lorabench.advice.budget import StoppedInTime
@@ -59,7 +59,8 @@ usage: python -m lorabench.recommend [key=value ...]        (Hydra's override gr
 It measures each toggle alone, then puts the best of each slot together one by one, each on top of what helped so far,
 and at last the whole against the reference. A toggle stays where it is clearly faster and passed the numerics gate.
 
-exit code: 0 when there is an answer, also that nothing helps; 2 for bad input; 1 when the output cannot be written.
+exit code: 0 when there is an answer, also that nothing helps; 2 for bad input, an output that cannot be written
+included; 1 when writing fails on the way, or a sweep writes there.
 """
 
 
@@ -77,6 +78,7 @@ def _main(arguments: list[str], console: Console) -> int:
     from lorabench.run.process import ProbeError
 
     config = load_recommend_config(arguments)
+    check_output(config.output)
     planned(config, "cpu", console)  # names first, as in a sweep
     workers = StoppedInTime()
     try:

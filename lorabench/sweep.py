@@ -19,6 +19,8 @@ if __name__ == "__main__":  # by the console script's way, which is short: what 
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -28,7 +30,7 @@ from lorabench.cli import exit_code
 from lorabench.contract.names import NameUnknown
 from lorabench.listing import show_ablations, show_plan
 from lorabench.plan.compose import ConfigError, load_config, names_in, plan
-from lorabench.record.store import RecordError, Store, StoreError
+from lorabench.record.store import RECORDS, RecordError, Store, StoreError
 from lorabench.run.agenda import Agenda
 from lorabench.run.session import new_session as new_session  # log_command takes it from here
 
@@ -80,7 +82,8 @@ examples
   python -m lorabench.sweep 'models=[smollm2-135m,llama-3.1-8b]' 'ablations=[packing,adamw_fused]' design=ladder
   python -m lorabench.sweep 'ablations=[{{torch_compile:{{mode:max-autotune}}}}]' reference=peft_low trials=50
 
-exit code: 0 when every cell has a record, whatever its status; 2 for bad input; 1 when the output cannot be written.
+exit code: 0 when every cell has a record, whatever its status; 2 for bad input, an output that cannot be written
+included; 1 when writing fails on the way, or another sweep writes there.
 """
 
 
@@ -127,6 +130,7 @@ def _main(arguments: list[str], console: Console) -> int:
 
         show_ablations(console, glance())
         return 0
+    check_output(config.output)
     _say(console, f"lorabench {version('lorabench')}: planning")
     if config.dry_run:
         from lorabench.measure.machine import describe
@@ -134,6 +138,17 @@ def _main(arguments: list[str], console: Console) -> int:
         show_plan(console, config, describe())
         return 0
     return run(config, arguments, console)
+
+
+def check_output(folder: Path) -> None:
+    """Raises ConfigError where nothing can be written. It leaves nothing behind: a dry run asks, too."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        TemporaryFile(dir=there).close()
+        if (records := folder / RECORDS).exists():
+            open(records, "ab").close()
+    except OSError as error:
+        raise ConfigError(f"output {folder} cannot be written: {error.strerror}; name another folder") from None
 
 
 def _say(console: Console, doing: str) -> None:
