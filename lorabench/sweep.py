@@ -32,9 +32,11 @@ from lorabench.listing import show_ablations, show_plan
 from lorabench.plan.compose import ConfigError, load_config, names_in, plan
 from lorabench.record.store import RECORDS, RecordError, Store, StoreError
 from lorabench.run.agenda import Agenda
+from lorabench.run.load import disturbing, load_average
 from lorabench.run.session import new_session as new_session  # log_command takes it from here
 
 if TYPE_CHECKING:
+    from lorabench.contract.machine import Machine
     from lorabench.run.queue import Queue
 
 HELP = """\
@@ -202,7 +204,10 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
         agenda.plan_for(device)
     looked = not device or any(map(agenda.missing, sessions))
     if looked:
-        _look(queue, command, agenda, console)
+        load = load_average()
+        machine = _look(queue, command, agenda, console)
+        if config.queue == "local":  # a cluster's nodes have loads of their own
+            warn_of_load(console, load, machine)
     left = sum(len(agenda.missing(number)) for number in sessions)
     each = f" in each of {config.repeat} sessions" if config.repeat > 1 else ""
     console.print(
@@ -224,10 +229,17 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
         looked = False
 
 
-def _look(queue: Queue, command: list[str], agenda: Agenda, console: Console) -> None:
+def _look(queue: Queue, command: list[str], agenda: Agenda, console: Console) -> Machine:
     _say(console, "starting workers and looking at the machine")
     machine = queue.look(command)
     agenda.plan_for(machine.device, machine)
+    return machine
+
+
+def warn_of_load(console: Console, load: float, machine: Machine) -> None:
+    """load: from before the first worker."""
+    if words := disturbing(load, machine):
+        console.print(f"[yellow]{words}", highlight=False, soft_wrap=True)
 
 
 def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replicate: int = 0) -> None:
