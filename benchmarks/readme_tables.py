@@ -25,14 +25,19 @@ from lorabench.report.analysis import Analysis, Row
 from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables, claimed_of
 from lorabench.report.claims import AS_RATIO, Claim, Match, Source, claims_frame, load_claims, measured
 from lorabench.report.contrasts import WHOLE
+from lorabench.report.groups import Group
 from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
 from lorabench.report.shares import ratio_of_ratios
 from lorabench.report.shown import show
 from lorabench.report.tables import md
-from lorabench.report.words import number, ratio
+from lorabench.report.words import number, ratio, told, unclear
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "lora_kernels"
+UNCLEAR = "unclear"  # a verdict
+DIRTY = "†"
+ONE = "one session"
+Place = tuple[str, str, str, str]  # what a column is called, and its results folder, model and workload
 COMMON = "adapters_in_compute_dtype"  # every stack that can has it: it tells none apart
 # What README shows of the claims, by source and id; docs/claims.md has them all.
 SHOWN = (
@@ -57,7 +62,7 @@ STACKS = (
     ("`lora_kernels` (ours)", [OURS, COMMON]),
     ("`lora_kernels`, captured", [OURS, COMMON, "cuda_graph"]),
 )
-PLACES = (
+PLACES: tuple[Place, ...] = (
     ("8B, 4 × 2048", "h200/peers", "llama-3.1-8b", "4x2048"),
     ("8B, 1 × 8192", "h200/peers", "llama-3.1-8b", "1x8192"),
     ("8B in NF4, 4 × 2048", "h200/qlora", "llama-3.1-8b", "4x2048"),
@@ -100,19 +105,24 @@ class Results:
         """Every claim beside every rung of a ladder that stands on the claim's own baseline."""
         rungs = [(n, rung) for n, a in self.on_gpu.items() for own in ladders(a) for rung in own.rungs]
         return [
-            Step(m.claim, rung.added, rung.increment, n)
+            Step(m.claim, rung.added, rung.increment, rung.trials, n)
             for n, rung in rungs if rung.increment
             for m in claimed_of(rung) if not m.differs and not m.inverted
         ]  # fmt: skip
 
 
 class Step(NamedTuple):
-    """A claim about one step of a ladder, and what the step brings in a results folder."""
+    """A claim about one step of a ladder, and what the step brings in a results folder, of so many trials."""
 
     claim: Claim
     toggle: str
     brings: Speedup
+    trials: int
     folder: str
+
+    @property
+    def clear(self) -> bool:
+        return not told(self.brings, self.trials).startswith(UNCLEAR)
 
 
 class Measured(NamedTuple):
@@ -149,10 +159,22 @@ def beside(claim: Claim, results: Results) -> Measured | None:
 
 
 def _of_steps(steps: Sequence[Step]) -> Measured:
-    first, values = steps[0], [step.brings.centre for step in steps]
-    several = f"{number(min(values))} to {number(max(values))} × on {len(values)} workloads"
-    value = f"{ratio(*first.brings)} ×" if len(steps) == 1 else several
+    first = steps[0]
+    value = f"{told(first.brings, first.trials)} ×" if len(steps) == 1 else _several(
+        [(step.brings.centre, step.clear) for step in steps], "×", "workloads"
+    )  # fmt: skip
     return Measured(value, f"`{first.toggle}`, as a step of the ladder", "the same", first.folder)
+
+
+def _several(values: Sequence[tuple[float, bool]], unit: str, places: str) -> str:
+    """The range of those that are clear, and of how many."""
+    clear = [value for value, is_clear in values if is_clear]
+    if not clear:
+        return f"{UNCLEAR} in all {len(values)} {places}"
+    span = " to ".join(dict.fromkeys((number(min(clear)), number(max(clear)))))
+    if len(clear) == len(values):
+        return f"{span} {unit} in {len(values)} {places}"
+    return f"{span} {unit} in {len(clear)} of {len(values)} {places}, {UNCLEAR} in the others"
 
 
 def _value(m: Match, analysis: Analysis) -> tuple[float, float, float]:
@@ -164,11 +186,19 @@ def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
     if claim.over:
         (row,) = claims_frame(rows, analysis.contrasts).to_dict("records")
         return f"{ratio(row['measured'], row['measured_low'], row['measured_high'])} ×, {row['model']}"
-    values = [_value(m, analysis) for m in rows]
+    values = [(_value(m, analysis), _is_clear(m, analysis)) for m in rows]
     unit = "×" if claim.unit in AS_RATIO else claim.unit
-    if len(values) == 1:
-        return f"{ratio(*values[0]) if unit == '×' else number(values[0][0])} {unit}"
-    return f"{number(min(v[0] for v in values))} to {number(max(v[0] for v in values))} {unit} in {len(values)} cells"
+    if len(values) > 1:
+        return _several([(value[0], is_clear) for value, is_clear in values], unit, "cells")
+    ((value, is_clear),) = values
+    if unit != "×":
+        return f"{number(value[0])} {unit}"
+    return f"{ratio(*value) if is_clear else unclear(*value[1:])} {unit}"
+
+
+def _is_clear(m: Match, analysis: Analysis) -> bool:
+    """Of a ratio of times; what is no such ratio has no verdict."""
+    return m.claim.unit not in AS_RATIO or analysis.row(m.record)["verdict"] != UNCLEAR
 
 
 def printed(claim: Claim) -> str:
@@ -257,8 +287,8 @@ def _duel(analysis: Analysis, folder: str, model: str, workload: str) -> list[st
 
 def _sessions(rows: Sequence[Row]) -> str:
     """Of how many sessions the rows are; tables of before `repeat=` do not say, and have one."""
-    fewest = min(int(row.get("sessions", 1)) for row in rows)
-    return "one session" if fewest == 1 else f"{fewest} sessions"
+    fewest = min(int(row.get("sessions", 1)) or 1 for row in rows)
+    return ONE if fewest == 1 else f"{fewest} sessions"
 
 
 def _rows(analysis: Analysis, model: str, workload: str) -> list[Record]:
@@ -289,23 +319,41 @@ def share(value: float) -> str:
 
 
 def stacks(results: Results) -> str:
-    """The table of all stacks: speed-up over PEFT as it comes, and the share of the limit. The fastest is bold."""
-    columns = []
+    """The table of all stacks: speed-up over PEFT as it comes, and the share of the limit. The fastest is bold, where
+    PEFT does not wait for its host; where it does, milliseconds stand beside the ratio."""
+    columns, shown = [], []
     for _, folder, *at in PLACES:
         analysis = results.folders[folder]
         by_toggles = {frozenset(r.ablations): analysis.row(r) for r in _rows(analysis, *at)}
         rows = [by_toggles.get(frozenset(toggles)) for _, toggles in STACKS]
         best = max(row["total_speedup"] for row in rows if row)
-        columns.append([_stack(row, best) if row else "–" for row in rows])
+        waits = _waits(analysis, *at)
+        columns.append([_stack(row, best, waits) if row else "–" for row in rows])
+        shown += filter(None, rows)
     heads = ["stack", *(_starred(results, place) for place in PLACES)]
     rows = [[name, *cells] for (name, _), cells in zip(STACKS, zip(*columns, strict=True), strict=True)]
-    return f"{grid(heads, rows)}\n\n{_hosts(results)}"
+    return "\n\n".join([grid(heads, rows), _hosts(results, PLACES), *_marks(shown)])
 
 
-def _stack(row: Row, best: float) -> str:
-    reached = row.get("of_limit", math.nan)
-    said = number(row["total_speedup"]) + (f" ({share(reached)})" if math.isfinite(reached) else "")
-    return f"**{said}**" if row["total_speedup"] == best else said
+def _stack(row: Row, best: float, waits: bool) -> str:
+    reached, ms = row.get("of_limit", math.nan), row["total_candidate_ms"]
+    said = UNCLEAR if row["verdict"] == UNCLEAR else number(row["total_speedup"])
+    said += f", {number(ms)} ms" if waits else ""
+    said += f" ({share(reached)})" if math.isfinite(reached) else ""
+    bold = f"**{said}**" if row["total_speedup"] == best and not waits else said
+    return bold + _dirty(row)
+
+
+def _dirty(row: Row) -> str:
+    return f" {DIRTY}" if row.get("dirty") is True else ""
+
+
+def _marks(rows: Sequence[Row]) -> Iterator[str]:
+    """What a table's intervals and marks mean, of the rows that it shows."""
+    if any(_dirty(row) for row in rows):
+        yield f"{DIRTY} The checkout had uncommitted changes, so the commit does not say all of what ran."
+    if _sessions(rows) == ONE:
+        yield "Every figure of this table is of one session: what differs between two sessions is in no interval."
 
 
 def _waits(analysis: Analysis, model: str, workload: str) -> bool:
@@ -314,15 +362,15 @@ def _waits(analysis: Analysis, model: str, workload: str) -> bool:
     return labels.count("host-bound") > len(labels) / 2
 
 
-def _starred(results: Results, place: tuple[str, ...]) -> str:
+def _starred(results: Results, place: Place) -> str:
     name, folder, *at = place
     return f"{name} \\*" if _waits(results.folders[folder], *at) else name
 
 
-def _hosts(results: Results) -> str:
+def _hosts(results: Results, places: Sequence[Place]) -> str:
     """The note of the columns with a star: how long PEFT itself took, from the fastest host to the slowest."""
     said = []
-    for name, folder, *at in PLACES:
+    for name, folder, *at in places:
         analysis = results.folders[folder]
         if _waits(analysis, *at):
             there = [r for r in analysis.records if [r.model, r.workload] == at and r.is_candidate]
@@ -336,21 +384,32 @@ def _hosts(results: Results) -> str:
 
 def toggles_alone(results: Results) -> str:
     """The table of every toggle alone: speed-up with its interval, or why there is none."""
-    analysis = results.folders["h200/first_sweep"]
+    folder = "h200/first_sweep"
+    analysis = results.folders[folder]
     order = [r.ablations for r in analysis.ordered(analysis.groups[0])]
-    rows = []
+    places: list[Place] = [(_title(g), folder, g.records[0].model, g.records[0].workload) for g in analysis.groups]
+    rows, shown = [], list[Row]()
     for toggles in order:
-        own = {g.title: analysis.row(r) for g in analysis.groups for r in g.records if r.ablations == toggles}
+        own = {_title(g): analysis.row(r) for g in analysis.groups for r in g.records if r.ablations == toggles}
         name = " + ".join(f"`{t}`" for t in toggles) or "reference again (A/A)"
-        rows.append([name, *(_alone(own.get(g.title)) for g in analysis.groups)])
-    return grid(["toggle", *(g.title.replace(" @ ", ", ").replace("x", " × ") for g in analysis.groups)], rows)
+        rows.append([name, *(_alone(own.get(title)) for title, *_ in places)])
+        shown += own.values()
+    heads = ["toggle", *(_starred(results, place) for place in places)]
+    return "\n\n".join([grid(heads, rows), _hosts(results, places), *_marks(shown)])
+
+
+def _title(group: Group) -> str:
+    return group.title.replace(" @ ", ", ").replace("x", " × ")
 
 
 def _alone(row: Row | None) -> str:
     if row is None:
         return "–"
     centre, low, high = (row[f"total_{x}"] for x in ("speedup", "low", "high"))
-    return f"{centre:.2f} [{low:.2f}, {high:.2f}]" if math.isfinite(centre) else str(row["status"])
+    if not math.isfinite(centre):
+        return str(row["status"]) + _dirty(row)
+    interval = f"[{low:.2f}, {high:.2f}]"
+    return (f"{UNCLEAR} {interval}" if row["verdict"] == UNCLEAR else f"{centre:.2f} {interval}") + _dirty(row)
 
 
 # -- a suite on a page of its own -------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ what is compared
                            or a list of ablations
   versus=[A,B,...]         head to head: every pair against each other; a side is NAME, NAME+NAME or a list of these,
                            over the reference. Beside it only what ablations= names is measured
-  design=solo              solo, ladder, leave_one_out, pairwise, factorial; or several: design=[ladder,solo]
+  design=solo              solo, ladder, steps, leave_one_out, pairwise, factorial; or several: design=[steps,solo]
   suite=NAME               a whole sweep that is published: {suites}
 how
   trials=30 warmup=5       on a CPU 10 and 1                 seed=0

@@ -17,10 +17,10 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Workload
 
 Toggles = tuple[Ablation, ...]  # one item of `ablations=`: mostly one toggle, or several that make one candidate
-Design = Literal["ladder", "leave_one_out", "factorial", "pairwise", "solo"]
+Design = Literal["ladder", "steps", "leave_one_out", "factorial", "pairwise", "solo"]
 # Of several in one sweep the first has the cells that they share: a ladder needs its own, the others find any.
 DESIGNS: tuple[str, ...] = get_args(Design)
-ADAPTING = ("ladder", "leave_one_out")  # whose cells depend on what became of the others
+ADAPTING = ("ladder", "steps", "leave_one_out")  # whose cells depend on what became of the others
 FACTORIAL_LIMIT = 5  # 2^5 = 32 arms; more is no longer a sweep that anyone waits for
 
 
@@ -45,7 +45,7 @@ class Known:
 
 NOTHING = Known()
 
-# Of (what the reference is, which toggles the candidate adds); of a ladder also which rung it is, from 1.
+# Of (what the reference is, which toggles the candidate adds); of a ladder or of steps also which one it is, from 1.
 Make = Callable[..., Cell]
 
 
@@ -54,10 +54,12 @@ def contrasts(
 ) -> Iterator[Cell]:
     """Each cell of the design, without A/A.
 
-    solo: each alone, those that are listed together together. ladder: the first, the first two, … in the order given.
-    leave_one_out: everything, against everything but one. pairwise: each alone and every pair. factorial: every subset.
-    Where a toggle does not apply, a ladder and leave_one_out go on without it; its own cell stays, with the reason. In
-    both a toggle takes the place of an earlier one in its slot, which leave_one_out then has no cell of.
+    solo: each alone, those that are listed together together. ladder: the first, the first two, … in the order given,
+    each against the reference. steps: the same stacks, each against the one before it, and all of it against the
+    reference. leave_one_out: everything, against everything but one. pairwise: each alone and every pair. factorial:
+    every subset. Where a toggle does not apply, a ladder, steps and leave_one_out go on without it; its own cell stays,
+    with the reason. In these a toggle takes the place of an earlier one in its slot, which leave_one_out then has no
+    cell of.
     """
     if design == "solo":
         yield from (make(base, list(together)) for together in ablations)
@@ -65,6 +67,8 @@ def contrasts(
     each = [a for (a,) in ablations]
     if design == "ladder":
         yield from _ladder(base, each, make, known)
+    elif design == "steps":
+        yield from _steps(base, each, make, known)
     elif design == "leave_one_out":
         yield from _leave_one_out(base, each, make, known)
     else:
@@ -81,6 +85,18 @@ def _ladder(base: list[Ablation], each: Sequence[Ablation], make: Make, known: K
         yield rung
         if not known.refused(rung) and not known.failed(rung):
             standing = together
+
+
+def _steps(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> Iterator[Cell]:
+    standing: list[Ablation] = []
+    stood = 0
+    for number, toggle in enumerate(each, start=1):
+        step = make(combine(base, standing), [toggle], rung=number)
+        yield step
+        if not known.refused(step) and not known.failed(step):
+            standing, stood = combine(standing, [toggle]), stood + 1
+    if stood > 1:  # else the end is the step
+        yield make(base, standing)
 
 
 def _leave_one_out(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> list[Cell]:
@@ -122,7 +138,7 @@ def check_design(design: str, ablations: Sequence[Toggles]) -> None:
         raise DesignError(f"{sorted(twice)[0]} stands twice in ablations=")
     if design == "factorial" and len(ablations) > FACTORIAL_LIMIT:
         raise DesignError(f"factorial over {len(ablations)} ablations is {2 ** len(ablations)} arms; at most 5")
-    if design in ("leave_one_out", "pairwise", "ladder") and len(ablations) < 2:
+    if design in ("leave_one_out", "pairwise", "ladder", "steps") and len(ablations) < 2:
         raise DesignError(f"design {design} needs at least two ablations")
 
 

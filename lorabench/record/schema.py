@@ -32,7 +32,9 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
 
-Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LONGEST_MS = 1e10  # some months
+# Of a trial: from a nanosecond on, below which no clock here tells anything.
+Milliseconds = Annotated[float, Field(ge=1e-6, le=LONGEST_MS, allow_inf_nan=False)]
 
 
 class Phase(Strict):

@@ -40,8 +40,9 @@ def read_records(path: Path) -> list[Record]:
     it is left out here and repaired by `Store`.
     """
     path = path / RECORDS if path.is_dir() else path
-    if not path.exists():
-        raise RecordError(f"{path}: no such file; expected the {RECORDS} that a sweep writes into its output")
+    if not path.is_file():  # a pipe of that name would be waited for
+        found = "no regular file" if path.exists() else "no such file"
+        raise RecordError(f"{path}: {found}; expected the {RECORDS} that a sweep writes into its output")
     lines = path.read_bytes().split(b"\n")[:-1]
     return [_parse(line, path, number) for number, line in enumerate(lines, start=1)]
 

@@ -24,15 +24,19 @@ Subset = frozenset[str]
 
 class Rung(NamedTuple):
     """One step of a ladder. `below`: the rung that it stands on, None for the reference. increment: this rung against
-    that one; None where either has no time. before, after: milliseconds of both; NaN where unknown."""
+    that one; None where either has no time. base: the toggles of the ladder's start; cumulative: this rung against it.
+    before, after: milliseconds of both; NaN where unknown. trials: of the cells that these numbers are of, in the one
+    that has the fewest."""
 
     added: str
     record: Record
     below: Record | None
+    base: list[str]
     cumulative: Speedup | None
     increment: Speedup | None
     before: float
     after: float
+    trials: int
 
     @property
     def start(self) -> float:
@@ -74,23 +78,53 @@ class Shapley(NamedTuple):
 def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
     """The rungs of a ladder from the lowest, failed ones included; [] without one.
 
-    Milliseconds are of one start, the median of what the reference took beside all rungs, divided by each rung's own
-    paired ratio: so they add up, whatever the machine did between two cells.
+    A rung was measured against the reference (design=ladder), against the rung below it (design=steps), or both. What
+    was not measured is made of the other: an increment is then the ratio of two cumulative ratios, and a cumulative
+    ratio the product of the increments. Milliseconds are of one start, the median of what the reference took beside all
+    rungs, divided by each rung's own ratio: so they add up, whatever the machine did between two cells.
     """
-    steps = sorted(
-        (r for r in records if r.design == "ladder" and r.ablations), key=lambda r: r.rung or len(r.ablations)
-    )
-    start = _start(steps)
+    wholes, steps = _wholes(records), _steps(records)
+    numbers = sorted(wholes.keys() | steps.keys())
+    start = _start([*wholes.values(), *(r for n, r in steps.items() if n == numbers[0])])
+    base = (steps.get(numbers[0]) or wholes[numbers[0]]).reference if numbers else []
     rungs: list[Rung] = []
-    for i, record in enumerate(steps):
-        below = _below(steps[:i], record)
-        held = set(below.ablations) if below else set()
-        added = " + ".join(a for a in record.ablations if a not in held) or toggles(record)
-        own, under = (_after(r, start, contrasts) for r in (record, below))
+    reached: dict[int, Contrast | None] = {}  # over the reference, by the identity of a rung's record
+    for n in numbers:
+        record, whole = steps.get(n) or wholes[n], wholes.get(n)
+        below = _below([rung.record for rung in rungs], record)
+        under = reached[id(below)] if below else None
+        own = contrasts.of(whole) if whole else None
+        step = contrasts.of(steps[n]) if n in steps else None
+        if below is None:
+            own = step = own or step
+        elif under and step and not own:
+            own = under.product(step)
+        elif under and own and not step:
+            step = own.difference(under)
+        reached[id(record)] = own
+        added = " + ".join(a for a in record.ablations if below is None or a not in below.candidate) or toggles(record)
+        before, after = (start / c.centre if c else math.nan for c in (under, own))
+        trials = min((c.trials for c in (own, step) if c), default=0)
         rungs.append(
-            Rung(added, record, below, contrasts.speedup(record), _increment(below, record, contrasts), under, own)
-        )
+            Rung(added, record, below, base, own and own.speedup, step and step.speedup,
+                 before if below else start, after, trials)
+        )  # fmt: skip
     return rungs
+
+
+def _wholes(records: Sequence[Record]) -> dict[int, Record]:
+    """Stacks over the reference, by their rung; of steps that is the end alone, which stands on the highest."""
+    found = {r.rung or len(r.ablations): r for r in records if r.design == "ladder" and r.ablations}
+    for record in records:
+        if record.design == "steps" and record.rung is None and record.ablations:
+            same = [n for n, r in _steps(records).items() if set(r.candidate) == set(record.candidate)]
+            found |= dict.fromkeys(same[-1:], record)
+    return found
+
+
+def _steps(records: Sequence[Record]) -> dict[int, Record]:
+    """Stacks over the one below, by their rung."""
+    return {r.rung: r for r in records if r.design == "steps" and r.rung is not None}
 
 
 def _start(steps: Sequence[Record]) -> float:
@@ -108,23 +142,13 @@ def _below(lower: Sequence[Record], record: Record) -> Record | None:
     return stood[-1] if stood else None
 
 
-def _after(record: Record | None, start: float, contrasts: Contrasts) -> float:
-    found = contrasts.speedup(record) if record else None
-    return start if record is None else start / found.centre if found else math.nan
-
-
-def _increment(below: Record | None, record: Record, contrasts: Contrasts) -> Speedup | None:
-    if below is None:
-        return contrasts.speedup(record)
-    first, second = contrasts.of(below), contrasts.of(record)
-    return second.difference(first).speedup if first and second else None
-
-
 def leave_one_out(records: Sequence[Record], contrasts: Contrasts) -> list[LeftOut]:
-    """Each toggle against everything but it, the most valuable first; failed cells last."""
-    found = [
-        LeftOut(toggles(r), r, contrasts.speedup(r)) for r in records if r.design == "leave_one_out" and r.ablations
-    ]
+    """Each toggle against everything but it, the most valuable first; failed cells last. The last one of steps is such
+    a cell, too, and was measured once, as theirs."""
+    own = [r for r in records if r.design == "leave_one_out" and r.ablations]
+    ends = {frozenset(r.candidate) for r in own}
+    own += [r for r in _steps(records).values() if frozenset(r.candidate) in ends]
+    found = [LeftOut(toggles(r), r, contrasts.speedup(r)) for r in own]
     return sorted(found, key=lambda x: -x.speedup.centre if x.speedup else math.inf)
 
 

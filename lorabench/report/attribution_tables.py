@@ -22,7 +22,7 @@ from lorabench.report.claims import Match
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.epoch import epochs
 from lorabench.report.tidy import GIB
-from lorabench.report.words import arrow, number, speedup
+from lorabench.report.words import arrow, number, speedup, told
 
 AnyTable = tuple[str, list[str], list[list[str]]]  # caption, headings, rows
 
@@ -44,7 +44,7 @@ def attribution_tables(members: Sequence[Record], contrasts: Contrasts) -> list[
         made.append(ladder_table(rungs, left, members, contrasts))
         made += _epoch_table(rungs)
     if left:
-        rows = [[x.toggle, speedup(x.speedup), x.record.status] for x in left]
+        rows = [[x.toggle, _told(x.record, contrasts), x.record.status] for x in left]
         made.append(("Leave one out: all toggles against all but one", ["toggle", "total × [95 %]", STATUS], rows))
     if pairs := interactions(members, contrasts):
         rows = [[p.first, p.second, speedup(p.effect)] for p in pairs]
@@ -66,16 +66,16 @@ def ladder_table(
 ) -> AnyTable:
     """A row a rung: what it adds here, what alone and what last, and what was published for the same step. Columns that
     no rung has anything in are left out."""
-    first = {name: contrasts.speedup(record) for name, record in alone(members).items()}
-    last = {x.toggle: x.speedup for x in left}
+    first = {name: _told(record, contrasts) for name, record in alone(members).items()}
+    last = {x.toggle: _told(x.record, contrasts) for x in left}
     rows = [
         [
             r.added,
             arrow(r.before, r.after, lambda ms: number(ms, 4)) if r.cumulative else "",
-            speedup(r.increment),
-            speedup(r.cumulative),
-            speedup(first.get(r.added)),
-            speedup(last.get(r.added)),
+            told(r.increment, r.trials),
+            told(r.cumulative, r.trials),
+            first.get(r.added, ""),
+            last.get(r.added, ""),
             published(r, contrasts),
             number(peak(r.record, ARMS[1])),
             r.record.status,
@@ -87,6 +87,11 @@ def ladder_table(
     if any(row[LADDER.index(name)] for row in rows for name in LADDER[4:6]):
         caption += f" ({ALONE})"
     return caption, [LADDER[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def _told(record: Record, contrasts: Contrasts) -> str:
+    found = contrasts.of(record)
+    return told(found.speedup, found.trials) if found else ""
 
 
 def peak(record: Record, arm: str) -> float:
@@ -109,7 +114,8 @@ def _of_time(found: Sequence[Match]) -> list[Match]:
 def published(rung: Rung, contrasts: Contrasts) -> str:
     """The claims about a rung: about its toggle over what it stands on, or about all so far over the start. Where none
     has this baseline, those of another one, which do not compare. '' without any."""
-    so_far = _of_time(claims.about(rung.record, rung.record.ablations, rung.record.reference))
+    stack = [a for a in rung.record.candidate if a not in rung.base]
+    so_far = _of_time(claims.about(rung.record, stack, rung.base))
     ratios = [(m, rung.increment) for m in claimed_of(rung)] + [(m, rung.cumulative) for m in so_far]
     same = [(m, ours) for m, ours in ratios if not m.differs]
     return "; ".join(dict.fromkeys(_claim(m, ours) for m, ours in same or ratios))

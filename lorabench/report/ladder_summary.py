@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lorabench.record.contrast import Speedup
 from lorabench.record.schema import DID_NOT_APPLY
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import Rung, ladder
 from lorabench.report.attribution_tables import RUNG, AnyTable, peak, published
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.epoch import Epoch, epochs
-from lorabench.report.words import arrow, number, ratio, speedup
+from lorabench.report.words import arrow, number, told
 
 MUCH = 1.02  # a step that changes less than this, however surely, is nothing that a user would notice
 
@@ -54,7 +55,7 @@ def _claimed(rung: Rung, contrasts: Contrasts) -> str:
 def _increment(rung: Rung | None) -> str:
     if rung is None:
         return ""
-    return speedup(rung.increment) or rung.record.status.replace("_", " ")
+    return told(rung.increment, rung.trials) or rung.record.status.replace("_", " ")
 
 
 def start_to_end(analysis: Analysis) -> AnyTable:
@@ -69,8 +70,8 @@ def start_to_end(analysis: Analysis) -> AnyTable:
 
 
 def _ends(own: Ladder, last: Rung, epoch: Epoch | None) -> list[str]:
-    ends = [own.title, arrow(last.start, last.after), speedup(last.cumulative)]
-    ends.append(arrow(peak(last.record, "reference"), peak(last.record, "candidate")))
+    ends = [own.title, arrow(last.start, last.after), told(last.cumulative, last.trials)]
+    ends.append(arrow(peak(own.rungs[0].record, "reference"), peak(last.record, "candidate")))
     if epoch is None:
         return [*ends, "", ""]
     lengths = "" if epoch.data.measured else ", lengths approximate"
@@ -86,15 +87,24 @@ def conclusions(analysis: Analysis) -> list[str]:
 
 
 def _sentence(name: str, rungs: Sequence[Rung], analysis: Analysis) -> str:
-    timed = [rung.increment for rung in rungs if rung.increment]
+    timed = [rung for rung in rungs if rung.increment]
     absent = [r.record.status.replace("_", " ") for r in rungs if r.record.status in DID_NOT_APPLY]
     if not timed:
         return f"`{name}` has no time here: {', '.join(dict.fromkeys(absent)) or rungs[0].record.status}."
-    gains = sum(found.low > 1 and found.centre >= MUCH for found in timed)
-    costs = sum(found.high < 1 and found.centre <= 1 / MUCH for found in timed)
-    low, high = (number(end(found.centre for found in timed)) for end in (min, max))
-    said = f"×{ratio(*timed[0])}" if len(timed) == 1 else f"×{low} to ×{high}"
+    sure = [r.increment for r in timed if r.increment and not told(r.increment, r.trials).startswith("unclear")]
+    gains = sum(found.centre >= MUCH for found in sure)
+    costs = sum(found.centre <= 1 / MUCH for found in sure)
     verdicts = [f"gains on {gains}", f"costs on {costs}", f"shows no clear change on {len(timed) - gains - costs}"]
     counted = [v for v, n in zip(verdicts, (gains, costs, len(timed) - gains - costs), strict=True) if n]
-    claim = next((c for rung in rungs if (c := _claimed(rung, analysis.contrasts))), "")
-    return f"`{name}` {' and '.join(counted)} of {len(timed)} workloads ({said}" + (f"; {claim})." if claim else ").")
+    notes = [_by_how_much(timed, sure), next((c for rung in rungs if (c := _claimed(rung, analysis.contrasts))), "")]
+    said = "; ".join(filter(None, notes))
+    return f"`{name}` {' and '.join(counted)} of {len(timed)} workloads{f' ({said})' if said else ''}."
+
+
+def _by_how_much(timed: Sequence[Rung], sure: Sequence[Speedup]) -> str:
+    """Of a single workload its interval, of several the range of those that show a direction."""
+    if len(timed) == 1:
+        text = told(timed[0].increment, timed[0].trials)
+        return text if text.startswith("unclear") else f"×{text}"
+    low, high = (number(end((found.centre for found in sure), default=0)) for end in (min, max))
+    return f"×{low} to ×{high}" if len(sure) > 1 else f"×{low}" if sure else ""

@@ -10,12 +10,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from lorabench.record.contrast import Speedup
 from lorabench.record.schema import DID_NOT_APPLY
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import Rung, ladder
 from lorabench.report.figure import Strip, legend, rows_figure
 from lorabench.report.panels import BLUE, GREY, VERMILLION, Figured, Mark, Panel, that_fit
-from lorabench.report.words import speedup
+from lorabench.report.words import told
 
 UNCLEAR = "#bbbbbb"  # of a rung whose interval has 1 in it
 AXIS = "ms, the median of the start, divided by each rung's paired ratio; its 95 % interval"
@@ -49,7 +50,10 @@ def _strip(title: str, rungs: Sequence[Rung]) -> Strip:
     last = _timed(rungs)[-1]
     decimals = _decimals(last.start)
     labels = ["start", *(f"{'' if r.record.status in DID_NOT_APPLY else '+ '}{r.added}" for r in rungs), "end"]
-    first, end = f"{last.start:.{decimals}f} ms", f"{last.after:.{decimals}f} ms, in all ×{speedup(last.cumulative)}"
+    first, end = (
+        f"{last.start:.{decimals}f} ms",
+        f"{last.after:.{decimals}f} ms, in all {_times(last, last.cumulative)}",
+    )
     return Strip(title, labels, [(first, "black"), *(_brings(r, decimals) for r in rungs), (end, "black")], AXIS)
 
 
@@ -63,9 +67,14 @@ def _brings(rung: Rung, decimals: int) -> tuple[str, str]:
     if rung.cumulative is None:
         return rung.record.status.replace("_", " "), VERMILLION
     if rung.increment is None:
-        return f"{rung.after:.{decimals}f} ms, in all ×{speedup(rung.cumulative)}", "black"
+        return f"{rung.after:.{decimals}f} ms, in all {_times(rung, rung.cumulative)}", "black"
     change = rung.after - rung.before
-    return f"{'−' if change < 0 else '+'}{abs(change):.{decimals}f} ms, ×{speedup(rung.increment)}", "black"
+    return f"{'−' if change < 0 else '+'}{abs(change):.{decimals}f} ms, {_times(rung, rung.increment)}", "black"
+
+
+def _times(rung: Rung, found: Speedup | None) -> str:
+    said = told(found, rung.trials)
+    return said if said.startswith("unclear") else f"×{said}"
 
 
 def _draw(ax: Axes, rungs: Sequence[Rung]) -> None:
@@ -85,6 +94,6 @@ def _draw(ax: Axes, rungs: Sequence[Rung]) -> None:
 
 
 def _colour(rung: Rung, level: float) -> str:
-    if rung.increment and rung.increment.low <= 1 <= rung.increment.high:
+    if rung.increment and not _times(rung, rung.increment).startswith("×"):
         return UNCLEAR
     return BLUE if rung.after < level else VERMILLION

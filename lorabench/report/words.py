@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lorabench.record.contrast import Speedup
+from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -37,6 +38,14 @@ def unclear(low: float, high: float) -> str:
     """`unclear [0.98, 1.05]`: an interval that says no direction is shown without a centre, which would."""
     shown = ratio(high, low, high)
     return f"unclear {shown[shown.index('[') :]}"
+
+
+def told(found: Speedup | None, trials: int) -> str:
+    """A ratio with its interval; as `unclear` where that holds 1, or where it is of too few trials for a verdict."""
+    if found is None:
+        return ""
+    sure = trials >= MIN_TRIALS_FOR_VERDICT and not found.low <= 1 <= found.high
+    return speedup(found) if sure else unclear(found.low, found.high)
 
 
 def span(low: float, high: float) -> str:

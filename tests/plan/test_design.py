@@ -20,7 +20,7 @@ def rows(design, *names):
 
 
 def test_every_design_begins_with_the_reference_against_itself():
-    for design in ("solo", "ladder", "leave_one_out", "pairwise", "factorial"):
+    for design in ("solo", "ladder", "steps", "leave_one_out", "pairwise", "factorial"):
         assert rows(design, "eager", "packing")[0] == (sorted(PEFT), [])
 
 
@@ -52,6 +52,20 @@ def test_in_a_ladder_and_leave_one_out_a_toggle_takes_the_place_of_an_earlier_on
         (sorted(["sdpa", "adamw_foreach", "packing"]), ["adamw_fused"]),
         (sorted(["sdpa", "adamw_fused", "padding"]), ["packing"]),
     ]
+
+
+def test_steps_are_the_stacks_of_a_ladder_each_over_the_one_below_and_then_all_over_the_reference():
+    names = ("adamw", "adamw_fused", "packing")
+    assert rows("steps", *names)[1:] == [
+        (sorted(["sdpa", "adamw_foreach", "padding"]), ["adamw"]),
+        (sorted(["sdpa", "adamw", "padding"]), ["adamw_fused"]),
+        (sorted(["sdpa", "adamw_fused", "padding"]), ["packing"]),
+        (sorted(["sdpa", "adamw_foreach", "padding"]), ["adamw_fused", "packing"]),
+    ]
+    made = cells("design=steps", f"ablations=[{','.join(names)}]")
+    assert [c.rung for c in made] == [None, 1, 2, 3, None]
+    (ladder,) = [c for c in cells("design=ladder", f"ablations=[{','.join(names)}]") if c.rung == 3]
+    assert replace(ladder, design="").key == replace(made[-1], design="").key
 
 
 def test_several_designs_in_one_sweep_measure_what_they_share_once():

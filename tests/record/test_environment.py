@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -61,3 +62,9 @@ def test_report_and_resume_end_in_one_line(tmp_path, capsys):
     assert sweep(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and all("sessions.0.machine.memory_bytes: Input should be" in line for line in lines)
+
+
+def test_a_pipe_in_the_place_of_the_records_is_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "records.jsonl")
+    assert report([str(tmp_path)]) == 2
+    assert "records.jsonl: no regular file; expected" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 from helpers import benchmark
 
 from lorabench.report.analysis import Analysis
-from lorabench.report.attribution import ladder
+from lorabench.report.attribution import ladder, leave_one_out
 from lorabench.report.attribution_tables import attribution_tables
 from lorabench.report.claims import load_claims
 from lorabench.report.epoch import data_sets, epochs
@@ -61,6 +61,51 @@ def test_each_step_has_its_claim_beside_it_with_the_baseline_that_it_was_made_ov
     assert claims["adamw_fused"] == "Predibase 1.39 (ours within)"  # over the start, not over adamw
     assert claims["auto_batch_size"] == "Predibase 1.43–1.67 (ours within)"
     assert claims["packing"].startswith("Predibase 2.00–5.00 (over another baseline)")
+
+
+def in_steps(record, end=5.0):
+    """The same start in steps: each over the one below it, one that cannot be had, and the end over the start."""
+    common = {"workload": "one_by_one_gsm8k", "sd": 0.004, "design": "steps"}
+    stack = list(START)
+    for number, (name, speed) in enumerate([("auto_batch_size", 2.0), ("xformers", None), ("packing", 1.5)], start=1):
+        kwargs = {"speedup": speed} if speed else {"status": "unsupported"}
+        own = [*stack, name]
+        yield record([name], rung=number, reference=tuple(stack), candidate=own, **kwargs, **common)
+        stack = own if speed else stack
+    added = ["auto_batch_size", "packing"]
+    yield record(added, reference=START, candidate=stack, speedup=end, **common)
+
+
+def test_steps_show_what_each_was_measured_to_add_and_the_end_as_it_was_measured(record):
+    own = ladder(list(in_steps(record)), Analysis([]).contrasts)
+    first, absent, last = own
+    assert [rung.added for rung in own] == ["auto_batch_size", "xformers", "packing"]
+    assert [rung.increment and round(rung.increment.centre, 1) for rung in own] == [2.0, None, 1.5]
+    assert absent.cumulative is None and last.below is first.record
+    assert last.cumulative.centre == pytest.approx(5.0, rel=0.02), "not the product of the steps"
+    assert last.after == pytest.approx(first.start / last.cumulative.centre)
+    assert last.increment.high - last.increment.low < 0.05, "the noise of the start is not in it"
+
+
+def test_without_the_end_steps_multiply(record):
+    steps = [r for r in in_steps(record) if r.rung]
+    assert ladder(steps, Analysis([]).contrasts)[-1].cumulative.centre == pytest.approx(3.0, rel=0.02)
+
+
+def test_the_last_step_is_also_what_its_toggle_adds_when_all_others_are_on(record):
+    made = list(in_steps(record))
+    all_on = made[-1].candidate
+    left = record(["auto_batch_size"], design="leave_one_out", candidate=all_on, speedup=1.2, workload=made[0].workload)
+    found = leave_one_out([*made, left], Analysis([]).contrasts)
+    assert [x.toggle for x in found] == ["packing", "auto_batch_size"]
+
+
+def test_too_few_trials_for_a_verdict_are_unclear_in_every_table_of_the_ladder(record):
+    made = Analysis([record(["packing"], design="ladder", rung=1, speedup=9.0, trials=4, workload="one_by_one_gsm8k")])
+    _, _, rows = start_to_end(made)
+    assert rows[0][2].startswith("unclear [")
+    assert steps_table(made)[2][0][1].startswith("unclear [")
+    assert conclusions(made)[0].startswith("`packing` shows no clear change on 1 of 1 workloads (unclear [")
 
 
 def test_an_epoch_is_extrapolated_where_the_lengths_have_a_training_set(record):

@@ -56,12 +56,19 @@ def trials(line, arm, phases=None):
     return np.sum(found, axis=0) if all(found) else None
 
 
-def unpaired(a, b):
+def unpaired(a, b, processes=None):
     """The ratio of two lists that are no pairs, by each of its fair centres: the median of all differences of the
-    logarithms; the difference of the lists' own centres; the same of their halves, which are processes."""
+    logarithms; the difference of the lists' own centres; the same of their processes, which are their halves where the
+    line does not say how many trials each made."""
     a, b = np.log(a), np.log(b)
-    halves = lambda x: np.mean([middle(part) for part in np.array_split(x, 2)])  # noqa: E731
-    return np.exp([np.median(np.subtract.outer(a, b)), middle(a) - middle(b), halves(a) - halves(b)])
+    sizes = processes or {}
+
+    def by_process(logs, arm):
+        parts = np.split(logs, np.cumsum(sizes[arm])[:-1]) if arm in sizes else np.array_split(logs, 2)
+        return np.mean([middle(part) for part in parts])
+
+    apart = by_process(a, "reference") - by_process(b, "candidate")
+    return np.exp([np.median(np.subtract.outer(a, b)), middle(a) - middle(b), apart])
 
 
 def middle(logs):
@@ -79,7 +86,7 @@ def of_session(line, phases=None):
     """The centres are one where the rounds are pairs."""
     before, after = (trials(line, arm, phases) for arm in ("reference", "candidate"))
     if line.get("pairing") == "abba":
-        return unpaired(before, after)
+        return unpaired(before, after, line.get("processes"))
     return np.repeat(np.exp(middle(np.log(before / after))), 3)
 
 
@@ -265,35 +272,54 @@ def test_a_suites_page_has_a_table_of_each_group_and_says_where_nothing_is_publi
     assert filled.count("Not measured yet") == 1 and "suite=packing output=results/h200/packing" in filled
 
 
+STACK = re.compile(
+    r"(?P<bold>\*\*)?(?P<said>unclear|[\d.]+)(?:, (?P<ms>[\d.]+) ms)?(?: (?P<reached>\(\d+ %\)))?"
+    r"(?:\*\*)?(?P<dirty> †)?"
+)
+
+
 def test_every_number_of_readmes_stacks_is_in_its_records(script, readme):
     rows = readme["Stacks that a user could pick, and our own kernels"]
     for (_, ablations), row in zip(script.STACKS, rows, strict=True):
-        for (_, *place), cell in zip(script.PLACES, list(row.values())[1:], strict=True):
+        for (_, *place), (head, cell) in zip(script.PLACES, list(row.items())[1:], strict=True):
             line = record(*place, ablations)
             if line is None:
                 assert cell == "–"
                 continue
-            said, _, reached = cell.strip("*").partition(" ")
-            assert is_ratio(said, speedup(line)), (place, ablations, cell)
-            of_limit = summary(place[0], line).get("of_limit", math.nan)
-            expected = f"({100 * of_limit:.0f} %)" if math.isfinite(of_limit) else ""
-            assert reached == expected, (place, ablations, cell)
-            if reached:
-                paired = summary(place[0], line)["of_limit_paired"]
+            at, found, told = (place, ablations, cell), STACK.fullmatch(cell), summary(place[0], line)
+            assert found, at
+            assert (found["said"] == "unclear") == (told.verdict == "unclear"), at
+            assert found["said"] == "unclear" or is_ratio(found["said"], speedup(line)), at
+            assert bool(found["dirty"]) == (told.dirty in (True, "True")), at
+            waits = head.endswith("*")
+            assert bool(found["ms"]) == waits and not (waits and found["bold"]), at
+            assert not waits or agrees(found["ms"], median(line, "candidate")), at
+            of_limit = told.get("of_limit", math.nan)
+            assert found["reached"] == (f"({100 * of_limit:.0f} %)" if math.isfinite(of_limit) else None), at
+            if found["reached"]:
+                paired = told["of_limit_paired"]
                 own = share(RESULTS / place[0], line, ["forward", "backward"], paired in (True, "True"))
-                assert is_ratio(reached, 100 * own), (place, ablations, cell, own)
+                assert is_ratio(found["reached"], 100 * own), (*at, own)
 
 
 def test_every_number_of_readmes_toggles_is_in_its_records(readme):
     for row in readme["Every toggle alone"]:
         ablations = [t.strip("`") for t in row["toggle"].split(" + ") if t.startswith("`")]
         for head, cell in list(row.items())[1:]:
-            model, workload = head.replace(" × ", "x").split(", ")
+            model, workload = head.removesuffix(" *").replace(" × ", "x").split(", ")
             line = record("h200/first_sweep", model, workload, ablations)
             if line is None:
                 assert not NUMBER.search(cell)
+                continue
+            told = summary("h200/first_sweep", line)
+            assert cell.startswith("unclear ") == (told.verdict == "unclear"), (row, head, cell)
+            assert cell.endswith(" †") == (told.dirty in (True, "True")), (row, head, cell)
+            shown = cell.removesuffix(" †")
+            if told.verdict == "unclear":
+                low, high = map(float, re.findall(r"[\d.]+", shown))
+                assert low <= speedup(line)[0] <= high
             else:
-                assert is_ratio(cell, speedup(line), rounding(line)), (row, head, cell)
+                assert is_ratio(shown, speedup(line), rounding(line)), (row, head, cell)
 
 
 def test_every_number_of_readmes_best_peers_is_of_the_very_rows(script, readme):

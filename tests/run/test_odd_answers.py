@@ -133,7 +133,7 @@ def test_a_faulty_toggle_keeps_the_key_of_the_cell():
     assert refusal(replace(base, toggles=(faulty,)), MACHINE) == ("crash", "why")
 
 
-@pytest.mark.parametrize("time_ms", [-1.0, 0.0, 0.00001, float("nan"), float("inf"), "1"])
+@pytest.mark.parametrize("time_ms", [-1.0, 0.0, 0.00001, 1e11, float("nan"), float("inf"), "1"])
 def test_a_time_that_no_clock_gives_is_a_crash_of_its_cell(tmp_path, time_ms):
     class Pretended:
         def run(self, task, timeout_s, tell, log):
@@ -143,7 +143,8 @@ def test_a_time_that_no_clock_gives_is_a_crash_of_its_cell(tmp_path, time_ms):
     with Runner(Pretended(), MACHINE, None, "session", 9.0, tmp_path) as runner:  # type: ignore[arg-type]
         record = runner.measure(cells("ablations=[eager]")[0])
     assert (record.status, record.arm) == ("crash", "reference")
-    assert record.reason == f"the reference's backward took {time_ms!r} ms; expected a finite time above zero"
+    expected = "expected a time between zero and some months"
+    assert record.reason == f"the reference's backward took {time_ms!r} ms; {expected}"
 
 
 def test_whatever_else_goes_wrong_around_a_cell_is_its_crash(tmp_path):
