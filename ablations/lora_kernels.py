@@ -6,6 +6,7 @@ part takes the first one's patch off and puts both on.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -51,7 +52,10 @@ class Kernel(Ablation):
     def audit(self, evidence: Evidence) -> int:
         report = getattr(evidence.arm.model, MARK)["report"]
         if not evidence.patched and report.left:
-            raise NotApplied(f"{self.name} left {report.left[0].name} to PEFT: {report.left[0].reason}")
+            (reason, count), *_ = Counter(site.reason for site in report.left).most_common()
+            first = next(site.name for site in report.left if site.reason == reason)
+            others = f" and {count - 1} more" if count > 1 else ""
+            raise NotApplied(f"{self.name} left {first}{others} to PEFT: {reason}")
         return evidence.patched or 0
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:

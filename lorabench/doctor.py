@@ -30,6 +30,7 @@ from lorabench.contract.machine import Machine
 from lorabench.listing import show_ablations
 from lorabench.measure.machine import commit, describe, nvml_handle
 from lorabench.plan.registry import registered
+from lorabench.run.load import disturbing, load_average
 
 MARK = {"ok": "[green]ok", "note": "[yellow]note", "bad": "[red]bad"}
 
@@ -54,11 +55,10 @@ def findings(machine: Machine) -> Iterator[Finding]:
         yield Finding("note", "GPU", "none: the sweep measures on the CPU; memory is the process's, busy time unknown")
     low = "computes in bfloat16" if machine.native_bfloat16 else "has no bfloat16 instructions: dtype=auto is float32"
     yield Finding("ok" if machine.native_bfloat16 else "note", "precision", f"{machine.name} {low}")
-    load = os.getloadavg()[0]
-    busy = load > 0.5 * machine.cores and machine.device == "cpu"
-    yield Finding(
-        "note" if busy else "ok", "load", f"{load:.1f} on {machine.cores} cores" + ("; intervals widen" * busy)
-    )
+    load = load_average()
+    disturbed = disturbing(load, machine)
+    words = disturbed.removeprefix("load ") or f"{load:.1f} on {machine.cores} cores"
+    yield Finding("note" if disturbed else "ok", "load", words)
     head, dirty = commit()
     words = f"{head[:12]}{', with uncommitted changes' if dirty else ''}" if head else "unknown: not a git checkout"
     yield Finding("note" if dirty or not head else "ok", "commit", words)

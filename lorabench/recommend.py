@@ -30,7 +30,8 @@ from lorabench.plan.compose import ConfigError, RecommendConfig, load_recommend_
 from lorabench.plan.design import refusal
 from lorabench.plan.registry import ablation_class, registered
 from lorabench.record.store import Store, write_atomically
-from lorabench.sweep import in_one_line
+from lorabench.run.load import load_average
+from lorabench.sweep import check_output, in_one_line, warn_of_load
 
 if TYPE_CHECKING:  # these import torch
     from lorabench.advice.budget import StoppedInTime
@@ -59,7 +60,8 @@ usage: python -m lorabench.recommend [key=value ...]        (Hydra's override gr
 It measures each toggle alone, then puts the best of each slot together one by one, each on top of what helped so far,
 and at last the whole against the reference. A toggle stays where it is clearly faster and passed the numerics gate.
 
-exit code: 0 when there is an answer, also that nothing helps; 2 for bad input; 1 when the output cannot be written.
+exit code: 0 when there is an answer, also that nothing helps; 2 for bad input, an output that cannot be written
+included; 1 when writing fails on the way, or a sweep writes there.
 """
 
 
@@ -77,6 +79,7 @@ def _main(arguments: list[str], console: Console) -> int:
     from lorabench.run.process import ProbeError
 
     config = load_recommend_config(arguments)
+    check_output(config.output)
     planned(config, "cpu", console)  # names first, as in a sweep
     workers = StoppedInTime()
     try:
@@ -142,7 +145,8 @@ def _recommend(
     command = ["python", "-m", "lorabench.recommend", *arguments]
     if store.repaired:
         console.print(f"[yellow]{escape(store.repaired)}")
-    queue.look(command)
+    load = load_average()
+    warn_of_load(console, load, queue.look(command))
     search = _search(config, store, queue)
     _measure(search, store, queue, workers, console)
     dtype = search.machine.dtype(search.itself.model.dtype)
@@ -167,10 +171,12 @@ def _search(config: RecommendConfig, store: Store, queue: LocalQueue) -> Search:
     records = {r.key: r for r in store.records() if r.status not in again}
     if records and config.resume is False:
         raise ConfigError(f"{config.output} already holds {len(records)} records; resume=true, or another output=")
-    cells = planned(config, queue.machine.device)
+    machine = queue.machine
+    # The noise floor of cells that this machine cannot have is no row that anybody needs.
+    cells = [c for c in planned(config, machine.device) if not (c.floor_of and refusal(c, machine))]
     named = config.ablations is not None
     search = Search(
-        cells, queue.machine, Budget(config.budget_minutes, lambda cell: computed(cell, queue.ceilings).seconds),
+        cells, machine, Budget(config.budget_minutes, lambda cell: computed(cell, queue.ceilings).seconds),
         look=lambda: Analysis.read(store.folder), records=records,
         in_need=[] if named else [c.toggles for c in cells if any(t.worth_trying == "memory" for t in c.toggles)],
     )  # fmt: skip

@@ -19,6 +19,8 @@ if __name__ == "__main__":  # by the console script's way, which is short: what 
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -28,11 +30,13 @@ from lorabench.cli import exit_code
 from lorabench.contract.names import NameUnknown
 from lorabench.listing import show_ablations, show_plan
 from lorabench.plan.compose import ConfigError, load_config, names_in, plan
-from lorabench.record.store import RecordError, Store, StoreError
+from lorabench.record.store import RECORDS, RecordError, Store, StoreError
 from lorabench.run.agenda import Agenda
+from lorabench.run.load import disturbing, load_average
 from lorabench.run.session import new_session as new_session  # log_command takes it from here
 
 if TYPE_CHECKING:
+    from lorabench.contract.machine import Machine
     from lorabench.run.queue import Queue
 
 HELP = """\
@@ -80,7 +84,8 @@ examples
   python -m lorabench.sweep 'models=[smollm2-135m,llama-3.1-8b]' 'ablations=[packing,adamw_fused]' design=ladder
   python -m lorabench.sweep 'ablations=[{{torch_compile:{{mode:max-autotune}}}}]' reference=peft_low trials=50
 
-exit code: 0 when every cell has a record, whatever its status; 2 for bad input; 1 when the output cannot be written.
+exit code: 0 when every cell has a record, whatever its status; 2 for bad input, an output that cannot be written
+included; 1 when writing fails on the way, or another sweep writes there.
 """
 
 
@@ -127,6 +132,7 @@ def _main(arguments: list[str], console: Console) -> int:
 
         show_ablations(console, glance())
         return 0
+    check_output(config.output)
     _say(console, f"lorabench {version('lorabench')}: planning")
     if config.dry_run:
         from lorabench.measure.machine import describe
@@ -134,6 +140,17 @@ def _main(arguments: list[str], console: Console) -> int:
         show_plan(console, config, describe())
         return 0
     return run(config, arguments, console)
+
+
+def check_output(folder: Path) -> None:
+    """Raises ConfigError where nothing can be written. It leaves nothing behind: a dry run asks, too."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        TemporaryFile(dir=there).close()
+        if (records := folder / RECORDS).exists():
+            open(records, "ab").close()
+    except OSError as error:
+        raise ConfigError(f"output {folder} cannot be written: {error.strerror}; name another folder") from None
 
 
 def _say(console: Console, doing: str) -> None:
@@ -187,7 +204,10 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
         agenda.plan_for(device)
     looked = not device or any(map(agenda.missing, sessions))
     if looked:
-        _look(queue, command, agenda, console)
+        load = load_average()
+        machine = _look(queue, command, agenda, console)
+        if config.queue == "local":  # a cluster's nodes have loads of their own
+            warn_of_load(console, load, machine)
     left = sum(len(agenda.missing(number)) for number in sessions)
     each = f" in each of {config.repeat} sessions" if config.repeat > 1 else ""
     console.print(
@@ -209,10 +229,17 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
         looked = False
 
 
-def _look(queue: Queue, command: list[str], agenda: Agenda, console: Console) -> None:
+def _look(queue: Queue, command: list[str], agenda: Agenda, console: Console) -> Machine:
     _say(console, "starting workers and looking at the machine")
     machine = queue.look(command)
     agenda.plan_for(machine.device, machine)
+    return machine
+
+
+def warn_of_load(console: Console, load: float, machine: Machine) -> None:
+    """load: from before the first worker."""
+    if words := disturbing(load, machine):
+        console.print(f"[yellow]{words}", highlight=False, soft_wrap=True)
 
 
 def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replicate: int = 0) -> None:

@@ -16,9 +16,10 @@ from torch import nn
 
 import lorabench
 import lorabench.measure.cell  # sets the attribute `measure` of the package to the module
-from lorabench import Phases, Tolerance, WrongNumerics, measure
+from lorabench import Measured, Phases, Tolerance, WrongNumerics, measure
 from lorabench.contract.batch import pad
 from lorabench.contract.step import Step
+from lorabench.record.contrast import contrast
 
 QUICK = {"trials": 6, "warmup": 1}
 RATE = 1e-3
@@ -74,6 +75,19 @@ def test_twenty_times_the_forward_is_slower():
     assert found.numerics is None and set(found.memory) == set(found.losses) == {"reference", "candidate"}
     text = str(found)
     assert "\n" not in text and "6 paired trials" in text and "forward 0." in text and "no gold" in text
+
+
+def test_what_is_printed_has_as_many_digits_as_a_table():
+    times = {"reference": [1234.5] * 6, "candidate": [1543.1] * 6}
+    found = contrast([1.0, 1.1, 1.2, 0.9, 1.0, 1.3], [1.25, 1.3, 1.6, 1.2, 1.1, 1.6], paired=True)
+    assert found is not None
+    both = [{"total": ms} for ms in times.values()]
+    text = str(Measured({"forward": found, "total": found}, *both, {"candidate": [0.0] * 6}, {}, None))
+    centre, low, high = found.speedup
+    assert text.startswith(
+        f"speed-up {centre:.2f} [{low:.2f}, {high:.2f}] (95 %, 6 paired trials); 1234 → 1543 ms; forw"
+    )
+    assert f"forward {centre:.3f};" in text
 
 
 def test_whole_steps_and_the_order_of_the_ratio():

@@ -71,6 +71,13 @@ def test_a_subcommands_own_complaint(tmp_path, capsys):
     assert "nowhere" in capsys.readouterr().err
 
 
+def test_a_report_of_a_folder_without_records_names_the_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "."]) == 2
+    wanted = "expected the folder that a sweep had as output="
+    assert capsys.readouterr().err == f"{tmp_path} has no records.jsonl; {wanted}\n"
+
+
 def test_python_m_lorabench_is_the_same(capsys):
     cli.main(["--help"])
     done = subprocess.run([sys.executable, "-m", "lorabench", "--help"], capture_output=True, text=True, check=True)

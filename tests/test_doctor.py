@@ -15,6 +15,26 @@ def test_it_names_device_precision_and_every_ablation(capsys, monkeypatch):
         assert name in text
 
 
+@pytest.mark.parametrize(
+    ("load", "device", "says"),
+    [
+        (
+            3.14,
+            "cpu",
+            "3.1 on 2 cores: other processes disturb the times, and intervals widen; better measure while it",
+        ),
+        (1.0, "cpu", "1.0 on 2 cores"),
+        (3.14, "cuda", "3.1 on 2 cores"),
+    ],
+)
+def test_the_load_of_others_is_a_note_where_it_is_in_the_times(load, device, says, monkeypatch):
+    monkeypatch.setattr(doctor, "load_average", lambda: load)
+    machine = describe().model_copy(update={"cores": 2, "device": device})
+    (found,) = [f for f in doctor.findings(machine) if f.what == "load"]
+    assert found.words.startswith(says) and found.level == ("note" if "disturb" in says else "ok")
+    assert "disturb" in says or found.words == says
+
+
 def test_no_ablations_is_bad(monkeypatch):
     monkeypatch.setattr(doctor, "registered", dict)
     assert [f.level for f in doctor.findings(describe()) if f.what == "ablations"] == ["bad"]

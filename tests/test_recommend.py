@@ -62,11 +62,14 @@ def outcomes(found):
     return {t.toggles: (t.outcome, t.why) for t in found.tried}
 
 
-def test_from_one_command_to_what_to_switch_on(here):
-    code, said, folder = here("ablations=[awake,absent]")
+def test_from_one_command_to_what_to_switch_on(here, monkeypatch):
+    monkeypatch.setattr(recommend, "load_average", lambda: 1000.0)
+    code, said, folder = here("ablations=[awake,absent,unsloth]")
     assert code == 0, said.err
+    assert "load 1000.0 on" in said.out and ": other processes disturb the times" in said.out
     found = read(folder)
     assert found and found.switch_on == ["awake"]
+    assert [r.status for r in read_records(folder) if not r.ablations] == ["ok"], "and none for unsloth's processes"
     unmet = "needs the package no_such_package, which is not installed: pip install no-such-package"
     assert outcomes(found)["absent"] == ("unsupported here", unmet)
     assert "Switch on awake" in said.out and "pip install no-such-package" in said.out
@@ -79,7 +82,7 @@ def test_from_one_command_to_what_to_switch_on(here):
     assert session["command"][:3] == ["python", "-m", "lorabench.recommend"] and session["wall_s"] > 0
 
     code, said, _ = here("ablations=[awake,absent]", "resume=false")
-    assert code == 2 and "already holds 3 records; resume=true, or another output=" in said.err
+    assert code == 2 and "already holds 4 records; resume=true, or another output=" in said.err
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,6 @@ losses, a slice of logits), the class's own forward runs.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any, NamedTuple
 
@@ -90,6 +89,11 @@ def head_plan(model: Any, proofs: Proofs) -> HeadPlan:
     return proofs.of(key, lambda: _proved(model))
 
 
+def names_of(forward: Any) -> list[str]:
+    """What a class's forward calls its arguments, in their order."""
+    return [p.name for p in parameters_of(forward)]
+
+
 class _Outputs(dict):
     """In the place of the base model's output: hidden states (B, S, H), and None for all that it does not have."""
 
@@ -101,13 +105,15 @@ class _Outputs(dict):
 
 
 class _Base(nn.Module):
-    """In the place of the base model: the same hidden states each time; keeps what it was called with."""
+    """In the place of the base model `own`: the same hidden states each time; keeps what it was called with, by the
+    names of its parameters."""
 
-    def __init__(self, hidden: torch.Tensor):
+    def __init__(self, hidden: torch.Tensor, own: nn.Module):
         super().__init__()
-        self.hidden, self.arguments = hidden, {}
+        self.hidden, self.names, self.arguments = hidden, names_of(type(own).forward), {}
 
-    def forward(self, **arguments: Any) -> Any:
+    def forward(self, *args: Any, **arguments: Any) -> Any:
+        arguments |= dict(zip(self.names, args, strict=False))
         self.arguments = {n: v for n, v in arguments.items() if v is not None}
         return _Outputs(last_hidden_state=self.hidden)
 
@@ -119,7 +125,7 @@ def _proved(model: Any) -> HeadPlan:
     hidden, head = draw(2, ROWS, NARROW), small_linear(NARROW, vocabulary, model.lm_head.bias is not None)
     with torch.no_grad():
         head.weight.mul_(4)  # so that a soft cap shows
-    base = _Base(hidden)
+    base = _Base(hidden, getattr(model, _base_name(model)))
     other = double(model, {_base_name(model): base, "lm_head": head})
     labels = torch.arange(2 * ROWS).view(2, ROWS) % vocabulary
     labels[0, 1] = -100
@@ -165,8 +171,7 @@ def _transform(model: Any, logits: torch.Tensor, plain: torch.Tensor) -> tuple[t
 def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Bound to a causal language model: its own output class, or tuple, with `lazy_logits` in it."""
     own = type(self).forward
-    names = list(inspect.signature(inspect.unwrap(own)).parameters)[1:]
-    kwargs.update(zip(names, args, strict=False))
+    kwargs.update(zip(names_of(own), args, strict=False))
     if reason := _why_left(self, kwargs):
         self._lorakernels_forwards.leave("linear_cross_entropy", reason, expected=reason is NO_TRAINING)
         return own(self, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 from lorabench.advice.paste import blocks
 from lorabench.advice.search import Search, Toggles, makes_it_fit, named, shown_for
 from lorabench.contract.cell import Cell
+from lorabench.record.contrast import Speedup
 from lorabench.record.schema import TOTAL, Record
+from lorabench.record.stats import noise_floor
 from lorabench.report.analysis import Analysis
 from lorabench.report.answers import buys
 from lorabench.report.cells import whole
 from lorabench.report.recommendation import Recommendation, Tried
 from lorabench.report.words import arrow, number, percent
 
+NOISY = 1.0  # a noise floor: what is more than twice off says nothing of a speed-up
+TOO_NOISY = "too noisy to say"
 KEPT, HELPS, NO_TIME, UNTRIED = "switch on", "helps alone", "not measured", "not tried"
 OUTCOMES = {
     "wrong_numerics": "refused by the gate",
@@ -103,7 +108,13 @@ def _nothing(search: Search, analysis: Analysis, reference: str) -> str:
         return f"{reference} does not fit this machine, and nothing that was tried makes it fit: try a smaller batch."
     if found.status != "ok":
         return f"Nothing can be said: the reference against itself came to {found.status}: {found.reason}."
-    noise = percent(analysis.row(shown_for(found, analysis))["noise_floor"])
+    floor = analysis.row(shown_for(found, analysis))["noise_floor"]
+    noise = percent(floor)
+    if floor > NOISY:
+        return (
+            f"Nothing can be said: the reference is up to {noise} off itself, as on a machine on which other processes "
+            "run. Measure again where none do, with another output=."
+        )
     return (
         f"Leave {reference} as it is: nothing that was tried is clearly faster, on a machine on which the reference is "
         f"up to {noise} off itself."
@@ -154,8 +165,16 @@ def _said(record: Record, analysis: Analysis) -> str:
 
 
 def _as_fast(row: Any) -> str:
+    if row["verdict"] == "unclear" and _too_noisy(row):
+        return TOO_NOISY
     ratio = whole(row).removeprefix("unclear ")
     return f"{ratio} × as fast" if ratio else "too few trials for a ratio"
+
+
+def _too_noisy(row: Any) -> bool:
+    """Whether the reference is more than twice off itself, or the candidate may be anything to more than twice off."""
+    found = Speedup(row[f"{TOTAL}_speedup"], row[f"{TOTAL}_low"], row[f"{TOTAL}_high"])
+    return row["noise_floor"] > NOISY or (math.isfinite(found.centre) and noise_floor(found) > NOISY)
 
 
 def _below(rung: Record, search: Search) -> str:

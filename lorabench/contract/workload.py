@@ -50,10 +50,11 @@ class Workload(BaseModel):
     not.
 
     `format` is how a row becomes tokens. messages: its one field is a chat, for the tokenizer's chat template.
-    prompt_completion: its two fields, one right after the other. text: its one field. None: its `fields`, each on a
-    line of its own. No fields: they are found in the first row (plan/rows.py). `train_on` last_field: the loss is on
-    the last field alone, of a chat on the assistant's turns. `fingerprint`: of the rows and the chat template, so that
-    another content under the same name is another measurement.
+    prompt_completion: its two fields, one right after the other; where they are lists of turns, the chat of both. text:
+    its one field. None: its `fields`, each on a line of its own. No fields: they are found in the first row
+    (plan/rows.py). `train_on` last_field: the loss is on the last field alone, of a chat on the assistant's turns.
+    `fingerprint`: of the rows and the chat template, so that another content under the same name is another
+    measurement.
 
     `jobs`: several fine-tuning jobs on one base, each with what it changes of the fields above and of the adapter.
     None: the workload is the one job.

@@ -23,6 +23,7 @@ from lorabench.measure import memory, trial, user_gate
 from lorabench.measure.user_step import Phases, Variant, WholeArm, arm_of, loss_of, model_of
 from lorabench.record.contrast import MIN_TRIALS, Contrast, contrast
 from lorabench.record.schema import TOTAL, ArmMemory, Numerics
+from lorabench.record.words import number, ratio
 
 Times = dict[str, list[float]]
 
@@ -48,11 +49,11 @@ class Measured:
         """One line: the ratio with its 95 % interval, the medians it is of, each phase, and what the gate found."""
         centre, low, high = self.speedup.speedup
         before, after = (statistics.median(ms[TOTAL]) for ms in (self.reference_ms, self.candidate_ms))
-        parts = [f"{phase} {found.centre:.3g}" for phase, found in self.phases.items() if phase != TOTAL]
+        parts = [f"{phase} {ratio(found.centre)}" for phase, found in self.phases.items() if phase != TOTAL]
         return "; ".join(
             [
-                f"speed-up {centre:.3g} [{low:.3g}, {high:.3g}] (95 %, {len(self.losses['candidate'])} paired trials)",
-                f"{before:.3g} → {after:.3g} ms",
+                f"speed-up {ratio(centre, low, high)} (95 %, {len(self.losses['candidate'])} paired trials)",
+                f"{number(before)} → {number(after)} ms",
                 *([", ".join(parts)] if parts else []),
                 "numerics not checked (no gold)" if self.numerics is None else _checked(self.numerics),
             ]
@@ -61,7 +62,7 @@ class Measured:
 
 def _checked(numerics: Numerics) -> str:
     error, allowed = numerics.grad_error or 0.0, numerics.grad_allowed or 0.0
-    return f"numerics passed (worst gradient off by {error:.1g}, allowed {allowed:.1g})"
+    return f"numerics passed (worst gradient off by {number(error)}, allowed {number(allowed)})"
 
 
 def measure(

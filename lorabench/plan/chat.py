@@ -3,12 +3,15 @@
 Where the template marks them ({% generation %}), its marks are taken. Else each of the assistant's turns begins where
 the chat before it ends with the template's prompt for an answer, and ends where the chat up to it ends: what the
 template puts after an answer (its end-of-turn token) is part of it, what it puts before (the role's header) is not.
+
+Of a chat in two parts, a prompt and its completion, all that comes after the prompt is trained, as TRL does.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
@@ -25,13 +28,32 @@ class ChatError(ValueError):
 def tokenize(tokenizer: Any, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
     """(tokens of the whole chat, for each whether the assistant said it). Raises ChatError."""
     template = _template(tokenizer, tools)
-    try:
+    with _in_one_line():
         if MARKS.search(template) and tokenizer.is_fast:
             made = tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
             return list(made["input_ids"]), [bool(said) for said in made["assistant_masks"]]
         return _by_prefixes(_Rendered(tokenizer, list(messages), tools))
+
+
+def tokenize_completion(
+    tokenizer: Any, prompt: Sequence[Message], completion: Sequence[Message], tools: Any = None
+) -> tuple[list[int], list[bool]]:
+    """(tokens of both, for each whether it comes after the prompt with the template's prompt for an answer). Raises
+    ChatError."""
+    _template(tokenizer, tools)
+    with _in_one_line():
+        chat = _Rendered(tokenizer, [*prompt, *completion], tools)
+        tokens = chat.tokens(chat.whole)
+        begin = common(tokens, chat.tokens(chat.text(prompt, prompt=True)))
+        return tokens, [number >= begin for number in range(len(tokens))]
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    try:
+        yield
     except ChatError:
         raise
     except Exception as error:  # a template may raise anything: roles that do not alternate, a field that it misses

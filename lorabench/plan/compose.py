@@ -37,6 +37,12 @@ CONF = "lorabench.conf"
 MODELS = "model"  # the folder of the named models under conf
 OR_ELSE = {MODELS: "a folder, a config.json or ORG/NAME", "workloads": "BATCHxLENGTH, a JSONL file or ORG/DATASET"}
 LORA = "lora"  # the key under which the adapter's fields stand
+# PEFT's other fields, of which users ask; PEFT is not imported for a word, it takes seconds.
+NOT_MEASURED = frozenset((
+    "use_dora", "modules_to_save", "init_lora_weights", "rank_pattern", "alpha_pattern", "layers_to_transform",
+    "layers_pattern", "exclude_modules", "target_parameters", "lora_bias", "fan_in_fan_out", "trainable_token_indices",
+    "loftq_config", "eva_config", "corda_config", "layer_replication", "megatron_config",
+))  # fmt: skip
 LONGEST, DEEPEST = 20_000, 12  # characters and brackets of an override; Hydra's parser takes minutes for deeper ones
 
 
@@ -172,7 +178,7 @@ def _check_override(override: str, known: Sequence[str]) -> None:
         close = difflib.get_close_matches(root, known, n=1)
         raise ConfigError(f"no key named {root!r}; " + (f"did you mean {close[0]}?" if close else "see --help"))
     if (part := key.partition(".")[2]) and root == LORA and part not in Lora.model_fields:
-        raise ConfigError(str(nearest("key", part, Lora.model_fields, where=f" in {LORA}")))
+        raise ConfigError(_no_field("key", part, Lora))
     if not equals and not override.startswith("~"):
         raise ConfigError(f"{override!r} is not understood: expected {override}=VALUE")
     try:
@@ -210,13 +216,18 @@ def _first(error: ValidationError) -> str:
         named = {c.__name__: c for c in (SweepConfig, RecommendConfig, ModelSpec, Workload, Lora)}
         of = {(): named.get(error.title), (LORA,): Lora}.get(first["loc"][:-1])
         if of is not None:
-            return str(
-                nearest("field", str(first["loc"][-1]), of.model_fields, where=f" in {LORA}" if of is Lora else "")
-            )
+            return _no_field("field", str(first["loc"][-1]), of)
     got = "" if isinstance(first["input"], dict) else f", not {reprlib.repr(first['input'])}"
     if got.removeprefix(", not ") in first["msg"]:  # a validator of ours has said it already
         got = ""
     return f"{where}: {first['msg'].removeprefix('Value error, ')}{got}"
+
+
+def _no_field(what: str, name: str, of: type[BaseModel]) -> str:
+    """Of a name that is no field of a class."""
+    if of is Lora and name in NOT_MEASURED:
+        return f"PEFT's {name} is not measured; expected of {LORA}: {', '.join(Lora.model_fields)}"
+    return str(nearest(what, name, of.model_fields, where=f" in {LORA}" if of is Lora else ""))
 
 
 @dataclass(frozen=True)

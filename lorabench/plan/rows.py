@@ -19,9 +19,13 @@ from lorabench.plan import hub
 
 # What a row may have where no fields are named, in this order.
 MESSAGES = "messages"
-FORMATS = {MESSAGES: (MESSAGES,), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
+PROMPT_COMPLETION = "prompt_completion"
+FORMATS = {MESSAGES: (MESSAGES,), PROMPT_COMPLETION: ("prompt", "completion"), "text": ("text",)}
 EXPECTED = "messages, prompt and completion, or text (or name them: {FILE.jsonl: {fields: [question, answer]}})"
 SUFFIXES = (".jsonl", ".ndjson")
+SHAREGPT = {"from", "value"}  # the fields of its turns
+IN_OUR_WORDS = "rename from to role (human to user, gpt to assistant) and value to content"
+ALPACA = ("instruction", "input", "output")
 
 
 class Rows:
@@ -41,6 +45,8 @@ class Rows:
             return item
         try:
             row = json.loads(item)
+        except UnicodeDecodeError:
+            raise WorkloadError(f"{self.place(index)} is not UTF-8; expected JSON lines in UTF-8") from None
         except (ValueError, RecursionError):
             raise WorkloadError(f"{self.place(index)} is not JSON; expected one object a line") from None
         if not isinstance(row, dict):
@@ -99,18 +105,32 @@ def _data_set(name: str, subset: str | None, split: str) -> Rows:
 
 
 def found(rows: Rows, fields: Sequence[str]) -> tuple[list[str], str | None]:
-    """(fields, format) of rows: of named `fields` only whether the one that there is holds a chat. Raises
-    WorkloadError."""
+    """(fields, format) of rows: of named `fields` only whether the one that there is holds a chat, or the two that
+    there are a chat's two parts. Raises WorkloadError."""
     first = rows[0]
     if not fields:
         name = next((f for f, own in FORMATS.items() if set(own) <= set(first)), None)
         if name is None:
-            near = [field for own in FORMATS.values() for field in own if _close(field, first)]
-            have = f"{', '.join(first) or 'none'}{f'; did you mean {near[0]}?' if near else ';'}"
-            raise WorkloadError(f"{rows.place(0)} has the fields {have} expected {EXPECTED}")
+            have = f"{rows.place(0)} has the fields {', '.join(first) or 'none'};"
+            raise WorkloadError(f"{have} {_remedy(first)}")
         return list(FORMATS[name]), name
-    is_chat = len(fields) == 1 and isinstance(first.get(fields[0]), list)
-    return list(fields), MESSAGES if is_chat else None
+    of_chats = {1: MESSAGES, 2: PROMPT_COMPLETION}.get(len(fields))
+    return list(fields), of_chats if all(isinstance(first.get(field), list) for field in fields) else None
+
+
+def _remedy(row: Mapping[str, Any]) -> str:
+    """What to do with a row that has none of our fields."""
+    for field, value in row.items():
+        turn = value[0] if isinstance(value, list) and value else None
+        if isinstance(turn, Mapping) and set(turn) >= SHAREGPT:
+            return f"these are ShareGPT's: rename {field} to {MESSAGES}, and in its turns {IN_OUR_WORDS}"
+        if isinstance(turn, Mapping) and "role" in turn:
+            return f"name the one that holds the chat: {{FILE.jsonl: {{fields: [{field}]}}}}"
+    named = [field for field in ALPACA if field in row]
+    if named[:1] + named[-1:] == [ALPACA[0], ALPACA[-1]]:
+        return f"these are Alpaca's: name them: {{FILE.jsonl: {{fields: [{', '.join(named)}]}}}}"
+    near = [field for own in FORMATS.values() for field in own if _close(field, row)]
+    return f"{f'did you mean {near[0]}? ' if near else ''}expected {EXPECTED}"
 
 
 def check(rows: Rows, fields: Sequence[str], format: str | None) -> None:
@@ -128,10 +148,15 @@ def check_row(row: Mapping[str, Any], place: str, fields: Sequence[str], format:
             hint = f"; did you mean {near[0]}?" if near else ""
             have = f"its fields are {', '.join(row) or 'none'}, expected {', '.join(fields)}"
             raise WorkloadError(f"no field named {field!r} in {place}{hint}; {have}")
-        if format == MESSAGES:
+        if format == MESSAGES or in_turns(row, fields, format):
             _check_chat(row[field], f"{place}, {field}")
-        elif not isinstance(row[field], str | int | float):
+        elif not isinstance(row[field], str):
             raise WorkloadError(f"{place}: {field} is {_kind(row[field])}; expected text")
+
+
+def in_turns(row: Mapping[str, Any], fields: Sequence[str], format: str | None) -> bool:
+    """Whether a row's prompt and completion are lists of a chat's turns, as the first of them says."""
+    return format == PROMPT_COMPLETION and isinstance(row[fields[0]], list)
 
 
 def _close(field: str, row: Mapping[str, Any]) -> list[str]:
@@ -146,9 +171,10 @@ def _check_chat(messages: Any, place: str) -> None:
             raise WorkloadError(f"{place}: message {number} is {_kind(message)}; expected an object with role, content")
         if not isinstance(message.get("role"), str) or not {"content", "tool_calls"} & set(message):
             fields = ", ".join(map(str, message)) or "none"
-            raise WorkloadError(f"{place}: message {number} has the fields {fields}; expected role and content")
+            remedy = f": {IN_OUR_WORDS}" if set(message) >= SHAREGPT else ""
+            raise WorkloadError(f"{place}: message {number} has the fields {fields}; expected role and content{remedy}")
 
 
 def _kind(value: Any) -> str:
-    named = {dict: "an object", list: "a list", str: "text", type(None): "null"}
+    named = {dict: "an object", list: "a list", str: "text", type(None): "null", int: "a number", float: "a number"}
     return "an empty list" if value == [] else named.get(type(value), f"a {type(value).__name__}")

@@ -16,7 +16,7 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Workload, WorkloadError, length_tables
 from lorabench.plan import chat
 from lorabench.plan.hub import is_name
-from lorabench.plan.rows import MESSAGES, SUFFIXES, check_row, file_rows, rows_of
+from lorabench.plan.rows import MESSAGES, SUFFIXES, check_row, file_rows, in_turns, rows_of
 from lorabench.plan.rows import check as check_rows
 from lorabench.plan.rows import found as find
 from lorabench.plan.weights import RANDOM, load_tokenizer
@@ -128,14 +128,15 @@ def _text(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
 def _tokenize(workload: Workload, row: Mapping[str, Any], place: str, tokenizer: Any) -> Sample:
     check_row(row, place, workload.fields, workload.format)
     values = [row[field] for field in workload.fields]
-    if workload.format == MESSAGES:
-        try:
+    try:
+        if workload.format == MESSAGES:
             tokens, trained = chat.tokenize(tokenizer, values[0], _tools(row))
-        except chat.ChatError as error:
-            raise WorkloadError(f"{place}: {error}") from None
-    else:
-        read = _one_text if workload.format else _lines
-        tokens, trained = read(tokenizer, [str(value) for value in values])
+        elif in_turns(row, workload.fields, workload.format):
+            tokens, trained = chat.tokenize_completion(tokenizer, values[0], values[1], _tools(row))
+        else:
+            tokens, trained = (_one_text if workload.format else _lines)(tokenizer, values)
+    except chat.ChatError as error:
+        raise WorkloadError(f"{place}: {error}") from None
     every = workload.train_on == "all"
     labels = [token if every or said else IGNORE for token, said in zip(tokens, trained, strict=True)]
     return Sample(tokens[: workload.seq_len], labels[: workload.seq_len])

@@ -17,6 +17,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser("python -m lorabench.report", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder with records.jsonl, the output of a sweep")
     folder = parser.parse_args(arguments).run
+    from lorabench.record.store import RECORDS
+
+    if folder.is_dir() and not (folder / RECORDS).exists():
+        wanted = "the folder that a sweep had as output="
+        print(f"{folder.resolve()} has no {RECORDS}; expected {wanted}", file=sys.stderr)
+        return 2
     from rich.console import Console
 
     from lorabench.report.write import Report  # only now: pandas, scipy and matplotlib take seconds

@@ -1,4 +1,4 @@
-"""Numbers as text, the same in every table and on the page."""
+"""Numbers as text, the same in every table and on the page: what is made of record/words.py's."""
 
 from __future__ import annotations
 
@@ -8,26 +8,8 @@ from typing import Any
 
 from lorabench.record.contrast import Speedup
 from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
-
-
-def number(value: Any, digits: int = 3) -> str:
-    """A number with so many significant digits, never in scientific notation above 1e-4; '' for what is unknown."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return ""
-    if value == 0:
-        return "0"
-    if abs(value) < 1e-4:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:.{max(digits - 1 - math.floor(math.log10(abs(value))), 0)}f}"
-
-
-def ratio(value: float, low: float = math.nan, high: float = math.nan) -> str:
-    """`1.31 [1.29, 1.33]`; without interval where there is none."""
-    if not math.isfinite(value):
-        return ""
-    digits = 2 if max(value, high if math.isfinite(high) else 0) >= 10 or high - low > 0.05 else 3
-    shown = f"{value:.{digits}f}"
-    return f"{shown} [{low:.{digits}f}, {high:.{digits}f}]" if math.isfinite(low) and math.isfinite(high) else shown
+from lorabench.record.words import number as number
+from lorabench.record.words import ratio
 
 
 def speedup(found: Speedup | None) -> str:

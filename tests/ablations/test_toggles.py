@@ -1,6 +1,7 @@
 """Each toggle engages, says how often, and notices when it did not."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +123,15 @@ def test_a_captured_step_has_the_uncaptured_one_s_losses():
     losses = {n: [run_trial(a).loss for _ in range(4)] for n, a in made.items()}
     assert losses["captured"] == pytest.approx(losses["plain"], rel=1e-4)
     assert losses["captured"][3] != losses["captured"][0]
+
+
+def test_kernels_that_left_everything_say_the_commonest_reason():
+    from lorakernels.patching import Left, Report
+    from torch import nn
+
+    model, conv = nn.Linear(1, 1), "its base layer is a Conv1D, not a Linear"
+    left = [Left("model", "linear_cross_entropy", "it is odd"), Left("a", "linear", conv), Left("b", "linear", conv)]
+    model._lorabench_lorakernels = {"report": Report(left=left)}  # type: ignore[assignment]
+    evidence = SimpleNamespace(patched=0, arm=SimpleNamespace(model=model))
+    with pytest.raises(NotApplied, match=f"^lora_kernels left a and 1 more to PEFT: {conv}$"):
+        registry.ablation("lora_kernels").audit(evidence)  # type: ignore[arg-type]

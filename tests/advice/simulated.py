@@ -49,7 +49,7 @@ class Clock:
         return self.now
 
 
-def simulated(cell: Cell, number: int, *, large: bool = False, seconds: float = STEP_S) -> Record:
+def simulated(cell: Cell, number: int, *, large: bool = False, seconds: float = STEP_S, noise: float = 0.005) -> Record:
     """What this cell comes to. large: the reference without any toggle does not fit."""
     bad = next((t for t in cell.candidate if isinstance(t, Faster) and t.status != "ok"), None)
     cost = Cost(wall=seconds)
@@ -59,7 +59,7 @@ def simulated(cell: Cell, number: int, *, large: bool = False, seconds: float = 
         return record_of(cell, "s", status=bad.status, reason=f"{bad.label} went wrong", arm="candidate", cost=cost)
     rng = np.random.default_rng(number)
     factors = [speed(arm) for arm in (cell.reference, cell.candidate)]
-    times = [list(100 / f * np.exp(rng.normal(0, 0.005, 20))) for f in factors]
+    times = [list(100 / f * np.exp(rng.normal(0, noise, 20))) for f in factors]
     small = [any(getattr(t, "name", "").startswith("small") for t in arm) for arm in (cell.reference, cell.candidate)]
     if large and not all(small):
         held = {"reference": None if not small[0] else times[0], "candidate": None if not small[1] else times[1]}
@@ -93,7 +93,7 @@ class Simulation:
 
     def __init__(
         self, *toggles: Ablation, minutes: float = 60, large: bool = False, records: Any = None, in_need: Any = (),
-        takes: Any = None, monkeypatch: Any = None,
+        takes: Any = None, noise: float = 0.005, monkeypatch: Any = None,
     ) -> None:  # fmt: skip
         clock = Clock()
         monkeypatch.setattr("lorabench.advice.budget.time", SimpleNamespace(monotonic=clock))
@@ -114,7 +114,7 @@ class Simulation:
         for cell in self.search.cells():
             self.order.append(cell)
             seconds = (takes or {}).get(cell.toggles[0].name if cell.toggles else "", STEP_S)
-            record = simulated(cell, len(self.records), large=large, seconds=seconds)
+            record = simulated(cell, len(self.records), large=large, seconds=seconds, noise=noise)
             clock.now += record.cost.wall if record.cost else 0
             self.records.append(record)
             self.search.learn(cell, record)

@@ -96,6 +96,19 @@ def test_nothing_helps(run):
     assert "Same: nothing" in said.paragraph and "Slower: slower" in said.paragraph
 
 
+def test_what_is_too_noisy_gets_no_number(run):
+    done = run(toggle("perhaps", 1.5), noise=3.0)
+    said = answer(done)
+    assert done.stack == [] and outcomes(done)["perhaps"] == ("unclear", "too noisy to say")
+    assert said.paragraph.startswith("Nothing can be said: the reference is up to ")
+    assert "with another output=" in said.paragraph and "× as fast" not in said.paragraph
+
+
+def test_an_interval_that_is_only_wide_is_shown(run):
+    (outcome, why) = outcomes(run(toggle("perhaps", 1.02), noise=0.2))["perhaps"]
+    assert outcome == "unclear" and why.startswith("[0.") and why.endswith("× as fast")
+
+
 @pytest.mark.parametrize(
     ("status", "outcome"),
     [

@@ -24,6 +24,13 @@ def test_loss_and_gradients_are_peft_s_and_the_table_is_true(family):
     assert line(cells) == ROWS[family], "run python tests/lorakernels/family_table.py"
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_a_base_model_that_gets_its_input_without_a_name_keeps_our_loss(family):
+    cells = measure(family)  # which holds loss and gradients against PEFT's
+    assert line(cells) == ROWS[family]
+    assert lorakernels.apply(build(family)).counts["linear_cross_entropy"] == 1
+
+
 def test_most_families_are_in_the_table():
     assert set(NAMED) <= set(ROWS) <= set(FAMILIES)
     assert len(ROWS) >= 150

@@ -11,7 +11,8 @@ from helpers import sweep
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lorabench.plan.compose import ConfigError, Plan, SweepConfig, load_config, names_in, plan
+from lorabench.contract.model import Lora
+from lorabench.plan.compose import NOT_MEASURED, ConfigError, Plan, SweepConfig, load_config, names_in, plan
 from lorabench.plan.registry import registered
 from lorabench.plan.yaml_file import YamlError, read
 from lorabench.sweep import main
@@ -59,6 +60,8 @@ LINES = {
     "suite=null": "no suite named 'null'", "suite=": "no suite named ''", "suite=../model": "no suite named",
     "dtype=bf16": "did you mean bfloat16?", "dtype=fp16": "did you mean float16?", "dtype=[a]": "dtype",
     "lora.rank=8": "no key named 'rank' in lora; did you mean r?", "+lora.rank=8": "did you mean r?",
+    "lora.use_dora=true": "PEFT's use_dora is not measured; expected of lora: r, lora_alpha, lora_dropout",
+    "models=[{tiny-llama:{use_dora:true}}]": "PEFT's use_dora is not measured", "lora.use_rslor=1": "use_rslora?",
     "lora.dropout=0.1": "did you mean lora_dropout?", "lora=5": "lora", "~lora": "lora", "lora.r=null": "lora.r",
     "lora.lora_alpha=nan": "finite", "lora.lora_dropout=nan": "lora_dropout",
     "lora.target_modules=[q_prj]": "no module named 'q_prj' in the model tiny-llama for lora.target_modules; "
@@ -130,6 +133,12 @@ def test_a_process_ends_with_code_2_and_one_line(arguments, tmp_path):
     done = sweep(*arguments, f"output={tmp_path / 'new'}", cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and nothing_but_planning(done.stdout)
     assert not (tmp_path / "new").exists()
+
+
+def test_what_is_said_not_to_be_measured_is_peft_s():
+    from peft import LoraConfig
+
+    assert set(LoraConfig.__dataclass_fields__) - set(Lora.model_fields) >= NOT_MEASURED
 
 
 def test_a_single_name_is_a_list_of_one():

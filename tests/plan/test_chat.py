@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from own_models import CHATML, messages, tokenizer
 
-from lorabench.plan.chat import ChatError, tokenize
+from lorabench.plan.chat import ChatError, tokenize, tokenize_completion
 from lorabench.plan.weights import WeightsError, gguf_file, load_tokenizer
 
 TWO_TURNS = [("user", "3 * 4?"), ("assistant", "Twelve."), ("user", "Thanks!"), ("assistant", "Welcome.")]
@@ -78,6 +78,21 @@ def test_the_assistant_s_turns_are_trained_and_nothing_else(name):
     template, chat, parts = BY_HAND[name]
     made = tokenizer(template)
     assert list(zip(*tokenize(made, messages(chat)), strict=True)) == expected(made, parts)
+
+
+def test_all_after_a_prompt_is_its_completion_as_in_trl():
+    """Qwen3's kind of template begins an answer behind the prompt for it; what the prompt holds is context."""
+    made, chat = tokenizer(THINKING), messages(TWO_TURNS)
+    assert list(zip(*tokenize_completion(made, chat[:3], chat[3:]), strict=True)) == expected(made, [
+        "<|im_start|>user\n3 * 4?<|im_end|>\n<|im_start|>assistant\nTwelve.<|im_end|>\n",
+        "<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n", "><think></think>Welcome.<|im_end|>\n",
+    ])  # fmt: skip
+    _, trained = tokenize_completion(tokenizer(MARKED), chat[:1], chat[1:])  # several turns: the user's are trained too
+    assert trained == sorted(trained) and trained[-1]
+    with pytest.raises(ChatError, match="roles must alternate"):
+        tokenize_completion(tokenizer(NO_PROMPT), chat[:1], chat[2:])
+    with pytest.raises(ChatError, match="has no chat template"):
+        tokenize_completion(tokenizer(None), chat[:1], chat[1:])
 
 
 def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not():

@@ -58,10 +58,22 @@ def test_what_is_found_in_the_rows_decides(cell):
     whole = cell(both, train_on="all")
     assert trained(whole) == ["3 * 4 = 12<|im_end|>"] * 2 and whole.workload.format == "prompt_completion"
     assert trained(cell([{"text": "Twelve."}] * 2)) == ["Twelve.<|im_end|>"] * 2
-    two = cell([{"q": "3 * 4?", "a": 12}] * 2, fields=["q", "a"])
+    two = cell([{"q": "3 * 4?", "a": "12"}] * 2, fields=["q", "a"])
     assert trained(two) == ["12\n<|im_end|>"] * 2 and two.workload.format is None
     other = cell([{"chat": messages(CHATS[0])}] * 2, fields=["chat"])
     assert trained(other) == ["Twelve.<|im_end|>\n"] * 2 and other.workload.format == "messages"
+
+
+def test_a_prompt_and_its_completion_may_be_lists_of_turns(cell):
+    _, brief, two, _ = (messages(chat) for chat in CHATS)
+    split = [{"prompt": brief[:2], "completion": brief[2:3]}, {"prompt": two[:3], "completion": two[3:]}]
+    made, says = cell(split), ["The Seine.<|im_end|>\n", "You are welcome.<|im_end|>\n"]
+    assert trained(made) == says
+    assert (made.workload.format, made.workload.fields) == ("prompt_completion", ["prompt", "completion"])
+    named = cell([{"ask": row["prompt"], "say": row["completion"]} for row in split], fields=["ask", "say"])
+    assert trained(named) == says
+    mixed = cell([split[0], {"prompt": "3 * 4 =", "completion": " 12"}])
+    assert trained(mixed) == [" 12<|im_end|>", "The Seine.<|im_end|>\n"]
 
 
 def test_a_step_has_no_more_rows_than_the_file(cell):
@@ -116,17 +128,31 @@ WRONG = {
     "json": (f"{GOOD}text\n", {}, "{path} line 2 is not JSON; expected one object a line"),
     "array": ('["x"]\n', {}, "line 1 is a list; expected one JSON object a line"),
     "nothing": ("\n", {}, "has no rows"),
-    "number": ('{"messages": 5}\n', {}, "messages is a int; expected a list of messages"),
+    "number": ('{"messages": 5}\n', {}, "messages is a number; expected a list of messages"),
     "no_messages": ('{"messages": []}\n', {}, "messages is an empty list"),
     "strings": ('{"messages": ["x"]}\n', {}, "message 1 is text; expected an object with role, content"),
-    "sharegpt": ('{"messages": [{"from": "x", "value": "y"}]}\n', {}, "message 1 has the fields from, value; expected"),
+    "number_as_text": (f'{GOOD}{{"text": 3}}\n', {}, "{path} line 2: text is a number; expected text"),
+    "truth_as_text": ('{"text": true}\n', {}, "line 1: text is a bool; expected text"),
+    "half_a_chat": ('{"prompt": [{"role": "user", "content": "x"}], "completion": "y"}\n', {}, "completion is text"),
+    "other_half": ('{"prompt": "x", "completion": [{"role": "assistant", "content": "y"}]}\n', {}, "completion is a l"),
+    "sharegpt": (
+        '{"conversations": [{"from": "human", "value": "y"}]}\n', {},
+        "line 1 has the fields conversations; these are ShareGPT's: rename conversations to messages, and in its turns "
+        "rename from to role (human to user, gpt to assistant) and value to content",
+    ),
+    "turns": ('{"messages": [{"from": "x", "value": "y"}]}\n', {}, "expected role and content: rename"),
+    "unnamed": ('{"chat": [{"role": "user", "content": "y"}]}\n', {}, "holds the chat: {FILE.jsonl: {fields: [chat]}}"),
+    "alpaca": (
+        '{"instruction": "x", "input": "", "output": "y"}\n', {},
+        "these are Alpaca's: name them: {FILE.jsonl: {fields: [instruction, input, output]}}",
+    ),
     "null": ('{"prompt": "x", "completion": null}\n', {}, "line 1: completion is null; expected text"),
     "role": ('{"messages": [{"role": "asistant", "content": "y"}]}\n', {}, "the first has the roles asistant; trained"),
     "length": (GOOD * 2, {"seq_len": 2, "samples": 3}, "has 2 rows; the workload needs 3"),
     "named": (GOOD, {"fields": ["txt"]}, "no field named 'txt' in {path} line 1; did you mean text?"),
     "key": (GOOD, {"lenght": 3}, "no field named 'lenght'"),
     "tokenizer": (GOOD, {"tokenizer": "./nowhere"}, "no such folder"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -136,6 +162,13 @@ def test_what_is_wrong_is_one_line_with_the_file_and_the_line(name, cell, tmp_pa
         cell(content, **changes)
     assert says.replace("{path}", str(tmp_path / "a.jsonl")) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_file_in_another_encoding_is_one_line(folder, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((GOOD + '{"text": "café"}\n').encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"a\.jsonl line 2 is not UTF-8; expected JSON lines in UTF-8"):
+        plan(config(f"models=[{folder}]", f"workload={path}", "ablations=[eager]"), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,11 @@ class Queue:
 
     def __init__(self, outcome, at_once=False):
         self.outcome, self.at_once, self.where, self.measured = outcome, at_once, "here", []
+        self.looks = 0
         self.sessions = {"s": {"id": "s", "machine": MACHINE.model_dump(mode="json")}}
 
     def look(self, command):
+        self.looks += 1
         return MACHINE
 
     def run(self, cells, watch):
@@ -70,6 +72,22 @@ def test_a_ladder_in_parts_goes_on_in_the_part_that_saw_what_did_not_apply(tmp_p
     assert [a.name for a in first.measured[-1].toggles] == ["packing", "gradient_checkpointing"]
     other, _ = measured(tmp_path / "2", "ladder", THREE, unless("nothing"), "part=2/2")
     assert [len(cell.toggles) for cell in other.measured] == [1, 3]
+
+
+@pytest.mark.parametrize(("load", "queue", "said"), [(3.1, "local", 1), (0.9, "local", 0), (3.1, "ray", 0)])
+def test_a_load_of_others_is_said_once_before_the_first_worker(load, queue, said, tmp_path, monkeypatch):
+    asked, written = Queue(crash), io.StringIO()
+
+    def load_average():
+        assert asked.looks == 0, "what a sweep does itself makes load, too"
+        return load
+
+    monkeypatch.setattr(sweep, "load_average", load_average)
+    overrides = ("models=[tiny-llama]", "workload=2x16", "ablations=[eager]", "repeat=2", f"queue={queue}")
+    with Store(tmp_path) as store:
+        sweep._measure(store, asked, config(*overrides, f"output={tmp_path}"), [], Console(file=written))
+    assert asked.looks == 2
+    assert written.getvalue().count(f"load 3.1 on {MACHINE.cores} cores: other processes disturb the times") == said
 
 
 @pytest.mark.parametrize("part", ["3/2", "0/2", "1", "a/b", "1/0", "1/2/3"])

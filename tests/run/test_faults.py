@@ -25,6 +25,7 @@ from lorabench.record.schema import ARMS, Numerics, Record
 from lorabench.record.store import RecordError, Store, StoreError, read_records
 from lorabench.run import worker
 from lorabench.run.process import Workers, kill
+from lorabench.sweep import check_output
 
 ARGS = ("models=[tiny-llama]", "workload=2x16", "trials=2", "warmup=1", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
 
@@ -182,12 +183,26 @@ def test_two_sweeps_into_one_folder(tmp_path):
     assert len(second.stderr.strip().splitlines()) == 1
 
 
-def test_an_output_that_cannot_be_written(tmp_path):
+@pytest.mark.parametrize("command", [["sweep"], ["sweep", "dry_run=true"], ["recommend"]])
+def test_an_output_that_cannot_be_written(command, tmp_path, capsys):
+    """A dry run says what the start would, and neither leaves anything."""
     (tmp_path / "file").write_text("here first")
-    done = sweep(*ARGS, f"output={tmp_path / 'file' / 'sub'}", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "cannot be written" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    (tmp_path / "records.jsonl").mkdir()
+    for folder, why in (
+        (tmp_path / "file" / "sub", "Not a directory"),
+        (Path("/proc/x/y"), "No such file or directory"),
+        (tmp_path, "Is a directory"),
+    ):
+        assert cli.main([*command, f"output={folder}"]) == 2
+        said = f"lorabench: output {folder} cannot be written: {why}; name another folder\n"
+        assert capsys.readouterr().err == said
     assert (tmp_path / "file").read_text() == "here first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "records.jsonl"]
+
+
+def test_an_output_is_looked_at_and_not_made(tmp_path):
+    check_output(tmp_path / "new" / "sub")
+    assert not list(tmp_path.iterdir())
 
 
 def in_a_child(work) -> int:
