@@ -34,6 +34,7 @@ from lorabench.record.store import RECORDS, RecordError, Store, StoreError
 from lorabench.run.agenda import Agenda
 from lorabench.run.load import disturbing, load_average
 from lorabench.run.session import new_session as new_session  # log_command takes it from here
+from lorabench.run.signals import uninterrupted
 
 if TYPE_CHECKING:
     from lorabench.contract.machine import Machine
@@ -134,6 +135,8 @@ def _main(arguments: list[str], console: Console) -> int:
         return 0
     check_output(config.output)
     _say(console, f"lorabench {version('lorabench')}: planning")
+    with uninterrupted():  # an exception in the middle of its C++ would abort the process
+        import torch  # noqa: F401
     if config.dry_run:
         from lorabench.measure.machine import describe
 

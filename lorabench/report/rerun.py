@@ -26,7 +26,9 @@ def rerun(record: Record, command: Sequence[object]) -> str:
     module = next((word for word in words if word in COMMANDS), None)
     given = words[words.index(module) + 1 :] if module else []
     # The least work of a kind is planned as one of that kind's cells: then what the sweep was told of the kind stands.
-    named = OWN if record.is_candidate else tuple(set(OWN) - {"kind"})
+    named = set(OWN) - ({"ablations"} if _is_separate_floor(record) else set())
+    if not record.is_candidate:
+        named.remove("kind")
     kept = [word for word in given if word.lstrip("+~").partition("=")[0] not in named]
     own = [
         *([f"kind={record.kind}"] if record.is_candidate else []),
@@ -42,6 +44,8 @@ def rerun(record: Record, command: Sequence[object]) -> str:
 def _compared(record: Record, suite: bool) -> list[str]:
     """Reference and candidate. Of a head to head the reference is what both sides stand over, as far as either shows
     it. A suite may bring a head to head of its own."""
+    if _is_separate_floor(record):
+        return [f"reference=[{_list(record.reference)}]"]
     if not record.versus or not record.ablations:
         own = [f"reference=[{_list(record.reference)}]", f"ablations=[{_together(record.ablations)}]"]
         return [*own, "versus=null"] if suite else own
@@ -49,6 +53,12 @@ def _compared(record: Record, suite: bool) -> list[str]:
     under += [t for t in record.reference if t not in (*record.versus, *under)]
     sides = f"versus=[{_together(record.ablations)}, {_together(record.versus)}]"
     return [f"reference=[{_list(under)}]", "ablations=null", sides]
+
+
+def _is_separate_floor(record: Record) -> bool:
+    """The reference against itself in separate processes: planned for the sake of the cells that are measured so, and
+    thus with all that the sweep was told to measure."""
+    return record.is_noise_floor and record.pairing == "abba"
 
 
 def _list(names: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ def waterfall(analysis: Analysis) -> Figured:
     for ax, own in zip(axes, drawn, strict=True):
         _draw(ax, own)
     handles: list[Any] = [Patch(color=GREY, label="start, end"), Patch(color=BLUE, label="gains")]
-    handles += [Patch(color=VERMILLION, label="costs"), Patch(color=UNCLEAR, label="either, by its interval")]
+    handles += [Patch(color=VERMILLION, label="costs"), Patch(color=UNCLEAR, label="unclear")]
     legend(figure, [*handles, Line2D([], [], color="black", lw=1.2, label="95 % interval")])
     return figure, left_out
 

@@ -82,7 +82,7 @@ def test_text_is_tokenized_and_only_the_answer_may_be_trained(tmp_path, tokenize
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('{"question": 1}\n{"question": 2}\n', "no field named .answer."),
+        ('{"question": "1"}\n{"question": "2"}\n', "no field named .answer."),
         ("not json\n" * 2, "is not JSON"),
         ('{"question": 1, "answer": 2}\n', "has 1 rows; the workload needs 2"),
     ],

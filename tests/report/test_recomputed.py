@@ -326,18 +326,22 @@ def test_every_number_of_readmes_best_peers_is_of_the_very_rows(script, readme):
     rows = readme["Ours against the best peer"]
     for (folder, model, workload), row in zip(script.DUELS, rows, strict=True):
         pair = [toggles_of(script, row[who]) for who in ("best peer", "ours")]
-        found = [_with_common(script, folder, model, workload, toggles) for toggles in pair]
-        assert all_agree(row["ms, peer → ours"], [median(x, "candidate") for x in found])
+        both = [_with_common(script, folder, model, workload, toggles) for toggles in pair]
+        printed = row["ms, peer → ours"].split(" → ")
+        found = [
+            next(x for x in own if agrees(ms, median(x, "candidate"))) for ms, own in zip(printed, both, strict=True)
+        ]
         assert all_agree(row["GiB, peer → ours"], [peaks(x)[1] / GIB for x in found])
         faster = row["faster by [95 %]"].strip("*")
         paired = "unpaired" not in faster
         own = speedup(found[1]) / speedup(found[0]) if paired else unpaired(*(trials(x, "candidate") for x in found))
         assert is_ratio(faster, own)
-        fastest = [
-            max(speedup(x)[0] for x in _candidates(folder, model, workload) if (script.OURS in x["ablations"]) == ours)
-            for ours in (False, True)
-        ]
-        assert [speedup(x)[0] for x in found] == fastest
+        peers, ours = (
+            [x for x in _candidates(folder, model, workload) if (script.OURS in x["ablations"]) == own]
+            for own in (False, True)
+        )
+        assert speedup(found[0])[0] == max(speedup(x)[0] for x in peers)
+        assert median(found[1], "candidate") <= 1.02 * min(median(x, "candidate") for x in ours), "or level with it"
 
 
 def toggles_of(script, name):
@@ -346,9 +350,9 @@ def toggles_of(script, name):
 
 
 def _with_common(script, folder, model, workload, toggles):
-    """The faster of the rows with these toggles, with and without adapters in the compute dtype."""
+    """The rows with these toggles, with and without adapters in the compute dtype."""
     both = [record(folder, model, workload, toggles | extra) for extra in (set(), {script.COMMON}) if toggles | extra]
-    return max((x for x in both if x), key=lambda x: speedup(x)[0])
+    return [x for x in both if x]
 
 
 def _candidates(folder, model, workload):
