@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# A list of jobs on all GPUs of a machine, without Ray: one worker a GPU, each with its share of the cores, takes the next job
+# that nobody has taken. Workers outlive the shell that started them; a second call with the same folder only waits for them.
+#   bash benchmarks/gpu_queue.sh JOBS FOLDER
+# JOBS: a line a job, `NAME LIMIT_S COMMAND …`; {out} in it is FOLDER/NAME. A job that takes longer than LIMIT_S seconds is ended.
+#   ladder 1500 python3 -m lorabench.sweep suite=predibase_ladder design=steps output={out}
+# FOLDER/log has what each job printed, and what each worker did when. Where no GPU is found there is one worker.
+set -u
+jobs=$(realpath "${1:?a file of jobs}"); folder=$(realpath -m "${2:?a folder}")
+work() {
+  local gpu=$1 name limit command status
+  say() { echo "$(date +%T) worker $gpu: $*"; }
+  while read -r name limit command; do
+    if [ -z "$name" ] || [[ $name == \#* ]] || ! mkdir "$folder/taken/$name" 2> /dev/null; then continue; fi
+    say "$name"
+    timeout -k 20 "$limit" bash -c "${command//\{out\}/$folder/$name}" > "$folder/log/$name.txt" 2>&1 < /dev/null
+    status=$?; say "$name ended with $status"
+  done < "$jobs"
+  say "no job is left"
+}
+if [ "${3:-}" ]; then work "$3"; exit; fi
+if ! mkdir -p "$folder/log" || ! mkdir "$folder/taken" 2> /dev/null; then echo "$folder has workers already: waiting for them"; else
+  gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU); gpus=$((gpus > 0 ? gpus : 1)); each=$(($(nproc) / gpus))
+  for ((gpu = 0; gpu < gpus; gpu++)); do
+    CUDA_VISIBLE_DEVICES=$gpu setsid taskset -c $((gpu * each))-$((gpu * each + each - 1)) \
+      bash "$0" "$jobs" "$folder" "$gpu" > "$folder/log/worker$gpu.txt" 2>&1 < /dev/null &
+  done
+fi
+sleep 1
+while pgrep -f "gpu_queue.sh $jobs $folder [0-9]" > /dev/null; do sleep 2; done
+cat "$folder"/log/worker*.txt
