@@ -23,7 +23,7 @@ from lorabench.record.schema import Record
 from lorabench.report import cells
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.answers import fastest
-from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables, claimed_of
+from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables, claimed_of, increment
 from lorabench.report.claim_tables import UNCLEAR, claims_frame, judged, ours
 from lorabench.report.claims import AS_RATIO, Claim, Match, Source, load_claims, measured
 from lorabench.report.contrasts import WHOLE
@@ -32,7 +32,7 @@ from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, 
 from lorabench.report.shares import ratio_of_ratios
 from lorabench.report.shown import show
 from lorabench.report.tables import md
-from lorabench.report.words import number, ratio, told, unclear
+from lorabench.report.words import number, ratio, unclear
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "lora_kernels"
@@ -106,24 +106,24 @@ class Results:
         """Every claim beside every rung of a ladder that stands on the claim's own baseline."""
         rungs = [(n, rung) for n, a in self.on_gpu.items() for own in ladders(a) for rung in own.rungs]
         return [
-            Step(m.claim, rung.added, rung.increment, rung.trials, n)
+            Step(m.claim, rung.added, rung.increment, increment(rung, self.folders[n]), n)
             for n, rung in rungs if rung.increment
             for m in claimed_of(rung) if not m.differs and not m.inverted
         ]  # fmt: skip
 
 
 class Step(NamedTuple):
-    """A claim about one step of a ladder, and what the step brings in a results folder, of so many trials."""
+    """A claim about one step of a ladder, and what the step brings in a results folder, also in words."""
 
     claim: Claim
     toggle: str
     brings: Speedup
-    trials: int
+    said: str
     folder: str
 
     @property
     def clear(self) -> bool:
-        return not told(self.brings, self.trials).startswith(UNCLEAR)
+        return not self.said.startswith(UNCLEAR)
 
 
 class Measured(NamedTuple):
@@ -161,7 +161,7 @@ def beside(claim: Claim, results: Results) -> Measured | None:
 
 def _of_steps(steps: Sequence[Step]) -> Measured:
     first = steps[0]
-    value = f"{told(first.brings, first.trials)} ×" if len(steps) == 1 else _several(
+    value = f"{first.said} ×" if len(steps) == 1 else _several(
         [(step.brings.centre, step.clear) for step in steps], "×", "workloads"
     )  # fmt: skip
     return Measured(value, f"`{first.toggle}`, as a step of the ladder", "the same", first.folder)
@@ -472,7 +472,7 @@ def _split(analysis: Analysis) -> str:
     found = [
         f"{md(group.title)}: {md(table[0])}\n\n{_markdown(table)}"
         for group in analysis.groups
-        for table in attribution_tables(group.records, analysis.contrasts)
+        for table in attribution_tables(group.records, analysis)
         if table[0].startswith(SHAPLEY)
     ]
     return "\n\n".join(found)

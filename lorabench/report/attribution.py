@@ -25,8 +25,9 @@ Subset = frozenset[str]
 class Rung(NamedTuple):
     """One step of a ladder. `below`: the rung that it stands on, None for the reference. increment: this rung against
     that one; None where either has no time. base: the toggles of the ladder's start; cumulative: this rung against it.
-    before, after: milliseconds of both; NaN where unknown. trials: of the cells that these numbers are of, in the one
-    that has the fewest."""
+    step, whole: what these two were measured by; None where they are made of other cells' ratios. before, after:
+    milliseconds of both; NaN where unknown. trials: of the cells that these numbers are of, in the one that has the
+    fewest."""
 
     added: str
     record: Record
@@ -34,6 +35,8 @@ class Rung(NamedTuple):
     base: list[str]
     cumulative: Speedup | None
     increment: Speedup | None
+    step: Record | None
+    whole: Record | None
     before: float
     after: float
     trials: int
@@ -107,6 +110,7 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
         trials = min((c.trials for c in (own, step) if c), default=0)
         rungs.append(
             Rung(added, record, below, base, own and own.speedup, step and step.speedup,
+                 steps.get(n) or (None if below else whole), whole or (None if below else steps.get(n)),
                  before if below else start, after, trials)
         )  # fmt: skip
     return rungs

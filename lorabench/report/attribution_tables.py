@@ -9,6 +9,7 @@ from typing import Any
 from lorabench.record.contrast import Speedup
 from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Record
 from lorabench.report import claims
+from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import (
     LeftOut,
     Rung,
@@ -19,7 +20,6 @@ from lorabench.report.attribution import (
     shapley,
 )
 from lorabench.report.claims import Match
-from lorabench.report.contrasts import Contrasts
 from lorabench.report.epoch import epochs
 from lorabench.report.tidy import GIB
 from lorabench.report.words import arrow, number, speedup, told
@@ -36,15 +36,16 @@ LADDER = [
 ALONE = "alone: over the start; last: over all the others"
 
 
-def attribution_tables(members: Sequence[Record], contrasts: Contrasts) -> list[AnyTable]:
+def attribution_tables(members: Sequence[Record], analysis: Analysis) -> list[AnyTable]:
     """(caption, headings, rows) for each way of attribution that these records allow."""
     made: list[AnyTable] = []
+    contrasts = analysis.contrasts
     left = leave_one_out(members, contrasts)
     if rungs := ladder(members, contrasts):
-        made.append(ladder_table(rungs, left, members, contrasts))
+        made.append(ladder_table(rungs, left, members, analysis))
         made += _epoch_table(rungs)
     if left:
-        rows = [[x.toggle, _told(x.record, contrasts), x.record.status] for x in left]
+        rows = [[x.toggle, _of_row(x.record, analysis), x.record.status] for x in left]
         made.append(("Leave one out: all toggles against all but one", ["toggle", "total × [95 %]", STATUS], rows))
     if pairs := interactions(members, contrasts):
         rows = [[p.first, p.second, speedup(p.effect)] for p in pairs]
@@ -62,21 +63,21 @@ def _gib(saved: dict[str, float] | None, player: str) -> str:
 
 
 def ladder_table(
-    rungs: Sequence[Rung], left: Sequence[LeftOut], members: Sequence[Record], contrasts: Contrasts
+    rungs: Sequence[Rung], left: Sequence[LeftOut], members: Sequence[Record], analysis: Analysis
 ) -> AnyTable:
     """A row a rung: what it adds here, what alone and what last, and what was published for the same step. Columns that
     no rung has anything in are left out."""
-    first = {name: _told(record, contrasts) for name, record in alone(members).items()}
-    last = {x.toggle: _told(x.record, contrasts) for x in left}
+    first = {name: _of_row(record, analysis) for name, record in alone(members).items()}
+    last = {x.toggle: _of_row(x.record, analysis) for x in left}
     rows = [
         [
             r.added,
             arrow(r.before, r.after, lambda ms: number(ms, 4)) if r.cumulative else "",
-            told(r.increment, r.trials),
-            told(r.cumulative, r.trials),
+            increment(r, analysis),
+            cumulative(r, analysis),
             first.get(r.added, ""),
             last.get(r.added, ""),
-            published(r, contrasts),
+            published(r),
             number(peak(r.record, ARMS[1])),
             r.record.status,
         ]
@@ -89,9 +90,23 @@ def ladder_table(
     return caption, [LADDER[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def _told(record: Record, contrasts: Contrasts) -> str:
-    found = contrasts.of(record)
-    return told(found.speedup, found.trials) if found else ""
+def increment(rung: Rung, analysis: Analysis) -> str:
+    """What a rung adds to the one below it, in words; '' without a time."""
+    return told(rung.increment, rung.trials, _verdict(rung.step, analysis))
+
+
+def cumulative(rung: Rung, analysis: Analysis) -> str:
+    """What a rung is over the start, in words; '' without a time."""
+    return told(rung.cumulative, rung.trials, _verdict(rung.whole, analysis))
+
+
+def _of_row(record: Record, analysis: Analysis) -> str:
+    found = analysis.contrasts.of(record)
+    return told(found.speedup, found.trials, _verdict(record, analysis)) if found else ""
+
+
+def _verdict(record: Record | None, analysis: Analysis) -> str | None:
+    return analysis.row(record)["verdict"] if record else None
 
 
 def peak(record: Record, arm: str) -> float:
@@ -111,7 +126,7 @@ def _of_time(found: Sequence[Match]) -> list[Match]:
     return [m for m in found if m.claim.of_phase == TOTAL and m.claim.measure == claims.SPEEDUP]
 
 
-def published(rung: Rung, contrasts: Contrasts) -> str:
+def published(rung: Rung) -> str:
     """The claims about a rung: about its toggle over what it stands on, or about all so far over the start. Where none
     has this baseline, those of another one, which do not compare. '' without any."""
     stack = [a for a in rung.record.candidate if a not in rung.base]

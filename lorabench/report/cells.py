@@ -63,7 +63,7 @@ def text_groups(analysis: Analysis) -> list[TextGroup]:
         filled = holds.setdefault(_layout(group), set(ALWAYS))
         filled |= {c for row in rows for c, text in row.items() if text}
         own = _headings([group.kind], shares)
-        made.append(TextGroup(group.title, own, rows, records, attribution_tables(group.records, analysis.contrasts)))
+        made.append(TextGroup(group.title, own, rows, records, attribution_tables(group.records, analysis)))
     layouts = map(_layout, analysis.groups)
     return [g._replace(columns=[c for c in g.columns if c in holds[k]]) for g, k in zip(made, layouts, strict=True)]
 

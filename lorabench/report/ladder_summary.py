@@ -9,10 +9,9 @@ from lorabench.record.contrast import Speedup
 from lorabench.record.schema import DID_NOT_APPLY
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import Rung, ladder
-from lorabench.report.attribution_tables import RUNG, AnyTable, peak, published
-from lorabench.report.contrasts import Contrasts
+from lorabench.report.attribution_tables import RUNG, AnyTable, cumulative, increment, peak, published
 from lorabench.report.epoch import Epoch, epochs
-from lorabench.report.words import arrow, number, told
+from lorabench.report.words import arrow, number
 
 MUCH = 1.02  # a step that changes less than this, however surely, is nothing that a user would notice
 
@@ -42,20 +41,20 @@ def steps_table(analysis: Analysis) -> AnyTable:
     rows = []
     for name in names:
         its = [next((r for r in own.rungs if r.added == name), None) for own in found]
-        claimed = dict.fromkeys(_claimed(rung, analysis.contrasts) for rung in its if rung)
-        rows.append([name, *(_increment(rung) for rung in its), "; ".join(filter(None, claimed))])
+        claimed = dict.fromkeys(_claimed(rung) for rung in its if rung)
+        rows.append([name, *(_increment(rung, analysis) for rung in its), "; ".join(filter(None, claimed))])
     return "What each step adds to those before it", [RUNG, *(own.title for own in found), "published"], rows
 
 
-def _claimed(rung: Rung, contrasts: Contrasts) -> str:
+def _claimed(rung: Rung) -> str:
     """Without whether ours is within: that differs from workload to workload."""
-    return published(rung, contrasts).partition(" (ours")[0]
+    return published(rung).partition(" (ours")[0]
 
 
-def _increment(rung: Rung | None) -> str:
+def _increment(rung: Rung | None, analysis: Analysis) -> str:
     if rung is None:
         return ""
-    return told(rung.increment, rung.trials) or rung.record.status.replace("_", " ")
+    return increment(rung, analysis) or rung.record.status.replace("_", " ")
 
 
 def start_to_end(analysis: Analysis) -> AnyTable:
@@ -63,14 +62,14 @@ def start_to_end(analysis: Analysis) -> AnyTable:
     rows = []
     for own in ladders(analysis):
         if own.last:
-            rows += [_ends(own, own.last, epoch) for epoch in epochs(own.rungs) or [None]]
+            rows += [_ends(own, own.last, epoch, analysis) for epoch in epochs(own.rungs) or [None]]
     headings = ["model @ workload", "ms a step, start → end", "in all × [95 %]", "peak GiB, start → end"]
     headings += ["training set", "minutes per epoch (extrapolated), start → end"]
     return "From the start to the end", headings, rows
 
 
-def _ends(own: Ladder, last: Rung, epoch: Epoch | None) -> list[str]:
-    ends = [own.title, arrow(last.start, last.after), told(last.cumulative, last.trials)]
+def _ends(own: Ladder, last: Rung, epoch: Epoch | None, analysis: Analysis) -> list[str]:
+    ends = [own.title, arrow(last.start, last.after), cumulative(last, analysis)]
     ends.append(arrow(peak(own.rungs[0].record, "reference"), peak(last.record, "candidate")))
     if epoch is None:
         return [*ends, "", ""]
@@ -91,20 +90,20 @@ def _sentence(name: str, rungs: Sequence[Rung], analysis: Analysis) -> str:
     absent = [r.record.status.replace("_", " ") for r in rungs if r.record.status in DID_NOT_APPLY]
     if not timed:
         return f"`{name}` has no time here: {', '.join(dict.fromkeys(absent)) or rungs[0].record.status}."
-    sure = [r.increment for r in timed if r.increment and not told(r.increment, r.trials).startswith("unclear")]
+    sure = [r.increment for r in timed if r.increment and not increment(r, analysis).startswith("unclear")]
     gains = sum(found.centre >= MUCH for found in sure)
     costs = sum(found.centre <= 1 / MUCH for found in sure)
     verdicts = [f"gains on {gains}", f"costs on {costs}", f"shows no clear change on {len(timed) - gains - costs}"]
     counted = [v for v, n in zip(verdicts, (gains, costs, len(timed) - gains - costs), strict=True) if n]
-    notes = [_by_how_much(timed, sure), next((c for rung in rungs if (c := _claimed(rung, analysis.contrasts))), "")]
+    notes = [_by_how_much(timed, sure, analysis), next((c for rung in rungs if (c := _claimed(rung))), "")]
     said = "; ".join(filter(None, notes))
     return f"`{name}` {' and '.join(counted)} of {len(timed)} workloads{f' ({said})' if said else ''}."
 
 
-def _by_how_much(timed: Sequence[Rung], sure: Sequence[Speedup]) -> str:
+def _by_how_much(timed: Sequence[Rung], sure: Sequence[Speedup], analysis: Analysis) -> str:
     """Of a single workload its interval, of several the range of those that show a direction."""
     if len(timed) == 1:
-        text = told(timed[0].increment, timed[0].trials)
+        text = increment(timed[0], analysis)
         return text if text.startswith("unclear") else f"×{text}"
     low, high = (number(end((found.centre for found in sure), default=0)) for end in (min, max))
     return f"×{low} to ×{high}" if len(sure) > 1 else f"×{low}" if sure else ""

@@ -10,13 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lorabench.record.contrast import Speedup
 from lorabench.record.schema import DID_NOT_APPLY
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import Rung, ladder
+from lorabench.report.attribution_tables import cumulative, increment
 from lorabench.report.figure import Strip, legend, rows_figure
 from lorabench.report.panels import BLUE, GREY, VERMILLION, Figured, Mark, Panel, that_fit
-from lorabench.report.words import told
 
 UNCLEAR = "#bbbbbb"  # of a rung whose interval has 1 in it
 AXIS = "ms, the median of the start, divided by each rung's paired ratio; its 95 % interval"
@@ -33,9 +32,9 @@ def waterfall(analysis: Analysis) -> Figured:
         return None
     shown, left_out = that_fit(panels)
     drawn = [rungs[panel.title][: len(panel.marks)] for panel in shown]
-    figure, axes = rows_figure([_strip(p.title, own) for p, own in zip(shown, drawn, strict=True)], left_out)
+    figure, axes = rows_figure([_strip(p.title, own, analysis) for p, own in zip(shown, drawn, strict=True)], left_out)
     for ax, own in zip(axes, drawn, strict=True):
-        _draw(ax, own)
+        _draw(ax, own, analysis)
     handles: list[Any] = [Patch(color=GREY, label="start, end"), Patch(color=BLUE, label="gains")]
     handles += [Patch(color=VERMILLION, label="costs"), Patch(color=UNCLEAR, label="unclear")]
     legend(figure, [*handles, Line2D([], [], color="black", lw=1.2, label="95 % interval")])
@@ -46,15 +45,17 @@ def _timed(rungs: Sequence[Rung]) -> list[Rung]:
     return [rung for rung in rungs if rung.cumulative]
 
 
-def _strip(title: str, rungs: Sequence[Rung]) -> Strip:
+def _strip(title: str, rungs: Sequence[Rung], analysis: Analysis) -> Strip:
     last = _timed(rungs)[-1]
     decimals = _decimals(last.start)
     labels = ["start", *(f"{'' if r.record.status in DID_NOT_APPLY else '+ '}{r.added}" for r in rungs), "end"]
     first, end = (
         f"{last.start:.{decimals}f} ms",
-        f"{last.after:.{decimals}f} ms, in all {_times(last, last.cumulative)}",
+        f"{last.after:.{decimals}f} ms, in all {_times(cumulative(last, analysis))}",
     )
-    return Strip(title, labels, [(first, "black"), *(_brings(r, decimals) for r in rungs), (end, "black")], AXIS)
+    return Strip(
+        title, labels, [(first, "black"), *(_brings(r, decimals, analysis) for r in rungs), (end, "black")], AXIS
+    )
 
 
 def _decimals(start: float) -> int:
@@ -62,22 +63,21 @@ def _decimals(start: float) -> int:
     return max(3 - math.floor(math.log10(start)), 0)
 
 
-def _brings(rung: Rung, decimals: int) -> tuple[str, str]:
+def _brings(rung: Rung, decimals: int, analysis: Analysis) -> tuple[str, str]:
     """(what a rung adds to those below it, or why it has no time; its colour)."""
     if rung.cumulative is None:
         return rung.record.status.replace("_", " "), VERMILLION
     if rung.increment is None:
-        return f"{rung.after:.{decimals}f} ms, in all {_times(rung, rung.cumulative)}", "black"
+        return f"{rung.after:.{decimals}f} ms, in all {_times(cumulative(rung, analysis))}", "black"
     change = rung.after - rung.before
-    return f"{'−' if change < 0 else '+'}{abs(change):.{decimals}f} ms, {_times(rung, rung.increment)}", "black"
+    return f"{'−' if change < 0 else '+'}{abs(change):.{decimals}f} ms, {_times(increment(rung, analysis))}", "black"
 
 
-def _times(rung: Rung, found: Speedup | None) -> str:
-    said = told(found, rung.trials)
+def _times(said: str) -> str:
     return said if said.startswith("unclear") else f"×{said}"
 
 
-def _draw(ax: Axes, rungs: Sequence[Rung]) -> None:
+def _draw(ax: Axes, rungs: Sequence[Rung], analysis: Analysis) -> None:
     timed = _timed(rungs)
     start = level = timed[0].start
     ax.barh([0, len(rungs) + 1], [start, timed[-1].after], color=GREY, height=0.6)
@@ -85,7 +85,7 @@ def _draw(ax: Axes, rungs: Sequence[Rung]) -> None:
     for y, rung in enumerate(rungs, start=1):
         if rung.cumulative is None:
             continue
-        ax.barh(y, rung.after - level, left=level, color=_colour(rung, level), height=0.6)
+        ax.barh(y, rung.after - level, left=level, color=_colour(rung, level, analysis), height=0.6)
         ax.plot([level, level], [at + 0.3, y + 0.3], color="#999999", lw=0.7)
         ax.plot([start / rung.cumulative.high, start / rung.cumulative.low], [y, y], color="black", lw=1.2)
         level, at = rung.after, y
@@ -93,7 +93,7 @@ def _draw(ax: Axes, rungs: Sequence[Rung]) -> None:
     ax.set_xlim(left=0)
 
 
-def _colour(rung: Rung, level: float) -> str:
-    if rung.increment and not _times(rung, rung.increment).startswith("×"):
+def _colour(rung: Rung, level: float, analysis: Analysis) -> str:
+    if increment(rung, analysis).startswith("unclear"):
         return UNCLEAR
     return BLUE if rung.after < level else VERMILLION

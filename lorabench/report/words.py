@@ -22,12 +22,13 @@ def unclear(low: float, high: float) -> str:
     return f"unclear {shown[shown.index('[') :]}"
 
 
-def told(found: Speedup | None, trials: int) -> str:
-    """A ratio with its interval; as `unclear` where that holds 1, or where it is of too few trials for a verdict."""
+def told(found: Speedup | None, trials: int, verdict: str | None = None) -> str:
+    """A ratio with its interval; as `unclear` where its `verdict` is that. What was made of several cells has no
+    verdict: it is unclear where its interval holds 1, or where it is of too few trials."""
     if found is None:
         return ""
-    sure = trials >= MIN_TRIALS_FOR_VERDICT and not found.low <= 1 <= found.high
-    return speedup(found) if sure else unclear(found.low, found.high)
+    unsure = trials < MIN_TRIALS_FOR_VERDICT or found.low <= 1 <= found.high
+    return unclear(found.low, found.high) if (verdict == "unclear" if verdict else unsure) else speedup(found)
 
 
 def span(low: float, high: float) -> str:

@@ -38,7 +38,7 @@ def predibase(record, workload="one_by_one_gsm8k"):
 def tables(record, **kwargs):
     made = Analysis(list(predibase(record, **kwargs)))
     (group,) = made.groups
-    return {caption: (headings, rows) for caption, headings, rows in attribution_tables(group.records, made.contrasts)}
+    return {caption: (headings, rows) for caption, headings, rows in attribution_tables(group.records, made)}
 
 
 def test_one_table_has_every_way_of_crediting_a_step(record):
