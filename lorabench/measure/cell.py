@@ -290,6 +290,8 @@ class Measurement:
                 arm.kind.feed(arm, self.task.rounds + 1)
                 self.kind.last(arm, partial(trial.run_trial, arm))
                 arm.kind.clear(arm)
+            if len(here) == len(ARMS):
+                self.kind.cross(*(here[name] for name in ARMS))
         if self.trials:
             self.result.telemetry = sampler.summary(list(zip(*self.trials.values(), strict=True)))
         for name, done in self.trials.items():

@@ -6,7 +6,8 @@ logit at every position. How far rounding moves a logit is measured on the same 
 - Of each arm, every token of every answer is the best of its own model, or below it by no more than rounding may do.
   This holds for what comes after a tie, too, and the loss says whether the model is right.
 - At the first token in which two arms' answers differ, the candidate's lies as near to the best by the reference's
-  model. What follows has another prefix and is not compared with the other arm.
+  model. What follows has another prefix, and no token of the reference to be compared with: where both arms are in one
+  process, the reference's model reads the candidate's answer to its end.
 """
 
 from __future__ import annotations
@@ -127,12 +128,19 @@ class Compared(NamedTuple):
     checks: list[Check]
 
 
-def compare(reference: Choices, candidate: Choices, ours: Answers, theirs: Answers) -> Compared:
-    """`ours` and `theirs`: the reference's and the candidate's answers. What only one arm answers is not compared."""
+def compare(
+    reference: Choices, candidate: Choices, ours: Answers, theirs: Answers, crossed: Choices | None = None
+) -> Compared:
+    """`ours` and `theirs`: the reference's and the candidate's answers. What only one arm answers is not compared.
+    `crossed`: what the reference's model says of the candidate's answers that differ from its own."""
+    read = (
+        ("reference, below its model's", reference), ("candidate, below its model's", candidate),
+        ("candidate, below the reference's", crossed),
+    )  # fmt: skip
     checks = [
-        Check(name=f"each token of the {name}, below its model's best", found=found.worst.below, allowed=found.allowed,
+        Check(name=f"each token of the {name} best", found=found.worst.below, allowed=found.allowed,
               where=str(found.worst) if found.worst.below else "")
-        for name, found in (("reference", reference), ("candidate", candidate)) if found.near
+        for name, found in read if found and found.near
     ]  # fmt: skip
     tokens, parted = 0, list[Place]()
     for name in (name for name in ours if name in theirs):

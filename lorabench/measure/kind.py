@@ -173,6 +173,10 @@ class Kind(KindSpec):
     def last(self, arm: Arm, run: Callable[[], Any]) -> None:
         """After the timed trials: run one more by `run()`, and add to the evidence."""
 
+    def cross(self, reference: Arm, candidate: Arm) -> None:
+        """After `last`, where both arms are in one process: add to the candidate's evidence what the reference's model
+        says of it."""
+
     def said(self, arm: Arm, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """After the timed trials: what a record says of this arm beside its times, which are given in milliseconds by
         phase. What JSON can hold."""

@@ -133,6 +133,19 @@ def test_rubbish_after_a_near_tie_is_refused():
     assert "candidate" in check.name and check.found > check.allowed
 
 
+def test_rubbish_after_a_near_tie_that_the_candidate_confirms_is_refused_by_the_reference_s_model():
+    model = Model(torch.bfloat16)
+    answers, parted = tied(model)
+    at = next(n for n in range(12) if answers["b"][n] != parted["b"][n])
+    rubbish = {**parted, "b": [*parted["b"][: at + 1], *[7] * (11 - at)]}
+    lies = read(model, parted)  # of what it should have answered
+    assert passed(compare(read(model, answers), lies, answers, rubbish))
+    found = compare(read(model, answers), lies, answers, rubbish, read(model, {"b": rubbish["b"]}))
+    (check,) = [c for c in found.checks if not c.passed]
+    assert check.name == "each token of the candidate, below the reference's best"
+    assert passed(compare(read(model, answers), read(model, parted), answers, parted, read(model, {"b": parted["b"]})))
+
+
 def test_answers_of_one_arm_are_not_compared_but_still_read(model):
     answers, nothing = right(model), Choices()
     choices = read(model, answers)

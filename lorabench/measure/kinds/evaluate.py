@@ -71,6 +71,7 @@ class EvaluateArm(Arm):
     seconds: dict[str, float] = field(default_factory=dict)
     loss: float = 0.0
     timed: list[dict[str, float]] = field(default_factory=list)  # `seconds` of the timed trials
+    prompts: dict[str, list[int]] = field(default_factory=dict)  # by the name of what is answered
     reader: greedy.Reader | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
 
@@ -177,11 +178,18 @@ class Evaluate(Kind):
         """What the last trial came to. An arm is held to what its own toggles promise, and its answers are read."""
         evidence, put = arm.evidence, arm.questions
         answers = {question.name: tokens for question, tokens in zip(put, arm.answers, strict=False)}
-        arm.reader.read({question.name: question.prompt for question in put}, answers)
+        arm.prompts |= {question.name: question.prompt for question in put}
+        arm.reader.read(arm.prompts, answers)
         evidence["wanted"] |= {question.name: arm.metrics.max_new_tokens for question in put}
         evidence["answers"] |= answers
         evidence["values"] |= arm.values
         evidence["losses"].append(arm.loss)
+
+    def cross(self, reference: Any, candidate: Any) -> None:
+        ours, theirs = (arm.evidence["answers"] for arm in (reference, candidate))
+        reader = greedy.Reader(reference.model, reference.dtype)
+        reader.read(reference.prompts, {n: tokens for n, tokens in theirs.items() if tokens != ours.get(n, tokens)})
+        candidate.evidence["crossed"] = reader.choices
 
     def said(self, arm: Any, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         if not arm.questions:
@@ -212,7 +220,8 @@ class Evaluate(Kind):
     ) -> Numerics | None:
         both = {"reference": reference, "candidate": candidate}
         wrong = [f"{w} ({arm})" for arm, e in both.items() for w in greedy.lengths(e["answers"], e["wanted"])]
-        found = greedy.compare(*(e[part] for part in ("choices", "answers") for e in both.values()))
+        ours, theirs = reference["answers"], candidate["answers"]
+        found = greedy.compare(reference["choices"], candidate["choices"], ours, theirs, candidate.get("crossed"))
         wrong += [*found.wrong, *_other_values(reference, candidate)]
         losses = list(zip(reference["losses"], candidate["losses"], strict=False))
         error = max((off(theirs, ours) for ours, theirs in losses), default=0.0)
