@@ -23,7 +23,14 @@ from lorabench.record.schema import Record
 from lorabench.report import cells
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.answers import fastest
-from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables, claimed_of, increment
+from lorabench.report.attribution_tables import (
+    SHAPLEY,
+    AnyTable,
+    attribution_tables,
+    claimed_of,
+    increment,
+    increment_is_clear,
+)
 from lorabench.report.claim_tables import UNCLEAR, claims_frame, judged, ours
 from lorabench.report.claims import AS_RATIO, Claim, Match, Source, load_claims, measured
 from lorabench.report.contrasts import WHOLE
@@ -104,10 +111,10 @@ class Results:
     @cached_property
     def steps(self) -> list[Step]:
         """Every claim beside every rung of a ladder that stands on the claim's own baseline."""
-        rungs = [(n, rung) for n, a in self.on_gpu.items() for own in ladders(a) for rung in own.rungs]
+        rungs = [(n, a, rung) for n, a in self.on_gpu.items() for own in ladders(a) for rung in own.rungs]
         return [
-            Step(m.claim, rung.added, rung.increment, increment(rung, self.folders[n]), n)
-            for n, rung in rungs if rung.increment
+            Step(m.claim, rung.added, rung.increment, increment(rung, analysis), increment_is_clear(rung, analysis), n)
+            for n, analysis, rung in rungs if rung.increment
             for m in claimed_of(rung) if not m.differs and not m.inverted
         ]  # fmt: skip
 
@@ -119,11 +126,8 @@ class Step(NamedTuple):
     toggle: str
     brings: Speedup
     said: str
+    clear: bool
     folder: str
-
-    @property
-    def clear(self) -> bool:
-        return not self.said.startswith(UNCLEAR)
 
 
 class Measured(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -78,25 +78,28 @@ def contrasts(
 
 
 def _ladder(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> Iterator[Cell]:
-    standing: list[Ablation] = []
-    for number, toggle in enumerate(each, start=1):
-        together = combine(standing, [toggle])
-        rung = make(base, together, rung=number)
-        yield rung
-        if not known.refused(rung) and not known.failed(rung):
-            standing = together
+    yield from _rungs(each, lambda standing, toggle, n: make(base, combine(standing, [toggle]), rung=n), known)
 
 
 def _steps(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> Iterator[Cell]:
-    standing: list[Ablation] = []
-    stood = 0
-    for number, toggle in enumerate(each, start=1):
-        step = make(combine(base, standing), [toggle], rung=number)
-        yield step
-        if not known.refused(step) and not known.failed(step):
-            standing, stood = combine(standing, [toggle]), stood + 1
-    if stood > 1:  # else the end is the step
+    step = lambda standing, toggle, n: make(combine(base, standing), [toggle], rung=n)  # noqa: E731
+    standing = yield from _rungs(each, step, known)
+    if standing:  # of a single step it is that step's cell again, which is measured once
         yield make(base, standing)
+
+
+def _rungs(
+    each: Sequence[Ablation], rung: Callable[[list[Ablation], Ablation, int], Cell], known: Known
+) -> Generator[Cell, None, list[Ablation]]:
+    """The cell of each toggle on top of those that stand; returns what stands in the end. One that does not apply is
+    not among them."""
+    standing: list[Ablation] = []
+    for number, toggle in enumerate(each, start=1):
+        cell = rung(standing, toggle, number)
+        yield cell
+        if not known.refused(cell) and not known.failed(cell):
+            standing = combine(standing, [toggle])
+    return standing
 
 
 def _leave_one_out(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> list[Cell]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,7 +86,8 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
     ratio the product of the increments. Milliseconds are of one start, the median of what the reference took beside all
     rungs, divided by each rung's own ratio: so they add up, whatever the machine did between two cells.
     """
-    wholes, steps = _wholes(records), _steps(records)
+    steps = _steps(records)
+    wholes = _wholes(records, steps)
     numbers = sorted(wholes.keys() | steps.keys())
     start = _start([*wholes.values(), *(r for n, r in steps.items() if n == numbers[0])])
     base = (steps.get(numbers[0]) or wholes[numbers[0]]).reference if numbers else []
@@ -98,7 +99,7 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
         under = reached[id(below)] if below else None
         own = contrasts.of(whole) if whole else None
         step = contrasts.of(steps[n]) if n in steps else None
-        if below is None:
+        if below is None:  # the start is what it stands on
             own = step = own or step
         elif under and step and not own:
             own = under.product(step)
@@ -116,12 +117,12 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
     return rungs
 
 
-def _wholes(records: Sequence[Record]) -> dict[int, Record]:
+def _wholes(records: Sequence[Record], steps: Mapping[int, Record]) -> dict[int, Record]:
     """Stacks over the reference, by their rung; of steps that is the end alone, which stands on the highest."""
     found = {r.rung or len(r.ablations): r for r in records if r.design == "ladder" and r.ablations}
     for record in records:
         if record.design == "steps" and record.rung is None and record.ablations:
-            same = [n for n, r in _steps(records).items() if set(r.candidate) == set(record.candidate)]
+            same = [n for n, r in steps.items() if set(r.candidate) == set(record.candidate)]
             found |= dict.fromkeys(same[-1:], record)
     return found
 

@@ -22,7 +22,7 @@ from lorabench.report.attribution import (
 from lorabench.report.claims import Match
 from lorabench.report.epoch import epochs
 from lorabench.report.tidy import GIB
-from lorabench.report.words import arrow, number, speedup, told
+from lorabench.report.words import arrow, is_clear, number, speedup, told
 
 AnyTable = tuple[str, list[str], list[list[str]]]  # caption, headings, rows
 
@@ -93,6 +93,11 @@ def ladder_table(
 def increment(rung: Rung, analysis: Analysis) -> str:
     """What a rung adds to the one below it, in words; '' without a time."""
     return told(rung.increment, rung.trials, _verdict(rung.step, analysis))
+
+
+def increment_is_clear(rung: Rung, analysis: Analysis) -> bool:
+    """Whether that shows a direction, or none; False without a time."""
+    return rung.increment is not None and is_clear(rung.increment, rung.trials, _verdict(rung.step, analysis))
 
 
 def cumulative(rung: Rung, analysis: Analysis) -> str:

@@ -23,16 +23,11 @@ def parts(records: Sequence[Record], took: Sequence[float]) -> list[tuple[str, l
     of their own and are to differ.
     """
     base = _base(records)
-    apart = [n for n, record in enumerate(records) if set(record.reference) != base]
-    found = _by_time(took, [n for n in range(len(records)) if n not in apart])
-    apart.sort(key=lambda n: records[n].rung or 0)
-    for said in dict.fromkeys(_own(records[n]) for n in apart):
-        found.append((said, [n for n in apart if _own(records[n]) == said]))
-    return found
-
-
-def _own(record: Record) -> str:
-    return OWN_REFERENCES.get(record.design, OTHER_REFERENCES)
+    over_base = [n for n, record in enumerate(records) if set(record.reference) == base]
+    apart: dict[str, list[int]] = {}
+    for n in sorted({*range(len(records))} - {*over_base}, key=lambda n: (records[n].rung or 0, n)):
+        apart.setdefault(OWN_REFERENCES.get(records[n].design, OTHER_REFERENCES), []).append(n)
+    return [*_by_time(took, over_base), *apart.items()]
 
 
 def _base(records: Sequence[Record]) -> set[str]:

@@ -9,7 +9,15 @@ from lorabench.record.contrast import Speedup
 from lorabench.record.schema import DID_NOT_APPLY
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import Rung, ladder
-from lorabench.report.attribution_tables import RUNG, AnyTable, cumulative, increment, peak, published
+from lorabench.report.attribution_tables import (
+    RUNG,
+    AnyTable,
+    cumulative,
+    increment,
+    increment_is_clear,
+    peak,
+    published,
+)
 from lorabench.report.epoch import Epoch, epochs
 from lorabench.report.words import arrow, number
 
@@ -90,7 +98,7 @@ def _sentence(name: str, rungs: Sequence[Rung], analysis: Analysis) -> str:
     absent = [r.record.status.replace("_", " ") for r in rungs if r.record.status in DID_NOT_APPLY]
     if not timed:
         return f"`{name}` has no time here: {', '.join(dict.fromkeys(absent)) or rungs[0].record.status}."
-    sure = [r.increment for r in timed if r.increment and not increment(r, analysis).startswith("unclear")]
+    sure = [r.increment for r in timed if r.increment and increment_is_clear(r, analysis)]
     gains = sum(found.centre >= MUCH for found in sure)
     costs = sum(found.centre <= 1 / MUCH for found in sure)
     verdicts = [f"gains on {gains}", f"costs on {costs}", f"shows no clear change on {len(timed) - gains - costs}"]
@@ -103,7 +111,6 @@ def _sentence(name: str, rungs: Sequence[Rung], analysis: Analysis) -> str:
 def _by_how_much(timed: Sequence[Rung], sure: Sequence[Speedup], analysis: Analysis) -> str:
     """Of a single workload its interval, of several the range of those that show a direction."""
     if len(timed) == 1:
-        text = increment(timed[0], analysis)
-        return text if text.startswith("unclear") else f"×{text}"
+        return f"{'×' if sure else ''}{increment(timed[0], analysis)}"
     low, high = (number(end((found.centre for found in sure), default=0)) for end in (min, max))
     return f"×{low} to ×{high}" if len(sure) > 1 else f"×{low}" if sure else ""

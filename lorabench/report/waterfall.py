@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from lorabench.record.schema import DID_NOT_APPLY
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import Rung, ladder
-from lorabench.report.attribution_tables import cumulative, increment
+from lorabench.report.attribution_tables import cumulative, increment, increment_is_clear
 from lorabench.report.figure import Strip, legend, rows_figure
 from lorabench.report.panels import BLUE, GREY, VERMILLION, Figured, Mark, Panel, that_fit
 
@@ -94,6 +94,6 @@ def _draw(ax: Axes, rungs: Sequence[Rung], analysis: Analysis) -> None:
 
 
 def _colour(rung: Rung, level: float, analysis: Analysis) -> str:
-    if increment(rung, analysis).startswith("unclear"):
+    if rung.increment and not increment_is_clear(rung, analysis):
         return UNCLEAR
     return BLUE if rung.after < level else VERMILLION

@@ -22,13 +22,19 @@ def unclear(low: float, high: float) -> str:
     return f"unclear {shown[shown.index('[') :]}"
 
 
+def is_clear(found: Speedup, trials: int, verdict: str | None = None) -> bool:
+    """Whether a ratio shows a direction, or none: by its `verdict`. What was made of several cells has no verdict: it
+    is unclear where its interval holds 1, or where it is of too few trials."""
+    if verdict:
+        return verdict != "unclear"
+    return trials >= MIN_TRIALS_FOR_VERDICT and not found.low <= 1 <= found.high
+
+
 def told(found: Speedup | None, trials: int, verdict: str | None = None) -> str:
-    """A ratio with its interval; as `unclear` where its `verdict` is that. What was made of several cells has no
-    verdict: it is unclear where its interval holds 1, or where it is of too few trials."""
+    """A ratio with its interval, where it is clear; else the interval as `unclear`."""
     if found is None:
         return ""
-    unsure = trials < MIN_TRIALS_FOR_VERDICT or found.low <= 1 <= found.high
-    return unclear(found.low, found.high) if (verdict == "unclear" if verdict else unsure) else speedup(found)
+    return speedup(found) if is_clear(found, trials, verdict) else unclear(found.low, found.high)
 
 
 def span(low: float, high: float) -> str:
