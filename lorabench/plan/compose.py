@@ -243,7 +243,7 @@ def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
     ConfigError."""
     try:
         default = DEFAULTS[device]
-        if wrong := next((design for design in config.design if design not in DESIGNS), None):
+        if (wrong := next((design for design in config.design if design not in DESIGNS), None)) is not None:
             raise nearest("design", wrong, DESIGNS)
         subjects = _told_apart([_subject(item, config, default, device) for item in config.models])
         toggles = _toggles(config, subjects)

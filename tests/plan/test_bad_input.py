@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 from helpers import sweep
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lorabench.contract.model import Lora
@@ -176,6 +176,7 @@ OVERRIDES = st.builds("{}{}={}".format, st.sampled_from(["", "", "", "+", "++", 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(overrides=st.lists(OVERRIDES, min_size=1, max_size=3))
+@example(overrides=["models=tiny-gemma", "design="])
 def test_any_configuration_is_a_plan_or_one_line(overrides):
     try:
         made = plan(load_config(["models=[tiny-llama]", *overrides]), "cpu")
