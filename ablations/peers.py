@@ -24,6 +24,8 @@ from unittest.mock import patch
 
 from lorabench.contract.ablation import Ablation, Blueprint, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.settings import Settings, Worth
+from lorabench_ablations.attention import backends
+from lorabench_ablations.flash_attention import FlashAttention2
 from lorabench_ablations.liger import AXOLOTL as LIGER_KEYS
 from lorabench_ablations.liger import NO_CAPTURE, apply_liger
 from lorabench_ablations.lora_kernels import SLOTS
@@ -45,6 +47,10 @@ INSTALL = {
     "unsloth_zoo": UNSLOTH_EXTRA,
 }
 SAME_SITES = "both patch the same sites"
+ATTENTION = (  # every one but SDPA, which is the reference's
+    "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "sdpa_cudnn",
+    "sdpa_efficient", "sdpa_flash", "sdpa_math", "varlen", "xformers",
+)  # fmt: skip
 AXOLOTL_FAMILIES = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"))
 UNSLOTH_FAMILIES = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"))
 
@@ -172,7 +178,9 @@ class Unsloth(Peer):
         "adapter_dtype": "Unsloth keeps its adapters in float32; measure it with reference=peft",
         "compilation": "Unsloth compiles its blocks itself",
         "checkpointing": "Unsloth has its own, which is left off here",
+        **dict.fromkeys(ATTENTION, "Unsloth picks its attention itself"),
     }
+    decides: ClassVar[tuple[str, ...]] = ("attention",)  # flash-attn's, else xformers', else SDPA: what is installed
     distributions: ClassVar[tuple[str, ...]] = ("unsloth", "unsloth_zoo")
 
     def build(self, blueprint: Blueprint) -> nn.Module:
@@ -193,6 +201,11 @@ class Unsloth(Peer):
 
     def patch(self, model: nn.Module) -> int:
         return sites(model)
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        """With the attention that it picked."""
+        flash = {name: evidence.ops[name] for name in FlashAttention2.operators if evidence.ops[name]}
+        return super().notes(evidence) | {"attention_backend": backends(evidence.ops) | flash}
 
     def settings(self) -> Settings:
         ours = "AutoModelForCausalLM.from_pretrained and get_peft_model"

@@ -135,10 +135,10 @@ def word_model(folder: Path, hidden: int = 32, intermediate: int = 48) -> tuple[
     return folder / "model", folder / "text.jsonl"
 
 
-def sweep(*overrides: str, cwd: Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+def sweep(*overrides: str, cwd: Path, timeout: float = 240, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     """Run `python -m lorabench.sweep` as a user would."""
     command = [sys.executable, "-m", "lorabench.sweep", *overrides]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False, **kwargs)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, **kwargs)
 
 
 def installed(folder: Path, package: str, files: Mapping[str, Path], points: Mapping[str, str]) -> dict[str, str]:

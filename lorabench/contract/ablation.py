@@ -142,6 +142,7 @@ class Ablation:
     summary: ClassVar[str] = ""
     requires: ClassVar[Requires] = Requires()
     excludes: ClassVar[Mapping[str, str]] = {}  # name or slot of another toggle -> why both cannot be on
+    decides: ClassVar[tuple[str, ...]] = ()  # slots in which it does as it sees fit, whatever the reference has there
     kinds: ClassVar[tuple[str, ...]] = ("train",)  # the kinds of cell that know this toggle (measure/kinds)
     bounds: ClassVar[str | None] = None  # no way to train, but the least work of a cell of that kind
     changes_weights: ClassVar[bool] = False  # how frozen weights are held: in both arms alike it is part of the model

@@ -97,7 +97,7 @@ def settings() -> dict[str, Any]:
         "the garbage collector": gc.get_threshold(),
         "gc.callbacks": tuple(map(Same, gc.callbacks)),
         "the interpreter's switch interval": sys.getswitchinterval(),
-        "the recursion limit": sys.getrecursionlimit(),
+        "the recursion limit": min(sys.getrecursionlimit(), 1000),  # torch.compile raises it, which slows nobody
         "tracing or profiling by Python": (sys.gettrace() is not None, sys.getprofile() is not None),
         "the process's priority": os.nice(0),
         "the process's CPUs": tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
@@ -256,10 +256,10 @@ class Guard:
 
     def __init__(self, alone: bool) -> None:
         """`alone`: this process measures one arm, whose toggles may patch what is the whole process's."""
-        from torch._dynamo.eval_frame import TorchPatcher  # some seconds, of a process that measures only
-
         self.alone = alone
-        TorchPatcher.patch()  # torch's compiler wraps the optimizers' methods, when something first asks for it
+        # What torch's compiler wraps for the whole process when it is first used (optimizers' methods, the construction
+        # of modules) it wraps here: some seconds, of a process that measures only.
+        torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
         self.settings, self.functions = settings(), functions()
         self.arm: Arm | None = None
         self.threads = {thread.native_id for thread in threading.enumerate()}

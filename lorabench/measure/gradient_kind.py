@@ -34,10 +34,6 @@ class GradientKind(Kind):
         """About what one token takes in a float32 forward and backward of the shallow model."""
         raise NotImplementedError
 
-    def imports(self, request: Request) -> None:
-        """PEFT, and what transformers builds this model from."""
-        import peft  # noqa: F401
-
     def losses(self, arm: Arm, out: Any) -> dict[str, float]:
         arm.outs = out
         for one in (x for mine in out for x in mine):

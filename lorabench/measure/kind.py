@@ -131,12 +131,14 @@ class Kind(KindSpec):
         return {}
 
     def audited(self, arm: Arm) -> Sequence[Ablation]:
-        """The toggles whose audit has to find them at work."""
-        return arm.ablations
+        """The toggles whose audit has to find them at work: not those of slots that another one decides."""
+        decided = {slot for ablation in arm.ablations for slot in ablation.decides}
+        return [a for a in arm.ablations if a.slot not in decided]
 
     def imports(self, request: Request) -> None:
         """Import what an arm of this kind is built from, before any toggle is asked: what a toggle then replaces in it
-        is noticed."""
+        is noticed. PEFT always: beside torchao its import runs transformers' own once more."""
+        import peft  # noqa: F401
 
     def counts(self, arm: Arm) -> dict[str, JobCounts]:
         """Tokens and bytes by job; {} where a trial has no tokens."""

@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 import types
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, conflict
 from lorabench.contract.cell import Cell
+from lorabench.measure.kind import Kind
 from lorabench.measure.numerics import one_step
 from lorabench.plan import registry
 from lorabench_ablations import peers
@@ -192,6 +194,25 @@ def test_every_peer_has_processes_and_the_slot_of_the_others(name):
     for other in ("lora_kernels", "liger"):
         assert "fused_kernels" in conflict([peer, registry.ablation(other)])
     assert conflict([peer, registry.ablation("lora_qkv_kernel")])
+
+
+def test_what_decides_a_slot_excludes_all_of_it_but_the_default():
+    every = [registry.ablation(name) for name in registry.registered()]
+    decided = [(one, slot) for one in every for slot in one.decides]
+    assert [(one.name, slot) for one, slot in decided] == [("unsloth", "attention")]
+    for one, slot in decided:
+        allowed = {a.name for a in every if a.slot == slot and not conflict([one, a])}
+        assert allowed == {"sdpa"}, "any other would stand in a record without having been looked for"
+
+
+def test_unsloth_s_own_attention_is_no_fault_of_sdpa_s(stand_in, monkeypatch, tmp_path):
+    stand_in(unsloth={"FastLanguageModel": FastLanguageModel})
+    monkeypatch.setenv("UNSLOTH_COMPILE_LOCATION", str(tmp_path))
+    monkeypatch.setattr(peers, "version", lambda name: "1")
+    made = arm("sdpa", "adamw", "unsloth", layers=2)
+    assert [a.name for a in Kind.audited(made.kind, made)] == ["adamw", "unsloth"]
+    without = Counter({"flash_attn::_flash_attn_forward": 2})
+    assert made.ablations[-1].notes(Evidence(made, 1, without))["attention_backend"] == dict(without)
 
 
 def test_unsloth_keeps_its_float32_adapters():

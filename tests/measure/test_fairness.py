@@ -1,6 +1,7 @@
 """Times that cannot be trusted are refused, and the reason says what was found."""
 
 import gc
+import sys
 import threading
 import time
 
@@ -56,6 +57,18 @@ def test_a_replaced_function_of_torch_or_method_of_its_tensors_is_named(owner, n
     monkeypatch.setattr(owner, name, lambda *args: None)
     with pytest.raises(Untrusted, match=rf"replaced torch\.\w*\.?{name} for the whole process"):
         guard.check_all()
+
+
+def test_a_recursion_limit_may_be_raised_and_not_lowered():
+    limit, guard = sys.getrecursionlimit(), Guard(alone=False)
+    try:
+        sys.setrecursionlimit(limit + 1000)
+        guard.check()
+        sys.setrecursionlimit(900)
+        with pytest.raises(Untrusted, match="changed the recursion limit"):
+            guard.check()
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def test_a_replaced_function_and_a_hook_on_the_other_arm_s_model_are_named(monkeypatch):

@@ -101,6 +101,9 @@ class Evaluate(Kind):
         score = flops.forward_tflop(shape, flops.lengths_of(samples[0]))
         return [Work({GENERATE: flops.forward_tflop(shape, answered), SCORE: score})]
 
+    def imports(self, request: Request) -> None:
+        _trained().imports(request)
+
     def build(self, request: Request) -> Arm:
         """A training arm's model, in evaluation mode."""
         made = _trained().build(request)

@@ -48,6 +48,9 @@ class Limit(Kind):
         """The kind that is bounded."""
         return kind(next(a.bounds for a in ablations if a.bounds))
 
+    def imports(self, request: Request) -> None:
+        self._of(request.cell.candidate).imports(request)
+
     def build(self, request: Request) -> Arm:
         """An arm of the bounded kind: only what of it is recorded is the limit's own."""
         bounded = self._of(request.cell.candidate)
@@ -55,7 +58,7 @@ class Limit(Kind):
 
     def audited(self, arm: Arm) -> Sequence[Ablation]:
         """A limit runs no part of the model, so the reference's toggles cannot be at work in it."""
-        return [a for a in arm.ablations if a.bounds] or arm.ablations
+        return [a for a in arm.ablations if a.bounds] or super().audited(arm)
 
     def gate(self, gate: GateRequest) -> Verdicts:
         """The reference is judged as ever; a limit computes no adapter's gradients, so there is nothing to judge."""

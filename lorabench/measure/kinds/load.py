@@ -37,6 +37,7 @@ from lorabench.measure.plain_reader import PlainReader
 from lorabench.measure.rates import copy_gbs, read_gbs
 from lorabench.measure.safetensors_file import entries
 from lorabench.measure.saved import saved_once
+from lorabench.plan.architecture import skeleton
 from lorabench.record.schema import Numerics
 
 READ, PLACE = "read", "place"
@@ -87,6 +88,10 @@ class Load(Kind):
         model = causal_lm(cell.model, {"dtype": dtype}, torch.device("meta"), None)
         gbytes = 1e-9 * form_of(ablations).nbytes(model)
         return [Work(gbytes={READ: gbytes, PLACE: gbytes})]
+
+    def imports(self, request: Request) -> None:
+        super().imports(request)
+        skeleton(request.model, layers=1)
 
     def build(self, request: Request) -> Arm:
         plain = checkpoint(request)
