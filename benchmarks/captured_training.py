@@ -19,6 +19,7 @@ stopped is kept.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import subprocess
 import sys
@@ -42,12 +43,14 @@ from lorabench.record.store import write_atomically
 ARMS = ("plain", "captured", "lorakernels", "lorakernels_captured", "unsloth")
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # Unsloth wants names
+LAST_WORDS = 20.0  # seconds before an arm's limit at which it says where it stands; it counts from its imports on
 LOGS = 20  # of a run: each is a wait for the device
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if options.only:
+        faulthandler.dump_traceback_later(max(1.0, options.timeout - LAST_WORDS))
         options.out.write_text(json.dumps(run(options, options.only)))
         return 0
     arms: dict[str, Any] = {}
@@ -103,18 +106,23 @@ def apart(options: argparse.Namespace, arm: str) -> dict[str, Any]:
         return {"unsupported": "needs unsloth: pip install 'lorabench[unsloth]'"}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "arm.json")
-        given = {
-            n: v for n, v in vars(options).items() if v is not None and n not in ("arms", "out", "only", "timeout")
-        }
+        given = {n: v for n, v in vars(options).items() if v is not None and n not in ("arms", "out", "only")}
         words = [w for n, v in given.items() for w in (f"--{n.replace('_', '-')}", str(v))]
         command = [sys.executable, __file__, *words, "--only", arm, "--out", str(answer)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"no end within {options.timeout} s"}
+        except subprocess.TimeoutExpired as error:
+            said = error.stderr or b""
+            return failed(options, arm, f"no end within {options.timeout} s", said.decode(errors="replace"))
         if done.returncode or not answer.exists():
-            return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+            return failed(options, arm, (done.stderr.strip().splitlines() or ["no message"])[-1], done.stderr)
         return json.loads(answer.read_text())
+
+
+def failed(options: argparse.Namespace, arm: str, reason: str, said: str) -> dict[str, Any]:
+    """The arm's reason; all that it said, with where it stood shortly before its limit, is kept beside the results."""
+    (options.out / f"{arm}.stderr.txt").write_text(said)
+    return {"failed": reason}
 
 
 def run(options: argparse.Namespace, arm: str) -> dict[str, Any]:

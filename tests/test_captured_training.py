@@ -45,6 +45,16 @@ def test_an_arm_that_fails_is_named_and_costs_no_other(script, tmp_path):
     assert script.main(command) == 1
     found = json.loads((tmp_path / "out" / "captured_training.json").read_text())
     assert "nothing_of_the_kind" in found["arms"]["captured"]["failed"]
+    assert "nothing_of_the_kind" in (tmp_path / "out" / "captured.stderr.txt").read_text()
+
+
+@pytest.mark.exhaustive
+def test_an_arm_without_an_end_says_where_it_stood(script, tmp_path):
+    command = ["--model", "tiny-llama", "--steps", "99999", "--seq-len", "4", "--timeout", "20"]
+    assert script.main([*command, "--out", str(tmp_path / "out"), "--arms", "plain"]) == 1
+    found = json.loads((tmp_path / "out" / "captured_training.json").read_text())
+    assert found["arms"]["plain"]["failed"] == "no end within 20 s"
+    assert "captured_training.py" in (tmp_path / "out" / "plain.stderr.txt").read_text()
 
 
 def test_real_text(script, tmp_path):
