@@ -30,6 +30,7 @@ from lorabench.plan.compose import ConfigError, RecommendConfig, load_recommend_
 from lorabench.plan.design import refusal
 from lorabench.plan.registry import ablation_class, registered
 from lorabench.record.store import Store, write_atomically
+from lorabench.run.agenda import AGAIN
 from lorabench.run.load import load_average
 from lorabench.sweep import check_output, in_one_line, warn_of_load
 
@@ -167,7 +168,7 @@ def _search(config: RecommendConfig, store: Store, queue: LocalQueue) -> Search:
     from lorabench.plan.estimate import computed
     from lorabench.report.analysis import Analysis
 
-    again = ("crash", "timeout", "oom") if config.resume == "failed" else ()
+    again = AGAIN if config.resume == "failed" else ()
     records = {r.key: r for r in store.records() if r.status not in again}
     if records and config.resume is False:
         raise ConfigError(f"{config.output} already holds {len(records)} records; resume=true, or another output=")

@@ -340,13 +340,17 @@ def _told_apart(subjects: Sequence[Subject]) -> list[Subject]:
 
 def _parts(item: str) -> tuple[str, str, str]:
     """(kind, name, workload) of KIND:NAME@WORKLOAD, the first and the last "" where they are not said. A folder's name
-    may have such characters too."""
+    may have such characters too. Raises NameUnknown."""
     if weights.local(item):
         return "", item, ""
     prefix, colon, rest = item.partition(":")
     if not colon or prefix.startswith((".", "/", "~")):
         prefix, rest = "", item
-    name, _, own = rest.partition("@")
+    name, at, own = rest.partition("@")
+    if item.startswith(":") or not name or (at and not own):
+        raise NameUnknown(
+            f"{item!r} is no model; expected KIND:MODEL@WORKLOAD, KIND: and @WORKLOAD where they are wanted"
+        )
     return prefix, name, own
 
 

@@ -77,6 +77,35 @@ def test_on_its_device_in_its_dtype(x, ranks, dropout, device, dtype, monkeypatc
         assert_close(got[name], wanted[name], dtype, 4)
 
 
+def test_one_gemm_keeps_of_a_young_adapter_what_bfloat16_swallows_behind_a_rounded_base():
+    """The share of an adapter's own product that reaches the output, B as it is after AdamW's first update."""
+    torch.manual_seed(0)
+    made = get_peft_model(Two().bfloat16(), LoraConfig(r=3, target_modules=["up"]))
+    linear = made.base_model.model.up
+    x = torch.randn(512, K, dtype=torch.bfloat16)
+    a, b = (getattr(linear, name)["default"].weight for name in ("lora_A", "lora_B"))
+
+    def share():
+        with torch.no_grad():
+            b.zero_()
+            base = linear(x)
+            b.copy_(2e-4 * torch.randn(b.shape, generator=torch.Generator().manual_seed(1)).sign())
+            added, exact = (
+                (linear(x) - base).double(),
+                linear.scaling["default"] * (x.double() @ a.double().t() @ b.double().t()),
+            )
+        return float((added * exact).sum() / exact.square().sum())
+
+    plain = share()
+    shares = {}
+    for one_gemm in (True, False):
+        apply_linears(made, one_gemm=one_gemm)
+        shares[one_gemm] = share()
+        remove_linears(made)
+    assert plain < 0.7 and shares[False] < 0.7, "rounded, then added to, and rounded again"
+    assert shares[True] == pytest.approx(1, abs=0.1)
+
+
 def test_remove_gives_back_what_there_was(x):
     made = model()
     wanted, state = results(made, x), {n: t.clone() for n, t in made.state_dict().items()}

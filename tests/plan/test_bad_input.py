@@ -70,6 +70,7 @@ LINES = {
     "lora.target_modules='.*nope'": "no module named '.*nope'", "lora.target_modules='[('": "no regular expression",
     "lora.target_modules=[input_layernorm]": "a LlamaRMSNorm; expected a linear",
     "models=[{tiny-llama:{target_modules:[x]}}]": "no module named 'x'",
+    "models=['tiny-llama@']": "is no model; expected KIND:MODEL@WORKLOAD", "models=[':tiny-llama']": "is no model",
     "models=nope": "no model named 'nope'; known:", "models=tiny-lama": "did you mean tiny-llama?",
     "models=[{tiny-llama:{rank:3}}]": "did you mean r?", "models=[null]": "a model is a name",
     "models=[nope:tiny-llama]": "no kind named 'nope'", "models=[]": "at least 1 item",
