@@ -113,7 +113,10 @@ class Results:
         """Every claim beside every rung of a ladder that stands on the claim's own baseline."""
         rungs = [(n, a, rung) for n, a in self.on_gpu.items() for own in ladders(a) for rung in own.rungs]
         return [
-            Step(m.claim, rung.added, rung.increment, increment(rung, analysis), increment_is_clear(rung, analysis), n)
+            Step(
+                m.claim, rung.added, rung.increment, increment(rung, analysis), increment_is_clear(rung, analysis),
+                rung.unpaired, n,
+            )
             for n, analysis, rung in rungs if rung.increment
             for m in claimed_of(rung) if not m.differs and not m.inverted
         ]  # fmt: skip
@@ -127,6 +130,7 @@ class Step(NamedTuple):
     brings: Speedup
     said: str
     clear: bool
+    unpaired: bool
     folder: str
 
 
@@ -168,7 +172,8 @@ def _of_steps(steps: Sequence[Step]) -> Measured:
     value = f"{first.said} ×" if len(steps) == 1 else _several(
         [(step.brings.centre, step.clear) for step in steps], "×", "workloads"
     )  # fmt: skip
-    return Measured(value, f"`{first.toggle}`, as a step of the ladder", "the same", first.folder)
+    how = ", unpaired" if any(step.unpaired for step in steps) and len(steps) > 1 else ""
+    return Measured(value + how, f"`{first.toggle}`, as a step of the ladder", "the same", first.folder)
 
 
 def _several(values: Sequence[tuple[float, bool]], unit: str, places: str) -> str:
@@ -230,7 +235,7 @@ def standing(claim: Claim, results: Results) -> list[str]:
     if found is None:
         return ["open: no published results measure it", "", ""]
     name = found.folder.rpartition("/")[2]
-    return [f"**{found.value}** ({found.toggles})", md(found.baseline), f"[{name}](RESULTS/{found.folder}/summary.md)"]
+    return [f"{found.value} ({found.toggles})", md(found.baseline), f"[{name}](RESULTS/{found.folder}/summary.md)"]
 
 
 def some_claims(results: Results) -> str:

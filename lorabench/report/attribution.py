@@ -17,17 +17,20 @@ from numpy.typing import NDArray
 
 from lorabench.record.contrast import Contrast, Speedup, combined
 from lorabench.record.schema import ARMS, DID_NOT_APPLY, TOTAL, ArmMemory, Record
-from lorabench.report.contrasts import Contrasts, toggles
+from lorabench.report.contrasts import WHOLE, Contrasts, toggles
+from lorabench.report.shares import between, reference_waits
 
 Subset = frozenset[str]
+MODEL = ("forward", "backward")  # an update of small tensors waits for its host on any machine
 
 
 class Rung(NamedTuple):
     """One step of a ladder. `below`: the rung that it stands on, None for the reference. increment: this rung against
     that one; None where either has no time. base: the toggles of the ladder's start; cumulative: this rung against it.
-    step, whole: what these two were measured by; None where they are made of other cells' ratios. before, after:
-    milliseconds of both; NaN where unknown. trials: of the cells that these numbers are of, in the one that has the
-    fewest."""
+    step, whole: what these two were measured by; None where they are made of other cells' ratios. unpaired: the
+    increment is the ratio of two cells' own times. start, before, after: milliseconds of the ladder's start, of the
+    rung below and of this one; NaN where unknown. trials: of the cells that these numbers are of, in the one that has
+    the fewest."""
 
     added: str
     record: Record
@@ -37,14 +40,11 @@ class Rung(NamedTuple):
     increment: Speedup | None
     step: Record | None
     whole: Record | None
+    unpaired: bool
+    start: float
     before: float
     after: float
     trials: int
-
-    @property
-    def start(self) -> float:
-        """Milliseconds of the reference; NaN where this rung has no time."""
-        return self.after * self.cumulative.centre if self.cumulative else math.nan
 
 
 class LeftOut(NamedTuple):
@@ -83,36 +83,46 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
 
     A rung was measured against the reference (design=ladder), against the rung below it (design=steps), or both. What
     was not measured is made of the other: an increment is then the ratio of two cumulative ratios, and a cumulative
-    ratio the product of the increments. Milliseconds are of one start, the median of what the reference took beside all
-    rungs, divided by each rung's own ratio: so they add up, whatever the machine did between two cells.
+    ratio the product of the increments. Milliseconds are those of the reference beside the highest stack that was
+    measured over it, divided by each rung's own ratio: so they add up, whatever the machine did between two cells.
+
+    A start that waits for its host, or took longer beside one rung than beside another, would bring the host's noise
+    into every increment twice. There (shares.py) an increment is the ratio of the two cells' own times, unpaired, and
+    milliseconds are the medians of these.
     """
     steps = _steps(records)
     wholes = _wholes(records, steps)
     numbers = sorted(wholes.keys() | steps.keys())
-    start = _start([*wholes.values(), *(r for n, r in steps.items() if n == numbers[0])])
+    start = _start([*(wholes[n] for n in numbers[::-1] if n in wholes), *(steps[n] for n in numbers[:1] if n in steps)])
     base = (steps.get(numbers[0]) or wholes[numbers[0]]).reference if numbers else []
+    waits = any(reference_waits(r, MODEL) for r in wholes.values())
     rungs: list[Rung] = []
     reached: dict[int, Contrast | None] = {}  # over the reference, by the identity of a rung's record
     for n in numbers:
         record, whole = steps.get(n) or wholes[n], wholes.get(n)
-        below = _below([rung.record for rung in rungs], record)
+        lower = _below(rungs, record)
+        below = lower.record if lower else None
         under = reached[id(below)] if below else None
         own = contrasts.of(whole) if whole else None
         step = contrasts.of(steps[n]) if n in steps else None
-        if below is None:  # the start is what it stands on
+        paired = True
+        if lower is None:  # the start is what it stands on
             own = step = own or step
         elif under and step and not own:
             own = under.product(step)
-        elif under and own and not step:
-            step = own.difference(under)
+        elif under and own and whole and not step:
+            found = between(lower.whole, whole, WHOLE, contrasts, waits) if lower.whole else None
+            step, paired = found or (own.difference(under), True)
         reached[id(record)] = own
+        after = start / own.centre if own else math.nan
+        if own and whole and waits and not steps:
+            after = _median(whole, "candidate_ms")
         added = " + ".join(a for a in record.ablations if below is None or a not in below.candidate) or toggles(record)
-        before, after = (start / c.centre if c else math.nan for c in (under, own))
         trials = min((c.trials for c in (own, step) if c), default=0)
         rungs.append(
             Rung(added, record, below, base, own and own.speedup, step and step.speedup,
                  steps.get(n) or (None if below else whole), whole or (None if below else steps.get(n)),
-                 before if below else start, after, trials)
+                 not paired, start, lower.after if lower else start, after, trials)
         )  # fmt: skip
     return rungs
 
@@ -132,18 +142,22 @@ def _steps(records: Sequence[Record]) -> dict[int, Record]:
     return {r.rung: r for r in records if r.design == "steps" and r.rung is not None}
 
 
-def _start(steps: Sequence[Record]) -> float:
-    """Milliseconds of the reference: the median of its medians beside each rung."""
-    took = [ms for r in steps if (total := (r.phases or {}).get(TOTAL)) and (ms := total.reference_ms)]
-    return float(np.median([np.median(ms) for ms in took])) if took else math.nan
+def _start(cells: Sequence[Record]) -> float:
+    """Milliseconds of the reference in the first of the cells that has any."""
+    return next((ms for r in cells if math.isfinite(ms := _median(r, "reference_ms"))), math.nan)
 
 
-def _below(lower: Sequence[Record], record: Record) -> Record | None:
+def _median(record: Record, name: str) -> float:
+    ms = getattr((record.phases or {}).get(TOTAL), name, None)
+    return float(np.median(ms)) if ms else math.nan
+
+
+def _below(lower: Sequence[Rung], record: Record) -> Rung | None:
     """The nearest lower rung that did apply. One that did not is no part of those above it, as older records, which do
     not say their rung, show by the toggles that they have."""
-    stood = [r for r in lower if r.status not in DID_NOT_APPLY]
+    stood = [r for r in lower if r.record.status not in DID_NOT_APPLY]
     if record.rung is None:
-        stood = [r for r in lower if set(r.ablations) < set(record.ablations)]
+        stood = [r for r in lower if set(r.record.ablations) < set(record.ablations)]
     return stood[-1] if stood else None
 
 

@@ -34,6 +34,7 @@ LADDER = [
     "published for this step", "peak GiB", STATUS,
 ]  # fmt: skip
 ALONE = "alone: over the start; last: over all the others"
+UNPAIRED = "unpaired: the ratio of the two cells' own times, because the start waits for its host"
 
 
 def attribution_tables(members: Sequence[Record], analysis: Analysis) -> list[AnyTable]:
@@ -87,12 +88,15 @@ def ladder_table(
     caption = "Ladder: each rung keeps the ones above it"
     if any(row[LADDER.index(name)] for row in rows for name in LADDER[4:6]):
         caption += f" ({ALONE})"
+    if any(r.unpaired for r in rungs):
+        caption += f" ({UNPAIRED})"
     return caption, [LADDER[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def increment(rung: Rung, analysis: Analysis) -> str:
     """What a rung adds to the one below it, in words; '' without a time."""
-    return told(rung.increment, rung.trials, _verdict(rung.step, analysis))
+    said = told(rung.increment, rung.trials, _verdict(rung.step, analysis))
+    return f"{said}, unpaired" if rung.unpaired else said
 
 
 def increment_is_clear(rung: Rung, analysis: Analysis) -> bool:

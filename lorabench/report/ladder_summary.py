@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from lorabench.record.contrast import Speedup
-from lorabench.record.schema import DID_NOT_APPLY
+from lorabench.record.schema import ARMS, DID_NOT_APPLY
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import Rung, ladder
 from lorabench.report.attribution_tables import (
@@ -19,7 +20,7 @@ from lorabench.report.attribution_tables import (
     published,
 )
 from lorabench.report.epoch import Epoch, epochs
-from lorabench.report.words import arrow, number
+from lorabench.report.words import arrow, number, too_few
 
 MUCH = 1.02  # a step that changes less than this, however surely, is nothing that a user would notice
 
@@ -71,18 +72,25 @@ def start_to_end(analysis: Analysis) -> AnyTable:
     for own in ladders(analysis):
         if own.last:
             rows += [_ends(own, own.last, epoch, analysis) for epoch in epochs(own.rungs) or [None]]
-    headings = ["model @ workload", "ms a step, start → end", "in all × [95 %]", "peak GiB, start → end"]
+    headings = ["model @ workload", "ms a step, start → end", "of it host, start → end", "in all × [95 %]"]
+    headings += ["peak GiB, start → end"]
     headings += ["training set", "minutes per epoch (extrapolated), start → end"]
     return "From the start to the end", headings, rows
 
 
 def _ends(own: Ladder, last: Rung, epoch: Epoch | None, analysis: Analysis) -> list[str]:
-    ends = [own.title, arrow(last.start, last.after), cumulative(last, analysis)]
+    row = analysis.row(last.whole) if last.whole else {}
+    host = (row.get(f"{arm}_host_share", math.nan) for arm in ARMS)
+    ends = [own.title, arrow(last.start, last.after), arrow(*host, _percent), cumulative(last, analysis)]
     ends.append(arrow(peak(own.rungs[0].record, "reference"), peak(last.record, "candidate")))
     if epoch is None:
         return [*ends, "", ""]
     lengths = "" if epoch.data.measured else ", lengths approximate"
     return [*ends, f"{epoch.data.name} ({epoch.data.samples} samples{lengths})", arrow(epoch.start, epoch.end)]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if math.isfinite(share) else ""
 
 
 def conclusions(analysis: Analysis) -> list[str]:
@@ -101,8 +109,10 @@ def _sentence(name: str, rungs: Sequence[Rung], analysis: Analysis) -> str:
     sure = [r.increment for r in timed if r.increment and increment_is_clear(r, analysis)]
     gains = sum(found.centre >= MUCH for found in sure)
     costs = sum(found.centre <= 1 / MUCH for found in sure)
-    verdicts = [f"gains on {gains}", f"costs on {costs}", f"shows no clear change on {len(timed) - gains - costs}"]
-    counted = [v for v, n in zip(verdicts, (gains, costs, len(timed) - gains - costs), strict=True) if n]
+    few = sum(too_few(r.increment, r.trials) for r in timed if r.increment)
+    rest = len(timed) - gains - costs - few
+    verdicts = {"gains on": gains, "costs on": costs, "shows no clear change on": rest, "has too few trials on": few}
+    counted = [f"{verdict} {n}" for verdict, n in verdicts.items() if n]
     notes = [_by_how_much(timed, sure, analysis), next((c for rung in rungs if (c := _claimed(rung))), "")]
     said = "; ".join(filter(None, notes))
     return f"`{name}` {' and '.join(counted)} of {len(timed)} workloads{f' ({said})' if said else ''}."

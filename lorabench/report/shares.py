@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lorabench.contract.kind import kind, registered
-from lorabench.record.contrast import contrast
+from lorabench.record.contrast import Contrast, contrast
 from lorabench.record.schema import Record
 from lorabench.report.contrasts import Contrasts, Phases, trials
 
@@ -80,12 +80,20 @@ class Shares:
 
 def ratio_of_ratios(record: Record, least: Record, phases: Phases, contrasts: Contrasts) -> Share | None:
     """The time of `least` / the record's, both of the candidate."""
-    return of_two(record, least, phases, contrasts, _reference_waits(record, kind(least.kind).phases))
+    return of_two(record, least, phases, contrasts, reference_waits(record, kind(least.kind).phases))
 
 
 def of_two(record: Record, other: Record, phases: Phases, contrasts: Contrasts, waits: bool) -> Share | None:
     """The time of `other` / the record's, both of the candidate. waits: whether the reference waits for its host, which
     leaves no pairing through it."""
+    found = between(other, record, phases, contrasts, waits)
+    return found and Share(*found[0].speedup, paired=found[1])
+
+
+def between(
+    other: Record, record: Record, phases: Phases, contrasts: Contrasts, waits: bool
+) -> tuple[Contrast, bool] | None:
+    """The same, as a contrast, and whether it is paired."""
     ours, bound = contrasts.of(record, phases), contrasts.of(other, phases)
     if ours is None or bound is None:
         return None
@@ -93,8 +101,8 @@ def of_two(record: Record, other: Record, phases: Phases, contrasts: Contrasts, 
     if apart > REFERENCES_APART or waits:
         times = (_times(r, phases, "candidate_ms") for r in (other, record))
         direct = contrast(*times, paired=False)
-        return direct and Share(*direct.speedup, paired=False)
-    return Share(*ours.difference(bound).speedup, paired=True)
+        return direct and (direct, False)
+    return ours.difference(bound), True
 
 
 def _median(record: Record, phases: Phases, name: str) -> float:
@@ -105,7 +113,7 @@ def _times(record: Record, phases: Phases, name: str) -> list[float]:
     return getattr(trials(record, phases), name)
 
 
-def _reference_waits(record: Record, phases: Phases) -> bool:
+def reference_waits(record: Record, phases: Phases) -> bool:
     """Whether the profile saw the device idle in one of these phases of the reference."""
     profiled = (record.roofline or {}).get("reference", {})
     return any(profiled[p].label == "host-bound" for p in phases if p in profiled)

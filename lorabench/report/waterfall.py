@@ -18,7 +18,8 @@ from lorabench.report.figure import Strip, legend, rows_figure
 from lorabench.report.panels import BLUE, GREY, VERMILLION, Figured, Mark, Panel, that_fit
 
 UNCLEAR = "#bbbbbb"  # of a rung whose interval has 1 in it
-AXIS = "ms, the median of the start, divided by each rung's paired ratio; its 95 % interval"
+PAIRED = "ms: the start's beside the end, divided by each rung's paired ratio; its 95 % interval"
+UNPAIRED = "ms: medians of each rung's own cell; 95 % interval of its ratio to the one below it"
 
 
 def waterfall(analysis: Analysis) -> Figured:
@@ -54,8 +55,9 @@ def _strip(title: str, rungs: Sequence[Rung], analysis: Analysis) -> Strip:
         f"{last.after:.{decimals}f} ms, in all {_times(cumulative(last, analysis))}",
     )
     return Strip(
-        title, labels, [(first, "black"), *(_brings(r, decimals, analysis) for r in rungs), (end, "black")], AXIS
-    )
+        title, labels, [(first, "black"), *(_brings(r, decimals, analysis) for r in rungs), (end, "black")],
+        UNPAIRED if any(r.unpaired for r in rungs) else PAIRED,
+    )  # fmt: skip
 
 
 def _decimals(start: float) -> int:
@@ -80,6 +82,7 @@ def _times(said: str) -> str:
 def _draw(ax: Axes, rungs: Sequence[Rung], analysis: Analysis) -> None:
     timed = _timed(rungs)
     start = level = timed[0].start
+    unpaired = any(rung.unpaired for rung in rungs)
     ax.barh([0, len(rungs) + 1], [start, timed[-1].after], color=GREY, height=0.6)
     at = 0
     for y, rung in enumerate(rungs, start=1):
@@ -87,7 +90,8 @@ def _draw(ax: Axes, rungs: Sequence[Rung], analysis: Analysis) -> None:
             continue
         ax.barh(y, rung.after - level, left=level, color=_colour(rung, level, analysis), height=0.6)
         ax.plot([level, level], [at + 0.3, y + 0.3], color="#999999", lw=0.7)
-        ax.plot([start / rung.cumulative.high, start / rung.cumulative.low], [y, y], color="black", lw=1.2)
+        base, ratio = (rung.before, rung.increment) if unpaired and rung.increment else (start, rung.cumulative)
+        ax.plot([base / ratio.high, base / ratio.low], [y, y], color="black", lw=1.2)
         level, at = rung.after, y
     ax.plot([level, level], [at + 0.3, len(rungs) + 0.7], color="#999999", lw=0.7)
     ax.set_xlim(left=0)

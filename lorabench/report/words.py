@@ -17,7 +17,7 @@ def speedup(found: Speedup | None) -> str:
 
 
 def unclear(low: float, high: float) -> str:
-    """`unclear [0.98, 1.05]`: an interval that says no direction is shown without a centre, which would."""
+    """`unclear [0.98, 1.05]`: an interval without a verdict is shown without a centre, which would say a direction."""
     shown = ratio(high, low, high)
     return f"unclear {shown[shown.index('[') :]}"
 
@@ -31,10 +31,18 @@ def is_clear(found: Speedup, trials: int, verdict: str | None = None) -> bool:
 
 
 def told(found: Speedup | None, trials: int, verdict: str | None = None) -> str:
-    """A ratio with its interval, where it is clear; else the interval as `unclear`."""
+    """A ratio with its interval, where it is clear; else the interval as `unclear`, with the number of trials where it
+    is that which leaves it so."""
     if found is None:
         return ""
-    return speedup(found) if is_clear(found, trials, verdict) else unclear(found.low, found.high)
+    if is_clear(found, trials, verdict):
+        return speedup(found)
+    return unclear(found.low, found.high) + (f", {trials} trials" if too_few(found, trials) else "")
+
+
+def too_few(found: Speedup, trials: int) -> bool:
+    """Whether an interval shows a direction, and only the trials are too few for a verdict."""
+    return trials < MIN_TRIALS_FOR_VERDICT and not found.low <= 1 <= found.high
 
 
 def span(low: float, high: float) -> str:

@@ -3,12 +3,14 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import benchmark
 
+from lorabench.record.schema import ARMS
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import ladder, leave_one_out
-from lorabench.report.attribution_tables import attribution_tables
+from lorabench.report.attribution_tables import attribution_tables, increment
 from lorabench.report.claims import load_claims
 from lorabench.report.epoch import data_sets, epochs
 from lorabench.report.ladder_summary import conclusions, start_to_end, steps_table
@@ -113,9 +115,37 @@ def test_the_last_step_is_also_what_its_toggle_adds_when_all_others_are_on(recor
 def test_too_few_trials_for_a_verdict_are_unclear_in_every_table_of_the_ladder(record):
     made = Analysis([record(["packing"], design="ladder", rung=1, speedup=9.0, trials=4, workload="one_by_one_gsm8k")])
     _, _, rows = start_to_end(made)
-    assert rows[0][2].startswith("unclear [")
+    assert rows[0][3].startswith("unclear [")
     assert steps_table(made)[2][0][1].startswith("unclear [")
-    assert conclusions(made)[0].startswith("`packing` shows no clear change on 1 of 1 workloads (unclear [")
+    assert rows[0][3].endswith("], 4 trials") and steps_table(made)[2][0][1].endswith("], 4 trials")
+    assert conclusions(made)[0].startswith("`packing` has too few trials on 1 of 1 workloads (unclear [")
+
+
+def slower(record, by):
+    """The same record of a host on which both arms took so many times as long."""
+    phases = {
+        name: phase.model_copy(update={f"{arm}_ms": [by * ms for ms in getattr(phase, f"{arm}_ms")] for arm in ARMS})
+        for name, phase in record.phases.items()
+    }
+    return record.model_copy(update={"phases": phases})
+
+
+def test_over_a_start_that_waits_for_its_host_a_step_is_of_the_two_cells_own_times(record):
+    """What the host did beside one rung and not beside the next is in no increment, and in no milliseconds."""
+    idle = {"reference": {"forward": {"label": "host-bound"}}}
+    common = {"design": "ladder", "workload": "one_by_one_gsm8k", "sd": 0.004, "roofline": idle}
+    made = [slower(record(["packing"], rung=1, speedup=4.0, **common), 80)]  # 2000 ms
+    made += [slower(record(["packing", "sdpa"], rung=2, speedup=4.8, **common), 120)]  # 2500 ms
+    analysis = Analysis(made)
+    first, second = ladder(made, analysis.contrasts)
+    assert second.unpaired and not first.unpaired
+    assert second.increment.centre == pytest.approx(0.8, rel=0.05), "and not 4.8 / 4"
+    assert (second.start, second.before, second.after) == pytest.approx((12000, 2000, 2500), rel=0.05)
+    assert (second.before, second.after) == tuple(np.median(r.phases["total"].candidate_ms) for r in made)
+    assert increment(second, analysis).endswith("], unpaired")
+    assert start_to_end(analysis)[2][0][1] == f"{second.start:.0f} → {second.after:.0f}"
+    (axis,) = [ax for ax in figures(analysis)["ladder"][0].axes if ax.patches]
+    assert "medians of each rung's own cell" in axis.get_xlabel()
 
 
 def test_an_epoch_is_extrapolated_where_the_lengths_have_a_training_set(record):
@@ -142,7 +172,7 @@ def test_the_waterfall_says_milliseconds_that_add_up_and_what_has_none(record):
     start = next(float(t.removesuffix(" ms")) for t in said if re.fullmatch(r"[\d.]+ ms", t))
     end = next(float(t.partition(" ms")[0]) for t in said if "in all" in t)
     changes = [float(m[1].replace("−", "-")) for t in said if (m := re.match(r"([−+][\d.]+) ms, ×", t))]
-    assert len(changes) == 4 and start + sum(changes) == pytest.approx(end, abs=0.1)
+    assert len(changes) == 4 and start + sum(changes) == pytest.approx(end, abs=0.15)
     bars = figure.axes[0].patches
     assert len(bars) == 2 + 4  # start and end, and a bar a rung with a time
 
@@ -156,7 +186,7 @@ def test_several_ladders_together_and_what_they_say(record):
     assert by["adamw"][2] == "Predibase 1.10"
     _, headings, rows = start_to_end(made)
     assert [row[0].rpartition("_")[2] for row in rows] == ["gsm8k", "glue", "glue"]  # two training sets of GLUE
-    assert "extrapolated" in headings[-1] and float(rows[0][2].split()[0]) == pytest.approx(4.2, rel=0.02)
+    assert "extrapolated" in headings[-1] and float(rows[0][3].split()[0]) == pytest.approx(4.2, rel=0.02)
     said = dict(zip(STEPS, conclusions(made), strict=True))
     assert said["packing"].startswith("`packing` gains on 2 of 2 workloads (×")
     assert said["flash_attention_2"] == "`flash_attention_2` has no time here: unsupported."
