@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import benchmark
 
 from lorabench.measure.trial import run_trial
+from lorabench.report.claims import load_claims
+
+PUBLISHED = Path(__file__).resolve().parents[1] / "results/h200/dram_bytes/dram.csv"
 
 HEADER = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
 
@@ -78,3 +84,18 @@ def test_the_least_bytes_are_every_operand_and_every_result_once(dram):
     mib = 2**20
     assert dram.least(4096, "forward") == (64 + 64 + 32) * mib + mib // 4
     assert dram.least(4096, "backward") == (3 * 64 + 32) * mib + mib // 2
+
+
+def test_what_the_claims_say_was_counted_is_what_the_published_file_holds(dram):
+    """The sources' shapes: dropout 0.1, 8192 tokens, forward and backward."""
+    with open(PUBLISHED, encoding="utf-8") as file:
+        found = dram.read(file)
+    counted = {}
+    for hidden in dram.HIDDEN:
+        ours, base = (sum(dram.total(found, hidden, 0.1, arm, dram.PHASES)) for arm in (dram.ARMS[-1], dram.ARMS[0]))
+        counted[dram.model(hidden, 0.1)] = f"{100 * (1 - ours / base):.1f}"
+    claims = {s.id: [c for c in s.claims if c.quantity == "memory_traffic_saved_pct"] for s in load_claims()}
+    own = {c.model: re.findall(r"counted (\S+) % saved", c.open) for c in claims["lorafusion_kernels"]}
+    assert own == {model: [saved] for model, saved in counted.items()}
+    (together,) = claims["lorafusion"]
+    assert "counted {}, {} and {} % saved".format(*counted.values()) in together.open
