@@ -25,7 +25,8 @@ def test_it_trains_compares_and_writes(script, inputs, tmp_path, capsys):
     model, text = inputs
     command = [str(text), "--weights", str(model), "--steps", "4", "--batch", "3", "--out", str(tmp_path / "out")]
     assert script.main(command) == 0
-    assert "lorakernels, seed 1" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "lorakernels, seed 1" in said and "times_one_seed_twice" in said and "times_two_seeds" in said
     rows = list(csv.DictReader((tmp_path / "out" / "losses.csv").open()))
     assert len(rows) == 4 and len(rows[0]) == 6
     plain, ours, other = (
@@ -58,11 +59,11 @@ def test_held_out_samples_are_trained_on_by_nobody(script, inputs):
     assert len(batches) == 8 and sum(b.real for b in batches) < sum(len(s.tokens) for s in train)
 
 
-def curves(script, off):
-    """Two seeds of PEFT 0.1 apart, and ours `off` from each."""
+def curves(script, off, again=0.0):
+    """Two seeds of PEFT 0.1 apart, ours `off` from each, and the repetition `again` from its first run."""
     steps = np.linspace(3, 2, 40)
     return {
-        run: (steps + 0.1 * run.seed + (off if run.ours else 0.0)).tolist()
+        run: (steps + 0.1 * run.seed + (off if run.ours else 0.0) + (again if run.again else 0.0)).tolist()
         for run in script.RUNS
     }  # fmt: skip
 
@@ -74,6 +75,19 @@ def test_the_verdict(script, off, passed):
     assert found["mean_distance"]["lorakernels and peft, seed 1"] == pytest.approx(abs(off))
     assert found["mean_distance"]["peft, two seeds"] == pytest.approx(0.1)
     assert found["mean_distance"]["peft, seed 0, twice"] == 0
+    assert found["times_two_seeds"]["lorakernels and peft, seed 1"]["mean"] == pytest.approx(abs(off) / 0.1)
+    assert found["times_one_seed_twice"]["lorakernels and peft, seed 1"] == {"mean": None, "largest": None}
+    assert "not above that of PEFT's two seeds" in found["criterion"]
+    assert "runs twice is reported and decides nothing" in found["criterion"]
+
+
+def test_both_comparisons_are_reported(script):
+    found = script.verdict(curves(script, 0.04, again=0.01), 10)
+    assert found["passed"], "four times what one seed twice is apart, and within two seeds"
+    for seed in script.SEEDS:
+        ours = f"lorakernels and peft, seed {seed}"
+        assert found["times_one_seed_twice"][ours] == {"mean": pytest.approx(4), "largest": pytest.approx(4)}
+        assert found["times_two_seeds"][ours] == {"mean": pytest.approx(0.4), "largest": pytest.approx(0.4)}
 
 
 def test_one_wild_stretch_fails(script):
