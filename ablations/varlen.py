@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Requires
+from lorabench.contract.settings import Settings
 from lorabench_ablations.attention import CUDA, Fused, RequiresSupport
 
 if TYPE_CHECKING:
@@ -52,3 +53,7 @@ class Xformers(Segmented):
         from .segments import xformers_mask
 
         return xformers_mask(super().collate(batch))
+
+    def settings(self) -> Settings:
+        note = "transformers has no attention of this name: only Axolotl's trainer has it, by its key below"
+        return Settings(axolotl={"xformers_attention": True}, note=note)

@@ -312,3 +312,8 @@ def test_a_pinned_backend_that_refuses_names_the_mask(monkeypatch):
         made.step.forward(batch)
     without = replace(batch, inputs={n: x for n, x in batch.inputs.items() if n != "attention_mask"})
     assert what_is_masked(without) == "causal"
+
+
+def test_xformers_is_switched_on_by_axolotls_key_alone():
+    said = registry.ablation("xformers").settings()
+    assert said.axolotl == {"xformers_attention": True} and not said.model and "Axolotl" in said.note
