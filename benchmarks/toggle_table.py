@@ -1,0 +1,105 @@
+"""The table of docs/toggles.md: every toggle that this project registers, from the registry.
+
+    python benchmarks/toggle_table.py            # writes it into the page
+    python benchmarks/toggle_table.py --print    # shows it
+
+A toggle of another package is not on the page, whatever is installed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from lorabench.contract.ablation import Ablation, Requires
+from lorabench.plan.registry import ablation_class, registered
+from lorabench.report.tables import md
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/toggles.md"
+OURS = "lorabench_ablations."
+MARKED = re.compile(r"(?<=<!-- toggles -->\n).*?(?=<!-- /toggles -->)", re.DOTALL)
+# Where more stands of a toggle: by its name, else by its slot. Seen from docs/.
+PAGES = {
+    "attention": "attention.md",
+    "batch_size": "batch-size.md",
+    "batching": "packing.md",
+    "checkpointing": "checkpointing.md",
+    "adapter_dtype": "toggles.md#adapters-in-the-compute-dtype",
+    "capture": "toggles.md#captured-and-compiled-steps",
+    "compilation": "toggles.md#captured-and-compiled-steps",
+    "fused_kernels": "methodology.md#peers",
+    "lora_kernels": "../kernels/README.md",
+    "fp8_base": "../kernels/README.md#fp8",
+    "generation": "evaluation.md",
+    "text_metrics": "evaluation.md",
+    "limit": "methodology.md#the-limit",
+    "loading": "toggles.md#weights-in-4-bits",
+    "quantizing": "loading.md",
+    "reading": "loading.md",
+    "lora_linear": "methodology.md#single-operations",
+    "loss": "toggles.md#parts-of-our-kernels",
+    "mlp": "toggles.md#parts-of-our-kernels",
+    "norm": "toggles.md#parts-of-our-kernels",
+    "o": "toggles.md#parts-of-our-kernels",
+    "qkv": "toggles.md#parts-of-our-kernels",
+    "rope": "toggles.md#parts-of-our-kernels",
+    "optimizer": "optimizers.md",
+    "parallel": "methodology.md#several-jobs-several-ranks",
+}
+
+
+def names() -> list[str]:
+    """The toggles of this project, those of a slot together."""
+    own = [name for name, point in registered().items() if point.value.startswith(OURS)]
+    return sorted(own, key=lambda name: (ablation_class(name).slot, name))
+
+
+def table() -> str:
+    heads = ["toggle", "slot", "what it does", "needs", "more in"]
+    rows = [row(ablation_class(name)) for name in names()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
+def row(toggle: type[Ablation]) -> list[str]:
+    page = PAGES.get(toggle.name) or PAGES[toggle.slot]
+    file, _, anchor = page.partition("#")
+    title = "kernels" if file.startswith("..") else Path(file).stem
+    link = f"#{anchor}" if file == PAGE.name else page
+    return [
+        f"`{toggle.name}`", toggle.slot.replace("_", " "), md(toggle.summary), md(needs(toggle.requires)),
+        f"[{title if file != PAGE.name else 'below'}]({link})",
+    ]  # fmt: skip
+
+
+def needs(requires: Requires) -> str:
+    """The device and the packages, in words. Several packages that one command installs are one."""
+    device = {"cuda": "a GPU", "cpu": "a CPU"}.get(requires.device or "", "")
+    if device and requires.capability:
+        device += f" of capability {'.'.join(map(str, requires.capability))} or newer"
+    commands = dict.fromkeys(requires.packages.values())
+    return "; ".join(filter(None, (device, *commands))) or "nothing"
+
+
+def filled(text: str) -> str:
+    """The page with its table made anew. Raises ValueError where its markers are missing."""
+    made, count = MARKED.subn(lambda _: f"\n{table()}\n\n", text)
+    if count != 1:
+        raise ValueError(f"expected the markers of 'toggles' once, found them {count} times")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--print", action="store_true", help="show the table and write nothing")
+    if parser.parse_args(arguments).print:
+        print(table())
+    else:
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"written: {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
