@@ -68,7 +68,7 @@ def row(toggle: type[Ablation]) -> list[str]:
     title = "kernels" if file.startswith("..") else Path(file).stem
     link = f"#{anchor}" if file == PAGE.name else page
     return [
-        f"`{toggle.name}`", toggle.slot.replace("_", " "), md(toggle.summary), md(needs(toggle.requires)),
+        f"`{toggle.name}`", f"`{toggle.slot}`", md(toggle.summary), md(needs(toggle.requires)),
         f"[{title if file != PAGE.name else 'below'}]({link})",
     ]  # fmt: skip
 
