@@ -21,7 +21,6 @@ from lorabench.report.contrasts import WHOLE, Contrasts, toggles
 from lorabench.report.shares import between, reference_waits
 
 Subset = frozenset[str]
-MODEL = ("forward", "backward")  # an update of small tensors waits for its host on any machine
 
 
 class Rung(NamedTuple):
@@ -95,7 +94,7 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
     numbers = sorted(wholes.keys() | steps.keys())
     start = _start([*(wholes[n] for n in numbers[::-1] if n in wholes), *(steps[n] for n in numbers[:1] if n in steps)])
     base = (steps.get(numbers[0]) or wholes[numbers[0]]).reference if numbers else []
-    waits = any(reference_waits(r, MODEL) for r in wholes.values())
+    waits = any(_start_waits(r) for r in wholes.values())
     rungs: list[Rung] = []
     reached: dict[int, Contrast | None] = {}  # over the reference, by the identity of a rung's record
     for n in numbers:
@@ -147,8 +146,16 @@ def _start(cells: Sequence[Record]) -> float:
     return next((ms for r in cells if math.isfinite(ms := _median(r, "reference_ms"))), math.nan)
 
 
-def _median(record: Record, name: str) -> float:
-    ms = getattr((record.phases or {}).get(TOTAL), name, None)
+def _start_waits(record: Record) -> bool:
+    """Whether the reference spends most of its time in phases that wait for the host: a short one does
+    on any machine."""
+    whole = _median(record, "reference_ms")
+    mine = [p for p in record.phases or {} if reference_waits(record, (p,))]
+    return sum(_median(record, "reference_ms", p) for p in mine) > whole / 2
+
+
+def _median(record: Record, name: str, phase: str = TOTAL) -> float:
+    ms = getattr((record.phases or {}).get(phase), name, None)
     return float(np.median(ms)) if ms else math.nan
 
 
