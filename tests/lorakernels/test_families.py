@@ -104,6 +104,24 @@ def test_remove_gives_the_model_back(family):
     assert again == loss and worst(got, gradients) == 0
 
 
+@pytest.mark.parametrize("parts", [{}, {"rms_norm": False}, {"qkv": False}], ids=["layers", "attention", "o"])
+def test_a_query_is_scaled_by_its_position(parts):
+    """Ministral 3's, behind a length that is short here; whole layers, attentions, and with PEFT's own q, k, v."""
+    positions = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
+    model = build("ministral3", rope_parameters={**positions, "original_max_position_embeddings": 2})
+    loss, wanted = step(model)
+    report = lorakernels.apply(model, **parts)
+    assert report.counts["o"] == 2 and "attention" not in {entry.part for entry in report.left}
+    got, gradients = step(model)
+    assert torch.allclose(got, loss, rtol=1e-5) and worst(gradients, wanted) < 1e-3
+    assert not report.forwards.left
+    rope = model.base_model.model.config.rope_parameters
+    rope["llama_4_scaling_beta"] = 0.0
+    other, _ = step(model)
+    lorakernels.remove(model)
+    assert torch.allclose(other, step(model)[0], rtol=1e-5) and abs(other - got) > 1e-5
+
+
 def test_dropouts_of_a_module_s_own_leave_it_and_none_do_not():
     """Seed-OSS drops out what its attention and its MLP return."""
     reasons = {e.reason for e in lorakernels.apply(build("seed_oss")).left}
