@@ -187,6 +187,7 @@ DIFFERENT = {
     "an argument of its own": {"scaling=self.scaling": "scaling=self.scaling, sinks=3"},
     "a scaled output": {"self.o_proj(attn_output)": "self.o_proj(attn_output * 1.01)"},
     "a scaled query": {"cos, sin = position_embeddings": "query_states *= 1.01; cos, sin = position_embeddings"},
+    "positions kept": {"    past_key_values: Cache": "    position_ids=None,\n    past_key_values: Cache"},
     "arguments kept": {"        **kwargs,\n    )": "    )"},
 }  # fmt: skip
 
