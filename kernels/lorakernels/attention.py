@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from .adapter import Loader
-from .attention_form import HALF, KERNEL, NONE, AttentionForm, attention_form, twice
+from .attention_form import HALF, KERNEL, NONE, AttentionForm, attention_form, scaled_query, twice
 from .heads import Heads
 from .module_checks import GLOBAL_HOOKS, NotFused, check_library, hooked_globally
 from .norms import NormModule, norm_module
@@ -21,7 +21,7 @@ from .operand import with_loaded_adapters
 from .plans import Linears, Plan, Switches, linears
 from .projection import Projection
 from .projection_node import project
-from .proofs import Proofs, own_forward
+from .proofs import Proofs, own_forward, parameters_of
 from .rms_norm import Norm
 from .rope import rope
 
@@ -32,7 +32,7 @@ BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient":
 class AttentionPlan(Plan):
     """qkv, o: None where they are not ours; form: what the class was proved to compute; function: its own forward;
     rope: whether our kernel rotates; head_norms: of q and k (Qwen3's), where they are part of our node; backends: of
-    SDPA, to pin."""
+    SDPA, to pin; positional: what the class calls its arguments, in their order."""
 
     read: ClassVar[tuple[str, ...]] = ("scaling", "attention_dropout", "attn_logit_softcapping")
     heads: Heads
@@ -43,6 +43,7 @@ class AttentionPlan(Plan):
     rope: bool = True
     backends: tuple[str, ...] | None = None
     head_norms: tuple[NormModule, NormModule] | None = None
+    positional: list[str] = field(default_factory=list)
     loader: Loader = field(default_factory=Loader)
 
     @property
@@ -101,8 +102,9 @@ def attention_plan(
         heads, norms = Heads(heads.n_q, heads.n_k, heads.size, False), None
     rope = switches.rope and rotates
     plan = AttentionPlan(
-        attention, heads, form, own_forward(attention), rope=rope, backends=switches.sdpa_backends, head_norms=norms
-    )
+        attention, heads, form, own_forward(attention), rope=rope, backends=switches.sdpa_backends, head_norms=norms,
+        positional=[p.name for p in parameters_of(type(attention).forward)],
+    )  # fmt: skip
     names = {"qkv": ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"], "o": ["o_proj"]}
     left = {}
     if switches.rope and form.rotation not in (KERNEL, HALF, NONE):
@@ -194,6 +196,8 @@ def attend(
     """transformers' attention interface, called as the model's own attention calls it, on q, k, v (B, H, S, D):
     (output (B, S, H, D), attention's weights or None). mask, past_key_values: as the model got them."""
     a = plan.module
+    if plan.form.scales_query:
+        q = scaled_query(plan.names, a.config, q, kwargs["position_ids"])
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, a.layer_idx)
     name = a.config._attn_implementation
@@ -214,21 +218,23 @@ def _backends(names: tuple[str, ...] | None) -> contextlib.AbstractContextManage
     return sdpa_kernel([getattr(SDPBackend, BACKENDS[n]) for n in names], set_priority=True)
 
 
-def attention_forward(
-    self: Any, hidden_states: torch.Tensor, position_embeddings: Any = None, attention_mask: Any = None,
-    past_key_values: Any = None, **kwargs: Any,
-) -> Any:  # fmt: skip
+def attention_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Bound to an attention instance: any of q,k,v, RoPE and o may be ours. (output (B, S, K), attention's weights or
     None) of hidden_states (B, S, K)."""
     plan: AttentionPlan = self._lorakernels
+    kwargs.update(zip(plan.positional, args, strict=False))
     changed = GLOBAL_HOOKS if hooked_globally() else plan.what_changed()
     if changed:
         self._lorakernels_forwards.leave("attention", changed)
-        return type(self).forward(
-            self, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
-            past_key_values=past_key_values, **kwargs,
-        )  # fmt: skip
+        return type(self).forward(self, **kwargs)
     self._lorakernels_forwards.fused["attention"] += 1
+    return _attention(plan, **kwargs)
+
+
+def _attention(
+    plan: AttentionPlan, hidden_states: torch.Tensor, position_embeddings: Any = None, attention_mask: Any = None,
+    past_key_values: Any = None, **kwargs: Any,
+) -> Any:  # fmt: skip
     with with_loaded_adapters(plan.groups, plan.loader, hidden_states):
         make = query_key_value if plan.qkv is not None else plain_query_key_value
         q, k, v = make(plan, hidden_states, position_embeddings)
@@ -236,4 +242,4 @@ def attention_forward(
         out = out.reshape(*hidden_states.shape[:-1], -1)
         if plan.o is not None:
             return project(out, plan.o.groups).to(hidden_states.dtype), weights
-        return self.o_proj(out.contiguous()), weights
+        return plan.module.o_proj(out.contiguous()), weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from types import FunctionType
 from typing import Any
 
@@ -36,6 +37,8 @@ from .rope import rope
 KERNEL, HALF, NONE = "kernel", "half", "none"
 OWN = "its rotary embedding is not of two halves, or was replaced: the model's own function runs"
 ARGUMENTS = ["hidden_states", "position_embeddings", "attention_mask", "past_key_values"]
+POSITIONS = "position_ids"  # of a few attentions, which have a name for them, before the cache
+QUERY_SCALE = "get_llama_4_attn_scale"  # transformers' function of positions, of a temperature and of a length
 # What an argument of the interface is called as an attribute of the module, or else of its config, if otherwise.
 ATTRIBUTES = {"softcap": "attn_logit_softcapping", "s_aux": "sinks"}
 
@@ -45,16 +48,28 @@ class AttentionForm:
     """rotation: KERNEL (two halves, which our kernel rotates), HALF (the same, of cos and sin for one half), NONE, or
     the reason why the model's own function runs; wide_norms: whether q_norm and k_norm are of all heads side by side
     (OLMo-2's); arguments: what the interface gets besides dropout and scaling, as (argument, whether it is the
-    config's, attribute, which may be missing and is None then)."""
+    config's, attribute, which may be missing and is None then); scales_query: whether q, once rotated, is multiplied by
+    QUERY_SCALE of its positions (Ministral 3)."""
 
     rotation: str
     wide_norms: bool
+    scales_query: bool
     arguments: tuple[tuple[str, bool, str], ...]
 
 
 def twice(table: torch.Tensor) -> torch.Tensor:
     """cos or sin (…, D) for both halves, of those for one (…, D / 2): GPT-OSS keeps them so."""
     return torch.cat((table, table), -1)
+
+
+def scaled_query(names: dict[str, Any], config: Any, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """q (B, H, S, D), rotated, times the model's own QUERY_SCALE of its positions (B, S). names: the globals of the
+    attention's forward."""
+    rope = config.rope_parameters
+    scale = names[QUERY_SCALE](
+        positions, rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    )
+    return q * scale.to(q.dtype)
 
 
 class _Recorder:
@@ -112,7 +127,7 @@ def attention_form(attention: Any, proofs: Proofs, widths: frozenset[int]) -> At
     name, config = type(attention).__name__, attention.config
     if other := set(attention._modules) - {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}:
         raise NotFused(f"{name} has parts of its own: {sorted(other)}")
-    if [p.name for p in parameters_of(type(attention).forward)][:4] != ARGUMENTS:
+    if [p.name for p in parameters_of(type(attention).forward) if p.name != POSITIONS][:4] != ARGUMENTS:
         raise NotFused(f"{name} takes other arguments than {', '.join(ARGUMENTS)}")
     if not isinstance(function := own_forward(attention), FunctionType) or "ALL_ATTENTION_FUNCTIONS" not in (
         function.__code__.co_names
@@ -158,8 +173,12 @@ class _Trial:
         self.double = double(attention, made)
         self.x, self.mask = draw(2, ROWS, NARROW), draw(2, 1, ROWS, ROWS)
         self.cos, self.sin = draw(1, ROWS, width).detach(), draw(1, ROWS, width).detach()
+        rope = getattr(attention.config, "rope_parameters", None) or {}
+        length = rope.get("original_max_position_embeddings") or 1  # a scale of q shows behind it
+        self.positions = torch.arange(2 * ROWS).view(2, ROWS) * length
         self.sources = [self.x, *(p for m in made.values() for p in m.parameters())]
         self.recorder = _Recorder()
+        self.names = function.__globals__
         self.function = with_globals(function, ALL_ATTENTION_FUNCTIONS=self.recorder)
 
     def form(self) -> AttentionForm:
@@ -168,14 +187,13 @@ class _Trial:
         wanted = gradients(out, self.sources)
         q_k_v = [t.detach() for t in self.recorder.q_k_v]
         arguments = self._arguments()
-        for rotation, rotate in self._rotations():
-            for wide in (False, True):
-                made = self._made(rotate, wide)
-                if made is None or not alike(made, q_k_v):
-                    continue
-                out = attention_of(*made).flatten(2)
-                if alike(gradients(self.double.o_proj(out), self.sources), wanted):
-                    return AttentionForm(rotation, wide, arguments)
+        for (rotation, rotate), wide, scales in product(self._rotations(), (False, True), self._query_scales()):
+            made = self._made(rotate, wide, scales)
+            if made is None or not alike(made, q_k_v):
+                continue
+            out = attention_of(*made).flatten(2)
+            if alike(gradients(self.double.o_proj(out), self.sources), wanted):
+                return AttentionForm(rotation, wide, scales, arguments)
         if self.double.training and self._without_dropout():
             raise NotFused(f"{type(self.attention).__name__} drops out its output in training")
         raise NotFused(f"{type(self.attention).__name__} makes other q, k, v or outputs than a known attention")
@@ -193,7 +211,7 @@ class _Trial:
     def _own(self) -> torch.Tensor:
         out, _ = self.function(
             self.double, self.x, position_embeddings=(self.cos, self.sin), attention_mask=self.mask,
-            past_key_values=_Cache(), passed_on=1,
+            past_key_values=_Cache(), position_ids=self.positions, passed_on=1,
         )  # fmt: skip
         return out
 
@@ -205,7 +223,11 @@ class _Trial:
             found.append((OWN, self.rotary))
         return [*found, (NONE, lambda q, k, cos, sin: (q, k))]
 
-    def _made(self, rotate: Callable[..., Any], wide: bool) -> list[torch.Tensor] | None:
+    def _query_scales(self) -> tuple[bool, ...]:
+        own = self.names.get(QUERY_SCALE)
+        return (False, True) if own is not None and is_library_function(own, "transformers") else (False,)
+
+    def _made(self, rotate: Callable[..., Any], wide: bool, scales: bool) -> list[torch.Tensor] | None:
         """q, k, v as the known attention hands them over, or None where the sizes do not fit."""
         a, size = self.double, self.size
         if "qkv_proj" in a._modules:
@@ -223,6 +245,8 @@ class _Trial:
             elif wide:
                 return None
             q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), self.cos, self.sin)
+            if scales:
+                q = scaled_query(self.names, a.config, q, self.positions)
         except Exception:
             return None
         if q.shape[1] != a.config.num_attention_heads or q.shape[1] != k.shape[1] * a.num_key_value_groups:
@@ -232,7 +256,8 @@ class _Trial:
     def _arguments(self) -> tuple[tuple[str, bool, str], ...]:
         """Where the interface's arguments come from. Raises NotFused where that is not to be seen."""
         given, a, name = dict(self.recorder.arguments), self.double, type(self.attention).__name__
-        if self.recorder.mask is not self.mask or given.pop("passed_on", None) != 1:
+        positions = given.pop(POSITIONS, None)
+        if self.recorder.mask is not self.mask or positions is not self.positions or given.pop("passed_on", None) != 1:
             raise NotFused(f"{name} does not pass its arguments on to the attention interface")
         if given.pop("dropout", None) != a.attention_dropout or given.pop("scaling", None) != a.scaling:
             raise NotFused(f"{name} gives the attention interface another dropout or scaling")

@@ -7,7 +7,9 @@ losses, a slice of logits), the class's own forward runs.
 
 from __future__ import annotations
 
+import copy
 import sys
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -35,32 +37,54 @@ from .runtime import compute_dtype
 
 COMPUTED = ("loss", "logits", "aux_loss")  # of an output; aux_loss where router losses are asked for, which is not ours
 WORDS = {"logit", "logits", "lm", "head"}  # in the name of an attribute that may scale logits
+CAPS = ("final_logit_softcapping", "logits_soft_cap")  # of a config
 MEDIA = {"pixel_values", "input_features", "image_grid_thw", "input_values"}
+# What a head's forward takes for itself.
+OWN = {"labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "output_router_logits"}
+# What a base model decides itself where nobody does, as the head would have decided it.
+DECIDED = {"output_router_logits", "use_cache"}
 
 
 class HeadPlan(NamedTuple):
-    """What was proved of a causal language model. softcap: whether config.final_logit_softcapping caps its logits;
-    scale: what its hidden states are multiplied with before the head, as (whether an attribute of the config, its name,
+    """What was proved of a causal language model. softcap: which attribute of the config caps its logits, or None;
+    scale: what its hidden states are multiplied with before the head, as (path of the attribute's owner, its name,
     whether it divides), or None; output: the class of its output; fields: of the base model's output, in it; base: the
-    base model's name."""
+    path of the module that makes the hidden states; handed: the arguments that this gets, of those that the forward
+    has names for; others: whether it gets those without a name there, too; in_float32: whether logits are made
+    float32."""
 
-    softcap: bool
-    scale: tuple[bool, str, bool] | None
-    output: Any
-    fields: tuple[str, ...]
-    base: str
+    softcap: str | None
+    scale: tuple[str, str, bool] | None
+    output: Any = None
+    fields: tuple[str, ...] = ()
+    base: str = ""
+    handed: frozenset[str] = frozenset()
+    others: bool = True
+    in_float32: bool = False
 
     def scaled(self, model: Any, hidden: torch.Tensor) -> torch.Tensor:
         """hidden (…, H) times the model's scale of its logits."""
         if self.scale is None:
             return hidden
-        of_config, name, divides = self.scale
-        value = getattr(model.config if of_config else model, name)
+        owner, name, divides = self.scale
+        value = getattr(_inside(model, owner), name)
         return hidden / value if divides else hidden * value
 
     def cap(self, model: Any) -> float | None:
         """The model's soft cap of its logits."""
-        return model.config.final_logit_softcapping if self.softcap else None
+        return getattr(model.config, self.softcap) if self.softcap else None
+
+    def outputs(self, model: Any, kwargs: dict[str, Any]) -> Any:
+        """Of the base model, called as the class's own forward calls it with these arguments."""
+        names = names_of(type(model).forward)
+        given = {n: v for n, v in kwargs.items() if n in self.handed or (self.others and n not in names)}
+        if "return_dict" in self.handed:
+            given["return_dict"] = True
+        return _inside(model, self.base)(**given)
+
+
+def _inside(model: Any, path: str) -> Any:
+    return attrgetter(path)(model) if path else model
 
 
 def looks_like_causal_lm(module: Any) -> bool:
@@ -82,10 +106,11 @@ def head_plan(model: Any, proofs: Proofs) -> HeadPlan:
     if not is_unhooked(head) or "forward" in model.__dict__:
         raise NotFused("its head has hooks, or the model's forward was replaced")
     check_weight(head.weight)
-    names = {p.name for p in parameters_of(type(model).forward)}
+    names = set(names_of(type(model).forward))
     if not {"input_ids", "labels", "kwargs"} <= names or names & MEDIA:
         raise NotFused(f"{type(model).__name__} takes images or sound, or does not pass its arguments on")
-    key = (type(model), id(model.config), plain_attributes(model), head.weight.shape, head.bias is None)
+    base = plain_attributes(model._modules[_base_name(model)])
+    key = (type(model), id(model.config), plain_attributes(model), base, head.weight.shape, head.bias is None)
     return proofs.of(key, lambda: _proved(model))
 
 
@@ -101,70 +126,136 @@ class _Outputs(dict):
         return self.get(name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self["last_hidden_state"] if key == 0 else () if isinstance(key, slice) else super().__getitem__(key)
+        if isinstance(key, slice):
+            return ()
+        if key not in (0, "last_hidden_state"):
+            raise NotFused("its logits are made of more than the base model's hidden states")
+        return self["last_hidden_state"] if key == 0 else super().__getitem__(key)
 
 
-class _Base(nn.Module):
-    """In the place of the base model `own`: the same hidden states each time; keeps what it was called with, by the
-    names of its parameters."""
+class _Base:
+    """In the place of the base model `own`, and of every module inside it (OPT's head calls its decoder): the same
+    hidden states each time. It keeps who was called with what, by the names of the parameters, and which numbers were
+    read (Falcon-H1's scale of its logits). Nothing else of the model is to be had: it would run, or be real weights."""
 
-    def __init__(self, hidden: torch.Tensor, own: nn.Module):
-        super().__init__()
-        self.hidden, self.names, self.arguments = hidden, names_of(type(own).forward), {}
+    def __init__(self, own: nn.Module, path: str, hidden: torch.Tensor):
+        self._own, self._path, self._hidden = own, path, hidden
+        self._calls: list[tuple[str, Any, dict[str, Any]]] = []
+        self._read: list[tuple[str, str, Any]] = []
 
-    def forward(self, *args: Any, **arguments: Any) -> Any:
-        arguments |= dict(zip(self.names, args, strict=False))
-        self.arguments = {n: v for n, v in arguments.items() if v is not None}
-        return _Outputs(last_hidden_state=self.hidden)
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        forward = type(self._own).forward
+        arguments |= dict(zip(names_of(forward), args, strict=False))
+        self._calls.append((self._path, forward, {n: v for n, v in arguments.items() if v is not None}))
+        return _Outputs(last_hidden_state=self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._own, name)
+        if isinstance(value, nn.Module):
+            inside = _Base(value, f"{self._path}.{name}", self._hidden)
+            inside._calls, inside._read = self._calls, self._read
+            return inside
+        if type(value) not in (bool, int, float, str, type(None)):
+            raise NotFused("its logits or its loss are made of more than the base model's hidden states")
+        self._read.append((self._path, name, value))
+        return value
+
+
+class _Trial:
+    """A double of a model with a head, and what its own forward did with arguments that are told apart."""
+
+    def __init__(self, model: Any):
+        self.model, self.name, self.prefix = model, type(model).__name__, _base_name(model)
+        self.hidden = draw(2, ROWS, NARROW)
+        self.head = small_linear(NARROW, model.lm_head.weight.shape[0], model.lm_head.bias is not None)
+        with torch.no_grad():
+            self.head.weight.mul_(4)  # so that a soft cap shows
+        self.labels = torch.arange(2 * ROWS).view(2, ROWS) % self.head.out_features
+        self.labels[0, 1] = -100
+        self.names = names_of(type(model).forward)
+
+    def out(self, dtype: torch.dtype = torch.float32, **arguments: Any) -> tuple[Any, _Base]:
+        """The output of the own forward on hidden states and a head in dtype, and the base model's place, as it was
+        left."""
+        base = _Base(self.model._modules[self.prefix], self.prefix, self.hidden.to(dtype))
+        head = self.head if dtype == torch.float32 else copy.deepcopy(self.head).to(dtype)
+        other = double(self.model, {self.prefix: base, "lm_head": head})
+        out = tried(self.model, lambda: own_forward(self.model)(other, **arguments))
+        if len(base._calls) != 1 or not isinstance(getattr(out, "logits", None), torch.Tensor):
+            raise NotFused(f"{self.name} does not make its logits of one call of its base model")
+        return out, base
+
+    def arguments(self) -> dict[str, Any]:
+        """A value for everything but OWN that its forward has a name for, and for what it may be handed besides."""
+        named = [n for n in self.names if n not in (*OWN, "kwargs", "return_dict")]
+        switches = [n for n in named if n == "use_cache" or n.startswith("output_")]
+        tensors = {*named, "input_ids", "attention_mask", "position_ids", "passed_on"}.difference(switches)
+        return {n: torch.arange(2 * ROWS).view(2, ROWS) % 2 for n in sorted(tensors)} | dict.fromkeys(switches, True)
+
+    def handed(self, base: _Base, arguments: dict[str, Any]) -> frozenset[str]:
+        """Which of these the base model got. Raises NotFused where it got anything else."""
+        _, forward, got = base._calls[0]
+        handed = {n for n, value in arguments.items() if got.get(n) is value}
+        without_names = set(arguments) - set(self.names) - OWN
+        defaults = {p.name: p.default for p in parameters_of(forward)}
+        more = {n: v for n, v in got.items() if n not in handed | DECIDED}
+        if any(n not in OWN or v is not defaults.get(n) for n, v in more.items()):
+            raise NotFused(f"{self.name} calls its base model with arguments that it was not given")
+        if "input_ids" not in handed or not (without_names <= handed or not without_names & handed):
+            raise NotFused(f"{self.name} hands on some of its arguments to its base model and not others")
+        return frozenset(handed)
 
 
 def _proved(model: Any) -> HeadPlan:
-    """Raises NotFused unless the model's own loss, with and without a number of items, is the cross-entropy of a linear
-    of what its base model returns, and it hands on every argument."""
-    name, vocabulary = type(model).__name__, model.lm_head.weight.shape[0]
-    hidden, head = draw(2, ROWS, NARROW), small_linear(NARROW, vocabulary, model.lm_head.bias is not None)
-    with torch.no_grad():
-        head.weight.mul_(4)  # so that a soft cap shows
-    base = _Base(hidden, getattr(model, _base_name(model)))
-    other = double(model, {_base_name(model): base, "lm_head": head})
-    labels = torch.arange(2 * ROWS).view(2, ROWS) % vocabulary
-    labels[0, 1] = -100
-    handed = {n: torch.zeros(2, ROWS, dtype=torch.long) for n in ("input_ids", "attention_mask", "position_ids")}
+    """Raises NotFused unless the model's own loss, with few arguments and with all, with and without a number of items,
+    is the cross-entropy of a linear of what its base model returns."""
+    trial = _Trial(model)
+    everything = trial.arguments()
+    few = {n: everything[n] for n in ("input_ids", "passed_on")}
+    least, *most = (_plan(trial, items, given) for items, given in ((None, few), (None, everything), (7, everything)))
+    if {*most, least._replace(handed=most[0].handed)} != {most[0]} or not least.handed <= most[0].handed:
+        raise NotFused(f"{trial.name} does otherwise with some of its arguments")
+    lower, _ = trial.out(torch.bfloat16, **few)
+    return most[0]._replace(in_float32=lower.logits.dtype == torch.float32)
+
+
+def _plan(trial: _Trial, items: int | None, given: dict[str, Any]) -> HeadPlan:
+    """What the model does with these arguments and this number of items. Raises NotFused where that is not known."""
+    model, hidden, head = trial.model, trial.hidden, trial.head
+    given = given | ({"return_dict": True} if "return_dict" in trial.names else {})
+    given = given | ({} if items is None else {"num_items_in_batch": items})
+    out, base = trial.out(**given, labels=trial.labels)
+    handed = trial.handed(base, given) - OWN
+    softcap, scale = _transform(model, base._read, out.logits, head(hidden))
+    plan = HeadPlan(
+        softcap, scale, type(out), tuple(f for f in out.__dataclass_fields__ if f not in COMPUTED),
+        base._calls[0][0], handed & set(trial.names), "passed_on" in handed,
+    )  # fmt: skip
+    shifted = F.pad(trial.labels, (0, 1), value=-100)[..., 1:]
+    loss = linear_cross_entropy(
+        plan.scaled(model, hidden), head.weight, shifted, head.bias, num_items=items, softcap=plan.cap(model)
+    )
     sources = [hidden, *head.parameters()]
-    for items in (None, 7):
-        extra = {} if items is None else {"num_items_in_batch": items}
-        out = tried(model, lambda extra=extra: own_forward(model)(other, **handed, labels=labels, **extra, passed_on=1))
-        given = {n: v for n, v in base.arguments.items() if n not in ("output_router_logits", "use_cache")}
-        unknown = set(given) - set(handed) - {"passed_on", *extra}
-        if unknown or any(given.get(n) is not t for n, t in handed.items()) or "passed_on" not in given:
-            raise NotFused(f"{name} does not hand its arguments on to its base model")
-        scale, capped = _transform(model, out.logits, head(hidden))
-        plan = HeadPlan(
-            capped, scale, type(out), tuple(f for f in out.__dataclass_fields__ if f not in COMPUTED), _base_name(model)
-        )
-        shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
-        loss = linear_cross_entropy(
-            plan.scaled(model, hidden), head.weight, shifted, head.bias, num_items=items, softcap=plan.cap(model)
-        )
-        if not alike(gradients(loss, sources), tried(model, lambda out=out: gradients(out.loss, sources))):
-            raise NotFused(f"the loss of {name} is not the cross-entropy of its logits")
+    if not alike(gradients(loss, sources), tried(model, lambda: gradients(out.loss, sources))):
+        raise NotFused(f"the loss of {trial.name} is not the cross-entropy of its logits and the next tokens")
     return plan
 
 
-def _transform(model: Any, logits: torch.Tensor, plain: torch.Tensor) -> tuple[tuple[bool, str, bool] | None, bool]:
-    """(the scale, whether a soft cap) that make logits of the head's output (…, V). Raises NotFused where neither
-    does."""
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    scales: list[tuple[bool, str, bool] | None] = [None]
-    for of_config, owner in ((False, model), (True, model.config)):
-        found = [n for n, v in vars(owner).items() if type(v) in (int, float) and v and WORDS & set(n.split("_"))]
-        scales += [(of_config, n, divides) for n in found for divides in (False, True)]
-    for capped in (True, False) if cap else (False,):
+def _transform(
+    model: Any, read: list[tuple[str, str, Any]], logits: torch.Tensor, plain: torch.Tensor
+) -> tuple[str | None, tuple[str, str, bool] | None]:
+    """(the soft cap, the scale) that make logits of the head's output (…, V). read: the base model's attributes that
+    the forward looked at, as (path, name, value). Raises NotFused where neither makes them."""
+    owners = [("", model), ("config", model.config)]
+    named = [(path, n, v) for path, owner in owners for n, v in vars(owner).items() if WORDS & set(n.split("_"))]
+    numbers = [(path, n) for path, n, v in (*read, *named) if type(v) in (int, float) and v]
+    scales = [None, *((path, n, divides) for path, n in numbers for divides in (False, True))]
+    for softcap in (*(n for n in CAPS if getattr(model.config, n, None)), None):
         for scale in scales:
-            plan = HeadPlan(capped, scale, None, (), "")
-            z = plan.scaled(model, plain)
-            if alike([cap * torch.tanh(z / cap) if capped and cap else z], [logits]):
-                return scale, bool(capped)
+            plan = HeadPlan(softcap, scale)
+            z, cap = plan.scaled(model, plain), plan.cap(model)
+            if alike([cap * torch.tanh(z / cap) if cap else z], [logits]):
+                return softcap, scale
     raise NotFused(f"the logits of {type(model).__name__} are neither its head's nor those scaled or soft-capped")
 
 
@@ -182,7 +273,7 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("logits_to_keep", None)
     kwargs.pop("output_router_logits", None)
     plan: HeadPlan = self._lorakernels
-    out = getattr(self, plan.base)(**kwargs)
+    out = plan.outputs(self, kwargs)
     hidden = out.last_hidden_state
     shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:] if shifted is None else shifted.reshape(hidden.shape[:-1])
     softcap = plan.cap(self)
@@ -194,7 +285,8 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, weight, shifted.to(hidden.device), bias, ignore_index=ignore, num_items=num_items, softcap=softcap
     )
     rest = {name: getattr(out, name, None) for name in plan.fields}
-    result = plan.output(loss=loss, logits=lazy_logits(hidden, weight, bias, softcap), **rest)
+    logits = lazy_logits(hidden, weight, bias, softcap)
+    result = plan.output(loss=loss, logits=logits.float() if plan.in_float32 else logits, **rest)
     wanted = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
     return result if wanted else result.to_tuple()
 

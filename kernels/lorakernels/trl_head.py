@@ -104,7 +104,7 @@ def _fused(
     num_items_in_batch: Any = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """TRL's output of hidden states (B, S, H): a value for each but the last token, or for all of shift_labels."""
-    base, head = getattr(model, model._lorakernels.base), model.lm_head
+    base, head = getattr(model, model.base_model_prefix), model.lm_head
     hidden = base(**{**kwargs, "use_cache": False}).last_hidden_state
     target = F.pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
     target = target.to(hidden.device)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import lorakernels
 import pytest
+import torch
 from family_models import FAMILIES, NAMED, build, step
 from family_table import CannotBuild, line, measure, rows_of_readme
 from kernel_checks import exhaustive
@@ -29,6 +30,49 @@ def test_a_base_model_that_gets_its_input_without_a_name_keeps_our_loss(family):
     cells = measure(family)  # which holds loss and gradients against PEFT's
     assert line(cells) == ROWS[family]
     assert lorakernels.apply(build(family)).counts["linear_cross_entropy"] == 1
+
+
+@pytest.mark.parametrize("family", ["bloom", "opt", "mamba", "gemma4_text", "recurrent_gemma"])
+def test_a_head_that_calls_its_base_model_in_its_own_way_gets_our_loss(family):
+    """With the arguments that it has names for alone, by their place, a module inside the base model, or with a soft
+    cap of another name."""
+    assert line(measure(family)) == ROWS[family]
+
+
+def test_a_scale_that_lies_with_the_base_model_is_read_anew():
+    model = build("falcon_h1", lm_head_multiplier=3.0)
+    before, _ = step(model)
+    assert lorakernels.apply(model).counts["linear_cross_entropy"] == 1
+    assert torch.allclose(step(model)[0], before, rtol=1e-5)
+    model.base_model.model.model.lm_head_multiplier = 1.5
+    got, _ = step(model)
+    lorakernels.remove(model)
+    assert torch.allclose(got, step(model)[0], rtol=1e-5) and abs(got - before) > 1e-4
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj", "opt"])
+def test_a_base_model_gets_what_its_own_head_hands_on(family):
+    """BLOOM's head keeps positions to itself, GPT-J's has a name for them, and both drop what they do not know."""
+    model, ids = build(family), torch.arange(3, 17).view(2, 7)
+    given = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(6, -1, -1).expand(2, 7)}
+    given |= {"attention_mask": torch.ones_like(ids), "use_cache": False, "return_dict": True}
+    torch.manual_seed(1)  # OPT drops out
+    wanted = model(**given).loss
+    report = lorakernels.apply(model)
+    torch.manual_seed(1)
+    assert torch.allclose(model(**given).loss, wanted, rtol=1e-5)
+    assert report.forwards.fused["linear_cross_entropy"] == 1
+    assert len(model(**{**given, "return_dict": False})) == len(model(**given).to_tuple())
+
+
+def test_logits_that_are_made_float32_are_so_with_our_loss():
+    model = build("mamba").to(torch.bfloat16)
+    ids = torch.arange(3, 17).view(2, 7)
+    wanted = model(input_ids=ids, labels=ids).logits
+    lorakernels.apply(model)
+    got = model(input_ids=ids, labels=ids).logits
+    assert got.dtype == wanted.dtype == torch.float32
+    assert torch.allclose(got, wanted, atol=0.05 * wanted.abs().max().item())
 
 
 def test_most_families_are_in_the_table():
@@ -58,6 +102,24 @@ def test_remove_gives_the_model_back(family):
     assert all(t.is_contiguous() and t.equal(state[n]) for n, t in model.state_dict().items())
     again, got = step(model)
     assert again == loss and worst(got, gradients) == 0
+
+
+@pytest.mark.parametrize("parts", [{}, {"rms_norm": False}, {"qkv": False}], ids=["layers", "attention", "o"])
+def test_a_query_is_scaled_by_its_position(parts):
+    """Ministral 3's, behind a length that is short here; whole layers, attentions, and with PEFT's own q, k, v."""
+    positions = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
+    model = build("ministral3", rope_parameters={**positions, "original_max_position_embeddings": 2})
+    loss, wanted = step(model)
+    report = lorakernels.apply(model, **parts)
+    assert report.counts["o"] == 2 and "attention" not in {entry.part for entry in report.left}
+    got, gradients = step(model)
+    assert torch.allclose(got, loss, rtol=1e-5) and worst(gradients, wanted) < 1e-3
+    assert not report.forwards.left
+    rope = model.base_model.model.config.rope_parameters
+    rope["llama_4_scaling_beta"] = 0.0
+    other, _ = step(model)
+    lorakernels.remove(model)
+    assert torch.allclose(other, step(model)[0], rtol=1e-5) and abs(other - got) > 1e-5
 
 
 def test_dropouts_of_a_module_s_own_leave_it_and_none_do_not():

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lorakernels import attention_form, norms
 from lorakernels.attention_form import attention_form as form_of
+from lorakernels.head import head_plan
 from lorakernels.mlp import looks_like_mlp, mlp_plan
 from lorakernels.module_checks import NotFused
 from lorakernels.norms import looks_like_norm, norm_module
@@ -24,6 +25,7 @@ from lorakernels.rotary import rotary_plan
 from tiny_models import batch, build, step, worst
 from torch import nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.cohere import modeling_cohere
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
@@ -185,6 +187,7 @@ DIFFERENT = {
     "an argument of its own": {"scaling=self.scaling": "scaling=self.scaling, sinks=3"},
     "a scaled output": {"self.o_proj(attn_output)": "self.o_proj(attn_output * 1.01)"},
     "a scaled query": {"cos, sin = position_embeddings": "query_states *= 1.01; cos, sin = position_embeddings"},
+    "positions kept": {"    past_key_values: Cache": "    position_ids=None,\n    past_key_values: Cache"},
     "arguments kept": {"        **kwargs,\n    )": "    )"},
 }  # fmt: skip
 
@@ -256,6 +259,75 @@ def test_a_loss_that_is_no_cross_entropy_is_left():
 
     (reason,) = applied(replace, "linear_cross_entropy")
     assert "is not the cross-entropy" in reason or "could not be tried" in reason
+
+
+def a_head(handed, logits="outputs.last_hidden_state", loss=""):
+    """A causal language model that calls its base model so, and makes logits and loss of these."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, weights=None, **kwargs):
+        outputs = HANDED[handed](self, input_ids, attention_mask, kwargs)
+        made = self.lm_head(LOGITS[logits](self, outputs))
+        of_loss = LOSSES[loss](labels, attention_mask, weights)
+        found = None if labels is None else self.loss_function(made, of_loss, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=found, logits=made)
+
+    return as_transformers_has_it(type("Made", (LlamaForCausalLM,), {"forward": forward}))
+
+
+HANDED = {
+    "all": lambda s, ids, mask, kwargs: s.model(input_ids=ids, attention_mask=mask, **kwargs),
+    "named": lambda s, ids, mask, kwargs: s.model(ids, attention_mask=mask),
+    "no mask": lambda s, ids, mask, kwargs: s.model(ids),
+    "another": lambda s, ids, mask, kwargs: s.model(ids, attention_mask=None if mask is None else 1 - mask),
+    "more": lambda s, ids, mask, kwargs: s.model(ids, attention_mask=mask, is_causal=False),
+    "some": lambda s, ids, mask, kwargs: s.model(ids, position_ids=kwargs.get("position_ids")),
+    "twice": lambda s, ids, mask, kwargs: (s.model(ids), s.model(ids))[1],
+}
+LOGITS = {
+    "outputs.last_hidden_state": lambda s, out: out.last_hidden_state,
+    "a second output": lambda s, out: out[1],
+    "embeddings": lambda s, out: out[0] + s.model.embed_tokens.weight[0],
+    "a method": lambda s, out: out[0] + s.model.get_input_embeddings().weight[0],
+}
+LOSSES = {
+    "": lambda labels, mask, weights: labels,
+    "unmasked": lambda labels, mask, weights: labels if mask is None else labels.masked_fill(mask == 0, -100),
+    "weighted": lambda labels, mask, weights: labels if weights is None else labels.roll(1) * weights,
+}
+NOT_KNOWN = "calls its base model with arguments that it was not given"
+MORE = "made of more than the base model's hidden states"
+
+
+@pytest.mark.parametrize(
+    ("handed", "logits", "loss", "reason"),
+    [
+        ("another", "outputs.last_hidden_state", "", NOT_KNOWN),
+        ("more", "outputs.last_hidden_state", "", NOT_KNOWN),
+        ("some", "outputs.last_hidden_state", "", "some of its arguments"),
+        ("twice", "outputs.last_hidden_state", "", "one call of its base model"),
+        ("all", "a second output", "", MORE),
+        ("all", "embeddings", "", MORE),
+        ("all", "a method", "", MORE),
+        ("named", "outputs.last_hidden_state", "unmasked", "not the cross-entropy of its logits and the next tokens"),
+        ("named", "outputs.last_hidden_state", "weighted", "not the cross-entropy of its logits and the next tokens"),
+    ],
+)
+def test_a_head_that_does_more_is_left_with_a_plain_reason(handed, logits, loss, reason):
+    model = build("llama").base_model.model
+    model.__class__ = a_head(handed, logits, loss)
+    with pytest.raises(NotFused, match=reason) as found:
+        head_plan(model, Proofs())
+    assert not any(word in str(found.value) for word in ("_Base", "_Outputs", "Error"))
+
+
+@pytest.mark.parametrize(
+    ("handed", "names"), [("all", {"attention_mask"}), ("named", {"attention_mask"}), ("no mask", set())]
+)
+def test_what_a_head_hands_on_is_found(handed, names):
+    model = build("llama").base_model.model
+    model.__class__ = a_head(handed)
+    plan = head_plan(model, Proofs())
+    assert plan.handed == {"input_ids"} | names and plan.others == (handed == "all")
 
 
 # ---- cost and state --------------------------------------------------------------------------------------------------
