@@ -31,6 +31,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         "lorabench --help", "lorabench.sweep --help", "lorabench.sweep list=true", "lorabench list",
         "lorabench list -h",
+        "lorabench.recommend --help", "lorabench recommend -h",
         "lorabench.doctor --help", "lorabench doctor -h", "lorabench compare -h", "lorabench report -h",
         "lorabench log -h",
     ],
@@ -56,20 +57,33 @@ def test_the_list_has_every_toggle_and_what_it_lacks(capsys, monkeypatch):
     assert "available" in rows["packing"] and "available" in rows["eager"]
 
 
-def test_a_sweep_says_what_it_does_before_it_imports_what_is_slow():
+@pytest.mark.parametrize("command", ["sweep", "recommend"])
+def test_it_says_what_it_does_before_it_imports_what_is_slow(command):
     code = f"""
+from lorabench import {command} as command
 import sys
-from lorabench import sweep
 
-def say_and_stop(console, doing, say=sweep._say):
+def say_and_stop(console, doing, say=command._say):
     say(console, doing)
     print([name for name in {HEAVY} if name in sys.modules])
-    raise sweep.ConfigError("stopped")
+    raise command.ConfigError("stopped")
 
-sweep._say = say_and_stop
-raise SystemExit(sweep.main(["output=/nowhere"]))
+command._say = say_and_stop
+raise SystemExit(command.main(["output=/nowhere"]))
 """
     done = run(code)
     first, second = done.stdout.splitlines()
     assert first.startswith("lorabench ") and first.endswith(": planning …")
     assert second == "[]" and done.returncode == 2 and done.stderr == "lorabench: stopped\n"
+
+
+@pytest.mark.parametrize("wrong", ["budgt_minutes=3", "design=solo"])
+def test_recommend_refuses_a_key_before_it_imports_what_is_slow(wrong):
+    code = f"""
+import sys
+from lorabench import recommend
+
+print(recommend.main([{wrong!r}]), [name for name in {HEAVY} if name in sys.modules])
+"""
+    done = run(code)
+    assert done.stdout == "2 []\n" and wrong.partition("=")[0] in done.stderr
