@@ -46,6 +46,16 @@ def test_help_and_the_list_import_nothing_heavy(command):
     assert found["cpu_s"] < 2.0
 
 
+def test_the_list_breaks_no_name_in_a_narrow_terminal(capsys, monkeypatch):
+    from lorabench import cli
+    from lorabench.plan.registry import registered
+
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["list"]) == 0
+    found = {line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") > 3}
+    assert found >= registered().keys()
+
+
 def test_the_list_has_every_toggle_and_what_it_lacks(capsys, monkeypatch):
     from lorabench import cli
     from lorabench.plan.registry import registered
@@ -75,6 +85,17 @@ raise SystemExit(command.main(["output=/nowhere"]))
     first, second = done.stdout.splitlines()
     assert first.startswith("lorabench ") and first.endswith(": planning …")
     assert second == "[]" and done.returncode == 2 and done.stderr == "lorabench: stopped\n"
+
+
+def test_compare_refuses_a_folder_before_it_imports_what_is_slow(tmp_path):
+    code = f"""
+import sys
+from lorabench import compare
+
+print(compare.main([{str(tmp_path)!r}, "/nowhere"]), [name for name in {HEAVY} if name in sys.modules])
+"""
+    done = run(code)
+    assert done.stdout == "2 []\n" and done.stderr.startswith(f"lorabench: {tmp_path} has no records.jsonl")
 
 
 @pytest.mark.parametrize("wrong", ["budgt_minutes=3", "design=solo"])

@@ -32,11 +32,11 @@ def own_text(item: str, samples: int, batch_size: int) -> dict[str, Any] | None:
     many `samples`, or all rows of a smaller file, and a row no more tokens than ROW_LENGTH or than the model has
     positions for (`settled` sees to both). Raises WorkloadError."""
     fields = {"kind": TEXT, "fields": [], "train_on": "last_field", "seq_len": ROW_LENGTH}
-    if item.endswith(SUFFIXES):
+    if item.lower().endswith(SUFFIXES):
         path = Path(item).expanduser().resolve()
         samples = min(samples, len(file_rows(path)))
         return fields | {"path": str(path), "samples": samples, "batch_size": min(batch_size, samples)}
-    if item.endswith(OTHER_FILES):
+    if item.lower().endswith(OTHER_FILES):
         raise WorkloadError(f"{item}: expected JSON lines, one object a line, in a file whose name ends with .jsonl")
     return fields | {"dataset": item, "samples": samples, "batch_size": batch_size} if is_name(item) else None
 

@@ -194,6 +194,10 @@ def test_what_is_wrong_is_one_line_with_the_file_and_the_line(name, cell, tmp_pa
     assert "\n" not in str(raised.value)
 
 
+def test_a_suffix_may_be_in_capitals(cell):
+    assert cell([{"text": "Twelve."}] * 2, name="A.JSONL").workload.name == "A.JSONL"
+
+
 def test_a_file_in_another_encoding_is_one_line(folder, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes((GOOD + '{"text": "café"}\n').encode("latin-1"))
@@ -206,6 +210,7 @@ def test_a_file_in_another_encoding_is_one_line(folder, tmp_path):
     [
         ("workload=nowhere.jsonl", "nowhere.jsonl: no such file"),
         ("workload=data.csv", "whose name ends with .jsonl"),
+        ("workload=data.CSV", "whose name ends with .jsonl"),
         ("workload=chats", "no workload named 'chats'"),
         ("models=[tiny-llama]", "the model tiny-llama has no tokenizer"),
         ("models=[linear-8x8] reference=linear ablations=[lora_addmm]", "has text, which linear-8x8 cannot read"),
@@ -215,6 +220,12 @@ def test_a_wrong_workload_or_model_for_it_is_one_line(override, says, folder, tm
     text = chats(tmp_path / "chats.jsonl")
     with pytest.raises(ConfigError, match=says):
         plan(config(f"models=[{folder}]", f"workload={text}", *override.split()), "cpu")
+
+
+def test_a_folder_in_place_of_a_file_is_one_line(folder, tmp_path):
+    (tmp_path / "dir.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"dir\.jsonl is a folder; expected a file of JSON lines with messages"):
+        plan(config(f"models=[{folder}]", f"workload={tmp_path / 'dir.jsonl'}"), "cpu")
 
 
 def test_a_folder_without_a_tokenizer_is_one_line(folder, tmp_path):
