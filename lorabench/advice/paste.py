@@ -63,9 +63,11 @@ def joined(settings: Sequence[Settings], piece: str) -> dict[str, Any]:
 def code(settings: Sequence[Settings], *, of_trainer: bool) -> list[str]:
     """The lines of all toggles that speak of `trainer`, which come after it is built, or those that do not. A call that
     two toggles make is made once, with the arguments of the one that has some."""
-    given = [line for s in settings for line in s.code]
-    more = [line for line in given if not any(other.startswith(f"{line.removesuffix(')')}, ") for other in given)]
-    return [line for line in dict.fromkeys(more) if bool(re.search(r"\btrainer\b", line)) == of_trainer]
+    lines: list[str] = []
+    for own in settings:
+        lines += [line for line in own.code if line not in lines]
+    said = [line for line in lines if not any(o.startswith(f"{line.removesuffix(')')}, ") for o in lines)]
+    return [line for line in said if bool(re.search(r"\btrainer\b", line)) == of_trainer]
 
 
 def blocks(cell: Cell, dtype: str) -> list[tuple[str, str, str]]:

@@ -198,6 +198,19 @@ class Sly(Silent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Long(Silent):
+    name: ClassVar[str] = "long"
+
+    def settings(self):
+        return Settings(code=("if model:", "    pass", "if not model:", "    pass"))
+
+
+def test_a_toggle_s_own_lines_stay_as_they_are():
+    text = blocks(cell_of(Long()), "float32")[0][2]
+    assert "\nif model:\n    pass\nif not model:\n    pass\n" in text
+
+
+@dataclass(frozen=True, kw_only=True)
 class Wrong(Silent):
     name: ClassVar[str] = "wrong"
 
