@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
+from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step
 
 
@@ -16,6 +17,7 @@ class CudaGraph(Ablation):
     summary: ClassVar[str] = "forward, backward and optimizer captured once and replayed"
     requires: ClassVar[Requires] = Requires(device="cuda", capability=(7, 0))
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
+    worth_trying: ClassVar[Worth | None] = "time"
     rank: ClassVar[int] = 100  # outermost: it captures whatever the other toggles made of the step
 
     def step(self, step: Step) -> Step:
@@ -23,7 +25,8 @@ class CudaGraph(Ablation):
 
         if len(step.batches) != 1:
             raise Unsupported(
-                f"cuda_graph captures one batch of one shape a step; this workload has {len(step.batches)} a step"
+                f"cuda_graph captures one batch of one shape a step; this workload has {len(step.batches)} a step: "
+                "give it a batch_size of all its samples (lorakernels.captured(trainer) takes both in training)"
             )
         return CapturedStep(step)
 
@@ -34,3 +37,13 @@ class CudaGraph(Ablation):
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         step: Any = evidence.arm.step
         return {"cuda_graph": {"captured": sorted(step.graphs), "masks_left_out": sum(step.masks.left_out)}}
+
+    def settings(self) -> Settings:
+        """TRL's own loss picks the trained tokens with a mask, for which the host waits; `lorakernels.apply` puts
+        another in its place. Where lora_kernels is on, too, the model is patched once."""
+        return Settings(
+            imports=("import lorakernels",),
+            code=("lorakernels.apply(model)", "lorakernels.captured(trainer)"),
+            note="TRL's own loss waits for the host, so SFTTrainer's steps are captured only with lorakernels.apply; "
+            "what was measured has its kernels only where lora_kernels is on, too",
+        )

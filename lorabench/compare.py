@@ -194,20 +194,29 @@ def _ratio(record: Record | None, found: Speedup | None) -> str:
     return speedup(found) or (record.status if record else "")
 
 
+def _complain(error: str) -> int:
+    print(f"lorabench: {' '.join(error.split())}", file=sys.stderr)
+    return 2
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser("python -m lorabench.compare", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="the results folder to compare with")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="the results folder in question")
     parser.add_argument("--fail-on-regression", action="store_true", help="exit 1 where a cell is slower or fails now")
     asked = parser.parse_args(arguments)
+    from lorabench.record.store import RECORDS
+
+    for run in (asked.run_a, asked.run_b):  # before the slow imports
+        if not (run / RECORDS).exists():
+            return _complain(f"{run.resolve()} has no {RECORDS}; expected the folder that a sweep had as output=")
     from lorabench.report.analysis import Analysis
 
     try:
         before, after = Analysis.read(asked.run_a, salt="a"), Analysis.read(asked.run_b, salt="b")
         changes = compared(before, after)
     except (OSError, ValueError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return _complain(str(error))
     console = Console()
     for what, a, b in machine_changes(before.sessions, after.sessions):
         console.print(Text(f"differs: {what}: {a} → {b}"))

@@ -24,7 +24,8 @@ from lorabench.run.agenda import Agenda
 def show_ablations(console: Console, machine: Machine) -> None:
     """Every registered ablation, ours and others', and what it lacks here."""
     table = Table(title=f"ablations on {machine.name}", title_justify="left")
-    for column in ("ablation", "slot", "what it does", "on this machine"):
+    table.add_column("ablation", no_wrap=True)  # whole, to be copied or searched for
+    for column in ("slot", "what it does", "on this machine"):
         table.add_column(column, overflow="fold")
     for name in sorted(registered()):
         try:

@@ -18,26 +18,41 @@ if __name__ == "__main__":  # as in sweep.py
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
+from lorabench.contract.ablation import Ablation
 from lorabench.contract.cell import Cell
 from lorabench.contract.names import NameUnknown
-from lorabench.plan.compose import ConfigError, RecommendConfig, load_recommend_config, names_in, plan
+from lorabench.listing import show_plan
+from lorabench.plan.compose import (
+    OF_A_SWEEP,
+    ConfigError,
+    RecommendConfig,
+    load_config,
+    load_recommend_config,
+    names_in,
+    plan,
+)
 from lorabench.plan.design import refusal
 from lorabench.plan.registry import ablation_class, registered
 from lorabench.record.store import Store, write_atomically
 from lorabench.run.agenda import AGAIN
 from lorabench.run.load import load_average
+from lorabench.run.signals import uninterrupted
 from lorabench.sweep import check_output, in_one_line, warn_of_load
 
 if TYPE_CHECKING:  # these import torch
     from lorabench.advice.budget import StoppedInTime
     from lorabench.advice.search import Search
     from lorabench.run.local_queue import LocalQueue
+
+# What `recommend` decides itself; `dry_run` is the same in both.
+NOT_OURS = {*OF_A_SWEEP, "versus", "suite"} - {"dry_run"}
 
 HELP = """\
 lorabench.recommend: which few optimizations to switch on for a model and a workload, on this machine.
@@ -57,6 +72,7 @@ usage: python -m lorabench.recommend [key=value ...]        (Hydra's override gr
   budget_minutes=10        for how long to measure; the same command goes on where it stopped
   output=output/recommend  recommendation.md and .json, and all that a sweep writes
   trials= warmup= seed= timeout_s= resume=true|failed|false     as in a sweep
+  dry_run=true             what it would try and how long that would take; nothing is measured
 
 It measures each toggle alone, then puts the best of each slot together one by one, each on top of what helped so far,
 and at last the whole against the reference. A toggle stays where it is clearly faster and passed the numerics gate.
@@ -75,12 +91,64 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str], console: Console) -> int:
+    config = composed(arguments)
+    check_output(config.output)
+    _say(console, f"lorabench {version('lorabench')}: planning")
+    with uninterrupted():  # as in a sweep
+        import torch  # noqa: F401
+    if config.dry_run:
+        _show(config, console)
+        return 0
+    return _run(config, arguments, console)
+
+
+def composed(arguments: Sequence[str]) -> RecommendConfig:
+    """The configuration, before anything heavy is imported: a wrong key is refused at once. Raises ConfigError."""
+    keys = [argument.lstrip("+~").partition("=")[0].partition(".")[0] for argument in arguments]
+    if wrong := next((key for key in keys if key in NOT_OURS), None):
+        raise ConfigError(f"{wrong} is a key of lorabench sweep and not of recommend, which decides that itself")
+    dry = [argument for argument, key in zip(arguments, keys, strict=True) if key == "dry_run"]
+    config = load_recommend_config([argument for argument in arguments if argument not in dry])
+    return config.model_copy(update={"dry_run": load_config(dry).dry_run})
+
+
+def _say(console: Console, doing: str) -> None:
+    """As a sweep says it."""
+    console.print(f"{doing} …", highlight=False, style="dim", soft_wrap=True)
+
+
+def _show(config: RecommendConfig, console: Console) -> None:
+    """What is tried first, as a sweep shows its cells: what comes then depends on what becomes of these."""
+    from lorabench.measure.machine import describe
+
+    machine = describe()
+    cells = planned(config, machine.device, console)
+    in_need, tried = _in_need(config, cells), config.ablations
+    if tried is None:
+        tried = [t.name for cell in cells if cell.toggles not in in_need for t in cell.toggles]
+    show_plan(console, config.model_copy(update={"ablations": tried}), machine)
+    console.print(
+        "then the best of each slot are put together, each in a cell of its own; measuring ends after "
+        f"budget_minutes={config.budget_minutes:g}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if in_need:
+        names = ", ".join(t.name for toggles in in_need for t in toggles)
+        console.print(f"tried only where the reference does not fit: {names}", highlight=False, soft_wrap=True)
+
+
+def _in_need(config: RecommendConfig, cells: Sequence[Cell]) -> list[tuple[Ablation, ...]]:
+    """What is tried only where the reference does not fit; nothing that the user names."""
+    if config.ablations is not None:
+        return []
+    return [cell.toggles for cell in cells if any(t.worth_trying == "memory" for t in cell.toggles)]
+
+
+def _run(config: RecommendConfig, arguments: list[str], console: Console) -> int:
     from lorabench.advice.budget import StoppedInTime
     from lorabench.run.local_queue import LocalQueue
     from lorabench.run.process import ProbeError
 
-    config = load_recommend_config(arguments)
-    check_output(config.output)
     planned(config, "cpu", console)  # names first, as in a sweep
     workers = StoppedInTime()
     try:
@@ -147,6 +215,7 @@ def _recommend(
     if store.repaired:
         console.print(f"[yellow]{escape(store.repaired)}")
     load = load_average()
+    _say(console, "starting workers and looking at the machine")
     warn_of_load(console, load, queue.look(command))
     search = _search(config, store, queue)
     _measure(search, store, queue, workers, console)
@@ -175,11 +244,10 @@ def _search(config: RecommendConfig, store: Store, queue: LocalQueue) -> Search:
     machine = queue.machine
     # The noise floor of cells that this machine cannot have is no row that anybody needs.
     cells = [c for c in planned(config, machine.device) if not (c.floor_of and refusal(c, machine))]
-    named = config.ablations is not None
     search = Search(
         cells, machine, Budget(config.budget_minutes, lambda cell: computed(cell, queue.ceilings).seconds),
         look=lambda: Analysis.read(store.folder), records=records,
-        in_need=[] if named else [c.toggles for c in cells if any(t.worth_trying == "memory" for t in c.toggles)],
+        in_need=_in_need(config, cells),
     )  # fmt: skip
     for cell in cells:
         if cell.key in records:

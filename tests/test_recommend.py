@@ -135,8 +135,8 @@ def test_a_toggle_that_does_not_load_is_told_and_left_out(here, monkeypatch, cap
 
 def test_ours_say_what_they_are_worth():
     names = recommend.worth_trying("train")
-    assert {"adamw_fused", "adapters_in_compute_dtype", "packing", "lora_kernels", "liger"} <= set(names)
-    assert not {"sdpa", "eager", "frozen_limit", "no_optimizer", "fp8_base", "cuda_graph"} & set(names)
+    assert {"adamw_fused", "adapters_in_compute_dtype", "packing", "lora_kernels", "liger", "cuda_graph"} <= set(names)
+    assert not {"sdpa", "eager", "frozen_limit", "no_optimizer", "fp8_base"} & set(names)
     assert registry.ablation_class("gradient_checkpointing").worth_trying == "memory"
 
 
@@ -151,14 +151,33 @@ def test_ours_say_what_they_are_worth():
         ("budget_minutes=0", "budget_minutes: Input should be greater than 0"),
         ("budget_minutes=soon", "budget_minutes: Input should be a valid number"),
         ("budget=3", "no key named 'budget'; did you mean budget_minutes?"),
-        ("design=ladder", "no key named 'design'"),
-        ("queue=ray", "no key named 'queue'"),
+        *(
+            (f"{key}=1", f"{key} is a key of lorabench sweep and not of recommend")
+            for key in ("versus", "part", "repeat", "design", "suite", "queue")
+        ),
+        ("dry_run=maybe", "dry_run: Input should be a valid boolean"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(here, override, message):
     code, said, folder = here(override)
     assert code == 2 and said.err.startswith("lorabench: ") and said.err.count("\n") == 1
     assert message in said.err and not folder.exists()
+
+
+def test_a_dry_run_shows_what_it_would_try_and_measures_nothing(here, monkeypatch):
+    monkeypatch.setattr(TOGGLES["useless"], "worth_trying", "memory")
+    code, said, folder = here("dry_run=true", "budget_minutes=3")
+    assert code == 0 and not folder.exists(), said.err
+    first, *_, third, last = said.out.splitlines()
+    assert first.endswith(": planning …")
+    rows = {line.split("│")[3].strip(): line for line in said.out.splitlines() if line.count("│") == 5}
+    assert "(computed, rough)" in rows["awake"] and "(computed, rough)" in rows["reference against itself"]
+    assert "unsupported: absent needs the package no_such_package" in rows["absent"]
+    assert "useless" not in rows and last == "tried only where the reference does not fit: useless"
+    assert third.startswith("then the best of each slot") and third.endswith("budget_minutes=3")
+
+    code, said, folder = here("dry_run=true", "ablations=[useless]")
+    assert code == 0 and "useless" in said.out and "only where" not in said.out and not folder.exists()
 
 
 def test_a_sweep_has_no_budget():

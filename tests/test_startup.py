@@ -31,6 +31,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         "lorabench --help", "lorabench.sweep --help", "lorabench.sweep list=true", "lorabench list",
         "lorabench list -h",
+        "lorabench.recommend --help", "lorabench recommend -h",
         "lorabench.doctor --help", "lorabench doctor -h", "lorabench compare -h", "lorabench report -h",
         "lorabench log -h",
     ],
@@ -45,6 +46,16 @@ def test_help_and_the_list_import_nothing_heavy(command):
     assert found["cpu_s"] < 2.0
 
 
+def test_the_list_breaks_no_name_in_a_narrow_terminal(capsys, monkeypatch):
+    from lorabench import cli
+    from lorabench.plan.registry import registered
+
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["list"]) == 0
+    found = {line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") > 3}
+    assert found >= registered().keys()
+
+
 def test_the_list_has_every_toggle_and_what_it_lacks(capsys, monkeypatch):
     from lorabench import cli
     from lorabench.plan.registry import registered
@@ -56,20 +67,44 @@ def test_the_list_has_every_toggle_and_what_it_lacks(capsys, monkeypatch):
     assert "available" in rows["packing"] and "available" in rows["eager"]
 
 
-def test_a_sweep_says_what_it_does_before_it_imports_what_is_slow():
+@pytest.mark.parametrize("command", ["sweep", "recommend"])
+def test_it_says_what_it_does_before_it_imports_what_is_slow(command):
     code = f"""
+from lorabench import {command} as command
 import sys
-from lorabench import sweep
 
-def say_and_stop(console, doing, say=sweep._say):
+def say_and_stop(console, doing, say=command._say):
     say(console, doing)
     print([name for name in {HEAVY} if name in sys.modules])
-    raise sweep.ConfigError("stopped")
+    raise command.ConfigError("stopped")
 
-sweep._say = say_and_stop
-raise SystemExit(sweep.main(["output=/nowhere"]))
+command._say = say_and_stop
+raise SystemExit(command.main(["output=/nowhere"]))
 """
     done = run(code)
     first, second = done.stdout.splitlines()
     assert first.startswith("lorabench ") and first.endswith(": planning …")
     assert second == "[]" and done.returncode == 2 and done.stderr == "lorabench: stopped\n"
+
+
+def test_compare_refuses_a_folder_before_it_imports_what_is_slow(tmp_path):
+    code = f"""
+import sys
+from lorabench import compare
+
+print(compare.main([{str(tmp_path)!r}, "/nowhere"]), [name for name in {HEAVY} if name in sys.modules])
+"""
+    done = run(code)
+    assert done.stdout == "2 []\n" and done.stderr.startswith(f"lorabench: {tmp_path} has no records.jsonl")
+
+
+@pytest.mark.parametrize("wrong", ["budgt_minutes=3", "design=solo"])
+def test_recommend_refuses_a_key_before_it_imports_what_is_slow(wrong):
+    code = f"""
+import sys
+from lorabench import recommend
+
+print(recommend.main([{wrong!r}]), [name for name in {HEAVY} if name in sys.modules])
+"""
+    done = run(code)
+    assert done.stdout == "2 []\n" and wrong.partition("=")[0] in done.stderr

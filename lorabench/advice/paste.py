@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,19 +28,46 @@ class Pieces(NamedTuple):
 def pieces(ablations: Sequence[Ablation]) -> Pieces:
     found, by_hand, no_key = [], [], []
     for ablation in sorted(ablations, key=lambda a: a.name):
-        try:
-            answer = asked(ablation, Ablation.settings)
-        except Exception as error:  # a third party's
-            answer = Settings(note=described(error))
-        answer = answer or Settings(note="it does not say how it is switched on, its documentation may")
+        answer = _settings(ablation)
         found.append(answer)
         by_hand += [f"{ablation.label}: {answer.note}"] if answer.note else []
         no_key += [ablation.label] if answer.axolotl is None else []
     return Pieces(found, by_hand, no_key)
 
 
+def _settings(ablation: Ablation) -> Settings:
+    try:
+        answer = asked(ablation, Ablation.settings)
+    except Exception as error:  # a third party's
+        answer = Settings(note=described(error))
+    return answer or Settings(note="it does not say how it is switched on, its documentation may")
+
+
+def apart(ablations: Sequence[Ablation]) -> str | None:
+    """Why no trainer can have these together, though a step can be measured with them, or None: what changes the
+    trainer itself goes with no other trainer, and with no model that this one compiles."""
+    own = {a: _settings(a) for a in sorted(ablations, key=lambda a: a.name)}
+    for changing in (a for a, s in own.items() if code([s], of_trainer=True)):
+        for other, said in own.items():
+            if said.trainer.get("torch_compile"):
+                return f"{changing.label} has no effect on a trainer that compiles its model, as {other.label} does"
+            if said.note and said in (Settings(note=said.note), Settings(note=said.note, axolotl=said.axolotl)):
+                return f"{changing.label} needs a trainer of transformers or TRL, which {other.label} does not speak of"
+    return None
+
+
 def joined(settings: Sequence[Settings], piece: str) -> dict[str, Any]:
     return {key: value for s in settings for key, value in (getattr(s, piece) or {}).items()}
+
+
+def code(settings: Sequence[Settings], *, of_trainer: bool) -> list[str]:
+    """The lines of all toggles that speak of `trainer`, which come after it is built, or those that do not. A call that
+    two toggles make is made once, with the arguments of the one that has some."""
+    lines: list[str] = []
+    for own in settings:
+        lines += [line for line in own.code if line not in lines]
+    said = [line for line in lines if not any(o.startswith(f"{line.removesuffix(')')}, ") for o in lines)]
+    return [line for line in said if bool(re.search(r"\btrainer\b", line)) == of_trainer]
 
 
 def blocks(cell: Cell, dtype: str) -> list[tuple[str, str, str]]:
@@ -72,7 +100,7 @@ def _model(cell: Cell, dtype: str, own: Pieces) -> str:
             f"dtype = torch.{dtype}",
             f"model = {_call('AutoModelForCausalLM.from_pretrained', load, repr(_weights(cell)))}",
             f"model = {built}",
-            *(line for s in settings for line in s.code),
+            *code(settings, of_trainer=False),
             "",
         ]
     )
@@ -99,6 +127,7 @@ def _trl(cell: Cell, settings: Sequence[Settings]) -> str:
         "",
         f"arguments = {_call('SFTConfig', arguments)}",
         "trainer = SFTTrainer(model=model, args=arguments, train_dataset=train_dataset)",
+        *code(settings, of_trainer=True),
         "trainer.train()",
     ]
     return "\n".join([*lines, ""])
@@ -112,6 +141,7 @@ def _trainer(cell: Cell, settings: Sequence[Settings]) -> str:
         "",
         f"arguments = {_call('TrainingArguments', _arguments(cell, settings))}",
         f"trainer = {_call('Trainer', given | {'data_collator': collator})}",
+        *code(settings, of_trainer=True),
         "trainer.train()",
     ]
     return "\n".join([*lines, ""])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lorabench.advice.budget import Budget
+from lorabench.advice.paste import apart
 from lorabench.contract.ablation import Ablation, combine, conflict
 from lorabench.contract.cell import Cell
 from lorabench.contract.machine import Machine
@@ -155,7 +156,8 @@ class Search:
         if contenders and not self.fits:  # its noise is not known yet
             yield from self._missing([self.cell(self.whole.candidate, ())])
         for contender in contenders:
-            if reason := conflict(combine(self.itself.reference, self.stack + contender)):
+            together = combine(self.itself.reference, self.stack + contender)
+            if reason := conflict(together) or apart(together):
                 self.passed_over[named(contender)] = reason
                 continue
             rung = self.cell(self.whole.candidate, contender)

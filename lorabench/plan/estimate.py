@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lorabench.contract.cell import PROCESSES, Cell
@@ -58,8 +58,6 @@ def by_records(cell: Cell, seen: Sequence[Seen]) -> Estimate | None:
 def computed(cell: Cell, ceilings: Mapping[str, Any]) -> Estimate:
     """Its work over this machine's rates, plus the fixed costs; rough. `ceilings` as measured: TFLOP/s of a square GEMM
     by dtype, GB/s of a copy."""
-    if cell.workload.kind == "text":  # its lengths are not worth a tokenizer's download here
-        cell = replace(cell, workload=cell.workload.model_copy(update={"kind": "fixed"}))
     own = kind(cell.kind)
     work = sum(own.work(cell, own.samples(cell), cell.candidate), Work())
     tflops = next(iter(ceilings["gemm_tflops"].values()))

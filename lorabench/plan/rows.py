@@ -68,6 +68,8 @@ def file_rows(path: Path) -> Rows:
     """The lines of a JSONL file that are not blank. Raises WorkloadError."""
     try:
         seen = path.stat()
+        if path.is_dir():
+            raise WorkloadError(f"{path} is a folder; expected a file of JSON lines with {EXPECTED}")
         if not path.is_file():
             raise FileNotFoundError
         return _lines(path, seen.st_size, seen.st_mtime_ns)

@@ -29,22 +29,32 @@ OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".z
 def own_text(item: str, samples: int, batch_size: int) -> dict[str, Any] | None:
     """Fields of a Workload for a user's JSONL file or hub data set, None for any other name. Its fields are to be
     found, and the loss is on what is to be learnt: the last of them, of a chat the assistant's turns. A step has so
-    many `samples`, or all rows of a smaller file. Raises WorkloadError."""
+    many `samples`, or all rows of a smaller file, and a row no more tokens than ROW_LENGTH or than the model has
+    positions for (`settled` sees to both). Raises WorkloadError."""
     fields = {"kind": TEXT, "fields": [], "train_on": "last_field", "seq_len": ROW_LENGTH}
-    if item.endswith(SUFFIXES):
+    if item.lower().endswith(SUFFIXES):
         path = Path(item).expanduser().resolve()
         samples = min(samples, len(file_rows(path)))
         return fields | {"path": str(path), "samples": samples, "batch_size": min(batch_size, samples)}
-    if item.endswith(OTHER_FILES):
+    if item.lower().endswith(OTHER_FILES):
         raise WorkloadError(f"{item}: expected JSON lines, one object a line, in a file whose name ends with .jsonl")
     return fields | {"dataset": item, "samples": samples, "batch_size": batch_size} if is_name(item) else None
 
 
-def draw(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
-    """The samples of one step. Same seed, same samples. Raises WorkloadError."""
+def _asked(workload: Workload, field: str) -> bool:
+    """Whether somebody gave this field. A user's own text is named by its file or data set, with what was changed of it
+    behind that: `chats.jsonl(seq_len=512)`. Of any other workload all is given."""
+    own = Path(workload.path).name if workload.path else workload.dataset or ""
+    changes = workload.name.removeprefix(own)
+    return changes == workload.name or f"{field}=" in changes
+
+
+def draw(workload: Workload, vocab_size: int, seed: int, *, least: int | None = None) -> list[Sample]:
+    """The samples of one step; of a text that has not as many, those that it has, if they are `least` or more (None:
+    all that the workload wants). Same seed, same samples. Raises WorkloadError."""
     seed = seed if workload.seed is None else workload.seed
     if workload.kind == TEXT:
-        return _text(workload, vocab_size, seed)
+        return _text(workload, vocab_size, seed, workload.count if least is None else least)
     rng = np.random.default_rng(seed)
     if workload.kind == "fixed":
         lengths = np.full(workload.count, workload.seq_len)
@@ -74,22 +84,29 @@ def settled(workload: Workload, spec: ModelSpec, seed: int) -> Workload:
 
 def _settled(workload: Workload, spec: ModelSpec, seed: int) -> dict[str, Any]:
     config = spec.hf_config()
-    longest, found = workload.seq_len, {}
+    most = getattr(config, "max_position_embeddings", None)
+    longest, shorter, found = workload.seq_len, f"seq_len of at most {most}", {}
     if workload.kind == TEXT:
         rows = rows_of(workload)
         fields, form = find(rows, workload.fields)
         found = {"fields": fields, "format": workload.format or form, "tokenizer": workload.tokenizer or _own(spec)}
+        if most and not _asked(workload, "seq_len"):
+            found["seq_len"] = min(workload.seq_len, most)
         whole = workload.model_copy(update=found)
         if workload.path is not None:
             check_rows(rows, fields, whole.format)
-        longest = max(len(s.tokens) for s in draw(whole, config.vocab_size, seed))
+        drawn = draw(whole, config.vocab_size, seed, least=None if _asked(workload, "samples") else 1)
+        if len(drawn) < workload.count:
+            batch_size = workload.batch_size if _asked(workload, "batch_size") else min(workload.batch_size, len(drawn))
+            found |= {"samples": len(drawn), "batch_size": batch_size}
+        longest = max(len(s.tokens) for s in drawn)
+        shorter = f"{{{workload.dataset or 'FILE.jsonl'}: {{seq_len: {most}}}}} or less"
         template = getattr(load_tokenizer(whole.tokenizer or ""), "chat_template", None)
         found["fingerprint"] = hashlib.sha256(f"{rows.digest} {template}".encode()).hexdigest()[:16]
-    most = getattr(config, "max_position_embeddings", None)
     if spec.location and most and longest > most:
         raise WorkloadError(
             f"the workload {workload.name} has samples of {longest} tokens, the model {spec.name} has positions for "
-            f"{most} (max_position_embeddings); expected seq_len of at most {most}"
+            f"{most} (max_position_embeddings); expected {shorter}"
         )
     return found
 
@@ -104,21 +121,22 @@ def _own(spec: ModelSpec) -> str:
     raise WorkloadError(f"the model {spec.name} has no tokenizer; expected {{FILE.jsonl: {{tokenizer: ORG/NAME}}}}")
 
 
-def _text(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
-    """Rows in random order, as many as are wanted; one of which nothing would be trained within seq_len is passed
-    over."""
+def _text(workload: Workload, vocab_size: int, seed: int, least: int) -> list[Sample]:
+    """Rows in random order, as many as are wanted and `least` or more; one of which nothing would be trained within
+    seq_len is passed over."""
     tokenizer, rows, samples = load_tokenizer(workload.tokenizer or ""), rows_of(workload), []
-    if len(rows) < workload.count:
-        raise WorkloadError(f"{rows.source} has {len(rows)} rows; the workload needs {workload.count}")
+    if len(rows) < least:
+        raise WorkloadError(f"{rows.source} has {len(rows)} rows; the workload needs {least}")
     for index in np.random.default_rng(seed).permutation(len(rows)):
         sample = _tokenize(workload, rows[index], rows.place(index), tokenizer)
         samples += [sample] if sample.trained else []
         if len(samples) == workload.count:
             break
-    else:
+    if len(samples) < least:
+        few = f"only {len(samples)} of" if samples else "none of the"
         raise WorkloadError(
-            f"{rows.source}: only {len(samples)} of {len(rows)} rows have anything to train on within seq_len "
-            f"{workload.seq_len}{_roles(workload, rows[0])}; the workload needs {workload.count} such rows"
+            f"{rows.source}: {few} {len(rows)} rows have anything to train on within seq_len "
+            f"{workload.seq_len}{_roles(workload, rows[0])}; the workload needs {least}"
         )
     if max(max(s.tokens) for s in samples) >= vocab_size:
         raise WorkloadError(f"the tokenizer {workload.tokenizer} has tokens above the model's vocabulary {vocab_size}")

@@ -2,11 +2,14 @@
 transformers asks `is_cuda_stream_capturing`, and what SDPA is then given is what counts."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import PEFT, arm, random_samples
 
+from lorabench.contract.ablation import Unsupported
+from lorabench.plan import registry
 from lorabench_ablations.captured_step import SameMasks
 
 FAMILIES = ["llama", "mistral", "qwen2", "gemma"]
@@ -94,3 +97,8 @@ def test_transformers_table_is_as_before():
             assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_mask
             raise KeyError
         assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
+
+
+def test_several_micro_batches_are_refused_with_what_to_do():
+    with pytest.raises(Unsupported, match="this workload has 2 a step: give it a batch_size of all its samples"):
+        registry.ablation("cuda_graph").step(SimpleNamespace(batches=[None, None]))

@@ -11,7 +11,7 @@ import torch
 import yaml
 from helpers import cells
 
-from lorabench.advice.paste import MODEL, blocks
+from lorabench.advice.paste import MODEL, apart, blocks
 from lorabench.contract.ablation import Ablation, combine
 from lorabench.contract.settings import Settings
 from lorabench.measure.machine import describe
@@ -141,6 +141,48 @@ def test_a_whole_stack_is_one_piece_of_code_and_trains_as_the_reference_does(num
     assert ours == pytest.approx(plain, rel=1e-4)
 
 
+@pytest.mark.parametrize("number", [0, 1], ids=["trl", "trainer"])
+@pytest.mark.parametrize("others", [(), ("lora_kernels",)], ids=["alone", "with_lora_kernels"])
+def test_a_captured_trainer_runs_and_is_captured(others, number, folder, tmp_path):
+    """Its toggle needs a CUDA device, and its code none: on a CPU the captured trainer trains and says that."""
+    pytest.importorskip("trl", reason="needs the package trl")
+    trainer = run_block(cell_of("cuda_graph", *others), number, folder, tmp_path)
+    assert type(trainer.capture).__name__ == "TrainerCapture" and engaged("lora_kernels", trainer)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["trl", "trainer"])
+def test_a_captured_trainer_is_told_after_it_is_built_and_its_model_is_patched_once(number):
+    ours = registry.ablation({"lora_kernels": {"one_gemm": False}})
+    for toggles, patched in ((["cuda_graph"], "(model)"), (["cuda_graph", ours], "(model, one_gemm=False)")):
+        lines = blocks(cell_of(*toggles), "float32")[number][2].splitlines()
+        assert lines.count("import lorakernels") == 1
+        assert [line for line in lines if "apply" in line] == [lines[0], f"lorakernels.apply{patched}"]
+        assert lines[0].startswith("# cuda_graph: TRL's own loss waits for the host")
+        assert lines[-2:] == ["lorakernels.captured(trainer)", "trainer.train()"]
+        built = next(n for n, line in enumerate(lines) if line.startswith("model = get_peft_model("))
+        assert (
+            built
+            < lines.index(f"lorakernels.apply{patched}")
+            < next(n for n, x in enumerate(lines) if x.startswith("arguments"))
+        )
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ("torch_compile", "cuda_graph has no effect on a trainer that compiles its model, as torch_compile does"),
+        ("axolotl", "cuda_graph needs a trainer of transformers or TRL, which axolotl does not speak of"),
+        ("unsloth", "cuda_graph needs a trainer of transformers or TRL, which unsloth does not speak of"),
+        ("lora_kernels", None), ("adamw_fused", None), ("adapters_in_compute_dtype", None), ("nf4_base", None),
+        ("gradient_checkpointing", None),
+    ],
+)  # fmt: skip
+def test_what_no_trainer_can_have_together_is_told(other, says):
+    two = [registry.ablation(name) for name in ("cuda_graph", other)]
+    assert apart(two) == says and apart(two[1:]) is None
+    assert apart([*cell_of().reference, two[0]]) is None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Silent(Ablation):
     name: ClassVar[str] = "silent"
@@ -153,6 +195,19 @@ class Sly(Silent):
 
     def settings(self):
         return Settings(note="harmless\nimport os; os.abort()", axolotl={"sly": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Long(Silent):
+    name: ClassVar[str] = "long"
+
+    def settings(self):
+        return Settings(code=("if model:", "    pass", "if not model:", "    pass"))
+
+
+def test_a_toggle_s_own_lines_stay_as_they_are():
+    text = blocks(cell_of(Long()), "float32")[0][2]
+    assert "\nif model:\n    pass\nif not model:\n    pass\n" in text
 
 
 @dataclass(frozen=True, kw_only=True)

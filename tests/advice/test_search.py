@@ -7,6 +7,7 @@ from advice import simulated
 from advice.simulated import Simulation, toggle
 
 from lorabench.advice.result import recommendation
+from lorabench.contract.settings import Settings
 from lorabench.run.runner import record_of
 
 
@@ -71,6 +72,14 @@ def test_what_excludes_the_stack_is_passed_over_with_the_reason(run):
     done = run(toggle("first", 2.0), toggle("alone", 1.5, excludes={"first": "it wants to be alone"}))
     assert done.stack == ["first"] and len(done.order) == 3
     assert outcomes(done)["alone"] == ("helps alone", "alone excludes first: it wants to be alone")
+
+
+def test_what_no_trainer_can_have_with_the_stack_is_passed_over_with_the_reason(run, monkeypatch):
+    first, second = toggle("first", 2.0), toggle("second", 1.5)
+    monkeypatch.setattr(type(first), "settings", lambda self: Settings(code=("capture(trainer)",)))
+    done = run(first, second)
+    assert done.stack == ["first"] and len(done.order) == 3
+    assert outcomes(done)["second"][1].startswith("first(by=2.0) needs a trainer of transformers or TRL")
 
 
 def test_what_does_not_help_on_top_is_left_and_the_search_goes_on(run):

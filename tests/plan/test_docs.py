@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lorabench import recommend
 from lorabench.plan.compose import load_config, plan
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/your-model-and-data.md").read_text()
@@ -27,9 +28,22 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("command", [line for block in blocks("bash") for line in block.splitlines()])
+def planned(subcommand, arguments):
+    if subcommand == "recommend":
+        return recommend.planned(recommend.composed(arguments), "cpu")
+    assert subcommand == "sweep"
+    return plan(load_config(arguments), "cpu").cells
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_page_is_a_plan(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     program, subcommand, *arguments = shlex.split(command)
-    assert (program, subcommand) == ("lorabench", "sweep")
-    assert plan(load_config(arguments), "cpu").cells
+    assert program == "lorabench" and planned(subcommand, arguments)
+
+
+def test_the_page_begins_with_what_to_switch_on():
+    assert COMMANDS[0].startswith("lorabench recommend ") and "chats.jsonl" in COMMANDS[0]

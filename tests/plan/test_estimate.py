@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from helpers import MACHINE, cells
+from helpers import MACHINE, cells, config
+from own_models import jsonl, saved
 
-from lorabench.plan.estimate import Seen, by_records, computed, duration, longest
+from lorabench.plan.compose import plan
+from lorabench.plan.estimate import FIXED_S, Seen, by_records, computed, duration, longest
 from lorabench.record.costs import seen_on
 from lorabench.record.store import RecordError, Store
 from lorabench.run.runner import record_of
@@ -50,6 +52,17 @@ def test_without_records_it_is_computed_and_more_for_separate_processes():
     assert 8 < computed(plain, rates).seconds < computed(separate, rates).seconds
     assert computed(plain, rates).basis == "computed, rough"
     assert longest(separate, 900.0) == 8 * longest(plain, 900.0) == 7200.0
+
+
+def test_a_text_is_computed_by_the_lengths_of_its_rows(tmp_path):
+    model, rates = saved(tmp_path / "mine"), {"gemm_tflops": {"float32": 1e-5}, "copy_gbs": 10.0}
+
+    def seconds(workload):
+        made = plan(config(f"models=[{model}]", f"workload={workload}", "ablations=[]"), "cpu").cells[0]
+        return computed(made, rates).seconds - FIXED_S
+
+    short = seconds(jsonl(tmp_path / "short.jsonl", [{"text": "a"}] * 2))
+    assert short == pytest.approx(seconds("2x2")) and short < seconds("2x256") / 50
 
 
 def measured(cell, session):

@@ -78,7 +78,7 @@ def test_a_prompt_and_its_completion_may_be_lists_of_turns(cell):
 
 def test_a_step_has_no_more_rows_than_the_file(cell):
     few = cell([{"text": "Twelve."}] * 3, device="cuda").workload
-    assert (few.samples, few.batch_size, few.seq_len) == (3, 3, 2048)
+    assert (few.samples, few.batch_size) == (3, 3)
     many = cell([{"text": "Twelve."}] * 50, device="cuda").workload
     assert (many.samples, many.batch_size, many.name) == (16, 4, "a.jsonl")
     assert cell([{"text": "Twelve."}] * 50).workload.samples == 2
@@ -88,6 +88,36 @@ def test_a_row_without_anything_to_train_on_is_passed_over(cell):
     long = {"prompt": "many words " * 20, "completion": "x"}
     made = cell([long, {"prompt": "a", "completion": "b"}, long, {"prompt": "c", "completion": "d"}], seq_len=9)
     assert trained(made) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+NOTHING_SAID = {"messages": messages([("user", "Hello?")])}
+
+
+def test_a_step_has_all_rows_that_can_be_trained_where_nobody_asked_for_more(cell):
+    some = [NOTHING_SAID, {"messages": messages(CHATS[0])}, NOTHING_SAID]
+    made = cell(some)
+    assert trained(made) == ["Twelve.<|im_end|>\n"] and (made.workload.samples, made.workload.batch_size) == (1, 1)
+    both = cell([*some, {"messages": messages(CHATS[3])}], device="cuda", batch_size=3).workload
+    assert (both.samples, both.batch_size) == (2, 3), "a batch_size that was asked for stays"
+    with pytest.raises(ConfigError, match=r"only 1 of 3 rows have anything to train on .*; the workload needs 2$"):
+        cell(some, samples=2)
+    with pytest.raises(
+        ConfigError, match=r"none of the 2 rows have anything .* the roles user; .*; the workload needs 1$"
+    ):
+        cell([NOTHING_SAID] * 2)
+
+
+def test_rows_are_as_long_as_the_model_has_positions_for_where_nobody_asked_for_more(cell, tmp_path):
+    long = [{"text": "eggs " * 600}] * 2
+    assert cell(long).workload.seq_len == 256 and len(trained(cell(long))) == 2
+    assert cell(long, seq_len=100).workload.seq_len == 100
+    with pytest.raises(
+        ConfigError, match=r"has positions for 256 .*; expected \{FILE.jsonl: \{seq_len: 256\}\} or less"
+    ):
+        cell(long, seq_len=257)
+    roomy = saved(tmp_path / "roomy", max_position_embeddings=4096)
+    made = plan(config(f"models=[{roomy}]", f"workload={jsonl(tmp_path / 'b.jsonl', long)}", "ablations=[]"), "cpu")
+    assert made.cells[0].workload.seq_len == 2048
 
 
 def test_other_content_is_another_measurement(cell, tmp_path):
@@ -164,6 +194,10 @@ def test_what_is_wrong_is_one_line_with_the_file_and_the_line(name, cell, tmp_pa
     assert "\n" not in str(raised.value)
 
 
+def test_a_suffix_may_be_in_capitals(cell):
+    assert cell([{"text": "Twelve."}] * 2, name="A.JSONL").workload.name == "A.JSONL"
+
+
 def test_a_file_in_another_encoding_is_one_line(folder, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes((GOOD + '{"text": "café"}\n').encode("latin-1"))
@@ -176,6 +210,7 @@ def test_a_file_in_another_encoding_is_one_line(folder, tmp_path):
     [
         ("workload=nowhere.jsonl", "nowhere.jsonl: no such file"),
         ("workload=data.csv", "whose name ends with .jsonl"),
+        ("workload=data.CSV", "whose name ends with .jsonl"),
         ("workload=chats", "no workload named 'chats'"),
         ("models=[tiny-llama]", "the model tiny-llama has no tokenizer"),
         ("models=[linear-8x8] reference=linear ablations=[lora_addmm]", "has text, which linear-8x8 cannot read"),
@@ -185,6 +220,12 @@ def test_a_wrong_workload_or_model_for_it_is_one_line(override, says, folder, tm
     text = chats(tmp_path / "chats.jsonl")
     with pytest.raises(ConfigError, match=says):
         plan(config(f"models=[{folder}]", f"workload={text}", *override.split()), "cpu")
+
+
+def test_a_folder_in_place_of_a_file_is_one_line(folder, tmp_path):
+    (tmp_path / "dir.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"dir\.jsonl is a folder; expected a file of JSON lines with messages"):
+        plan(config(f"models=[{folder}]", f"workload={tmp_path / 'dir.jsonl'}"), "cpu")
 
 
 def test_a_folder_without_a_tokenizer_is_one_line(folder, tmp_path):

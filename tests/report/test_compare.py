@@ -103,4 +103,17 @@ def test_command_line(tmp_path, record, folder, capsys, broken):
     (b / "records.jsonl").unlink() if broken == "missing" else (b / "records.jsonl").write_text("nonsense\n")
     capsys.readouterr()
     assert main([str(a), str(b)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("lorabench: ") and "records.jsonl" in said
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_folder_without_records_is_told_before_the_other_is_read(
+    wrong, tmp_path, record, folder, capsys, monkeypatch
+):
+    runs = [folder(tmp_path / "a", [record([])]), folder(tmp_path / "b", [record([])])]
+    runs[wrong] = tmp_path / "nowhere"
+    monkeypatch.setattr(Analysis, "read", None)
+    assert main([str(run) for run in runs]) == 2
+    wanted = "has no records.jsonl; expected the folder that a sweep had as output="
+    assert capsys.readouterr().err == f"lorabench: {tmp_path / 'nowhere'} {wanted}\n"
