@@ -132,7 +132,7 @@ def slower(record, by):
 
 def test_over_a_start_that_waits_for_its_host_a_step_is_of_the_two_cells_own_times(record):
     """What the host did beside one rung and not beside the next is in no increment, and in no milliseconds."""
-    idle = {"reference": dict.fromkeys(("forward", "backward"), {"label": "host-bound"})}
+    idle = {"reference": {phase: {"label": "host-bound"} for phase in ("forward", "backward")}}
     common = {"design": "ladder", "workload": "one_by_one_gsm8k", "sd": 0.004, "roofline": idle}
     made = [slower(record(["packing"], rung=1, speedup=4.0, **common), 80)]  # 2000 ms
     made += [slower(record(["packing", "sdpa"], rung=2, speedup=4.8, **common), 120)]  # 2500 ms
