@@ -80,8 +80,8 @@ def start_to_end(analysis: Analysis) -> AnyTable:
 
 def _ends(own: Ladder, last: Rung, epoch: Epoch | None, analysis: Analysis) -> list[str]:
     row = analysis.row(last.whole) if last.whole else {}
-    host = (row.get(f"{arm}_host_share", math.nan) for arm in ARMS)
-    ends = [own.title, arrow(last.start, last.after), arrow(*host, _percent), cumulative(last, analysis)]
+    before, after = (row.get(f"{arm}_host_share", math.nan) for arm in ARMS)
+    ends = [own.title, arrow(last.start, last.after), arrow(before, after, _percent), cumulative(last, analysis)]
     ends.append(arrow(peak(own.rungs[0].record, "reference"), peak(last.record, "candidate")))
     if epoch is None:
         return [*ends, "", ""]
