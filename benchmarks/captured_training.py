@@ -1,19 +1,21 @@
 """Tokens a second of whole SFTTrainer runs, with and without captured steps: the loop that a user starts.
 
     python benchmarks/captured_training.py --model smollm2-135m --out results/h200/captured_training/smollm2-135m
+    python benchmarks/captured_training.py --weights smollm2-135m-instruct --text gsm8k_train.jsonl
     python benchmarks/captured_training.py --model qwen3-1.7b --text gsm8k_train.jsonl --tokenizer FOLDER
     python benchmarks/captured_training.py --model tiny-llama --steps 6 --warm 3 --batch 2 --out somewhere   # on a CPU
 
 Each arm is a process of its own: `plain` (PEFT), `captured` (the same through `lorakernels.captured`), `lorakernels`,
-`lorakernels_captured`, and `unsloth` (its model in its own trainer), where that is installed. All train the shapes of
---model with random weights, on the same samples in the same order: real lengths (the quantiles of GSM8K, or another
-table of lorabench's) with random tokens, or real text with --text and --tokenizer. The loader pads a batch to its
-longest sample, buckets come on top; only real tokens count.
+`lorakernels_captured`, and `unsloth` (its model in its own trainer), where that is installed. All train --weights, or
+the shapes of --model with random ones, on the same samples in the same order: real lengths (the quantiles of GSM8K, or
+another table of lorabench's) with random tokens, or real text with --text. The loader pads a batch to its longest
+sample, buckets come on top; only real tokens count.
 
 Two rates: `whole` over the run from its first step on, which holds compilation, warm-up and captures; `steady` over the
-steps behind --warm. The losses of an arm must be those of `plain`: their largest distance over the run is written
-beside the rates. Writes captured_training.json and captured_training.md, after each arm: what is there when a run is
-stopped is kept.
+steps behind --warm. The losses of an arm must be those of `plain`: the first and the last, and the largest distance
+over the run, are written beside the rates. Only of real weights and text do they fall, so only there does the distance
+show that an arm learns. Writes captured_training.json and captured_training.md, after each arm: what is there when a
+run is stopped is kept.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ from lorabench.measure.machine import commit, describe
 from lorabench.plan.compose import load_config, plan
 from lorabench.plan.samples import draw_lengths
 from lorabench.record.store import write_atomically
+
+sys.path.insert(0, str(Path(__file__).parent))
+from loss_curve import load
 
 ARMS = ("plain", "captured", "lorakernels", "lorakernels_captured", "unsloth")
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -78,7 +83,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--text", type=Path, help="JSONL file with the fields question and answer, instead of --lengths"
     )
-    parser.add_argument("--tokenizer", help="of --text: folder or hub name")
+    parser.add_argument(
+        "--weights", help="as `weights=` of a sweep: real ones in place of random ones, and their shape"
+    )
+    parser.add_argument("--tokenizer", help="of --text: folder or hub name; that of --weights unless given")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--steps", type=int, default=300)
@@ -91,8 +99,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("output/captured_training"))
     parser.add_argument("--only", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    options.tokenizer = options.tokenizer or (options.weights if options.text else None)
     if bool(options.text) != bool(options.tokenizer):
-        parser.error("--text and --tokenizer belong together")
+        parser.error("--text needs --tokenizer or --weights, and --tokenizer needs --text")
     if options.text and not options.text.is_file():
         parser.error(f"{options.text}: no such file; expected JSON lines with the fields question and answer")
     if not 0 < options.warm < options.steps:
@@ -209,15 +218,24 @@ def spec_of(options: argparse.Namespace) -> Any:
 
 
 def model_of(options: argparse.Namespace, arm: str) -> Any:
-    """A PEFT model of random weights: bfloat16 with float32 adapters on a GPU, float32 on a CPU."""
+    """A PEFT model of --weights or of random ones: bfloat16 with float32 adapters on a GPU, float32 on a CPU."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = spec_of(options).hf_config()
+    from lorabench.plan.weights import source_arguments
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
+    if options.weights:
+        where, kwargs = source_arguments(options.weights)
+        config = AutoConfig.from_pretrained(where, **kwargs)
+    else:
+        config = spec_of(options).hf_config()
+
     def base() -> Any:
+        if options.weights:
+            return load(options.weights, dtype, device)
         torch.manual_seed(options.seed)
         with device:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -305,24 +323,25 @@ def table(found: dict[str, Any]) -> str:
     """As Markdown."""
     s, machine = found["settings"], found["machine"]
     lines = [
-        f"{s['model']}, {s['batch']} samples a batch, {s['accumulate']} batches an update, {s['steps']} steps, "
-        f"{s['text'] or s['lengths']}; {machine['name']}; commit {found['commit']['head']}",
+        f"{s['weights'] or s['model']}, {s['batch']} samples a batch, {s['accumulate']} batches an update, "
+        f"{s['steps']} steps, {s['text'] or s['lengths']}; {machine['name']}; commit {found['commit']['head']}",
         "",
-        "| arm | steady, tokens/s | × plain | whole, tokens/s | × plain | ms a step | GiB | replayed | loss off by |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| arm | steady, tokens/s | × plain | whole, tokens/s | × plain | ms a step | GiB | replayed | loss | off by |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, arm in found["arms"].items():
         if "losses" not in arm:
-            lines.append(f"| {name} | {arm.get('unsupported') or arm.get('failed')} | | | | | | | |")
+            lines.append(f"| {name} | {arm.get('unsupported') or arm.get('failed')} | | | | | | | | |")
             continue
         replayed = "" if not arm["capture"] else str(sum(g["replays"] for g in arm["capture"]["graphs"]))
         peak = "" if arm["peak_gib"] is None else f"{arm['peak_gib']:.1f}"
         cells = [f"{arm[f'{r}_{w}']:{f}}" if f"{r}_{w}" in arm else "" for r in ("steady", "whole")
                  for w, f in (("tokens_per_s", ",.0f"), ("against_plain", ".2f"))]  # fmt: skip
         off = arm.get("largest_loss_distance")
+        losses = list(arm["losses"].values())
         lines.append(
             f"| {name} | {' | '.join(cells)} | {arm['steady_ms_per_step']:.1f} | {peak} | {replayed} "
-            f"| {'' if off is None else f'{off:.4f}'} |"
+            f"| {losses[0]:.3f} → {losses[-1]:.3f} | {'' if off is None else f'{off:.4f}'} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from helpers import benchmark
+import torch
+from helpers import benchmark, word_model
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
 SMALL = ["--model", "tiny-llama", "--steps", "5", "--warm", "2", "--batch", "2", "--seq-len", "24"]
 
@@ -72,11 +75,27 @@ def test_real_text(script, tmp_path):
     assert script.tokens_of(options, samples) == [6] * 5
 
 
+def test_real_weights_are_trained_and_their_losses_shown(script, tmp_path, monkeypatch):
+    model, text = word_model(tmp_path)
+    monkeypatch.setattr(script, "apart", script.run)
+    words = ["--weights", str(model), "--text", str(text), "--steps", "3", "--warm", "1", "--batch", "2"]
+    words += ["--out", str(tmp_path / "out"), "--arms", "plain"]
+    assert script.main(words) == 0
+    found = json.loads((tmp_path / "out" / "captured_training.json").read_text())
+    losses = list(found["arms"]["plain"]["losses"].values())
+    ids = [torch.tensor(one) for one in script.samples_of(script.parse(words))[:2]]
+    rows, labels = (pad_sequence(ids, batch_first=True, padding_value=filler) for filler in (0, -100))
+    own = AutoModelForCausalLM.from_pretrained(model)(input_ids=rows, labels=labels).loss.item()
+    assert losses[0] == pytest.approx(own, abs=1e-4), "the weights of the folder, before the first update"
+    said = (tmp_path / "out" / "captured_training.md").read_text()
+    assert said.startswith(str(model)) and f"| {losses[0]:.3f} → {losses[-1]:.3f} |" in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--warm", "5"], "must lie between 0 and --steps 5"),
-        (["--text", "nowhere.jsonl"], "belong together"),
+        (["--text", "nowhere.jsonl"], "--text needs --tokenizer or --weights"),
         (["--text", "nowhere.jsonl", "--tokenizer", "x"], "nowhere.jsonl: no such file"),
         (["--arms", "fastest"], "invalid choice"),
     ],
