@@ -176,11 +176,11 @@ def test_a_fit_is_kept_for_its_configuration_alone(tmp_path):
 
 def test_by_tokens_every_sample_may_have_full_length(tmp_path):
     by_samples, by_tokens = (
-        AutoBatchSize(budget_gib=2.5, by=by, head_room=0.0).size(FakeRehearsal(tmp_path / by))
+        AutoBatchSize(budget_gib=2.51, by=by, head_room=0.0).size(FakeRehearsal(tmp_path / by))
         for by in ("samples", "tokens")
         if not (tmp_path / by).mkdir()
     )
-    assert by_tokens.batch_size == int(1.5 * 1024 / 64) < by_samples.batch_size
+    assert by_tokens.batch_size == int(1.51 * 1024 / 64) < by_samples.batch_size
 
 
 @settings(max_examples=15, deadline=None)
