@@ -40,7 +40,10 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
         "liger", "lora_addmm", "lora_kernels", "lora_mlp_kernel", "lora_o_kernel", "lora_qkv_kernel", "nf4_base",
         "paged_adamw_32bit", "paged_adamw_8bit", "save_on_cpu", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash",
         "sdpa_math", "selective_checkpointing", "torch_compile", "unsloth", "varlen", "xformers",
-    ) | {"adapters_in_compute_dtype": "[adapters_in_compute_dtype,adamw]"}),
+    ) | {
+        "adapters_in_compute_dtype": "[adapters_in_compute_dtype,adamw]",
+        "lora_addmm": "[adapters_in_compute_dtype,lora_addmm]" if torch.cuda.is_available() else "lora_addmm",
+    }),
     "without checkpointing": (
         ["workload=4x64", "reference=[sdpa,adamw_fused,padding,gradient_checkpointing]"],
         plain("adamw_foreach", "no_gradient_checkpointing"),
@@ -69,7 +72,8 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
 }  # fmt: skip
 # `ddp` wants a process a GPU (tests/measure/test_ranks.py); `no_optimizer` is for references.
 ELSEWHERE = {"ddp", "no_optimizer"}
-ON_A_CPU = {"adapters_in_compute_dtype": "not_applied"}  # its compute dtype is float32, which adapters are in anyway
+DTYPE = [] if torch.cuda.is_available() else ["dtype=float32"]  # some CPUs would compute in bfloat16, and some not
+ON_A_CPU = {"adapters_in_compute_dtype": "not_applied"}  # float32, which adapters are in anyway
 # Ludwig's search ends where the rate falls, which it may from one sample to two beside other work on the machine.
 BY_ITS_CLOCK = {"doubling_batch_size": "it found 1 samples a micro-batch, which the workload has already"}
 CASES = [(title, name) for title, (_, toggles) in SWEEPS.items() for name in toggles]
@@ -92,7 +96,7 @@ def record_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
             (folder / "config.json").write_text(json.dumps(MODEL))
             model = [] if any(word.startswith("models=") for word in command) else [f"models=[{folder}]"]
             measured = sweep(
-                *model, *command, f"ablations=[{','.join(toggles.values())}]", "weights=random", "trials=6",
+                *model, *command, *DTYPE, f"ablations=[{','.join(toggles.values())}]", "weights=random", "trials=6",
                 "warmup=1", "timeout_s=200", "output=out", cwd=folder, timeout=900,
             )  # fmt: skip
             assert measured.returncode == 0, measured.stderr
