@@ -9,7 +9,6 @@ Means over 30 draws of each workload of suite=packing. A table stands between `<
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -28,6 +27,9 @@ from lorabench.plan.samples import draw_lengths
 from lorabench_ablations.batching import Padding, micro_batch
 from lorabench_ablations.grouping import GroupByLength, TokenBudget
 from lorabench_ablations.packing import STRATEGIES, Packing, PaddingFree
+
+sys.path.insert(0, str(Path(__file__).parent))
+import markers
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/packing.md"
 DRAWS = 30
@@ -108,10 +110,7 @@ def markdown(name: str) -> str:
 def filled(text: str) -> str:
     """The page with each of its tables made anew. Raises ValueError where a marker is missing."""
     for name in TABLES:
-        marked = re.compile(rf"(<!-- {name} -->).*?(<!-- /{name} -->)", re.DOTALL)
-        text, count = marked.subn(lambda found, name=name: f"{found[1]}\n\n{markdown(name)}\n\n{found[2]}", text)
-        if count != 1:
-            raise ValueError(f"expected the markers of {name!r} once, found them {count} times")
+        text = markers.filled(text, name, markdown(name))
     return text
 
 

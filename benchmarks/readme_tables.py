@@ -41,6 +41,9 @@ from lorabench.report.shown import show
 from lorabench.report.tables import md
 from lorabench.report.words import number, ratio, unclear
 
+sys.path.insert(0, str(Path(__file__).parent))
+import markers
+
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "lora_kernels"
 DIRTY = "†"
@@ -524,10 +527,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
 def filled(text: str, results: Results) -> str:
     """The text with every table that it has markers for."""
     for name, make in TABLES.items():
-        marked = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
-        if marked.search(text):
-            table = make(results)
-            text = marked.sub(lambda _, table=table: f"\n{table}\n\n", text)
+        if f"<!-- /{name} -->" in text:
+            text = markers.filled(text, name, make(results))
     return text
 
 

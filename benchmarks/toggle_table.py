@@ -9,7 +9,6 @@ A toggle of another package is not on the page, whatever is installed here.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -17,9 +16,11 @@ from lorabench.contract.ablation import Ablation, Requires
 from lorabench.plan.registry import ablation_class, registered
 from lorabench.report.tables import md
 
+sys.path.insert(0, str(Path(__file__).parent))
+import markers
+
 PAGE = Path(__file__).resolve().parents[1] / "docs/toggles.md"
 OURS = "lorabench_ablations."
-MARKED = re.compile(r"(?<=<!-- toggles -->\n).*?(?=<!-- /toggles -->)", re.DOTALL)
 # Where more stands of a toggle: by its name, else by its slot. Seen from docs/.
 PAGES = {
     "attention": "attention.md",
@@ -84,10 +85,7 @@ def needs(requires: Requires) -> str:
 
 def filled(text: str) -> str:
     """The page with its table made anew. Raises ValueError where its markers are missing."""
-    made, count = MARKED.subn(lambda _: f"\n{table()}\n\n", text)
-    if count != 1:
-        raise ValueError(f"expected the markers of 'toggles' once, found them {count} times")
-    return made
+    return markers.filled(text, "toggles", table())
 
 
 def main(arguments: list[str] | None = None) -> int:
