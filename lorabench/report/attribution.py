@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorabench.record.contrast import Contrast, Speedup, combined
+from lorabench.record.contrast import Contrast, Speedup, combined, contrast
 from lorabench.record.schema import ARMS, DID_NOT_APPLY, TOTAL, ArmMemory, Record
-from lorabench.report.contrasts import WHOLE, Contrasts, toggles
-from lorabench.report.shares import between, reference_waits
+from lorabench.report.contrasts import Contrasts, toggles
+from lorabench.report.shares import reference_waits
 
 Subset = frozenset[str]
 
@@ -85,16 +85,15 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
     ratio the product of the increments. Milliseconds are those of the reference beside the highest stack that was
     measured over it, divided by each rung's own ratio: so they add up, whatever the machine did between two cells.
 
-    A start that waits for its host, or took longer beside one rung than beside another, would bring the host's noise
-    into every increment twice. There (shares.py) an increment is the ratio of the two cells' own times, unpaired, and
-    milliseconds are the medians of these.
+    A start that waits for its host would bring the host's noise into every increment twice. There an increment is the
+    ratio of the two cells' own times, unpaired, and milliseconds are the medians of these.
     """
     steps = _steps(records)
     wholes = _wholes(records, steps)
     numbers = sorted(wholes.keys() | steps.keys())
     start = _start([*(wholes[n] for n in numbers[::-1] if n in wholes), *(steps[n] for n in numbers[:1] if n in steps)])
     base = (steps.get(numbers[0]) or wholes[numbers[0]]).reference if numbers else []
-    waits = any(_start_waits(r) for r in wholes.values())
+    waits = any(map(_start_waits, wholes.values()))
     rungs: list[Rung] = []
     reached: dict[int, Contrast | None] = {}  # over the reference, by the identity of a rung's record
     for n in numbers:
@@ -110,8 +109,8 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
         elif under and step and not own:
             own = under.product(step)
         elif under and own and whole and not step:
-            found = between(lower.whole, whole, WHOLE, contrasts, waits) if lower.whole else None
-            step, paired = found or (own.difference(under), True)
+            direct = _direct(lower.whole, whole) if waits and lower.whole else None
+            step, paired = direct or own.difference(under), direct is None
         reached[id(record)] = own
         after = start / own.centre if own else math.nan
         if own and whole and waits and not steps:
@@ -146,6 +145,12 @@ def _start(cells: Sequence[Record]) -> float:
     return next((ms for r in cells if math.isfinite(ms := _median(r, "reference_ms"))), math.nan)
 
 
+def _direct(below: Record, record: Record) -> Contrast | None:
+    """The ratio of two cells' own times."""
+    before, after = (_times(r, "candidate_ms") for r in (below, record))
+    return contrast(before, after, paired=False) if before and after else None
+
+
 def _start_waits(record: Record) -> bool:
     """Whether the reference spends most of its time in phases that wait for the host: a short one does
     on any machine."""
@@ -155,8 +160,13 @@ def _start_waits(record: Record) -> bool:
 
 
 def _median(record: Record, name: str, phase: str = TOTAL) -> float:
-    ms = getattr((record.phases or {}).get(phase), name, None)
+    ms = _times(record, name, phase)
     return float(np.median(ms)) if ms else math.nan
+
+
+def _times(record: Record, name: str, phase: str = TOTAL) -> list[float]:
+    """[] where there are none."""
+    return getattr((record.phases or {}).get(phase), name, None) or []
 
 
 def _below(lower: Sequence[Rung], record: Record) -> Rung | None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lorabench.contract.kind import kind, registered
-from lorabench.record.contrast import Contrast, contrast
+from lorabench.record.contrast import contrast
 from lorabench.record.schema import Record
 from lorabench.report.contrasts import Contrasts, Phases, trials
 
@@ -86,14 +86,6 @@ def ratio_of_ratios(record: Record, least: Record, phases: Phases, contrasts: Co
 def of_two(record: Record, other: Record, phases: Phases, contrasts: Contrasts, waits: bool) -> Share | None:
     """The time of `other` / the record's, both of the candidate. waits: whether the reference waits for its host, which
     leaves no pairing through it."""
-    found = between(other, record, phases, contrasts, waits)
-    return found and Share(*found[0].speedup, paired=found[1])
-
-
-def between(
-    other: Record, record: Record, phases: Phases, contrasts: Contrasts, waits: bool
-) -> tuple[Contrast, bool] | None:
-    """The same, as a contrast, and whether it is paired."""
     ours, bound = contrasts.of(record, phases), contrasts.of(other, phases)
     if ours is None or bound is None:
         return None
@@ -101,8 +93,8 @@ def between(
     if apart > REFERENCES_APART or waits:
         times = (_times(r, phases, "candidate_ms") for r in (other, record))
         direct = contrast(*times, paired=False)
-        return direct and (direct, False)
-    return ours.difference(bound), True
+        return direct and Share(*direct.speedup, paired=False)
+    return Share(*ours.difference(bound).speedup, paired=True)
 
 
 def _median(record: Record, phases: Phases, name: str) -> float:

@@ -104,6 +104,7 @@ def test_milliseconds_of_a_ladder_add_up_on_a_machine_that_changes_its_pace(reco
     start = rungs[0].before
     assert start + sum(r.after - r.before for r in rungs) == pytest.approx(rungs[-1].after)
     assert start / rungs[1].after == pytest.approx(2.0, rel=0.02)
+    assert not rungs[1].unpaired and rungs[1].increment.centre == pytest.approx(2.0 / 1.2, rel=0.02)
 
 
 def test_shapley_finds_the_cells_that_another_design_has_measured(record):
