@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lorabench.contract.kind import kind
 from lorabench.contract.names import NameUnknown
 
-SCHEMA = 2
+SCHEMA = 3  # of what is written: a line an arm and session
+PAIRS = 2  # of what is shown: two arms held together. Records of schemas 1 and 2 were written so
 TOTAL = "total"  # the sum of a kind's phases, beside them in `phases`
 
 Status = Literal[
@@ -184,22 +185,117 @@ class Telemetry(Strict):
 
 
 class Cost(Strict):
-    """Seconds of the cell's wall time: what the harness itself takes is `wall - warmup - trials`."""
+    """Seconds of wall time by part. Of an arm: its own; those of a family's arms add up to the family's, because what
+    belongs to all of them (processes, gold, judging) stands with its reference."""
 
     wall: float
     spawn: float = 0.0  # until the worker runs our first line
-    build: float = 0.0  # both arms
+    build: float = 0.0
     gate: float = 0.0
     warmup: float = 0.0
-    trials: float = 0.0
+    trials: float = 0.0  # the turns of all rounds
+    evidence: float = 0.0  # taken and judged in them and after them
     energy: float = 0.0
     profile: float = 0.0
+    other: float = 0.0  # what none of these is; 0 in records that do not say
+
+
+class Shown(Strict):
+    """A contrast in which an arm is the candidate: what a design says is held against what."""
+
+    key: str  # of the cell's content: resume finds it by this
+    design: str
+    rung: int | None = Field(None, ge=1)  # of a ladder, from 1
+    ablations: list[str]  # the toggles under test; empty: the reference against itself
+    against: list[str]  # the toggles of the arm that it is held against
+    versus: list[str] | None = Field(None, min_length=1)  # head to head: the other side, named as `ablations` are
+
+
+class ArmTokens(Strict):
+    """Tokens in one step of an arm."""
+
+    real: int  # attended, not padding
+    trained: int  # positions that contribute to the loss
+    padded: int  # computed beside the real ones
+
+
+class ArmJob(Strict):
+    """One job of an arm that has several: what it trained, and what the gate found of it."""
+
+    r: int
+    tokens: ArmTokens
+    numerics: Numerics | None = None
+    adapter_bytes: int = 0
+    optimizer_bytes: int = 0
+    tflop: dict[str, float] = Field(default_factory=dict)  # useful work by phase
+
+
+class ArmRecord(Strict):
+    """One arm of a family in one session, as it stands in a line of records.jsonl.
+
+    A turn is one entry of `rounds`, of `seats` and of each list in `phases`: in which round it was, in which process
+    (0 is the one that most arms share), and what it took. `trials` of them were made in a turn, of which the first does
+    not count where there are several; the turn's value is the median of the others.
+    """
+
+    schema_: Literal[3] = Field(SCHEMA, alias="schema")
+    family: str  # hash of what all its arms have in common
+    session: str  # the sweep run that measured it; environment.json says on which machine
+    replicate: int = Field(0, ge=0)  # in which of the sessions that `repeat=` asks for
+    kind: str
+    model: str
+    workload: str
+    arm: str  # its name in the family
+    role: Literal["reference", "twin", "candidate"]  # twin: the reference again
+    toggles: list[str]
+    shown: list[Shown]  # what it is held against, and why; of the reference nothing
+    status: Status
+    reason: str | None = None  # in words a user understands; required unless ok
+    rank: int | None = None  # which of an arm's ranks it was
+    rounds: list[int] = Field(default_factory=list)
+    seats: list[int] = Field(default_factory=list)
+    phases: dict[str, list[Milliseconds]] = Field(default_factory=dict)  # by the kind's phases, in order; no total
+    trials: int = Field(1, ge=1)
+    tokens: ArmTokens | None = None
+    memory: ArmMemory | None = None
+    numerics: Numerics | None = None  # of several jobs the one nearest to its limit
+    jobs: dict[str, ArmJob] | None = None  # where there are several
+    ranks: RankSpread | None = None  # where it steps on several
+    applied: dict[str, int] | None = None  # sites changed, per toggle
+    notes: dict[str, Any] = Field(default_factory=dict)  # what a toggle says of itself: backend, versions, graph breaks
+    said: dict[str, Any] = Field(default_factory=dict)  # what the kind says of the arm
+    roofline: dict[str, PhaseRoofline] | None = None
+    telemetry: Telemetry | None = None
+    energy: Energy | None = None  # where the GPU counts it
+    cost: Cost | None = None
+    log: str | None = None  # tail of the worker's output, where it failed
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, ser_json_inf_nan="strings")
+
+    @model_validator(mode="after")
+    def _fields_follow_status(self) -> ArmRecord:
+        try:
+            of_kind = kind(self.kind)
+        except NameUnknown as error:  # a third party's kind, whose package is not here
+            raise ValueError(f"{error}; install the package that brings this kind") from None
+        if self.status != "ok" and not self.reason:
+            raise ValueError(f"status {self.status} needs a reason")
+        if self.status != "ok" and self.phases:
+            raise ValueError(f"status {self.status} must not carry times")
+        if strange := [p for p in self.phases if p not in of_kind.phases]:
+            raise ValueError(f"kind {self.kind} has no phase {strange[0]!r}; it has {', '.join(of_kind.phases)}")
+        if any(len(turns) != len(self.rounds) for turns in (self.seats, *self.phases.values())):
+            raise ValueError("rounds, seats and phases need lists of one length")
+        if self.status == "ok" and (not self.phases or (self.numerics and not self.numerics.passed)):
+            raise ValueError(f"status ok needs {'numerics that passed' if self.phases else 'times'}")
+        return self
 
 
 class Record(Strict):
-    """One cell. `ablations` are the toggles under test; `reference` and `candidate` the complete lists of each arm."""
+    """Two arms held together: an arm of a family beside another, over the rounds that both had; or a line of schema 1
+    or 2, which was written so. `ablations` are the toggles under test; `reference` and `candidate` the complete lists of each arm."""
 
-    schema_: int = Field(SCHEMA, alias="schema")
+    schema_: int = Field(PAIRS, alias="schema")
     kind: str
     key: str  # of the cell's content: resume finds it by this
     session: str  # the sweep run that measured it; environment.json says on which machine
@@ -215,7 +311,8 @@ class Record(Strict):
     status: Status
     reason: str | None = None  # in words a user understands; required unless ok
     arm: ArmName | None = None  # which arm ran out of memory, hung or crashed, where that is known
-    pairing: Literal["paired", "abba"] | None = None  # one process trial by trial, or processes in A B B A order
+    # In one process, trial by trial; in processes of their own round by round; or (older records) A B B A.
+    pairing: Literal["paired", "turns", "abba"] | None = None
     processes: dict[ArmName, list[int]] | None = None  # of separate ones: how many trials each made, in their order
     rank: int | None = None  # which of an arm's ranks it was
     # Those of the kind that both arms had, in order, and TOTAL; one that the kind calls optional also of one arm.
@@ -265,7 +362,7 @@ class Record(Strict):
 
     @model_validator(mode="after")
     def _fields_follow_status(self) -> Record:
-        if self.schema_ != SCHEMA:
+        if self.schema_ != PAIRS:
             raise ValueError(f"schema {self.schema_}: this lorabench reads schemas 1 to {SCHEMA}")
         try:
             of_kind = kind(self.kind)

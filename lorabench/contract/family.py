@@ -1,0 +1,155 @@
+"""The family: the arms of one question on one model and workload, measured together in rounds.
+
+A design says in cells what is held against what; a family is the arms that its cells need, each of them once: the
+reference, the reference again, and every other stack.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lorabench.contract.ablation import Ablation
+from lorabench.contract.cell import Cell
+from lorabench.contract.job import Job
+
+REFERENCE, TWIN = "reference", "reference again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """An arm that is still to be built. `cell` holds it against the family's reference: as its candidate it is built,
+    judged and named. `cells` are the contrasts in which it is the candidate."""
+
+    name: str
+    cell: Cell
+    cells: tuple[Cell, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return self.cell.kind
+
+    @property
+    def ablations(self) -> tuple[Ablation, ...]:
+        return self.cell.candidate
+
+    @property
+    def labels(self) -> list[str]:
+        return [a.label for a in self.ablations]
+
+    @property
+    def role(self) -> str:
+        return {REFERENCE: "reference", TWIN: "twin"}.get(self.name, "candidate")
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the reference, or the reference again."""
+        return self.name in (REFERENCE, TWIN)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it has to sit alone, because a toggle's patch reaches beyond its own model."""
+        return any(a.global_patch for a in self.ablations)
+
+    @property
+    def ranks(self) -> int:
+        """How many processes it steps on: one, unless a toggle steps on several."""
+        return self.cell.ranks_of("candidate")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Cells of one model, workload and kind that are measured together. All have the same trials, warm-up and seed."""
+
+    cells: tuple[Cell, ...]
+
+    @cached_property
+    def reference(self) -> Cell:
+        """The reference against itself: of the cell that the plan has for that, or of the first cell's reference."""
+        itself = next((c for c in self.cells if not c.toggles and not c.versus), None)
+        first = itself or self.cells[0]
+        home = next((a.bounds for a in first.candidate if a.bounds), first.kind)
+        kind = first.kind if home == first.kind else home
+        return itself or replace(
+            first, kind=kind, candidate=first.reference, toggles=(), versus=(), rung=None, floor_of=()
+        )
+
+    @cached_property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The reference, the reference again where a cell asks for it, then every other stack in the cells' order: as
+        candidate or as what one is held against."""
+        base = self.reference.reference
+        made: dict[frozenset[str], Stack] = {}
+        shown: dict[frozenset[str], list[Cell]] = {}
+        for cell in self.cells:
+            for side, its in (("reference", cell.reference), ("candidate", cell.candidate)):
+                key = _key(its)
+                if key != _key(base) and key not in made:
+                    made[key] = self._stack(cell, its)
+                if side == "candidate":
+                    shown.setdefault(key, []).append(cell)
+        itself = tuple(shown.get(_key(base), ()))
+        twin = (Stack(name=TWIN, cell=self.reference, cells=itself),) if itself else ()
+        others = (replace(stack, cells=tuple(shown.get(key, ()))) for key, stack in made.items())
+        return (Stack(name=REFERENCE, cell=self.reference), *twin, *others)
+
+    def _stack(self, cell: Cell, ablations: Sequence[Ablation]) -> Stack:
+        base = self.reference.reference
+        own = tuple(a for a in ablations if a not in base)
+        kind = cell.kind if any(a.bounds for a in ablations) else self.reference.kind
+        as_candidate = replace(
+            self.reference, kind=kind, reference=base, candidate=tuple(ablations), toggles=own, rung=None,
+        )  # fmt: skip
+        return Stack(name=" + ".join(a.label for a in own) or "nothing", cell=as_candidate)
+
+    @property
+    def rounds(self) -> int:
+        return self.reference.trials
+
+    @property
+    def jobs(self) -> list[Job]:
+        return self.reference.jobs
+
+    @property
+    def title(self) -> str:
+        return f"{self.reference.model.name} @ {self.reference.workload.name}"
+
+    @property
+    def key(self) -> str:
+        """Hash of what its arms have in common: two families of one key are of the same question."""
+        content = [self.reference.key, self.reference.kind]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    @property
+    def ranks(self) -> int:
+        """How many processes the largest of its arms needs."""
+        return max(stack.ranks for stack in self.stacks)
+
+
+def families(cells: Iterable[Cell], together: bool = True) -> list[Family]:
+    """The cells by what they have in common, in the order of their first. Not `together`: each cell is a family of its
+    own, so that a toggle which nobody trusts has only the reference beside it."""
+    if not together:
+        return [Family((cell,)) for cell in cells]
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(_question(cell), []).append(cell)
+    return [Family(tuple(own)) for own in found.values()]
+
+
+def _question(cell: Cell) -> str:
+    """What the cells of one family share. A limit stands with the kind that it bounds."""
+    kind = next((a.bounds for a in cell.candidate if a.bounds), None) or cell.kind
+    content = [
+        kind, cell.model.content(), cell.workload.model_dump(mode="json"), cell.trials, cell.warmup, cell.seed,
+        cell.world_size,
+    ]  # fmt: skip
+    return json.dumps(content, sort_keys=True, default=str)
+
+
+def _key(ablations: Sequence[Ablation]) -> frozenset[str]:
+    """Of a stack, whatever the order of its toggles."""
+    return frozenset(a.label for a in ablations)
