@@ -172,7 +172,7 @@ def planned(config: RecommendConfig, device: str, console: Console | None = None
         (itself,) = _one_reference(plan(config.model_copy(update={"ablations": []}), device).cells)
         tried = worth_trying(itself.kind, console)
     cells = plan(config.model_copy(update={"ablations": tried}), device).cells
-    _one_reference([cell for cell in cells if not cell.toggles and not cell.floor_of])
+    _one_reference([cell for cell in cells if not cell.toggles])
     if len(cells[0].jobs) > 1:
         raise ConfigError(f"recommend answers for one job; the workload {cells[0].workload.name} has several")
     return cells
@@ -242,8 +242,7 @@ def _search(config: RecommendConfig, store: Store, queue: LocalQueue) -> Search:
     if records and config.resume is False:
         raise ConfigError(f"{config.output} already holds {len(records)} records; resume=true, or another output=")
     machine = queue.machine
-    # The noise floor of cells that this machine cannot have is no row that anybody needs.
-    cells = [c for c in planned(config, machine.device) if not (c.floor_of and refusal(c, machine))]
+    cells = planned(config, machine.device)
     search = Search(
         cells, machine, Budget(config.budget_minutes, lambda cell: computed(cell, queue.ceilings).seconds),
         look=lambda: Analysis.read(store.folder), records=records,

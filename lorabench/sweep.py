@@ -16,6 +16,7 @@ if __name__ == "__main__":  # by the console script's way, which is short: what 
 
     raise SystemExit(entry(["sweep", *sys.argv[1:]]))
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from lorabench.run.queue import Queue
 
 HELP = """\
-lorabench.sweep: measures LoRA fine-tuning optimizations, each against its reference, in pairs.
+lorabench.sweep: measures LoRA fine-tuning optimizations, all of a question together, in rounds.
 
 usage: python -m lorabench.sweep [key=value ...]        (Hydra's override grammar)
 
@@ -69,7 +70,9 @@ how
   repeat=1                 sessions in which every cell is measured, each in an order of its own; more can be added
   part=1/2                 every second cell, from the first on: for machines that share a sweep without Ray; afterwards
                            lorabench gather INTO FROM ... puts their folders together
-  timeout_s=900            for one worker process
+  isolate=false            true: each candidate alone with the reference, for toggles that nobody trusts
+  budget_minutes=10        no round begins after so many minutes; the same command goes on
+  timeout_s=900            for one step of a worker process: an arm's start, a turn
   world_size=1             processes of an arm with a parallel toggle (ddp), one a GPU
   queue=local              ray: as many cells at once as a Ray cluster's nodes hold; RAY_ADDRESS names it (auto: this
                            machine's), else Ray is started here for this sweep
@@ -185,7 +188,8 @@ def _queue(config: Any) -> Queue:
         return RayQueue(RayCluster(), config.dtype, config.timeout_s)
     from lorabench.run.local_queue import LocalQueue
 
-    return LocalQueue(config.dtype, config.timeout_s, config.output)
+    stop_at = math.inf if config.budget_minutes is None else time.monotonic() + 60 * config.budget_minutes
+    return LocalQueue(config.dtype, config.timeout_s, config.output, stop_at=stop_at)
 
 
 def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], console: Console) -> None:
@@ -247,6 +251,7 @@ def warn_of_load(console: Console, load: float, machine: Machine) -> None:
 
 def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replicate: int = 0) -> None:
     """Every record of a session into the store, and before it the machine's entry that it names."""
+    from lorabench.record.pairs import pairs
     from lorabench.run.progress import Display
 
     began, before, stored = time.monotonic(), {s["id"] for s in store.sessions()}, list[str]()
@@ -257,16 +262,22 @@ def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replica
             stored.append(name)
 
     store_sessions()
-    todo = agenda.missing(replicate)
+    todo = agenda.families(replicate)
     while todo:
-        with Display(console, todo, sum(map(agenda.refused, todo))) as display:
-            for cell, record in queue.run(agenda.needed(todo), display):
+        with Display(console, todo) as display:
+            for family, records in queue.run(todo, display, agenda.replan):
                 store_sessions()
-                record.replicate = replicate
-                store.append(record)
-                agenda.take(record)
-                display.end(cell, record)
-        if todo := agenda.missing(replicate):
+                for record in records:
+                    record.replicate = replicate
+                    store.append(record)
+                shown = pairs(records)
+                for pair in shown:
+                    agenda.take(pair)
+                display.end(family, shown)
+        if stopped := time.monotonic() >= queue.stop_at:
+            console.print("the budget is spent; the same command goes on", highlight=False, soft_wrap=True)
+        todo = [] if stopped else agenda.families(replicate)
+        if todo:
             _say(console, "going on without what did not apply")
     for name in stored:
         store.add_session({**queue.sessions[name], "wall_s": round(time.monotonic() - began, 1)})

@@ -22,17 +22,17 @@ import torch
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
+from lorabench.contract.family import Family, Stack
 from lorabench.contract.job import jobs_of
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.workload import Workload
 from lorabench.measure import numerics
-from lorabench.measure.cell import ArmResult, Measurement, Result, Task
 from lorabench.measure.kind import Request
+from lorabench.measure.seat import Seat, Seating
 from lorabench.plan import registry
 from lorabench.plan.compose import DEFAULTS, SweepConfig, load_config, plan
-from lorabench.record.schema import ARMS
 
 PEFT = ("sdpa", "adamw_foreach", "padding")
 MACHINE = Machine(  # a small one that measures in float32
@@ -45,14 +45,14 @@ def config(*overrides: str) -> SweepConfig:
     return load_config(list(overrides))
 
 
-def measurement_of(cell: Cell, scratch: Path, machine: Any = None, *, gate: bool = True) -> Measurement:
-    """A measurement of the cell in this process, nothing of it done yet. `machine`: None is a CPU that computes in
-    float32."""
+def seat_of(cell: Cell, scratch: Path, machine: Any = None) -> tuple[Seat, Stack]:
+    """(a seat in this process, nothing done in it yet but its imports; the cell's candidate). `machine`: None is a CPU
+    that computes in float32."""
     machine = machine or SimpleNamespace(device="cpu", dtype=lambda wanted: "float32")
-    task = Task(cell, machine, ARMS, rounds=1, gate=gate, ceiling_tflops=None, scratch=str(scratch))
-    measurement = Measurement(task, tell=lambda text: None)
-    measurement.result.arms = {name: ArmResult() for name in ARMS}
-    return measurement
+    family = Family((cell,))
+    seat = Seat(Seating(family, machine, False, None, str(scratch)), tell=lambda text: None)
+    seat.open()
+    return seat, family.stacks[-1]
 
 
 def cells(*overrides: str) -> list[Cell]:
@@ -166,10 +166,28 @@ def installed(folder: Path, package: str, files: Mapping[str, Path], points: Map
 
 
 class InProcess:
-    """Workers for a Runner that measure in this process."""
+    """Workers for a Runner whose seats are in this process."""
 
-    def run(self, task: Task, timeout_s: float, tell: Any, log: Path) -> Result:
-        return Measurement(task, tell).run()
+    def open(self, seating: Seating, timeout_s: float, tell: Any, log: Path) -> Any:
+        return SeatHere(Seat(seating, tell))
+
+
+class SeatHere:
+    """The runner's side of a seat in this process."""
+
+    ranks = ()
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+
+    def ask(self, what: str, *arguments: Any, ranks: int = 1) -> list[Any]:
+        return [self.seat.call(what, *arguments)]
+
+    def turn(self, name: str, numbers: list[int], on: bool, ranks: int) -> list[Any]:
+        return [self.seat.call("turn", name, numbers, on)]
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 def workers_in(folder: Path) -> list[str]:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lorabench.contract.cell import PROCESSES, Cell
-from lorabench.measure.cell import Result, Task
+from lorabench.measure.seat import Seating
 from lorabench.record.schema import Record
-from lorabench.run.process import Workers
+from lorabench.run.process import Desk, Workers
 
 MARGIN = 1.25  # a cell may take as much longer than the others did
 MOST_OF_ALL = 0.25  # of the budget: one cell that compiles for ever, or hangs, must leave time for the others
@@ -67,8 +67,8 @@ class StoppedInTime(Workers):
 
     deadline = math.inf
 
-    def run(self, task: Task, timeout_s: float, tell: Callable[[str], None], log: Path) -> Result:
-        return super().run(task, min(timeout_s, max(self.deadline - time.monotonic(), LEAST_S)), tell, log)
+    def open(self, seating: Seating, timeout_s: float, tell: Callable[[str], None], log: Path) -> Desk:
+        return super().open(seating, min(timeout_s, max(self.deadline - time.monotonic(), LEAST_S)), tell, log)
 
     def stopped(self, record: Record) -> bool:
         """Whether it was the deadline that ended this cell: then it says nothing of the cell."""

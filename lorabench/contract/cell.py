@@ -1,4 +1,4 @@
-"""The cell: a pair of arms to be measured together, and its key."""
+"""The cell: a contrast that a design asks for, of a candidate with a reference; and its key."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lorabench.contract.workload import Workload
 
 # Fields of a workload that came after the first published records: unset, they leave the keys as they were.
 LATER = ("seed", "page_cache", "jobs", "format", "fingerprint")
-PROCESSES = 4  # of each arm where they are separate, an even number: fewer do not show how far apart processes are
+PROCESSES = 4  # of an arm that sits alone, one after the other: fewer do not show how far apart processes are
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A pair of arms to be measured together. `toggles` are under test; none: the reference against itself.
+    """Two arms that a design holds against each other. `toggles` are under test; none: the reference against itself.
 
     `kind` is the name of its kind; `kind_in_key` is off for the kinds that are older than the word, so that their keys
     stay. `timeout_s` and where it runs are not part of the content, so they do not change the key.
@@ -42,8 +42,6 @@ class Cell:
     rung: int | None = None  # of a ladder, from 1; where a cell stands is no part of its content
     # Of a head to head: the side that is the reference, as it was named; `toggles` are then the other side.
     versus: tuple[Ablation, ...] = ()
-    # Of a reference against itself: the toggles for whose cells, measured in separate processes, it is the noise floor.
-    floor_of: tuple[Ablation, ...] = ()
 
     @property
     def key(self) -> str:
@@ -65,8 +63,6 @@ class Cell:
             content["world_size"] = self.ranks
         if self.versus:
             content["versus"] = _content(self.versus)
-        if self.floor_of:
-            content["separate"] = True
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
@@ -75,7 +71,7 @@ class Cell:
         own, against = (" + ".join(t.label for t in side) for side in (self.toggles, self.versus))
         if own:
             return f"{own} versus {against}" if against else own
-        return f"{against or 'reference'} against itself{', separate processes' if self.floor_of else ''}"
+        return f"{against or 'reference'} against itself"
 
     @property
     def title(self) -> str:
@@ -87,9 +83,8 @@ class Cell:
 
     @property
     def separate(self) -> bool:
-        """Whether a toggle's patch reaches beyond its own model, so that the arms must not share a process; or whether
-        this is the noise floor of such cells."""
-        return bool(self.floor_of) or any(a.global_patch for a in (*self.reference, *self.candidate))
+        """Whether a toggle's patch reaches beyond its own model, so that the arms must not share a process."""
+        return any(a.global_patch for a in (*self.reference, *self.candidate))
 
     @property
     def ranks(self) -> int:

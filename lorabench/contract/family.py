@@ -74,7 +74,7 @@ class Family:
         home = next((a.bounds for a in first.candidate if a.bounds), first.kind)
         kind = first.kind if home == first.kind else home
         return itself or replace(
-            first, kind=kind, candidate=first.reference, toggles=(), versus=(), rung=None, floor_of=()
+            first, kind=kind, candidate=first.reference, toggles=(), versus=(), rung=None
         )
 
     @cached_property

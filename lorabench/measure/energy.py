@@ -33,6 +33,24 @@ class Reading(NamedTuple):
     steps: int
 
 
+class Meter:
+    """The counter of a GPU, for a process that does not use it and reads it between turns."""
+
+    def __init__(self, uuid: str | None) -> None:
+        self._nvml = nvml_handle(uuid) if uuid else None
+
+    def read(self) -> int | None:
+        """mJ; None where nothing counts them."""
+        if self._nvml is None:
+            return None
+        library, handle = self._nvml
+        try:
+            return library.nvmlDeviceGetTotalEnergyConsumption(handle)
+        except library.NVMLError:
+            self._nvml = None
+            return None
+
+
 def measure(arm: Arm, usual_ms: float) -> Energy | None:
     """The arm's energy. `usual_ms`: the median of its trials. None where it is not known: without a GPU or NVML, on a
     GPU that does not count (before Volta, or a part of one), and of an arm that steps on several GPUs."""

@@ -261,14 +261,18 @@ class Guard:
         # of modules) it wraps here: some seconds, of a process that measures only.
         torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
         self.settings, self.functions = settings(), functions()
-        self.arm: Arm | None = None
+        self.arms: dict[str, tuple[Arm, dict[str, Any]]] = {}
         self.threads = {thread.native_id for thread in threading.enumerate()}
         self.children = {child.pid for child in psutil.Process().children(recursive=True)}
 
-    def watch(self, arm: Arm) -> None:
-        """From now on the candidate is built beside this arm, the reference, and has to leave it as it is."""
-        self.arm, self.as_it_was = arm, of_arm(arm)
+    def watch(self, name: str, arm: Arm) -> None:
+        """From now on others are built beside this arm, and have to leave it as it is."""
+        self.arms[name] = arm, of_arm(arm)
         self.threads |= backward_threads(arm.device)
+
+    def forget(self, name: str) -> None:
+        """The arm has left."""
+        self.arms.pop(name, None)
 
     def check(self) -> None:
         """After every trial: raises Untrusted where a setting of the process has changed."""
@@ -282,8 +286,9 @@ class Guard:
         before = {n: v for n, v in self.functions.items() if not self.alone or n.startswith(OURS)}
         if name := difference(before, functions()):
             raise Untrusted(f"a toggle replaced {name} for the whole process{self._instead()}")
-        if self.arm is not None and (name := difference(self.as_it_was, of_arm(self.arm))):
-            raise Untrusted(f"the candidate changed the reference: {name}")
+        for other, (arm, as_it_was) in self.arms.items():
+            if name := difference(as_it_was, of_arm(arm)):
+                raise Untrusted(f"the candidate changed the {other}: {name}")
 
     def _instead(self) -> str:
         return "" if self.alone else "; one that has to says global_patch = True"
@@ -343,11 +348,11 @@ def check_clock(name: str, trials: Sequence[Trial]) -> None:
         )
 
 
-def check_slowed(alone: Sequence[Trial], beside: Sequence[Trial], device: str) -> None:
-    """Raises Disturbed where the reference is much slower beside the candidate than it was before there was one."""
-    if len(alone) < 2 or not beside:
+def check_slowed(alone_ms: Sequence[float], beside: Sequence[Trial], device: str) -> None:
+    """Raises Disturbed where the reference is much slower beside the others than it was before there was one."""
+    if len(alone_ms) < 2 or not beside:
         return
-    before, after = max(t.total_ms for t in alone), min(t.total_ms for t in beside)
+    before, after = max(alone_ms), min(t.total_ms for t in beside)
     if after > SLOWED[device] * before:
         raise Disturbed(
             f"the reference took {after:.3g} ms at best beside the candidate and {before:.3g} ms at worst before the "

@@ -74,14 +74,18 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def nvml_handle() -> tuple[Any, Any] | None:
-    """(pynvml, handle of torch's GPU 0), or None where NVML or its binding is not there."""
+def nvml_handle(uuid: str | None = None) -> tuple[Any, Any] | None:
+    """(pynvml, handle of the GPU of this id), or None where NVML or its binding is not there. Without an id torch's GPU
+    0, for which torch starts the driver in this process."""
     try:
         import pynvml
-        import torch
 
+        if uuid is None:
+            import torch
+
+            uuid = str(torch.cuda.get_device_properties(0).uuid)
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode())
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
     except Exception:  # NVML is a courtesy: telemetry stays empty without it
         return None
 

@@ -9,7 +9,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lorabench.measure.machine import nvml_handle
@@ -34,16 +34,18 @@ DISTURBING = 0x8 | 0x20 | 0x40 | 0x80
 
 
 class Sampler:
-    """Context manager around the trials; `summary` then tells what happened. Samples nothing without NVML."""
+    """Context manager around the rounds; `summary` then tells what happened. Samples nothing without a GPU or NVML."""
 
-    def __init__(self) -> None:
+    def __init__(self, uuid: str | None, ours: Callable[[], Collection[int]]) -> None:
+        """`uuid`: the GPU's; `ours`: the processes that are now to be there."""
+        self._uuid, self._ours = uuid, ours
         self._samples: list[tuple[float, float, float, float, int]] = []
         self._foreign: set[str] = set()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Sampler:
-        if nvml := nvml_handle():
+        if self._uuid and (nvml := nvml_handle(self._uuid)):
             self._thread = threading.Thread(target=self._run, args=nvml, daemon=True)
             self._thread.start()
         return self
@@ -74,7 +76,7 @@ class Sampler:
 
     def _look_for_others(self, nvml: Any, handle: Any) -> None:
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid != os.getpid():
+            if process.pid not in self._ours():
                 self._foreign.add(f"pid {process.pid}, {(process.usedGpuMemory or 0) >> 20} MiB")
 
     def summary(self, rounds: Sequence[Sequence[Trial]]) -> Telemetry:

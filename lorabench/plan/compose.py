@@ -75,6 +75,8 @@ class SweepConfig(BaseModel):
     seed: int = Field(ge=0, lt=1 << 63)
     repeat: int = Field(ge=1, le=10_000)
     part: str | None
+    isolate: bool
+    budget_minutes: float | None = Field(gt=0, le=1_000_000, allow_inf_nan=False)
     world_size: int = Field(ge=1, le=1024)
     queue: Literal["local", "ray"]
     timeout_s: float = Field(gt=0, le=10_000_000, allow_inf_nan=False)
@@ -107,11 +109,11 @@ class SweepConfig(BaseModel):
 class RecommendConfig(SweepConfig):
     """The keys of conf/recommend.yaml, checked: a sweep's, and for how long to measure."""
 
-    budget_minutes: float = Field(gt=0, le=1_000_000, allow_inf_nan=False)
+    budget_minutes: float = Field(gt=0, le=1_000_000, allow_inf_nan=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 # What of a sweep's keys `recommend` decides itself.
-OF_A_SWEEP = ("kind", "design", "repeat", "part", "queue", "own_ablations", "list", "dry_run")
+OF_A_SWEEP = ("kind", "design", "repeat", "part", "queue", "own_ablations", "isolate", "list", "dry_run")
 Configured = TypeVar("Configured", bound=SweepConfig)
 
 

@@ -168,7 +168,6 @@ def cells(
 ) -> list[Cell]:
     """Every cell of a sweep: for each subject the reference against itself, then the design's contrasts.
 
-    Where some of these are measured in separate processes, so is the reference against itself, once more.
     An item of the reference is a toggle, or several of which a model gets the first that it can have. A kind takes of
     the reference what it takes. A candidate is measured on the subjects whose kind takes its toggles;
     one that no subject's kind takes becomes a cell all the same, which is refused with the reason.
@@ -182,7 +181,7 @@ def cells(
             _cell, subject, design=design, trials=trials, warmup=warmup, seed=seed, world_size=world_size
         )  # fmt: skip
         family = [make(own, []), *(contrasts(design, own, fitting, make, known) if fitting else ())]
-        made += [family[0], *separate_floor(family), *family[1:]]
+        made += family
     return made
 
 
@@ -221,13 +220,6 @@ def _cell(subject: Subject, base: Sequence[Ablation], toggles: Sequence[Ablation
         kind=name, kind_in_key=kind(name).in_key, model=subject.model, workload=subject.workload,
         reference=tuple(base), candidate=tuple(combine(base, toggles)), toggles=tuple(toggles), **common,
     )  # fmt: skip
-
-
-def separate_floor(family: Sequence[Cell]) -> list[Cell]:
-    """The reference against itself in separate processes, where cells of the family are measured so and it is not."""
-    itself, *others = family
-    reach = dict.fromkeys(a for cell in others for a in (*cell.reference, *cell.candidate) if a.global_patch)
-    return [replace(itself, floor_of=tuple(reach))] if reach and not itself.separate else []
 
 
 def _kind_of(subject: str, toggles: Sequence[Ablation]) -> str:
@@ -274,11 +266,6 @@ def _refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
             return "conflict", reason
     if reason := _unsupported(cell, machine) or _tolerance_fault(cell):
         return "unsupported", reason
-    if cell.floor_of and all(a.requires.unmet(machine, cell.model) for a in cell.floor_of):
-        return (
-            "unsupported",
-            f"no cell needs this noise floor here: {cell.floor_of[0].requires.unmet(machine, cell.model)}",
-        )
     for toggle in cell.toggles:
         if toggle in cell.reference:
             if cell.versus:  # what both sides name is none of what they differ in

@@ -69,7 +69,7 @@ def computed(cell: Cell, ceilings: Mapping[str, Any]) -> Estimate:
 
 def longest(cell: Cell, timeout_s: float) -> float:
     """Seconds after which the last of a cell's worker processes would be ended."""
-    return timeout_s * (2 * PROCESSES if cell.separate else 1)
+    return timeout_s * (2 * PROCESSES if cell.separate else 2)
 
 
 def duration(seconds: float) -> str:

@@ -8,14 +8,14 @@ named first is the candidate.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lorabench.contract.ablation import Ablation, combine, conflict
 from lorabench.contract.cell import Cell
 from lorabench.contract.kind import kind
 from lorabench.plan import registry
-from lorabench.plan.design import DesignError, Subject, Toggles, goes_with, reference_of, separate_floor
+from lorabench.plan.design import DesignError, Subject, Toggles, goes_with, reference_of
 
 DESIGN = "versus"
 JOIN = "+"  # between the toggles of a side: NAME+NAME
@@ -47,8 +47,7 @@ def cells(
     subjects: Sequence[Subject], reference: Sequence[Toggles], sides: Sequence[Toggles], *, trials: int, warmup: int,
     seed: int, world_size: int,
 ) -> list[Cell]:  # fmt: skip
-    """For each subject and each side that is the reference of a pair: the side against itself, as its pairs are paired,
-    then its pairs. Raises DesignError where two sides come to the same stack."""
+    """For each subject and each side that is the reference of a pair: the side against itself, then its pairs. Raises DesignError where two sides come to the same stack."""
     made: list[Cell] = []
     for subject in subjects:
         own = reference_of(subject, reference)
@@ -66,16 +65,8 @@ def cells(
                 )
                 for toggles in ((), *rivals)
             ]  # fmt: skip
-            made += [*_floors(family), *family[1:]]
+            made += family
     return made
-
-
-def _floors(family: Sequence[Cell]) -> Iterator[Cell]:
-    """The side against itself, paired as any of its pairs is."""
-    itself, *pairs = family
-    if itself.separate or not all(pair.separate for pair in pairs):
-        yield itself
-    yield from separate_floor(family)
 
 
 def _check_apart(reference: Sequence[Ablation], sides: Sequence[Toggles]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 
 from lorabench.contract.cell import Cell
+from lorabench.contract.family import Family, families
 from lorabench.contract.machine import Machine
 from lorabench.plan.compose import SweepConfig, plan
 from lorabench.plan.design import ADAPTING, Known, refusal
@@ -57,14 +58,28 @@ class Agenda:
     def _adapts(self) -> bool:
         return any(design in ADAPTING for design in self.config.design)
 
-    def needed(self, cells: list[Cell]) -> Iterable[Cell]:
-        """These cells, one after the other; those that a record in the meantime made needless are left out."""
-        return self._still_planned(cells) if self._adapts else cells
+    def families(self, replicate: int) -> list[Family]:
+        """What one session still has to measure, by what is measured together."""
+        return families(self.missing(replicate), not self.config.isolate)
 
-    def _still_planned(self, cells: list[Cell]) -> Iterator[Cell]:
-        for cell in cells:
-            if any(cell.key == planned.key for planned in self.cells):
-                yield cell
+    def replan(self, family: Family, outcomes: Mapping[str, str]) -> Family:
+        """The family as it is where cells came to this before a round was measured: a design that adapts goes on
+        without what did not apply."""
+        wrong = {key for key, status in outcomes.items() if status in DID_NOT_APPLY}
+        if not wrong or not self._adapts or self.config.isolate:
+            return family
+        self.failed |= wrong
+        self.plan_for(self.device, self.machine)
+        mine = {cell.key: cell for cell in family.cells}
+        kept = [cell for cell in self.cells if cell.key in mine or cell.key not in self._known]
+        now = next((f for f in families(kept) if f.key == family.key), family)
+        done = tuple(mine[key] for key in outcomes if key not in {c.key for c in now.cells})
+        return Family((*now.cells, *done))
+
+    @property
+    def _known(self) -> set[str]:
+        """The keys of the cells that have a record."""
+        return {key for key, _ in self.recorded}
 
     def take(self, record: Record) -> None:
         """A cell has its record: the others may have to do without its toggle."""

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lorabench.contract.cell import Cell
+from lorabench.contract.family import Family
 from lorabench.contract.machine import Machine
-from lorabench.record.schema import Record
+from lorabench.record.schema import ArmRecord
+from lorabench.run.journal import Journal
 from lorabench.run.process import Workers
 from lorabench.run.queue import Watch
+from lorabench.run.rounds import Replan, as_planned
 from lorabench.run.runner import Runner
 from lorabench.run.session import Session, new_session
 
 
 class LocalQueue:
-    """One cell after the other, on this machine."""
+    """One family after the other, on this machine. Its rounds are in the journal of `folder` until they are records."""
 
-    def __init__(self, dtype: str, timeout_s: float, folder: Path, workers: Workers | None = None) -> None:
-        """`folder` takes the running worker's log."""
-        self.dtype, self.timeout_s, self.folder = dtype, timeout_s, folder
+    def __init__(
+        self, dtype: str, timeout_s: float, folder: Path, workers: Workers | None = None, stop_at: float = math.inf
+    ) -> None:
+        """`folder` takes the running worker's log. `stop_at`: by time.monotonic(), after which no round begins."""
+        self.dtype, self.timeout_s, self.folder, self.stop_at = dtype, timeout_s, folder, stop_at
         self.workers, self.where = workers or Workers(), ""
         self.sessions: dict[str, Session] = {}
 
@@ -27,7 +32,7 @@ class LocalQueue:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """A cell's processes end with the cell."""
+        """A family's processes end with it."""
 
     def look(self, command: list[str]) -> Machine:
         self.machine, self.ceilings = self.workers.probe(self.dtype)
@@ -37,10 +42,14 @@ class LocalQueue:
         self.sessions = {self.session["id"]: self.session}
         return self.machine
 
-    def run(self, cells: Iterable[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
-        """The next cell is asked for when what became of the one before has been taken."""
+    def run(
+        self, families: Iterable[Family], watch: Watch, replan: Replan = as_planned
+    ) -> Iterator[tuple[Family, list[ArmRecord]]]:
+        """The next family is asked for when what became of the one before has been taken."""
         own = self.machine, self.ceilings, self.session["id"]
-        with Runner(self.workers, *own, self.timeout_s, self.folder) as runner:
-            for cell in cells:
-                watch.start(cell)
-                yield cell, runner.measure(cell, watch.phase)
+        journal = Journal(self.folder)
+        with Runner(self.workers, *own, self.timeout_s, self.folder, self.stop_at, journal) as runner:
+            for family in families:
+                watch.start(family)
+                yield family, runner.family(family, watch.phase, replan)
+                journal.end()

@@ -12,9 +12,9 @@ import torch.profiler
 import transformers  # noqa: F401
 
 import lorabench.measure.build
-import lorabench.measure.cell
 import lorabench.measure.gold_cache
 import lorabench.measure.kinds.train
+import lorabench.measure.seat
 import lorabench.plan.compose  # with the next lines: what lorabench.sweep imports, which a worker imports anew
 import lorabench.record.store
 import lorabench.run.worker  # noqa: F401

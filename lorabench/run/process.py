@@ -1,5 +1,5 @@
-"""Processes: starts workers, one a rank, from a server that has already imported torch, transformers and peft; waits
-for them, says which one went wrong, kills."""
+"""Processes: starts a seat's workers, one a rank, from a server that has already imported torch, transformers and peft;
+calls them, waits for their answers, says which one went wrong, kills."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
-from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
-from lorabench.measure.cell import Result, Task
-from lorabench.record.schema import ARMS, TOTAL
+from lorabench.measure.seat import Made, Seating
 from lorabench.run import worker
 from lorabench.run.messages import Garbled, Inbox
-from lorabench.run.ranks import Seat, free_port, merged
+from lorabench.run.ranks import Place, free_port
 from lorabench.run.session import SERVER_FOLDER
 from lorabench.run.signals import uninterrupted
 
 POLL_S = 0.2
 ABORTED = signal.SIGABRT.name
-OF_ONE_RANK = ("crash", "oom")  # what happens to one rank; a refusal or a wrong gradient is the whole arm's
 SLACK_S = 0.05  # a trial that the runner's clock may see beside the trial: messages, a busy machine
 GRACE_S = 0.5  # for other ranks to say what happened to them
 LOG_TAIL = 4000  # characters of a failed worker's output that its record keeps
@@ -94,28 +91,29 @@ class Workers:
         if forked:
             process.start()
 
-    def run(self, task: Task, timeout_s: float, tell: Callable[[str], None], log: Path) -> Result:
-        """Run one task to its Result, in a process a rank; a hang becomes status `timeout`, a death `crash`."""
-        size = max(task.cell.ranks_of(name) for name in task.arms)
+    def open(self, seating: Seating, timeout_s: float, tell: Callable[[str], None], log: Path) -> Desk:
+        """Start a seat, a process a rank. `timeout_s`: for each call."""
+        size = seating.ranks
         port = free_port() if size > 1 else 0
         beats = self._context.RawArray("Q", size) if size > 1 else None
         ranks: list[_Rank] = []
+        desk = Desk(ranks, timeout_s, beats, tell)
         try:
             for number in range(size):
-                ours, theirs = self._context.Pipe(duplex=False)
+                (ours, theirs), (reads, writes) = self._context.Pipe(duplex=False), self._context.Pipe(duplex=False)
                 own_log = log_of(log, number)
-                seat = Seat(number, size, port, str(own_log), time.time(), os.getpid(), timeout_s, beats)
-                process = self._context.Process(target=worker.main, args=(task, seat, theirs), daemon=False)
+                place = Place(number, size, port, str(own_log), time.time(), os.getpid(), timeout_s, beats)
+                pipes = worker.Pipes(reads, theirs)
+                process = self._context.Process(target=worker.main, args=(seating, place, pipes), daemon=False)
                 with uninterrupted():
                     self._start(process)
-                    ranks.append(_Rank(number, process, Inbox(ours), own_log))
+                    ranks.append(_Rank(number, process, Inbox(ours), writes, own_log))
                 theirs.close()
-            return _outcome(task, ranks, timeout_s, tell, beats)
-        finally:
-            with uninterrupted():
-                for rank in ranks:
-                    kill(rank.process)
-                    rank.inbox.pipe.close()
+                reads.close()
+            return desk
+        except BaseException:
+            desk.close()
+            raise
 
 
 def log_of(log: Path, rank: int) -> Path:
@@ -123,31 +121,117 @@ def log_of(log: Path, rank: int) -> Path:
     return log if rank == 0 else log.with_name(f"{log.name}.rank{rank}")
 
 
+class Lost(Exception):
+    """A seat that answers no more; the text says what became of it."""
+
+    def __init__(self, status: str, reason: str, rank: int | None, log: str | None) -> None:
+        super().__init__(reason)
+        self.status, self.reason, self.rank, self.log = status, reason, rank, log
+
+
+class Desk:
+    """The runner's side of a seat."""
+
+    def __init__(self, ranks: list[_Rank], timeout_s: float, beats: Any, tell: Callable[[str], None]) -> None:
+        self.ranks, self.timeout_s, self.beats, self.tell = ranks, timeout_s, beats, tell
+
+    def ask(self, what: str, *arguments: Any, ranks: int = 1) -> list[Any]:
+        """The answer of each of the first `ranks` ranks. Raises Lost where one gives none."""
+        asked = self.ranks[:ranks]
+        for rank in asked:
+            rank.ask(what, arguments)
+        deadline, said = time.monotonic() + self.timeout_s, ""
+        while not all(rank.answers for rank in asked):
+            wait([rank.inbox.pipe for rank in asked if not rank.ended and not rank.answers], POLL_S)
+            for rank in asked:
+                rank.hear()
+            if any(rank.ended for rank in asked):
+                raise self._lost(asked)
+            if asked[0].phase != said:
+                said = asked[0].phase
+                self.tell(said)
+            if time.monotonic() > deadline and not all(rank.answers for rank in asked):
+                raise self._hung(asked)
+        return [rank.answers.pop(0) for rank in asked]
+
+    def turn(self, name: str, numbers: Sequence[int], on: bool, ranks: int) -> list[list[Made]] | Any:
+        """What each rank made of a turn, where it is what was told trial by trial, in a time in which that can have
+        happened. Raises Doubtful; returns what is no turn (a failure) as it is. Raises Lost."""
+        for rank in self.ranks[:ranks]:
+            rank.told, rank.elapsed = [], 0.0
+        answers = self.ask("turn", name, list(numbers), on, ranks=ranks)
+        if all(isinstance(answer, list) for answer in answers):
+            for rank, answer in zip(self.ranks, answers, strict=False):
+                _check_believable(name, rank, answer, len(numbers))
+        return answers
+
+    def close(self) -> None:
+        """End its processes."""
+        with uninterrupted():
+            for rank in self.ranks:
+                kill(rank.process)
+                rank.inbox.pipe.close()
+                rank.outbox.close()
+
+    def _lost(self, asked: Sequence[_Rank]) -> Lost:
+        """What became of the rank that went wrong first. Who was killed took the others' connections with it, and they
+        raise; who raised may make the others abort, as NCCL does when a connection breaks."""
+        if len(asked) > 1:
+            time.sleep(GRACE_S)  # who died takes others with it: let them all speak, then look who was first
+            for rank in asked:
+                rank.hear()
+        killed = [rank for rank in asked if rank.died and ABORTED not in rank.died]
+        raised = sorted((rank for rank in asked if rank.failed), key=lambda rank: rank.failed or (0.0, ""))
+        first = (killed or raised or [rank for rank in asked if rank.died])[0]
+        reason = first.died or (first.failed or (0.0, ""))[1]
+        if len(self.ranks) == 1:
+            return Lost("crash", reason, None, tail(first.log))
+        return Lost("crash", f"rank {first.number}: {reason}", first.number, tail(first.log))
+
+    def _hung(self, asked: Sequence[_Rank]) -> Lost:
+        """A time-out, with the rank that the others wait for: the one that began least, and waits for nobody."""
+        waiting, beats = [rank for rank in asked if not rank.answers], self.beats
+        least = min(beats[rank.number] for rank in waiting) if beats is not None else 0
+        behind = [rank for rank in waiting if beats is None or beats[rank.number] == least]
+        if len(behind) > 1:
+            behind = [rank for rank in behind if not _in_a_collective(rank)] or behind
+        first = behind[0]
+        reason = f"no answer after {self.timeout_s:g} s; it was {first.phase} (raise timeout_s= if that is only slow)"
+        if len(self.ranks) == 1:
+            return Lost("timeout", reason, None, tail(first.log))
+        return Lost("timeout", f"rank {first.number}: {reason}", first.number, tail(first.log))
+
+
+class Doubtful(Exception):
+    """An answer that cannot be believed; the text says why."""
+
+
 @dataclass
 class _Rank:
-    """One process of a task, as the runner sees it: what it said last, and what it came to."""
+    """One process of a seat, as the runner sees it: what it said last, and what it came to."""
 
     number: int
     process: BaseProcess
     inbox: Inbox
+    outbox: Connection
     log: Path
     phase: str = "starting"
-    result: Result | None = None
+    answers: list[Any] = field(default_factory=list)
     failed: tuple[float, str] | None = None  # when it raised, and what
     died: str | None = None  # without a word
-    told: dict[str, list[float]] = field(default_factory=dict)  # milliseconds of each timed trial, by arm
-    elapsed: dict[str, float] = field(default_factory=dict)  # seconds that these took by our own clock, by arm
+    told: list[float] = field(default_factory=list)  # milliseconds of each trial of the present turn
+    elapsed: float = 0.0  # seconds that these took by our own clock
     began: float = 0.0
-    noise: dict[str, tuple[str, Any]] = field(default_factory=dict)  # by job: what was told first
-    seen: dict[str, list[str]] = field(default_factory=dict)  # digest of each timed trial's evidence, by arm
 
     @property
     def ended(self) -> bool:
-        return self.result is not None or self.failed is not None or self.died is not None
+        return self.failed is not None or self.died is not None
 
-    @property
-    def went_wrong(self) -> bool:
-        return bool(self.died or self.failed or (self.result and self.result.status != "ok"))
+    def ask(self, what: str, arguments: Sequence[Any]) -> None:
+        try:
+            self.outbox.send((what, arguments))
+        except OSError:
+            self.hear()  # it has ended, and may have said why
 
     def hear(self) -> None:
         """Take what lies in the pipe."""
@@ -164,116 +248,32 @@ class _Rank:
 
     def _take(self, message: Any) -> None:
         match message:
-            case ("result", float(), Result() as result):
-                self.result = replace(result, noise=self.noise)
-            case ("noise", float(), (str() as job, str() as file, noise)):
-                self.noise.setdefault(job, (file, noise))
-            case ("seen", float(), (str() as name, str() as digest)):
-                self.seen.setdefault(name, []).append(digest)
+            case ("answer", float(), answer):
+                self.answers.append(answer)
             case ("failed", float() as when, str() as words):
                 self.failed = when, f"{words} (while {self.phase})"
             case ("phase", float(), str() as phase):
                 self.phase = phase
             case ("trial", float(), (str(), None)):
                 self.began = time.monotonic()
-            case ("trial", float(), (str() as name, float() as ms)):
-                self.told.setdefault(name, []).append(ms)
-                self.elapsed[name] = self.elapsed.get(name, 0.0) + time.monotonic() - self.began
+            case ("trial", float(), (str(), float() as ms)):
+                self.told.append(ms)
+                self.elapsed += time.monotonic() - self.began
             case _:
                 raise Garbled(f"a {type(message).__name__} in place of a message")
 
 
-def _believed(task: Task, rank: _Rank) -> Result:
-    """The rank's result, where it is what was told trial by trial, in a time in which that can have happened."""
-    result = rank.result
-    assert result is not None
-    if result.status != "ok":
-        return result
-    for name in task.arms:
-        if rank.number >= task.cell.ranks_of(name):
-            continue
-        told, given = rank.told.get(name, []), result.arms[name].times.get(TOTAL, [])
-        if len(told) != task.rounds or len(given) != task.rounds:
-            reason = f"the answer came after {len(told)} of {task.rounds} trials of the {name}, and has {len(given)}"
-        elif any(abs(ours - theirs) > 1e-6 * ours for ours, theirs in zip(told, given, strict=True)):
-            reason = f"the answer's times of the {name} are not those that were told trial by trial"
-        elif rank.seen.get(name) != _digests(task, result.arms[name].evidence):
-            reason = f"the answer's evidence of the {name}'s trials is not what was seen of them trial by trial"
-        elif rank.elapsed[name] > 2 * sum(told) / 1000 + SLACK_S * task.rounds:
-            reason = (
-                f"{task.rounds} trials of the {name} took {rank.elapsed[name]:.3g} s by the runner's clock; the answer "
-                f"says {sum(told) / 1000:.3g} s"
-            )
-        else:
-            continue
-        return Result("untrusted", reason, arm=name)
-    return result
-
-
-def _digests(task: Task, evidence: Sequence[dict[str, Any]]) -> list[str] | None:
-    """Of the evidence of each timed trial in an answer; None where it is not there."""
-    own = kind(task.cell.kind)
-    try:
-        return [own.digest(evidence[0], number) for number in range(task.rounds)]
-    except (LookupError, AttributeError, TypeError):
-        return None
-
-
-def _outcome(task: Task, ranks: list[_Rank], timeout_s: float, tell: Callable[[str], None], beats: Any) -> Result:
-    """Wait for all ranks, or for the first that goes wrong."""
-    deadline, said = time.monotonic() + timeout_s, ""
-    while not all(rank.ended for rank in ranks):
-        wait([rank.inbox.pipe for rank in ranks if not rank.ended], POLL_S)
-        for rank in ranks:
-            rank.hear()
-        if any(rank.went_wrong for rank in ranks):
-            break
-        if ranks[0].phase != said:
-            said = ranks[0].phase
-            tell(said)
-        if time.monotonic() > deadline:
-            return _hung(ranks, timeout_s, beats)
-    if not any(rank.went_wrong for rank in ranks):
-        believed = [_believed(task, rank) for rank in ranks]
-        doubtful = next((result for result in believed if result.status != "ok"), None)
-        return doubtful or merged(task.cell, believed)
-    if len(ranks) > 1:
-        time.sleep(GRACE_S)  # who died takes others with it: let them all speak, then look who was first
-        for rank in ranks:
-            rank.hear()
-    return _wrong(ranks)
-
-
-def _wrong(ranks: list[_Rank]) -> Result:
-    """The result of the rank that went wrong first. Who was killed took the others' connections with it, and they
-    raise; who raised may make the others abort, as NCCL does when a connection breaks."""
-    killed = [rank for rank in ranks if rank.died and ABORTED not in rank.died]
-    own = [rank for rank in ranks if rank.result and rank.result.status != "ok"]
-    raised = sorted((rank for rank in ranks if rank.failed), key=lambda rank: rank.failed or (0.0, ""))
-    first = (killed or own or raised or [rank for rank in ranks if rank.died])[0]
-    if first.result:
-        result = first.result
-    else:
-        reason = first.died or (first.failed or (0.0, ""))[1]
-        result = Result("crash", reason, arm=_arm_in(first.phase))
-    if len(ranks) > 1 and result.status in OF_ONE_RANK:
-        result.rank = first.number
-        result.reason = f"rank {first.number}: {result.reason}"
-    return result
-
-
-def _hung(ranks: list[_Rank], timeout_s: float, beats: Any) -> Result:
-    """A time-out, with the rank that the others wait for: the one that began least, and waits for nobody."""
-    waiting = [rank for rank in ranks if not rank.ended]
-    least = min(beats[rank.number] for rank in waiting) if beats is not None else 0
-    behind = [rank for rank in waiting if beats is None or beats[rank.number] == least]
-    if len(behind) > 1:
-        behind = [rank for rank in behind if not _in_a_collective(rank)] or behind
-    first = behind[0]
-    reason = f"no result after {timeout_s:g} s; it was {first.phase} (raise timeout_s= if that is only slow)"
-    if len(ranks) == 1:
-        return Result("timeout", reason, arm=_arm_in(first.phase))
-    return Result("timeout", f"rank {first.number}: {reason}", arm=_arm_in(first.phase), rank=first.number)
+def _check_believable(name: str, rank: _Rank, made: Sequence[Made], trials: int) -> None:
+    given = [one.trial.total_ms for one in made]
+    if len(rank.told) != trials or len(given) != trials:
+        raise Doubtful(f"the answer came after {len(rank.told)} of {trials} trials of {name}, and has {len(given)}")
+    if any(abs(ours - theirs) > 1e-6 * ours for ours, theirs in zip(rank.told, given, strict=True)):
+        raise Doubtful(f"the answer's times of {name} are not those that were told trial by trial")
+    if rank.elapsed > 2 * sum(given) / 1000 + SLACK_S * trials:
+        raise Doubtful(
+            f"{trials} trials of {name} took {rank.elapsed:.3g} s by the runner's clock; the answer says "
+            f"{sum(given) / 1000:.3g} s"
+        )
 
 
 def _in_a_collective(rank: _Rank) -> bool:
@@ -289,10 +289,6 @@ def _in_a_collective(rank: _Rank) -> bool:
         stack = log.read()
         return any(word in stack for word in (b"torch/distributed", b"nn/parallel/distributed"))
     return False
-
-
-def _arm_in(phase: str) -> str | None:
-    return next((name for name in ARMS if phase.endswith(f"the {name}")), None)
 
 
 def _death(process: BaseProcess) -> str:

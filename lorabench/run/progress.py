@@ -1,4 +1,4 @@
-"""What a person sees while a sweep runs: cell, phase, elapsed and expected time."""
+"""What a person sees while a sweep runs: family, what is done in it, elapsed and expected time; then a line an arm."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lorabench.contract.cell import Cell
+from lorabench.contract.family import Family
 from lorabench.record.schema import Record
 
 STYLE = {"ok": "green", "unsupported": "dim", "not_applied": "dim", "conflict": "yellow"}
 
 
 class Display:
-    """A live line on a terminal; one plain line a cell elsewhere (a log, CI)."""
+    """A live line on a terminal; one plain line an arm elsewhere (a log, CI)."""
 
-    def __init__(self, console: Console, todo: Sequence[Cell], refused: int) -> None:
-        self.console, self.todo, self.done = console, len(todo), 0
-        self.measurable = len(todo) - refused  # a cell that is refused beforehand takes no time
+    def __init__(self, console: Console, todo: Sequence[Family]) -> None:
+        self.console = console
+        self.arms, self.done = sum(len(family.cells) for family in todo), 0
         self.began = time.monotonic()
-        self.spent: list[float] = []  # seconds of the cells that were really measured
-        self.started: dict[str, float] = {}  # of the cells that run now, by their keys: a queue may run several
-        self.most = 1  # how many ran at once
+        self.spent: list[tuple[float, int]] = []  # seconds and arms of the families that were measured
+        self.started: dict[str, float] = {}  # of the families that run now, by title: a queue may run several
         self.bar = Progress(
-            TextColumn("[bold]{task.fields[cell]}"), BarColumn(bar_width=16), MofNCompleteColumn(),
+            TextColumn("[bold]{task.fields[family]}"), BarColumn(bar_width=16), MofNCompleteColumn(),
             TextColumn("{task.fields[phase]}"), TimeElapsedColumn(), TextColumn("expected {task.fields[expected]}"),
             console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self.task = self.bar.add_task("", total=len(todo), cell="", phase="", expected="?")
+        self.task = self.bar.add_task("", total=self.arms, family="", phase="", expected="?")
 
     def __enter__(self) -> Display:
         self.bar.start()
@@ -39,34 +38,35 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def add(self, measurable: bool) -> None:
-        """One cell more than was known of."""
-        self.todo += 1
-        self.measurable += measurable
-        self.bar.update(self.task, total=self.todo)
-
-    def start(self, cell: Cell) -> None:
-        self.started[cell.key] = time.monotonic()
-        self.most = max(self.most, len(self.started))
-        title = cell.title if len(self.started) == 1 else f"{len(self.started)} cells"
-        self.bar.update(self.task, cell=escape(title), phase="starting", expected=self._expected())
+    def start(self, family: Family) -> None:
+        self.started[family.title] = time.monotonic()
+        title = family.title if len(self.started) == 1 else f"{len(self.started)} families"
+        many = f"{len(family.cells)} arms" if len(family.cells) > 1 else family.cells[0].tested
+        if not self.console.is_terminal:
+            self.console.print(f"{escape(family.title)}: {escape(many)} …", highlight=False, style="dim")
+        self.bar.update(self.task, family=escape(title), phase="starting", expected=self._expected())
 
     def phase(self, text: str) -> None:
         self.bar.update(self.task, phase=escape(text))
 
-    def end(self, cell: Cell, record: Record) -> None:
-        self.done += 1
+    def end(self, family: Family, shown: Sequence[Record]) -> None:
+        """A line for each contrast of the family."""
         now = time.monotonic()
-        took = now - self.started.pop(cell.key, now)  # a cell may end that never started: nowhere was room for it
-        if record.cost is not None:
-            self.spent.append(took)
-        self.bar.update(self.task, advance=1, expected=self._expected())
-        style = STYLE.get(record.status, "red")
-        outcome = _ratio(record) if record.status == "ok" else (record.reason or "").partition("\n")[0]
-        elapsed = time.monotonic() - self.began
+        took = now - self.started.pop(family.title, now)  # one may end that never started: nowhere was room for it
+        self.spent.append((took, len(shown)))
+        for record in shown:
+            self.done += 1
+            style = STYLE.get(record.status, "red")
+            outcome = _ratio(record) if record.status == "ok" else (record.reason or "").partition("\n")[0]
+            self.console.print(
+                f"\\[{self.done}/{max(self.arms, self.done)}] {escape(family.title)}: {escape(_named(record))}  "
+                f"[{style}]{record.status}[/]  {escape(outcome)}",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+        elapsed = now - self.began
+        self.bar.update(self.task, completed=self.done, total=max(self.arms, self.done), expected=self._expected())
         self.console.print(
-            f"\\[{self.done}/{self.todo}] {escape(cell.title)}  [{style}]{record.status}[/]  {escape(outcome)}  "
-            f"({took:.1f} s, {elapsed:.0f} of about {self._expected()})",
+            f"{escape(family.title)}: {len(shown)} arms in {took:.1f} s ({elapsed:.0f} of about {self._expected()})",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
 
@@ -74,8 +74,13 @@ class Display:
         """The whole sweep at the pace so far."""
         if not self.spent:
             return "?"
-        left = max(self.measurable - len(self.spent), 0) * sum(self.spent) / len(self.spent) / self.most
-        return f"{time.monotonic() - self.began + left:.0f} s"
+        pace = sum(s for s, _ in self.spent) / max(1, sum(n for _, n in self.spent))
+        return f"{time.monotonic() - self.began + max(self.arms - self.done, 0) * pace:.0f} s"
+
+
+def _named(record: Record) -> str:
+    own = " + ".join(record.ablations) or "reference again"
+    return f"{own} versus {' + '.join(record.versus)}" if record.versus else own
 
 
 def _ratio(record: Record) -> str:

@@ -1,24 +1,25 @@
-"""The queue: takes cells, yields (cell, record) in any order. The sweep alone writes what comes out into the store."""
+"""The queue: takes families, yields each with the records of its arms, in any order. The sweep alone stores them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from lorabench.contract.cell import Cell
+from lorabench.contract.family import Family
 from lorabench.contract.machine import Machine
-from lorabench.record.schema import Record
+from lorabench.record.schema import ArmRecord
+from lorabench.run.rounds import Replan, as_planned
 from lorabench.run.session import Session
 
 
 class QueueError(RuntimeError):
-    """Cells cannot be measured where the queue was asked to; the message is one line."""
+    """Families cannot be measured where the queue was asked to; the message is one line."""
 
 
 class Watch(Protocol):
     """Who wants to see what the queue does: the sweep's display."""
 
-    def start(self, cell: Cell) -> None: ...
+    def start(self, family: Family) -> None: ...
 
     def phase(self, text: str) -> None: ...
 
@@ -38,9 +39,11 @@ class Queue(Protocol):
         QueueError. To be called before `run`."""
         ...
 
-    def run(self, cells: Iterable[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
-        """Measure every cell once; each comes back with its record as soon as that is there. A queue that measures one
-        after the other asks for the next cell only then: what became of one may make others needless."""
+    def run(
+        self, families: Iterable[Family], watch: Watch, replan: Replan = as_planned
+    ) -> Iterator[tuple[Family, list[ArmRecord]]]:
+        """Measure every family once; each comes back with its arms' records as soon as those are there. `replan` is
+        asked where an arm did not come to sit, by queues that measure in this process's reach."""
         ...
 
     def __enter__(self) -> Queue: ...

@@ -1,9 +1,9 @@
-"""What runs on a node of a Ray cluster: a Ray task that hands a cell to a station, and the station that measures it.
+"""What runs on a node of a Ray cluster: a Ray task that hands a family to a station, and the station that measures it.
 
 The station is a process of its own because a Ray worker is no place to measure in. A Ray worker has other threads, sets
 OMP_NUM_THREADS to the one processor that its task asked for, and changes its visible GPUs from task to task, which the
 server of workers, once started, would never see. A station is what a sweep without Ray is: a process with nothing in it
-but lorabench, whose environment does not change. It serves one cell after the other, as long as its Ray worker lives.
+but lorabench, whose environment does not change. It serves one family after the other, as long as its Ray worker lives.
 
 The task imports nothing but the standard library: a request goes through it unread.
 """
@@ -25,12 +25,12 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
-Event = tuple[str, Any]  # ("session", its dict), ("phase", text), ("record", its JSON), ("failed", why)
-LAST = ("record", "failed", "seen")  # the events that end a request
+Event = tuple[str, Any]  # ("session", its dict), ("phase", text), ("records", their JSON), ("failed", why)
+LAST = ("records", "failed", "seen")  # the events that end a request
 
 
 class NodeError(RuntimeError):
-    """A cell could not even be tried on this node; the message is one line."""
+    """A family could not even be tried on this node; the message is one line."""
 
 
 def task(request: bytes, sweep: str, environment: Mapping[str, str | None]) -> Iterator[Event]:
@@ -59,7 +59,7 @@ def serve(request: bytes, sweep: str, node: dict[str, str], environment: Mapping
     except (EOFError, OSError):
         raise NodeError("the process that measures there was killed") from None
     finally:
-        if what not in ("record", "seen"):
+        if what not in ("records", "seen"):
             _forget()  # what it may still answer must not be taken for the next request's answer
 
 
@@ -128,16 +128,16 @@ class Station:
         self.session: dict[str, Any] = {}
 
     def answer(self, request: bytes, node: dict[str, str]) -> None:
-        """Look at the machine, if that is not done; say the session; measure the cell, if there is one."""
+        """Look at the machine, if that is not done; say the session; measure the family, if there is one."""
         try:
-            sweep, cell = ForkingPickler.loads(request)  # pyright: ignore[reportAttributeAccessIssue]
+            sweep, family = ForkingPickler.loads(request)  # pyright: ignore[reportAttributeAccessIssue]
             runner = self.runner or self._open(sweep, node)
             self._tell("session", self.session)
-            if cell is None:
+            if family is None:
                 self._tell("seen", None)
                 return
-            record = runner.measure(cell, lambda text: self._tell("phase", text))
-            self._tell("record", record.model_dump_json(by_alias=True, exclude_none=True))
+            records = runner.family(family, lambda text: self._tell("phase", text))
+            self._tell("records", [r.model_dump_json(by_alias=True, exclude_none=True) for r in records])
         except Exception as error:
             self._tell("failed", " ".join(f"{type(error).__name__}: {error}".split()))
 

@@ -1,6 +1,6 @@
-"""The queue over the nodes of a Ray cluster: which cell is where, what is tried again, what becomes of what is lost.
+"""The queue over the nodes of a Ray cluster: which family is where, what is tried again, what becomes of what is lost.
 
-A cell has exactly one record because it has at most one task at any time and leaves the list with its record. Ray
+A family is measured once because it has at most one task at any time and leaves the list with its records. Ray
 itself tries nothing again: it would not say where, nor how often. What speaks to Ray is in ray_cluster.py.
 """
 
@@ -12,16 +12,17 @@ from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
-from lorabench.contract.cell import Cell
+from lorabench.contract.family import Family
 from lorabench.contract.machine import Machine
-from lorabench.record.schema import Record
+from lorabench.record.schema import ArmRecord
 from lorabench.run.process import ProbeError
 from lorabench.run.queue import QueueError, Watch
+from lorabench.run.rounds import Replan, as_planned
 from lorabench.run.runner import record_of
 from lorabench.run.session import Session, new_session
 
-ATTEMPTS = 3  # a node's death is not the cell's doing, but a cell that has brought down three is not sent to a fourth
-PATIENCE_S = 60.0  # for a node that could hold a cell, where there is none (any more)
+ATTEMPTS = 3  # a node's death is not the family's doing, but one that has brought down three is not sent to a fourth
+PATIENCE_S = 60.0  # for a node that could hold a family, where there is none (any more)
 
 Task = Any  # a request on its way, as the cluster knows it: an ObjectRefGenerator
 
@@ -53,9 +54,9 @@ class Cluster(Protocol):
 
 @dataclass
 class Sent:
-    """A cell on its way: the nodes it has been on, what became of it there, and what its present one said last."""
+    """A family on its way: the nodes it has been on, what became of it there, and what its present one said last."""
 
-    cell: Cell
+    family: Family
     attempts: int = 0
     losses: list[str] = field(default_factory=list)
     node: str = ""  # "" while it waits for one
@@ -64,7 +65,7 @@ class Sent:
 
 
 class RayQueue:
-    """Cells as tasks on the nodes of a cluster, as many at once as those hold. Each node is a session of its own."""
+    """Families as tasks on the nodes of a cluster, as many at once as those hold. Each node is a session of its own."""
 
     def __init__(self, cluster: Cluster, dtype: str, timeout_s: float) -> None:
         self.cluster, self.where = cluster, ""
@@ -83,7 +84,7 @@ class RayQueue:
     def look(self, command: list[str]) -> Machine:
         """The machine of whichever node answers first; Ray sends only to nodes with GPUs where there are any.
 
-        The sweep has a session of its own, without ceilings: what it planned for. Only the record of a cell that was
+        The sweep has a session of its own, without ceilings: what it planned for. Only the records of a family that was
         lost before its node had said what it is names that one.
         """
         self.cluster.start()
@@ -107,23 +108,26 @@ class RayQueue:
                 elif what == "lost":
                     raise ProbeError(f"a node of the Ray cluster {value} (every node needs this lorabench installed)")
                 elif what == "homeless":
-                    raise ProbeError(f"no node of the Ray cluster has {value} for a cell")
+                    raise ProbeError(f"no node of the Ray cluster has {value} for a family")
 
-    def run(self, cells: Iterable[Cell], watch: Watch) -> Iterator[tuple[Cell, Record]]:
-        for cell in cells:
-            self._dispatch(Sent(cell))
+    def run(
+        self, families: Iterable[Family], watch: Watch, replan: Replan = as_planned
+    ) -> Iterator[tuple[Family, list[ArmRecord]]]:
+        """A node does not replan: what a design does without is measured in another family afterwards."""
+        for family in families:
+            self._dispatch(Sent(family))
         while self.tasks:
             for task, what, value in self._news(list(self.tasks)):
-                if record := self._heard(task, what, value, watch):
-                    yield self.tasks.pop(task).cell, record
+                if records := self._heard(task, what, value, watch):
+                    yield self.tasks.pop(task).family, records
 
     def _dispatch(self, sent: Sent) -> None:
         sent.attempts, sent.node, sent.phase, sent.session = sent.attempts + 1, "", "starting", None
-        self.tasks[self._send(sent.cell)] = sent
+        self.tasks[self._send(sent.family)] = sent
 
-    def _send(self, cell: Cell | None) -> Task:
-        request = bytes(ForkingPickler.dumps((self.sweep, cell)))
-        return self.cluster.send(request, self.sweep["id"], cell.ranks if cell else 1)
+    def _send(self, family: Family | None) -> Task:
+        request = bytes(ForkingPickler.dumps((self.sweep, family)))
+        return self.cluster.send(request, self.sweep["id"], family.ranks if family else 1)
 
     def _news(self, tasks: Sequence[Task]) -> list[tuple[Task, str, Any]]:
         """The cluster's news of these tasks. ("homeless", what is lacking) is news of ours: no living node could hold
@@ -138,19 +142,19 @@ class RayQueue:
         waited = time.monotonic() - self.homeless_since
         return [(task, "homeless", what) for task, what in lacking.items()] if waited >= PATIENCE_S else []
 
-    def _heard(self, task: Task, what: str, value: Any, watch: Watch) -> Record | None:
-        """Take one event in; its cell's record, if this was the last one."""
+    def _heard(self, task: Task, what: str, value: Any, watch: Watch) -> list[ArmRecord] | None:
+        """Take one event in; its family's records, if this was the last one."""
         sent = self.tasks[task]
         if what == "node":
             sent.node = f"{value['host']} ({value['address']}, node {value['id'][:8]})"
-            watch.start(sent.cell)
+            watch.start(sent.family)
         elif what == "session":
             self._join_session(sent, value)
         elif what == "phase":
             sent.phase = value
-            watch.phase(value if len(self.tasks) == 1 else f"{sent.cell.title}: {value}")
-        elif what == "record":
-            return self._checked(sent, Record.model_validate_json(value))
+            watch.phase(value if len(self.tasks) == 1 else f"{sent.family.title}: {value}")
+        elif what == "records":
+            return self._checked(sent, [ArmRecord.model_validate_json(line) for line in value])
         elif what == "lost":
             sent.losses.append(f"{f'the node {sent.node}' if sent.node else 'a node'} {value} while {sent.phase}")
             return self._again(task)
@@ -162,26 +166,27 @@ class RayQueue:
 
     def _join_session(self, sent: Sent, session: Session) -> None:
         found, planned = session["machine"]["device"], self.sessions[self.sweep["id"]]["machine"]["device"]
-        if found != planned:  # the cells are others there: another workload, another number of trials
+        if found != planned:  # the arms are others there: another workload, another number of trials
             raise QueueError(f"the sweep is planned for {planned}, and lorabench finds only {found} on {sent.node}")
         self.sessions[session["id"]] = session
         sent.session = session["id"]
 
-    def _checked(self, sent: Sent, record: Record) -> Record:
-        if record.key != sent.cell.key:
+    def _checked(self, sent: Sent, records: list[ArmRecord]) -> list[ArmRecord]:
+        if {c.key for r in records for c in r.shown} != {c.key for c in sent.family.cells}:
             raise QueueError(f"the node {sent.node} has another version of lorabench; install this one on every node")
-        return record
+        return records
 
-    def _again(self, task: Task) -> Record | None:
-        """Send a lost cell once more, or make the record of one that was lost too often."""
+    def _again(self, task: Task) -> list[ArmRecord] | None:
+        """Send a lost family once more, or make the records of one that was lost too often."""
         sent = self.tasks[task]
         if sent.attempts == ATTEMPTS:
             return self._crash(sent)
         self._dispatch(self.tasks.pop(task))
         return None
 
-    def _crash(self, sent: Sent) -> Record:
+    def _crash(self, sent: Sent) -> list[ArmRecord]:
         *before, last = sent.losses
         tried = "tried once" if sent.attempts == 1 else f"tried {sent.attempts} times"
         reason = f"{last} ({tried}{'; before that ' if before else ''}{', '.join(before)})"
-        return record_of(sent.cell, sent.session or self.sweep["id"], status="crash", reason=reason)
+        session, family = sent.session or self.sweep["id"], sent.family
+        return [record_of(family, stack, session, status="crash", reason=reason) for stack in family.stacks]

@@ -1,74 +1,63 @@
-"""The runner: one cell to its record, whatever happens to it.
-
-Both arms share one worker, trial by trial. They get processes of their own, in A B B A order, where a toggle's patch
-reaches beyond its model or where both arms do not fit the device together, and for the noise floor of such cells.
-"""
+"""The runner: a family to its records, whatever happens to it."""
 
 from __future__ import annotations
 
 import math
 import os
-import random
-import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-
-from lorabench.contract.cell import PROCESSES, Cell
+from lorabench.contract.cell import Cell
+from lorabench.contract.family import Family, Stack
 from lorabench.contract.hooks import described, printable
-from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.measure import fairness
-from lorabench.measure.cell import ArmResult, Failure, Result, Task, agree
-from lorabench.measure.kind import EVIDENCE, JobCounts
 from lorabench.measure.numerics import share_of_allowance
 from lorabench.plan.design import refusal
-from lorabench.record.contrast import speedup
-from lorabench.record.schema import ARMS, LONGEST_MS, TOTAL, Cost, JobRecord, Numerics, Phase, Record, Tokens
-from lorabench.run.process import LOG_TAIL, Workers, log_of, tail
+from lorabench.record.pairs import pairs
+from lorabench.record.schema import (
+    ArmJob,
+    ArmRecord,
+    ArmTokens,
+    Cost,
+    Energy,
+    Numerics,
+    RankSpread,
+    Record,
+    Shown,
+)
+from lorabench.run.journal import Journal
+from lorabench.run.process import LOG_TAIL, Workers, log_of
+from lorabench.run.rounds import Entry, Replan, Rounds, Suspicion, as_planned
 from lorabench.run.session import scratch_prefix
 
-# As they are before any toggle is asked anything in this process, which turns the workers' answers into records.
+# As they are before any toggle is asked anything in this process, which judges what the seats say.
 OWN_FUNCTIONS = fairness.functions(fairness.OURS)
-DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
+Tell = Callable[[str], None]
 
 
-@dataclass
-class Pair:
-    """Both arms' results, however many workers they came from."""
-
-    pairing: Literal["paired", "abba"]
-    result: Result
-    seconds: dict[str, float] = field(default_factory=dict)
-    processes: dict[Any, list[int]] = field(default_factory=dict)  # of separate ones: how many trials each made
-
-    @property
-    def arms(self) -> dict[str, ArmResult]:
-        return self.result.arms
+def quiet(text: str) -> None:
+    """Nobody is told."""
 
 
 class Runner:
-    """Measures cells one after the other with one set of workers. A context manager: it keeps a temporary folder."""
+    """Measures families one after the other with one set of workers. A context manager: it keeps a temporary folder."""
 
     def __init__(
-        self,
-        workers: Workers,
-        machine: Machine,
-        ceilings: dict[str, Any] | None,
-        session: str,
-        timeout_s: float,
-        folder: Path,
-    ) -> None:
+        self, workers: Workers, machine: Machine, ceilings: dict[str, Any] | None, session: str, timeout_s: float,
+        folder: Path, stop_at: float = math.inf, journal: Journal | None = None,
+    ) -> None:  # fmt: skip
+        """`stop_at`: by time.monotonic(), after which no round begins."""
         self.workers, self.machine, self.session, self.timeout_s = workers, machine, session, timeout_s
-        self.ceilings = ceilings or {}
+        self.ceilings, self.stop_at, self.journal = ceilings or {}, stop_at, journal
         self.log = folder / ".worker.log"
-        self.noise: dict[str, Any] = {}  # by the name of its file, which the cells share: as it was told first
+        self.number = 0  # of the family's run in this session
+        self.noise: dict[str, Any] = {}  # by the name of its file, which the families share: as it was told first
         self._scratch = tempfile.TemporaryDirectory(prefix=scratch_prefix(os.getpid()))
 
     def __enter__(self) -> Runner:
@@ -77,177 +66,138 @@ class Runner:
     def __exit__(self, *_: object) -> None:
         self._scratch.cleanup()
 
-    def measure(self, cell: Cell, tell: Callable[[str], None] = lambda text: None) -> Record:
-        """One cell to its record. Never raises for what a cell does."""
+    def measure(self, cell: Cell, tell: Tell = quiet) -> Record:
+        """One cell alone, as a family of its two arms."""
+        made = pairs(self.family(Family((cell,)), tell))
+        return next(record for record in made if record.key == cell.key)
+
+    def family(self, family: Family, tell: Tell = quiet, replan: Replan = as_planned) -> list[ArmRecord]:
+        """A family to the records of its arms. Never raises for what an arm does."""
         began = time.perf_counter()
+        self.number += 1
+        refused = {cell.key: found for cell in family.cells if (found := refusal(cell, self.machine))}
+        records = [self._refused(cell, *refused[cell.key]) for cell in family.cells if cell.key in refused]
+        left = Family(tuple(cell for cell in family.cells if cell.key not in refused))
+        if not left.cells:
+            return records
         try:
-            refused = refusal(cell, self.machine)
-            if refused:
-                return self._record(cell, status=refused[0], reason=refused[1])
-            record = self._measured(cell, tell, began)
-            if replaced := fairness.difference(OWN_FUNCTIONS, fairness.functions(fairness.OURS)):
-                reason = f"a toggle replaced {replaced} in the sweep's own process"
-                return self._record(cell, status="untrusted", reason=reason, cost=record.cost)
-            return record
-        except Exception as error:  # a harness that fails on one cell still has the others to measure
-            cost = _cost({}, time.perf_counter() - began)
-            log = printable(traceback.format_exc())[-LOG_TAIL:]
-            return self._record(cell, status="crash", reason=f"in the harness: {described(error)}", cost=cost, log=log)
+            return [*records, *self._measured(left, tell, replan)]
+        except Exception as error:  # a harness that fails on one family still has the others to measure
+            cost = Cost(wall=round(time.perf_counter() - began, 3))
+            log, reason = printable(traceback.format_exc())[-LOG_TAIL:], f"in the harness: {described(error)}"
+            made = [self._record(left, s, status="crash", reason=reason, log=log) for s in left.stacks]
+            made[0].cost = cost
+            return [*records, *made]
 
-    def _measured(self, cell: Cell, tell: Callable[[str], None], began: float) -> Record:
-        self._forget_logs(cell)
-        pair = self._separately(cell, tell) if cell.separate else self._together(cell, tell)
-        record = self._assemble(cell, pair)
-        record.cost = _cost(pair.seconds, time.perf_counter() - began)
-        if record.status in ("crash", "timeout", "oom"):
-            record.log = tail(log_of(self.log, record.rank or 0))
-        self._forget_logs(cell)
-        shutil.rmtree(Path(self._scratch.name) / EVIDENCE, ignore_errors=True)
-        return record
+    def _measured(
+        self, family: Family, tell: Tell, replan: Replan = as_planned, again: bool = True
+    ) -> list[ArmRecord]:
+        ceiling = self.ceilings.get("gemm_tflops", {}).get(self.machine.dtype(family.reference.model.dtype))
+        self._forget_logs(family)
+        rounds = Rounds(
+            family, self.machine, self.workers, ceiling, Path(self._scratch.name), self.log, self.timeout_s, tell,
+            self.journal, self.stop_at, self.noise, lambda: self.drafts(rounds), replan,
+        )  # fmt: skip
+        try:
+            rounds.run()
+            suspicion = fairness.difference(OWN_FUNCTIONS, fairness.functions(fairness.OURS))
+            if suspicion:
+                raise Suspicion(f"a toggle replaced {suspicion} in the sweep's own process")
+        except Suspicion as found:
+            return self._apart(tell, str(found), rounds)
+        finally:
+            self._forget_logs(family)
+        made, family = self.drafts(rounds), rounds.family
+        disturbed = {e.name for e in rounds.entries.values() if e.disturbed and not e.ok}
+        if disturbed and again:
+            tell(f"once more: {', '.join(sorted(disturbed))}")
+            self.number += 1
+            cells = tuple(c for s in family.stacks if s.name in disturbed for c in s.cells)
+            made = [r for r in made if r.arm not in disturbed]
+            made += self._measured(Family(cells), tell, again=False)
+        return made
 
-    def _forget_logs(self, cell: Cell) -> None:
-        for rank in range(cell.ranks):
+    def _apart(self, tell: Tell, reason: str, rounds: Rounds) -> list[ArmRecord]:
+        """Each cell with nobody beside it: then it is known who did it."""
+        family = rounds.family
+        if len(family.cells) == 1:
+            for entry in rounds.entries.values():
+                if entry.stack.role == "candidate" or len(rounds.entries) <= 2:
+                    entry.leave("untrusted", reason)
+            return self.drafts(rounds)
+        tell(f"each arm apart: {reason}")
+        return [record for cell in family.cells for record in self.family(Family((cell,)), tell)]
+
+    def _forget_logs(self, family: Family) -> None:
+        for rank in range(family.ranks):
             log_of(self.log, rank).unlink(missing_ok=True)
 
-    def _run(self, cell: Cell, arms: Sequence[str], rounds: int, gate: bool, tell: Callable[[str], None]) -> Result:
-        ceiling = self.ceilings.get("gemm_tflops", {}).get(self.machine.dtype(cell.model.dtype))
-        task = Task(cell, self.machine, tuple(arms), rounds, gate, ceiling, self._scratch.name)
-        result = self.workers.run(task, self.timeout_s, tell, self.log)
-        if result.disturbed:
-            tell(f"once more: {result.reason}")
-            first, result = result, self.workers.run(task, self.timeout_s, tell, self.log)
-            _add(result.seconds, first.seconds)
-        result.noise = {job: (file, self.noise.setdefault(file, own)) for job, (file, own) in result.noise.items()}
-        arm, wrong = next(_wrong_times(result), (None, None))
-        return replace(result, status="crash", reason=wrong, arm=arm) if wrong else result
+    # ---- records
 
-    def _together(self, cell: Cell, tell: Callable[[str], None]) -> Pair:
-        result = self._run(cell, ARMS, cell.trials, True, tell)
-        if result.status == "oom" and result.resident:
-            tell("both arms do not fit together: separate processes")
-            pair = self._separately(cell, tell)
-            _add(pair.seconds, result.seconds)  # the attempt together is part of what the cell cost
-            return pair
-        pair = Pair("paired", result, dict(result.seconds))
-        if result.status == "oom" and result.arm:
-            self._survivor(cell, pair, tell)
-        return pair
+    def drafts(self, rounds: Rounds) -> list[ArmRecord]:
+        """What is known of the family's arms now."""
+        family = rounds.family
+        made = [self._of(family, entry, rounds) for entry in rounds.entries.values()]
+        own = rounds.overhead
+        seconds = {part: own.get(part, 0.0) for part in own}
+        cost = made[0].cost
+        assert cost is not None
+        parts = {part: round(getattr(cost, part) + value, 3) for part, value in seconds.items()}
+        wall = sum({**cost.model_dump(exclude={"wall"}), **parts}.values())
+        made[0].cost = cost.model_copy(update={**parts, "wall": round(wall, 3)})
+        return made
 
-    def _survivor(self, cell: Cell, pair: Pair, tell: Callable[[str], None]) -> None:
-        """The other arm alone: "the reference does not fit, the candidate does" is a result."""
-        other = ARMS[pair.result.arm == "reference"]
-        tell(f"the {other} alone")
-        survivor = self._run(cell, (other,), cell.trials, True, tell)
-        _add(pair.seconds, survivor.seconds)
-        if survivor.status == "ok":
-            pair.arms[other] = survivor.arms[other]
-        else:
-            pair.result.reason = f"{pair.result.reason}; alone, the {other}: {survivor.reason}"
-        pair.arms.pop(str(pair.result.arm), None)
+    def _of(self, family: Family, entry: Entry, rounds: Rounds) -> ArmRecord:
+        parts = {part: round(seconds, 3) for part, seconds in entry.seconds.items()}
+        fields: dict[str, Any] = {
+            "status": entry.status, "reason": entry.reason, "rank": entry.rank, "log": entry.log,
+            "cost": Cost(wall=round(sum(parts.values()), 3), **parts),
+            "numerics": _nearest_to_its_limit(entry.numerics),
+        }  # fmt: skip
+        ready, ended = entry.ready, entry.ended
+        if ready is not None and entry.status in ("ok", "oom"):
+            fields |= {"memory": ready.memory, "tokens": _tokens(ready), "energy": _energy(entry)}
+        if ready is not None and entry.ok:
+            turns = entry.turns
+            names = list(turns[0].phases) if turns else []
+            fields |= {
+                "rounds": [t.round for t in turns], "seats": [t.seat for t in turns],
+                "phases": {name: [t.phases[name] for t in turns] for name in names},
+                "trials": rounds.trials_a_turn, "applied": ready.applied, "notes": ready.notes,
+                "jobs": _jobs(entry), "telemetry": entry.telemetry, "ranks": _spread(entry),
+                "said": ended.said if ended else {}, "roofline": ended.roofline if ended else None,
+            }  # fmt: skip
+        return self._record(family, entry.stack, draft=entry.ok and not entry.turns, **fields)
 
-    def _separately(self, cell: Cell, tell: Callable[[str], None]) -> Pair:
-        """Processes of their own, A B B A A B B A or the other way round. An arm that failed is not tried again."""
-        first, second = random.Random(cell.seed).sample(ARMS, 2)
-        pair = Pair("abba", Result())
-        failed: dict[str, Result] = {}
-        for arm in (first, second, second, first) * (PROCESSES // 2):
-            if arm in failed:
-                continue
-            again = arm in pair.arms
-            rounds = math.ceil(cell.trials / PROCESSES)
-            result = self._run(cell, (arm,), rounds, not again, lambda text, a=arm: tell(f"{a}: {text}"))
-            _add(pair.seconds, result.seconds)
-            if result.status != "ok":
-                failed[arm] = result
-                pair.arms.pop(arm, None)
-                pair.processes.pop(arm, None)
-                if result.status != "oom":
-                    break
-                continue
-            pair.processes.setdefault(arm, []).append(len(result.arms[arm].times[TOTAL]))
-            if again:
-                for phase, times in result.arms[arm].times.items():
-                    pair.arms[arm].times[phase] += times
-                pair.arms[arm].evidence += result.arms[arm].evidence
-            else:
-                pair.arms[arm] = result.arms[arm]
-                pair.result.telemetry = pair.result.telemetry or result.telemetry
-                pair.result.ranks |= result.ranks
-                pair.result.noise |= result.noise
-        if failed:
-            worst = next((r for r in failed.values() if r.status != "oom"), next(iter(failed.values())))
-            arm = next(name for name, r in failed.items() if r is worst)
-            pair.result.status, pair.result.arm, pair.result.rank = worst.status, arm, worst.rank
-            pair.result.reason = "; ".join(str(r.reason) for r in failed.values())
-        return pair
+    def _refused(self, cell: Cell, status: str, reason: str) -> ArmRecord:
+        own = Family((cell,))
+        stack = next((s for s in own.stacks if cell in s.cells), own.stacks[-1])
+        return self._record(own, replace(stack, cells=(cell,)), status=status, reason=reason)
 
-    def _assemble(self, cell: Cell, pair: Pair) -> Record:
-        result = pair.result
-        if result.status == "ok":
-            self._agreement(cell, pair)
-        verdicts = _verdicts(pair)
-        common: dict[str, Any] = {"numerics": _nearest_to_its_limit(verdicts), "telemetry": result.telemetry}
-        if result.status in ("ok", "oom"):
-            common["energy"] = _present(pair, "energy") or None
-        reference, candidate = (pair.arms.get(name) for name in ARMS)
-        if result.status == "ok":
-            assert reference and candidate
-            return self._record(
-                cell, status="ok", pairing=pair.pairing, phases=_phases(cell, reference, candidate, pair),
-                processes=pair.processes or None, tokens=_tokens(reference.jobs, candidate.jobs),
-                memory=_present(pair, "memory"), jobs=_jobs(cell, pair, verdicts), ranks=result.ranks or None,
-                applied=_of_sides(cell, pair, "applied"), notes=_of_sides(cell, pair, "notes") | _said(pair),
-                roofline=_present(pair, "roofline"), **common,
-            )  # fmt: skip
-        survivors = {n: a for n, a in pair.arms.items() if a.times} if result.status == "oom" else {}
-        own: dict[str, Any] = {}
-        if survivors:
-            phases = _phases(cell, survivors.get("reference"), survivors.get("candidate"), pair)
-            own = {"pairing": pair.pairing, "phases": phases, "processes": pair.processes or None}
-            own["roofline"] = _present(pair, "roofline")
-        return self._record(
-            cell, status=result.status, reason=result.reason, arm=result.arm, rank=result.rank,
-            memory=_present(pair, "memory") or None, **own, **common,
-        )  # fmt: skip
-
-    def _agreement(self, cell: Cell, pair: Pair) -> None:
-        """The full arms against each other, by limits and noise that no toggle can have changed in this process; the
-        result says so where they do not agree."""
-        dtype = getattr(torch, self.machine.dtype(cell.model.dtype))
-        noise = {job: own for job, (_, own) in pair.result.noise.items()}
-        try:
-            agree(cell, kind(cell.kind), pair.arms, dtype, noise)
-        except Failure as failure:
-            pair.result.status, pair.result.reason, pair.result.arm = failure.status, failure.reason, failure.arm
-
-    def _record(self, cell: Cell, **fields: Any) -> Record:
-        return record_of(cell, self.session, **fields)
+    def _record(self, family: Family, stack: Stack, **fields: Any) -> ArmRecord:
+        return record_of(family, stack, self.session, name=f"{family.key}-{self.number}", **fields)
 
 
-def _wrong_times(result: Result) -> Iterator[tuple[str, str]]:
-    """(arm, what) of each phase with a time that no clock can give: then none of the arm's times is of any use."""
-    for name, arm in result.arms.items():
-        for phase, times in arm.times.items():
-            if odd := [t for t in times if not (isinstance(t, float) and round(t, DIGITS) > 0 and t <= LONGEST_MS)]:
-                yield name, f"the {name}'s {phase} took {odd[0]!r} ms; expected a time between zero and some months"
-
-
-def record_of(cell: Cell, session: str, **fields: Any) -> Record:
-    """A record of this cell: what every record says of its cell, and these fields."""
-    return Record(
-        kind=cell.kind, key=cell.key, session=session, model=cell.model.name, workload=cell.workload.name,
-        design=cell.design, rung=cell.rung, reference=[a.label for a in cell.reference],
-        candidate=[a.label for a in cell.candidate], ablations=[a.label for a in cell.toggles],
-        versus=[a.label for a in cell.versus] or None, **fields,
+def record_of(
+    family: Family, stack: Stack, session: str, *, name: str = "", draft: bool = False, **fields: Any
+) -> ArmRecord:
+    """A record of this arm: what every record says of its arm, and these fields. `name`: of the family's run; records of
+    one name share rounds. `draft`: it has no times yet."""
+    name = name or family.key
+    reference = family.reference
+    make: Any = ArmRecord.model_construct if draft else ArmRecord
+    return make(
+        family=name, session=session, kind=stack.kind, model=reference.model.name,
+        workload=reference.workload.name, arm=stack.name, role=stack.role, toggles=stack.labels,
+        shown=[shown(cell) for cell in stack.cells], **fields,
     )  # fmt: skip
 
 
-def _verdicts(pair: Pair) -> dict[str, Numerics]:
-    """The candidate's verdicts by job; the reference's, where only that one failed."""
-    reference, candidate = (pair.arms.get(name) for name in ARMS)
-    if pair.result.arm == "reference" and reference and any(not v.passed for v in reference.numerics.values()):
-        return reference.numerics
-    return candidate.numerics if candidate else {}
+def shown(cell: Cell) -> Shown:
+    return Shown(
+        key=cell.key, design=cell.design, rung=cell.rung, ablations=[a.label for a in cell.toggles],
+        against=[a.label for a in cell.reference], versus=[a.label for a in cell.versus] or None,
+    )  # fmt: skip
 
 
 def _nearest_to_its_limit(verdicts: dict[str, Numerics]) -> Numerics | None:
@@ -255,83 +205,46 @@ def _nearest_to_its_limit(verdicts: dict[str, Numerics]) -> Numerics | None:
     return max(verdicts.values(), key=lambda v: (not v.passed, share_of_allowance(v)), default=None)
 
 
-def _tokens(reference: dict[str, JobCounts], candidate: dict[str, JobCounts]) -> Tokens | None:
+def _tokens(ready: Any) -> ArmTokens | None:
     """Of all jobs together; None where a trial has no tokens."""
-    if not reference and not candidate:
+    counts = ready.jobs.values()
+    if not counts:
         return None
-    known = (candidate or reference).values()
-    return Tokens(
-        real=sum(c.real for c in known),
-        trained=sum(c.trained for c in known),
-        reference_padded=sum(c.padded for c in reference.values()),
-        candidate_padded=sum(c.padded for c in candidate.values()),
+    return ArmTokens(
+        real=sum(c.real for c in counts), trained=sum(c.trained for c in counts), padded=sum(c.padded for c in counts)
     )
 
 
-def _jobs(cell: Cell, pair: Pair, verdicts: dict[str, Numerics]) -> dict[str, JobRecord] | None:
+def _jobs(entry: Entry) -> dict[str, ArmJob] | None:
     """Each of several jobs; None where there is but one, whose fields are the record's own."""
-    if len(cell.jobs) == 1:
+    jobs = entry.stack.cell.jobs
+    if len(jobs) == 1 or entry.ready is None:
         return None
-    made = {}
-    for job in cell.jobs:
-        counts: dict[Any, JobCounts] = {n: arm.jobs[job.name] for n, arm in pair.arms.items() if job.name in arm.jobs}
-        reference, candidate = ({job.name: counts[name]} if name in counts else {} for name in ARMS)
-        tokens = _tokens(reference, candidate)
-        assert tokens is not None  # an arm that was measured has counted its jobs
-        made[job.name] = JobRecord(
-            r=job.lora.r, tokens=tokens, numerics=verdicts.get(job.name),
-            adapter_bytes={name: c.adapter_bytes for name, c in counts.items()},
-            optimizer_bytes={name: c.optimizer_bytes for name, c in counts.items()},
-            tflop=next((c.tflop for c in counts.values()), {}),
-        )  # fmt: skip
-    return made
+    tflop = entry.ended.tflop if entry.ended else {}
+    return {
+        job.name: ArmJob(
+            r=job.lora.r, tokens=ArmTokens(real=c.real, trained=c.trained, padded=c.padded),
+            numerics=entry.numerics.get(job.name), adapter_bytes=c.adapter_bytes, optimizer_bytes=c.optimizer_bytes,
+            tflop=tflop.get(job.name, {}),
+        )
+        for job in jobs if (c := entry.ready.jobs.get(job.name)) is not None
+    }  # fmt: skip
 
 
-def _phases(cell: Cell, reference: ArmResult | None, candidate: ArmResult | None, pair: Pair) -> dict[str, Phase]:
-    """The phases that every arm has which was measured, in the kind's order, and their sum; of those that an arm may do
-    without also what one arm has."""
-    phases: dict[str, Phase] = {}
-    own = kind(cell.kind)
-    of_reference, of_candidate = (pair.processes.get(name, []) for name in ARMS)
-    for name in (*own.phases, TOTAL):
-        times = [arm.times.get(name) if arm else None for arm in (reference, candidate)]
-        missing = reference and candidate and not all(times) and name not in own.optional
-        if missing or not any(times):
-            continue
-        phase = Phase(reference_ms=_short(times[0]), candidate_ms=_short(times[1]))
-        if (
-            times[0]
-            and times[1]
-            and (ratio := speedup(times[0], times[1], pair.pairing == "paired", (of_reference, of_candidate)))
-        ):
-            phase.speedup, phase.low, phase.high = ratio.centre, ratio.low, ratio.high
-        phases[name] = phase
-    return phases
+def _energy(entry: Entry) -> Energy | None:
+    """By the turns, where each moved the counter; else of a block of steps alone."""
+    if entry.ended and entry.ended.energy:
+        return entry.ended.energy
+    joules = sum(mj for mj, _, _ in entry.millijoules) / 1000
+    if not entry.ended or joules <= 0:
+        return None
+    steps, seconds = sum(n for *_, n in entry.millijoules), sum(s for _, s, _ in entry.millijoules)
+    return Energy(joules=joules, steps=steps, seconds=seconds)
 
 
-def _short(times: list[float] | None) -> list[float] | None:
-    return None if times is None else [round(t, DIGITS) for t in times]
-
-
-def _present(pair: Pair, attribute: Literal["memory", "roofline", "energy"]) -> dict[Any, Any]:
-    return {name: value for name, arm in pair.arms.items() if (value := getattr(arm, attribute)) is not None}
-
-
-def _of_sides(cell: Cell, pair: Pair, attribute: Literal["applied", "notes"]) -> dict[str, Any]:
-    """What the candidate's toggles say of themselves; of a head to head also what the other side's do."""
-    names = ARMS if cell.versus else ARMS[1:]
-    return {key: value for name in names for key, value in getattr(pair.arms[name], attribute).items()}
-
-
-def _said(pair: Pair) -> dict[str, Any]:
-    """What the kind says of each arm, under the arm's name."""
-    return {name: arm.said for name, arm in pair.arms.items() if arm.said}
-
-
-def _add(total: dict[str, float], more: dict[str, float]) -> None:
-    for part, seconds in more.items():
-        total[part] = total.get(part, 0.0) + seconds
-
-
-def _cost(seconds: dict[str, float], wall: float) -> Cost:
-    return Cost(wall=round(wall, 3), **{part: round(value, 3) for part, value in seconds.items()})
+def _spread(entry: Entry) -> RankSpread | None:
+    if entry.stack.ranks == 1 or not entry.spreads:
+        return None
+    return RankSpread(
+        size=entry.stack.ranks, slowest=entry.slowest_rank, spread=sorted(entry.spreads)[len(entry.spreads) // 2]
+    )

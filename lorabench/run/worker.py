@@ -1,7 +1,7 @@
-"""The worker: the process in which a cell, or one arm of it, or one rank of that, is measured.
+"""The worker: the process of a seat, or of one rank of it.
 
-It sends what it does through the pipe as it goes, so that a hang can be named, and a `Result` at the end; an exception
-that is no expected failure is sent in words, and the runner sees it as a crash.
+It answers the runner's calls through its pipe, one after the other, and says what it does as it goes, so that a hang
+can be named. What a toggle does is an answer or an exception, which is sent in words; then the seat is lost.
 """
 
 from __future__ import annotations
@@ -18,41 +18,64 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import NamedTuple
 
 from lorabench.contract.hooks import described
-from lorabench.measure.cell import Measurement, Result, Task, Timed, Told
+from lorabench.measure.seat import Seat, Seating, Told
 from lorabench.run.messages import send
-from lorabench.run.ranks import Seat, joined
+from lorabench.run.ranks import Place, joined
 
 
-def main(task: Task, seat: Seat, connection: Connection) -> None:
-    """Entry of the process: own session (so that it can be killed with its children), own log, then the measurement."""
+class Pipes(NamedTuple):
+    """A worker's ends: the runner's calls come in, what it says goes out."""
+
+    calls: Connection
+    out: Connection
+
+
+def main(seating: Seating, place: Place, pipes: Pipes) -> None:
+    """Entry of the process: own session (so that it can be killed with its children), own log, then call after call
+    until the runner closes the pipe."""
     os.setsid()
-    _die_with(seat.sweep, task.scratch)
-    _redirect(seat.log)
+    _die_with(place.sweep, seating.scratch)
+    _redirect(place.log)
     _own_progress_lock()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)  # the runner asks a hanging rank where
     try:
-        send(connection, ("result", time.time(), _measure(task, seat, connection)))
+        seat = _seat(seating, place, pipes.out)
+        while True:
+            what, arguments = pipes.calls.recv()
+            _beat(place)
+            send(pipes.out, ("answer", time.time(), seat.call(what, *arguments)))
+    except EOFError:
+        return  # the runner needs it no more
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
-        send(connection, ("failed", time.time(), described(error)))
+        with contextlib.suppress(OSError):
+            send(pipes.out, ("failed", time.time(), described(error)))
         raise SystemExit(1) from None
     finally:
-        connection.close()
+        pipes.out.close()
 
 
-def _teller(seat: Seat, connection: Connection) -> Callable[[str], None]:
+def _seat(seating: Seating, place: Place, connection: Connection) -> Seat:
+    tell, timed = _teller(place, connection), _timer(connection)
+    if place.size == 1:
+        return Seat(seating, tell, timed=timed)
+    ranks, device = joined(place, seating.machine.device, lambda: _beat(place))
+    return Seat(seating, tell, ranks, device, timed)
+
+
+def _teller(place: Place, connection: Connection) -> Callable[[str], None]:
     def tell(text: str) -> None:
-        _beat(seat)
+        _beat(place)
         send(connection, ("phase", time.time(), text))
 
     return tell
 
 
-def _timer(connection: Connection) -> Timed:
+def _timer(connection: Connection) -> Told:
     """Tells of each trial where it begins, and how long it took where it ends: the runner has a clock of its own."""
 
     def timed(name: str, ms: float | None) -> None:
@@ -61,30 +84,9 @@ def _timer(connection: Connection) -> Timed:
     return timed
 
 
-def _reporter(connection: Connection) -> Told:
-    """Tells what is known now and must not be other in the answer."""
-
-    def told(what: str, value: Any) -> None:
-        send(connection, (what, time.time(), value))
-
-    return told
-
-
-def _beat(seat: Seat) -> None:
-    if seat.beats is not None:
-        seat.beats[seat.rank] += 1
-
-
-def _measure(task: Task, seat: Seat, connection: Connection) -> Result:
-    spawn = time.time() - seat.spawned
-    tell, timed, told = _teller(seat, connection), _timer(connection), _reporter(connection)
-    if seat.size == 1:
-        measurement = Measurement(task, tell, timed=timed, told=told)
-    else:
-        ranks, device = joined(seat, task.machine.device, lambda: _beat(seat))
-        measurement = Measurement(task, tell, ranks, device, timed, told)
-    measurement.result.seconds["spawn"] = spawn
-    return measurement.run()
+def _beat(place: Place) -> None:
+    if place.beats is not None:
+        place.beats[place.rank] += 1
 
 
 def _die_with(sweep: int, scratch: str | None) -> None:

@@ -1,0 +1,362 @@
+"""The seat: a process, or one rank of several, in which arms of a family are resident and wait for their turns.
+
+The sweep's own process drives it, a call at a time: `open`, `prepare` of each arm, `turn` after turn, `end` of each.
+What an arm is its kind says. A seat only measures: its answers are evidence, and the sweep's process judges it, out of
+any toggle's reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
+from lorabench.contract.arm import Arm
+from lorabench.contract.family import Family, Stack
+from lorabench.contract.hooks import asked, first_line, noted, printable
+from lorabench.contract.kind import kind
+from lorabench.contract.machine import Machine
+from lorabench.contract.ranks import ONE, Ranks
+from lorabench.contract.work import Work
+from lorabench.measure import energy, fairness, memory, profile, roofline, trial
+from lorabench.measure.base import Base
+from lorabench.measure.kind import GateRequest, JobCounts, Kind, Request, request_of
+from lorabench.record.schema import ArmMemory, Energy, Numerics, PhaseRoofline
+
+CANDIDATE = "candidate"  # every stack is the candidate of its own cell, the reference included
+
+
+@dataclass(frozen=True)
+class Seating:
+    """What a process is started for: arms of a family, on a machine. `alone`: it holds arms of one stack, whose patches
+    may reach the whole process. `scratch` is the sweep's folder for what its seats share."""
+
+    family: Family
+    machine: Machine
+    alone: bool
+    ceiling_tflops: float | None
+    scratch: str
+
+    @property
+    def ranks(self) -> int:
+        return self.family.ranks
+
+
+@dataclass
+class Ready:
+    """An arm is resident and warm. `evidence` by job, of its first full trial; `noise` by job: the name of its file,
+    and how far two right runs are apart. Milliseconds of the warm-up's trials; bytes; seconds by part."""
+
+    numerics: dict[str, Numerics] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict)
+    noise: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    applied: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    memory: ArmMemory | None = None
+    jobs: dict[str, JobCounts] = field(default_factory=dict)
+    warm_ms: list[float] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Made:
+    """One timed trial, and what was seen of it."""
+
+    trial: trial.Trial
+    seen: Any = None
+
+
+@dataclass
+class Ended:
+    """What is known of an arm after its last turn."""
+
+    last: Any = None
+    said: dict[str, Any] = field(default_factory=dict)
+    roofline: dict[str, PhaseRoofline] | None = None
+    energy: Energy | None = None
+    tflop: dict[str, dict[str, float]] = field(default_factory=dict)  # useful work by job and phase
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Failed:
+    """An arm cannot go on, for a reason that a user understands. `disturbed`: not trusted for what the clocks say, of
+    which a busy machine can be the cause. `spoilt`: what else sits in this process may have changed with it."""
+
+    status: str
+    reason: str
+    disturbed: bool = False
+    spoilt: bool = False
+
+
+Answer = Any  # what the called method returns, or Failed
+CALLS = ("open", "prepare", "turn", "sketched", "end", "cross", "drop", "give_back", "closing", "offer")
+Told = Callable[[str, float | None], None]  # before each timed trial (name, None), and after it (name, milliseconds)
+
+
+class Seat:
+    """Of several ranks each does the same, and is called for the arms that it belongs to."""
+
+    def __init__(
+        self, seating: Seating, tell: Callable[[str], None], ranks: Ranks = ONE, device: torch.device | None = None,
+        timed: Told = lambda name, ms: None,
+    ) -> None:  # fmt: skip
+        """`tell` is called with what is being done, in words. `device`: this rank's; None: the machine's first."""
+        self.seating, self.family, self.tell, self.ranks, self.timed = seating, seating.family, tell, ranks, timed
+        self.stacks: dict[str, Stack] = {}
+        self.device = device or torch.device(seating.machine.device)
+        self.dtype = getattr(torch, seating.machine.dtype(self.family.reference.model.dtype))
+        self.arms: dict[str, Arm] = {}
+        self.before: dict[str, Any] = {}  # how each arm was when it was ready
+        self.host: dict[str, list[trial.Trial]] = {}  # timed trials of each arm
+        self.base = Base()
+        self.now = "starting"
+
+    def call(self, what: str, *arguments: Any) -> Answer:
+        """The answer of one of CALLS. An expected failure is an answer, too; anything else is an exception."""
+        assert what in CALLS
+        self.now = str(arguments[0]) if arguments else what
+        try:
+            return getattr(self, what)(*arguments)
+        except fairness.Untrusted as error:
+            disturbed = isinstance(error, fairness.Disturbed)
+            return self._failed("untrusted", str(error), disturbed=disturbed, spoilt=not disturbed)
+        except Unsupported as error:
+            return self._failed("unsupported", str(error))
+        except NotApplied as error:
+            return self._failed("not_applied", str(error))
+        except WrongNumerics as error:
+            return self._failed("wrong_numerics", str(error))
+        except Exception as error:
+            if not memory.out_of_memory(error):
+                raise
+            return self._failed("oom", f"it ran out of memory: {_shortage(error)}")
+
+    def _failed(self, status: str, reason: str, **more: bool) -> Failed:
+        """The arm that was worked on is gone."""
+        words = printable(reason) if reason.strip() else f"{status}, and nobody says why"
+        self.drop(self.now)
+        return Failed(status, words, **more)
+
+    def open(self, offered: bytes | None = None) -> dict[str, float]:
+        """Before any toggle is asked. `offered`: another seat's base. Returns seconds by part."""
+        began = time.perf_counter()
+        stacks = {stack.kind: stack for stack in self.family.stacks}
+        for name, stack in stacks.items():
+            kind(name).imports(self._request(stack, stack.ablations))
+        self.guard = fairness.Guard(alone=self.seating.alone)
+        if offered is not None:
+            self.base = Base.opened(offered)
+        return {"spawn": time.perf_counter() - began}
+
+    def offer(self) -> bytes:
+        """The base for other seats."""
+        return self.base.offered(Path(self.seating.scratch))
+
+    def _request(self, stack: Stack, ablations: Sequence[Ablation]) -> Request:
+        made = request_of(stack.cell, CANDIDATE, self.dtype, self.device, Path(self.seating.scratch))
+        ranks = self.ranks if stack.ranks > 1 else ONE
+        return replace(made, name=stack.name, ablations=tuple(ablations), ranks=ranks, base=self.base)
+
+    def prepare(self, name: str, stack: Stack, gate: bool = True) -> Ready:
+        """Judge the arm on a shallow model, build it, take its first trial under the audit, warm it up, measure its
+        memory. `gate`: whether this process judges it at all."""
+        self.stacks[name], into = stack, Ready()
+        of_kind: Kind = kind(stack.kind)
+        if gate:
+            with _seconds(into, "gate"):
+                self._gate(stack, into)
+        request = self._request(stack, stack.ablations)
+        with _seconds(into, "build"):
+            self.give_back()  # else this arm would take what the others left cached, and seem to reserve nothing
+            held, cached = memory.allocated(self.device), memory.reserved(self.device)
+            self.tell(f"building {name}")
+            arm = of_kind.build(request)
+        with _seconds(into, "warmup"):
+            self.tell(f"warming up {name}")
+            ops: Counter[str] = Counter()
+
+            def traced() -> trial.Trial:
+                done, ran = profile.traced(lambda: trial.run_trial(arm))
+                ops.update(ran)
+                return done
+
+            into.evidence = of_kind.first(arm, traced, request)
+            self._audit(stack, arm, ops, into)
+            of_kind.settle(arm, lambda: trial.run_trial(arm))
+            into.warm_ms = [done.total_ms for done in trial.warm_up(arm, stack.cell.warmup)]
+            of_kind.clear(arm)
+        with _seconds(into, "profile"):
+            self.tell(f"memory of {name}")
+            shared = self.base.bytes_of(arm.model)
+            static = memory.allocated(self.device) - held + (shared if self.arms else 0)
+            into.memory = memory.measure(arm, static, memory.reserved(self.device) - cached)
+            into.jobs = of_kind.counts(arm)
+            of_kind.clear(arm)
+        self.guard.check_all()
+        self.guard.watch(name, arm)
+        self.arms[name], self.before[name], self.host[name] = arm, fairness.of_arm(arm), []
+        return into
+
+    def _gate(self, stack: Stack, into: Ready) -> None:
+        """Before the arm is built and timed. Raises WrongNumerics."""
+        self.tell("numerics gate")
+        asking = GateRequest(
+            stack.cell, (CANDIDATE,), lambda name, ablations: replace(self._request(stack, ablations), name=name),
+            self.ranks if stack.ranks > 1 else ONE, lambda name: None,
+            lambda job, file, noise: into.noise.update({job: (file, noise)}),
+        )  # fmt: skip
+        of_kind = kind(stack.kind)
+        for _, job, verdict in of_kind.gate(asking):
+            into.numerics[job] = verdict
+            if not verdict.passed:
+                reason = of_kind.explain(verdict)
+                raise WrongNumerics(f"job {job}: {reason}" if job else reason)
+
+    def _audit(self, stack: Stack, arm: Arm, ops: Counter[str], into: Ready) -> None:
+        for ablation in kind(stack.kind).audited(arm):
+            evidence = Evidence(arm, arm.patched[ablation.name], ops)
+            before = _inside(arm)
+            sites = int(asked(ablation, Ablation.audit, evidence))
+            if sites == 0:
+                raise NotApplied(f"{ablation.name} changed nothing in {stack.cell.model.name}")
+            _check_sites(ablation, sites, evidence)
+            into.applied[ablation.name] = sites
+            into.notes.update(noted(ablation, evidence))
+            if before != _inside(arm):
+                raise fairness.Untrusted(f"the audit of {ablation.name} changed the arm that it was to look at")
+            if ablation.own_dropout_masks and any(job.lora.lora_dropout for job in stack.cell.jobs):
+                into.notes["gate"] = f"at dropout 0: {ablation.name} draws masks that plain PEFT cannot share"
+
+    def turn(self, name: str, numbers: Sequence[int], on: bool = False) -> list[Made]:
+        """Timed trials on the data of these numbers, from where the first full trial ended; `on`: from where the arm
+        is. The last one's results stay until they were sketched. The garbage collector runs between turns."""
+        arm = self.arms[name]
+        made = []
+        gc.disable()
+        try:
+            if not on:
+                arm.kind.clear(arm)
+                arm.kind.begin(arm)
+            for number in numbers:
+                arm.kind.feed(arm, number)
+                self.timed(name, None)
+                done = trial.run_trial(arm)
+                self.timed(name, done.total_ms)
+                made.append(Made(done, arm.kind.seen(arm, number, done.losses)))
+                self.guard.check()
+        finally:
+            gc.enable()
+        self.host[name] += [one.trial for one in made]
+        gc.collect(0)
+        return made
+
+    def sketched(self, name: str, number: int) -> Any:
+        """What the last trial left, which had this number."""
+        arm = self.arms[name]
+        return arm.kind.sketched(arm, number)
+
+    def end(self, name: str, number: int, usual_ms: float, measure_energy: bool) -> Ended:
+        """One more trial from the start, whole; then energy, and where the time goes."""
+        arm, into = self.arms[name], Ended()
+        with _seconds(into, "evidence"):
+            if changed := fairness.difference(self.before[name], fairness.of_arm(arm)):
+                raise fairness.Untrusted(f"{name} changed what it does while it was timed: {changed}")
+            self.tell(f"certifying {name}")
+            arm.kind.clear(arm)
+            arm.kind.feed(arm, number)
+            into.last = arm.kind.last(arm, partial(trial.run_trial, arm))
+            times = {p: [t.device_ms[p] for t in self.host[name]] for p in self.host[name][0].device_ms}
+            into.said = arm.kind.said(arm, times)
+            arm.kind.clear(arm)
+        with _seconds(into, "energy"):
+            if measure_energy and arm.kind.counts(arm):
+                self.tell(f"measuring the energy of {name}")
+                into.energy = energy.measure(arm, usual_ms)
+        with _seconds(into, "profile"):
+            self.tell(f"profiling {name}")
+            self._profile(self.stacks[name], arm, into)
+            arm.kind.clear(arm)
+        return into
+
+    def _profile(self, stack: Stack, arm: Arm, into: Ended) -> None:
+        """Busy time of the device, and with it the label and the distance to the ceiling."""
+        dtype = str(self.dtype).removeprefix("torch.")  # which the model may leave to the machine
+        cell = replace(stack.cell, model=stack.cell.model.model_copy(update={"dtype": dtype}))
+        works = arm.kind.work(cell, kind(stack.kind).samples(cell), arm.ablations)
+        into.tflop = {job.name: work.tflop for job, work in zip(cell.jobs, works, strict=False)}
+        ceiling = self.seating.ceiling_tflops  # of one device; the work is that of all ranks together
+        of_all = ceiling and ceiling * arm.ranks.size
+        done = self.host[stack.name]
+        into.roofline = roofline.phase_rooflines(
+            done, profile.device_busy(arm), sum(works, Work()), of_all, arm.kind.rates(arm)
+        )
+
+    def cross(self, name: str, reference: str) -> Any:
+        """What the reference's model says of this arm's evidence."""
+        arm, other = self.arms[name], self.arms.get(reference)
+        return arm.kind.cross(other, arm) if other else None
+
+    def closing(self) -> dict[str, Any]:
+        """After the last turn: what was computed beside the trials, and that nothing else was changed."""
+        self.guard.check_all()
+        return {"busy": dict(self.guard.busy()), "checksum": self.base.checksum()}
+
+    def drop(self, name: str) -> None:
+        """An arm leaves, and gives back what it held."""
+        for held in (self.arms, self.before, self.host):
+            held.pop(name, None)
+        if hasattr(self, "guard"):
+            self.guard.forget(name)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Cached memory to the device, for another seat."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class WrongNumerics(Exception):
+    """The gate did not pass; the text says why."""
+
+
+@contextlib.contextmanager
+def _seconds(into: Ready | Ended, part: str) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        into.seconds[part] = into.seconds.get(part, 0.0) + time.perf_counter() - began
+
+
+def _check_sites(ablation: Ablation, sites: int, evidence: Evidence) -> None:
+    """Raises NotApplied where an audit says more than there can be."""
+    arm = evidence.arm
+    if arm.touched is not None and ablation.name not in arm.touched and not ablation.global_patch:
+        raise NotApplied(
+            f"{ablation.name} says that it is at work in {sites} sites, but none of its hooks changed anything"
+        )
+    there = sum(1 for _ in arm.model.modules()) + sum(1 for _ in arm.model.parameters()) + sum(evidence.ops.values())
+    most = there + len(arm.samples) + arm.real + arm.ranks.size
+    if arm.steps and sites > most:
+        raise NotApplied(f"{ablation.name} says that it is at work in {sites} sites; there are {most} at most")
+
+
+def _inside(arm: Arm) -> Any:
+    """What an audit has no business to change of an arm."""
+    return fairness.attributes(arm), fairness.of_arm(arm)
+
+
+def _shortage(error: BaseException) -> str:
+    """What was asked for and what was free; torch's advice on its allocator is left out."""
+    return first_line(error).partition(" Including non-PyTorch")[0].removeprefix("CUDA out of memory. ")

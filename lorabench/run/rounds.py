@@ -1,0 +1,657 @@
+"""The rounds of a family: who is resident, whose turn it is, who failed, and the judge of all evidence.
+
+Most arms share one process, seat 0. Arms whose patches reach further sit alone, in as many processes one after the
+other as PROCESSES says, each of which takes its part of the rounds; the reference again sits so as well. Whatever
+happens to an arm, it leaves with its status and the others go on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorabench.contract.cell import PROCESSES
+from lorabench.contract.family import REFERENCE, TWIN, Family, Stack
+from lorabench.contract.kind import kind
+from lorabench.contract.machine import Machine
+from lorabench.measure import fairness
+from lorabench.measure.energy import Meter
+from lorabench.measure.seat import Ended, Failed, Made, Ready, Seating
+from lorabench.measure.telemetry import Sampler
+from lorabench.measure.trial import Trial
+from lorabench.record.schema import LONGEST_MS, ArmRecord, Numerics, Telemetry
+from lorabench.run.journal import Journal, Turn
+from lorabench.run.process import Desk, Doubtful, Lost, Workers
+from lorabench.run.ranks import slowest, spread_of, whole_batch
+
+TURN_S = 0.1  # a turn is as many trials as this holds, one at least
+MOST_TRIALS = 20
+TURN = 64  # numbers of trials' data that belong to a round: more than MOST_TRIALS
+SKETCHED = 6  # rounds whose gradients are compared beside the losses of all, picked when they are there
+LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
+SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
+BY_TURNS_MS = 300.0  # a turn of so long moves the GPU's energy counter three times
+DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
+
+
+# Called with the family and what became of the cells whose arm did not come to sit: the family as it then is.
+Replan = Callable[[Family, Mapping[str, str]], Family]
+
+
+def as_planned(family: Family, outcomes: Mapping[str, str]) -> Family:
+    """Whatever becomes of an arm, the others stay as they are."""
+    return family
+
+
+class Suspicion(Exception):
+    """Something is wrong that more than one arm can have done; the text says what."""
+
+
+@dataclass
+class Entry:
+    """An arm as the runner sees it."""
+
+    stack: Stack
+    status: str = "ok"
+    reason: str | None = None
+    rank: int | None = None
+    log: str | None = None
+    disturbed: bool = False
+    ready: Ready | None = None
+    numerics: dict[str, Numerics] = field(default_factory=dict)
+    evidence: list[dict[str, Any]] = field(default_factory=list)  # of each process and rank, by job
+    turns: list[Turn] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)  # those that count
+    first_trials: dict[int, Trial] = field(default_factory=dict)  # of each round the first, by the round's number
+    slowest_rank: list[int] = field(default_factory=list)
+    spreads: list[float] = field(default_factory=list)
+    ended: Ended | None = None
+    telemetry: Telemetry | None = None
+    millijoules: list[tuple[float, float, int]] = field(default_factory=list)  # of each turn: mJ, seconds, steps
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.stack.name
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def warm_ms(self) -> float:
+        """What a trial takes, by the last of the warm-up."""
+        assert self.ready is not None
+        return statistics.median(self.ready.warm_ms[-3:])
+
+    def spent(self, part: str, seconds: float) -> None:
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+    def leave(self, status: str, reason: str, rank: int | None = None, log: str | None = None) -> None:
+        """Without times: what it took is of no use."""
+        self.status, self.reason, self.rank, self.log = status, reason, rank, log
+        self.turns.clear()
+
+
+@dataclass
+class Seated:
+    """A seat: its number in the records, its process, who sits there, and each one's evidence of this process (a list:
+    one a rank)."""
+
+    number: int
+    desk: Desk
+    alone: bool
+    names: list[str] = field(default_factory=list)
+    evidence: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
+
+
+class Rounds:
+    """One family, from its seats to its last round. `entries` holds what became of each arm."""
+
+    def __init__(
+        self, family: Family, machine: Machine, workers: Workers, ceiling_tflops: float | None, scratch: Path,
+        log: Path, timeout_s: float, tell: Callable[[str], None], journal: Journal | None = None,
+        stop_at: float = math.inf, noise: dict[str, Any] | None = None,
+        drafts: Callable[[], list[ArmRecord]] = list, replan: Replan = as_planned,
+    ) -> None:  # fmt: skip
+        """`stop_at`: by time.monotonic(), after which no round begins. `noise`: what two right runs differ by, by the
+        name of its file, as it was told first in this sweep. `drafts`: the arms' records as they are now, for the
+        journal."""
+        self.family, self.machine, self.workers, self.tell = family, machine, workers, tell
+        self.ceiling, self.scratch, self.log, self.timeout_s = ceiling_tflops, scratch, log, timeout_s
+        self.journal, self.stop_at, self.drafts, self.replan = journal, stop_at, drafts, replan
+        self.noise = {} if noise is None else noise
+        self.entries = {stack.name: Entry(stack) for stack in family.stacks}
+        self.dtype = getattr(torch, machine.dtype(family.reference.model.dtype))
+        self.random = random.SystemRandom()  # a toggle must not know which trials are looked at
+        self.seats: list[Seated] = []
+        self.opened = 0
+        self.offered: bytes | None = None
+        self.trials_a_turn = 1
+        self.stopped = False  # before the last round
+        self.overhead: dict[str, float] = {}  # seconds that belong to no arm
+        self.uuid = (machine.gpu or {}).get("uuid")
+        self.meter = Meter(self.uuid)
+
+    # ---- from the start to the end
+
+    def run(self) -> None:
+        """Raises Suspicion where an arm cannot be told from another that did something wrong."""
+        began = time.perf_counter()
+        try:
+            self._run()
+        finally:
+            for seat in self.seats:
+                seat.desk.close()
+            known = sum(sum(e.seconds.values()) for e in self.entries.values()) + sum(self.overhead.values())
+            self.wall = time.perf_counter() - began
+            self._over("other", self.wall - known)
+
+    def _run(self) -> None:
+        shared = [e for e in self.entries.values() if not e.stack.alone]
+        alone = [e for e in self.entries.values() if e.stack.alone]
+        if alone and all(e.stack.role == "reference" for e in shared):
+            shared = []  # it sits alone too, and nobody shares a seat with it
+        waiting = self._sit_together(shared)
+        while True:
+            if self._ready():
+                self._play(alone)
+            for seat in list(self.seats):
+                self._close(seat)
+            alone = []
+            waiting = [e for e in waiting if e.ok]
+            if not waiting or self.stopped:
+                break
+            waiting = self._next_block(waiting)
+        for entry in self.entries.values():
+            if entry.ok and not entry.turns:
+                entry.leave("timeout", "the time was up before its first round")
+
+    def _next_block(self, waiting: list[Entry]) -> list[Entry]:
+        """Arms that did not fit beside the others: with the reference alone, or each alone with the base."""
+        self.tell(f"another block: {', '.join(e.name for e in waiting)}")
+        both = [self.entries[n] for n in (REFERENCE, TWIN) if n in self.entries and self.entries[n].ok]
+        left = self._sit_together([*both, *waiting])
+        if [e.name for e in left] == [e.name for e in waiting]:  # not one of them fits beside the reference
+            for seat in list(self.seats):
+                self._close(seat, judged=False)
+            first, *left = left
+            self._sit_together([first], only=True)
+        return left
+
+    def _ready(self) -> list[Entry]:
+        """Who sits somewhere."""
+        names = {name for seat in self.seats for name in seat.names}
+        return [e for e in self.entries.values() if e.ok and e.name in names]
+
+    # ---- seats
+
+    def _open(self, alone: bool) -> Seated:
+        seating = Seating(self.family, self.machine, alone, self.ceiling, str(self.scratch))
+        seat = Seated(self.opened, self.workers.open(seating, self.timeout_s, self.tell, self.log), alone)
+        self.opened += 1
+        self.seats.append(seat)
+        return seat
+
+    def _sit_together(self, entries: Sequence[Entry], only: bool = False) -> list[Entry]:
+        """One seat for all of them; returns those that ran out of memory beside others. `only`: the one that is asked
+        for is alone with the base, so out of memory is its status."""
+        entries = [e for e in entries if e.ok]
+        if not entries:
+            return []
+        seat, waiting = self._open(alone=False), []
+        lost: Lost | None = self._opened(seat)
+        if lost:
+            for entry in entries:
+                entry.leave(lost.status, str(lost), lost.rank, lost.log)
+            self._close(seat, judged=False)
+            return []
+        todo = list(entries)
+        while todo:
+            entry = todo.pop(0)
+            failed = self._prepare(seat, entry, gate=entry.ready is None)
+            if failed is None:
+                continue
+            if failed.status == "oom" and seat.names and not only:
+                entry.status, entry.reason = "ok", None
+                waiting.append(entry)
+                continue
+            if failed.spoilt:
+                seat = self._again(seat)
+            todo = self._planned_now(entry, todo)
+        return waiting
+
+    def _planned_now(self, failed: Entry, todo: Sequence[Entry]) -> list[Entry]:
+        """Who is still to be seated, where a design goes on without what did not apply: some need not be, others come
+        in their place."""
+        now = self.replan(self.family, {cell.key: failed.status for cell in failed.stack.cells})
+        if now is self.family:
+            return list(todo)
+        self.family, stacks = now, {stack.name: stack for stack in now.stacks}
+        for entry in self.entries.values():
+            if entry.name in stacks:
+                entry.stack = stacks[entry.name]  # it may be shown against another arm now
+        for entry in todo:
+            if entry.name not in stacks:
+                del self.entries[entry.name]
+        fresh = [self.entries.setdefault(s.name, Entry(s)) for s in now.stacks if s.name not in self.entries]
+        return [*(entry for entry in todo if entry.name in stacks), *fresh]
+
+    def _opened(self, seat: Seated) -> Lost | None:
+        began = time.perf_counter()
+        try:
+            seat.desk.ask("open", self.offered if seat.number else None, ranks=self.family.ranks)
+        except Lost as lost:
+            return lost
+        finally:
+            self._over("spawn", time.perf_counter() - began)
+        return None
+
+    def _prepare(self, seat: Seated, entry: Entry, gate: bool) -> Failed | None:
+        """Seat an arm; the failure with which it did not come to sit."""
+        began = time.perf_counter()
+        self.tell(f"preparing {entry.name}")
+        try:
+            answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, ranks=entry.stack.ranks)
+        except Lost as lost:
+            entry.leave(lost.status, str(lost), lost.rank, lost.log)
+            entry.spent("build", time.perf_counter() - began)
+            return Failed(lost.status, str(lost), spoilt=True)
+        took = time.perf_counter() - began
+        failed = next((a for a in answers if isinstance(a, Failed)), None)
+        ready: list[Ready] = [a for a in answers if isinstance(a, Ready)]
+        for part, seconds in ready[0].seconds.items() if ready else ():
+            entry.spent(part, seconds)
+            took -= seconds
+        entry.spent("build", took)
+        if failed:
+            rank = answers.index(failed) if len(answers) > 1 and failed.status == "oom" else None
+            reason = failed.reason if rank is None else f"rank {rank}: {failed.reason}"
+            entry.leave(failed.status, reason, rank)
+            entry.disturbed = failed.disturbed
+            return failed
+        first = entry.ready is None
+        if first:
+            entry.ready = replace(ready[0], jobs=whole_batch([r.jobs for r in ready]))
+            entry.numerics = dict(ready[0].numerics)
+            for job, (file, own) in ready[0].noise.items():
+                self.noise.setdefault(file, own)
+                ready[0].noise[job] = file, self.noise[file]
+        seat.names.append(entry.name)
+        seat.evidence[entry.name] = [r.evidence for r in ready]
+        entry.evidence += seat.evidence[entry.name]
+        if not self._judge(entry):
+            self._dismiss(seat, entry)
+        return None
+
+    def _again(self, seat: Seated) -> Seated:
+        """The same seat in a new process, without who spoilt the old one. The rounds of the others stay."""
+        names = [name for name in seat.names if self.entries[name].ok]
+        self._close(seat, judged=False)
+        fresh = self._open(seat.alone)
+        lost = self._opened(fresh)
+        for name in names:
+            entry = self.entries[name]
+            if lost:
+                entry.leave(lost.status, str(lost), lost.rank, lost.log)
+            elif (failed := self._prepare(fresh, entry, gate=False)) and failed.spoilt:
+                return self._again(fresh)
+        return fresh
+
+    def _dismiss(self, seat: Seated, entry: Entry) -> None:
+        """An arm that has failed leaves its seat."""
+        if entry.name in seat.names:
+            seat.names.remove(entry.name)
+        try:
+            seat.desk.ask("drop", entry.name, ranks=entry.stack.ranks)
+        except Lost:
+            self._again(seat)
+
+    # ---- rounds
+
+    def _play(self, alone: Sequence[Entry]) -> None:
+        self.trials_a_turn = self._trials()
+        everyone = [*self._ready(), *alone]
+        rounds = list(range(self.family.rounds))
+        taking = self._shares(rounds)
+        sketched = set(self.random.sample(taking.common, min(SKETCHED, len(taking.common))))
+        parts = self._parts(rounds, alone)
+        if self.journal:
+            self.journal.begin(self.drafts())
+        with Sampler(
+            self.uuid, lambda: {rank.process.pid for seat in self.seats for rank in seat.desk.ranks}
+        ) as sampler:
+            for part in parts:
+                own = self._sit_alone(alone, part) if alone else []
+                for number in part:
+                    if time.monotonic() > self.stop_at:
+                        self.stopped = True
+                        break
+                    self._round(number, [e for e in self._ready() if taking.takes(e, number)], number in sketched)
+                for seat in own:
+                    if seat in self.seats:
+                        self._close(seat)
+        for entry in everyone:
+            if entry.trials and entry.ready:
+                entry.telemetry = sampler.summary([[t] for t in entry.trials])
+
+    def _trials(self) -> int:
+        """How many of the reference's trials a turn holds."""
+        found = [e.warm_ms for e in self._ready()]
+        return max(1, min(MOST_TRIALS, int(1000 * TURN_S / found[0]))) if found else 1
+
+    def _shares(self, rounds: Sequence[int]) -> Taking:
+        """Which arm takes which rounds. Those of fewer rounds are among those of more, so that all share them."""
+        order = self.random.sample(rounds, len(rounds))
+        ready = self._ready()
+        usual = statistics.median(e.warm_ms for e in ready)
+        counts = {}
+        for entry in ready:
+            slow = SLOWER * usual / entry.warm_ms
+            counts[entry.name] = min(len(rounds), max(LEAST_ROUNDS, math.floor(len(rounds) * min(1.0, slow))))
+        return Taking(order, counts)
+
+    def _parts(self, rounds: Sequence[int], alone: Sequence[Entry]) -> list[list[int]]:
+        """The rounds of each generation of seats: one, unless arms sit alone."""
+        count = min(PROCESSES, len(rounds)) if alone else 1
+        cuts = [round(n * len(rounds) / count) for n in range(count + 1)]
+        return [list(rounds[a:b]) for a, b in itertools.pairwise(cuts)]
+
+    def _sit_alone(self, alone: Sequence[Entry], part: Sequence[int]) -> list[Seated]:
+        """A fresh process for each arm that sits alone, and for the reference again."""
+        self._offer()
+        beside = self.entries.get(TWIN) or self.entries[REFERENCE]
+        seats = []
+        for entry in [e for e in (beside, *alone) if e.ok]:
+            seat = self._open(alone=True)
+            if lost := self._opened(seat):
+                entry.leave(lost.status, str(lost), lost.rank, lost.log)
+                self._close(seat, judged=False)
+                continue
+            if failed := self._prepare(seat, entry, gate=entry.ready is None):
+                del failed
+                self._close(seat, judged=False)
+                continue
+            seats.append(seat)
+            self._give_back(seat)
+        return seats
+
+    def _offer(self) -> None:
+        if self.offered is None and self.machine.device == "cuda":
+            seat = next((s for s in self.seats if not s.alone and REFERENCE in s.names), None)
+            if seat is not None:
+                (found,) = seat.desk.ask("offer")
+                self.offered = found if isinstance(found, bytes) else None
+
+    def _give_back(self, seat: Seated) -> None:
+        """Cached memory to the device, where other processes need it."""
+        if len(self.seats) > 1 and self.machine.device == "cuda":
+            began = time.perf_counter()
+            seat.desk.ask("give_back")
+            self._over("other", time.perf_counter() - began)
+
+    def _round(self, number: int, entries: Sequence[Entry], sketch: bool) -> None:
+        """One turn of every arm, in fresh random order."""
+        self.tell(f"round {number + 1} of {self.family.rounds}")
+        at = self.random.randrange(self.trials_a_turn) if sketch else None
+        turns: dict[str, list[Turn]] = {}
+        places = [(seat.alone, e) for e in entries for seat in self.seats if e.name in seat.names]
+        for alone, entry in self.random.sample(places, len(places)):
+            # Asked anew each time: a seat may have been started again since the round began.
+            seat = next((s for s in self.seats if s.alone == alone and entry.name in s.names), None)
+            if entry.ok and seat is not None and (turn := self._turn(seat, entry, number, at)):
+                turns.setdefault(entry.name, []).append(turn)
+        if self.journal:
+            self.journal.round(number, turns)
+
+    def _turn(self, seat: Seated, entry: Entry, number: int, sketch_at: int | None) -> Turn | None:
+        numbers = [(number + 1) * TURN + n for n in range(self.trials_a_turn)]
+        cut = len(numbers) if sketch_at is None else sketch_at + 1
+        began, energy = time.perf_counter(), self.meter.read()
+        try:
+            made = self._made(seat, entry, numbers[:cut], False)
+            if sketch_at is not None and made:
+                for evidence, found in zip(
+                    seat.evidence[entry.name],
+                    self._asked(seat, entry, "sketched", entry.name, numbers[sketch_at]), strict=True,
+                ):  # fmt: skip
+                    kind(entry.stack.kind).take_sketch(evidence, numbers[sketch_at], found)
+            if made and numbers[cut:]:
+                made += self._made(seat, entry, numbers[cut:], True)
+            self._check(entry, made, number)
+        except _Left:
+            return None
+        after = self.meter.read()
+        self._give_back(seat)
+        took = time.perf_counter() - began
+        inside = sum(one.ended - one.began for one in made)
+        entry.spent("trials", inside)
+        entry.spent("evidence", took - inside)
+        counted = made[1:] or made
+        entry.trials += counted
+        entry.first_trials[number] = counted[0]
+        if energy is not None and after is not None:
+            entry.millijoules.append((after - energy, took, len(made)))
+        phases = {p: round(statistics.median(t.device_ms[p] for t in counted), DIGITS) for p in counted[0].device_ms}
+        turn = Turn(number, seat.number, phases)
+        entry.turns.append(turn)
+        return turn
+
+    def _made(self, seat: Seated, entry: Entry, numbers: Sequence[int], on: bool) -> list[Trial]:
+        """The trials of a turn, of the slowest rank each; what was seen of them goes to the evidence. Raises _Left."""
+        ranks = entry.stack.ranks
+        try:
+            answers = seat.desk.turn(entry.name, numbers, on, ranks)
+        except Doubtful as doubt:
+            self._gone(seat, entry, "untrusted", str(doubt), spoilt=True)
+            raise _Left from None
+        except Lost as lost:
+            self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
+            raise _Left from None
+        self._look_for_failure(seat, entry, answers)
+        for evidence, made in zip(seat.evidence[entry.name], answers, strict=True):
+            for number, one in zip(numbers, made, strict=True):
+                kind(entry.stack.kind).take(evidence, number, one.seen)
+        if ranks > 1:
+            which, found = slowest(answers)
+            entry.slowest_rank += which
+            entry.spreads.append(spread_of(answers))
+        else:
+            found = answers[0]
+        return [one.trial for one in found]
+
+    def _asked(self, seat: Seated, entry: Entry, what: str, *arguments: Any) -> list[Any]:
+        """Raises _Left."""
+        try:
+            answers = seat.desk.ask(what, *arguments, ranks=entry.stack.ranks)
+        except Lost as lost:
+            self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
+            raise _Left from None
+        self._look_for_failure(seat, entry, answers)
+        return answers
+
+    def _look_for_failure(self, seat: Seated, entry: Entry, answers: Sequence[Any]) -> None:
+        failed = next((a for a in answers if isinstance(a, Failed)), None)
+        if failed is not None:
+            entry.disturbed = failed.disturbed
+            self._gone(seat, entry, failed.status, failed.reason, spoilt=failed.spoilt)
+            raise _Left
+
+    def _gone(
+        self, seat: Seated, entry: Entry, status: str, reason: str, rank: int | None = None, log: str | None = None, *,
+        spoilt: bool,
+    ) -> None:  # fmt: skip
+        entry.leave(status, reason, rank, log)
+        if entry.name in seat.names:
+            seat.names.remove(entry.name)
+        if self.journal:
+            self.journal.left(entry.name, status, reason)
+        if not spoilt:
+            return
+        if seat.alone:
+            self._close(seat, judged=False)
+        else:
+            self._again(seat)
+
+    def _check(self, entry: Entry, made: Sequence[Trial], number: int) -> None:
+        """Raises _Left for times that no clock can give, and for a loss that is not finite."""
+        for one in made:
+            odd = [ms for ms in one.device_ms.values() if not 0 < round(ms, DIGITS) <= LONGEST_MS]
+            if odd:
+                reason = f"{entry.name} took {odd[0]!r} ms; expected a time between zero and some months"
+                self._leaves("crash", reason, entry)
+            if not math.isfinite(one.loss):
+                self._leaves("wrong_numerics", f"the loss of {entry.name} is {one.loss} in round {number + 1}", entry)
+
+    def _leaves(self, status: str, reason: str, entry: Entry) -> None:
+        entry.leave(status, reason)
+        for seat in self.seats:
+            if entry.name in seat.names:
+                self._dismiss(seat, entry)
+                break
+        raise _Left
+
+    # ---- the end of a seat, and the judge
+
+    def _close(self, seat: Seated, judged: bool = True) -> None:
+        """After its last round: what is still to be seen of its arms, and whether anything went on beside them."""
+        if judged:
+            for name in list(seat.names):
+                if self.entries[name].ok and self.entries[name].turns:
+                    self._end(seat, self.entries[name])
+            self._closing(seat)
+        seat.desk.close()
+        if seat in self.seats:
+            self.seats.remove(seat)
+
+    def _end(self, seat: Seated, entry: Entry) -> None:
+        usual = statistics.median(sum(turn.phases.values()) for turn in entry.turns)
+        by_turns = usual * self.trials_a_turn >= BY_TURNS_MS
+        first = entry.ended is None
+        try:
+            answers: list[Ended] = self._asked(
+                seat, entry, "end", entry.name, (self.family.rounds + 1) * TURN, usual, first and not by_turns
+            )
+        except _Left:
+            if entry.stack.is_reference and len(self._candidates()) > 1:
+                raise Suspicion(entry.reason or "") from None
+            return
+        for evidence, ended in zip(seat.evidence[entry.name], answers, strict=True):
+            kind(entry.stack.kind).finish(evidence, ended.last)
+        entry.ended = entry.ended or answers[0]
+        for part, seconds in answers[0].seconds.items():
+            entry.spent(part, seconds)
+        if entry.name != REFERENCE and REFERENCE in seat.names:
+            (crossed,) = seat.desk.ask("cross", entry.name, REFERENCE)
+            if crossed is not None and not isinstance(crossed, Failed):
+                kind(entry.stack.kind).crossed(seat.evidence[entry.name][0], crossed)
+        began = time.perf_counter()
+        self._judge(entry)
+        entry.spent("evidence", time.perf_counter() - began)
+
+    def _candidates(self) -> list[Entry]:
+        return [e for e in self.entries.values() if not e.stack.is_reference and e.ok]
+
+    def _judge(self, entry: Entry) -> bool:
+        """Hold the full arm against the reference, by limits and noise that no toggle can have changed in this process.
+        Whether it may stay."""
+        reference = self.entries[REFERENCE]
+        if not reference.evidence or entry.stack.kind != self.family.reference.kind:
+            return True
+        of_kind, measure = kind(entry.stack.kind), dict(reference.evidence[0])
+        noise = {job: own for job, (_, own) in (reference.ready.noise if reference.ready else {}).items()}
+        measure = {job: of_kind.with_noise(own, noise[job]) if job in noise else own for job, own in measure.items()}
+        others = entry.evidence[1:] if entry is reference else entry.evidence
+        for evidence in others:
+            for job, found in evidence.items():
+                verdict = of_kind.agree(entry.stack.cell, entry.numerics.get(job), measure[job], found, self.dtype)
+                if verdict is None:
+                    continue
+                entry.numerics[job] = verdict
+                if not verdict.passed:
+                    reason = of_kind.explain(verdict)
+                    entry.leave("wrong_numerics", f"job {job}: {reason}" if job else reason)
+                    return False
+        return True
+
+    def _closing(self, seat: Seated) -> None:
+        """Raises Suspicion, or says it of the only one who can have done it."""
+        here = [self.entries[n] for n in seat.names if self.entries[n].ok and not self.entries[n].stack.is_reference]
+        try:
+            answers = seat.desk.ask("closing", ranks=1) if seat.names else []
+            for name in seat.names:
+                self._fair(self.entries[name])
+            for answer in answers:
+                if isinstance(answer, Failed):
+                    raise fairness.Untrusted(answer.reason)
+                spent = sum(t.ended - t.began for n in seat.names for t in self.entries[n].trials)
+                fairness.check_busy(seat.busy, answer["busy"], spent)
+            self._slowed(seat)
+        except Lost as lost:
+            self._suspect(here, "crash", f"{lost} at the end")
+        except fairness.Untrusted as error:
+            self._suspect(here, "untrusted", str(error), isinstance(error, fairness.Disturbed))
+
+    def _suspect(self, here: Sequence[Entry], status: str, reason: str, disturbed: bool = False) -> None:
+        if len(here) > 1:
+            raise Suspicion(reason)
+        for entry in here:
+            entry.leave(status, reason)
+            entry.disturbed = disturbed
+
+    def _fair(self, entry: Entry) -> None:
+        """Whether the arm's own times are what they seem; it leaves where they are not."""
+        if not entry.ok or not entry.trials or entry.stack.is_reference:
+            return
+        reference = self.entries[REFERENCE]
+        try:
+            fairness.check_clock(entry.name, entry.trials)
+            both = [
+                (t, reference.first_trials[n]) for n, t in entry.first_trials.items() if n in reference.first_trials
+            ]
+            early = [mine for mine, theirs in both if mine.began < theirs.began]
+            late = [mine for mine, theirs in both if mine.began > theirs.began]
+            if not entry.stack.alone:
+                fairness.check_order(entry.name, early, late)
+        except fairness.Disturbed as error:
+            entry.leave("untrusted", str(error))
+            entry.disturbed = True
+
+    def _slowed(self, seat: Seated) -> None:
+        reference = self.entries[REFERENCE]
+        if REFERENCE in seat.names and reference.ready and reference.trials:
+            warm = reference.ready.warm_ms
+            fairness.check_slowed(warm, reference.trials, self.machine.device)
+
+    def _over(self, part: str, seconds: float) -> None:
+        self.overhead[part] = self.overhead.get(part, 0.0) + seconds
+
+
+class _Left(Exception):
+    """The arm whose turn it was is gone."""
+
+
+@dataclass(frozen=True)
+class Taking:
+    """Which rounds an arm takes: the first `counts` of `order`."""
+
+    order: Sequence[int]
+    counts: dict[str, int]
+
+    @property
+    def common(self) -> list[int]:
+        """Those that all take."""
+        return list(self.order[: min(self.counts.values(), default=len(self.order))])
+
+    def takes(self, entry: Entry, number: int) -> bool:
+        return number in self.order[: self.counts.get(entry.name, len(self.order))]

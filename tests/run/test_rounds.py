@@ -1,0 +1,258 @@
+"""The rounds of a family, over seats whose arms only say how long they take."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import MACHINE, cells
+
+from lorabench.contract.family import REFERENCE, TWIN, Family, families
+from lorabench.measure.seat import Ended, Failed, Made, Ready
+from lorabench.measure.trial import Trial
+from lorabench.record.schema import ArmMemory, ArmRecord
+from lorabench.run.journal import JOURNAL, Journal
+from lorabench.run.process import Lost
+from lorabench.run.rounds import LEAST_ROUNDS, MOST_TRIALS, Rounds
+from lorabench.run.runner import Runner
+
+PHASES = ("forward", "backward", "step")
+FOUR = "ablations=[eager,adamw,adamw_fused]"
+
+
+class Script:
+    """What happens in the seats: milliseconds of each arm's trials (10 where it is not named), what fails and when,
+    bytes. `heard` is every call, in order."""
+
+    def __init__(self, ms: dict[str, float] | None = None, room: float = 1e9, fails: dict[Any, Any] | None = None):
+        self.ms, self.room, self.fails = ms or {}, room, fails or {}
+        self.bytes: dict[str, float] = {}
+        self.heard: list[tuple[Any, ...]] = []
+        self.opened = 0
+        self.now = 0.0
+
+    def open(self, seating: Any, timeout_s: float, tell: Any, log: Path) -> Seat:
+        self.opened += 1
+        return Seat(self, self.opened)
+
+
+class Seat:
+    """A seat as the runner asks it."""
+
+    ranks: tuple[Any, ...] = ()
+
+    def __init__(self, script: Script, number: int) -> None:
+        self.script, self.number, self.held = script, number, dict[str, float]()
+        self.closed = False
+
+    def ask(self, what: str, *arguments: Any, ranks: int = 1) -> list[Any]:
+        assert not self.closed
+        script = self.script
+        script.heard.append((self.number, what, *arguments[:1]))
+        script.fails.get((what, *arguments[:1]), lambda: None)()
+        if what == "prepare":
+            return [self.prepare(arguments[0])]
+        if what == "end":
+            return [Ended()]
+        return [{"closing": {"busy": {}, "checksum": ""}, "open": {}}.get(what)]
+
+    def prepare(self, name: str) -> Ready | Failed:
+        need = self.script.bytes.get(name, 1.0)
+        if sum(self.held.values()) + need > self.script.room:
+            return Failed("oom", "it ran out of memory")
+        self.held[name] = need
+        ms = self.script.ms.get(name, 10.0)
+        return Ready(warm_ms=[ms] * 3, memory=ArmMemory(), applied={"eager": 1})
+
+    def turn(self, name: str, numbers: list[int], on: bool, ranks: int) -> list[Any]:
+        script = self.script
+        script.heard.append((self.number, "turn", name, tuple(numbers)))
+        if found := script.fails.get(("turn", name), lambda: None)():
+            return [found]
+        made = []
+        for _ in numbers:
+            began = script.now
+            script.now += script.ms.get(name, 10.0) / 1000
+            device = {phase: script.ms.get(name, 10.0) / 3 for phase in PHASES}
+            made.append(Made(Trial(device, device, {"": 1.0}, began, script.now)))
+        return [made]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def runner(script: Script, folder: Path, journal: Journal | None = None) -> Runner:
+    return Runner(script, MACHINE, None, "session", 9.0, folder, journal=journal)  # type: ignore[arg-type]
+
+
+def family(*overrides: str) -> Family:
+    (found,) = families(cells("trials=12", *(overrides or (FOUR,))))
+    return found
+
+
+def measured(script: Script, folder: Path, *overrides: str) -> dict[str, ArmRecord]:
+    with runner(script, folder) as running:
+        return {record.arm: record for record in running.family(family(*overrides))}
+
+
+def turns(script: Script) -> list[tuple[int, str, tuple[int, ...]]]:
+    return [(seat, rest[0], rest[1]) for seat, what, *rest in script.heard if what == "turn"]
+
+
+def rounds_of(numbers: tuple[int, ...]) -> int:
+    return numbers[0] // 64 - 1
+
+
+def raising(error: BaseException, after: int = 0) -> Any:
+    """Raises at the call after so many, once."""
+    calls = iter(range(1000))
+
+    def call() -> None:
+        if next(calls) == after:
+            raise error
+
+    return call
+
+
+def test_every_arm_has_a_turn_in_every_round_in_an_order_of_its_own(tmp_path):
+    script = Script(ms={name: 200.0 for name in (REFERENCE, TWIN, "eager", "adamw", "adamw_fused")})
+    found = measured(script, tmp_path)
+    assert {record.status for record in found.values()} == {"ok"} and len(found) == 5
+    assert all(record.rounds == list(range(12)) and set(record.seats) == {0} for record in found.values())
+    by_round: dict[int, list[str]] = {}
+    for _, name, numbers in turns(script):
+        if name not in by_round.setdefault(rounds_of(numbers), []):
+            by_round[rounds_of(numbers)].append(name)
+    assert all(sorted(names) == sorted(found) for names in by_round.values())
+    assert len({tuple(names) for names in by_round.values()}) > 6  # of 120 orders, twelve are hardly alike
+
+
+def test_a_turn_holds_as_many_trials_as_a_tenth_of_a_second_and_the_first_does_not_count(tmp_path):
+    script = Script(ms={REFERENCE: 20.0})
+    found = measured(script, tmp_path)
+    assert {record.trials for record in found.values()} == {5}
+    made = Counter((name, rounds_of(numbers)) for _, name, numbers in turns(script) for _ in numbers)
+    assert set(made.values()) == {5}
+    assert 1 <= MOST_TRIALS < 64
+
+
+def test_arms_get_the_same_data_in_a_round_and_other_data_in_each_trial(tmp_path):
+    script = Script()
+    measured(script, tmp_path)
+    by_arm: dict[str, list[int]] = {}
+    for _, name, numbers in turns(script):
+        by_arm.setdefault(name, []).extend(numbers)
+    assert len({tuple(sorted(numbers)) for numbers in by_arm.values()}) == 1
+    assert all(len(set(numbers)) == len(numbers) for numbers in by_arm.values())
+
+
+def test_an_arm_that_is_much_slower_takes_fewer_rounds_which_the_others_have_too(tmp_path):
+    script = Script(ms={"eager": 4000.0, **dict.fromkeys((REFERENCE, TWIN, "adamw", "adamw_fused"), 150.0)})
+    found = measured(script, tmp_path)
+    assert len(found["eager"].rounds) == LEAST_ROUNDS < 12
+    assert set(found["eager"].rounds) <= set(found[REFERENCE].rounds)
+    assert {len(r.rounds) for name, r in found.items() if name != "eager"} == {12}
+
+
+def test_an_arm_that_fails_in_a_turn_leaves_and_the_others_go_on(tmp_path):
+    fails = {("turn", "adamw"): raising_failed(Failed("unsupported", "no more of it"), after=3)}
+    found = measured(Script(fails=fails), tmp_path)
+    assert (found["adamw"].status, found["adamw"].reason) == ("unsupported", "no more of it")
+    assert not found["adamw"].phases
+    assert {len(r.rounds) for name, r in found.items() if name != "adamw"} == {12}
+
+
+def raising_failed(failed: Failed, after: int) -> Any:
+    calls = iter(range(1000))
+    return lambda: failed if next(calls) == after else None
+
+
+def test_a_seat_that_dies_is_started_again_without_the_arm_that_killed_it(tmp_path):
+    script = Script(fails={("turn", "adamw"): raising(Lost("crash", "it died", None, "its last words"), after=4)})
+    found = measured(script, tmp_path)
+    assert (found["adamw"].status, found["adamw"].reason, found["adamw"].log) == ("crash", "it died", "its last words")
+    assert script.opened == 2
+    assert set(found["eager"].seats) == {0, 1} and found["eager"].rounds == list(range(12))
+    again = [rest[0] for seat, what, *rest in script.heard if (seat, what) == (2, "prepare")]
+    assert sorted(again) == sorted([REFERENCE, TWIN, "eager", "adamw_fused"])
+
+
+def test_an_arm_that_kills_its_seat_at_its_start_costs_the_others_nothing_but_another_start(tmp_path):
+    script = Script(fails={("prepare", "eager"): raising(Lost("timeout", "it hung", None, None))})
+    found = measured(script, tmp_path)
+    assert found["eager"].status == "timeout"
+    assert {r.status for name, r in found.items() if name != "eager"} == {"ok"}
+
+
+def test_what_does_not_fit_beside_the_others_is_another_block_with_the_reference(tmp_path):
+    script = Script(room=4.0)
+    script.bytes = {"adamw": 2.0, "adamw_fused": 2.0}
+    found = measured(script, tmp_path)
+    assert {r.status for r in found.values()} == {"ok"}
+    assert set(found[REFERENCE].seats) == {0, 1, 2} == set(found[TWIN].seats)
+    assert {len(set(found[name].seats)) for name in ("eager", "adamw", "adamw_fused")} == {1}
+    assert all(len(found[name].rounds) == 12 for name in ("eager", "adamw", "adamw_fused"))
+
+
+def test_out_of_memory_is_said_of_an_arm_that_was_alone(tmp_path):
+    script = Script(room=4.0)
+    script.bytes = {"adamw": 9.0}
+    found = measured(script, tmp_path)
+    assert found["adamw"].status == "oom" and found["eager"].status == "ok"
+    last = max(seat for seat, what, *rest in script.heard if (what, *rest) == ("prepare", "adamw"))
+    assert [rest for seat, what, *rest in script.heard if seat == last and what == "prepare"] == [["adamw"]]
+
+
+def test_a_reference_that_does_not_fit_leaves_the_others(tmp_path):
+    script = Script(room=4.0)
+    script.bytes = {REFERENCE: 9.0, TWIN: 9.0}
+    found = measured(script, tmp_path)
+    assert found[REFERENCE].status == found[TWIN].status == "oom"
+    assert {found[name].status for name in ("eager", "adamw", "adamw_fused")} == {"ok"}
+
+
+def test_arms_that_patch_classes_sit_alone_in_turns_with_the_others(tmp_path):
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "adamw", "flex_attention"), 150.0))
+    with runner(script, tmp_path) as running:
+        rounds = Rounds(
+            family("ablations=[adamw,flex_attention]"), MACHINE, script, None, tmp_path, tmp_path / "log", 9.0, print,  # type: ignore[arg-type]
+        )  # fmt: skip
+        rounds.run()
+        found = {record.arm: record for record in running.drafts(rounds)}
+    alone = found["flex_attention"]
+    assert len(set(alone.seats)) == 4 and alone.rounds == list(range(12))
+    assert [len([s for s in alone.seats if s == seat]) for seat in sorted(set(alone.seats))] == [3, 3, 3, 3]
+    twin = found[TWIN]
+    assert Counter(twin.rounds) == dict.fromkeys(range(12), 2)  # once beside the reference, once alone
+    assert len(set(twin.seats)) == 5 and not set(twin.seats) & set(alone.seats)
+    assert set(found["adamw"].seats) == {0}
+
+
+def test_finished_rounds_are_in_the_journal_and_become_records(tmp_path):
+    """A sweep that is killed in its tenth round has nine."""
+    journal = Journal(tmp_path)
+    fails = {("turn", "eager"): raising(KeyboardInterrupt(), after=9)}
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "adamw", "adamw_fused"), 150.0), fails=fails)
+    with runner(script, tmp_path, journal) as running, pytest.raises(KeyboardInterrupt):
+        running.family(family())
+    whole = [json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines()]
+    assert [line["round"] for line in whole[1:]] == list(range(9))
+    with open(tmp_path / JOURNAL, "a") as file:
+        file.write('{"round": 9, "turns": {"refer')  # cut off
+    recovered = {record.arm: record for record in Journal(tmp_path).recovered()}
+    assert len(recovered) == 5 and all(r.rounds == list(range(9)) for r in recovered.values())
+    assert "9 rounds" in recovered["eager"].notes["interrupted"]
+    journal.end()
+    assert not Journal(tmp_path).recovered()
+
+
+def test_no_round_begins_after_the_budget(tmp_path):
+    script = Script()
+    with runner(script, tmp_path) as running:
+        running.stop_at = 0.0
+        found = running.family(family())
+    assert not turns(script)
+    assert {record.status for record in found} == {"timeout"}
