@@ -22,27 +22,37 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lorabench.record.schema import ArmRecord
+
 if TYPE_CHECKING:
-    from lorabench.record.schema import Record
+    from lorabench.record.store import Line
 
 
-def gathered(here: Sequence[Record], more: Sequence[Record]) -> Iterator[Record]:
-    """What `here` lacks of `more`, which come from one folder. A session that `here` has a cell of already, of another
-    run, becomes the next session of that cell."""
-    known = {(r.session, r.key) for r in here}
+def gathered(here: Sequence[Line], more: Sequence[Line]) -> Iterator[Line]:
+    """What `here` lacks of `more`, which come from one folder. A session of a family (in schemas 1 and 2: of a cell)
+    that `here` has already of another run becomes the next one."""
+    known = {(r.session, *_question(r)) for r in here}
+    became = {(_question(r)[0], r.session): r.replicate for r in here}
     taken: dict[str, set[int]] = {}
-    for record in here:
-        taken.setdefault(record.key, set()).add(record.replicate)
-    became: dict[tuple[str, int], int] = {}
+    for (question, _), replicate in became.items():
+        taken.setdefault(question, set()).add(replicate)
+    places: dict[tuple[str, int], int] = {}
     for record in more:
-        if (record.session, record.key) in known:
+        question, arm = _question(record)
+        if (record.session, question, arm) in known:
             continue
-        own = taken.setdefault(record.key, set())
-        place = record.key, record.replicate
-        if place not in became:
-            became[place] = record.replicate if record.replicate not in own else max(own) + 1
-            own.add(became[place])
-        yield record.model_copy(update={"replicate": became[place]})
+        own = taken.setdefault(question, set())
+        place = question, record.replicate
+        if place not in places:
+            free = record.replicate if record.replicate not in own else max(own) + 1
+            places[place] = became.get((question, record.session), free)
+            own.add(places[place])
+        yield record.model_copy(update={"replicate": places[place]})
+
+
+def _question(record: Line) -> tuple[str, str]:
+    """What is measured again in every session, and which part of it the record is."""
+    return (record.family, record.arm) if isinstance(record, ArmRecord) else (record.key, "")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,12 +61,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folders", type=Path, metavar="FROM", nargs="+", help="a results folder that is read")
     options = parser.parse_args(arguments)
 
-    from lorabench.record.store import RecordError, Store, StoreError, read_records, read_sessions
+    from lorabench.record.store import RecordError, Store, StoreError, read_lines, read_sessions
 
     try:
-        found = [(folder, read_records(folder), read_sessions(folder)) for folder in options.folders]
+        found = [(folder, read_lines(folder), read_sessions(folder)) for folder in options.folders]
         with Store(options.into) as store:
-            here = store.records()
+            here = read_lines(options.into)
             for folder, records, sessions in found:
                 new = list(gathered(here, records))
                 named = {record.session for record in new}

@@ -131,8 +131,10 @@ def contrast(
 ) -> Contrast | None:
     """The contrast of two lists of trials; None with fewer than three trials in an arm.
 
-    paired: both lists are of one process, trial by trial in one round: Hodges–Lehmann centre of the log ratios, with
-    the error of as many independent rounds as their autocorrelation leaves.
+    paired: the lists are of the same rounds, in their order. In one process: Hodges–Lehmann centre of the log ratios,
+    with the error of as many independent rounds as their autocorrelation leaves. With `processes`, round by round
+    between processes: how many rounds each pair of processes had; one number is an arm in a single process throughout.
+    The ratio is then the mean of the processes' centres, with the error between them.
     Not paired: the difference of the arms, with the errors of both (Welch). `processes` says how many trials each
     process of the reference and of the candidate made, in their order: an arm is then the mean of its processes'
     centres, and its error is that between processes. Without it each list is of one process, and what differs between
@@ -146,9 +148,9 @@ def contrast(
     trials = min(reference.size, candidate.size)
     if trials < MIN_TRIALS:
         return None
-    if paired:
-        return Contrast(_of_rounds(reference - candidate), trials, seed)
     of_reference, of_candidate = processes or ((), ())
+    if paired:
+        return Contrast(_of_turns(reference - candidate, of_reference, of_candidate), trials, seed)
     return Contrast(_minus(_of_arm(reference, of_reference), _of_arm(candidate, of_candidate)), trials, seed)
 
 
@@ -214,6 +216,20 @@ def _of_rounds(logs: Logs) -> Estimate:
     error = _scale(averages, n) / math.sqrt(independent)
     # Half of the degrees pay for the autocorrelation, which is itself an estimate.
     return Estimate(_middle(averages), error, max((independent - 1) / 2, LEAST_FREEDOM))
+
+
+def _of_turns(logs: Logs, of_reference: Sequence[int], of_candidate: Sequence[int]) -> Estimate:
+    """Rounds between processes; of one pair of processes there is only the error within it."""
+    fewer, sizes = sorted((of_reference, of_candidate), key=len)
+    if len(sizes) < 2:
+        return _of_rounds(logs)
+    if len(fewer) > 1 and list(fewer) != list(sizes):
+        raise ValueError(f"rounds between processes need one number each, got {list(fewer)} and {list(sizes)}")
+    found = _of_processes(logs, sizes)
+    if len(fewer) > 1:
+        return found
+    # What is particular to the single process is in every difference alike: sd √(1/n + 1) in place of sd / √n.
+    return found._replace(error=found.error * math.sqrt(len(sizes) + 1))
 
 
 def _walsh_averages(logs: Logs) -> Logs:

@@ -1,4 +1,4 @@
-"""What cells took on this machine, by the records of earlier sweeps: what the next ones' times are estimated by."""
+"""What arms took on this machine, by the records of earlier sweeps: what the next ones' times are estimated by."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 from lorabench.contract.machine import Machine
 from lorabench.plan.estimate import Seen
-from lorabench.record.schema import TOTAL, Record
-from lorabench.record.store import read_records, read_sessions
+from lorabench.record.schema import TOTAL, ArmRecord
+from lorabench.record.store import Line, read_lines, read_sessions
 
 
 def seen_on(machine: Machine, folders: Iterable[Path]) -> Iterator[Seen]:
-    """The measured cells of these results folders whose session was on such a machine. Raises RecordError."""
+    """What was measured in these results folders by sessions on such a machine: by arm, and in records of schemas 1 and
+    2 by pair. Raises RecordError."""
     for folder in folders:
         here = {s["id"] for s in read_sessions(folder) if _same(machine, s.get("machine"))}
-        yield from (seen for r in read_records(folder) if r.session in here and (seen := _seen(r)))
+        yield from (seen for line in read_lines(folder) if line.session in here and (seen := _seen(line)))
 
 
 def _same(machine: Machine, other: Any) -> bool:
@@ -24,11 +25,16 @@ def _same(machine: Machine, other: Any) -> bool:
     return isinstance(other, dict) and all(other.get(fact) == getattr(machine, fact) for fact in facts)
 
 
-def _seen(record: Record) -> Seen | None:
-    total = (record.phases or {}).get(TOTAL)
-    if record.cost is None or total is None or not total.reference_ms or not total.candidate_ms:
+def _seen(line: Line) -> Seen | None:
+    if isinstance(line, ArmRecord):
+        toggles, separate, trials = line.toggles, 0 not in line.seats, len(line.rounds)
+    else:
+        total = (line.phases or {}).get(TOTAL)
+        both = total is not None and total.reference_ms and total.candidate_ms
+        toggles, separate, trials = line.candidate, line.separate, len(both or ())
+    if line.cost is None or not trials:
         return None
+    cost = line.cost
     return Seen(
-        record.kind, record.model, record.workload, frozenset(record.candidate), record.pairing == "abba",
-        record.cost.wall, record.cost.trials, len(total.candidate_ms),
+        line.kind, line.model, line.workload, frozenset(toggles), separate, cost.wall, cost.trials, trials
     )  # fmt: skip

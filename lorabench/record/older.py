@@ -1,4 +1,4 @@
-"""Records of older schemas, turned into today's on reading; what lies on the disk is never rewritten.
+"""Records of schema 1, turned into schema 2 on reading; what lies on the disk is never rewritten.
 
 Schema 1 knew one kind of cell and told two others by a flag and by the model's name; phases were fields; the total of a
 limit held the reference's optimizer step, which the limit has not (a ratio of 72.71 for one of 69.83).
@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from lorabench.contract.kind import kind, registered
-from lorabench.record.schema import SCHEMA, TOTAL
+from lorabench.record.schema import PAIRS, TOTAL
 
 ARM_FIELDS = ("reference_ms", "candidate_ms")
 
 
 def upgraded(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of any schema as one of today's. Another schema than 1 is left as it is, for the schema to judge."""
+    """A record of schema 1 as one of schema 2. Another is left as it is, for the schema to judge."""
     if record.get("schema") != 1:
         return record
     name = next((k.name for k in registered().values() if k.older(record)), None)
     made = {k: v for k, v in record.items() if k not in ("limit", "bound")}
-    made |= {"schema": SCHEMA, "kind": name}
+    made |= {"schema": PAIRS, "kind": name}
     if "bound" in record:
         made["roofline"] = record["bound"]
     if isinstance(record.get("memory"), dict):

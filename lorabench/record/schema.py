@@ -293,9 +293,11 @@ class ArmRecord(Strict):
 
 class Record(Strict):
     """Two arms held together: an arm of a family beside another, over the rounds that both had; or a line of schema 1
-    or 2, which was written so. `ablations` are the toggles under test; `reference` and `candidate` the complete lists of each arm."""
+    or 2, which was written so. `ablations` are the toggles under test; `reference` and `candidate` the complete lists
+    of each arm."""
 
-    schema_: int = Field(PAIRS, alias="schema")
+    schema_: Literal[2] = Field(PAIRS, alias="schema")
+    family: str | None = None  # of arms of schema 3: the family of both
     kind: str
     key: str  # of the cell's content: resume finds it by this
     session: str  # the sweep run that measured it; environment.json says on which machine
@@ -313,7 +315,9 @@ class Record(Strict):
     arm: ArmName | None = None  # which arm ran out of memory, hung or crashed, where that is known
     # In one process, trial by trial; in processes of their own round by round; or (older records) A B B A.
     pairing: Literal["paired", "turns", "abba"] | None = None
-    processes: dict[ArmName, list[int]] | None = None  # of separate ones: how many trials each made, in their order
+    # Of separate ones: how many trials each made, in their order. Of turns: how many each pair of processes made, and
+    # one number where an arm was in a single process throughout.
+    processes: dict[ArmName, list[int]] | None = None
     rank: int | None = None  # which of an arm's ranks it was
     # Those of the kind that both arms had, in order, and TOTAL; one that the kind calls optional also of one arm.
     phases: dict[str, Phase] | None = None
@@ -337,6 +341,11 @@ class Record(Strict):
         return not self.ablations
 
     @property
+    def separate(self) -> bool:
+        """Whether the two arms were in processes of their own."""
+        return self.pairing in ("turns", "abba")
+
+    @property
     def is_candidate(self) -> bool:
         """Whether the candidate is a way to do the work at all, and not the least work that there is."""
         return kind(self.kind).candidate
@@ -346,7 +355,7 @@ class Record(Strict):
         """How many trials each process of the reference and of the candidate made; None where they shared one process
         or one of them was not measured. Records that do not say had two blocks an arm, with half of the trials each."""
         total = (self.phases or {}).get(TOTAL)
-        if self.pairing != "abba" or total is None or not total.reference_ms or not total.candidate_ms:
+        if not self.separate or total is None or not total.reference_ms or not total.candidate_ms:
             return None
         said: dict[Any, list[int]] = dict(self.processes or {})
         of_reference, of_candidate = (
@@ -362,8 +371,6 @@ class Record(Strict):
 
     @model_validator(mode="after")
     def _fields_follow_status(self) -> Record:
-        if self.schema_ != PAIRS:
-            raise ValueError(f"schema {self.schema_}: this lorabench reads schemas 1 to {SCHEMA}")
         try:
             of_kind = kind(self.kind)
         except NameUnknown as error:  # a third party's kind, whose package is not here
@@ -376,7 +383,7 @@ class Record(Strict):
                 raise ValueError(f"kind {self.kind} has no phase {strange[0]!r}; it has {', '.join(of_kind.phases)}")
         elif not self.reason:
             raise ValueError(f"status {self.status} needs a reason")
-        if self.pairing == "paired" and self.status == "ok":
+        if self.pairing in ("paired", "turns") and self.status == "ok":
             for name, phase in (self.phases or {}).items():
                 if name in of_kind.optional and None in (phase.reference_ms, phase.candidate_ms):
                     continue

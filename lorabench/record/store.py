@@ -1,7 +1,7 @@
 """The store of a sweep: records.jsonl and environment.json in the folder `output`, and the lock on it.
 
-A line is appended and fsynced as its cell ends, so a killed sweep loses at most the cell in flight. Nothing that
-stands in the folder is ever overwritten: a half-written last line is set aside before the next append.
+A line is appended and fsynced at once, so a killed sweep keeps all that it was told. Nothing that stands in the folder
+is ever overwritten: a half-written last line is set aside before the next append.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from pydantic import ValidationError
 
 from lorabench.record.environment import Environment
 from lorabench.record.older import upgraded
-from lorabench.record.schema import SCHEMA, Record
+from lorabench.record.pairs import REFERENCE, pairs
+from lorabench.record.schema import PAIRS, SCHEMA, ArmRecord, Record
 
 RECORDS = "records.jsonl"
 ENVIRONMENT = "environment.json"
-_TODAY = b'{"schema":%d,' % SCHEMA  # what `append` writes: read without a detour through Python's dictionaries
+Line = ArmRecord | Record  # the latter in folders of schemas 1 and 2
+# What `append` writes: read without a detour through Python's dictionaries.
+_FORMS: dict[bytes, type[Line]] = {b'{"schema":%d,' % PAIRS: Record, b'{"schema":%d,' % SCHEMA: ArmRecord}
 
 
 class RecordError(ValueError):
@@ -32,9 +36,33 @@ class StoreError(OSError):
     """The folder cannot be used or written; the message is one line for the user."""
 
 
-def read_records(path: Path) -> list[Record]:
-    """All records of a folder (or of a records.jsonl), as they were written: a cell that was measured in several
-    sessions has several.
+def read_records(path: Path, against: str | None = None) -> list[Record]:
+    """The pairs of arms in a folder (or in a records.jsonl): a cell that was measured in several sessions has several.
+
+    against: the name of an arm over which all others of its family are shown, see `pairs`. Raises NameUnknown where
+    there is none, and RecordError as `read_lines` does.
+    """
+    return records_of(read_lines(path), against)
+
+
+def records_of(lines: Sequence[Line], against: str | None = None) -> list[Record]:
+    """The pairs of arms in these lines. A line that is a pair already is one; it cannot be shown over another arm."""
+    arms = arms_of(lines)
+    made = pairs(arms, against)
+    return made if against not in (None, REFERENCE) else [*(r for r in lines if isinstance(r, Record)), *made]
+
+
+def arms_of(lines: Sequence[Line]) -> list[ArmRecord]:
+    return [line for line in lines if isinstance(line, ArmRecord)]
+
+
+def read_arms(path: Path) -> list[ArmRecord]:
+    """The arms in a folder; lines of schemas 1 and 2 are none. Raises RecordError as `read_lines` does."""
+    return arms_of(read_lines(path))
+
+
+def read_lines(path: Path) -> list[Line]:
+    """All lines of a folder (or of a records.jsonl), as they were written.
 
     Raises RecordError for a line that is no record. A last line without its newline is a write that was cut off:
     it is left out here and repaired by `Store`.
@@ -64,26 +92,31 @@ def read_sessions(folder: Path) -> list[dict[str, Any]]:
 def _first(error: ValidationError, otherwise: str) -> str:
     """The first field that is wrong, and how; `otherwise` where it is the whole."""
     first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else f"{otherwise} ({first['msg']})"
+    where = ".".join(str(part) for part in first["loc"]) or otherwise
+    return f"{where}: {first['msg']}"
 
 
-def _parse(line: bytes, path: Path, number: int) -> Record:
+def _parse(line: bytes, path: Path, number: int) -> Line:
     try:
-        if not line.startswith(_TODAY) and isinstance(older := _older(line), dict):
-            return Record.model_validate(older)
-        return Record.model_validate_json(line)
+        if form := next((form for start, form in _FORMS.items() if line.startswith(start)), None):
+            return form.model_validate_json(line)
+        other = _other(line)
+        if other is None:
+            return ArmRecord.model_validate_json(line)
+        if (schema := other.get("schema", SCHEMA)) in (PAIRS, SCHEMA):
+            return (Record if schema == PAIRS else ArmRecord).model_validate(other)
+        wrong = f"schema {schema}: this lorabench reads schemas 1 to {SCHEMA}"
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the line"
-        raise RecordError(
-            f"{path} line {number} is not a record: {where}: {first['msg']}; expected one JSON record a line "
-            f"(repair or remove that line; nothing was changed)"
-        ) from None
+        wrong = _first(error, "the line")
+    raise RecordError(
+        f"{path} line {number} is not a record: {wrong}; expected one JSON record a line "
+        f"(repair or remove that line; nothing was changed)"
+    )
 
 
-def _older(line: bytes) -> dict[str, Any] | None:
-    """A record of an older schema in today's form; None where the line is none, which the schema then says."""
+def _other(line: bytes) -> dict[str, Any] | None:
+    """A record of schema 1 as one of schema 2, and one that another program wrote as it is; None where the line is
+    none, which the schema then says."""
     try:
         found = json.loads(line)
         return upgraded(found) if isinstance(found, dict) else None
@@ -91,29 +124,20 @@ def _older(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def _encoded(record: Record) -> bytes:
+def _encoded(record: Line) -> bytes:
     """The record's line, proved to be readable: a toggle's notes may hold what JSON cannot."""
+    form = type(record)
     try:
         line = record.model_dump_json(by_alias=True, exclude_none=True).encode()
-        Record.model_validate_json(line)
+        form.model_validate_json(line)
         return line
     except (ValueError, TypeError, RecursionError) as error:  # pydantic's and Unicode's errors are ValueErrors
-        own = (
-            "kind",
-            "key",
-            "session",
-            "replicate",
-            "model",
-            "workload",
-            "design",
-            "rung",
-            "reference",
-            "candidate",
-            "ablations",
-        )
+        own = ["replicate", *(name for name, field in form.model_fields.items() if field.is_required())]
         words = " ".join(str(error).split())[:300].encode(errors="replace").decode()
-        reason = f"the cell was measured, but its record cannot be written as JSON (its notes?): {words}"
-        crash = Record(**{name: getattr(record, name) for name in own}, status="crash", reason=reason)
+        reason = f"it was measured, but its record cannot be written as JSON (its notes?): {words}"
+        fields: dict[str, Any] = {name: getattr(record, name) for name in own}
+        fields |= {"status": "crash", "reason": reason}
+        crash = form(**fields)
         return crash.model_dump_json(by_alias=True, exclude_none=True).encode()
 
 
@@ -168,15 +192,18 @@ class Store:
             os.fsync(file.fileno())
         self.repaired = (
             f"the last line of {path} was half written ({len(fragment)} bytes, kept in {RECORDS}.fragment); "
-            f"its cell is measured again"
+            f"what it was of is measured again"
         )
 
     def records(self) -> list[Record]:
         return read_records(self.folder)
 
-    def append(self, record: Record) -> None:
+    def arms(self) -> list[ArmRecord]:
+        return read_arms(self.folder)
+
+    def append(self, record: Line) -> None:
         """Add one line and wait until it is on the disk. On failure the file is cut back to what it was. A record that
-        could not be read again is stored as a crash of its cell that says so."""
+        could not be read again is stored as a crash that says so. A pair comes from an older folder (gather)."""
         line = _encoded(record) + b"\n"
         path = self.folder / RECORDS
         size = None
@@ -190,8 +217,8 @@ class Store:
             if size is not None:
                 os.truncate(path, size)
             raise StoreError(
-                f"{path} cannot be written: {error.strerror}; the {len(self.records())} records in it are safe, "
-                f"run the same command again to continue"
+                f"{path} cannot be written: {error.strerror}; the {len(read_lines(self.folder))} records in it are "
+                f"safe, run the same command again to continue"
             ) from None
 
     def sessions(self) -> list[dict[str, Any]]:

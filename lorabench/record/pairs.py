@@ -1,0 +1,333 @@
+"""Pairs of arms, made on reading from the lines of schema 3: one record for each contrast that a design shows.
+
+All arms of a family share their rounds, so any two of them can be held together. Two that had turns in one process are
+paired in it, round by round. Two that sat apart are paired round by round between processes, and then the process is
+what is independent (record/contrast.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from lorabench.contract.kind import kind
+from lorabench.contract.names import nearest
+from lorabench.record.schema import (
+    ARMS,
+    TOTAL,
+    ArmJob,
+    ArmName,
+    ArmRecord,
+    ArmTokens,
+    Cost,
+    JobRecord,
+    Numerics,
+    Phase,
+    Record,
+    Shown,
+    Tokens,
+)  # fmt: skip
+
+REFERENCE = "reference"
+AGAINST = "against"  # the design of a record that shows an arm against one that was chosen on reading
+Place = tuple[str, str, int]  # family, session and replicate
+
+
+class Side(NamedTuple):
+    """An arm, and its turns that are looked at: the round, the seat and the place in the arm's lists of each."""
+
+    arm: ArmRecord
+    turns: list[tuple[int, int, int]]
+
+    @property
+    def seats(self) -> set[int]:
+        return {seat for _, seat, _ in self.turns}
+
+    def times(self, phase: str) -> list[float] | None:
+        """Milliseconds of the phase in these turns; None where the arm does not have it."""
+        whole = self.arm.phases.get(phase)
+        return None if whole is None else [whole[place] for _, _, place in self.turns]
+
+
+class Together(NamedTuple):
+    """The turns of two arms that are held together. `processes`: how many of them each process made, in their order."""
+
+    reference: Side
+    candidate: Side
+    pairing: Literal["paired", "turns", "abba"]
+    processes: dict[Any, list[int]] | None
+
+
+class Siblings:
+    """The arms of one family in one session."""
+
+    def __init__(self, arms: Iterable[ArmRecord]) -> None:
+        self.arms = list({arm.arm: arm for arm in arms}.values())
+        self.reference = next((arm for arm in self.arms if arm.role == "reference"), None)
+        self.twin = next((arm for arm in self.arms if arm.role == "twin"), None)
+
+    def stack(self, toggles: Iterable[str]) -> ArmRecord | None:
+        """The arm with these toggles; of the reference's stack the reference, and the twin only without it."""
+        found = [arm for arm in self.arms if set(arm.toggles) == set(toggles)]
+        return min(found, key=lambda arm: arm.role == "twin", default=None)
+
+    def named(self, name: str) -> ArmRecord | None:
+        """The arm of that name; or the one whose name or toggles have the same parts in another order."""
+        parts = _parts(name)
+        alike = [arm for arm in self.arms if parts in (_parts(arm.arm), frozenset(arm.toggles))]
+        return next((arm for arm in self.arms if arm.arm == name), alike[0] if alike else None)
+
+    def records(self, against: str | None = None) -> list[Record]:
+        """Every contrast that the designs show; or every arm that was measured over the arm called `against`."""
+        if against in (None, REFERENCE):
+            made = [(arm, shown) for arm in self.arms for shown in arm.shown]
+        else:
+            base = self.named(against)
+            made = [(arm, self._over(base, arm)) for arm in self._others(base)] if base else []
+            if self.twin and made:  # the noise floor belongs to every table of the family
+                made += [(self.twin, shown) for shown in self.twin.shown if not shown.ablations]
+        records = [self.record(arm, shown) for arm, shown in made]
+        records += [floor for arm, shown in made if (floor := self._floor_between(arm, shown))]
+        return self._with_cost(records, [arm for arm, _ in made])
+
+    def record(self, candidate: ArmRecord, shown: Shown) -> Record:
+        """A contrast of the candidate with the arm that it is held against."""
+        reference = self.stack(shown.against)
+        if candidate.status != "ok":
+            return self._failed(candidate, reference, shown, candidate, "candidate")
+        if reference is None or reference.status != "ok":
+            return self._failed(candidate, reference, shown, reference, "reference")
+        return self._measured(shown, reference, candidate, self._together(reference, candidate))
+
+    def between(self, candidate: ArmRecord, reference: ArmRecord) -> Record | None:
+        """Two arms of the family, whether a design shows their contrast or not; None where one was not measured."""
+        if candidate.status != "ok" or reference.status != "ok":
+            return None
+        shown = self._over(reference, candidate)
+        return self._measured(shown, reference, candidate, self._together(reference, candidate))
+
+    def _others(self, base: ArmRecord) -> list[ArmRecord]:
+        """What was measured of another stack than the base's; the twin adds nothing to the reference."""
+        stack = set(base.toggles)
+        return [a for a in self.arms if a.status == "ok" and a is not self.twin and set(a.toggles) != stack]
+
+    def _over(self, base: ArmRecord, arm: ArmRecord) -> Shown:
+        """An arm whose toggles are all in the base too is under test by its name."""
+        own = [toggle for toggle in arm.toggles if toggle not in base.toggles] or [arm.arm]
+        key = _key(arm.family, *sorted(arm.toggles), AGAINST, *sorted(base.toggles))
+        return Shown(key=key, design=AGAINST, rung=None, ablations=own, against=base.toggles, versus=None)
+
+    def _floor_between(self, arm: ArmRecord, shown: Shown) -> Record | None:
+        """The noise floor between processes: the twin's own seats over the reference in the seat that both share."""
+        if arm is not self.twin or shown.ablations or not self.reference or self.reference.status != "ok":
+            return None
+        own = self._own_seats(arm)
+        if not own.turns or own.seats == _side(arm).seats:  # without a shared seat the twin's record is that floor
+            return None
+        shown = shown.model_copy(update={"key": _key(shown.key, "between seats")})
+        return self._measured(shown, self.reference, arm, _apart(_side(self.reference), own))
+
+    def _own_seats(self, arm: ArmRecord) -> Side:
+        """The arm's turns outside the reference's seats."""
+        shared = set(self.reference.seats) if self.reference else set()
+        return Side(arm, [turn for turn in _side(arm).turns if turn[1] not in shared])
+
+    def _together(self, reference: ArmRecord, candidate: ArmRecord) -> Together:
+        sides = _side(reference), _side(candidate)
+        common = {turn[:2] for turn in sides[0].turns} & {turn[:2] for turn in sides[1].turns}
+        if common:
+            first, second = (Side(side.arm, [t for t in side.turns if t[:2] in common]) for side in sides)
+            return Together(first, second, "paired", None)
+        if set(reference.toggles) == set(candidate.toggles):
+            return _apart(*sides)
+        return _apart(self._spread(sides[0]), self._spread(sides[1]))
+
+    def _spread(self, side: Side) -> Side:
+        """The turns that stand for an arm beside one that sat apart. Those of the reference's stack are in the twin's
+        own seats, where it has several: one process says nothing of how far processes differ."""
+        if self.twin is None or set(side.arm.toggles) != set(self.twin.toggles):
+            return side
+        return max(side, self._own_seats(self.twin), key=lambda one: len(one.seats))
+
+    def _measured(self, shown: Shown, reference: ArmRecord, candidate: ArmRecord, found: Together) -> Record:
+        both = {"reference": reference, "candidate": candidate}
+        told = [*(both.values() if shown.versus else [candidate])]
+        return Record(
+            **_contents(shown, candidate), **_of_both(both), status="ok", pairing=found.pairing,
+            processes=found.processes, phases=_phases(candidate.kind, found.reference, found.candidate),
+            tokens=_tokens(reference.tokens, candidate.tokens), jobs=_jobs(reference, candidate),
+            applied={name: sites for arm in told for name, sites in (arm.applied or {}).items()},
+            notes={name: note for arm in told for name, note in arm.notes.items()}
+            | {name: arm.said for name, arm in both.items() if arm.said},
+            numerics=self._numerics(candidate), telemetry=candidate.telemetry,
+        )  # fmt: skip
+
+    def _numerics(self, arm: ArmRecord) -> Numerics | None:
+        """Of the arm; the reference and its twin are one stack, so what was found of either holds for both."""
+        alike = (other.numerics for other in self.arms if set(other.toggles) == set(arm.toggles))
+        return arm.numerics or next((found for found in alike if found), None)
+
+    def _failed(
+        self, candidate: ArmRecord, reference: ArmRecord | None, shown: Shown, failed: ArmRecord | None, name: ArmName
+    ) -> Record:
+        """Out of memory is a result: the other arm's times stand in the record."""
+        if failed is None:
+            status, reason = "crash", "the arm that it is held against has no record in this session"
+            return Record(**_contents(shown, candidate), status=status, reason=reason, arm="reference")
+        both = {arm: own for arm, own in zip(ARMS, (reference, candidate), strict=True) if own}
+        times: dict[str, Any] = {}
+        ok = {arm: _side(own) for arm, own in both.items() if own.status == "ok"}
+        if failed.status == "oom" and ok:
+            phases = _phases(candidate.kind, ok.get("reference"), ok.get("candidate"))
+            times = {"phases": phases, "pairing": "paired"}
+        return Record(
+            **_contents(shown, candidate), **times, **_of_both(both), status=failed.status, reason=failed.reason,
+            arm=name, rank=failed.rank, notes=candidate.notes, numerics=failed.numerics,
+            telemetry=candidate.telemetry, log=failed.log,
+        )  # fmt: skip
+
+    def _with_cost(self, records: list[Record], arms: Sequence[ArmRecord]) -> list[Record]:
+        """Each arm's cost in the first of its records. What arms cost that have none (the reference above all) stands
+        in the twin's, or else in the first: so the costs of all records add up to those of all arms."""
+        if not records:
+            return records
+        first = {arm.arm: place for place, arm in reversed([*enumerate(arms)])}
+        rest = first.get(self.twin.arm, 0) if self.twin else 0
+        for arm in self.arms:
+            record = records[first.get(arm.arm, rest)]
+            record.cost = _sum(record.cost, arm.cost)
+        return records
+
+
+def by_place(arms: Iterable[ArmRecord]) -> dict[Place, Siblings]:
+    """The arms that were measured together, in the order of first appearance."""
+    found: dict[Place, list[ArmRecord]] = {}
+    for arm in arms:
+        found.setdefault(place_of(arm), []).append(arm)
+    return {place: Siblings(own) for place, own in found.items()}
+
+
+def place_of(one: ArmRecord | Record) -> Place:
+    return one.family or "", one.session, one.replicate
+
+
+def pairs(arms: Iterable[ArmRecord], against: str | None = None) -> list[Record]:
+    """The pair records of these arms, of any number of families and sessions.
+
+    against: the name of an arm that all others of its family are held against, in place of what the designs show. A
+    family without such an arm has no records then. Raises NameUnknown (a ValueError) where no family has it.
+    """
+    families = by_place(arms).values()
+    if against not in (None, REFERENCE) and not any(family.named(against) for family in families):
+        raise nearest("arm", against, {REFERENCE, *(arm.arm for family in families for arm in family.arms)})
+    return [record for family in families for record in family.records(against)]
+
+
+def _parts(name: str) -> frozenset[str]:
+    return frozenset(part.strip() for part in name.split(" + "))
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _side(arm: ArmRecord) -> Side:
+    """All turns of an arm, in the order of the rounds."""
+    return Side(arm, sorted(zip(arm.rounds, arm.seats, range(len(arm.rounds)), strict=True)))
+
+
+def _apart(reference: Side, candidate: Side) -> Together:
+    """Round by round between seats, ordered by the process that each pair of turns is of. Two arms that were never in
+    one round are two lists, each by its own processes."""
+    of = [{number: (number, seat, place) for number, seat, place in side.turns} for side in (reference, candidate)]
+    rounds = sorted(of[0].keys() & of[1].keys(), key=lambda n: (of[1][n][1], of[0][n][1], n))
+    if not rounds:
+        first, second = (Side(arm, sorted(turns, key=lambda turn: turn[1])) for arm, turns in (reference, candidate))
+        sizes = {arm: _sizes(t[1] for t in side.turns) for arm, side in zip(ARMS, (first, second), strict=True)}
+        return Together(first, second, "abba", sizes)
+    first, second = (
+        Side(side.arm, [own[n] for n in rounds]) for side, own in zip((reference, candidate), of, strict=True)
+    )
+    sizes = _sizes((of[1][n][1], of[0][n][1]) for n in rounds)
+    processes = {
+        arm: sizes if len(side.seats) > 1 else [len(rounds)] for arm, side in zip(ARMS, (first, second), strict=True)
+    }
+    return Together(first, second, "turns", processes)
+
+
+def _sizes(seats: Iterable[Any]) -> list[int]:
+    return list(Counter(seats).values())
+
+
+def _contents(shown: Shown, candidate: ArmRecord) -> dict[str, Any]:
+    """What a record says of the cell that it is of."""
+    return {
+        "family": candidate.family, "kind": candidate.kind, "session": candidate.session,
+        "replicate": candidate.replicate, "model": candidate.model, "workload": candidate.workload,
+        "key": shown.key, "design": shown.design, "rung": shown.rung, "ablations": shown.ablations,
+        "versus": shown.versus, "reference": shown.against, "candidate": candidate.toggles,
+    }  # fmt: skip
+
+
+def _phases(name: str, reference: Side | None, candidate: Side | None) -> dict[str, Phase]:
+    """The phases of that kind which every arm here has, and those that an arm may do without; and over all of these the
+    total of each arm, turn by turn."""
+    sides = [side for side in (reference, candidate) if side]
+    has = [side.arm.phases.keys() for side in sides]
+    optional = kind(name).optional
+    own = [p for p in kind(name).phases if (any if p in optional else all)(p in phases for phases in has)]
+    made: dict[str, Phase] = {}
+    lists = {p: [side and side.times(p) for side in (reference, candidate)] for p in own}
+    lists[TOTAL] = [side and _total(side, own) for side in (reference, candidate)]
+    for phase, (of_reference, of_candidate) in lists.items():
+        made[phase] = Phase(reference_ms=of_reference, candidate_ms=of_candidate)
+    return made
+
+
+def _total(side: Side, phases: Iterable[str]) -> list[float]:
+    there = [times for phase in phases if (times := side.times(phase)) is not None]
+    return [math.fsum(turn) for turn in zip(*there, strict=True)]
+
+
+def _tokens(reference: ArmTokens | None, candidate: ArmTokens | None) -> Tokens | None:
+    known = candidate or reference
+    padded = {f"{arm}_padded": own.padded if own else 0 for arm, own in zip(ARMS, (reference, candidate), strict=True)}
+    return known and Tokens(real=known.real, trained=known.trained, **padded)
+
+
+def _jobs(reference: ArmRecord, candidate: ArmRecord) -> dict[str, JobRecord] | None:
+    jobs = {name: {"candidate": own} for name, own in (candidate.jobs or {}).items()}
+    for name, own in (reference.jobs or {}).items():
+        jobs[name] = {"reference": own, **jobs.get(name, {})}
+    return {name: _job(own) for name, own in jobs.items()} or None
+
+
+def _job(arms: dict[Any, ArmJob]) -> JobRecord:
+    reference, candidate = (arms.get(arm) for arm in ARMS)
+    known = candidate or reference
+    assert known
+    tokens = _tokens(reference and reference.tokens, candidate and candidate.tokens)
+    assert tokens
+    return JobRecord(
+        r=known.r, tokens=tokens, numerics=candidate and candidate.numerics, tflop=known.tflop,
+        adapter_bytes={arm: own.adapter_bytes for arm, own in arms.items()},
+        optimizer_bytes={arm: own.optimizer_bytes for arm, own in arms.items()},
+    )  # fmt: skip
+
+
+def _of_both(arms: dict[str, ArmRecord]) -> dict[str, Any]:
+    """The fields that a record has by the names of its arms."""
+    found = {
+        name: {arm: value for arm, own in arms.items() if (value := getattr(own, name)) is not None}
+        for name in ("memory", "ranks", "roofline", "energy")
+    }
+    return {name: own or None for name, own in found.items()}
+
+
+def _sum(one: Cost | None, other: Cost | None) -> Cost | None:
+    if one is None or other is None:
+        return one or other
+    return Cost(**{part: getattr(one, part) + getattr(other, part) for part in Cost.model_fields})
