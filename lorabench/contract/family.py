@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.cell import Cell
@@ -62,9 +63,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class Family:
-    """Cells of one model, workload and kind that are measured together. All have the same trials, warm-up and seed."""
+    """Cells of one model, workload and kind that are measured together. All have the same trials, warm-up and seed.
+    `done`: how many of their rounds an earlier session has measured, which was ended from outside."""
 
     cells: tuple[Cell, ...]
+    done: int = 0
 
     @cached_property
     def reference(self) -> Cell:
@@ -73,9 +76,7 @@ class Family:
         first = itself or self.cells[0]
         home = next((a.bounds for a in first.candidate if a.bounds), first.kind)
         kind = first.kind if home == first.kind else home
-        return itself or replace(
-            first, kind=kind, candidate=first.reference, toggles=(), versus=(), rung=None
-        )
+        return itself or replace(first, kind=kind, candidate=first.reference, toggles=(), versus=(), rung=None)
 
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
@@ -107,7 +108,8 @@ class Family:
 
     @property
     def rounds(self) -> int:
-        return self.reference.trials
+        """How many are still to be measured."""
+        return max(1, self.reference.trials - self.done)
 
     @property
     def jobs(self) -> list[Job]:
@@ -129,15 +131,18 @@ class Family:
         return max(stack.ranks for stack in self.stacks)
 
 
-def families(cells: Iterable[Cell], together: bool = True) -> list[Family]:
+NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+def families(cells: Iterable[Cell], together: bool = True, done: Mapping[str, int] = NOTHING) -> list[Family]:
     """The cells by what they have in common, in the order of their first. Not `together`: each cell is a family of its
-    own, so that a toggle which nobody trusts has only the reference beside it."""
+    own, so that a toggle which nobody trusts has only the reference beside it. `done`: rounds by the key of a cell."""
     if not together:
-        return [Family((cell,)) for cell in cells]
-    found: dict[str, list[Cell]] = {}
+        return [Family((cell,), done.get(cell.key, 0)) for cell in cells]
+    found: dict[tuple[str, int], list[Cell]] = {}
     for cell in cells:
-        found.setdefault(_question(cell), []).append(cell)
-    return [Family(tuple(own)) for own in found.values()]
+        found.setdefault((_question(cell), done.get(cell.key, 0)), []).append(cell)
+    return [Family(tuple(own), rounds) for (_, rounds), own in found.items()]
 
 
 def _question(cell: Cell) -> str:

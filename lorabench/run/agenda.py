@@ -11,6 +11,7 @@ from lorabench.contract.machine import Machine
 from lorabench.plan.compose import SweepConfig, plan
 from lorabench.plan.design import ADAPTING, Known, refusal
 from lorabench.record.schema import ARMS, DID_NOT_APPLY, Record
+from lorabench.run.journal import INTERRUPTED
 
 AGAIN = ("crash", "timeout", "oom")  # what resume=failed measures once more
 
@@ -23,6 +24,7 @@ class Agenda:
         self.recorded: dict[tuple[str, int], str] = {}  # key and number of the session → status of the last record
         self.tried: set[tuple[str, int]] = set()  # in this run
         self.failed: set[str] = set()  # keys of the cells whose own toggle did not apply
+        self.done: dict[tuple[str, int], int] = {}  # rounds of a session that was ended from outside
         self.cells: list[Cell] = []
         for record in records:
             self._note(record)
@@ -60,7 +62,11 @@ class Agenda:
 
     def families(self, replicate: int) -> list[Family]:
         """What one session still has to measure, by what is measured together."""
-        return families(self.missing(replicate), not self.config.isolate)
+        return families(
+            self.missing(replicate),
+            not self.config.isolate,
+            {k: n for (k, r), n in self.done.items() if r == replicate},
+        )
 
     def replan(self, family: Family, outcomes: Mapping[str, str]) -> Family:
         """The family as it is where cells came to this before a round was measured: a design that adapts goes on
@@ -74,7 +80,7 @@ class Agenda:
         kept = [cell for cell in self.cells if cell.key in mine or cell.key not in self._known]
         now = next((f for f in families(kept) if f.key == family.key), family)
         done = tuple(mine[key] for key in outcomes if key not in {c.key for c in now.cells})
-        return Family((*now.cells, *done))
+        return Family((*now.cells, *done), family.done)
 
     @property
     def _known(self) -> set[str]:
@@ -89,6 +95,10 @@ class Agenda:
             self.plan_for(self.device, self.machine)
 
     def _note(self, record: Record) -> None:
-        self.recorded[record.key, record.replicate] = record.status
+        at = record.key, record.replicate
+        if INTERRUPTED in record.notes and record.status == "ok":
+            self.done[at] = self.done.get(at, 0) + record.notes[INTERRUPTED]
+            return
+        self.recorded[at] = record.status
         if record.status in DID_NOT_APPLY and record.arm != ARMS[0]:  # else it is the reference that did not
             self.failed.add(record.key)

@@ -15,6 +15,7 @@ from typing import Any
 from lorabench.record.schema import ArmRecord
 
 JOURNAL = "rounds.jsonl"
+INTERRUPTED = "rounds_until_the_sweep_was_ended"  # in the notes of a record
 
 
 @dataclass(frozen=True)
@@ -86,5 +87,5 @@ def _add(arm: dict[str, Any], number: int, seat: int, phases: Mapping[str, float
 
 
 def _record(arm: dict[str, Any], rounds: int) -> ArmRecord:
-    arm["notes"] = {**arm.get("notes", {}), "interrupted": f"the sweep was ended from outside after {rounds} rounds"}
+    arm["notes"] = {**arm.get("notes", {}), INTERRUPTED: rounds}
     return ArmRecord.model_validate(arm)

@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lorabench.contract.family import Family
-from lorabench.record.schema import Record
+from lorabench.record.contrast import speedup
+from lorabench.record.schema import TOTAL, Record
 
 STYLE = {"ok": "green", "unsupported": "dim", "not_applied": "dim", "conflict": "yellow"}
 
@@ -84,7 +85,8 @@ def _named(record: Record) -> str:
 
 
 def _ratio(record: Record) -> str:
-    total = (record.phases or {}).get("total")
-    if total is None or total.speedup is None:
+    total = (record.phases or {}).get(TOTAL)
+    if total is None or not total.reference_ms or not total.candidate_ms:
         return ""
-    return f"total {total.speedup:.3f} × [{total.low:.3f}, {total.high:.3f}]"
+    found = speedup(total.reference_ms, total.candidate_ms, record.pairing != "abba", record.trials_by_process)
+    return f"total {found.centre:.3f} × [{found.low:.3f}, {found.high:.3f}]" if found else ""

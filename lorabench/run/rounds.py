@@ -25,7 +25,7 @@ from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.measure import fairness
 from lorabench.measure.energy import Meter
-from lorabench.measure.seat import Ended, Failed, Made, Ready, Seating
+from lorabench.measure.seat import Ended, Failed, Ready, Seating
 from lorabench.measure.telemetry import Sampler
 from lorabench.measure.trial import Trial
 from lorabench.record.schema import LONGEST_MS, ArmRecord, Numerics, Telemetry

@@ -77,7 +77,7 @@ class Runner:
         self.number += 1
         refused = {cell.key: found for cell in family.cells if (found := refusal(cell, self.machine))}
         records = [self._refused(cell, *refused[cell.key]) for cell in family.cells if cell.key in refused]
-        left = Family(tuple(cell for cell in family.cells if cell.key not in refused))
+        left = replace(family, cells=tuple(cell for cell in family.cells if cell.key not in refused))
         if not left.cells:
             return records
         try:
@@ -89,9 +89,7 @@ class Runner:
             made[0].cost = cost
             return [*records, *made]
 
-    def _measured(
-        self, family: Family, tell: Tell, replan: Replan = as_planned, again: bool = True
-    ) -> list[ArmRecord]:
+    def _measured(self, family: Family, tell: Tell, replan: Replan = as_planned, again: bool = True) -> list[ArmRecord]:
         ceiling = self.ceilings.get("gemm_tflops", {}).get(self.machine.dtype(family.reference.model.dtype))
         self._forget_logs(family)
         rounds = Rounds(
@@ -181,7 +179,7 @@ class Runner:
 def record_of(
     family: Family, stack: Stack, session: str, *, name: str = "", draft: bool = False, **fields: Any
 ) -> ArmRecord:
-    """A record of this arm: what every record says of its arm, and these fields. `name`: of the family's run; records of
+    """A record of this arm: what every record says of its arm, and these fields. `name`: of the run; records of
     one name share rounds. `draft`: it has no times yet."""
     name = name or family.key
     reference = family.reference

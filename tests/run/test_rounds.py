@@ -14,7 +14,7 @@ from lorabench.contract.family import REFERENCE, TWIN, Family, families
 from lorabench.measure.seat import Ended, Failed, Made, Ready
 from lorabench.measure.trial import Trial
 from lorabench.record.schema import ArmMemory, ArmRecord
-from lorabench.run.journal import JOURNAL, Journal
+from lorabench.run.journal import INTERRUPTED, JOURNAL, Journal
 from lorabench.run.process import Lost
 from lorabench.run.rounds import LEAST_ROUNDS, MOST_TRIALS, Rounds
 from lorabench.run.runner import Runner
@@ -118,7 +118,7 @@ def raising(error: BaseException, after: int = 0) -> Any:
 
 
 def test_every_arm_has_a_turn_in_every_round_in_an_order_of_its_own(tmp_path):
-    script = Script(ms={name: 200.0 for name in (REFERENCE, TWIN, "eager", "adamw", "adamw_fused")})
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "adamw", "adamw_fused"), 200.0))
     found = measured(script, tmp_path)
     assert {record.status for record in found.values()} == {"ok"} and len(found) == 5
     assert all(record.rounds == list(range(12)) and set(record.seats) == {0} for record in found.values())
@@ -244,7 +244,7 @@ def test_finished_rounds_are_in_the_journal_and_become_records(tmp_path):
         file.write('{"round": 9, "turns": {"refer')  # cut off
     recovered = {record.arm: record for record in Journal(tmp_path).recovered()}
     assert len(recovered) == 5 and all(r.rounds == list(range(9)) for r in recovered.values())
-    assert "9 rounds" in recovered["eager"].notes["interrupted"]
+    assert recovered["eager"].notes[INTERRUPTED] == 9
     journal.end()
     assert not Journal(tmp_path).recovered()
 
