@@ -24,6 +24,7 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.step import Step
 from lorabench.measure import memory
+from lorabench.measure.base import WITHOUT_WEIGHTS, recipe, replaces_weights
 from lorabench.measure.feed import Feed, marked
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Kind, Request
@@ -33,7 +34,8 @@ from lorabench.plan.weights import WeightsError, check_sizes, named, reading, so
 
 LORA_B_STD = 0.02  # at its usual zero the gradient of lora_A is zero and half of the mathematics is untested
 
-MakeBase = Callable[[dict[str, Any]], nn.Module]  # (arguments of the loader) → the base model on its device
+# (arguments of the loader, device) → the base model there; on the meta device one without weights
+MakeBase = Callable[[dict[str, Any], torch.device], nn.Module]
 MakeStep = Callable[[nn.Module, torch.optim.Optimizer, list[Batch], Job, list[Sample]], Step]
 
 
@@ -51,7 +53,9 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
     if request.upcast:
         model.float()
     model.train()
+    _part(request, model)  # PEFT trains the biases where it is asked to
     patched = hooks.each(Ablation.patch, model)
+    _part(request, model)
     steps = [
         _step(request, hooks, model, job, samples, make_step)
         for job, samples in zip(request.jobs, request.samples, strict=True)
@@ -120,9 +124,7 @@ def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, conf
     hooks.each(Ablation.load, load)
 
     def base() -> nn.Module:
-        made = make_base(load)
-        if request.model.weights == "random":
-            _fill(made, request.dtype, request.seed, None)
+        made = _base(request, partial(make_base, load), _recipe(request, load))
         hooks.each(Ablation.prepare, made, upcast=request.upcast)
         return made
 
@@ -134,6 +136,34 @@ def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, conf
     if built is not None and len(request.jobs) > 1:
         raise Unsupported("a loader of its own knows one adapter; this workload has several jobs")
     return built if built is not None else _with_adapters(base(), request.jobs, adapters)
+
+
+def _recipe(request: Request, load: dict[str, Any]) -> str | None:
+    """Of the base that the arm may share with others. None: its weights are its own. Of several ranks each has a GPU,
+    and its copy there."""
+    whole = request.layers is None and not request.upcast and request.ranks.size == 1
+    if request.base is None or not whole or any(map(replaces_weights, request.ablations)):
+        return None
+    return recipe(request.model, request.seed, request.dtype, load)
+
+
+def _base(request: Request, make: Callable[[torch.device], nn.Module], recipe: str | None) -> nn.Module:
+    """The base model, its weights drawn or read, or those that another arm of this recipe has drawn or read before."""
+    shared = request.base if recipe is not None else None
+    if shared is not None and recipe is not None and (lent := shared.lent(recipe, make, request.device)) is not None:
+        return lent
+    made = make(request.device)
+    if request.model.weights == "random":
+        _fill(made, request.dtype, request.seed, None)
+    if shared is not None and recipe is not None:
+        shared.keep(recipe, made)
+    return made
+
+
+def _part(request: Request, model: nn.Module) -> None:
+    """What is trained is the arm's own from here on."""
+    if request.base is not None:
+        request.base.part(model)
 
 
 def _adapter(request: Request, kind: Kind, hooks: Hooks, job: Job) -> dict[str, Any]:
@@ -183,17 +213,19 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def causal_lm(spec: ModelSpec, load: dict[str, Any], device: torch.device, layers: int | None) -> nn.Module:
-    """transformers' model on its device: without its own draw of the weights, or read from where `weights` says."""
+    """transformers' model on its device: without its own draw of the weights, or read from where `weights` says. On the
+    meta device nothing is read."""
     from transformers import AutoModelForCausalLM
 
     model: Any
-    if spec.weights == "random":
+    if spec.weights == "random" or device == WITHOUT_WEIGHTS:
         from transformers.initialization import no_init_weights
 
         with device, no_init_weights():  # every weight is drawn in `_fill`; the library's own draw would be wasted
             model = _refusing(lambda: AutoModelForCausalLM.from_config(spec.hf_config(layers), **load), spec)
         model.tie_weights()  # what no_init_weights leaves out
-        _start(model)
+        if device != WITHOUT_WEIGHTS:
+            _start(model)
         return model
     return _read(spec, load, layers).to(device)
 

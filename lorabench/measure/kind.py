@@ -21,6 +21,7 @@ from lorabench.contract.job import Job, as_only_job
 from lorabench.contract.kind import KindSpec, kind
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import ONE, Ranks
+from lorabench.measure.base import Base
 from lorabench.record.schema import Numerics
 
 EVIDENCE = "evidence"  # folder inside the sweep's own for what a cell's arms are certified by; emptied after each cell
@@ -34,6 +35,7 @@ class Request:
 
     `layers` cuts the depth (for the gate); `upcast` turns the finished model to float32 (the gate's gold), with the
     weights as `dtype` rounded them. `scratch` is a folder of the sweep for files that its cells share.
+    `base`: the frozen weights that the seat's arms share; None: the arm has its own, as a shallow one always has.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Request:
     layers: int | None = None
     upcast: bool = False
     ranks: Ranks = ONE
+    base: Base | None = None
 
     def only(self, index: int) -> Request:
         """The same with one of its jobs, as if it were the only one."""

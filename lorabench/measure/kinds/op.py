@@ -15,6 +15,7 @@ been launched, so that the times have no launch latency in them (a captured arm'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -101,7 +102,8 @@ class Op(GradientKind):
 
     def build(self, request: Request) -> Arm:
         operation = OPERATIONS[request.model.family]
-        base, step = partial(operation.base, request), partial(operation.step, request)
+        base = lambda load, device: operation.base(replace(request, device=device), load)  # noqa: E731
+        step = partial(operation.step, request)
         return build(request, self, base, step, operation.configuration(request.model))
 
     def bytes_per_token(self, model: ModelSpec) -> int:

@@ -55,7 +55,7 @@ class Train(GradientKind):
         return [_work(flops.decoder(cell.model, job.lora), own, again) for job, own in jobs]
 
     def build(self, request: Request) -> Arm:
-        base = lambda load: causal_lm(request.model, load, request.device, request.layers)  # noqa: E731
+        base = lambda load, device: causal_lm(request.model, load, device, request.layers)  # noqa: E731
         config = request.model.hf_config(request.layers)
         arm = build(request, self, base, partial(_step, request), config)
         arm.feeds = [*feeds(request, arm, config.vocab_size)]
