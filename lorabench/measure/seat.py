@@ -118,7 +118,8 @@ class Seat:
         self.arms: dict[str, Arm] = {}
         self.before: dict[str, Any] = {}  # how each arm was when it was ready
         self.host: dict[str, list[trial.Trial]] = {}  # timed trials of each arm
-        self.base = Base()
+        self.base = Base(Path(seating.scratch))
+        self.written = ""  # checksum of the base when the first arm was ready
         self.now = "starting"
 
     def call(self, what: str, *arguments: Any) -> Answer:
@@ -160,7 +161,7 @@ class Seat:
 
     def offer(self) -> bytes:
         """The base for other seats."""
-        return self.base.offered(Path(self.seating.scratch))
+        return self.base.offered()
 
     def _request(self, stack: Stack, ablations: Sequence[Ablation]) -> Request:
         made = request_of(stack.cell, CANDIDATE, self.dtype, self.device, Path(self.seating.scratch))
@@ -203,6 +204,7 @@ class Seat:
             into.jobs = of_kind.counts(arm)
             of_kind.clear(arm)
         self.guard.check_all()
+        self._check_base()
         self.guard.watch(name, arm)
         self.arms[name], self.before[name], self.host[name] = arm, fairness.of_arm(arm), []
         return into
@@ -306,10 +308,18 @@ class Seat:
         arm, other = self.arms[name], self.arms.get(reference)
         return arm.kind.cross(other, arm) if other else None
 
-    def closing(self) -> dict[str, Any]:
+    def closing(self) -> dict[str, float]:
         """After the last turn: what was computed beside the trials, and that nothing else was changed."""
         self.guard.check_all()
-        return {"busy": dict(self.guard.busy()), "checksum": self.base.checksum()}
+        self._check_base()
+        return dict(self.guard.busy())
+
+    def _check_base(self) -> None:
+        """Raises Untrusted where the weights that all arms share are not what they were."""
+        found = self.base.checksum()
+        if self.written and found != self.written:
+            raise fairness.Untrusted("the frozen weights that all arms share were written to")
+        self.written = found
 
     def drop(self, name: str) -> None:
         """An arm leaves, and gives back what it held."""

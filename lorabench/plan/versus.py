@@ -47,7 +47,8 @@ def cells(
     subjects: Sequence[Subject], reference: Sequence[Toggles], sides: Sequence[Toggles], *, trials: int, warmup: int,
     seed: int, world_size: int,
 ) -> list[Cell]:  # fmt: skip
-    """For each subject and each side that is the reference of a pair: the side against itself, then its pairs. Raises DesignError where two sides come to the same stack."""
+    """For each subject and each side that is the reference of a pair: the side against itself, then its pairs. Raises
+    DesignError where two sides come to the same stack."""
     made: list[Cell] = []
     for subject in subjects:
         own = reference_of(subject, reference)

@@ -387,7 +387,7 @@ class Rounds:
         return seats
 
     def _offer(self) -> None:
-        if self.offered is None and self.machine.device == "cuda":
+        if self.offered is None:
             seat = next((s for s in self.seats if not s.alone and REFERENCE in s.names), None)
             if seat is not None:
                 (found,) = seat.desk.ask("offer")
@@ -595,7 +595,7 @@ class Rounds:
                 if isinstance(answer, Failed):
                     raise fairness.Untrusted(answer.reason)
                 spent = sum(t.ended - t.began for n in seat.names for t in self.entries[n].trials)
-                fairness.check_busy(seat.busy, answer["busy"], spent)
+                fairness.check_busy(seat.busy, answer, spent)
             self._slowed(seat)
         except Lost as lost:
             self._suspect(here, "crash", f"{lost} at the end")

@@ -57,7 +57,7 @@ class Seat:
             return [self.prepare(arguments[0])]
         if what == "end":
             return [Ended()]
-        return [{"closing": {"busy": {}, "checksum": ""}, "open": {}}.get(what)]
+        return [{"closing": {}, "open": {}, "offer": b""}.get(what)]
 
     def prepare(self, name: str) -> Ready | Failed:
         need = self.script.bytes.get(name, 1.0)
