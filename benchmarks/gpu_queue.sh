@@ -3,7 +3,7 @@
 # that nobody has taken. Workers outlive the shell that started them; a second call with the same folder only waits for them.
 #   bash benchmarks/gpu_queue.sh JOBS FOLDER
 # JOBS: a line a job, `NAME LIMIT_S COMMAND …`; {out} in it is FOLDER/NAME. A job that takes longer than LIMIT_S seconds is ended.
-#   ladder 1500 python3 -m lorabench.sweep suite=predibase_ladder design=steps output={out}
+#   ladder 1500 python3 -m lorabench.sweep suite=predibase_ladder design=ladder output={out}
 # Lines may be added to JOBS while it runs, and nothing else: workers go on reading where they are.
 # FOLDER/log has what each job printed, and what each worker did when. Where no GPU is found there is one worker.
 set -u

@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # these import torch
     from lorabench.run.local_queue import LocalQueue
 
 # What `recommend` decides itself; `dry_run` is the same in both.
-NOT_OURS = {*OF_A_SWEEP, "versus", "suite"} - {"dry_run"}
+NOT_OURS = {*OF_A_SWEEP, "suite"} - {"dry_run"}
 
 HELP = """\
 lorabench.recommend: which few optimizations to switch on for a model and a workload, on this machine.

@@ -62,9 +62,7 @@ what is compared
                            where none are named, those that conf/sweep.yaml has for the kind
   reference=peft           peft (as it comes), peft_low (adapters in the compute dtype), several of them in a list,
                            or a list of ablations
-  versus=[A,B,...]         head to head: every pair against each other; a side is NAME, NAME+NAME or a list of these,
-                           over the reference. Beside it only what ablations= names is measured
-  design=solo              solo, ladder, steps, leave_one_out, pairwise, factorial; or several: design=[steps,solo]
+  design=solo              solo, ladder, leave_one_out, pairwise, factorial; or several: design=[ladder,solo]
   suite=NAME               a whole sweep that is published: {suites}
 how
   trials=30 warmup=5       on a CPU 10 and 1                 seed=0

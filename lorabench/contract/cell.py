@@ -40,8 +40,6 @@ class Cell:
     seed: int
     world_size: int = 1
     rung: int | None = None  # of a ladder, from 1; where a cell stands is no part of its content
-    # Of a head to head: the side that is the reference, as it was named; `toggles` are then the other side.
-    versus: tuple[Ablation, ...] = ()
 
     @property
     def key(self) -> str:
@@ -61,17 +59,12 @@ class Cell:
             content["kind"] = self.kind
         if self.ranks > 1:
             content["world_size"] = self.ranks
-        if self.versus:
-            content["versus"] = _content(self.versus)
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
     def tested(self) -> str:
-        """What is measured against what, in words."""
-        own, against = (" + ".join(t.label for t in side) for side in (self.toggles, self.versus))
-        if own:
-            return f"{own} versus {against}" if against else own
-        return f"{against or 'reference'} against itself"
+        """What is under test, in words."""
+        return " + ".join(t.label for t in self.toggles) or "reference against itself"
 
     @property
     def title(self) -> str:

@@ -72,11 +72,11 @@ class Family:
     @cached_property
     def reference(self) -> Cell:
         """The reference against itself: of the cell that the plan has for that, or of the first cell's reference."""
-        itself = next((c for c in self.cells if not c.toggles and not c.versus), None)
+        itself = next((c for c in self.cells if not c.toggles), None)
         first = itself or self.cells[0]
         home = next((a.bounds for a in first.candidate if a.bounds), first.kind)
         kind = first.kind if home == first.kind else home
-        return itself or replace(first, kind=kind, candidate=first.reference, toggles=(), versus=(), rung=None)
+        return itself or replace(first, kind=kind, candidate=first.reference, toggles=(), rung=None)
 
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:

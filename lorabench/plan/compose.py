@@ -26,7 +26,7 @@ from lorabench.contract.kind import kind, registered
 from lorabench.contract.model import Lora, ModelSpec
 from lorabench.contract.names import NameUnknown, nearest
 from lorabench.contract.workload import Workload, WorkloadError, fixed
-from lorabench.plan import architecture, registry, samples, user_model, versus, weights
+from lorabench.plan import architecture, registry, samples, user_model, weights
 from lorabench.plan.architecture import ModelError
 from lorabench.plan.design import DESIGNS, NOTHING, DesignError, Known, Subject, cells, fits, once
 from lorabench.plan.hub import HubError
@@ -65,7 +65,6 @@ class SweepConfig(BaseModel):
     dtype: str
     weights: str
     ablations: list[Any] | None
-    versus: list[Any] | None
     own_ablations: dict[str, list[Any]]
     reference: str | list[Any]
     design: list[str] = Field(min_length=1)  # a single one is taken for a list of one
@@ -86,7 +85,7 @@ class SweepConfig(BaseModel):
     list: bool
     dry_run: bool
 
-    @field_validator("models", "ablations", "versus", "design", "estimate_from", mode="before")
+    @field_validator("models", "ablations", "design", "estimate_from", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -252,15 +251,9 @@ def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
         counts = {"trials": config.trials or default.trials, "warmup": config.warmup or default.warmup}
         counts |= {"seed": config.seed, "world_size": config.world_size}
         stacks = references(config)
-        made: list[Cell] = []
-        if config.ablations is not None or config.versus is None:  # a head to head needs nothing beside it
-            of_design = partial(cells, subjects, ablations=toggles, known=known, **counts)
-            designs = [design for design in DESIGNS if design in config.design]
-            made += once([cell for base in stacks for name in designs for cell in of_design(base, design=name)])
-        if config.versus is not None:
-            named = versus.sides(config.versus)
-            duels = [c for base in stacks for c in versus.cells(subjects, base, named, **counts)]
-            made += {cell.key: cell for cell in duels}.values()  # two references may come to one stack
+        of_design = partial(cells, subjects, ablations=toggles, known=known, **counts)
+        designs = [design for design in DESIGNS if design in config.design]
+        made = once([cell for base in stacks for name in designs for cell in of_design(base, design=name)])
     except ValidationError as error:
         raise ConfigError(_first(error)) from None
     except (NameUnknown, DesignError, WorkloadError, ModelError, WeightsError, HubError) as error:

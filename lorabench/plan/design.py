@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -17,10 +17,10 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Workload
 
 Toggles = tuple[Ablation, ...]  # one item of `ablations=`: mostly one toggle, or several that make one candidate
-Design = Literal["ladder", "steps", "leave_one_out", "factorial", "pairwise", "solo"]
+Design = Literal["ladder", "leave_one_out", "factorial", "pairwise", "solo"]
 # Of several in one sweep the first has the cells that they share: a ladder needs its own, the others find any.
 DESIGNS: tuple[str, ...] = get_args(Design)
-ADAPTING = ("ladder", "steps", "leave_one_out")  # whose cells depend on what became of the others
+ADAPTING = ("ladder", "leave_one_out")  # whose cells depend on what became of the others
 FACTORIAL_LIMIT = 5  # 2^5 = 32 arms; more is no longer a sweep that anyone waits for
 
 
@@ -45,7 +45,7 @@ class Known:
 
 NOTHING = Known()
 
-# Of (what the reference is, which toggles the candidate adds); of a ladder or of steps also which one it is, from 1.
+# Of (what the reference is, which toggles the candidate adds); of a ladder also which rung it is, from 1.
 Make = Callable[..., Cell]
 
 
@@ -55,11 +55,10 @@ def contrasts(
     """Each cell of the design, without A/A.
 
     solo: each alone, those that are listed together together. ladder: the first, the first two, … in the order given,
-    each against the reference. steps: the same stacks, each against the one before it, and all of it against the
-    reference. leave_one_out: everything, against everything but one. pairwise: each alone and every pair. factorial:
-    every subset. Where a toggle does not apply, a ladder, steps and leave_one_out go on without it; its own cell stays,
-    with the reason. In these a toggle takes the place of an earlier one in its slot, which leave_one_out then has no
-    cell of.
+    each against the reference and against the one before it. leave_one_out: everything, against everything but one.
+    pairwise: each alone and every pair. factorial: every subset. Where a toggle does not apply, a ladder and
+    leave_one_out go on without it; its own cell stays, with the reason. In these a toggle takes the place of an earlier
+    one in its slot, which leave_one_out then has no cell of.
     """
     if design == "solo":
         yield from (make(base, list(together)) for together in ablations)
@@ -67,8 +66,6 @@ def contrasts(
     each = [a for (a,) in ablations]
     if design == "ladder":
         yield from _ladder(base, each, make, known)
-    elif design == "steps":
-        yield from _steps(base, each, make, known)
     elif design == "leave_one_out":
         yield from _leave_one_out(base, each, make, known)
     else:
@@ -77,29 +74,21 @@ def contrasts(
             yield from (make(base, list(chosen)) for chosen in itertools.combinations(each, size))
 
 
+STEPS = "steps"  # the design of a rung's cell over the one below it
+
+
 def _ladder(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> Iterator[Cell]:
-    yield from _rungs(each, lambda standing, toggle, n: make(base, combine(standing, [toggle]), rung=n), known)
-
-
-def _steps(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> Iterator[Cell]:
-    step = lambda standing, toggle, n: make(combine(base, standing), [toggle], rung=n)  # noqa: E731
-    standing = yield from _rungs(each, step, known)
-    if standing:  # of a single step it is that step's cell again, which is measured once
-        yield make(base, standing)
-
-
-def _rungs(
-    each: Sequence[Ablation], rung: Callable[[list[Ablation], Ablation, int], Cell], known: Known
-) -> Generator[Cell, None, list[Ablation]]:
-    """The cell of each toggle on top of those that stand; returns what stands in the end. One that does not apply is
-    not among them."""
+    """Of each toggle, on top of those that stand, the cell over the reference and the one over the rung below. One that
+    does not apply is not among those that stand."""
     standing: list[Ablation] = []
     for number, toggle in enumerate(each, start=1):
-        cell = rung(standing, toggle, number)
+        cell = make(base, combine(standing, [toggle]), rung=number)
+        step = make(combine(base, standing), [toggle], rung=number, design=STEPS)
         yield cell
-        if not known.refused(cell) and not known.failed(cell):
+        if standing:  # else it is the same cell
+            yield step
+        if not any(known.refused(c) or known.failed(c) for c in (cell, step)):
             standing = combine(standing, [toggle])
-    return standing
 
 
 def _leave_one_out(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> list[Cell]:
@@ -141,7 +130,7 @@ def check_design(design: str, ablations: Sequence[Toggles]) -> None:
         raise DesignError(f"{sorted(twice)[0]} stands twice in ablations=")
     if design == "factorial" and len(ablations) > FACTORIAL_LIMIT:
         raise DesignError(f"factorial over {len(ablations)} ablations is {2 ** len(ablations)} arms; at most 5")
-    if design in ("leave_one_out", "pairwise", "ladder", "steps") and len(ablations) < 2:
+    if design in ("leave_one_out", "pairwise", "ladder") and len(ablations) < 2:
         raise DesignError(f"design {design} needs at least two ablations")
 
 
@@ -268,8 +257,6 @@ def _refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
         return "unsupported", reason
     for toggle in cell.toggles:
         if toggle in cell.reference:
-            if cell.versus:  # what both sides name is none of what they differ in
-                continue
             return "not_applied", f"{toggle.label} is already part of the reference"
         reason = asked(toggle, Ablation.without_effect, cell.reference, machine.dtype(cell.model.dtype))
         if reason is not None:

@@ -80,8 +80,7 @@ class Display:
 
 
 def _named(record: Record) -> str:
-    own = " + ".join(record.ablations) or "reference again"
-    return f"{own} versus {' + '.join(record.versus)}" if record.versus else own
+    return " + ".join(record.ablations) or "reference again"
 
 
 def _ratio(record: Record) -> str:

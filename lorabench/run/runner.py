@@ -194,7 +194,7 @@ def record_of(
 def shown(cell: Cell) -> Shown:
     return Shown(
         key=cell.key, design=cell.design, rung=cell.rung, ablations=[a.label for a in cell.toggles],
-        against=[a.label for a in cell.reference], versus=[a.label for a in cell.versus] or None,
+        against=[a.label for a in cell.reference],
     )  # fmt: skip
 
 
