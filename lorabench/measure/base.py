@@ -52,7 +52,7 @@ class Base:
 
     `weights`: by the first of a parameter's names, never trained. `names`: of every name of a parameter that first one;
     tied parameters have several. `buffers`: as the first arm had them when they were new; each arm gets copies.
-    `generation`: the model's generation_config, which with real weights comes out of their folder.
+    `generation_config`: the model's, which with real weights comes out of their folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +62,7 @@ class Base:
         self.weights: dict[str, Tensor] = {}
         self.names: dict[str, str] = {}
         self.buffers: dict[str, Tensor] = {}
-        self.generation: Any = None
+        self.generation_config: Any = None
         self._remove: Callable[[], Any] | None = None  # removes the file, the first time that it is called
         self._file = ""
 
@@ -81,7 +81,7 @@ class Base:
             self.names[name] = first.setdefault(parameter, name)
         self.weights = {name: parameter.data for parameter, name in first.items()}
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
-        self.generation = copy.deepcopy(getattr(model, "generation_config", None))
+        self.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
         self.recipe = recipe
 
     def lent(
@@ -105,8 +105,8 @@ class Base:
         for name, buffer in self.buffers.items():
             module, leaf = _place(model, name)
             module._buffers[leaf] = buffer.clone()
-        if self.generation is not None:
-            model.generation_config = copy.deepcopy(self.generation)
+        if self.generation_config is not None:
+            model.generation_config = copy.deepcopy(self.generation_config)
         return model
 
     def part(self, model: nn.Module) -> None:
@@ -147,7 +147,7 @@ class Base:
         import torch.multiprocessing  # it teaches ForkingPickler how tensors are shared
 
         said: dict[str, Any] = {"folder": self.folder, "recipe": self.recipe, "names": self.names}
-        said |= {"buffers": list(self.buffers), "generation": self.generation}
+        said |= {"buffers": list(self.buffers), "generation_config": self.generation_config}
         if any(tensor.is_cuda for tensor in self.weights.values()):
             torch.cuda.synchronize()
             said["tensors"] = self.weights | self.buffers
@@ -164,7 +164,7 @@ class Base:
         tensors = said.get("tensors") or (_mapped(Path(said["file"])) if "file" in said else {})
         made.buffers = {name: tensors.pop(name).clone() for name in said["buffers"]}
         made.weights = {name: tensors[name] for name in dict.fromkeys(said["names"].values())}
-        made.recipe, made.names, made.generation = said["recipe"], said["names"], said["generation"]
+        made.recipe, made.names, made.generation_config = said["recipe"], said["names"], said["generation_config"]
         made._file = said.get("file", "")
         return made
 

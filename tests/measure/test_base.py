@@ -133,7 +133,9 @@ def test_arms_have_parameters_of_their_own_over_one_copy(base, name):
     }
     inner = two.model.get_base_model()
     assert (inner.get_input_embeddings().weight is inner.get_output_embeddings().weight) == (name == TIED)
-    assert not {b.data_ptr() for b in one.model.buffers()} & {b.data_ptr() for b in two.model.buffers()}
+    third = build(base, *PEFT, model=name)
+    buffers = [[b.data_ptr() for b in arm.model.buffers()] for arm in (one, two, third)]
+    assert buffers[0] and len({*buffers[0], *buffers[1], *buffers[2]}) == 3 * len(buffers[0])
     assert not {t.device for t in (*two.model.parameters(), *two.model.buffers())} - {torch.device("cpu")}
     adapters = {n for n in mine if "lora_" in n}
     assert adapters and all(mine[n].data_ptr() != others[n].data_ptr() for n in adapters)
