@@ -132,7 +132,8 @@ class Base:
         said = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in self.weights.items()]
         digest = hashlib.sha256(json.dumps(said).encode())
         if tensors := list(self.weights.values()):
-            factors = _factors(tensors[0].device)
+            longest = max(tensor.nbytes for tensor in tensors) // 4 + 4
+            factors = _factors(tensors[0].device, min(longest, WORDS))
             sums = [part for tensor in tensors for part in _sums(tensor, factors)]
             digest.update(torch.stack(sums).cpu().numpy().tobytes())
         return digest.hexdigest()
@@ -224,9 +225,9 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _factors(device: torch.device) -> Tensor:
-    """Odd numbers of 64 bits, one for each place among WORDS, that have nothing to do with one another."""
-    places = torch.arange(1, WORDS + 1, device=device) * 0x1E3779B97F4A7C15
+def _factors(device: torch.device, count: int) -> Tensor:
+    """Odd numbers of 64 bits, one for each place, that have nothing to do with one another."""
+    places = torch.arange(1, count + 1, device=device) * 0x1E3779B97F4A7C15
     mixed = (places ^ (places >> 31)) * 0x3F58476D1CE4E5B9
     return (mixed ^ (mixed >> 29)) | 1
 

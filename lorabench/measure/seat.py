@@ -180,6 +180,7 @@ class Seat:
         with _seconds(into, "build"):
             self.give_back()  # else this arm would take what the others left cached, and seem to reserve nothing
             held, cached = memory.allocated(self.device), memory.reserved(self.device)
+            kept = self.base.nbytes
             self.tell(f"building {name}")
             arm = of_kind.build(request)
         with _seconds(into, "warmup"):
@@ -198,8 +199,9 @@ class Seat:
             of_kind.clear(arm)
         with _seconds(into, "profile"):
             self.tell(f"memory of {name}")
-            shared = self.base.bytes_of(arm.model)
-            static = memory.allocated(self.device) - held + (shared if self.arms else 0)
+            # As if it were alone: without what the base kept meanwhile, with all of the base that it uses.
+            grown = memory.allocated(self.device) - held - (self.base.nbytes - kept)
+            static = grown + self.base.bytes_of(arm.model)
             into.memory = memory.measure(arm, static, memory.reserved(self.device) - cached)
             into.jobs = of_kind.counts(arm)
             of_kind.clear(arm)

@@ -136,7 +136,6 @@ class Rounds:
         self.random = random.SystemRandom()  # a toggle must not know which trials are looked at
         self.seats: list[Seated] = []
         self.opened = 0
-        self.offered: bytes | None = None
         self.trials_a_turn = 1
         self.stopped = False  # before the last round
         self.overhead: dict[str, float] = {}  # seconds that belong to no arm
@@ -247,10 +246,11 @@ class Rounds:
         fresh = [self.entries.setdefault(s.name, Entry(s)) for s in now.stacks if s.name not in self.entries]
         return [*(entry for entry in todo if entry.name in stacks), *fresh]
 
-    def _opened(self, seat: Seated) -> Lost | None:
+    def _opened(self, seat: Seated, offered: bytes | None = None) -> Lost | None:
+        """`offered`: the base of the seat that most arms share, for this process alone."""
         began = time.perf_counter()
         try:
-            seat.desk.ask("open", self.offered if seat.number else None, ranks=self.family.ranks)
+            seat.desk.ask("open", offered, ranks=self.family.ranks)
         except Lost as lost:
             return lost
         finally:
@@ -369,12 +369,11 @@ class Rounds:
 
     def _sit_alone(self, alone: Sequence[Entry], part: Sequence[int]) -> list[Seated]:
         """A fresh process for each arm that sits alone, and for the reference again."""
-        self._offer()
         beside = self.entries.get(TWIN) or self.entries[REFERENCE]
         seats = []
         for entry in [e for e in (beside, *alone) if e.ok]:
-            seat = self._open(alone=True)
-            if lost := self._opened(seat):
+            offered, seat = self._offered(), self._open(alone=True)
+            if lost := self._opened(seat, offered):
                 entry.leave(lost.status, str(lost), lost.rank, lost.log)
                 self._close(seat, judged=False)
                 continue
@@ -386,12 +385,11 @@ class Rounds:
             self._give_back(seat)
         return seats
 
-    def _offer(self) -> None:
-        if self.offered is None:
-            seat = next((s for s in self.seats if not s.alone and REFERENCE in s.names), None)
-            if seat is not None:
-                (found,) = seat.desk.ask("offer")
-                self.offered = found if isinstance(found, bytes) else None
+    def _offered(self) -> bytes | None:
+        """The base of the seat that most arms share; None where there is none."""
+        shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
+        found = shared.desk.ask("offer")[0] if shared else None
+        return found if isinstance(found, bytes) else None
 
     def _give_back(self, seat: Seated) -> None:
         """Cached memory to the device, where other processes need it."""

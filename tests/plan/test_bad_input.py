@@ -81,7 +81,7 @@ LINES = {
     "workload=0x8": "batch_size", "workload=9999999x9999999": "expected at most 67108864",
     "workload={gsm8k:{sample:1}}": "did you mean samples?", "workload=[a]": "workload",
     "ablations=[{1:{}}]": "an ablation is a name", "ablations=[{eager:5}]": "an ablation is a name",
-    "versus=[nope,eager]": "no ablation named 'nope'", "versus=eager": "two sides or more", "versus=5": "versus",
+
     "ablations=nope": "no ablation named", "reference=5": "reference", "baselines.peft=5": "baselines.peft",
     "own_ablations=5": "own_ablations", "design=null": "design", "queue=nope": "queue", "resume=maybe": "resume",
     "trials=${nope}": "nope", "trials=\udcff": "expected text in UTF-8", "trials=\0": "expected text in UTF-8",

@@ -7,6 +7,7 @@ import pytest
 from helpers import PEFT, cells
 
 from lorabench.contract.ablation import combine, conflict
+from lorabench.contract.family import families
 from lorabench.plan import registry
 from lorabench.plan.compose import ConfigError
 from lorabench.plan.design import DesignError, check_design, refusal
@@ -20,59 +21,56 @@ def rows(design, *names):
 
 
 def test_every_design_begins_with_the_reference_against_itself():
-    for design in ("solo", "ladder", "steps", "leave_one_out", "pairwise", "factorial"):
+    for design in ("solo", "ladder", "leave_one_out", "pairwise", "factorial"):
         assert rows(design, "eager", "packing")[0] == (sorted(PEFT), [])
 
 
-def test_a_family_with_separate_processes_has_a_noise_floor_in_separate_processes():
-    made = cells("ablations=[eager,liger,packing]")
-    titles = [c.title.partition(": ")[2] for c in made]
-    assert titles[:2] == ["reference against itself", "reference against itself, separate processes"]
-    assert [c.separate for c in made] == [False, True, False, True, False]
-    assert made[0].key != made[1].key and not made[1].toggles
-    assert made[0].key == cells("ablations=[eager]")[0].key  # published keys stay
-    assert [c.separate for c in cells("ablations=[eager]")] == [False, False]
-    status, reason = refusal(made[1], CPU)
-    assert status == "unsupported" and "no cell needs this noise floor here" in reason
+def over_the_start(*names):
+    """The rungs of a ladder that are held against its start."""
+    return [t for base, t in rows("ladder", *names)[1:] if base == sorted(PEFT)]
 
 
 def test_solo_ladder_pairwise_and_factorial():
     three = ("eager", "packing", "adamw_fused")
     assert [t for _, t in rows("solo", *three)[1:]] == [["eager"], ["packing"], ["adamw_fused"]]
-    assert [t for _, t in rows("ladder", *three)[1:]] == [["eager"], ["eager", "packing"], list(three)]
+    assert over_the_start(*three) == [["eager"], ["eager", "packing"], list(three)]
     assert len(rows("pairwise", *three)) == 1 + 3 + 3
     assert len(rows("factorial", *three)) == 2**3
 
 
 def test_in_a_ladder_and_leave_one_out_a_toggle_takes_the_place_of_an_earlier_one_in_its_slot():
     names = ("adamw", "adamw_fused", "packing")
-    assert [t for _, t in rows("ladder", *names)[1:]] == [["adamw"], ["adamw_fused"], ["adamw_fused", "packing"]]
-    assert [c.rung for c in cells("design=ladder", f"ablations=[{','.join(names)}]")] == [None, 1, 2, 3]
+    assert over_the_start(*names) == [["adamw"], ["adamw_fused"], ["adamw_fused", "packing"]]
+    assert [c.rung for c in cells("design=ladder", f"ablations=[{','.join(names)}]")] == [None, 1, 2, 2, 3, 3]
     assert rows("leave_one_out", *names)[1:] == [
         (sorted(["sdpa", "adamw_foreach", "packing"]), ["adamw_fused"]),
         (sorted(["sdpa", "adamw_fused", "padding"]), ["packing"]),
     ]
 
 
-def test_steps_are_the_stacks_of_a_ladder_each_over_the_one_below_and_then_all_over_the_reference():
+def test_a_rung_is_held_against_the_start_and_against_the_rung_below():
     names = ("adamw", "adamw_fused", "packing")
-    assert rows("steps", *names)[1:] == [
+    assert rows("ladder", *names)[1:] == [
         (sorted(["sdpa", "adamw_foreach", "padding"]), ["adamw"]),
+        (sorted(["sdpa", "adamw_foreach", "padding"]), ["adamw_fused"]),
         (sorted(["sdpa", "adamw", "padding"]), ["adamw_fused"]),
-        (sorted(["sdpa", "adamw_fused", "padding"]), ["packing"]),
         (sorted(["sdpa", "adamw_foreach", "padding"]), ["adamw_fused", "packing"]),
+        (sorted(["sdpa", "adamw_fused", "padding"]), ["packing"]),
     ]
-    made = cells("design=steps", f"ablations=[{','.join(names)}]")
-    assert [c.rung for c in made] == [None, 1, 2, 3, None]
-    (ladder,) = [c for c in cells("design=ladder", f"ablations=[{','.join(names)}]") if c.rung == 3]
-    assert replace(ladder, design="").key == replace(made[-1], design="").key
+    made = cells("design=ladder", f"ablations=[{','.join(names)}]")
+    assert [c.design for c in made] == ["ladder", "ladder", "ladder", "steps", "ladder", "steps"]
+    (family,) = families(made)
+    assert [stack.name for stack in family.stacks] == [
+        "reference", "reference again", "adamw", "adamw_fused", "adamw_fused + packing",
+    ]  # fmt: skip
+    assert [len(stack.cells) for stack in family.stacks] == [0, 1, 1, 2, 2]
 
 
 def test_several_designs_in_one_sweep_measure_what_they_share_once():
     made = cells("design=[solo,leave_one_out,ladder,factorial]", "ablations=[eager,packing]")
     assert [(c.design, [t.name for t in c.toggles]) for c in made] == [
-        ("ladder", []), ("ladder", ["eager"]), ("ladder", ["eager", "packing"]),
-        ("leave_one_out", ["eager"]), ("leave_one_out", ["packing"]), ("factorial", ["packing"]),
+        ("ladder", []), ("ladder", ["eager"]), ("ladder", ["eager", "packing"]), ("steps", ["packing"]),
+        ("leave_one_out", ["eager"]), ("factorial", ["packing"]),
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="did you mean ladder"):
         cells("design=[solo,lader]", "ablations=[eager]")

@@ -51,7 +51,7 @@ def test_without_records_it_is_computed_and_more_for_separate_processes():
     plain, separate = (cells(f"ablations=[{name}]")[-1] for name in ("eager", "liger"))
     assert 8 < computed(plain, rates).seconds < computed(separate, rates).seconds
     assert computed(plain, rates).basis == "computed, rough"
-    assert longest(separate, 900.0) == 8 * longest(plain, 900.0) == 7200.0
+    assert longest(separate, 900.0) == 4 * longest(plain, 900.0) == 7200.0
 
 
 def test_a_text_is_computed_by_the_lengths_of_its_rows(tmp_path):
