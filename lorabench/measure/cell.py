@@ -28,7 +28,7 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.work import Work
 from lorabench.measure import energy, fairness, memory, profile, roofline, telemetry, trial
-from lorabench.measure.kind import GateRequest, JobCounts, Kind, Request, request_of
+from lorabench.measure.kind import TURN, GateRequest, JobCounts, Kind, Request, request_of
 from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Energy, Numerics, PhaseRoofline, RankSpread, Telemetry
 
 
@@ -271,8 +271,6 @@ class Measurement:
         here = {name: arm for name, arm in arms.items() if arm}
         with self._seconds("warmup"):
             trial.run_rounds(arms, 1, self.cell.seed)  # both once more, now that both are there
-            for arm in here.values():
-                self.kind.begin(arm)
         before = {name: fairness.of_arm(arm) for name, arm in here.items()}
         busy = dict(self.guard.busy())
         with self._seconds("trials"), telemetry.Sampler() as sampler:
@@ -288,10 +286,12 @@ class Measurement:
             for name, arm in here.items():
                 self.tell(f"certifying the {name}")
                 arm.kind.feed(arm, self.task.rounds + 1)
-                self.kind.last(arm, partial(trial.run_trial, arm))
+                last = self.kind.last(arm, partial(trial.run_trial, arm))
+                self.kind.finish(self.result.arms[name].evidence[0], last)
                 arm.kind.clear(arm)
             if len(here) == len(ARMS):
-                self.kind.cross(*(here[name] for name in ARMS))
+                crossed = self.kind.cross(*(here[name] for name in ARMS))
+                self.kind.finish(self.result.arms[ARMS[1]].evidence[0], crossed)
         if self.trials:
             self.result.telemetry = sampler.summary(list(zip(*self.trials.values(), strict=True)))
         for name, done in self.trials.items():
@@ -301,12 +301,15 @@ class Measurement:
 
     def _timed(self, name: str, done: trial.Trial | None) -> None:
         """Tell the runner where a trial begins, and what of it the record will have where it ends."""
+        if done is None:
+            self.kind.begin(self.arms[name], (self.seen[name] + 1) * TURN)
         self.timed(name, None if done is None else self._times([done])[TOTAL][0])
 
     def _seen(self, name: str, done: trial.Trial) -> None:
-        self.kind.seen(self.arms[name], done.losses)
-        self.told("seen", (name, self.kind.digest(self.result.arms[name].evidence[0], self.seen[name])))
         self.seen[name] += 1
+        arm, number = self.arms[name], self.seen[name] * TURN
+        seen, sketched = self.kind.seen(arm, number, done.losses), self.kind.sketched(arm, number)
+        self.kind.take(self.result.arms[name].evidence[0], number, seen, sketched)
         self.guard.check()
 
     def _check_fairness(self, arms: dict[str, Arm], before: dict[str, Any], busy: dict[str, float]) -> None:

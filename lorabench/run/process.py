@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -17,7 +17,6 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
-from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.measure.cell import Result, Task
 from lorabench.record.schema import ARMS, TOTAL
@@ -139,7 +138,6 @@ class _Rank:
     elapsed: dict[str, float] = field(default_factory=dict)  # seconds that these took by our own clock, by arm
     began: float = 0.0
     noise: dict[str, tuple[str, Any]] = field(default_factory=dict)  # by job: what was told first
-    seen: dict[str, list[str]] = field(default_factory=dict)  # digest of each timed trial's evidence, by arm
 
     @property
     def ended(self) -> bool:
@@ -168,8 +166,6 @@ class _Rank:
                 self.result = replace(result, noise=self.noise)
             case ("noise", float(), (str() as job, str() as file, noise)):
                 self.noise.setdefault(job, (file, noise))
-            case ("seen", float(), (str() as name, str() as digest)):
-                self.seen.setdefault(name, []).append(digest)
             case ("failed", float() as when, str() as words):
                 self.failed = when, f"{words} (while {self.phase})"
             case ("phase", float(), str() as phase):
@@ -197,8 +193,6 @@ def _believed(task: Task, rank: _Rank) -> Result:
             reason = f"the answer came after {len(told)} of {task.rounds} trials of the {name}, and has {len(given)}"
         elif any(abs(ours - theirs) > 1e-6 * ours for ours, theirs in zip(told, given, strict=True)):
             reason = f"the answer's times of the {name} are not those that were told trial by trial"
-        elif rank.seen.get(name) != _digests(task, result.arms[name].evidence):
-            reason = f"the answer's evidence of the {name}'s trials is not what was seen of them trial by trial"
         elif rank.elapsed[name] > 2 * sum(told) / 1000 + SLACK_S * task.rounds:
             reason = (
                 f"{task.rounds} trials of the {name} took {rank.elapsed[name]:.3g} s by the runner's clock; the answer "
@@ -208,15 +202,6 @@ def _believed(task: Task, rank: _Rank) -> Result:
             continue
         return Result("untrusted", reason, arm=name)
     return result
-
-
-def _digests(task: Task, evidence: Sequence[dict[str, Any]]) -> list[str] | None:
-    """Of the evidence of each timed trial in an answer; None where it is not there."""
-    own = kind(task.cell.kind)
-    try:
-        return [own.digest(evidence[0], number) for number in range(task.rounds)]
-    except (LookupError, AttributeError, TypeError):
-        return None
 
 
 def _outcome(task: Task, ranks: list[_Rank], timeout_s: float, tell: Callable[[str], None], beats: Any) -> Result:
