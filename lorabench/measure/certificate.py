@@ -7,7 +7,6 @@ tolerance. docs/methodology.md has the reasons for the numbers below.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -19,6 +18,7 @@ from safetensors import safe_open
 
 from lorabench.contract.ablation import Tolerance
 from lorabench.measure.depth_noise import DepthNoise, Distance, distance, nine_tenths, off
+from lorabench.measure.kind import TURN
 from lorabench.measure.witness import SKETCH, Testimony
 from lorabench.record.schema import Check, share
 
@@ -29,14 +29,15 @@ LOSS = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 SCALE = 0.005  # of a projection on the other arm's gradient
 # Of a model whose noise could not be measured, because two plain runs did not fit the device.
 UNKNOWN = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-UNKNOWN_STEP, UNKNOWN_STEP_LOSS = 0.1, 2e-3  # of the same: what a step between the parameters does
 MOST = 0.5  # with any noise and any tolerance: an arm without a gradient is off by 1, and must never pass
 MOST_MASKED = 0.9  # the same where the arms draw dropout masks of their own
 MOST_SCALE = 0.25
-# Parameters that two right runs have trained: AdamW takes steps of one length, whatever the gradient's, so the sign of
-# an element that is nearly zero is as good as drawn, and weighs as much as any other.
-MOVED, MOVED_SCALE = 0.5, 0.2
-MOVED_SCALE_MASKED = 0.7  # under dropout, where only the way's length along the other arm's can be compared
+# Trials of a turn after its first one begin where the arms' own updates led. By how much a gradient then differs, for
+# each step's length between their parameters. Of a gradient that is right to a share e, AdamW's first step (of one
+# length, whatever the gradient's) has the sign of about e of its elements wrong: sqrt(e) of a step. An adapter in 16
+# bits may stay where it is.
+STEP, STEP_LOSS = 0.1, 2e-3
+BEHIND = 0.3  # steps that an adapter in 16 bits may fall behind in each
 LOSS_MASKED = 10.0  # multiple of the noise that the masks make: thirty trials draw thirty pairs of them
 UPDATE = {False: 1e-3, True: 0.5}  # of each tensor, by whether it is held in fewer than 32 bits
 ALONG = 0.6  # share of a declared rounding's error that may lie along the gradient; of a factor's all of it does
@@ -61,15 +62,11 @@ def certify(
     for testimony, name, own in ((reference, "reference", of_reference), (candidate, "candidate", declared)):
         if testimony.update_errors:
             checks.append(_updates(name, testimony, own))
-    if reference.losses and candidate.losses:
+    if reference.losses.keys() & candidate.losses.keys():
         checks += _trials(reference, candidate, _Allowed(reference.noise, reference.dropout, dtype, declared))
     if reference.after and candidate.after and reference.last_loss is not None and candidate.last_loss is not None:
         checks += _gradients("after the trials", reference.after, candidate.after, allowed)
         checks.append(_loss("the loss after the trials", reference.last_loss, candidate.last_loss, allowed.loss))
-    # In 16 bits a step of AdamW is about as long as the distance between two numbers: where it leads is rounding.
-    rounded = reference.low_precision or candidate.low_precision
-    if reference.updates and reference.moved and candidate.moved and not rounded:
-        checks += _moved(reference.moved, candidate.moved, reference.dropout)
     return checks
 
 
@@ -89,14 +86,6 @@ class _Allowed:
         own = known.loss if known else 0.0
         self.loss = max([LOSS[dtype], (LOSS_MASKED if masked else MULTIPLE) * own, *(t.loss for t in declared)])
         self.most = MOST_MASKED if masked else MOST
-        later = noise.later if noise else None
-        self.steps = {n: error for n, (error, _) in later.tensors.items()} if later else {}
-        self.middle_step = statistics.median(self.steps.values()) if self.steps else UNKNOWN_STEP
-        self.step_loss = later.loss if later else UNKNOWN_STEP_LOSS
-
-    def a_step(self, name: str) -> float:
-        """What a tensor may be off by, besides, for each step's length between the parameters of the two arms."""
-        return max(self.steps.get(name, 0.0), self.middle_step)
 
     def error(self, name: str) -> float:
         """Relative error of a tensor."""
@@ -175,7 +164,7 @@ def _names(file: Path) -> list[str]:
         return list(stored.keys())
 
 
-@lru_cache(maxsize=4)  # the arms are held together before their trials and after them
+@lru_cache(maxsize=4)  # an arm is held against the reference before its trials and after them
 def _distances(reference: Path, candidate: Path) -> dict[str, Distance]:
     """Of each tensor of the candidate's file the distance from the one of its name in the reference's."""
     with safe_open(reference, framework="pt") as first, safe_open(candidate, framework="pt") as second:
@@ -183,60 +172,55 @@ def _distances(reference: Path, candidate: Path) -> dict[str, Distance]:
 
 
 def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> Iterator[Check]:
-    """Of every timed trial: trial by trial the arms saw the same tokens, after the same number of steps. Each took its
-    gradients at its own parameters; how far those are apart is known, and what a step between them does to each."""
-    count = min(len(reference.losses), len(candidate.losses))
+    """Of the timed trials that both arms took: of equal numbers they saw the same tokens, from the same parameters
+    but for what the trials before it in its turn did to those."""
+    low = reference.low_precision or candidate.low_precision
     losses, gradients, scales = {}, {}, {}
-    for n in range(count):
-        steps = _steps_apart(reference, candidate, n)
-        trial = f"trial {n + 1}"
-        losses[trial] = off(candidate.losses[n], reference.losses[n]), allowed.loss + steps * allowed.step_loss
-        for name, mine, theirs in zip(reference.names, reference.sketches[n], candidate.sketches[n], strict=True):
-            error, scale = _of_sketches(mine, theirs)
-            drift = steps * allowed.a_step(name)  # which may lie along the gradient, too
-            most = min(allowed.most * 1.5, (allowed.error(name) + drift) * (1 + 4 / SKETCH**0.5))
-            gradients[f"{name}, {trial}"] = error, most
-            seen = min(MOST_MASKED, allowed.scale(name, error) + drift + 5 * error / SKETCH**0.5)
-            scales[f"{name}, {trial}"] = scale, seen
-    yield _worst("each gradient of each trial", gradients)
-    yield _worst("the scale of each gradient of each trial", scales)
+    rows = [candidate.names.index(name) for name in reference.names if name in candidate.names]
+    if odd := sorted({*reference.names} ^ {*candidate.names}):
+        yield _check("gradients that only one arm has in the trials", len(odd), 0, odd[0])
+        return
+    for n in sorted(reference.sketches.keys() & candidate.sketches.keys()):
+        behind = BEHIND * (n % TURN) if low else 0.0
+        for name, error, scale in zip(
+            reference.names, *_of_sketches(reference.sketches[n], candidate.sketches[n][rows]), strict=True
+        ):
+            limit = allowed.error(name)
+            drift = STEP * (limit**0.5 + behind) if n % TURN else 0.0  # which may lie along the gradient, too
+            most = min(allowed.most * 1.5, (limit + drift) * (1 + 4 / SKETCH**0.5))
+            gradients[f"{name}, {_trial(n)}"] = error, most
+            most = min(MOST_MASKED, allowed.scale(name, error) + drift + 5 * error / SKETCH**0.5)
+            scales[f"{name}, {_trial(n)}"] = scale, most
+    if gradients:
+        yield _worst("each gradient of each trial", gradients)
+        yield _worst("the scale of each gradient of each trial", scales)
+    for n in sorted(reference.losses.keys() & candidate.losses.keys()):
+        drift = STEP_LOSS * BEHIND * (n % TURN) if low else 0.0
+        losses[_trial(n)] = off(candidate.losses[n], reference.losses[n]), allowed.loss + drift
     yield _worst("the loss of each trial", losses)
 
 
-def _steps_apart(reference: Testimony, candidate: Testimony, n: int) -> float:
-    """How far apart the arms' parameters were when trial n began: 1 where each element is off by the learning rate."""
-    if not (reference.places and candidate.places):
-        return 0.0
-    apart = float(np.linalg.norm(candidate.places[n] - reference.places[n]))
-    return apart if math.isfinite(apart) else 0.0
+def _trial(number: int) -> str:
+    return f"round {number // TURN}, trial {number % TURN + 1}"
 
 
-def _of_sketches(reference: np.ndarray, candidate: np.ndarray) -> tuple[float, float]:
-    """(relative error, |projection - 1|) of two tensors, estimated from their sketches."""
-    square = float(reference @ reference)
-    if not (np.isfinite(reference).all() and np.isfinite(candidate).all()):
-        return math.inf, math.inf
-    if square == 0.0:
-        return (0.0, 0.0) if not candidate.any() else (math.inf, math.inf)
-    error = float(np.linalg.norm(candidate - reference)) / square**0.5
-    return error, abs(float(reference @ candidate) / square - 1)
+def _of_sketches(reference: np.ndarray, candidate: np.ndarray) -> tuple[list[float], list[float]]:
+    """(relative error, |projection - 1|) of each of two arms' tensors, estimated from their sketches; infinite where
+    one of them is not finite, or the reference's alone is zero."""
+    mine, theirs = reference.astype(np.float64), candidate.astype(np.float64)
+    with np.errstate(all="ignore"):
+        squares = (mine * mine).sum(1)
+        errors = np.linalg.norm(theirs - mine, axis=1) / squares**0.5
+        scales = np.abs((mine * theirs).sum(1) / squares - 1)
+    none = ~mine.any(1) & ~theirs.any(1)
+    errors, scales = (np.where(none, 0.0, np.where(np.isfinite(x), x, np.inf)) for x in (errors, scales))
+    return errors.tolist(), scales.tolist()
 
 
 def _updates(arm: str, testimony: Testimony, declared: Sequence[Tolerance]) -> Check:
     limit = max([UPDATE[testimony.low_precision], *(t.update for t in declared)])
-    found = {f"{name}, trial {n}": (error, limit) for n, (error, name) in enumerate(testimony.update_errors, start=1)}
+    found = {f"{name}, {_trial(n)}": (error, limit) for n, (error, name) in testimony.update_errors.items()}
     return _worst(f"the {arm}'s update against AdamW on its own gradients", found)
-
-
-def _moved(reference: Path, candidate: Path, masked: bool) -> Iterator[Check]:
-    far, along = (math.inf, MOVED_SCALE_MASKED) if masked else (MOVED, MOVED_SCALE)
-    errors, scales = {}, {}
-    for name, (error, scale) in _distances(reference, candidate).items():
-        errors[name], scales[name] = (error, far), (abs(scale), along)
-    if errors:
-        if not masked:
-            yield _worst("how far each parameter moved", errors)
-        yield _worst("how far along the other arm's way each parameter moved", scales)
 
 
 def _spread(reference: float, candidate: float) -> Check:

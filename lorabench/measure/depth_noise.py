@@ -2,9 +2,8 @@
 
 Plain PEFT is run twice on the timed samples: once as it is, and once with every module's output, and every gradient
 that comes back to one, moved to a neighbouring number of the compute dtype at random. Another order of summation or
-another fusion does no less. Under dropout two more runs draw masks of their own. One more run, a step later, says
-by how much gradients differ whose parameters do. This is computed once for each model and workload of a sweep, and kept
-in its folder.
+another fusion does no less. Under dropout two more runs draw masks of their own. This is computed once for
+each model and workload of a sweep, and kept in its folder.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lorabench.contract.arm import Arm
-from lorabench.measure.witness import learning_rate, without_dropout
+from lorabench.measure.witness import without_dropout
 
 RUNS = 2  # with other rounding, of which the worse counts: one run may be near the other by chance
 SKIPPED = ("lm_head",)  # moving each of a vocabulary's logits would cost more memory than the model has
@@ -39,7 +38,6 @@ class DepthNoise:
     scale: float
     loss: float
     masks: DepthNoise | None = None  # of two runs under dropout, where there is any
-    later: DepthNoise | None = None  # of a run after AdamW's first step against the one before, where there are steps
 
 
 class _Neighbour(torch.autograd.Function):
@@ -88,29 +86,10 @@ def measure(arm: Arm, outcome: Callable[[], Outcome]) -> DepthNoise:
         plain = outcome()
         with other_rounding(arm.model):
             found = _worse([_between(plain, outcome()) for _ in range(RUNS)])
-        if arm.step.updates:
-            with _a_step_later(arm, plain[1]):
-                found = replace(found, later=_between(plain, outcome()))
     if not any(isinstance(m, nn.Dropout) and m.p > 0 for m in arm.model.modules()):
         return found
     masked = outcome()
     return replace(found, masks=_worse([_between(masked, outcome()) for _ in range(RUNS)]))
-
-
-@contextmanager
-def _a_step_later(arm: Arm, gradients: dict[str, Tensor]) -> Iterator[None]:
-    """Each trained element where AdamW's first step leads it: by the learning rate against its gradient."""
-    params = dict(arm.adapters(arm.step))
-    were = {n: p.detach().clone() for n, p in params.items()}
-    with torch.no_grad():
-        for n, p in params.items():
-            p.sub_(learning_rate(arm.step) * gradients[n].sign().to(p.dtype))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for n, p in params.items():
-                p.copy_(were[n])
 
 
 def _between(one: Outcome, other: Outcome) -> DepthNoise:
@@ -178,5 +157,4 @@ def read(file: Path) -> DepthNoise | None:
 
 def _from_json(stored: dict[str, Any]) -> DepthNoise:
     tensors = {n: (error, scale) for n, (error, scale) in stored["tensors"].items()}
-    masks, later = (stored[what] and _from_json(stored[what]) for what in ("masks", "later"))
-    return DepthNoise(tensors, stored["scale"], stored["loss"], masks, later)
+    return DepthNoise(tensors, stored["scale"], stored["loss"], stored["masks"] and _from_json(stored["masks"]))

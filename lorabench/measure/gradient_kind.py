@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -23,7 +24,7 @@ from lorabench.measure.certificate import certify
 from lorabench.measure.fairness import Untrusted
 from lorabench.measure.kind import EVIDENCE, GateRequest, JobCounts, Kind, Request, Verdicts
 from lorabench.measure.memory import out_of_memory
-from lorabench.measure.witness import Glimpse, Witness, without_dropout
+from lorabench.measure.witness import Glimpse, Last, Seen, Witness, without_dropout
 from lorabench.record.schema import Numerics
 
 
@@ -165,25 +166,26 @@ class GradientKind(Kind):
             for witness, outs in zip(arm.witnesses, arm.outs, strict=True)
         ]
 
-    def begin(self, arm: Arm) -> None:
+    def begin(self, arm: Arm, number: int = 0) -> None:
         for witness in arm.witnesses:
-            witness.begin()
+            witness.begin(number)
 
-    def seen(self, arm: Arm, losses: dict[str, float]) -> None:
-        for witness, outs in zip(arm.witnesses, arm.outs, strict=True):
-            witness.seen(arm.ranks.total(losses[witness.step.name]), outs)
+    def seen(self, arm: Arm, number: int, losses: dict[str, float]) -> dict[str, Seen]:
+        return {w.step.name: w.seen(arm.ranks.total(losses[w.step.name])) for w in arm.witnesses}
 
-    def digest(self, evidence: dict[str, Any], number: int) -> str:
-        return " ".join(testimony.digest(number) for testimony in evidence.values())
+    def sketched(self, arm: Arm, number: int) -> dict[str, np.ndarray]:
+        return {w.step.name: w.sketched(outs) for w, outs in zip(arm.witnesses, arm.outs, strict=True)}
 
-    def last(self, arm: Arm, run: Callable[[], Any]) -> None:
+    def last(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Last]:
         for witness in arm.witnesses:
             witness.end()
         off = all(witness.testimony.masks_off for witness in arm.witnesses)
         with without_dropout(arm.model) if off else contextlib.nullcontext():
             trial = run()
-        for witness, outs in zip(arm.witnesses, arm.outs, strict=True):
-            witness.last(arm.ranks.total(trial.losses[witness.step.name]), outs)
+        return {
+            w.step.name: w.last(arm.ranks.total(trial.losses[w.step.name]), outs)
+            for w, outs in zip(arm.witnesses, arm.outs, strict=True)
+        }
 
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype

@@ -26,6 +26,7 @@ from lorabench.record.schema import Numerics
 
 EVIDENCE = "evidence"  # folder inside the sweep's own for what a cell's arms are certified by; emptied after each cell
 Begin = Callable[[str], None]  # called with a phase's name where it begins; the end of the trial ends the last one
+TURN = 64  # trial numbers of a round: that of a timed trial is round * TURN + its position in its arm's turn
 Verdicts = Iterator[tuple[str, str, Numerics]]  # (arm, job, verdict); the job is "" where there is but one
 
 
@@ -155,32 +156,57 @@ class Kind(KindSpec):
         """Put the data of trial `number` into the arm: the same in both arms, other data in every trial; 0 is the
         workload's own. Nothing: the kind's data is the same in every trial."""
 
+    # The evidence that arms are judged by. An arm answers trial by trial, in its own process (`first` to `last`); the
+    # runner, which no toggle can reach, adds the answers together (`take`, `finish`) and judges (`agree`). All answers
+    # are by job and cross a process's boundary: numbers, strings, paths and numpy's arrays. A kind without evidence
+    # overrides none of these.
+
     def first(self, arm: Arm, run: Callable[[], Any], request: Request) -> dict[str, Any]:
-        """Run the first full trial by `run()`, and keep of each job the evidence that the other arm's is held against.
-        It may have to cross a process's boundary: numbers, strings, paths, no tensors."""
+        """Run the first full trial by `run()`, and open the evidence of each job: objects with `add(number, seen)`,
+        `add_sketch(number, sketch)` and `finish(last)`, as far as the kind gives what they take. `settle` completes
+        them in place, so they are sent after it."""
         run()
         return {}
 
     def settle(self, arm: Arm, run: Callable[[], Any]) -> None:
         """Right after `first`, without any trace: what else has to be known of the arm before it is warmed up."""
 
-    def begin(self, arm: Arm) -> None:
-        """Before the timed trials: back to where the first trial ended."""
+    def begin(self, arm: Arm, number: int = 0) -> None:
+        """Before each turn, whose first trial is `number`: to a place that follows from the number alone, the same in
+        all arms. What it needs on the device is put there by the first call, which comes after the arm's memory has
+        been measured."""
 
-    def seen(self, arm: Arm, losses: dict[str, float]) -> None:
-        """After each timed trial, before it is cleared: add to the evidence."""
+    def seen(self, arm: Arm, number: int, losses: dict[str, float]) -> dict[str, Any]:
+        """After each timed trial, before it is cleared: what there is to say of it. Cheap. `number` is the one that
+        its data was fed by."""
+        return {}
 
-    def digest(self, evidence: dict[str, Any], number: int) -> str:
-        """A hash of what `seen` added to the evidence after timed trial `number`, from 0 on: it leaves the process at
-        once, and the answer has to agree with it. Nothing: `seen` keeps no evidence of each trial."""
-        return ""
+    def sketched(self, arm: Arm, number: int) -> dict[str, Any]:
+        """After `seen`, of the trials that the runner picks: a sketch of what the trial left."""
+        return {}
 
-    def last(self, arm: Arm, run: Callable[[], Any]) -> None:
-        """After the timed trials: run one more by `run()`, and add to the evidence."""
+    def last(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Any]:
+        """After the timed trials, of which none comes after it: run one more by `run()`, and say what there is to say
+        of it."""
+        return {}
 
-    def cross(self, reference: Arm, candidate: Arm) -> None:
-        """After `last`, where both arms are in one process: add to the candidate's evidence what the reference's model
-        says of it."""
+    def cross(self, reference: Arm, candidate: Arm) -> dict[str, Any]:
+        """After both arms' `last`, where they are in one process: what the reference's model says of the candidate.
+        `finish` adds it to the candidate's evidence."""
+        return {}
+
+    def take(self, evidence: dict[str, Any], number: int, seen: dict[str, Any], sketched: dict[str, Any]) -> None:
+        """In the runner: add a trial's answers to the evidence. Raises KeyError, TypeError or ValueError where they
+        are not what this kind's arms say. `sketched`: {} of a trial that was not picked."""
+        for job, own in evidence.items():
+            own.add(number, seen[job])
+            if sketched:
+                own.add_sketch(number, sketched[job])
+
+    def finish(self, evidence: dict[str, Any], last: dict[str, Any]) -> None:
+        """In the runner: add the answer of `last` or of `cross` to the evidence. Raises as `take` does."""
+        for job, found in last.items():
+            evidence[job].finish(found)
 
     def said(self, arm: Arm, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """After the timed trials: what a record says of this arm beside its times, which are given in milliseconds by
@@ -190,7 +216,8 @@ class Kind(KindSpec):
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype
     ) -> Numerics | None:
-        """The candidate's verdict with the agreement of the full arms in it, of one job's evidence."""
+        """In the runner: the candidate's verdict with the agreement of the full arms in it, of one job's evidence. What
+        is of trials is compared over those that both arms took, by their numbers."""
         return verdict
 
     def explain(self, numerics: Numerics) -> str:

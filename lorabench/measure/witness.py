@@ -1,21 +1,22 @@
-"""What an arm did, kept as evidence: gradients in full before the first and after the last trial, and of every timed
-trial its loss, a sketch of its gradients, and whether its update was AdamW's.
+"""What an arm did, kept as evidence: gradients in full before the first and after the last trial, of every timed trial
+its loss and whether its update was AdamW's, and of those that the runner picks a sketch of the gradients.
 
-A witness stands beside one step (one job) of one process and is asked between trials, never inside one. What it keeps
-crosses process boundaries as numbers and as safetensors files; `certificate.py` holds two arms' evidence together.
+A witness stands beside one step (one job) of one process and is asked between trials, never inside one. What it says
+crosses process boundaries as numbers and as safetensors files. The runner assembles it, trial by trial, to a Testimony;
+`certificate.py` holds those of two arms together.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,40 +28,58 @@ from lorabench.contract.step import Step
 from lorabench.contract.workload import LEARNING_RATE
 
 SKETCH = 64  # numbers kept of each tensor and trial: a linear sketch, whose distances are right to 1 / sqrt(64)
+BLOCK = 64 * SKETCH  # elements that are summed up on the device; few enough sums are left for the host
+AT_ONCE = 1 << 26  # elements in float32 beside what an arm holds
+
+
+class Seen(NamedTuple):
+    """What is told of one job after a timed trial."""
+
+    loss: float
+    update_error: tuple[float, str] | None  # of the tensor that is farthest from AdamW's update, and its name
+
+
+class Last(NamedTuple):
+    """What is told of one job after the trial that follows the timed ones."""
+
+    loss: float
+    after: Path
 
 
 @dataclass
 class Testimony:
-    """The evidence of one job in one process. Files hold float32 tensors by their names."""
+    """The evidence of one job in one process. Files hold float32 tensors by their names; what is by number is of the
+    timed trial that was fed by it."""
 
-    names: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of what is compared, in the order of a sketch's rows
     updates: bool = True
     loss: float = 0.0  # of the first trial
     before: Path | None = None  # gradients of the first trial
     after: Path | None = None  # gradients after the last trial, from where the first one started
-    moved: Path | None = None  # how far the trials moved each parameter
     last_loss: float | None = None
-    losses: list[float] = field(default_factory=list)  # of every timed trial
-    sketches: list[np.ndarray] = field(default_factory=list)  # of every timed trial, (tensors, SKETCH) float32
-    # of every timed trial the parameters that it began with: two sketches are as far apart as the parameters are, one
-    # where each element differs by the learning rate
-    places: list[np.ndarray] = field(default_factory=list)
-    # of every timed trial the tensor that is farthest from AdamW's update: (relative error, name)
-    update_errors: list[tuple[float, str]] = field(default_factory=list)
     low_precision: bool = False  # whether the trained parameters are held in fewer than 32 bits
     phases: tuple[str, ...] = ()
     noise: Any = None  # depth_noise.DepthNoise of the model, or None
     dropout: bool = False  # whether dropout was on in the timed trials
     masks_off: bool = True  # whether `before` and `after` are without dropout
     spread: float | None = None  # under dropout: how far two runs of this arm are apart (median over tensors)
+    losses: dict[int, float] = field(default_factory=dict)
+    update_errors: dict[int, tuple[float, str]] = field(default_factory=dict)
+    sketches: dict[int, np.ndarray] = field(default_factory=dict)  # (names, SKETCH) float32
 
-    def digest(self, number: int) -> str:
-        """A hash of what was seen of timed trial `number`, from 0 on."""
-        one = slice(number, number + 1)
-        found = hashlib.sha256(repr((self.losses[one], self.update_errors[one])).encode())
-        for kept in self.sketches[one]:
-            found.update(kept.tobytes())
-        return found.hexdigest()
+    def add(self, number: int, seen: Seen) -> None:
+        self.losses[number] = float(seen.loss)
+        if seen.update_error is not None:
+            self.update_errors[number] = seen.update_error
+
+    def add_sketch(self, number: int, sketch: np.ndarray) -> None:
+        """Raises ValueError where this is no sketch of what `names` has."""
+        if sketch.shape != (len(self.names), SKETCH):
+            raise ValueError(f"a sketch of shape {sketch.shape}, expected {(len(self.names), SKETCH)}")
+        self.sketches[number] = sketch
+
+    def finish(self, last: Last) -> None:
+        self.last_loss, self.after = last
 
 
 @dataclass
@@ -80,47 +99,55 @@ class Witness:
         self.arm, self.step, self.folder = arm, step, folder
         folder.mkdir(parents=True, exist_ok=True)
         self.params = dict(arm.adapters(step))
-        self.start = _to_host(self.params)
+        self.start = {n: p.detach().cpu().clone() for n, p in self.params.items()}
+        self.ordered = sorted(self.params)
         self.testimony = Testimony(
-            names=list(self.params), updates=step.updates,
-            low_precision=any(p.element_size() < 4 for p in self.params.values()),
-        )  # fmt: skip
+            updates=step.updates, low_precision=any(p.element_size() < 4 for p in self.params.values())
+        )
+        self.kept: Kept | None = None
+        self.state: KeptState | None = None
         self.shadow: Shadow | None = None
 
     def gradients(self, outs: Sequence[Tensor]) -> dict[str, Tensor]:
         """What the last trial left in `.grad`, in float32 and without the loss scale, zeros where nothing was left;
         and what else the step compares of its outputs."""
-        scale = 1.0 if self.step.updates else self.step.loss_scale  # an update has divided it out
         found = {
-            n: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.detach().float() / scale
+            n: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.detach().float() / self._scale
             for n, p in self.params.items()
         }
-        for out in outs:
-            found |= self.step.innermost.compared(out)
-        return found
+        return found | self._compared(outs)
+
+    def sketched(self, outs: Sequence[Tensor]) -> np.ndarray:
+        """The sketch of `gradients`."""
+        rows = sketch({n: p.grad for n, p in self.params.items()} | self._compared(outs))
+        rows[: len(self.params)] /= self._scale
+        return rows
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.step.updates else self.step.loss_scale  # an update has divided it out
+
+    def _compared(self, outs: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {name: x for out in outs for name, x in self.step.innermost.compared(out).items()}
 
     def first(self, loss: float, outs: Sequence[Tensor]) -> None:
-        """After the first trial: keep its gradients, and the state from which the timed trials will start."""
-        self.testimony.loss = loss
-        self.testimony.before = self._save("before", self.gradients(outs))
-        self.settled = _to_host(self.params)
-        self.state = [
-            (state, key, value.detach().cpu().clone() if isinstance(value, Tensor) else value)
-            for state in self.step.optimizer.state.values()
-            for key, value in state.items()
-        ] if self.step.updates else []  # fmt: skip
-        self.first_gradients = {
-            n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in self.params.items()
-        }
+        """After the first trial: keep its gradients, and the optimizer's state. It stays on the host until the first
+        `begin`, so that it is not in the arm's memory while that is measured."""
+        found = self.gradients(outs)
+        self.testimony.loss, self.testimony.names = loss, list(found)
+        self.testimony.before = self._save("before", found)
+        self.first_gradients = [None if p.grad is None else p.grad.detach().cpu().clone() for p in self.params.values()]
+        self.state = KeptState(self.step.optimizer) if self.step.updates else None
 
     def at_start(self) -> None:
         """Back to the parameters of before the first trial."""
-        _put(self.params, self.start)
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.copy_(self.start[name])
 
     def glimpse(self, loss: float, outs: Sequence[Tensor], keep: bool) -> Glimpse:
         """What the last trial's gradients were; `keep`: in full, too."""
-        found = self.gradients(outs)
-        return Glimpse(loss, sketch(found), self._save("before", found) if keep else None)
+        return Glimpse(loss, self.sketched(outs), self._save("before", self.gradients(outs)) if keep else None)
 
     def under_dropout(self, off: tuple[Glimpse, Glimpse], on: tuple[Glimpse, Glimpse]) -> None:
         """Two runs each with dropout off and on. An arm whose gradients then differ between two seeds although dropout
@@ -131,57 +158,100 @@ class Witness:
         if self.testimony.masks_off:
             self.testimony.loss, self.testimony.before = off[0].loss, off[0].file
 
-    def begin(self) -> None:
-        """Before the timed trials: back to where the first trial ended, parameters and optimizer, so that both arms
-        take the same steps however long each of them warmed up. Repeatable."""
-        _put(self.params, self.settled)
-        for state, key, value in self.state:
-            if isinstance(value, Tensor) and isinstance(state[key], Tensor):
-                state[key].copy_(value)
-            else:
-                state[key] = value
-        if self.step.updates:
-            self.place = self._place()
-            rate = learning_rate(self.step)
-            try:
-                self.shadow = Shadow(self.start, self.first_gradients, self.params, rate, self.arm.device)
-            except torch.OutOfMemoryError:  # the arm fits, and has to be measured: its shadow goes to the host
-                self.shadow = Shadow(self.start, self.first_gradients, self.params, rate, torch.device("cpu"))
+    @torch.no_grad()
+    def begin(self, number: int) -> None:
+        """To where trial `number` starts in every arm: the parameters as they were before the first trial, about half
+        of the tensors halved, which every number format can; the optimizer as the first trial left it. Which ones are
+        halved is drawn by the number: who keeps what follows from the parameters has it of other ones.
+        """
+        params = list(self.params.values())
+        if self.kept is None:
+            self.kept = Kept(params, list(self.start.values()))
+            self.shadow = self._shadow() if self.state else None
+        self.kept.into(params)
+        halved = np.random.default_rng(number).integers(0, 2, len(params))
+        if some := [self.params[name] for name, half in zip(self.ordered, halved, strict=True) if half]:
+            torch._foreach_mul_(some, 0.5)
+        if self.state and self.shadow:
+            self.state.put_back()
+            self.shadow.begin(params)
 
-    def seen(self, loss: float, outs: Sequence[Tensor]) -> None:
+    def _shadow(self) -> Shadow:
+        rate = learning_rate(self.step)
+        try:
+            return Shadow(self.start, self.first_gradients, rate, self.arm.device)
+        except torch.OutOfMemoryError:  # the arm fits, and has to be measured: its shadow goes to the host
+            return Shadow(self.start, self.first_gradients, rate, torch.device("cpu"))
+
+    def seen(self, loss: float) -> Seen:
         """After a timed trial."""
-        found = self.gradients(outs)
-        self.testimony.losses.append(loss)
-        self.testimony.sketches.append(sketch(found))
-        self.testimony.names = list(found)
-        if self.shadow:
-            gradients = {n: p.grad for n, p in self.params.items()}
-            self.testimony.update_errors.append(self.shadow.error(gradients, self.params))
-            self.testimony.places.append(self.place)
-            self.place = self._place()
+        return Seen(loss, self.shadow.error(list(self.params.values())) if self.shadow else None)
 
     def end(self) -> None:
-        """After the timed trials: keep how far they went, and go back to the start for one more trial."""
-        self.shadow = None
-        way = {n: p.detach().float().cpu() - self.settled[n].float() for n, p in self.params.items()}
-        self.testimony.moved = self._save("moved", way)
+        """After the timed trials: back to the start for one more trial."""
+        self.kept = self.shadow = None
         self.at_start()
 
-    def last(self, loss: float, outs: Sequence[Tensor]) -> None:
+    def last(self, loss: float, outs: Sequence[Tensor]) -> Last:
         """After that one more trial."""
-        self.testimony.last_loss = loss
-        self.testimony.after = self._save("after", self.gradients(outs))
-
-    def _place(self) -> np.ndarray:
-        """A sketch of the parameters, in float32, in steps: AdamW's first moves each element by the learning rate."""
-        elements = sum(p.numel() for p in self.params.values())
-        held = {n: p.detach().float() for n, p in self.params.items()}
-        return sketch(held) / (learning_rate(self.step) * elements**0.5)
+        return Last(loss, self._save("after", self.gradients(outs)))
 
     def _save(self, what: str, tensors: Mapping[str, Tensor]) -> Path:
         file = self.folder / f"{what}-{os.getpid()}-{uuid.uuid4().hex}.safetensors"
         save_file({n: t.detach().float().cpu().contiguous() for n, t in tensors.items()}, file)
         return file
+
+
+class Kept:
+    """Values of tensors, held where those lie (on the host where they do not fit), to be copied back into them in
+    place: captured graphs read where they lie. Some milliseconds' worth of tensors is a few kernels."""
+
+    def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self.groups: dict[Any, list[tuple[int, Tensor]]] = {}
+        for n, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
+            alike = (tensor.device, tensor.dtype, type(tensor) in (Tensor, nn.Parameter))
+            self.groups.setdefault(alike, []).append((n, _beside(tensor, value)))
+
+    @torch.no_grad()
+    def into(self, tensors: Sequence[Tensor]) -> None:
+        for (*_, plain), members in self.groups.items():
+            if plain:
+                torch._foreach_copy_([tensors[n] for n, _ in members], [value for _, value in members])
+                continue
+            for n, value in members:
+                tensors[n].copy_(value)
+
+
+def _beside(tensor: Tensor, value: Tensor) -> Tensor:
+    try:
+        return value.to(tensor.device)
+    except torch.OutOfMemoryError:
+        return value
+
+
+class KeptState:
+    """An optimizer's state as it is now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.numbers: list[tuple[dict[str, Any], str, Any]] = []
+        self.tensors: list[tuple[dict[str, Any], str]] = []
+        self.values: list[Tensor] = []  # on the host
+        self.kept: Kept | None = None
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    self.tensors.append((state, key))
+                    self.values.append(value.detach().cpu().clone())
+                else:
+                    self.numbers.append((state, key, value))
+
+    def put_back(self) -> None:
+        tensors = [state[key] for state, key in self.tensors]
+        if self.kept is None:
+            self.kept = Kept(tensors, self.values)
+        self.kept.into(tensors)
+        for state, key, value in self.numbers:
+            state[key] = value
 
 
 def learning_rate(step: Step) -> float:
@@ -194,47 +264,44 @@ class Shadow:
     arm's update is from the one that follows from them."""
 
     def __init__(
-        self, start: Mapping[str, Tensor], first: Mapping[str, Tensor | None], params: Mapping[str, Tensor],
-        rate: float, device: torch.device,
-    ) -> None:  # fmt: skip
-        """`start`: parameters before the first trial; `first`: its gradients; `params`: the arm's, as they are now;
-        `device`: where the copies are held."""
-        self.copies = {n: nn.Parameter(t.to(device, copy=True)) for n, t in start.items()}
-        self.optimizer = torch.optim.AdamW(self.copies.values(), lr=rate, foreach=True)
+        self, start: Mapping[str, Tensor], first: Sequence[Tensor | None], rate: float, device: torch.device
+    ) -> None:
+        """`start`: parameters before the first trial; `first`: its gradients; `device`: where the copies are held."""
+        self.names = list(start)
+        self.copies = [nn.Parameter(t.to(device, copy=True)) for t in start.values()]
+        self.optimizer = torch.optim.AdamW(self.copies, lr=rate, foreach=True)
         self._step(first)
-        _put(self.copies, params)
+        self.state = KeptState(self.optimizer)
 
-    def error(self, gradients: Mapping[str, Tensor | None], params: Mapping[str, Tensor]) -> tuple[float, str]:
+    @torch.no_grad()
+    def begin(self, params: Sequence[Tensor]) -> None:
+        """To the state after the first trial, and to these parameters."""
+        self.state.put_back()
+        torch._foreach_copy_(self.copies, params)
+
+    @torch.no_grad()
+    def error(self, params: Sequence[Tensor]) -> tuple[float, str]:
         """(relative error of the worst tensor's update, its name); then goes on from where the arm is."""
-        before = [copy.detach().clone() for copy in self.copies.values()]
-        self._step(gradients)
-        expected = torch._foreach_sub([c.detach() for c in self.copies.values()], before)
-        found = torch._foreach_sub([params[n].detach().to(c.device) for n, c in self.copies.items()], before)
-        wrong = torch._foreach_norm(torch._foreach_sub(_floats(found), _floats(expected)))
-        moved, size = torch._foreach_norm(_floats(expected)), torch._foreach_norm(_floats(before))
-        # Of a tensor that hardly moves (weight decay alone) rounding is all that there is to see.
-        least = 4 * torch.finfo(torch.float32).eps
-        errors = torch.stack(list(wrong)) / (torch.stack(list(moved)) + least * torch.stack(list(size))).clamp_min(
-            1e-30
+        before = torch._foreach_neg(self.copies)
+        self._step([p.grad for p in params])
+        expected = torch._foreach_add(self.copies, before)
+        wrong = torch._foreach_sub(
+            [p.detach().to(c.device) for p, c in zip(params, self.copies, strict=True)], self.copies
         )
-        errors = errors.nan_to_num(nan=float("inf"), posinf=float("inf"))
+        norms = [torch._foreach_norm(_floats(tensors)) for tensors in (wrong, expected, before)]
+        off, moved, size = torch.stack([torch.stack(list(each)) for each in norms]).cpu().double().numpy()
+        # Of a tensor that hardly moves (weight decay alone) rounding is all that there is to see.
+        errors = off / (moved + 4 * torch.finfo(torch.float32).eps * size).clip(1e-30)
+        errors = np.where(np.isfinite(errors), errors, np.inf)
         worst = int(errors.argmax())
-        _put(self.copies, params)
-        return float(errors[worst]), list(self.copies)[worst]
+        torch._foreach_copy_(self.copies, params)
+        return float(errors[worst]), self.names[worst]
 
-    def _step(self, gradients: Mapping[str, Tensor | None]) -> None:
-        for name, copy in self.copies.items():
-            grad = gradients[name]
-            copy.grad = None if grad is None else grad.detach().to(copy.device, copy.dtype, copy=True)
+    def _step(self, gradients: Sequence[Tensor | None]) -> None:
+        for copy, grad in zip(self.copies, gradients, strict=True):
+            copy.grad = None if grad is None else grad.detach().to(copy.device, copy.dtype)
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-def _put(params: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """The values into the parameters of their names, in place."""
-    with torch.no_grad():
-        for name, param in params.items():
-            param.copy_(values[name])
 
 
 def apart(one: Glimpse, other: Glimpse) -> float:
@@ -247,37 +314,48 @@ def _floats(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.float() for t in tensors]
 
 
-def _to_host(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: p.detach().cpu().clone() for n, p in params.items()}
-
-
-def sketch(tensors: Mapping[str, Tensor]) -> np.ndarray:
+def sketch(tensors: Mapping[str, Tensor | None]) -> np.ndarray:
     """Of each tensor SKETCH sums over a SKETCH-th of its elements, each with a sign drawn once: float32 (tensors,
-    SKETCH). A linear map that keeps lengths and angles in expectation (Charikar, Chen, Farach-Colton 2002)."""
-    rows = []
-    largest = max(t.numel() for t in tensors.values())
-    for name, tensor in tensors.items():
-        flat = tensor.reshape(-1)
-        signs = _signs(largest, flat.device)
-        begin = zlib.crc32(name.encode()) % (signs.numel() - flat.numel() + 1)
-        signed = flat * signs[begin : begin + flat.numel()]
-        short = -flat.numel() % SKETCH
-        rows.append(nn.functional.pad(signed, (0, short)).view(-1, SKETCH).sum(0))
-    return torch.stack(rows).cpu().numpy()
+    SKETCH), zeros of None. A linear map that keeps lengths and angles in expectation (Charikar, Chen, Farach-Colton
+    2002). A tensor's row depends on nothing but the tensor, its name and its size.
+    """
+    made = np.zeros((len(tensors), SKETCH), np.float32)
+    groups: dict[Any, list[tuple[int, str, Tensor]]] = {}  # by device and dtype, and no more than AT_ONCE in one
+    elements: Counter[Any] = Counter()
+    for row, (name, tensor) in enumerate(tensors.items()):
+        if tensor is not None and tensor.numel():
+            alike = tensor.device, tensor.dtype
+            groups.setdefault((alike, elements[alike] // AT_ONCE), []).append((row, name, tensor.detach().reshape(-1)))
+            elements[alike] += tensor.numel()
+    for members in groups.values():
+        starts = np.cumsum([0, *(-(-flat.numel() // BLOCK) for *_, flat in members[:-1])])
+        made[[row for row, *_ in members]] = np.add.reduceat(_sums(members), starts, axis=0)
+    return made
 
 
-_drawn: dict[tuple[torch.device, int], Tensor] = {}
+def _sums(members: Sequence[tuple[int, str, Tensor]]) -> np.ndarray:
+    """Of each BLOCK of elements SKETCH signed sums; each tensor begins a block of its own."""
+    nothing = members[0][2].new_zeros(BLOCK)
+    flats, signs = [], []
+    for _, name, flat in members:
+        short = -flat.numel() % BLOCK
+        flats += [flat, nothing[:short]]
+        signs += [_signs(name, flat), _drawn[flat.device][:short]]
+    signed = torch.cat(flats).float().mul_(torch.cat(signs))
+    return signed.view(-1, BLOCK // SKETCH, SKETCH).sum(1).cpu().numpy()
 
 
-def _signs(largest: int, device: torch.device) -> Tensor:
-    """A row of signs, int8, at least twice as long as the largest tensor: each name begins at another place in it. The
-    same in every process that has tensors of these sizes."""
-    length = 1 << (2 * largest).bit_length()
-    if (device, length) not in _drawn:
-        generator = torch.Generator(device).manual_seed(0)
-        drawn = torch.randint(0, 2, (length,), generator=generator, dtype=torch.int8, device=device)
-        _drawn[device, length] = drawn.mul_(2).sub_(1)
-    return _drawn[device, length]
+_drawn: dict[torch.device, Tensor] = {}
+
+
+def _signs(name: str, flat: Tensor) -> Tensor:
+    """Those of a tensor, int8: a part of one row of them, which begins where its name says."""
+    length = max(BLOCK, 1 << (2 * flat.numel()).bit_length())
+    if flat.device not in _drawn or _drawn[flat.device].numel() < length:  # a longer row begins as a shorter one does
+        bits = np.unpackbits(np.frombuffer(np.random.default_rng(0).bytes(length // 8), np.uint8))
+        _drawn[flat.device] = torch.from_numpy(bits.astype(np.int8) * 2 - 1).to(flat.device)
+    begin = zlib.crc32(name.encode()) % (length - flat.numel() + 1)
+    return _drawn[flat.device][begin : begin + flat.numel()]
 
 
 @contextmanager

@@ -2,31 +2,38 @@
 
 from dataclasses import replace
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
 import torch
 from helpers import PEFT, arm, request
+from peft.tuners.lora import Linear
 
 from lorabench.contract.ablation import Tolerance
-from lorabench.measure import depth_noise, numerics
+from lorabench.measure import depth_noise, numerics, witness
 from lorabench.measure.certificate import MOST, certify
-from lorabench.measure.trial import run_rounds, run_trial
-from lorabench.measure.witness import SKETCH, Witness, sketch
+from lorabench.measure.kind import TURN
+from lorabench.measure.trial import run_trial
+from lorabench.measure.witness import BLOCK, SKETCH, Witness, sketch
 
 
-def evidence(made, folder, rounds=4, spoil=lambda made, number: None):
-    """One arm's testimony over these rounds, as a cell takes it; `spoil` is called before each timed trial."""
-    made.kind.first(made, lambda: run_trial(made), replace(request(), scratch=folder))
-    made.kind.begin(made)
-
-    def tell(number):
-        spoil(made, number)
-
-    run_rounds({"candidate": made}, rounds, 0, tell, lambda name, done: made.kind.seen(made, done.losses))
-    made.kind.feed(made, rounds + 1)
-    made.kind.last(made, lambda: run_trial(made))
-    return made.witnesses[0].testimony
+def evidence(made, folder, rounds=4, spoil=lambda made, number: None, turn=1):
+    """One arm's testimony over these rounds, as the runner assembles it; `spoil` is called before each round."""
+    kind = made.kind
+    found = kind.first(made, lambda: run_trial(made), replace(request(), scratch=folder))
+    for round_ in range(rounds):
+        spoil(made, round_)
+        kind.begin(made, round_ * TURN)
+        for number in range(round_ * TURN, round_ * TURN + turn):
+            kind.feed(made, number)
+            done = run_trial(made)
+            seen, sketched = kind.seen(made, number, done.losses), kind.sketched(made, number)
+            kind.take(found, number, *ForkingPickler.loads(ForkingPickler.dumps((seen, sketched))))
+            kind.clear(made)
+    kind.feed(made, rounds * TURN)
+    kind.finish(found, kind.last(made, lambda: run_trial(made)))
+    return found[""]
 
 
 def failed(checks):
@@ -42,7 +49,7 @@ def test_right_arms_are_certified_whatever_they_warmed_up(reference, tmp_path):
     for names in (PEFT, ("eager",), ("gradient_checkpointing",), ("adamw_fused",)):
         made = arm(*names)
         checks = certify(reference, evidence(made, tmp_path), torch.float32)
-        assert not failed(checks) and len(checks) == 16, (names, failed(checks))
+        assert not failed(checks) and len(checks) == 14, (names, failed(checks))
 
 
 def after(trials, change):
@@ -91,50 +98,97 @@ def test_what_goes_wrong_after_the_warm_up_is_caught(reference, tmp_path, change
     assert caught in failed(found)
 
 
-def with_noise(testimony, later):
-    """A testimony of a model in which two right runs agree, and a step moves each gradient by `later`."""
-    tensors = dict.fromkeys(testimony.names, (0.0, 0.0))
-    moved = depth_noise.DepthNoise(dict.fromkeys(testimony.names, (later, 0.0)), 0.0, 0.0)
-    return replace(testimony, noise=depth_noise.DepthNoise(tensors, 0.0, 0.0, later=moved))
+@pytest.mark.parametrize(
+    ("change", "caught"),
+    [
+        (no_backward, "each gradient of each trial"),
+        (no_update, "the candidate's update against AdamW on its own gradients"),
+        (same_tokens, "each gradient of each trial"),
+        (scaled, "the scale of each gradient of each trial"),
+    ],
+)
+def test_what_goes_wrong_later_in_a_turn_is_caught(tmp_path, change, caught):
+    def later(made):
+        """From the third trial of each turn on."""
+        feed = made.feeds[0]
+        made.feeds = [lambda number: change(made) if number % TURN == 2 else feed(number)]
+
+    plain = evidence(arm(*PEFT), tmp_path, rounds=2, turn=4)
+    assert not failed(certify(plain, evidence(arm("eager"), tmp_path, rounds=2, turn=4), torch.float32))
+    made = arm(*PEFT)
+    later(made)
+    found = certify(plain, evidence(made, tmp_path, rounds=2, turn=4), torch.float32)
+    assert caught in failed(found)
 
 
-def test_a_trial_may_differ_by_what_the_distance_of_the_parameters_does_and_not_by_its_number(reference):
-    def checks(apart, off):
-        places = [p + apart / p.size**0.5 for p in reference.places]
-        sketches = [s * (1 + off) for s in reference.sketches]
-        other = replace(reference, places=places, sketches=sketches)
-        found = certify(with_noise(reference, 0.02), other, torch.float32)
+def merged_once(made):
+    """Every adapter's product as it was when it was first asked for."""
+    for module in made.model.modules():
+        if isinstance(module, Linear):
+            a, b, kept = module.lora_A["default"], module.lora_B["default"], []
+
+            def forward(x, module=module, a=a, b=b, kept=kept):
+                kept.append((a.weight.detach().clone(), b.weight.detach().clone())) if not kept else None
+                product = Product.apply(x.float(), a.weight, b.weight, *kept[0])
+                return module.base_layer(x) + (product * module.scaling["default"]).to(x.dtype)
+
+            module.forward = forward
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, a, b, old_a, old_b):
+        ctx.save_for_backward(x, a, b)
+        return x @ old_a.T @ old_b.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, a, b = ctx.saved_tensors
+        dy, rows = dy.flatten(0, -2), x.flatten(0, -2)
+        return (dy @ b @ a).view_as(x), (dy @ b).T @ rows, dy.T @ (rows @ a.T), None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_kept_of_the_parameters_of_an_earlier_turn_is_caught(tmp_path, dtype):
+    """All turns may begin at one place: who merges the adapters there, once, would be right in each first trial."""
+    plain = arm(*PEFT, dtype=dtype)
+    noise = depth_noise.measure(plain, partial(numerics.one_pass, plain, plain.step))
+    right = replace(evidence(plain, tmp_path), noise=noise)
+    assert not failed(certify(right, evidence(arm("eager", dtype=dtype), tmp_path), dtype))
+    cheats = evidence(arm(*PEFT, dtype=dtype), tmp_path, spoil=after(1, merged_once))
+    assert "each gradient of each trial" in failed(certify(right, cheats, dtype))
+
+
+def test_a_later_trial_of_a_turn_may_differ_by_more_than_its_first_one(reference):
+    def checks(number, off, low=False):
+        one = replace(reference, sketches={number: reference.sketches[0]}, low_precision=low)
+        other = replace(one, sketches={number: reference.sketches[0] * (1 + off)})
+        found = certify(one, other, torch.bfloat16)
         return {c.name: c for c in found}["each gradient of each trial"]
 
-    assert len(reference.places) == len(reference.losses) == 4
-    assert not checks(apart=0, off=0.01).passed and checks(apart=0, off=0).allowed < 1e-3
-    assert checks(apart=1, off=0.01).passed and not checks(apart=1, off=0.05).passed
-    assert checks(apart=3, off=0.05).passed
-    assert not checks(apart=1000, off=-1).passed  # no gradient at all
+    known = depth_noise.DepthNoise(dict.fromkeys(reference.names, (0.0, 0.0)), 0.0, 0.0)
+    reference = replace(reference, noise=known)
+    assert not checks(TURN, off=0.04).passed and checks(TURN + 1, off=0.04).passed
+    assert checks(TURN + 9, off=0.06).passed is False and checks(TURN + 9, off=0.06, low=True).passed
+    assert not checks(TURN + 20, off=-1, low=True).passed  # no gradient at all
 
 
-def test_how_far_parameters_are_apart_is_counted_in_steps(tmp_path):
-    made = arm(*PEFT)
-    made.kind.first(made, lambda: run_trial(made), replace(request(), scratch=tmp_path))
-    witness = made.witnesses[0]
-    before, rate = witness._place(), made.step.job.learning_rate
-    with torch.no_grad():
-        for _, p in made.adapters():
-            p.add_(rate * torch.randn(p.shape).sign())
-    assert np.linalg.norm(witness._place() - before) == pytest.approx(1, rel=0.1)
+def test_arms_are_compared_over_the_trials_that_both_took(reference):
+    fewer = replace(reference, losses={TURN: reference.losses[TURN]}, sketches={0: reference.sketches[0]})
+    assert not failed(certify(reference, fewer, torch.float32))
+    fewer = replace(fewer, losses={TURN: reference.losses[0]})
+    assert failed(certify(reference, fewer, torch.float32)) == {"the loss of each trial"}
 
 
 def test_adapters_in_16_bits_may_fall_behind_and_still_have_to_be_right(tmp_path):
-    rounds = 8
+    turn = 8
     names = (*PEFT, "adapters_in_compute_dtype")
     plain = arm(*PEFT, dtype=torch.bfloat16)
     noise = depth_noise.measure(plain, partial(numerics.one_pass, plain, plain.step))
-    right = replace(evidence(plain, tmp_path, rounds), noise=noise)
-    low = evidence(arm(*names, dtype=torch.bfloat16), tmp_path, rounds)
+    right = replace(evidence(plain, tmp_path, 2, turn=turn), noise=noise)
+    low = evidence(arm(*names, dtype=torch.bfloat16), tmp_path, 2, turn=turn)
     assert not failed(certify(right, low, torch.bfloat16))
-    apart = [float(np.linalg.norm(a - b)) for a, b in zip(right.places, low.places, strict=True)]
-    assert 0.3 < apart[0] < 1 < apart[-1]
-    spoilt = evidence(arm(*names, dtype=torch.bfloat16), tmp_path, rounds, spoil=after(rounds - 1, no_backward))
+    spoilt = evidence(arm(*names, dtype=torch.bfloat16), tmp_path, 2, spoil=after(1, no_backward), turn=turn)
     assert "each gradient of each trial" in failed(certify(right, spoilt, torch.bfloat16))
 
 
@@ -144,9 +198,10 @@ def test_a_phase_that_only_one_arm_has_is_named(reference):
 
 
 def test_evidence_of_numbers_that_are_not_finite_fails(reference):
-    sketches = [s.copy() for s in reference.sketches]
-    sketches[1][0, 0] = np.nan
-    found = certify(reference, replace(reference, sketches=sketches, losses=[float("nan")] * 4), torch.float32)
+    odd = reference.sketches[TURN].copy()
+    odd[0, 0] = np.nan
+    losses = dict.fromkeys(reference.losses, float("nan"))
+    found = certify(reference, replace(reference, sketches={TURN: odd}, losses=losses), torch.float32)
     assert failed(found) >= {"the loss of each trial", "each gradient of each trial"}
 
 
@@ -164,7 +219,6 @@ def test_what_two_right_runs_differ_by_is_measured_at_full_depth():
     made = arm(*PEFT, dtype=torch.bfloat16)
     start = {n: p.detach().clone() for n, p in made.adapters()}
     noise = depth_noise.measure(made, partial(numerics.one_pass, made, made.step))
-    assert noise.later and 0.01 < np.median([error for error, _ in noise.later.tensors.values()]) < 0.2
     assert all(torch.equal(p, start[n]) for n, p in made.adapters())
     errors = [error for error, _ in noise.tensors.values()]
     assert 0.004 < np.median(errors) < 0.05 and noise.masks is None and 0 < noise.loss < 1e-3
@@ -196,17 +250,78 @@ def test_a_sketch_keeps_lengths_angles_and_factors():
     assert np.linalg.norm(noisy - plain) == pytest.approx(float(0.1 * e.norm()), rel=0.4)
 
 
-def test_both_arms_start_the_timed_trials_where_the_first_one_ended(tmp_path):
-    made = arm(*PEFT)
-    made.kind.first(made, lambda: run_trial(made), replace(request(), scratch=tmp_path))
-    once = {n: p.detach().clone() for n, p in made.adapters()}
-    state = [t.clone() for s in made.step.optimizer.state.values() for t in s.values()]
-    for _ in range(3):
-        run_trial(made)
-    made.kind.begin(made)
-    assert all(torch.equal(p, once[n]) for n, p in made.adapters())
-    again = [t for s in made.step.optimizer.state.values() for t in s.values()]
-    assert all(torch.equal(a, b) for a, b in zip(state, again, strict=True))
+def test_a_row_of_a_sketch_depends_on_nothing_but_its_tensor(monkeypatch):
+    sizes = {"a": (5000,), "b": (64, 65), "c": (3,), "d": (2 * BLOCK,)}
+    tensors = {n: torch.randn(size) for n, size in sizes.items()}
+    tensors |= {"e": tensors["a"].bfloat16(), "f": torch.randn(70, 60).T}
+    together = sketch(tensors | {"none": None, "empty": torch.zeros(0)})
+    assert together.dtype == np.float32 and not together[-2:].any() and together[:-2].any(1).all()
+    backwards = sketch(dict(reversed(tensors.items())))[::-1]
+    monkeypatch.setattr(witness, "AT_ONCE", 6000)
+    monkeypatch.setattr(witness, "_drawn", {})
+    for row, (name, tensor) in enumerate(tensors.items()):
+        assert np.array_equal(together[row], sketch({name: tensor})[0]), name
+    assert np.array_equal(together[:-2], backwards) and np.array_equal(together[:-2], sketch(tensors))
+    assert np.array_equal(sketch({"a": tensors["b"].float()}), sketch({"a": tensors["b"].reshape(-1)}))
+
+
+def test_a_sketch_of_other_tensors_is_refused(reference):
+    with pytest.raises(ValueError, match="shape"):
+        reference.add_sketch(1, np.zeros((3, SKETCH), np.float32))
+
+
+def test_all_turns_of_all_arms_start_at_a_place_that_follows_from_the_number(tmp_path):
+    def place(names, number, trials):
+        made = arm(*names)
+        made.kind.first(made, lambda: run_trial(made), replace(request(), scratch=tmp_path))
+        optimizer = made.step.optimizer
+        once = [t.clone() for s in optimizer.state.values() for t in s.values()]
+        where = [t.data_ptr() for s in optimizer.state.values() for t in s.values()]
+        for _ in range(trials):
+            run_trial(made)
+        made.kind.begin(made, number)
+        again = [t for s in optimizer.state.values() for t in s.values()]
+        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+        assert where == [t.data_ptr() for t in again]
+        return {n: p.detach().clone() for n, p in made.adapters()}
+
+    one, same, other = place(PEFT, 64, 1), place(("adamw_fused", "eager"), 64, 3), place(PEFT, 128, 1)
+    start = {n: p.detach() for n, p in arm(*PEFT).adapters()}
+    assert one.keys() == start.keys() and all(torch.equal(one[n], same[n]) for n in one)
+    halved = {n for n in one if not torch.equal(one[n], start[n])}
+    assert all(torch.equal(one[n], start[n] / 2) for n in halved) and 0.2 < len(halved) / len(one) < 0.8
+    assert halved != {n for n in other if not torch.equal(other[n], start[n])}
+
+
+class OddOptimizer(torch.optim.SGD):
+    """Keeps a tensor that another one's state has as well, a tensor of a class of its own, and numbers."""
+
+    def step(self, closure=None):
+        shared = next(iter(self.state.values()))["map"] if self.state else torch.arange(4.0)
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("map", shared)
+            state.setdefault("own", torch.zeros(3).as_subclass(Own)).add_(1)
+            state["step"] = state.get("step", 0) + 1
+        super().step()
+
+
+class Own(torch.Tensor):
+    pass
+
+
+def test_any_optimizer_s_state_is_put_back_in_place():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = OddOptimizer([p, torch.nn.Parameter(torch.ones(2))])
+    optimizer.step()
+    state = optimizer.state[p]
+    kept, own = witness.KeptState(optimizer), state["own"]
+    for _ in range(2):
+        optimizer.step()
+        state["map"].zero_()
+        kept.put_back()
+        assert state["step"] == 1 and state["own"] is own and own.tolist() == [1, 1, 1]
+        assert state["map"].tolist() == [0, 1, 2, 3]
 
 
 def test_gradients_that_stay_in_their_buffers_are_made_useless_before_a_trial(tmp_path):
@@ -220,7 +335,7 @@ def test_gradients_that_stay_in_their_buffers_are_made_useless_before_a_trial(tm
 
 def test_a_reference_that_rounds_its_updates_on_purpose_is_allowed_its_own_tolerance(reference):
     name = "the reference's update against AdamW on its own gradients"
-    rounding = replace(reference, update_errors=[(0.05, "w")])
+    rounding = replace(reference, update_errors={TURN: (0.05, "w")})
     declared = [Tolerance(words="states in 8 bits", update=0.1)]
     assert name in failed(certify(rounding, reference, torch.float32, declared))
     assert name not in failed(certify(rounding, reference, torch.float32, declared, declared))

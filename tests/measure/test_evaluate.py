@@ -45,12 +45,11 @@ def built(cell, name="candidate", dtype=torch.float32):
 def evidence(arm):
     """Of the workload's own samples and of one timed trial."""
     own = kind("evaluate")
-    found = own.first(arm, lambda: run_trial(arm), None)[""]
+    found = own.first(arm, lambda: run_trial(arm), None)
     own.settle(arm, lambda: run_trial(arm))
     own.feed(arm, 1)
-    run_trial(arm)
-    own.seen(arm, {})
-    return found
+    own.take(found, 1, own.seen(arm, 1, run_trial(arm).losses), {})
+    return found[""]
 
 
 def verdict(*toggles, dtype=torch.float32, reference=f"reference=[sdpa,{METRICS}]"):
@@ -101,7 +100,7 @@ def test_prompts_of_other_lengths_in_one_batch_have_the_same_answers():
     cell = planned(*lengths, "ablations=[{batched_generation:{batch_size:2}}]")[-1]
     one, other = evidence(built(cell, "reference")), evidence(built(cell))
     assert len({len(q.prompt) for q in built(cell).questions}) == 2
-    assert one["answers"] == other["answers"] and len(one["answers"]) == 4
+    assert one.answers == other.answers and len(one.answers) == 4
 
 
 def test_the_loss_is_bit_for_bit_that_of_a_training_forward():
@@ -115,8 +114,8 @@ def test_the_loss_is_bit_for_bit_that_of_a_training_forward():
 def test_each_trial_asks_other_questions_and_scores_other_tokens():
     arm = built(planned(f"reference=[sdpa,{METRICS}]")[0], "reference")
     found = evidence(arm)
-    assert found["losses"][0] != found["losses"][1]
-    assert found["answers"]["validation, sample 1"] != found["answers"]["validation of trial 1, sample 1"]
+    assert found.losses[0] != found.losses[1]
+    assert found.answers["validation, sample 1"] != found.answers["validation of trial 1, sample 1"]
     batch, asked = arm.step.batches[0].inputs["input_ids"].tolist(), arm.questions
     assert [q.prompt for q in asked] == [row[: len(q.prompt)] for row, q in zip(batch, asked, strict=True)]
 
@@ -243,7 +242,7 @@ def test_the_cheats_scaffold_by_itself_is_none():
 def test_another_loss_is_refused():
     own, cell = kind("evaluate"), planned(LOSS_ALONE)[0]
     right = evidence(built(cell))
-    wrong = right | {"losses": [loss * 1.001 for loss in right["losses"]]}
+    wrong = replace(right, losses={n: loss * 1.001 for n, loss in right.losses.items()})
     assert own.agree(cell, None, right, right, torch.float32).passed
     found = own.agree(cell, None, right, wrong, torch.float32)
     assert not found.passed and "validation loss is off by 0.001" in own.explain(found)
@@ -255,7 +254,7 @@ def test_evidence_is_numbers_that_cross_a_process_s_boundary():
 
     found = evidence(built(planned(f"reference=[sdpa,{METRICS}]")[0], "reference"))
     assert len(ForkingPickler.dumps(found)) < 50_000
-    assert not any(isinstance(value, torch.Tensor) for value in vars(found["choices"]).values())
+    assert not any(isinstance(value, torch.Tensor) for value in vars(found.choices).values())
 
 
 def followed(theirs):

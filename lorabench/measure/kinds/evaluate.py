@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
@@ -53,6 +53,31 @@ Values = dict[str, dict[str, float]]  # by set and metric
 
 
 @dataclass
+class Evaluated:
+    """What a trial came to, and as evidence what all of them came to: losses by the trial's number (0: the workload's
+    own samples), answers and how many tokens each had to have by the question's name, metrics, what the arm's own model
+    says of the answers, and what the reference's does of those that differ from its own."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    wanted: dict[str, int] = field(default_factory=dict)
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
+    choices: greedy.Choices | None = None
+    crossed: greedy.Choices | None = None
+
+    def add(self, number: int, seen: Evaluated) -> None:
+        self.losses[number] = seen.losses[number]
+        self.wanted |= seen.wanted
+        self.answers |= seen.answers
+        self.values |= seen.values
+        if seen.choices and self.choices:  # the rest of them is of all answers so far
+            self.choices = replace(seen.choices, near=self.choices.near | seen.choices.near)
+
+    def finish(self, crossed: greedy.Choices) -> None:
+        self.crossed = crossed
+
+
+@dataclass
 class EvaluateArm(Arm):
     """`generation`: the arguments of `model.generate`, as the toggles left them. What follows `text_by` is of the last
     trial: the answers, how many kept keys and values, how many were made at a time, the metrics and their seconds."""
@@ -73,7 +98,8 @@ class EvaluateArm(Arm):
     timed: list[dict[str, float]] = field(default_factory=list)  # `seconds` of the timed trials
     prompts: dict[str, list[int]] = field(default_factory=dict)  # by the name of what is answered
     reader: greedy.Reader | None = None
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: Evaluated = field(default_factory=Evaluated)  # of the first trials
+    given: dict[str, list[int]] = field(default_factory=dict)  # all answers, by their names
 
 
 class Evaluate(Kind):
@@ -158,41 +184,37 @@ class Evaluate(Kind):
         run()
         arm.generation = whole
         arm.reader = greedy.Reader(arm.model, arm.dtype)
-        arm.evidence = {"wanted": {}, "answers": {}, "values": {}, "losses": [], "choices": arm.reader.choices}
+        arm.evidence.choices = arm.reader.choices
         return {"": arm.evidence}
 
     def settle(self, arm: Any, run: Callable[[], Any]) -> None:
         run()
-        self._keep(arm)
+        arm.evidence.add(0, self._read(arm, 0))
         if arm.device.type == "cuda":
             torch.cuda.empty_cache()  # what was reserved for reading the answers is none of the arm's
 
-    def begin(self, arm: Any) -> None:
-        arm.timed = []
-
-    def seen(self, arm: Any, losses: dict[str, float]) -> None:
+    def seen(self, arm: Any, number: int, losses: dict[str, float]) -> dict[str, Any]:
         arm.timed.append(arm.seconds)
-        self._keep(arm)
+        return {"": self._read(arm, number)}
 
-    def digest(self, evidence: dict[str, Any], number: int) -> str:
-        return repr(evidence[""]["losses"][number + 1])  # `settle` added the first
-
-    def _keep(self, arm: Any) -> None:
+    def _read(self, arm: Any, number: int) -> Evaluated:
         """What the last trial came to. An arm is held to what its own toggles promise, and its answers are read."""
-        evidence, put = arm.evidence, arm.questions
+        put = arm.questions
         answers = {question.name: tokens for question, tokens in zip(put, arm.answers, strict=False)}
         arm.prompts |= {question.name: question.prompt for question in put}
+        arm.given |= answers
         arm.reader.read(arm.prompts, answers)
-        evidence["wanted"] |= {question.name: arm.metrics.max_new_tokens for question in put}
-        evidence["answers"] |= answers
-        evidence["values"] |= arm.values
-        evidence["losses"].append(arm.loss)
+        near = {name: found for name, found in arm.reader.choices.near.items() if name in answers}
+        return Evaluated(
+            {number: arm.loss}, {question.name: arm.metrics.max_new_tokens for question in put}, answers, arm.values,
+            replace(arm.reader.choices, near=near),
+        )  # fmt: skip
 
-    def cross(self, reference: Any, candidate: Any) -> None:
-        ours, theirs = (arm.evidence["answers"] for arm in (reference, candidate))
-        reader = greedy.Reader(reference.model, reference.dtype)
-        reader.read(reference.prompts, {n: tokens for n, tokens in theirs.items() if tokens != ours.get(n, tokens)})
-        candidate.evidence["crossed"] = reader.choices
+    def cross(self, reference: Any, candidate: Any) -> dict[str, Any]:
+        reader, ours = greedy.Reader(reference.model, reference.dtype), reference.given
+        other = {name: tokens for name, tokens in candidate.given.items() if tokens != ours.get(name, tokens)}
+        reader.read(reference.prompts, other)
+        return {"": reader.choices}
 
     def said(self, arm: Any, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         if not arm.questions:
@@ -207,7 +229,7 @@ class Evaluate(Kind):
             "prompt_tokens": [len(question.prompt) for question in arm.questions],
             "at_a_time": max(arm.batches),
             "text": arm.text_by,
-            "metrics": {of: arm.evidence["values"][of] for of in SETS if of in arm.evidence["values"]},
+            "metrics": {of: arm.evidence.values[of] for of in SETS if of in arm.evidence.values},
             "seconds": seconds,
             "seconds_per_answer": {name: took / count for name, took in seconds.items() if name != SCORE},
             "quantities": {
@@ -222,11 +244,12 @@ class Evaluate(Kind):
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype
     ) -> Numerics | None:
         both = {"reference": reference, "candidate": candidate}
-        wrong = [f"{w} ({arm})" for arm, e in both.items() for w in greedy.lengths(e["answers"], e["wanted"])]
-        ours, theirs = reference["answers"], candidate["answers"]
-        found = greedy.compare(reference["choices"], candidate["choices"], ours, theirs, candidate.get("crossed"))
+        wrong = [f"{w} ({arm})" for arm, e in both.items() for w in greedy.lengths(e.answers, e.wanted)]
+        ours, theirs = reference.answers, candidate.answers
+        found = greedy.compare(reference.choices, candidate.choices, ours, theirs, candidate.crossed)
         wrong += [*found.wrong, *_other_values(reference, candidate)]
-        losses = list(zip(reference["losses"], candidate["losses"], strict=False))
+        numbers = sorted(reference.losses.keys() & candidate.losses.keys())
+        losses = [(reference.losses[n], candidate.losses[n]) for n in numbers]
         error = max((off(theirs, ours) for ours, theirs in losses), default=0.0)
         tolerated = [a.tolerance.grad for a in (*cell.reference, *cell.candidate) if a.tolerance]
         checks = [*found.checks, *_followed(losses, max([FOLLOWED, *tolerated]))]
@@ -302,11 +325,11 @@ def _followed(losses: Sequence[tuple[float, float]], share: float) -> Iterator[C
     yield Check(name="how the loss follows each trial's tokens, off", found=apart, allowed=allowed, where="the loss")
 
 
-def _other_values(reference: Mapping[str, Any], candidate: Mapping[str, Any]) -> Iterator[str]:
+def _other_values(reference: Evaluated, candidate: Evaluated) -> Iterator[str]:
     """Metrics that both arms have and that differ, of sets in which their answers do not."""
-    for of, mine in reference["values"].items():
-        other = candidate["values"].get(of, {})
-        ours, theirs = (_of_set(evidence["answers"], of) for evidence in (reference, candidate))
+    for of, mine in reference.values.items():
+        other = candidate.values.get(of, {})
+        ours, theirs = (_of_set(evidence.answers, of) for evidence in (reference, candidate))
         for name in mine.keys() & other.keys() if ours == theirs else ():
             if off(other[name], mine[name]) > SAME:
                 yield f"{name} of the {of} set, {other[name]:.4g} where the reference has {mine[name]:.4g}"

@@ -31,7 +31,7 @@ from lorabench.contract.reading import Checkpoint, WeightsForm, WeightsReader
 from lorabench.contract.work import Work
 from lorabench.measure.build import causal_lm, fill_base
 from lorabench.measure.hooks import Hooks
-from lorabench.measure.kind import Begin, Kind, Request
+from lorabench.measure.kind import TURN, Begin, Kind, Request
 from lorabench.measure.page_cache import forget, hold
 from lorabench.measure.plain_reader import PlainReader
 from lorabench.measure.rates import copy_gbs, read_gbs
@@ -47,6 +47,22 @@ FRESH = 8  # bytes of every tensor that are others in each trial
 
 
 @dataclass
+class Arrived:
+    """What a trial brought, held against the files; as evidence, of the trial that was furthest from them."""
+
+    unequal: int
+    tensors: int
+    worst: str
+
+    def add(self, number: int, seen: Arrived) -> None:
+        if seen.unequal > self.unequal:
+            self.unequal, self.tensors, self.worst = seen.unequal, seen.tensors, seen.worst
+
+    def finish(self, last: Arrived) -> None:
+        self.add(0, last)
+
+
+@dataclass
 class LoadArm(Arm):
     """An arm that reads `source`. `loaded`: what the last trial brought to the device."""
 
@@ -57,8 +73,6 @@ class LoadArm(Arm):
     parts: Callable[[str, Tensor], dict[str, Tensor]] = WeightsForm().parts  # of a weight, as the reference has it
     cold: bool = False
     seed: int | None = None  # of each trial's fresh bytes; None: the files stay as they are
-    evidence: dict[str, Any] = field(default_factory=dict)  # of the trial that was furthest from the files
-    compared: int = 0  # how many timed trials
     loaded: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -136,35 +150,32 @@ class Load(Kind):
 
     def first(self, arm: Any, run: Callable[[], Any], request: Request) -> dict[str, Any]:
         run()
-        arm.evidence = {"unequal": 0, "tensors": len(parts_of(arm)), "worst": ""}
-        self._compare(arm)
-        return {"": arm.evidence}
+        return {"": _arrived(arm)}
 
-    def seen(self, arm: Any, losses: dict[str, float]) -> None:
+    def seen(self, arm: Any, number: int, losses: dict[str, float]) -> dict[str, Any]:
         """One tensor in SAMPLED, others in each trial: to read all of a large checkpoint again takes as long as the
         trial. After the last one all are compared."""
-        arm.compared += 1
-        self._compare(arm, arm.compared % SAMPLED, SAMPLED)
+        return {"": _arrived(arm, sum(divmod(number, TURN)) % SAMPLED, SAMPLED)}
 
-    def last(self, arm: Any, run: Callable[[], Any]) -> None:
+    def last(self, arm: Any, run: Callable[[], Any]) -> dict[str, Any]:
         run()
-        self._compare(arm)
-
-    def _compare(self, arm: Any, begin: int = 0, every: int = 1) -> None:
-        """What a trial loaded with the files; of all trials the worst is kept."""
-        loaded = parts_of(arm)
-        differing = list(elsewhere(loaded, arm.device)) or list(differences(arm.expected, loaded, begin, every))
-        if len(differing) > arm.evidence["unequal"]:
-            arm.evidence |= {"unequal": len(differing), "tensors": len(loaded), "worst": differing[0]}
+        return {"": _arrived(arm)}
 
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype
     ) -> Numerics | None:
-        wrong = max(reference, candidate, key=lambda found: found["unequal"])
-        return Numerics(passed=not wrong["unequal"], **wrong)
+        wrong = max(reference, candidate, key=lambda found: found.unequal)
+        return Numerics(passed=not wrong.unequal, unequal=wrong.unequal, tensors=wrong.tensors, worst=wrong.worst)
 
     def explain(self, numerics: Numerics) -> str:
         return f"{numerics.unequal} of {numerics.tensors} tensors are not those of the files, first {numerics.worst}"
+
+
+def _arrived(arm: Any, begin: int = 0, every: int = 1) -> Arrived:
+    """What the last trial loaded, held against the files."""
+    loaded = parts_of(arm)
+    differing = list(elsewhere(loaded, arm.device)) or list(differences(arm.expected, loaded, begin, every))
+    return Arrived(len(differing), len(loaded), next(iter(differing), ""))
 
 
 def form_of(ablations: Sequence[Ablation]) -> WeightsForm:
