@@ -250,7 +250,7 @@ class Seat:
         try:
             if not on:
                 arm.kind.clear(arm)
-                arm.kind.begin(arm)
+                arm.kind.begin(arm, numbers[0])
             for number in numbers:
                 arm.kind.feed(arm, number)
                 self.timed(name, None)

@@ -9,10 +9,10 @@ from pathlib import Path
 from lorabench.contract.family import Family
 from lorabench.contract.machine import Machine
 from lorabench.record.schema import ArmRecord
+from lorabench.run.entries import Replan, as_planned
 from lorabench.run.journal import Journal
 from lorabench.run.process import Workers
 from lorabench.run.queue import Watch
-from lorabench.run.rounds import Replan, as_planned
 from lorabench.run.runner import Runner
 from lorabench.run.session import Session, new_session
 

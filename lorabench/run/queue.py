@@ -8,7 +8,7 @@ from typing import Protocol
 from lorabench.contract.family import Family
 from lorabench.contract.machine import Machine
 from lorabench.record.schema import ArmRecord
-from lorabench.run.rounds import Replan, as_planned
+from lorabench.run.entries import Replan, as_planned
 from lorabench.run.session import Session
 
 

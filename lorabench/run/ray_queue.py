@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from lorabench.contract.family import Family
 from lorabench.contract.machine import Machine
 from lorabench.record.schema import ArmRecord
+from lorabench.run.entries import Replan, as_planned
 from lorabench.run.process import ProbeError
 from lorabench.run.queue import QueueError, Watch
-from lorabench.run.rounds import Replan, as_planned
 from lorabench.run.runner import record_of
 from lorabench.run.session import Session, new_session
 

@@ -12,107 +12,37 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lorabench.contract.cell import PROCESSES
-from lorabench.contract.family import REFERENCE, TWIN, Family, Stack
+from lorabench.contract.family import REFERENCE, TWIN, Family
+from lorabench.contract.hooks import described
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.measure import fairness
 from lorabench.measure.energy import Meter
+from lorabench.measure.kind import TURN
 from lorabench.measure.seat import Ended, Failed, Ready, Seating
 from lorabench.measure.telemetry import Sampler
 from lorabench.measure.trial import Trial
-from lorabench.record.schema import LONGEST_MS, ArmRecord, Numerics, Telemetry
+from lorabench.record.schema import LONGEST_MS, ArmRecord
+from lorabench.run.entries import Entry, Left, Replan, Seated, Suspicion, Taking, as_planned
 from lorabench.run.journal import Journal, Turn
-from lorabench.run.process import Desk, Doubtful, Lost, Workers
+from lorabench.run.process import Doubtful, Lost, Workers
 from lorabench.run.ranks import slowest, spread_of, whole_batch
 
 TURN_S = 0.1  # a turn is as many trials as this holds, one at least
 MOST_TRIALS = 20
-TURN = 64  # numbers of trials' data that belong to a round: more than MOST_TRIALS
 SKETCHED = 6  # rounds whose gradients are compared beside the losses of all, picked when they are there
 LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
 BY_TURNS_MS = 300.0  # a turn of so long moves the GPU's energy counter three times
 DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
-
-
-# Called with the family and what became of the cells whose arm did not come to sit: the family as it then is.
-Replan = Callable[[Family, Mapping[str, str]], Family]
-
-
-def as_planned(family: Family, outcomes: Mapping[str, str]) -> Family:
-    """Whatever becomes of an arm, the others stay as they are."""
-    return family
-
-
-class Suspicion(Exception):
-    """Something is wrong that more than one arm can have done; the text says what."""
-
-
-@dataclass
-class Entry:
-    """An arm as the runner sees it."""
-
-    stack: Stack
-    status: str = "ok"
-    reason: str | None = None
-    rank: int | None = None
-    log: str | None = None
-    disturbed: bool = False
-    ready: Ready | None = None
-    numerics: dict[str, Numerics] = field(default_factory=dict)
-    evidence: list[dict[str, Any]] = field(default_factory=list)  # of each process and rank, by job
-    turns: list[Turn] = field(default_factory=list)
-    trials: list[Trial] = field(default_factory=list)  # those that count
-    first_trials: dict[int, Trial] = field(default_factory=dict)  # of each round the first, by the round's number
-    slowest_rank: list[int] = field(default_factory=list)
-    spreads: list[float] = field(default_factory=list)
-    ended: Ended | None = None
-    telemetry: Telemetry | None = None
-    millijoules: list[tuple[float, float, int]] = field(default_factory=list)  # of each turn: mJ, seconds, steps
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.stack.name
-
-    @property
-    def ok(self) -> bool:
-        return self.status == "ok"
-
-    @property
-    def warm_ms(self) -> float:
-        """What a trial takes, by the last of the warm-up."""
-        assert self.ready is not None
-        return statistics.median(self.ready.warm_ms[-3:])
-
-    def spent(self, part: str, seconds: float) -> None:
-        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
-
-    def leave(self, status: str, reason: str, rank: int | None = None, log: str | None = None) -> None:
-        """Without times: what it took is of no use."""
-        self.status, self.reason, self.rank, self.log = status, reason, rank, log
-        self.turns.clear()
-
-
-@dataclass
-class Seated:
-    """A seat: its number in the records, its process, who sits there, and each one's evidence of this process (a list:
-    one a rank)."""
-
-    number: int
-    desk: Desk
-    alone: bool
-    names: list[str] = field(default_factory=list)
-    evidence: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    busy: dict[str, float] = field(default_factory=dict)
 
 
 class Rounds:
@@ -417,17 +347,11 @@ class Rounds:
         cut = len(numbers) if sketch_at is None else sketch_at + 1
         began, energy = time.perf_counter(), self.meter.read()
         try:
-            made = self._made(seat, entry, numbers[:cut], False)
-            if sketch_at is not None and made:
-                for evidence, found in zip(
-                    seat.evidence[entry.name],
-                    self._asked(seat, entry, "sketched", entry.name, numbers[sketch_at]), strict=True,
-                ):  # fmt: skip
-                    kind(entry.stack.kind).take_sketch(evidence, numbers[sketch_at], found)
-            if made and numbers[cut:]:
-                made += self._made(seat, entry, numbers[cut:], True)
+            made = self._made(seat, entry, numbers[:cut], sketch=sketch_at is not None)
+            if numbers[cut:]:
+                made += self._made(seat, entry, numbers[cut:], on=True)
             self._check(entry, made, number)
-        except _Left:
+        except Left:
             return None
         after = self.meter.read()
         self._give_back(seat)
@@ -445,21 +369,32 @@ class Rounds:
         entry.turns.append(turn)
         return turn
 
-    def _made(self, seat: Seated, entry: Entry, numbers: Sequence[int], on: bool) -> list[Trial]:
-        """The trials of a turn, of the slowest rank each; what was seen of them goes to the evidence. Raises _Left."""
+    def _made(
+        self, seat: Seated, entry: Entry, numbers: Sequence[int], on: bool = False, sketch: bool = False
+    ) -> list[Trial]:
+        """The trials of a turn, of the slowest rank each; what was seen of them goes to the evidence. `on`: the turn
+        goes on; `sketch`: of the last one the gradients are looked at, which it does not know before. Raises Left."""
         ranks = entry.stack.ranks
         try:
             answers = seat.desk.turn(entry.name, numbers, on, ranks)
         except Doubtful as doubt:
             self._gone(seat, entry, "untrusted", str(doubt), spoilt=True)
-            raise _Left from None
+            raise Left from None
         except Lost as lost:
             self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
-            raise _Left from None
+            raise Left from None
         self._look_for_failure(seat, entry, answers)
-        for evidence, made in zip(seat.evidence[entry.name], answers, strict=True):
-            for number, one in zip(numbers, made, strict=True):
-                kind(entry.stack.kind).take(evidence, number, one.seen)
+        sketches: list[Any] = [{}] * ranks
+        if sketch:
+            sketches = self._asked(seat, entry, "sketched", entry.name, numbers[-1])
+        try:
+            for evidence, made, sketched in zip(seat.evidence[entry.name], answers, sketches, strict=True):
+                for number, one in zip(numbers, made, strict=True):
+                    last = sketched if number == numbers[-1] else {}
+                    kind(entry.stack.kind).take(evidence, number, one.seen, last)
+        except (KeyError, TypeError, ValueError) as error:
+            self._gone(seat, entry, "untrusted", f"its evidence is none: {described(error)}", spoilt=True)
+            raise Left from None
         if ranks > 1:
             which, found = slowest(answers)
             entry.slowest_rank += which
@@ -469,12 +404,12 @@ class Rounds:
         return [one.trial for one in found]
 
     def _asked(self, seat: Seated, entry: Entry, what: str, *arguments: Any) -> list[Any]:
-        """Raises _Left."""
+        """Raises Left."""
         try:
             answers = seat.desk.ask(what, *arguments, ranks=entry.stack.ranks)
         except Lost as lost:
             self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
-            raise _Left from None
+            raise Left from None
         self._look_for_failure(seat, entry, answers)
         return answers
 
@@ -483,7 +418,7 @@ class Rounds:
         if failed is not None:
             entry.disturbed = failed.disturbed
             self._gone(seat, entry, failed.status, failed.reason, spoilt=failed.spoilt)
-            raise _Left
+            raise Left
 
     def _gone(
         self, seat: Seated, entry: Entry, status: str, reason: str, rank: int | None = None, log: str | None = None, *,
@@ -502,7 +437,7 @@ class Rounds:
             self._again(seat)
 
     def _check(self, entry: Entry, made: Sequence[Trial], number: int) -> None:
-        """Raises _Left for times that no clock can give, and for a loss that is not finite."""
+        """Raises Left for times that no clock can give, and for a loss that is not finite."""
         for one in made:
             odd = [ms for ms in one.device_ms.values() if not 0 < round(ms, DIGITS) <= LONGEST_MS]
             if odd:
@@ -517,7 +452,7 @@ class Rounds:
             if entry.name in seat.names:
                 self._dismiss(seat, entry)
                 break
-        raise _Left
+        raise Left
 
     # ---- the end of a seat, and the judge
 
@@ -540,7 +475,7 @@ class Rounds:
             answers: list[Ended] = self._asked(
                 seat, entry, "end", entry.name, (self.family.rounds + 1) * TURN, usual, first and not by_turns
             )
-        except _Left:
+        except Left:
             if entry.stack.is_reference and len(self._candidates()) > 1:
                 raise Suspicion(entry.reason or "") from None
             return
@@ -551,8 +486,8 @@ class Rounds:
             entry.spent(part, seconds)
         if entry.name != REFERENCE and REFERENCE in seat.names:
             (crossed,) = seat.desk.ask("cross", entry.name, REFERENCE)
-            if crossed is not None and not isinstance(crossed, Failed):
-                kind(entry.stack.kind).crossed(seat.evidence[entry.name][0], crossed)
+            if crossed and not isinstance(crossed, Failed):
+                kind(entry.stack.kind).finish(seat.evidence[entry.name][0], crossed)
         began = time.perf_counter()
         self._judge(entry)
         entry.spent("evidence", time.perf_counter() - began)
@@ -568,7 +503,7 @@ class Rounds:
             return True
         of_kind, measure = kind(entry.stack.kind), dict(reference.evidence[0])
         noise = {job: own for job, (_, own) in (reference.ready.noise if reference.ready else {}).items()}
-        measure = {job: of_kind.with_noise(own, noise[job]) if job in noise else own for job, own in measure.items()}
+        measure = {job: replace(own, noise=noise[job]) if job in noise else own for job, own in measure.items()}
         others = entry.evidence[1:] if entry is reference else entry.evidence
         for evidence in others:
             for job, found in evidence.items():
@@ -633,23 +568,3 @@ class Rounds:
 
     def _over(self, part: str, seconds: float) -> None:
         self.overhead[part] = self.overhead.get(part, 0.0) + seconds
-
-
-class _Left(Exception):
-    """The arm whose turn it was is gone."""
-
-
-@dataclass(frozen=True)
-class Taking:
-    """Which rounds an arm takes: the first `counts` of `order`."""
-
-    order: Sequence[int]
-    counts: dict[str, int]
-
-    @property
-    def common(self) -> list[int]:
-        """Those that all take."""
-        return list(self.order[: min(self.counts.values(), default=len(self.order))])
-
-    def takes(self, entry: Entry, number: int) -> bool:
-        return number in self.order[: self.counts.get(entry.name, len(self.order))]

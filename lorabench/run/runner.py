@@ -31,9 +31,10 @@ from lorabench.record.schema import (
     Record,
     Shown,
 )
+from lorabench.run.entries import Entry, Replan, Suspicion, as_planned
 from lorabench.run.journal import Journal
 from lorabench.run.process import LOG_TAIL, Workers, log_of
-from lorabench.run.rounds import Entry, Replan, Rounds, Suspicion, as_planned
+from lorabench.run.rounds import Rounds
 from lorabench.run.session import scratch_prefix
 
 # As they are before any toggle is asked anything in this process, which judges what the seats say.

@@ -57,7 +57,7 @@ class Seat:
             return [self.prepare(arguments[0])]
         if what == "end":
             return [Ended()]
-        return [{"closing": {}, "open": {}, "offer": b""}.get(what)]
+        return [{"closing": {}, "open": {}, "offer": b"", "sketched": {}}.get(what)]
 
     def prepare(self, name: str) -> Ready | Failed:
         need = self.script.bytes.get(name, 1.0)
@@ -77,7 +77,7 @@ class Seat:
             began = script.now
             script.now += script.ms.get(name, 10.0) / 1000
             device = {phase: script.ms.get(name, 10.0) / 3 for phase in PHASES}
-            made.append(Made(Trial(device, device, {"": 1.0}, began, script.now)))
+            made.append(Made(Trial(device, device, {"": 1.0}, began, script.now), {}))
         return [made]
 
     def close(self) -> None:

@@ -1,0 +1,106 @@
+"""What the runner knows of a family's arms and seats while it is measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lorabench.contract.family import Family, Stack
+from lorabench.measure.seat import Ended, Ready
+from lorabench.measure.trial import Trial
+from lorabench.record.schema import Numerics, Telemetry
+from lorabench.run.journal import Turn
+from lorabench.run.process import Desk
+
+# Called with the family and what became of the cells whose arm did not come to sit: the family as it then is.
+Replan = Callable[[Family, Mapping[str, str]], Family]
+
+
+def as_planned(family: Family, outcomes: Mapping[str, str]) -> Family:
+    """Whatever becomes of an arm, the others stay as they are."""
+    return family
+
+
+class Suspicion(Exception):
+    """Something is wrong that more than one arm can have done; the text says what."""
+
+
+@dataclass
+class Entry:
+    """An arm as the runner sees it."""
+
+    stack: Stack
+    status: str = "ok"
+    reason: str | None = None
+    rank: int | None = None
+    log: str | None = None
+    disturbed: bool = False
+    ready: Ready | None = None
+    numerics: dict[str, Numerics] = field(default_factory=dict)
+    evidence: list[dict[str, Any]] = field(default_factory=list)  # of each process and rank, by job
+    turns: list[Turn] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)  # those that count
+    first_trials: dict[int, Trial] = field(default_factory=dict)  # of each round the first, by the round's number
+    slowest_rank: list[int] = field(default_factory=list)
+    spreads: list[float] = field(default_factory=list)
+    ended: Ended | None = None
+    telemetry: Telemetry | None = None
+    millijoules: list[tuple[float, float, int]] = field(default_factory=list)  # of each turn: mJ, seconds, steps
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.stack.name
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def warm_ms(self) -> float:
+        """What a trial takes, by the last of the warm-up."""
+        assert self.ready is not None
+        return statistics.median(self.ready.warm_ms[-3:])
+
+    def spent(self, part: str, seconds: float) -> None:
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+    def leave(self, status: str, reason: str, rank: int | None = None, log: str | None = None) -> None:
+        """Without times: what it took is of no use."""
+        self.status, self.reason, self.rank, self.log = status, reason, rank, log
+        self.turns.clear()
+
+
+@dataclass
+class Seated:
+    """A seat: its number in the records, its process, who sits there, and each one's evidence of this process (a list:
+    one a rank)."""
+
+    number: int
+    desk: Desk
+    alone: bool
+    names: list[str] = field(default_factory=list)
+    evidence: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
+
+
+class Left(Exception):
+    """The arm whose turn it was is gone."""
+
+
+@dataclass(frozen=True)
+class Taking:
+    """Which rounds an arm takes: the first `counts` of `order`."""
+
+    order: Sequence[int]
+    counts: dict[str, int]
+
+    @property
+    def common(self) -> list[int]:
+        """Those that all take."""
+        return list(self.order[: min(self.counts.values(), default=len(self.order))])
+
+    def takes(self, entry: Entry, number: int) -> bool:
+        return number in self.order[: self.counts.get(entry.name, len(self.order))]
