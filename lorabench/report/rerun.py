@@ -58,7 +58,7 @@ def _compared(record: Record, suite: bool) -> list[str]:
 def _is_separate_floor(record: Record) -> bool:
     """The reference against itself in separate processes: planned for the sake of the cells that are measured so, and
     thus with all that the sweep was told to measure."""
-    return record.is_noise_floor and record.pairing == "abba"
+    return record.is_noise_floor and record.separate
 
 
 def _list(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 
 from lorabench.record.schema import TOTAL
 from lorabench.report.analysis import Row
-from lorabench.report.comparable import spans
+from lorabench.report.comparable import references, spans
 from lorabench.report.figure import SMALL, TWO_LINES, WIDTH, extent, short, size_of
 from lorabench.report.panels import (
     BLUE,
@@ -184,7 +184,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 def compare(rows: Sequence[Row]) -> bool:
     """Whether these rows' references took as long, within a tenth: only then may their milliseconds be ranked."""
-    return len(spans(row[REFERENCE_MS] for row in rows)) < 2
+    return len(spans(references(rows))) < 2
 
 
 def _laid_out(
