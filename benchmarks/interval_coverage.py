@@ -179,7 +179,7 @@ def tables(runs: int, seed: int) -> Iterator[str]:
     apart = (0.0, 0.01, 0.03, 0.1)
     yield f"| 30 rounds between seats (autocorrelation 0.7), spread of a process: | {' | '.join(map(str, apart))} |"
     yield "|---" * (1 + len(apart)) + "|"
-    for count in (2, 4, 8):
+    for count in (2, 4):
         for single in (False, True):
             draws = [lambda s=s, c=count, one=single: between_seats(c, s, one, random) for s in apart]
             name = f"{count} seats against {'one' if single else count}"

@@ -1,6 +1,6 @@
 """Which rows of a group compare: those of one family, which shared their rounds; and those over one reference which
-took as long, within a tenth. Where it took longer in one row than in another, the hosts or clocks were not the same, and no
-milliseconds rank them."""
+took as long, within a tenth. Where it took longer in one row than in another, the hosts or clocks were not the same,
+and no milliseconds rank them."""
 
 from __future__ import annotations
 
