@@ -70,8 +70,10 @@ class Shares:
             if not record.is_candidate and record.status == "ok":
                 self._least.setdefault((record.kind, *self._place(record)), record)
 
-    def _place(self, record: Record) -> tuple[str, str, str, frozenset[str]]:
-        return self._device[id(record)], record.model, record.workload, frozenset(record.reference)
+    def _place(self, record: Record) -> tuple[str, str, str, str | frozenset[str]]:
+        """What a record and what bounds it have in common: the family, or in schemas 1 and 2 the reference."""
+        together = record.family or frozenset(record.reference)
+        return self._device[id(record)], record.model, record.workload, together
 
     def of(self, record: Record, share: ShareOf) -> Share | None:
         """None for a record without times and for one that nothing bounds."""

@@ -15,6 +15,7 @@ from lorabench.record.pairs import pairs
 from lorabench.report import __main__ as report
 from lorabench.report import attribution, duels, head_to_head, tables
 from lorabench.report.analysis import Analysis
+from lorabench.report.rerun import rerun
 from lorabench.report.shares import ShareOf, Shares
 from lorabench.report.shown import show
 
@@ -169,6 +170,20 @@ def test_a_wrong_name_costs_one_line_with_the_nearest_and_exit_code_2(folder, co
     with pytest.raises(SystemExit) as stopped:
         main([*map(str, folders), "versus=a"])
     assert stopped.value.code == 2 and "expected against=NAME" in capsys.readouterr().err
+
+
+def test_the_command_that_measures_a_chosen_contrast_again_is_the_family_s(folder):
+    command = ["python", "-m", "lorabench.sweep", "ablations=[a,b,c]", "output=x", "trials=30"]
+    record = named(Analysis.read(folder, against="a"), "reference")
+    assert rerun(record, command) == "python -m lorabench.sweep 'ablations=[a,b,c]' trials=30 output=output/rerun"
+
+
+def test_rows_over_references_of_their_own_have_a_share_of_the_family_s_limit():
+    made = Simulated()
+    last = made.arm(["a", "b"], 1.8, shown=[shown(["b"], [*BASE, "a"], "leave_one_out")])
+    analysis = analysed([made.arm(), made.arm(["a"], 1.5), last, made.limit(2.0)])
+    row = analysis.row(named(analysis, "b"))
+    assert row["of_limit"] == pytest.approx(1.8 / 2.0, rel=0.01) and row["family"] == "f"
 
 
 def test_older_records_cannot_be_held_against_another_arm(tmp_path, folder, capsys):
