@@ -105,6 +105,22 @@ def separate(processes: int, trials: int, between: float, random: Random, drift:
     return found
 
 
+def between_seats(processes: int, spread: float, single: bool, random: Random, rounds: int = 30) -> Contrast:
+    """Round by round between arms that sat apart: `spread` of a process in the logarithm, and 0.7 of autocorrelation in
+    each. single: the reference was in one process throughout."""
+    arms: list[list[Times]] = [[], []]
+    of_reference = spread * random.normal()
+    sizes = [len(part) for part in np.array_split(np.arange(rounds), processes)]
+    for size in sizes:
+        for arm, own in enumerate(arms):
+            level = of_reference if single and not arm else spread * random.normal()
+            own.append(100 * np.exp(level + SD * autoregressive(random, size, 0.7)))
+    told = ([rounds] if single else sizes, sizes)
+    found = contrast(np.concatenate(arms[0]), np.concatenate(arms[1]), True, processes=told)
+    assert found is not None
+    return found
+
+
 def sessions(count: int, between: float, random: Random) -> Contrast:
     """`count` sessions of 30 paired rounds; `between` is the spread of their ratios, in spreads between trials."""
     made = []
@@ -159,6 +175,15 @@ def tables(runs: int, seed: int) -> Iterator[str]:
     for count in (1, 2, 3, 5):
         shares = [covered(lambda s=s, c=count: sessions(c, s, random), runs) for s in spreads]
         yield f"| {count} | {' | '.join(f'{s:.3f}' for s in shares)} |"
+    yield ""
+    apart = (0.0, 0.01, 0.03, 0.1)
+    yield f"| 30 rounds between seats (autocorrelation 0.7), spread of a process: | {' | '.join(map(str, apart))} |"
+    yield "|---" * (1 + len(apart)) + "|"
+    for count in (2, 4):
+        for single in (False, True):
+            draws = [lambda s=s, c=count, one=single: between_seats(c, s, one, random) for s in apart]
+            name = f"{count} seats against {'one' if single else count}"
+            yield f"| {name} | {' | '.join(f'{covered(draw, runs):.3f}' for draw in draws)} |"
 
 
 def main() -> None:

@@ -2,12 +2,13 @@
 
     python -m lorabench.compare results/before results/after
     python -m lorabench.compare results/before results/after --fail-on-regression
+    python -m lorabench.compare results/before results/after against=lora_kernels
 
 Cells are matched by content: model, workload, and the toggles of both arms. What is compared is the ratio that each
 run measured in pairs, never milliseconds of one run with those of another: between them lie a reboot, a driver, a
 different GPU. Where the two runs are of different hardware, that is a row of its own: how long the same reference took
 on either, of the same model and workload. Exit code 0; 1 with --fail-on-regression where a cell got slower or fails
-now; 2 for bad input.
+now; 2 for bad input. against=NAME compares every arm's ratio to the arm of that name in place of the reference.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from lorabench.report import against
 
 if TYPE_CHECKING:  # scipy and pandas take seconds to import, which --help does not need
     from lorabench.record.contrast import Contrast, Speedup
@@ -203,8 +206,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser("python -m lorabench.compare", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="the results folder to compare with")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="the results folder in question")
+    parser.add_argument("against", nargs="?", type=against, metavar="against=NAME", help="show every arm over this one")
     parser.add_argument("--fail-on-regression", action="store_true", help="exit 1 where a cell is slower or fails now")
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_intermixed_args(arguments)
     from lorabench.record.store import RECORDS
 
     for run in (asked.run_a, asked.run_b):  # before the slow imports
@@ -212,8 +216,9 @@ def main(arguments: list[str] | None = None) -> int:
             return _complain(f"{run.resolve()} has no {RECORDS}; expected the folder that a sweep had as output=")
     from lorabench.report.analysis import Analysis
 
+    runs = ((asked.run_a, "a"), (asked.run_b, "b"))
     try:
-        before, after = Analysis.read(asked.run_a, salt="a"), Analysis.read(asked.run_b, salt="b")
+        before, after = (Analysis.read(run, salt, asked.against) for run, salt in runs)
         changes = compared(before, after)
     except (OSError, ValueError) as error:
         return _complain(str(error))

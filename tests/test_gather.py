@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from record.arms import Simulated, written
 
 from lorabench import gather
 from lorabench.record.schema import Record
-from lorabench.record.store import Store, read_records, read_sessions
+from lorabench.record.store import Store, read_arms, read_records, read_sessions
 
 
 def folder(path, session, *keys, replicates=(0,)):
@@ -46,6 +47,34 @@ def test_runs_of_several_sessions_each_keep_their_order(tmp_path):
     into = folder(tmp_path / "one", "a", "cell", replicates=(0, 1))
     assert gather.main([str(into), str(folder(tmp_path / "two", "b", "cell", replicates=(0, 1)))]) == 0
     assert contents(into) == [("cell", "a", 0), ("cell", "a1", 1), ("cell", "b", 2), ("cell", "b1", 3)]
+
+
+def of_arms(path, session, *own, replicates=(0,)):
+    """A results folder with a family of these arms in each session of a run."""
+    made = [Simulated(session=f"{session}{n or ''}", replicate=n, seed=n) for n in replicates]
+    arms = [arm for one in made for arm in (one.arm(), *(one.arm([name], 1.5) for name in own))]
+    return written(path, arms, {"id": session, "commit": "c"})
+
+
+def test_arms_of_one_session_of_a_family_stay_together(tmp_path):
+    first, second = of_arms(tmp_path / "one", "a", "x", "y"), of_arms(tmp_path / "two", "b", "x", replicates=(0, 1))
+    into = tmp_path / "all"
+    assert gather.main([str(into), str(first), str(second)]) == 0
+    found = [(arm.arm, arm.session, arm.replicate) for arm in read_arms(into)]
+    assert found == [("reference", "a", 0), ("x", "a", 0), ("y", "a", 0), ("reference", "b", 1), ("x", "b", 1),
+                     ("reference", "b1", 2), ("x", "b1", 2)]  # fmt: skip
+    assert [r.status for r in read_records(into)] == ["ok"] * 4
+
+
+def test_what_a_session_measured_later_joins_the_arms_that_it_was_measured_with(tmp_path):
+    of_arms(tmp_path / "other", "a", "x")
+    early, late = of_arms(tmp_path / "early", "b", "x"), of_arms(tmp_path / "late", "b", "x", "y")
+    into = tmp_path / "all"
+    assert gather.main([str(into), *map(str, (tmp_path / "other", early))]) == 0
+    assert gather.main([str(into), str(late)]) == 0
+    assert [(arm.arm, arm.replicate) for arm in read_arms(into) if arm.session == "b"] == [
+        ("reference", 1), ("x", 1), ("y", 1),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", ["missing", "corrupt"])

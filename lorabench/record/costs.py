@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ def seen_on(machine: Machine, folders: Iterable[Path]) -> Iterator[Seen]:
     for folder in folders:
         here = {s["id"] for s in read_sessions(folder) if _same(machine, s.get("machine"))}
         yield from (seen for line in read_lines(folder) if line.session in here and (seen := _seen(line)))
+
+
+def trials_share(arms: Iterable[ArmRecord]) -> tuple[float, float]:
+    """(share of the wall time that was trials, wall time in seconds) of what these arms cost; (NaN, 0) without any."""
+    costs = [arm.cost for arm in arms if arm.cost]
+    wall = math.fsum(cost.wall for cost in costs)
+    return (math.fsum(cost.trials for cost in costs) / wall if wall else math.nan), wall
 
 
 def _same(machine: Machine, other: Any) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lorabench.contract.kind import kind
-from lorabench.contract.names import nearest
+from lorabench.contract.names import NameUnknown, nearest
 from lorabench.record.schema import (
     ARMS,
     TOTAL,
@@ -102,9 +102,10 @@ class Siblings:
             return self._failed(candidate, reference, shown, reference, "reference")
         return self._measured(shown, reference, candidate, self._together(reference, candidate))
 
-    def between(self, candidate: ArmRecord, reference: ArmRecord) -> Record | None:
-        """Two arms of the family, whether a design shows their contrast or not; None where one was not measured."""
-        if candidate.status != "ok" or reference.status != "ok":
+    def between(self, candidate: ArmRecord | None, reference: ArmRecord | None) -> Record | None:
+        """Two arms of the family, whether a design shows their contrast or not. None where one was not measured, and of
+        an arm against itself."""
+        if not candidate or not reference or {candidate.status, reference.status} != {"ok"} or candidate is reference:
             return None
         shown = self._over(reference, candidate)
         return self._measured(shown, reference, candidate, self._together(reference, candidate))
@@ -221,6 +222,8 @@ def pairs(arms: Iterable[ArmRecord], against: str | None = None) -> list[Record]
     family without such an arm has no records then. Raises NameUnknown (a ValueError) where no family has it.
     """
     families = by_place(arms).values()
+    if against not in (None, REFERENCE) and not families:
+        raise NameUnknown(f"no arm named {against!r}: records of schemas 1 and 2 are pairs, without any other arm")
     if against not in (None, REFERENCE) and not any(family.named(against) for family in families):
         raise nearest("arm", against, {REFERENCE, *(arm.arm for family in families for arm in family.arms)})
     return [record for family in families for record in family.records(against)]

@@ -47,8 +47,10 @@ def read_records(path: Path, against: str | None = None) -> list[Record]:
 
 def records_of(lines: Sequence[Line], against: str | None = None) -> list[Record]:
     """The pairs of arms in these lines. A line that is a pair already is one; it cannot be shown over another arm."""
-    arms = arms_of(lines)
-    made = pairs(arms, against)
+    try:
+        made = pairs(arms_of(lines), against)
+    except ValidationError as error:  # each line is right by itself, and lacks what its kind asks of a pair
+        raise RecordError(f"two arms do not make a pair: {_first(error, 'the pair')}") from None
     return made if against not in (None, REFERENCE) else [*(r for r in lines if isinstance(r, Record)), *made]
 
 

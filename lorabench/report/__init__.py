@@ -6,6 +6,7 @@ May import: contract, plan, record, measure, run; only advice and the commands i
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,3 +34,11 @@ def write_report(folder: str | Path) -> list[Path]:
     from lorabench.report.write import Report
 
     return Report.of(folder).write()
+
+
+def against(word: str) -> str:
+    """The name in the argument `against=NAME`. Raises ArgumentTypeError for any other word."""
+    key, _, name = word.partition("=")
+    if key != "against" or not name:
+        raise ArgumentTypeError(f"expected against=NAME, got {word!r}")
+    return name

@@ -1,9 +1,11 @@
 """Tables, plots and page again, from the records of a results folder.
 
     python -m lorabench.report results/h200/first_sweep
+    python -m lorabench.report results/h200/first_sweep against=lora_kernels
 
 Nothing is measured: summary.md, .csv and .tex, plots/ and report.html are written anew into the folder, its records
-stay as they are. Exit code 2 and one line where the folder cannot be read or written.
+stay as they are. against=NAME shows every arm over the arm of that name, which shared its rounds, instead of over the
+reference. Exit code 2 and one line where the folder cannot be read or written, or no arm has that name.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
+from lorabench.report import against
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser("python -m lorabench.report", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder with records.jsonl, the output of a sweep")
-    folder = parser.parse_args(arguments).run
+    parser.add_argument("against", nargs="?", type=against, metavar="against=NAME", help="show every arm over this one")
+    asked = parser.parse_intermixed_args(arguments)
+    folder = asked.run
     from lorabench.record.store import RECORDS
 
     if folder.is_dir() and not (folder / RECORDS).exists():
@@ -28,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     from lorabench.report.write import Report  # only now: pandas, scipy and matplotlib take seconds
 
     try:
-        report = Report.of(folder)
+        report = Report.of(folder, asked.against)
         written = report.write()
     except (OSError, ValueError) as error:  # RecordError is a ValueError, StoreError an OSError
         print(" ".join(str(error).split()), file=sys.stderr)

@@ -11,9 +11,10 @@ from typing import Any
 
 import pandas as pd
 
+from lorabench.contract.names import NameUnknown
 from lorabench.record.contrast import Speedup
-from lorabench.record.schema import Record
-from lorabench.record.store import read_records, read_sessions
+from lorabench.record.schema import ArmRecord, Record
+from lorabench.record.store import arms_of, read_lines, read_sessions, records_of
 from lorabench.report.claims import Match, match
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.groups import Group, groups
@@ -29,20 +30,34 @@ class Analysis:
     """Records and sessions with all that is made of them, each when first asked for, and only once. `rows` have all
     records of a cell, `records` the one that each row shows.
 
-    salt: tells two runs apart that are compared with each other, see `Contrasts`.
+    salt: tells two runs apart that are compared with each other, see `Contrasts`. arms: those that records of schema 3
+    were made of. against: the arm that all others are shown over, where one was chosen.
     """
 
-    def __init__(self, records: Sequence[Record], sessions: Sequence[Session] = (), salt: str = "") -> None:
-        self.sessions = list(sessions)
+    def __init__(
+        self,
+        records: Sequence[Record],
+        sessions: Sequence[Session] = (),
+        salt: str = "",
+        arms: Sequence[ArmRecord] = (),
+        against: str | None = None,
+    ) -> None:
+        self.sessions, self.arms, self.against = list(sessions), list(arms), against
         self.rows = rows(records, sessions)
         self.records = [row.shown for row in self.rows]
-        self.contrasts = Contrasts(salt, self.rows)
+        self.contrasts = Contrasts(salt, self.rows, self.arms)
 
     @classmethod
-    def read(cls, folder: str | Path, salt: str = "") -> Analysis:
-        """Of a results folder. Raises RecordError (a ValueError) where it cannot be read."""
+    def read(cls, folder: str | Path, salt: str = "", against: str | None = None) -> Analysis:
+        """Of a results folder, see `read_records`. Raises RecordError where it cannot be read, and NameUnknown where no
+        arm is called `against`; both are ValueErrors."""
         with collector_paused():
-            return cls(read_records(Path(folder)), read_sessions(Path(folder)), salt)
+            lines = read_lines(Path(folder))
+            try:
+                records = records_of(lines, against)
+            except NameUnknown as error:
+                raise NameUnknown(f"{folder}: {error}") from None
+            return cls(records, read_sessions(Path(folder)), salt, arms_of(lines), against)
 
     @cached_property
     def devices(self) -> list[str]:
@@ -62,7 +77,7 @@ class Analysis:
 
     @cached_property
     def groups(self) -> list[Group]:
-        return groups(self.records)
+        return groups(self.records, self.against)
 
     @cached_property
     def _row_of(self) -> dict[int, Row]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lorabench.record.schema import ARMS, TOTAL, Record
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.cells import host_bound, moved, whole
-from lorabench.report.comparable import spans
+from lorabench.report.comparable import references, spans
 from lorabench.report.groups import Group
 from lorabench.report.published import compared
 from lorabench.report.words import arrow, number, percent
@@ -86,10 +86,10 @@ def buys(row: Row) -> str:
 def _doubts(best: Record, level: Sequence[Record], timed: Sequence[Record], analysis: Analysis) -> list[str]:
     """What stands for and against the answer, the weightiest first."""
     row = analysis.row(best)
-    references = [analysis.row(r)[f"{TOTAL}_reference_ms"] for r in timed]
+    took = references([analysis.row(r) for r in timed])
     said = []
-    if len(spans(references)) > 1:
-        said.append(f"no ranking: the references took {number(min(references))} to {number(max(references))} ms")
+    if len(spans(took)) > 1:
+        said.append(f"no ranking: the references took {number(min(took))} to {number(max(took))} ms")
     elif level:
         said.append("level with " + " and with ".join(analysis.row(r)["toggles"] for r in level))
     if host_bound(row):

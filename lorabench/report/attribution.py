@@ -85,8 +85,10 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
     ratio the product of the increments. Milliseconds are those of the reference beside the highest stack that was
     measured over it, divided by each rung's own ratio: so they add up, whatever the machine did between two cells.
 
-    A start that waits for its host would bring the host's noise into every increment twice. There an increment is the
-    ratio of the two cells' own times, unpaired, and milliseconds are the medians of these.
+    Rungs of one family shared rounds: an increment is then their contrast over these, whether the design shows it or
+    not. In records of schemas 1 and 2 a start that waits for its host would bring the host's noise into every increment
+    twice. There an increment is the ratio of the two cells' own times, unpaired, and milliseconds are the medians of
+    these.
     """
     steps = _steps(records)
     wholes = _wholes(records, steps)
@@ -102,7 +104,8 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
         below = lower.record if lower else None
         under = reached[id(below)] if below else None
         own = contrasts.of(whole) if whole else None
-        step = contrasts.of(steps[n]) if n in steps else None
+        shared = contrasts.beside(whole, lower.whole) if whole and lower and lower.whole and n not in steps else None
+        step = contrasts.of(steps[n]) if n in steps else shared and shared.contrast
         paired = True
         if lower is None:  # the start is what it stands on
             own = step = own or step

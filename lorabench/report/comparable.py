@@ -1,12 +1,15 @@
-"""Which rows of a group compare: those over one reference which took as long, within a tenth. Where it took longer in
-one row than in another, the hosts or clocks were not the same, and no milliseconds rank them."""
+"""Which rows of a group compare: those of one family, which shared their rounds; and those over one reference which
+took as long, within a tenth. Where it took longer in one row than in another, the hosts or clocks were not the same,
+and no milliseconds rank them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from lorabench.record.schema import Record
+from lorabench.record.pairs import AGAINST
+from lorabench.record.schema import TOTAL, Record
 from lorabench.report.shares import REFERENCES_APART
 from lorabench.report.words import number
 
@@ -30,10 +33,22 @@ def parts(records: Sequence[Record], took: Sequence[float]) -> list[tuple[str, l
     return [*_by_time(took, over_base), *apart.items()]
 
 
+def references(rows: Sequence[Mapping[Any, Any]]) -> list[float]:
+    """How long each row's reference took, in milliseconds; in all rows of a family what it took in the first."""
+    took = [float(row[f"{TOTAL}_reference_ms"]) for row in rows]
+    families = [row.get("family") for row in rows]
+    first: dict[Any, float] = {}
+    for family, ms in zip(families, took, strict=True):
+        if isinstance(family, str) and math.isfinite(ms):  # pandas holds None as NaN
+            first.setdefault(family, ms)
+    return [first.get(family, ms) for family, ms in zip(families, took, strict=True)]
+
+
 def _base(records: Sequence[Record]) -> set[str]:
-    """The reference of the row that has it against itself, or else of the most rows."""
+    """The arm that was chosen on reading; else the reference of the row that has it against itself, or of most rows."""
     every = [frozenset(r.reference) for r in records]
-    own = [base for base, r in zip(every, records, strict=True) if r.is_noise_floor]
+    own = [base for base, r in zip(every, records, strict=True) if r.design == AGAINST]
+    own = own or [base for base, r in zip(every, records, strict=True) if r.is_noise_floor]
     return set(own[0] if own else max(every, key=every.count))
 
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from lorabench.record.contrast import Contrast, Speedup, contrast, mean, over_sessions
-from lorabench.record.schema import ARMS, TOTAL, Phase, Record
+from lorabench.record.pairs import by_place, place_of
+from lorabench.record.schema import ARMS, TOTAL, ArmRecord, Phase, Record
 from lorabench.record.store import RecordError
 from lorabench.report.replicates import Row
 
 Phases = tuple[str, ...]
 WHOLE: Phases = (TOTAL,)
+WITHIN, BETWEEN = "within", "between"  # one process, or processes
+
+
+class Direct(NamedTuple):
+    """Two arms of a family over the rounds that they shared, and whether that was within a process or between."""
+
+    contrast: Contrast
+    how: str
 
 
 def toggles(record: Record) -> str:
@@ -19,7 +29,12 @@ def toggles(record: Record) -> str:
     own, against = side(record), versus(record)
     if own:
         return f"{own} versus {against}" if against else own
-    return f"{against or 'reference'} again (A/A{', separate processes' if record.pairing == 'abba' else ''})"
+    return f"{against or 'reference'} again (A/A{', separate processes' if record.separate else ''})"
+
+
+def how(record: Record) -> str:
+    """Whether two arms of a family met within a process or between processes; '' for a record of schemas 1 and 2."""
+    return {"paired": WITHIN, "turns": BETWEEN}.get(record.pairing or "", "") if record.family else ""
 
 
 def side(record: Record) -> str:
@@ -51,11 +66,12 @@ class Contrasts:
     """Record and phases → their contrast, over all sessions of the row, made when first asked for and kept.
 
     `salt` tells two runs apart: one key in two runs must not draw the same rounds, or their errors would cancel.
-    `rows` have the records of other sessions that belong to a record; without them it stands for itself.
+    `rows` have the records of other sessions that belong to a record; without them it stands for itself. `arms` are
+    those of schema 3 that the records were made of.
     """
 
-    def __init__(self, salt: str = "", rows: Iterable[Row] = ()) -> None:
-        self._salt = salt
+    def __init__(self, salt: str = "", rows: Iterable[Row] = (), arms: Iterable[ArmRecord] = ()) -> None:
+        self._salt, self._siblings = salt, by_place(arms)
         self._rows = {id(row.shown): row.measured for row in rows}
         # By identity: two records may have one key. The record is kept, so that its id stays its own.
         self._made: dict[tuple[int, Phases], tuple[Record, Contrast | None]] = {}
@@ -70,13 +86,31 @@ class Contrasts:
 
     def sessions(self, record: Record, phases: Phases = WHOLE) -> list[Contrast]:
         """The contrast of each session that has one."""
-        return [c for r in self._rows.get(id(record), [record]) if (c := self._make(r, phases))]
+        return [c for r in self._measured(record) if (c := self._make(r, phases))]
 
     def speedup(self, record: Record, phases: Phases = WHOLE) -> Speedup | None:
         """The ratio with its interval, computed from the trials: what stands in a record is of the code that wrote it,
         and older intervals were too narrow (docs/intervals.md)."""
         found = self.of(record, phases)
         return found and found.speedup
+
+    def beside(self, record: Record, other: Record, phases: Phases = WHOLE) -> Direct | None:
+        """The time of the other's candidate / the record's, in the sessions in which both were measured together; None
+        where they never shared a round."""
+        others = {place_of(r): r for r in self._measured(other)}
+        made: list[Record] = []
+        for r in self._measured(record):
+            siblings, second = self._siblings.get(place_of(r)), others.get(place_of(r))
+            pair = (
+                siblings and second and siblings.between(siblings.stack(r.candidate), siblings.stack(second.candidate))
+            )
+            made += [pair] if pair and how(pair) else []
+        found = [c for pair in made if (c := self._make(pair, phases))]
+        said = BETWEEN if any(how(pair) == BETWEEN for pair in made) else WITHIN
+        return Direct(over_sessions(found), said) if found else None
+
+    def _measured(self, record: Record) -> list[Record]:
+        return self._rows.get(id(record), [record])
 
     def mean(self, records: Sequence[Record], phases: Phases = WHOLE) -> Contrast | None:
         """Geometric mean of several cells; None where one of them has no ratio."""

@@ -1,6 +1,7 @@
 """How many times as fast one stack is as another, for every two of one table.
 
-Where a record has the two as its arms, its ratio is that of trials made in turn: `direct`. Else it is the ratio of
+Two arms of a family shared rounds: `within` a process or `between` processes. In records of schemas 1 and 2 a record
+that has the two as its arms is of trials made in turn: `direct`. Else it is the ratio of
 their ratios to the reference that both were measured against, `indirect`: what both cells share cancels, and its
 interval has the errors of both. Where the reference itself waited for its host, or was not equally fast in both cells,
 only the two times are left: `unpaired`, whose interval knows nothing of what differs between two processes.
@@ -20,7 +21,7 @@ from lorabench.record.contrast import Speedup
 from lorabench.record.schema import ARMS, Record
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import HOST_BOUND
-from lorabench.report.contrasts import WHOLE
+from lorabench.report.contrasts import BETWEEN, WHOLE, WITHIN, how
 from lorabench.report.grid import Cell, grid
 from lorabench.report.heatmap import MAP
 from lorabench.report.shares import of_two
@@ -53,7 +54,8 @@ def each_against_each(records: Sequence[Record], analysis: Analysis) -> list[Due
     measured = _measured(timed[0], analysis)
     found = []
     for first, second in itertools.combinations(stacks, 2):
-        duel = _direct(first, second, stacks, measured, analysis) or _indirect(first, second, own, analysis)
+        duel = _shared(first, second, own, analysis) or _direct(first, second, stacks, measured, analysis)
+        duel = duel or _indirect(first, second, own, analysis)
         found += [duel] if duel else []
     return found
 
@@ -72,6 +74,12 @@ def _measured(like: Record, analysis: Analysis) -> dict[tuple[Stack, Stack], Rec
     }
 
 
+def _shared(first: str, second: str, own: dict[str, Record], analysis: Analysis) -> Duel | None:
+    """Of two candidates that were measured together; None of the reference, which is in every record."""
+    found = analysis.contrasts.beside(own[first], own[second]) if first in own else None
+    return found and Duel(first, second, found.contrast.speedup, found.how)
+
+
 def _direct(
     first: str,
     second: str,
@@ -82,10 +90,10 @@ def _direct(
     a, b = stacks[first], stacks[second]
     if record := measured.get((b, a)):
         ratio = analysis.speedup(record)
-        return ratio and Duel(first, second, ratio, DIRECT)
+        return ratio and Duel(first, second, ratio, how(record) or DIRECT)
     if record := measured.get((a, b)):
         ratio = analysis.speedup(record)
-        return ratio and Duel(first, second, inverse(ratio), DIRECT)
+        return ratio and Duel(first, second, inverse(ratio), how(record) or DIRECT)
     return None
 
 
@@ -114,11 +122,13 @@ def matrix(duels: Sequence[Duel]) -> Figure | None:
         cells[rows[duel.first], columns[duel.second]] = _cell(duel.ratio, duel.how)
         cells[rows[duel.second], columns[duel.first]] = _cell(inverse(duel.ratio), duel.how)
     farthest = max(0.05, *(abs(cell.value) for cell in cells.values()))
-    said = "above 1 the line's stack is faster than the column's; ±: 95 % interval; bold: direct, ~: unpaired"
+    together = {duel.how for duel in duels} <= {WITHIN, BETWEEN}
+    marks = "bold: within one process, else between processes" if together else "bold: direct, ~: unpaired"
+    said = f"above 1 the line's stack is faster than the column's; ±: 95 % interval; {marks}"
     return grid([*rows.values()], [*columns.values()], cells, said, MAP, TwoSlopeNorm(0, -farthest, farthest))
 
 
-def _cell(ratio: Speedup, how: str) -> Cell:
+def _cell(ratio: Speedup, met: str) -> Cell:
     half = 100 * (ratio.high / ratio.low - 1) / 2
-    mark = "~" if how == UNPAIRED else ""
-    return Cell(math.log(ratio.centre), f"{mark}{ratio.centre:.2f}\n±{number(half, 2)} %", how == DIRECT)
+    mark = "~" if met == UNPAIRED else ""
+    return Cell(math.log(ratio.centre), f"{mark}{ratio.centre:.2f}\n±{number(half, 2)} %", met in (DIRECT, WITHIN))

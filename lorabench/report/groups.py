@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lorabench.contract.kind import kind
+from lorabench.record.pairs import REFERENCE
 from lorabench.record.schema import Record
 from lorabench.report.contrasts import versus
 
@@ -26,9 +27,10 @@ class Group(NamedTuple):
         return self.records[0].versus is not None
 
 
-def groups(records: Iterable[Record]) -> list[Group]:
+def groups(records: Iterable[Record], against: str | None = None) -> list[Group]:
     """Groups in order of first appearance: `model @ workload`, the kind where there are several, and against which
-    reference where the sweep had several (each has an A/A record of its own)."""
+    reference where the sweep had several (each has an A/A record of its own), or where one was chosen."""
+    chosen = f", against {against}" if against not in (None, REFERENCE) else ""
     found: list[Group] = []
     for (model, workload), together in _alike(records).items():
         homes = home_kinds(together)
@@ -37,9 +39,9 @@ def groups(records: Iterable[Record]) -> list[Group]:
             own = [r for r, home in zip(together, homes, strict=True) if home == name]
             suffix = f", {name}" if len(kinds) > 1 else ""
             for side in dict.fromkeys(versus(r) for r in own):  # '': what is no head to head
-                against = f", against {side}" if side else ""
+                head = f", against {side}" if side else chosen
                 members = [r for r in own if versus(r) == side]
-                found += _by_reference(f"{model} @ {workload}{suffix}{against}", name, members)
+                found += _by_reference(f"{model} @ {workload}{suffix}{head}", name, members)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from lorabench.record.schema import TOTAL, Record
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import AnyTable, whole
-from lorabench.report.contrasts import side, versus
+from lorabench.report.contrasts import how, side, versus
 from lorabench.report.groups import Group
 
 CORNER = "× as fast as"
@@ -56,12 +56,13 @@ def _rows(names: Mapping[Stack, str], pairs: Sequence[Record], analysis: Analysi
 
 
 def _says(record: Record, row: Mapping[Any, Any]) -> str:
-    """The ratio with its verdict, or why there is none."""
+    """The ratio with its verdict and how the two met, or why there is none."""
     if not (shown := whole(row)):
         failed = {"reference": versus(record), "candidate": side(record)}.get(record.arm or "")
         return f"{record.status} of {failed}" if failed else record.status
     verdict = row["verdict"]
-    return shown if verdict in (None, "unclear") else f"{shown} {verdict}"
+    said = shown if verdict in (None, "unclear") else f"{shown} {verdict}"
+    return ", ".join(filter(None, (said, how(record))))
 
 
 def _inverse(row: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -18,7 +18,7 @@ def labels(records: Sequence[Record], sessions: Sequence[Mapping[str, Any]]) -> 
     names = [toggles(record) for record in records]
     seeds = {session["id"]: _seed(session.get("command") or []) for session in sessions}
     differences: list[Callable[[Record], str]] = [
-        lambda r: "separate processes" if r.pairing == "abba" else "",
+        lambda r: "separate processes" if r.separate else "",
         lambda r: seeds.get(r.session, ""),
         lambda r: r.design,
         lambda r: f"cell {r.key[:6]}",

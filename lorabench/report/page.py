@@ -98,6 +98,9 @@ GLOSSARY = {
     "J per 1000 real tokens": "what the whole GPU took while each arm stepped alone for some seconds after the trials",
     "abba": "the arms did not fit together, or a patch reaches beyond its model: separate processes, in A B B A order, "
     "and an interval of the spread between them",
+    "turns": "a patch of an arm reaches beyond its model, so it sat in processes of its own: round by round between "
+    "processes, and an interval of the spread between them",
+    "within, between": "two arms over the rounds that they shared, within one process or between processes",
 }
 
 
@@ -137,6 +140,7 @@ def page(
         counts=_counts(records),
         recommendation=recommendation,
         overhead=f"{100 * share:.0f} %" if math.isfinite(share) else "",
+        trials=shown.trials,
         wall=number(sum(r.cost.wall for r in records if r.cost) / 60),
         where=_where(sessions),
         answers=[(answer, place[id(answer.record)] if answer.record else None) for answer in answers(analysis)],

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from lorabench.record.schema import TOTAL, Record
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.cells import host_bound
-from lorabench.report.comparable import parts
+from lorabench.report.comparable import parts, references
 from lorabench.report.figure import lines
 
 BLUE, ORANGE, GREEN, VERMILLION, GREY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777", "#CC79A7"
@@ -68,7 +68,7 @@ def panels_of(analysis: Analysis) -> list[Panel]:
     found = []
     for group in analysis.groups:
         rows = [Mark(record, analysis.row(record)) for record in analysis.ordered(group)]
-        alike = parts([mark.record for mark in rows], [mark.row[f"{TOTAL}_reference_ms"] for mark in rows])
+        alike = parts([mark.record for mark in rows], references([mark.row for mark in rows]))
         marks = [rows[n]._replace(part=said) for said, members in alike for n in members]
         found.append(Panel(group.title, group.kind, marks))
     return found

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from lorabench.record.pairs import AGAINST
 from lorabench.record.schema import Record
 
 # What a single cell says for itself, and what is of the whole sweep.
@@ -25,6 +26,9 @@ def rerun(record: Record, command: Sequence[object]) -> str:
     words = [str(word) for word in command]
     module = next((word for word in words if word in COMMANDS), None)
     given = words[words.index(module) + 1 :] if module else []
+    if record.design == AGAINST:  # no sweep measures such a cell alone: its two arms were measured with their family
+        kept = [word for word in given if word.lstrip("+~").partition("=")[0] not in ("output", "resume")]
+        return shlex.join(["python", "-m", "lorabench.sweep", *kept, "output=output/rerun"])
     # The least work of a kind is planned as one of that kind's cells: then what the sweep was told of the kind stands.
     named = set(OWN) - ({"ablations"} if _is_separate_floor(record) else set())
     if not record.is_candidate:
@@ -58,7 +62,7 @@ def _compared(record: Record, suite: bool) -> list[str]:
 def _is_separate_floor(record: Record) -> bool:
     """The reference against itself in separate processes: planned for the sake of the cells that are measured so, and
     thus with all that the sweep was told to measure."""
-    return record.is_noise_floor and record.pairing == "abba"
+    return record.is_noise_floor and record.separate
 
 
 def _list(names: Sequence[str]) -> str:

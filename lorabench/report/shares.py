@@ -1,6 +1,7 @@
 """How near a row is to the least work that there is: that work's time / the row's, over the phases that its kind names.
 
-The two were never in one cell: it is the ratio of their speed-ups over the reference, each measured in pairs, which
+Two arms of a family shared rounds, and the share is their contrast over these. In records of schemas 1 and 2 the two
+were never in one cell. There it is the ratio of their speed-ups over the reference, each measured in pairs, which
 cancels what differs between two GPUs or their clocks. Where the reference waits for its host, or was not equally fast
 in both cells, it would bring in what differs between the hosts instead; then it is the ratio of the two times as they
 are, not paired.
@@ -24,12 +25,14 @@ REFERENCES_APART = 0.10
 
 
 class Share(NamedTuple):
-    """A fraction of the least work's speed with its 95 % interval. paired: by way of the reference of both cells."""
+    """A fraction of the least work's speed with its 95 % interval. paired: over shared rounds, or by way of the
+    reference of both cells. how: of shared rounds, whether `within` a process or `between` processes."""
 
     centre: float
     low: float
     high: float
     paired: bool
+    how: str = ""
 
 
 class ShareOf(NamedTuple):
@@ -67,8 +70,10 @@ class Shares:
             if not record.is_candidate and record.status == "ok":
                 self._least.setdefault((record.kind, *self._place(record)), record)
 
-    def _place(self, record: Record) -> tuple[str, str, str, frozenset[str]]:
-        return self._device[id(record)], record.model, record.workload, frozenset(record.reference)
+    def _place(self, record: Record) -> tuple[str, str, str, str | frozenset[str]]:
+        """What a record and what bounds it have in common: the family, or in schemas 1 and 2 the reference."""
+        together = record.family or frozenset(record.reference)
+        return self._device[id(record)], record.model, record.workload, together
 
     def of(self, record: Record, share: ShareOf) -> Share | None:
         """None for a record without times and for one that nothing bounds."""
@@ -86,6 +91,8 @@ def ratio_of_ratios(record: Record, least: Record, phases: Phases, contrasts: Co
 def of_two(record: Record, other: Record, phases: Phases, contrasts: Contrasts, waits: bool) -> Share | None:
     """The time of `other` / the record's, both of the candidate. waits: whether the reference waits for its host, which
     leaves no pairing through it."""
+    if direct := contrasts.beside(record, other, phases):
+        return Share(*direct.contrast.speedup, paired=True, how=direct.how)
     ours, bound = contrasts.of(record, phases), contrasts.of(other, phases)
     if ours is None or bound is None:
         return None

@@ -11,13 +11,15 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from lorabench.record.schema import TOTAL
+from lorabench.plan.estimate import duration
+from lorabench.record.costs import trials_share
 from lorabench.report import comparable
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import AGAINST, TIME, TOGGLE, AnyTable, TextGroup, all_columns, giving_way, text_groups
 from lorabench.report.claim_tables import claim_tables
 from lorabench.report.head_to_head import matrices
 from lorabench.report.packing import packing_tables
+from lorabench.report.words import percent
 
 GROUP = "group"
 
@@ -25,7 +27,7 @@ GROUP = "group"
 class Shown(NamedTuple):
     """`groups`: in parts within which rows compare. `columns`: those of all groups, for one table of them all;
     `giving_way`: those that it can do without, first the least important. `predicted`: what was known beforehand,
-    beside what was measured."""
+    beside what was measured. `trials`: what share of the wall time they were, '' where no arm says."""
 
     groups: list[TextGroup]
     columns: list[str]
@@ -33,6 +35,7 @@ class Shown(NamedTuple):
     head_to_head: list[AnyTable]
     predicted: list[AnyTable]
     claims: list[AnyTable]
+    trials: str = ""
 
 
 def show(analysis: Analysis) -> Shown:
@@ -40,7 +43,12 @@ def show(analysis: Analysis) -> Shown:
     groups = [part for group in found for part in parts(group, analysis)]
     columns = time_first(all_columns(found, records))
     beside = matrices(analysis), packing_tables(analysis), claim_tables(analysis)
-    return Shown(groups, columns, giving_way(records), *beside)
+    return Shown(groups, columns, giving_way(records), *beside, _trials(analysis))
+
+
+def _trials(analysis: Analysis) -> str:
+    share, wall = trials_share(analysis.arms)
+    return f"Trials were {percent(share)} of {duration(wall)} of wall time." if wall else ""
 
 
 def in_groups(shown: Shown, analysis: Analysis) -> pd.DataFrame:
@@ -63,7 +71,7 @@ def time_first(columns: Sequence[str]) -> list[str]:
 def parts(group: TextGroup, analysis: Analysis) -> list[TextGroup]:
     """The group's rows by how long their references took, see `comparable`. What is said of the whole group stands
     below the last part."""
-    took = [float(analysis.row(record)[f"{TOTAL}_reference_ms"]) for record in group.records]
+    took = comparable.references([analysis.row(record) for record in group.records])
     whole = group._replace(columns=time_first(group.columns))
     found = [_part(whole, said, members) for said, members in comparable.parts(group.records, took)]
     found[-1] = found[-1]._replace(tables=group.tables)

@@ -27,7 +27,7 @@ def markdown(shown: Shown) -> str:
             parts += [f"### {md(caption)}", _md_table(headings, more)]
     for caption, headings, rows in [*shown.head_to_head, *shown.predicted, *shown.claims]:
         parts += [f"## {md(caption)}", _md_table(list(map(md, headings)), rows)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *([md(shown.trials)] if shown.trials else [])]) + "\n"
 
 
 def md(text: str) -> str:
@@ -87,7 +87,7 @@ def terminal_table(shown: Shown, width: int = 120) -> Table:
     longest = max(36, width // 3)
     groups = [(group.title, [_narrow(row, longest) for row in group.rows]) for group in shown.groups]
     columns = _that_fit(shown, [row for _, rows in groups for row in rows], width)
-    table = Table(show_lines=False)
+    table = Table(show_lines=False, caption=shown.trials or None, caption_justify="left")
     for column in columns:
         table.add_column(Text(column), overflow="fold", no_wrap=column == WHOLE)
     for title, rows in groups:

@@ -54,7 +54,7 @@ def tidy(
     of_limit, _low, _high, _paired: limit's time / candidate's time, both of the limit's phases, and of_limit_forward of
     forward alone (see `shares`). limit: least work, no candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only
     where a record has several jobs or ranks. side, versus: of a head to head, the sides that are candidate and
-    reference; only where there is one.
+    reference; only where there is one. family: of both arms, only in records that were made of such.
     device: from environment.json.
     """
     records = [row.shown for row in rows]
@@ -92,6 +92,7 @@ def _row(record: Record, label: str, device: str, took: dict[str, float]) -> dic
     row: dict[str, Any] = {
         "key": record.key,
         "session": record.session,
+        **({"family": record.family} if record.family else {}),
         "device": device,
         "kind": record.kind,
         "model": record.model,
@@ -313,7 +314,7 @@ def overhead_share(records: Sequence[Record]) -> float:
 
 _ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
 _WHERE_PRESENT = {
-    *("side", "versus", "unequal", "jobs", "job_tokens", "job_r", "job_gate"),
+    *("family", "side", "versus", "unequal", "jobs", "job_tokens", "job_r", "job_gate"),
     *_ARMS_OF("ranks", "rank_spread", "j_per_ktok"),
 }  # fmt: skip
 
@@ -338,7 +339,7 @@ def _order(records: Sequence[Record]) -> list[str]:
         *("grad_error", "grad_allowed", "loss_error", "loss_allowed", "unequal", "worst_tensor", "tolerance"),
         *("applied", "jobs", "job_tokens", "job_r", "job_gate", *_ARMS_OF("ranks", "rank_spread")),
         *("reference", "candidate", "design", "pairing", "processes", "arm", "noise_record", *_least_kinds()),
-        *("wall_s", "overhead_share", "device", "session", "key", "kind"),
+        *("wall_s", "overhead_share", "device", "session", "family", "key", "kind"),
     ]
 
 

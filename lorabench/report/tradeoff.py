@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 
 from lorabench.record.schema import TOTAL
 from lorabench.report.analysis import Row
-from lorabench.report.comparable import spans
+from lorabench.report.comparable import references, spans
 from lorabench.report.figure import SMALL, TWO_LINES, WIDTH, extent, short, size_of
 from lorabench.report.panels import (
     BLUE,
@@ -43,7 +43,6 @@ FOOT = 0.25  # inches below the last panels
 LETTERS = 12.5  # of a title on an inch
 COLUMNS, HANDLE = 3, 0.5  # of the key at most; inches of a column beside its text
 MS, GIB = f"{TOTAL}_candidate_ms", "candidate_peak_gib"
-REFERENCE_MS = f"{TOTAL}_reference_ms"
 COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, "#56B4E9", GREY)
 ITSELF, BLACK = "reference", "#000000"
 LETTERS_OF_NAME = 48  # on a line of the key
@@ -93,8 +92,8 @@ class Frame(NamedTuple):
             kept = front(points)
             edge = [(right, kept[0].ms), *((p.gib, p.ms) for p in kept), (kept[-1].gib, top)]
         else:
-            references = [point.row[REFERENCE_MS] for point in points]
-            took = min(references), max(references)
+            ms = references([point.row for point in points])
+            took = min(ms), max(ms)
             top = 1.12 * max(highest, took[1])
             remarks.append(f"the reference took {number(took[0])} to {number(took[1])} ms: no front")
         if missing := sum(m.record.is_candidate for m in panel.marks) - len(marks):
@@ -184,7 +183,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 def compare(rows: Sequence[Row]) -> bool:
     """Whether these rows' references took as long, within a tenth: only then may their milliseconds be ranked."""
-    return len(spans(row[REFERENCE_MS] for row in rows)) < 2
+    return len(spans(references(rows))) < 2
 
 
 def _laid_out(

@@ -19,9 +19,10 @@ class Report:
         self.folder, self.analysis, self.shown = folder, analysis, shown
 
     @classmethod
-    def of(cls, folder: str | Path) -> Report:
+    def of(cls, folder: str | Path, against: str | None = None) -> Report:
+        """against: the name of the arm that all others are shown over; the reference, unless one is named."""
         with collector_paused():
-            analysis = Analysis.read(folder)
+            analysis = Analysis.read(folder, against=against)
             return cls(Path(folder), analysis, show(analysis))
 
     def write(self) -> list[Path]:

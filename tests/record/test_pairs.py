@@ -302,6 +302,17 @@ def test_a_line_that_is_no_record_is_named_with_its_number(tmp_path, simulated, 
     assert words in str(raised.value)
 
 
+def test_arms_that_lack_what_their_kind_asks_of_a_pair_cost_one_line(tmp_path, simulated):
+    written(tmp_path, [simulated.arm(), simulated.arm(["a"], numerics=None)])
+    with pytest.raises(RecordError, match=r"two arms do not make a pair: .*numerics"):
+        read_records(tmp_path)
+
+
+def test_the_reference_and_its_twin_are_judged_once(simulated):
+    (made,) = pairs([simulated.arm(), simulated.twin(numerics=None)])
+    assert made.status == "ok" and made.numerics.passed
+
+
 def test_an_arm_whose_notes_json_cannot_hold_is_stored_as_a_crash(tmp_path, simulated):
     arm = simulated.arm(["a"]).model_copy(update={"notes": {"x": object()}})
     with Store(tmp_path) as store:

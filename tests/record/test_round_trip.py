@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from lorabench.contract.kind import registered
 from lorabench.record.schema import (
     TOTAL,
+    ArmJob,
     ArmMemory,
+    ArmRecord,
+    ArmTokens,
     Cost,
     Energy,
     JobRecord,
@@ -23,11 +26,12 @@ from lorabench.record.schema import (
     PhaseRoofline,
     RankSpread,
     Record,
+    Shown,
     Status,
     Telemetry,
     Tokens,
 )  # fmt: skip
-from lorabench.record.store import Store, read_records
+from lorabench.record.store import Line, Store, read_lines
 
 ANY = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)  # JSON has no surrogates; see test_odd_answers
@@ -52,7 +56,7 @@ json_like = st.recursive(
 )
 jobs = full(JobRecord, tokens=tokens, numerics=st.none() | numerics, tflop=st.dictionaries(TEXT, NUMBER, max_size=2))
 optional = {
-    "versus": st.none() | st.lists(TEXT, min_size=1, max_size=3),
+    "versus": st.none() | st.lists(TEXT, min_size=1, max_size=3), "family": st.none() | TEXT,
     "replicate": st.integers(min_value=0), "processes": st.none(),
     "arm": st.none() | ARMS, "rank": st.none() | st.integers(), "tokens": st.none() | tokens,
     "memory": st.none() | st.dictionaries(ARMS, full(ArmMemory)),
@@ -102,11 +106,47 @@ def records(draw: Any) -> Record:
     return Record(**fields, status=status, reason=reason)
 
 
-def stored(record: Record) -> Record:
+shown = full(Shown, rung=st.none() | st.integers(1, 9), versus=optional["versus"])
+arm_jobs = full(
+    ArmJob, tokens=full(ArmTokens), numerics=st.none() | numerics, tflop=st.dictionaries(TEXT, NUMBER, max_size=2)
+)
+of_an_arm = {
+    **dict.fromkeys(("family", "session", "model", "workload", "arm"), TEXT),
+    "replicate": st.integers(min_value=0), "kind": named["kind"], "toggles": st.lists(TEXT, max_size=3),
+    "role": st.sampled_from(["reference", "twin", "candidate"]), "shown": st.lists(shown, max_size=2),
+    "rank": optional["rank"], "trials": st.integers(1, 9), "tokens": st.none() | full(ArmTokens),
+    "memory": st.none() | full(ArmMemory), "jobs": st.none() | st.dictionaries(TEXT, arm_jobs, max_size=2),
+    "ranks": st.none() | full(RankSpread), "applied": optional["applied"], "notes": optional["notes"],
+    "said": optional["notes"], "roofline": st.none() | st.dictionaries(TEXT, full(PhaseRoofline), max_size=2),
+    "energy": st.none() | full(Energy, joules=MS, seconds=MS),
+    **{name: optional[name] for name in ("telemetry", "cost", "log")},
+}  # fmt: skip
+
+
+@st.composite
+def arm_records(draw: Any) -> ArmRecord:
+    """A line of any status, with every field that the status may have."""
+    fields = {name: draw(strategy) for name, strategy in of_an_arm.items()}
+    status, turns = draw(st.sampled_from(get_args(Status))), draw(st.integers(1, 4))
+    numbers, ms = (
+        st.lists(st.integers(0, 99), min_size=turns, max_size=turns),
+        st.lists(MS, min_size=turns, max_size=turns),
+    )
+    fields |= {"rounds": draw(numbers), "seats": draw(numbers), "phases": {}, "reason": draw(TEXT) or "why"}
+    fields["numerics"] = draw(st.none() | numerics)
+    if status == "ok":
+        some = draw(st.sets(st.sampled_from(registered()[fields["kind"]].phases), min_size=1))
+        fields |= {"phases": {name: draw(ms) for name in some}, "reason": draw(st.none() | TEXT)}
+        fields["numerics"] = fields["numerics"] and fields["numerics"].model_copy(update={"passed": True})
+    assert {*fields, "status", "schema_"} == {*ArmRecord.model_fields}  # none is left out
+    return ArmRecord(**fields, status=status)
+
+
+def stored(record: Line) -> Line:
     with tempfile.TemporaryDirectory() as folder:
         with Store(Path(folder)) as store:
             store.append(record)
-        (found,) = read_records(Path(folder))
+        (found,) = read_lines(Path(folder))
         return found
 
 
@@ -122,7 +162,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @settings(max_examples=300, **ANY)
-@given(record=records())
+@given(record=records() | arm_records())
 def test_a_record_is_read_as_it_was_written(record):
     found = stored(record)
     assert found.status == record.status, found.reason
@@ -141,9 +181,9 @@ strange = st.recursive(
 @settings(max_examples=200, **ANY)
 @given(notes=st.dictionaries(st.text(max_size=5), strange, max_size=2))
 def test_whatever_notes_hold_the_record_can_be_read(notes):
-    record = Record.model_construct(**{**BASE, "notes": notes})
+    record = ArmRecord.model_construct(**{**BASE, "notes": notes})
     found = stored(record)
-    assert found.key == "k" and (found.status == "unsupported" or "cannot be written as JSON" in (found.reason or ""))
+    assert found.arm == "a" and (found.status == "unsupported" or "cannot be written as JSON" in (found.reason or ""))
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -156,11 +196,11 @@ def nested(depth: int) -> dict[str, Any]:
 @settings(max_examples=20, **ANY)
 @given(depth=st.integers(1, 3000))
 def test_notes_of_any_depth(depth):
-    found = stored(Record.model_construct(**{**BASE, "notes": nested(depth)}))
-    assert found.key == "k" and json.loads(found.model_dump_json())["key"] == "k"
+    found = stored(ArmRecord.model_construct(**{**BASE, "notes": nested(depth)}))
+    assert found.arm == "a" and json.loads(found.model_dump_json())["arm"] == "a"
 
 
 BASE = {
-    "schema_": 2, "kind": "train", "key": "k", "session": "s", "model": "m", "workload": "w", "design": "solo",
-    "reference": [], "candidate": [], "ablations": ["a"], "status": "unsupported", "reason": "why",
+    "schema_": 3, "family": "f", "session": "s", "kind": "train", "model": "m", "workload": "w", "arm": "a",
+    "role": "candidate", "toggles": ["a"], "shown": [], "status": "unsupported", "reason": "why",
 }  # fmt: skip

@@ -89,6 +89,29 @@ def test_processes_by_hand():
         contrast(reference, candidate, False, processes=([2, 3], [2, 2]))
 
 
+def test_rounds_between_processes_by_hand():
+    """Two processes of two rounds and one of one: the centres of their log ratios, then Student's t of the three."""
+    ratios, sizes = [0.1, 0.3, 0.4, 0.4, 0.9], [2, 2, 1]
+    reference, candidate = np.exp(np.add(ratios, 2.0)), np.exp([2.0] * 5)
+    both = contrast(reference, candidate, True, processes=(sizes, sizes)).estimate
+    values = np.array([0.2, 0.4, 0.9])
+    by_scipy = scipy_stats.ttest_1samp(values, 0)
+    assert (both.log, both.freedom) == (pytest.approx(0.5), 2)
+    assert both.log / both.error == pytest.approx(by_scipy.statistic)
+    for single in (([5], sizes), (sizes, [5])):
+        found = contrast(reference, candidate, True, processes=single).estimate
+        assert found.log == pytest.approx(0.5) and found.freedom == 2
+        assert found.error == pytest.approx(values.std(ddof=1) * math.sqrt(1 / 3 + 1))
+
+
+def test_of_one_pair_of_processes_there_is_the_error_within_it():
+    reference, candidate = trials(1.3)
+    within, between = (contrast(reference, candidate, True, processes=own) for own in (None, ([30], [30])))
+    assert between.estimate == within.estimate
+    with pytest.raises(ValueError, match="one number each"):
+        contrast(reference, candidate, True, processes=([10, 20], [20, 10]))
+
+
 def test_the_interval_leaves_one_out_where_p_is_below_five_per_cent():
     for seed in range(40):
         reference, candidate = trials(1.008, seed=seed)

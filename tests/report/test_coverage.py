@@ -46,6 +46,22 @@ def test_four_processes_an_arm(simulation, between):
     assert BAND[0] <= share <= BAND[1]
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_thirty_rounds_between_four_seats_that_differ_by_a_tenth(simulation, single):
+    random = np.random.default_rng(6)
+    share = simulation.covered(lambda: simulation.between_seats(4, 0.1, single, random), RUNS)
+    assert BAND[0] <= share <= BAND[1]
+
+
+def test_the_reference_in_one_seat_would_be_trusted_too_much_without_its_own_spread(simulation):
+    """As if all of four seats' differences were independent."""
+    random, held = np.random.default_rng(7), 0
+    for _ in range(300):
+        estimate = simulation.between_seats(4, 0.1, True, random).estimate
+        held += abs(estimate.log) <= estimate._replace(error=estimate.error / np.sqrt(5)).reach
+    assert held / 300 < 0.8
+
+
 def test_a_family_of_separate_cells_of_the_reference_against_itself_rarely_differs(simulation):
     assert simulation.false_families(8, 1.0, 100, np.random.default_rng(4)) <= 0.1
 
