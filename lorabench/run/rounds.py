@@ -68,6 +68,7 @@ class Rounds:
         self.opened = 0
         self.trials_a_turn = 1
         self.stopped = False  # before the last round
+        self.begun = 0  # rounds of the blocks so far
         self.overhead: dict[str, float] = {}  # seconds that belong to no arm
         self.uuid = (machine.gpu or {}).get("uuid")
         self.meter = Meter(self.uuid)
@@ -252,7 +253,9 @@ class Rounds:
     def _play(self, alone: Sequence[Entry]) -> None:
         self.trials_a_turn = self._trials()
         everyone = [*self._ready(), *alone]
-        rounds = list(range(self.family.rounds))
+        # Numbers of their own in each block: what was not in one round must not look as if it were.
+        rounds = list(range(self.begun, self.begun + self.family.rounds))
+        self.begun += self.family.rounds
         taking = self._shares(rounds)
         sketched = set(self.random.sample(taking.common, min(SKETCHED, len(taking.common))))
         parts = self._parts(rounds, alone)
@@ -473,7 +476,7 @@ class Rounds:
         first = entry.ended is None
         try:
             answers: list[Ended] = self._asked(
-                seat, entry, "end", entry.name, (self.family.rounds + 1) * TURN, usual, first and not by_turns
+                seat, entry, "end", entry.name, (self.begun + 1) * TURN, usual, first and not by_turns
             )
         except Left:
             if entry.stack.is_reference and len(self._candidates()) > 1:
