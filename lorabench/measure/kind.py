@@ -26,7 +26,9 @@ from lorabench.record.schema import Numerics
 
 EVIDENCE = "evidence"  # folder inside the sweep's own for what a cell's arms are certified by; emptied after each cell
 Begin = Callable[[str], None]  # called with a phase's name where it begins; the end of the trial ends the last one
-TURN = 64  # trial numbers of a round: that of a timed trial is round * TURN + its position in its arm's turn
+# A timed trial's number is (drawn * ROUNDS + round) * TURN + its position in its arm's turn. `drawn` is another one
+# for each, the same in all arms: its data follows from the number, and so nobody can work ahead.
+TURN, ROUNDS = 64, 1 << 16
 Verdicts = Iterator[tuple[str, str, Numerics]]  # (arm, job, verdict); the job is "" where there is but one
 
 

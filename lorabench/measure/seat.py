@@ -79,7 +79,7 @@ class Made:
 class Ended:
     """What is known of an arm after its last turn."""
 
-    last: Any = None
+    last: dict[str, Any] = field(default_factory=dict)
     said: dict[str, Any] = field(default_factory=dict)
     roofline: dict[str, PhaseRoofline] | None = None
     energy: Energy | None = None
@@ -120,6 +120,7 @@ class Seat:
         self.host: dict[str, list[trial.Trial]] = {}  # timed trials of each arm
         self.base = Base(Path(seating.scratch))
         self.written = ""  # checksum of the base when the first arm was ready
+        self.turned = ""  # whose turn was the last
         self.now = "starting"
 
     def call(self, what: str, *arguments: Any) -> Answer:
@@ -249,6 +250,8 @@ class Seat:
         gc.disable()
         try:
             if not on:
+                self._forget_turn()
+                self.turned = name
                 arm.kind.clear(arm)
                 arm.kind.begin(arm, numbers[0])
             for number in numbers:
@@ -263,6 +266,12 @@ class Seat:
         self.host[name] += [one.trial for one in made]
         gc.collect(0)
         return made
+
+    def _forget_turn(self) -> None:
+        """What the last arm has made of this round's tokens, which another one could take for its own."""
+        if before := self.arms.get(self.turned):
+            before.kind.clear(before)
+            before.kind.begin(before)
 
     def sketched(self, name: str, number: int) -> Any:
         """What the last trial left, which had this number."""
@@ -279,8 +288,8 @@ class Seat:
             arm.kind.clear(arm)
             arm.kind.feed(arm, number)
             into.last = arm.kind.last(arm, partial(trial.run_trial, arm))
-            times = {p: [t.device_ms[p] for t in self.host[name]] for p in self.host[name][0].device_ms}
-            into.said = arm.kind.said(arm, times)
+            if timed := self.host[name]:  # none, where the process was started again after the last round
+                into.said = arm.kind.said(arm, {p: [t.device_ms[p] for t in timed] for p in timed[0].device_ms})
             arm.kind.clear(arm)
         with _seconds(into, "energy"):
             if measure_energy and arm.kind.counts(arm):
@@ -300,10 +309,10 @@ class Seat:
         into.tflop = {job.name: work.tflop for job, work in zip(cell.jobs, works, strict=False)}
         ceiling = self.seating.ceiling_tflops  # of one device; the work is that of all ranks together
         of_all = ceiling and ceiling * arm.ranks.size
-        done = self.host[stack.name]
-        into.roofline = roofline.phase_rooflines(
-            done, profile.device_busy(arm), sum(works, Work()), of_all, arm.kind.rates(arm)
-        )
+        if done := self.host[stack.name]:
+            into.roofline = roofline.phase_rooflines(
+                done, profile.device_busy(arm), sum(works, Work()), of_all, arm.kind.rates(arm)
+            )
 
     def cross(self, name: str, reference: str) -> Any:
         """What the reference's model says of this arm's evidence."""

@@ -26,7 +26,7 @@ from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.measure import fairness
 from lorabench.measure.energy import Meter
-from lorabench.measure.kind import TURN
+from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Ended, Failed, Ready, Seating
 from lorabench.measure.telemetry import Sampler
 from lorabench.measure.trial import Trial
@@ -42,6 +42,7 @@ SKETCHED = 6  # rounds whose gradients are compared beside the losses of all, pi
 LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
 BY_TURNS_MS = 300.0  # a turn of so long moves the GPU's energy counter three times
+NO_EVIDENCE = (AttributeError, KeyError, TypeError, ValueError)  # where an answer is not what its kind's arms say
 DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
 
 
@@ -64,6 +65,7 @@ class Rounds:
         self.entries = {stack.name: Entry(stack) for stack in family.stacks}
         self.dtype = getattr(torch, machine.dtype(family.reference.model.dtype))
         self.random = random.SystemRandom()  # a toggle must not know which trials are looked at
+        self.final = self._number(0, 0)  # of the trial after the last turn
         self.seats: list[Seated] = []
         self.opened = 0
         self.trials_a_turn = 1
@@ -80,6 +82,8 @@ class Rounds:
         began = time.perf_counter()
         try:
             self._run()
+        except Lost as lost:  # when it was nobody's turn
+            raise Suspicion(str(lost)) from None
         finally:
             for seat in self.seats:
                 seat.desk.close()
@@ -200,6 +204,8 @@ class Rounds:
             return Failed(lost.status, str(lost), spoilt=True)
         took = time.perf_counter() - began
         failed = next((a for a in answers if isinstance(a, Failed)), None)
+        if failed is None and not all(isinstance(a, Ready) for a in answers):
+            failed = Failed("untrusted", "what it answered is no answer", spoilt=True)
         ready: list[Ready] = [a for a in answers if isinstance(a, Ready)]
         for part, seconds in ready[0].seconds.items() if ready else ():
             entry.spent(part, seconds)
@@ -229,7 +235,7 @@ class Rounds:
         """The same seat in a new process, without who spoilt the old one. The rounds of the others stay."""
         names = [name for name in seat.names if self.entries[name].ok]
         self._close(seat, judged=False)
-        fresh = self._open(seat.alone)
+        fresh = seat.again = self._open(seat.alone)
         lost = self._opened(fresh)
         for name in names:
             entry = self.entries[name]
@@ -257,7 +263,9 @@ class Rounds:
         rounds = list(range(self.begun, self.begun + self.family.rounds))
         self.begun += self.family.rounds
         taking = self._shares(rounds)
-        sketched = set(self.random.sample(taking.common, min(SKETCHED, len(taking.common))))
+        # The last one among them: after it nobody would look any more.
+        early, last = taking.common[:-1], taking.common[-1:]
+        sketched = {*last, *self.random.sample(early, min(SKETCHED - 1, len(early)))}
         parts = self._parts(rounds, alone)
         if self.journal:
             self.journal.begin(self.drafts())
@@ -335,24 +343,29 @@ class Rounds:
         """One turn of every arm, in fresh random order."""
         self.tell(f"round {number + 1} of {self.family.rounds}")
         at = self.random.randrange(self.trials_a_turn) if sketch else None
+        numbers = [self._number(number, place) for place in range(self.trials_a_turn)]
         turns: dict[str, list[Turn]] = {}
         places = [(seat.alone, e) for e in entries for seat in self.seats if e.name in seat.names]
         for alone, entry in self.random.sample(places, len(places)):
             # Asked anew each time: a seat may have been started again since the round began.
             seat = next((s for s in self.seats if s.alone == alone and entry.name in s.names), None)
-            if entry.ok and seat is not None and (turn := self._turn(seat, entry, number, at)):
+            if entry.ok and seat is not None and (turn := self._turn(seat, entry, number, numbers, at)):
                 turns.setdefault(entry.name, []).append(turn)
         if self.journal:
             self.journal.round(number, turns)
 
-    def _turn(self, seat: Seated, entry: Entry, number: int, sketch_at: int | None) -> Turn | None:
-        numbers = [(number + 1) * TURN + n for n in range(self.trials_a_turn)]
-        cut = len(numbers) if sketch_at is None else sketch_at + 1
-        began, energy = time.perf_counter(), self.meter.read()
+    def _number(self, number: int, place: int) -> int:
+        """Of a trial of this round."""
+        return (self.random.getrandbits(32) * ROUNDS + number + 1) * TURN + place
+
+    def _turn(
+        self, seat: Seated, entry: Entry, number: int, numbers: Sequence[int], sketch_at: int | None
+    ) -> Turn | None:  # fmt: skip
+        """A call for each trial: the arm must not know which one is looked at, nor what comes next."""
+        began, energy, made = time.perf_counter(), self.meter.read(), list[Trial]()
         try:
-            made = self._made(seat, entry, numbers[:cut], sketch=sketch_at is not None)
-            if numbers[cut:]:
-                made += self._made(seat, entry, numbers[cut:], on=True)
+            for place, own in enumerate(numbers):
+                made += self._made(seat, entry, own, on=place > 0, sketch=place == sketch_at)
             self._check(entry, made, number)
         except Left:
             return None
@@ -372,14 +385,12 @@ class Rounds:
         entry.turns.append(turn)
         return turn
 
-    def _made(
-        self, seat: Seated, entry: Entry, numbers: Sequence[int], on: bool = False, sketch: bool = False
-    ) -> list[Trial]:
-        """The trials of a turn, of the slowest rank each; what was seen of them goes to the evidence. `on`: the turn
-        goes on; `sketch`: of the last one the gradients are looked at, which it does not know before. Raises Left."""
+    def _made(self, seat: Seated, entry: Entry, number: int, on: bool, sketch: bool) -> list[Trial]:
+        """One trial, of the slowest rank; what was seen of it goes to the evidence. `on`: its turn has begun before;
+        `sketch`: its gradients are looked at, which it does not know before. Raises Left."""
         ranks = entry.stack.ranks
         try:
-            answers = seat.desk.turn(entry.name, numbers, on, ranks)
+            answers = seat.desk.turn(entry.name, [number], on, ranks)
         except Doubtful as doubt:
             self._gone(seat, entry, "untrusted", str(doubt), spoilt=True)
             raise Left from None
@@ -389,13 +400,11 @@ class Rounds:
         self._look_for_failure(seat, entry, answers)
         sketches: list[Any] = [{}] * ranks
         if sketch:
-            sketches = self._asked(seat, entry, "sketched", entry.name, numbers[-1])
+            sketches = self._asked(seat, entry, "sketched", entry.name, number)
         try:
-            for evidence, made, sketched in zip(seat.evidence[entry.name], answers, sketches, strict=True):
-                for number, one in zip(numbers, made, strict=True):
-                    last = sketched if number == numbers[-1] else {}
-                    kind(entry.stack.kind).take(evidence, number, one.seen, last)
-        except (KeyError, TypeError, ValueError) as error:
+            for evidence, (one,), sketched in zip(seat.evidence[entry.name], answers, sketches, strict=True):
+                kind(entry.stack.kind).take(evidence, number, one.seen, sketched)
+        except NO_EVIDENCE as error:
             self._gone(seat, entry, "untrusted", f"its evidence is none: {described(error)}", spoilt=True)
             raise Left from None
         if ranks > 1:
@@ -434,6 +443,8 @@ class Rounds:
             self.journal.left(entry.name, status, reason)
         if not spoilt:
             return
+        if entry.stack.is_reference and len(self._candidates()) > 1:
+            raise Suspicion(reason)
         if seat.alone:
             self._close(seat, judged=False)
         else:
@@ -465,6 +476,7 @@ class Rounds:
             for name in list(seat.names):
                 if self.entries[name].ok and self.entries[name].turns:
                     self._end(seat, self.entries[name])
+                    seat = seat.now
             self._closing(seat)
         seat.desk.close()
         if seat in self.seats:
@@ -474,23 +486,28 @@ class Rounds:
         usual = statistics.median(sum(turn.phases.values()) for turn in entry.turns)
         by_turns = usual * self.trials_a_turn >= BY_TURNS_MS
         first = entry.ended is None
+        arguments = entry.name, self.final, usual, first and not by_turns
+        evidence = seat.evidence[entry.name]
         try:
-            answers: list[Ended] = self._asked(
-                seat, entry, "end", entry.name, (self.begun + 1) * TURN, usual, first and not by_turns
-            )
+            answers: list[Ended] = self._asked(seat, entry, "end", *arguments)
+            crossed: Any = None
+            if entry.name != REFERENCE and REFERENCE in seat.names:
+                (crossed,) = seat.desk.ask("cross", entry.name, REFERENCE)
+            for own, ended in zip(evidence, answers, strict=True):
+                kind(entry.stack.kind).finish(own, ended.last)
+            if crossed and not isinstance(crossed, Failed):
+                kind(entry.stack.kind).finish(evidence[0], crossed)
         except Left:
-            if entry.stack.is_reference and len(self._candidates()) > 1:
-                raise Suspicion(entry.reason or "") from None
             return
-        for evidence, ended in zip(seat.evidence[entry.name], answers, strict=True):
-            kind(entry.stack.kind).finish(evidence, ended.last)
+        except Lost as lost:
+            self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
+            return
+        except NO_EVIDENCE as error:
+            self._gone(seat, entry, "untrusted", f"its evidence is none: {described(error)}", spoilt=True)
+            return
         entry.ended = entry.ended or answers[0]
         for part, seconds in answers[0].seconds.items():
             entry.spent(part, seconds)
-        if entry.name != REFERENCE and REFERENCE in seat.names:
-            (crossed,) = seat.desk.ask("cross", entry.name, REFERENCE)
-            if crossed and not isinstance(crossed, Failed):
-                kind(entry.stack.kind).finish(seat.evidence[entry.name][0], crossed)
         began = time.perf_counter()
         self._judge(entry)
         entry.spent("evidence", time.perf_counter() - began)

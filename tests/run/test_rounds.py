@@ -11,6 +11,7 @@ import pytest
 from helpers import MACHINE, cells
 
 from lorabench.contract.family import REFERENCE, TWIN, Family, families
+from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Ended, Failed, Made, Ready
 from lorabench.measure.trial import Trial
 from lorabench.record.schema import ArmMemory, ArmRecord
@@ -103,7 +104,7 @@ def turns(script: Script) -> list[tuple[int, str, tuple[int, ...]]]:
 
 
 def rounds_of(numbers: tuple[int, ...]) -> int:
-    return numbers[0] // 64 - 1
+    return numbers[0] // TURN % ROUNDS - 1
 
 
 def raising(error: BaseException, after: int = 0) -> Any:
@@ -171,7 +172,7 @@ def raising_failed(failed: Failed, after: int) -> Any:
 
 
 def test_a_seat_that_dies_is_started_again_without_the_arm_that_killed_it(tmp_path):
-    script = Script(fails={("turn", "adamw"): raising(Lost("crash", "it died", None, "its last words"), after=4)})
+    script = Script(fails={("turn", "adamw"): raising(Lost("crash", "it died", None, "its last words"), after=44)})
     found = measured(script, tmp_path)
     assert (found["adamw"].status, found["adamw"].reason, found["adamw"].log) == ("crash", "it died", "its last words")
     assert script.opened == 2
