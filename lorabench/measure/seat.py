@@ -283,7 +283,8 @@ class Seat:
         arm, into = self.arms[name], Ended()
         with _seconds(into, "evidence"):
             if changed := fairness.difference(self.before[name], fairness.of_arm(arm)):
-                raise fairness.Untrusted(f"{name} changed what it does while it was timed: {changed}")
+                # Another arm can have done it: it is said when it is so without the others, too.
+                raise fairness.Disturbed(f"the {name} was changed while it was timed: {changed}")
             self.tell(f"certifying {name}")
             arm.kind.clear(arm)
             arm.kind.feed(arm, number)

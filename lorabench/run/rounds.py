@@ -98,8 +98,7 @@ class Rounds:
             shared = []  # it sits alone too, and nobody shares a seat with it
         waiting = self._sit_together(shared)
         while True:
-            if self._ready():
-                self._play(alone)
+            self._play(alone)
             for seat in list(self.seats):
                 self._close(seat)
             alone = []
@@ -257,31 +256,35 @@ class Rounds:
     # ---- rounds
 
     def _play(self, alone: Sequence[Entry]) -> None:
-        self.trials_a_turn = self._trials()
-        everyone = [*self._ready(), *alone]
         # Numbers of their own in each block: what was not in one round must not look as if it were.
         rounds = list(range(self.begun, self.begun + self.family.rounds))
         self.begun += self.family.rounds
+        own = self._sit_alone(alone)
+        everyone = self._ready()
+        if not everyone:
+            return
+        self.trials_a_turn = self._trials()
         taking = self._shares(rounds)
         # The last one among them: after it nobody would look any more.
         early, last = taking.common[:-1], taking.common[-1:]
         sketched = {*last, *self.random.sample(early, min(SKETCHED - 1, len(early)))}
-        parts = self._parts(rounds, alone)
         if self.journal:
             self.journal.begin(self.drafts())
         with Sampler(
             self.uuid, lambda: {rank.process.pid for seat in self.seats for rank in seat.desk.ranks}
         ) as sampler:
-            for part in parts:
-                own = self._sit_alone(alone, part) if alone else []
+            for part in self._parts(rounds, alone):
+                own = own or self._sit_alone(alone)
                 for number in part:
                     if time.monotonic() > self.stop_at:
                         self.stopped = True
                         break
                     self._round(number, [e for e in self._ready() if taking.takes(e, number)], number in sketched)
-                for seat in own:
-                    if seat in self.seats:
+                while own:
+                    if (seat := own.pop()) in self.seats:
                         self._close(seat)
+                if self.stopped:
+                    break
         for entry in everyone:
             if entry.trials and entry.ready:
                 entry.telemetry = sampler.summary([[t] for t in entry.trials])
@@ -308,11 +311,11 @@ class Rounds:
         cuts = [round(n * len(rounds) / count) for n in range(count + 1)]
         return [list(rounds[a:b]) for a, b in itertools.pairwise(cuts)]
 
-    def _sit_alone(self, alone: Sequence[Entry], part: Sequence[int]) -> list[Seated]:
+    def _sit_alone(self, alone: Sequence[Entry]) -> list[Seated]:
         """A fresh process for each arm that sits alone, and for the reference again."""
         beside = self.entries.get(TWIN) or self.entries[REFERENCE]
         seats = []
-        for entry in [e for e in (beside, *alone) if e.ok]:
+        for entry in [e for e in (beside, *alone) if e.ok and alone]:
             offered, seat = self._offered(), self._open(alone=True)
             if lost := self._opened(seat, offered):
                 entry.leave(lost.status, str(lost), lost.rank, lost.log)
@@ -441,10 +444,10 @@ class Rounds:
             seat.names.remove(entry.name)
         if self.journal:
             self.journal.left(entry.name, status, reason)
+        if entry.stack.is_reference and (spoilt or status == "untrusted") and len(self._candidates()) > 1:
+            raise Suspicion(reason)
         if not spoilt:
             return
-        if entry.stack.is_reference and len(self._candidates()) > 1:
-            raise Suspicion(reason)
         if seat.alone:
             self._close(seat, judged=False)
         else:

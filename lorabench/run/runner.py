@@ -107,7 +107,7 @@ class Runner:
         finally:
             self._forget_logs(family)
         made, family = self.drafts(rounds), rounds.family
-        disturbed = {e.name for e in rounds.entries.values() if e.disturbed and not e.ok}
+        disturbed = {e.name for e in rounds.entries.values() if e.disturbed and not e.ok and not e.stack.is_reference}
         if disturbed and again:
             tell(f"once more: {', '.join(sorted(disturbed))}")
             self.number += 1
