@@ -96,6 +96,7 @@ class Failed:
     reason: str
     disturbed: bool = False
     spoilt: bool = False
+    numerics: dict[str, Numerics] = field(default_factory=dict)
 
 
 Answer = Any  # what the called method returns, or Failed
@@ -137,13 +138,13 @@ class Seat:
         except NotApplied as error:
             return self._failed("not_applied", str(error))
         except WrongNumerics as error:
-            return self._failed("wrong_numerics", str(error))
+            return self._failed("wrong_numerics", str(error), numerics=error.numerics)
         except Exception as error:
             if not memory.out_of_memory(error):
                 raise
             return self._failed("oom", f"it ran out of memory: {_shortage(error)}")
 
-    def _failed(self, status: str, reason: str, **more: bool) -> Failed:
+    def _failed(self, status: str, reason: str, **more: Any) -> Failed:
         """The arm that was worked on is gone."""
         words = printable(reason) if reason.strip() else f"{status}, and nobody says why"
         self.drop(self.now)
@@ -225,7 +226,7 @@ class Seat:
             into.numerics[job] = verdict
             if not verdict.passed:
                 reason = of_kind.explain(verdict)
-                raise WrongNumerics(f"job {job}: {reason}" if job else reason)
+                raise WrongNumerics(f"job {job}: {reason}" if job else reason, into.numerics)
 
     def _audit(self, stack: Stack, arm: Arm, ops: Counter[str], into: Ready) -> None:
         for ablation in kind(stack.kind).audited(arm):
@@ -349,7 +350,11 @@ class Seat:
 
 
 class WrongNumerics(Exception):
-    """The gate did not pass; the text says why."""
+    """The gate did not pass; the text says why, and the verdicts by job what was found."""
+
+    def __init__(self, words: str, numerics: dict[str, Numerics]) -> None:
+        super().__init__(words)
+        self.numerics = numerics
 
 
 @contextlib.contextmanager

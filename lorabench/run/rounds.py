@@ -214,7 +214,7 @@ class Rounds:
             rank = answers.index(failed) if len(answers) > 1 and failed.status == "oom" else None
             reason = failed.reason if rank is None else f"rank {rank}: {failed.reason}"
             entry.leave(failed.status, reason, rank)
-            entry.disturbed = failed.disturbed
+            entry.disturbed, entry.numerics = failed.disturbed, dict(failed.numerics)
             return failed
         first = entry.ready is None
         if first:

@@ -13,6 +13,7 @@ from lorabench.contract.machine import Machine
 from lorabench.measure.seat import Ended, Failed, Made, Ready
 from lorabench.measure.trial import Trial
 from lorabench.record.schema import ArmMemory
+from lorabench.record.store import read_sessions
 from lorabench.run.local_queue import LocalQueue
 
 PHASES = ("forward", "backward", "step")
@@ -89,11 +90,11 @@ class ScriptedQueue(LocalQueue):
     def __init__(self, folder: Path, script: Script, machine: Machine = MACHINE) -> None:
         super().__init__("auto", 9.0, folder, workers=script)  # type: ignore[arg-type]
         self.machine, self.ceilings, self.where = machine, {}, "here"
-        self.looks = 0
+        self.looks, self.before = 0, len(read_sessions(folder))
         self.asked: list[list[Any]] = []
 
     def look(self, command: list[str]) -> Machine:
-        name = f"session {self.looks}"
+        name = f"session {self.before + self.looks}"
         self.looks += 1
         self.session = {"id": name, "machine": self.machine.model_dump(mode="json")}
         self.sessions = self.sessions | {name: self.session}

@@ -1,4 +1,4 @@
-"""Every outcome of a cell, produced for real, in real worker processes, by an installed third party's toggles."""
+"""Every outcome of an arm, produced for real, in real worker processes, by an installed third party's toggles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOGGLES = (
     "polite,leaky,grumpy,greedy,hang,killed,raises,wrong,deep_wrong,nothing,refuses,absent,not_a_number,odd_notes,"
     "frozen_limit,{polite:{times:2}}"
 )  # fmt: skip
-COMMON = ("models=[tiny-llama]", "workload=2x16", "trials=3", "warmup=1", "timeout_s=12")
+COMMON = ("models=[tiny-llama]", "workload=2x16", "trials=4", "warmup=1", "timeout_s=12")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_a_third_party_s_toggle_is_measured_like_ours(outcomes):
     record = outcomes[1]["polite"]
     assert record.status == "ok" and record.pairing == "paired"
     assert record.applied["polite"] == 21
-    assert len(record.phases["total"].candidate_ms) == 3
+    assert len(record.phases["total"].candidate_ms) == 4
     assert outcomes[1]["polite(times=2)"].applied["polite"] == 42
 
 
@@ -48,19 +48,19 @@ def test_a_limit_has_fewer_phases_than_were_told_trial_by_trial(outcomes):
 
 def test_a_global_patch_is_measured_in_processes_of_its_own(outcomes):
     record = outcomes[1]["leaky"]
-    assert record.status == "ok" and record.pairing == "abba"
-    assert len(record.phases["total"].reference_ms) == 4  # two blocks of ceil(3 / 2)
+    assert record.status == "ok" and record.pairing == "turns"
+    assert record.processes == {"reference": [1] * 4, "candidate": [1] * 4}
     assert {c.name: c.found for c in record.numerics.checks}["the loss"] == 0.0
 
 
 @pytest.mark.parametrize(
     ("toggle", "status", "reason", "arm"),
     [
-        ("grumpy", "conflict", "grumpy excludes sdpa: it wants to be alone", None),
+        ("grumpy", "conflict", "grumpy excludes sdpa: it wants to be alone", "candidate"),
         ("greedy", "oom", "ran out of memory", "candidate"),
-        ("hang", "timeout", "no result after 12 s; it was numerics gate", None),
-        ("killed", "crash", "killed by SIGKILL", None),
-        ("raises", "crash", "the toggle raises's patch raised LookupError: nobody expected this", None),
+        ("hang", "timeout", "no answer after 12 s; it was numerics gate", "candidate"),
+        ("killed", "crash", "killed by SIGKILL", "candidate"),
+        ("raises", "crash", "the toggle raises's patch raised LookupError: nobody expected this", "candidate"),
         ("wrong", "wrong_numerics", "lora_A", "candidate"),
         ("deep_wrong", "wrong_numerics", "each gradient before the trials", "candidate"),
         ("not_a_number", "wrong_numerics", "is off by inf from float32 PEFT", "candidate"),
@@ -72,7 +72,7 @@ def test_a_global_patch_is_measured_in_processes_of_its_own(outcomes):
         ),
         ("nothing", "not_applied", "nothing changed nothing in tiny-llama", "candidate"),
         ("refuses", "unsupported", "it does not like this model", "candidate"),
-        ("absent", "unsupported", "pip install no-such-package", None),
+        ("absent", "unsupported", "pip install no-such-package", "candidate"),
     ],
 )
 def test_each_failure_has_its_status_and_a_reason(outcomes, toggle, status, reason, arm):
@@ -113,7 +113,7 @@ def test_a_reference_that_does_not_fit_still_shows_the_candidate(plugin, tmp_pat
     record = next(r for r in read_records(tmp_path) if r.ablations)
     assert (record.status, record.arm) == ("oom", "reference")
     assert record.phases["total"].reference_ms is None
-    assert len(record.phases["total"].candidate_ms) == 3
+    assert len(record.phases["total"].candidate_ms) == 4
 
 
 def test_provenance_is_written(outcomes):
