@@ -161,9 +161,8 @@ class Witness:
     @torch.no_grad()
     def begin(self, number: int) -> None:
         """To where trial `number` starts in every arm: the parameters as they were before the first trial, about half
-        of the tensors halved, which every number format can; the optimizer as the first trial left it. Which ones are
-        halved is drawn by the number: who keeps what follows from the parameters has it of other ones.
-        """
+        of the tensors halved, which is exact in every number format; the optimizer as the first trial left it. The
+        number draws which ones are halved: who keeps what follows from the parameters has kept that of others."""
         params = list(self.params.values())
         if self.kept is None:
             self.kept = Kept(params, list(self.start.values()))
@@ -204,7 +203,7 @@ class Witness:
 
 class Kept:
     """Values of tensors, held where those lie (on the host where they do not fit), to be copied back into them in
-    place: captured graphs read where they lie. Some milliseconds' worth of tensors is a few kernels."""
+    place: captured graphs read where they lie. A few kernels copy hundreds of tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self.groups: dict[Any, list[tuple[int, Tensor]]] = {}
@@ -235,7 +234,7 @@ class KeptState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.numbers: list[tuple[dict[str, Any], str, Any]] = []
         self.tensors: list[tuple[dict[str, Any], str]] = []
-        self.values: list[Tensor] = []  # on the host
+        self.values: list[Tensor] = []  # on the host, until they are first put back
         self.kept: Kept | None = None
         for state in optimizer.state.values():
             for key, value in state.items():
@@ -248,7 +247,7 @@ class KeptState:
     def put_back(self) -> None:
         tensors = [state[key] for state, key in self.tensors]
         if self.kept is None:
-            self.kept = Kept(tensors, self.values)
+            self.kept, self.values = Kept(tensors, self.values), []
         self.kept.into(tensors)
         for state, key, value in self.numbers:
             state[key] = value
