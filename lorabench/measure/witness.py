@@ -29,7 +29,9 @@ from lorabench.contract.workload import LEARNING_RATE
 
 SKETCH = 64  # numbers kept of each tensor and trial: a linear sketch, whose distances are right to 1 / sqrt(64)
 BLOCK = 64 * SKETCH  # elements that are summed up on the device; few enough sums are left for the host
-AT_ONCE = 1 << 26  # elements in float32 beside what an arm holds
+# Elements that are summed up together: on a host as many as its caches hold, on a device as many as are small (256 MB)
+# beside what an arm holds.
+AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 class Seen(NamedTuple):
@@ -319,12 +321,13 @@ def sketch(tensors: Mapping[str, Tensor | None]) -> np.ndarray:
     2002). A tensor's row depends on nothing but the tensor, its name and its size.
     """
     made = np.zeros((len(tensors), SKETCH), np.float32)
-    groups: dict[Any, list[tuple[int, str, Tensor]]] = {}  # by device and dtype, and no more than AT_ONCE in one
+    groups: dict[Any, list[tuple[int, str, Tensor]]] = {}  # by device and dtype, about AT_ONCE in each
     elements: Counter[Any] = Counter()
     for row, (name, tensor) in enumerate(tensors.items()):
         if tensor is not None and tensor.numel():
             alike = tensor.device, tensor.dtype
-            groups.setdefault((alike, elements[alike] // AT_ONCE), []).append((row, name, tensor.detach().reshape(-1)))
+            part = elements[alike] // AT_ONCE[tensor.device.type]
+            groups.setdefault((alike, part), []).append((row, name, tensor.detach().reshape(-1)))
             elements[alike] += tensor.numel()
     for members in groups.values():
         starts = np.cumsum([0, *(-(-flat.numel() // BLOCK) for *_, flat in members[:-1])])
