@@ -79,7 +79,7 @@ class Made:
 class Ended:
     """What is known of an arm after its last turn."""
 
-    last: Any = None
+    last: dict[str, Any] = field(default_factory=dict)  # by job
     said: dict[str, Any] = field(default_factory=dict)
     roofline: dict[str, PhaseRoofline] | None = None
     energy: Energy | None = None
@@ -121,6 +121,7 @@ class Seat:
         self.base = Base(Path(seating.scratch))
         self.written = ""  # checksum of the base when the first arm was ready
         self.now = "starting"
+        self.playing = ""  # whose turn it was last
 
     def call(self, what: str, *arguments: Any) -> Answer:
         """The answer of one of CALLS. An expected failure is an answer, too; anything else is an exception."""
@@ -148,16 +149,12 @@ class Seat:
         self.drop(self.now)
         return Failed(status, words, **more)
 
-    def open(self, offered: bytes | None = None) -> dict[str, float]:
-        """Before any toggle is asked. `offered`: another seat's base. Returns seconds by part."""
-        began = time.perf_counter()
+    def open(self) -> None:
+        """Before any toggle is asked. Nothing of it needs the GPU, so seats open side by side."""
         stacks = {stack.kind: stack for stack in self.family.stacks}
         for name, stack in stacks.items():
             kind(name).imports(self._request(stack, stack.ablations))
         self.guard = fairness.Guard(alone=self.seating.alone)
-        if offered is not None:
-            self.base = Base.opened(offered)
-        return {"spawn": time.perf_counter() - began}
 
     def offer(self) -> bytes:
         """The base for other seats."""
@@ -168,10 +165,12 @@ class Seat:
         ranks = self.ranks if stack.ranks > 1 else ONE
         return replace(made, name=stack.name, ablations=tuple(ablations), ranks=ranks, base=self.base)
 
-    def prepare(self, name: str, stack: Stack, gate: bool = True) -> Ready:
+    def prepare(self, name: str, stack: Stack, gate: bool = True, offered: bytes | None = None) -> Ready:
         """Judge the arm on a shallow model, build it, take its first trial under the audit, warm it up, measure its
-        memory. `gate`: whether this process judges it at all."""
+        memory. `gate`: whether this process judges it at all; `offered`: another seat's base, for the first arm."""
         self.stacks[name], into = stack, Ready()
+        if offered is not None:
+            self.base = Base.opened(offered)
         of_kind: Kind = kind(stack.kind)
         if gate:
             with _seconds(into, "gate"):
@@ -249,6 +248,10 @@ class Seat:
         gc.disable()
         try:
             if not on:
+                if self.playing in self.arms:  # whose turn is over goes back: what it leaves is of no use to the next
+                    self.arms[self.playing].kind.clear(self.arms[self.playing])
+                    self.arms[self.playing].kind.begin(self.arms[self.playing], numbers[0])
+                self.playing = name
                 arm.kind.clear(arm)
                 arm.kind.begin(arm, numbers[0])
             for number in numbers:

@@ -38,10 +38,11 @@ from lorabench.run.ranks import slowest, spread_of, whole_batch
 
 TURN_S = 0.1  # a turn is as many trials as this holds, one at least
 MOST_TRIALS = 20
-SKETCHED = 6  # rounds whose gradients are compared beside the losses of all, picked when they are there
+SKETCHED = 12  # rounds whose gradients are compared beside the losses of all, picked when they are there
 LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
 BY_TURNS_MS = 300.0  # a turn of so long moves the GPU's energy counter three times
+ODD = (AttributeError, KeyError, TypeError, ValueError)  # what a kind raises where evidence is none
 DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
 
 
@@ -65,6 +66,7 @@ class Rounds:
         self.dtype = getattr(torch, machine.dtype(family.reference.model.dtype))
         self.random = random.SystemRandom()  # a toggle must not know which trials are looked at
         self.seats: list[Seated] = []
+        self.spare: list[Seated] = []  # opened and still empty, each for an arm that will sit alone
         self.opened = 0
         self.trials_a_turn = 1
         self.stopped = False  # before the last round
@@ -92,13 +94,15 @@ class Rounds:
         alone = [e for e in self.entries.values() if e.stack.alone]
         if alone and all(e.stack.role == "reference" for e in shared):
             shared = []  # it sits alone too, and nobody shares a seat with it
+        for _ in range(min(self.machine.cores - 1, PROCESSES * (len(alone) + 1)) if alone else 0):
+            self._spare()
         waiting = self._sit_together(shared)
         while True:
             if self._ready():
                 self._play(alone)
             for seat in list(self.seats):
                 self._close(seat)
-            alone = []
+            alone, self.spare = [], []
             waiting = [e for e in waiting if e.ok]
             if not waiting or self.stopped:
                 break
@@ -129,6 +133,7 @@ class Rounds:
     def _open(self, alone: bool) -> Seated:
         seating = Seating(self.family, self.machine, alone, self.ceiling, str(self.scratch))
         seat = Seated(self.opened, self.workers.open(seating, self.timeout_s, self.tell, self.log), alone)
+        seat.desk.send("open", ranks=self.family.ranks)
         self.opened += 1
         self.seats.append(seat)
         return seat
@@ -140,7 +145,7 @@ class Rounds:
         if not entries:
             return []
         seat, waiting = self._open(alone=False), []
-        lost: Lost | None = self._opened(seat)
+        lost = self._opened(seat)
         if lost:
             for entry in entries:
                 entry.leave(lost.status, str(lost), lost.rank, lost.log)
@@ -177,23 +182,24 @@ class Rounds:
         fresh = [self.entries.setdefault(s.name, Entry(s)) for s in now.stacks if s.name not in self.entries]
         return [*(entry for entry in todo if entry.name in stacks), *fresh]
 
-    def _opened(self, seat: Seated, offered: bytes | None = None) -> Lost | None:
-        """`offered`: the base of the seat that most arms share, for this process alone."""
+    def _opened(self, seat: Seated) -> Lost | None:
+        """Wait until the seat's process has imported what it needs."""
         began = time.perf_counter()
         try:
-            seat.desk.ask("open", offered, ranks=self.family.ranks)
+            seat.desk.answers(ranks=self.family.ranks)
         except Lost as lost:
             return lost
         finally:
             self._over("spawn", time.perf_counter() - began)
         return None
 
-    def _prepare(self, seat: Seated, entry: Entry, gate: bool) -> Failed | None:
-        """Seat an arm; the failure with which it did not come to sit."""
+    def _prepare(self, seat: Seated, entry: Entry, gate: bool, offered: bytes | None = None) -> Failed | None:
+        """Seat an arm; the failure with which it did not come to sit. `offered`: the base of the seat that most arms
+        share, for this process alone."""
         began = time.perf_counter()
         self.tell(f"preparing {entry.name}")
         try:
-            answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, ranks=entry.stack.ranks)
+            answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, offered, ranks=entry.stack.ranks)
         except Lost as lost:
             entry.leave(lost.status, str(lost), lost.rank, lost.log)
             entry.spent("build", time.perf_counter() - began)
@@ -259,6 +265,8 @@ class Rounds:
         taking = self._shares(rounds)
         sketched = set(self.random.sample(taking.common, min(SKETCHED, len(taking.common))))
         parts = self._parts(rounds, alone)
+        for seat in list(self.spare):
+            self._still(seat)
         if self.journal:
             self.journal.begin(self.drafts())
         with Sampler(
@@ -303,20 +311,32 @@ class Rounds:
     def _sit_alone(self, alone: Sequence[Entry], part: Sequence[int]) -> list[Seated]:
         """A fresh process for each arm that sits alone, and for the reference again."""
         beside = self.entries.get(TWIN) or self.entries[REFERENCE]
+        entries = [e for e in (beside, *alone) if e.ok]
         seats = []
-        for entry in [e for e in (beside, *alone) if e.ok]:
-            offered, seat = self._offered(), self._open(alone=True)
-            if lost := self._opened(seat, offered):
+        while len(self.spare) < len(entries):
+            self._spare()
+        for entry in entries:
+            seat = self.spare.pop(0)
+            if not seat.still and (lost := self._opened(seat)):
                 entry.leave(lost.status, str(lost), lost.rank, lost.log)
-                self._close(seat, judged=False)
+            elif not self._prepare(seat, entry, entry.ready is None, self._offered()):
+                seats.append(seat)
+                self._give_back(seat)
                 continue
-            if failed := self._prepare(seat, entry, gate=entry.ready is None):
-                del failed
-                self._close(seat, judged=False)
-                continue
-            seats.append(seat)
-            self._give_back(seat)
+            self._close(seat, judged=False)
         return seats
+
+    def _still(self, seat: Seated) -> None:
+        """Nothing computes beside a round: wait until a spare process has done its imports."""
+        if not seat.still:
+            if self._opened(seat):
+                self.spare.remove(seat)
+                self._close(seat, judged=False)
+            seat.still = True
+
+    def _spare(self) -> None:
+        """A process for an arm that will sit alone: it imports while others are prepared."""
+        self.spare.append(self._open(alone=True))
 
     def _offered(self) -> bytes | None:
         """The base of the seat that most arms share; None where there is none."""
@@ -395,7 +415,7 @@ class Rounds:
                 for number, one in zip(numbers, made, strict=True):
                     last = sketched if number == numbers[-1] else {}
                     kind(entry.stack.kind).take(evidence, number, one.seen, last)
-        except (KeyError, TypeError, ValueError) as error:
+        except ODD as error:
             self._gone(seat, entry, "untrusted", f"its evidence is none: {described(error)}", spoilt=True)
             raise Left from None
         if ranks > 1:
@@ -482,15 +502,20 @@ class Rounds:
             if entry.stack.is_reference and len(self._candidates()) > 1:
                 raise Suspicion(entry.reason or "") from None
             return
-        for evidence, ended in zip(seat.evidence[entry.name], answers, strict=True):
-            kind(entry.stack.kind).finish(evidence, ended.last)
+        crossed: Any = {}
+        if entry.name != REFERENCE and REFERENCE in seat.names:
+            (crossed,) = seat.desk.ask("cross", entry.name, REFERENCE)
+        try:
+            for evidence, ended in zip(seat.evidence[entry.name], answers, strict=True):
+                kind(entry.stack.kind).finish(evidence, ended.last)
+            if crossed and not isinstance(crossed, Failed):
+                kind(entry.stack.kind).finish(seat.evidence[entry.name][0], crossed)
+        except ODD as error:
+            entry.leave("untrusted", f"its evidence is none: {described(error)}")
+            return
         entry.ended = entry.ended or answers[0]
         for part, seconds in answers[0].seconds.items():
             entry.spent(part, seconds)
-        if entry.name != REFERENCE and REFERENCE in seat.names:
-            (crossed,) = seat.desk.ask("cross", entry.name, REFERENCE)
-            if crossed and not isinstance(crossed, Failed):
-                kind(entry.stack.kind).finish(seat.evidence[entry.name][0], crossed)
         began = time.perf_counter()
         self._judge(entry)
         entry.spent("evidence", time.perf_counter() - began)
