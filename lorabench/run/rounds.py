@@ -94,9 +94,10 @@ class Rounds:
         alone = [e for e in self.entries.values() if e.stack.alone]
         if alone and all(e.stack.role == "reference" for e in shared):
             shared = []  # it sits alone too, and nobody shares a seat with it
+        first = self._open(alone=False) if shared else None  # seat 0: what it holds most rows are of
         for _ in range(min(self.machine.cores - 1, PROCESSES * (len(alone) + 1)) if alone else 0):
             self._spare()
-        waiting = self._sit_together(shared)
+        waiting = self._sit_together(shared, first)
         while True:
             if self._ready():
                 self._play(alone)
@@ -138,13 +139,13 @@ class Rounds:
         self.seats.append(seat)
         return seat
 
-    def _sit_together(self, entries: Sequence[Entry], only: bool = False) -> list[Entry]:
+    def _sit_together(self, entries: Sequence[Entry], seat: Seated | None = None, only: bool = False) -> list[Entry]:
         """One seat for all of them; returns those that ran out of memory beside others. `only`: the one that is asked
         for is alone with the base, so out of memory is its status."""
         entries = [e for e in entries if e.ok]
         if not entries:
             return []
-        seat, waiting = self._open(alone=False), []
+        seat, waiting = seat or self._open(alone=False), []
         lost = self._opened(seat)
         if lost:
             for entry in entries:
