@@ -62,6 +62,7 @@ class Ready:
     applied: dict[str, int] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     memory: ArmMemory | None = None
+    own_bytes: int = 0  # that stay allocated beside the base
     jobs: dict[str, JobCounts] = field(default_factory=dict)
     warm_ms: list[float] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -201,6 +202,7 @@ class Seat:
             # As if it were alone: without what the base kept meanwhile, with all of the base that it uses.
             grown = memory.allocated(self.device) - held - (self.base.nbytes - kept)
             static = grown + self.base.bytes_of(arm.model)
+            into.own_bytes = grown
             into.memory = memory.measure(arm, static, memory.reserved(self.device) - cached)
             into.jobs = of_kind.counts(arm)
             of_kind.clear(arm)
@@ -243,23 +245,21 @@ class Seat:
     def turn(self, name: str, numbers: Sequence[int], on: bool = False) -> list[Made]:
         """Timed trials on the data of these numbers, from where the first full trial ended; `on`: from where the arm
         is. The last one's results stay until they were sketched. The garbage collector runs between turns."""
-        arm = self.arms[name]
+        arm, of_kind = self.arms[name], self._kind(name)
         made = []
         gc.disable()
         try:
             if not on:
                 if self.playing in self.arms:  # whose turn is over goes back: what it leaves is of no use to the next
-                    self.arms[self.playing].kind.clear(self.arms[self.playing])
-                    self.arms[self.playing].kind.begin(self.arms[self.playing], numbers[0])
+                    self._begin(self.playing, numbers[0])
                 self.playing = name
-                arm.kind.clear(arm)
-                arm.kind.begin(arm, numbers[0])
+                self._begin(name, numbers[0])
             for number in numbers:
                 arm.kind.feed(arm, number)
                 self.timed(name, None)
                 done = trial.run_trial(arm)
                 self.timed(name, done.total_ms)
-                made.append(Made(done, arm.kind.seen(arm, number, done.losses)))
+                made.append(Made(done, of_kind.seen(arm, number, done.losses)))
                 self.guard.check()
         finally:
             gc.enable()
@@ -269,21 +269,29 @@ class Seat:
 
     def sketched(self, name: str, number: int) -> Any:
         """What the last trial left, which had this number."""
+        return self._kind(name).sketched(self.arms[name], number)
+
+    def _kind(self, name: str) -> Kind:
+        """What of an arm is recorded and held against another: of a limit less than the arm's own kind would."""
+        return kind(self.stacks[name].kind)
+
+    def _begin(self, name: str, number: int) -> None:
         arm = self.arms[name]
-        return arm.kind.sketched(arm, number)
+        arm.kind.clear(arm)
+        self._kind(name).begin(arm, number)
 
     def end(self, name: str, number: int, usual_ms: float, measure_energy: bool) -> Ended:
         """One more trial from the start, whole; then energy, and where the time goes."""
-        arm, into = self.arms[name], Ended()
+        arm, of_kind, into = self.arms[name], self._kind(name), Ended()
         with _seconds(into, "evidence"):
             if changed := fairness.difference(self.before[name], fairness.of_arm(arm)):
                 raise fairness.Untrusted(f"{name} changed what it does while it was timed: {changed}")
             self.tell(f"certifying {name}")
             arm.kind.clear(arm)
             arm.kind.feed(arm, number)
-            into.last = arm.kind.last(arm, partial(trial.run_trial, arm))
+            into.last = of_kind.last(arm, partial(trial.run_trial, arm))
             times = {p: [t.device_ms[p] for t in self.host[name]] for p in self.host[name][0].device_ms}
-            into.said = arm.kind.said(arm, times)
+            into.said = of_kind.said(arm, times)
             arm.kind.clear(arm)
         with _seconds(into, "energy"):
             if measure_energy and arm.kind.counts(arm):
@@ -311,7 +319,7 @@ class Seat:
     def cross(self, name: str, reference: str) -> Any:
         """What the reference's model says of this arm's evidence."""
         arm, other = self.arms[name], self.arms.get(reference)
-        return arm.kind.cross(other, arm) if other else None
+        return self._kind(name).cross(other, arm) if other else None
 
     def closing(self) -> dict[str, float]:
         """After the last turn: what was computed beside the trials, and that nothing else was changed."""

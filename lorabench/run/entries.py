@@ -81,7 +81,7 @@ class Seated:
     number: int
     desk: Desk
     alone: bool
-    still: bool = False  # nothing computes in it: its imports are done
+    warm: bool = False  # its arms had a turn that does not count
     names: list[str] = field(default_factory=list)
     evidence: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)

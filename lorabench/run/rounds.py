@@ -7,12 +7,14 @@ happens to an arm, it leaves with its status and the others go on.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support n
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
 BY_TURNS_MS = 300.0  # a turn of so long moves the GPU's energy counter three times
 ODD = (AttributeError, KeyError, TypeError, ValueError)  # what a kind raises where evidence is none
+WARM = 1 << 20  # a round that no family has: the data of turns that do not count
+CONTEXT, ROOMY = 0.7e9, 0.9  # bytes that a process takes on a GPU for itself; share of its memory that may be used
 DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
 
 
@@ -221,10 +225,11 @@ class Rounds:
         first = entry.ready is None
         if first:
             entry.ready = replace(ready[0], jobs=whole_batch([r.jobs for r in ready]))
-            entry.numerics = dict(ready[0].numerics)
             for job, (file, own) in ready[0].noise.items():
                 self.noise.setdefault(file, own)
                 ready[0].noise[job] = file, self.noise[file]
+        if gate:
+            entry.numerics = dict(ready[0].numerics)
         seat.names.append(entry.name)
         seat.evidence[entry.name] = [r.evidence for r in ready]
         entry.evidence += seat.evidence[entry.name]
@@ -266,15 +271,15 @@ class Rounds:
         taking = self._shares(rounds)
         sketched = set(self.random.sample(taking.common, min(SKETCHED, len(taking.common))))
         parts = self._parts(rounds, alone)
-        for seat in list(self.spare):
-            self._still(seat)
+        generations = self._sit_alone(alone, len(parts)) if alone else [[] for _ in parts]
         if self.journal:
             self.journal.begin(self.drafts())
         with Sampler(
             self.uuid, lambda: {rank.process.pid for seat in self.seats for rank in seat.desk.ranks}
         ) as sampler:
-            for part in parts:
-                own = self._sit_alone(alone, part) if alone else []
+            for part, seated in zip(parts, generations, strict=True):
+                own = [seat for entry, seat in seated if self._seated(entry, seat)]
+                self._warm()
                 for number in part:
                     if time.monotonic() > self.stop_at:
                         self.stopped = True
@@ -309,31 +314,50 @@ class Rounds:
         cuts = [round(n * len(rounds) / count) for n in range(count + 1)]
         return [list(rounds[a:b]) for a, b in itertools.pairwise(cuts)]
 
-    def _sit_alone(self, alone: Sequence[Entry], part: Sequence[int]) -> list[Seated]:
-        """A fresh process for each arm that sits alone, and for the reference again."""
+    def _sit_alone(self, alone: Sequence[Entry], generations: int) -> list[list[tuple[Entry, Seated]]]:
+        """Fresh processes for each arm that sits alone, and for the reference again: one in each generation, of which
+        one after the other takes its part of the rounds. All are prepared side by side where the device has room for
+        it; else each generation when its turn comes."""
         beside = self.entries.get(TWIN) or self.entries[REFERENCE]
         entries = [e for e in (beside, *alone) if e.ok]
-        seats = []
-        while len(self.spare) < len(entries):
+        while len(self.spare) < generations * len(entries):
             self._spare()
-        for entry in entries:
-            seat = self.spare.pop(0)
-            if not seat.still and (lost := self._opened(seat)):
-                entry.leave(lost.status, str(lost), lost.rank, lost.log)
-            elif not self._prepare(seat, entry, entry.ready is None, self._offered()):
-                seats.append(seat)
-                self._give_back(seat)
-                continue
-            self._close(seat, judged=False)
-        return seats
-
-    def _still(self, seat: Seated) -> None:
-        """Nothing computes beside a round: wait until a spare process has done its imports."""
-        if not seat.still:
+        for seat in list(self.spare):
             if self._opened(seat):
-                self.spare.remove(seat)
                 self._close(seat, judged=False)
-            seat.still = True
+                self.spare[self.spare.index(seat)] = self._open(alone=True)
+        made = [[(entry, self.spare.pop(0)) for entry in entries] for _ in range(generations)]
+        every = [pair for generation in made for pair in generation]
+        like_the_reference = [[self.entries[REFERENCE]] for _ in every]
+        if self._bytes([self._ready(), *like_the_reference]) <= self._room:
+            self._side_by_side(every)
+        return made
+
+    def _side_by_side(self, pairs: Sequence[tuple[Entry, Seated]]) -> None:
+        """Prepare these arms at once, as many as the cores carry. Their seconds are then parts of one wall time."""
+        began, before = time.perf_counter(), {e.name: dict(e.seconds) for e, _ in pairs}
+        judged: set[str] = set()
+        todo = []
+        for entry, seat in pairs:
+            todo.append((seat, entry, entry.ready is None and entry.name not in judged, self._offered()))
+            judged.add(entry.name)
+        with ThreadPoolExecutor(max(1, self.machine.cores - 1)) as pool:
+            list(pool.map(lambda arguments: self._prepare(*arguments), todo))
+        entries = {e.name: e for e, _ in pairs}
+        spent = {(n, part): s - before[n].get(part, 0.0) for n, e in entries.items() for part, s in e.seconds.items()}
+        share = min(1.0, (time.perf_counter() - began) / max(sum(spent.values()), 1e-9))
+        for (name, part), seconds in spent.items():
+            entries[name].seconds[part] -= seconds * (1 - share)
+
+    def _seated(self, entry: Entry, seat: Seated) -> bool:
+        """Prepare an arm in its seat, where that is not done; whether it sits there."""
+        if entry.ok and not seat.names:
+            self._prepare(seat, entry, entry.ready is None, self._offered())
+            self._give_back(seat)
+        if not (entry.ok and seat.names):
+            self._close(seat, judged=False)
+            return False
+        return True
 
     def _spare(self) -> None:
         """A process for an arm that will sit alone: it imports while others are prepared."""
@@ -345,9 +369,41 @@ class Rounds:
         found = shared.desk.ask("offer")[0] if shared else None
         return found if isinstance(found, bytes) else None
 
+    def _warm(self) -> None:
+        """A turn of every arm that does not count: what an arm's start gave back to the device is taken again."""
+        for seat in [s for s in self.seats if s.names and not s.warm]:
+            for name in list(seat.names):
+                began, entry = time.perf_counter(), self.entries[name]
+                numbers = [WARM * TURN + n for n in range(self.trials_a_turn)]
+                with contextlib.suppress(Left):
+                    self._answered(
+                        seat, entry, lambda s=seat, e=entry, n=numbers: s.desk.turn(e.name, n, False, e.stack.ranks)
+                    )
+                self._give_back(seat)
+                entry.spent("warmup", time.perf_counter() - began)
+            seat.warm = True
+
+    def _bytes(self, seats: Sequence[Sequence[Entry]]) -> float:
+        """Bytes on the device with these arms in these seats: what each holds, of each seat the largest peak beside."""
+        found = [[e.ready for e in seat if e.ready and e.ready.memory] for seat in seats]
+        base = max((r.memory.weights or 0 for seat in found for r in seat if r.memory), default=0)
+        held = sum(r.own_bytes for seat in found for r in seat)
+        peaks = sum(max((_above(r) for r in seat), default=0) for seat in found)
+        return base + held + peaks + CONTEXT * len(seats)
+
+    @property
+    def _room(self) -> float:
+        """Bytes of the device that may be used; all that there are on a CPU, which swaps."""
+        return ROOMY * (self.machine.gpu or {}).get("memory_bytes", math.inf)
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether all seats fit only where each gives back what it has cached before the next one's turn."""
+        return self._bytes([[self.entries[n] for n in seat.names] for seat in self.seats if seat.names]) > self._room
+
     def _give_back(self, seat: Seated) -> None:
         """Cached memory to the device, where other processes need it."""
-        if len(self.seats) > 1 and self.machine.device == "cuda":
+        if len(self.seats) > 1 and self.machine.device == "cuda" and self._crowded:
             began = time.perf_counter()
             seat.desk.ask("give_back")
             self._over("other", time.perf_counter() - began)
@@ -399,15 +455,7 @@ class Rounds:
         """The trials of a turn, of the slowest rank each; what was seen of them goes to the evidence. `on`: the turn
         goes on; `sketch`: of the last one the gradients are looked at, which it does not know before. Raises Left."""
         ranks = entry.stack.ranks
-        try:
-            answers = seat.desk.turn(entry.name, numbers, on, ranks)
-        except Doubtful as doubt:
-            self._gone(seat, entry, "untrusted", str(doubt), spoilt=True)
-            raise Left from None
-        except Lost as lost:
-            self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
-            raise Left from None
-        self._look_for_failure(seat, entry, answers)
+        answers = self._answered(seat, entry, lambda: seat.desk.turn(entry.name, numbers, on, ranks))
         sketches: list[Any] = [{}] * ranks
         if sketch:
             sketches = self._asked(seat, entry, "sketched", entry.name, numbers[-1])
@@ -429,8 +477,15 @@ class Rounds:
 
     def _asked(self, seat: Seated, entry: Entry, what: str, *arguments: Any) -> list[Any]:
         """Raises Left."""
+        return self._answered(seat, entry, lambda: seat.desk.ask(what, *arguments, ranks=entry.stack.ranks))
+
+    def _answered(self, seat: Seated, entry: Entry, ask: Callable[[], Any]) -> Any:
+        """What a seat answers that is no failure. Raises Left."""
         try:
-            answers = seat.desk.ask(what, *arguments, ranks=entry.stack.ranks)
+            answers = ask()
+        except Doubtful as doubt:
+            self._gone(seat, entry, "untrusted", str(doubt), spoilt=True)
+            raise Left from None
         except Lost as lost:
             self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
             raise Left from None
@@ -597,3 +652,9 @@ class Rounds:
 
     def _over(self, part: str, seconds: float) -> None:
         self.overhead[part] = self.overhead.get(part, 0.0) + seconds
+
+
+def _above(ready: Ready) -> int:
+    """Bytes of an arm's step above what it holds between two."""
+    memory = ready.memory
+    return max(0, (memory.peak or 0) - (memory.static or 0)) if memory else 0
