@@ -325,7 +325,8 @@ class Rounds:
         for seat in list(self.spare):
             if self._opened(seat):
                 self._close(seat, judged=False)
-                self.spare[self.spare.index(seat)] = self._open(alone=True)
+                self.spare.remove(seat)
+                self._spare()
         made = [[(entry, self.spare.pop(0)) for entry in entries] for _ in range(generations)]
         every = [pair for generation in made for pair in generation]
         like_the_reference = [[self.entries[REFERENCE]] for _ in every]
@@ -357,11 +358,17 @@ class Rounds:
         if not (entry.ok and seat.names):
             self._close(seat, judged=False)
             return False
+        seat.active = True
         return True
+
+    def _active(self) -> list[Seated]:
+        return [seat for seat in self.seats if seat.active]
 
     def _spare(self) -> None:
         """A process for an arm that will sit alone: it imports while others are prepared."""
-        self.spare.append(self._open(alone=True))
+        seat = self._open(alone=True)
+        seat.active = False
+        self.spare.append(seat)
 
     def _offered(self) -> bytes | None:
         """The base of the seat that most arms share; None where there is none."""
@@ -371,7 +378,7 @@ class Rounds:
 
     def _warm(self) -> None:
         """A turn of every arm that does not count: what an arm's start gave back to the device is taken again."""
-        for seat in [s for s in self.seats if s.names and not s.warm]:
+        for seat in [s for s in self._active() if s.names and not s.warm]:
             for name in list(seat.names):
                 began, entry = time.perf_counter(), self.entries[name]
                 numbers = [WARM * TURN + n for n in range(self.trials_a_turn)]
@@ -413,10 +420,10 @@ class Rounds:
         self.tell(f"round {number + 1} of {self.family.rounds}")
         at = self.random.randrange(self.trials_a_turn) if sketch else None
         turns: dict[str, list[Turn]] = {}
-        places = [(seat.alone, e) for e in entries for seat in self.seats if e.name in seat.names]
+        places = [(seat.alone, e) for e in entries for seat in self._active() if e.name in seat.names]
         for alone, entry in self.random.sample(places, len(places)):
             # Asked anew each time: a seat may have been started again since the round began.
-            seat = next((s for s in self.seats if s.alone == alone and entry.name in s.names), None)
+            seat = next((s for s in self._active() if s.alone == alone and entry.name in s.names), None)
             if entry.ok and seat is not None and (turn := self._turn(seat, entry, number, at)):
                 turns.setdefault(entry.name, []).append(turn)
         if self.journal:
