@@ -183,6 +183,12 @@ class SeatHere:
     def ask(self, what: str, *arguments: Any, ranks: int = 1) -> list[Any]:
         return [self.seat.call(what, *arguments)]
 
+    def send(self, what: str, *arguments: Any, ranks: int = 1) -> None:
+        self.answer = self.ask(what, *arguments)
+
+    def answers(self, ranks: int = 1) -> list[Any]:
+        return self.answer
+
     def turn(self, name: str, numbers: list[int], on: bool, ranks: int) -> list[Any]:
         return [self.seat.call("turn", name, numbers, on)]
 

@@ -62,6 +62,7 @@ class Ready:
     applied: dict[str, int] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     memory: ArmMemory | None = None
+    own_bytes: int = 0  # that stay allocated beside the base
     jobs: dict[str, JobCounts] = field(default_factory=dict)
     warm_ms: list[float] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Made:
 class Ended:
     """What is known of an arm after its last turn."""
 
-    last: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)  # by job
     said: dict[str, Any] = field(default_factory=dict)
     roofline: dict[str, PhaseRoofline] | None = None
     energy: Energy | None = None
@@ -121,8 +122,8 @@ class Seat:
         self.host: dict[str, list[trial.Trial]] = {}  # timed trials of each arm
         self.base = Base(Path(seating.scratch))
         self.written = ""  # checksum of the base when the first arm was ready
-        self.turned = ""  # whose turn was the last
         self.now = "starting"
+        self.playing = ""  # whose turn it was last
 
     def call(self, what: str, *arguments: Any) -> Answer:
         """The answer of one of CALLS. An expected failure is an answer, too; anything else is an exception."""
@@ -150,16 +151,12 @@ class Seat:
         self.drop(self.now)
         return Failed(status, words, **more)
 
-    def open(self, offered: bytes | None = None) -> dict[str, float]:
-        """Before any toggle is asked. `offered`: another seat's base. Returns seconds by part."""
-        began = time.perf_counter()
+    def open(self) -> None:
+        """Before any toggle is asked. Nothing of it needs the GPU, so seats open side by side."""
         stacks = {stack.kind: stack for stack in self.family.stacks}
         for name, stack in stacks.items():
             kind(name).imports(self._request(stack, stack.ablations))
         self.guard = fairness.Guard(alone=self.seating.alone)
-        if offered is not None:
-            self.base = Base.opened(offered)
-        return {"spawn": time.perf_counter() - began}
 
     def offer(self) -> bytes:
         """The base for other seats."""
@@ -170,10 +167,12 @@ class Seat:
         ranks = self.ranks if stack.ranks > 1 else ONE
         return replace(made, name=stack.name, ablations=tuple(ablations), ranks=ranks, base=self.base)
 
-    def prepare(self, name: str, stack: Stack, gate: bool = True) -> Ready:
+    def prepare(self, name: str, stack: Stack, gate: bool = True, offered: bytes | None = None) -> Ready:
         """Judge the arm on a shallow model, build it, take its first trial under the audit, warm it up, measure its
-        memory. `gate`: whether this process judges it at all."""
+        memory. `gate`: whether this process judges it at all; `offered`: another seat's base, for the first arm."""
         self.stacks[name], into = stack, Ready()
+        if offered is not None:
+            self.base = Base.opened(offered)
         of_kind: Kind = kind(stack.kind)
         if gate:
             with _seconds(into, "gate"):
@@ -204,6 +203,7 @@ class Seat:
             # As if it were alone: without what the base kept meanwhile, with all of the base that it uses.
             grown = memory.allocated(self.device) - held - (self.base.nbytes - kept)
             static = grown + self.base.bytes_of(arm.model)
+            into.own_bytes = grown
             into.memory = memory.measure(arm, static, memory.reserved(self.device) - cached)
             into.jobs = of_kind.counts(arm)
             of_kind.clear(arm)
@@ -246,21 +246,21 @@ class Seat:
     def turn(self, name: str, numbers: Sequence[int], on: bool = False) -> list[Made]:
         """Timed trials on the data of these numbers, from where the first full trial ended; `on`: from where the arm
         is. The last one's results stay until they were sketched. The garbage collector runs between turns."""
-        arm = self.arms[name]
+        arm, of_kind = self.arms[name], self._kind(name)
         made = []
         gc.disable()
         try:
             if not on:
-                self._forget_turn()
-                self.turned = name
-                arm.kind.clear(arm)
-                arm.kind.begin(arm, numbers[0])
+                if self.playing in self.arms:  # whose turn is over goes back: what it leaves is of no use to the next
+                    self._begin(self.playing, numbers[0])
+                self.playing = name
+                self._begin(name, numbers[0])
             for number in numbers:
                 arm.kind.feed(arm, number)
                 self.timed(name, None)
                 done = trial.run_trial(arm)
                 self.timed(name, done.total_ms)
-                made.append(Made(done, arm.kind.seen(arm, number, done.losses)))
+                made.append(Made(done, of_kind.seen(arm, number, done.losses)))
                 self.guard.check()
         finally:
             gc.enable()
@@ -268,20 +268,22 @@ class Seat:
         gc.collect(0)
         return made
 
-    def _forget_turn(self) -> None:
-        """What the last arm has made of this round's tokens, which another one could take for its own."""
-        if before := self.arms.get(self.turned):
-            before.kind.clear(before)
-            before.kind.begin(before)
-
     def sketched(self, name: str, number: int) -> Any:
         """What the last trial left, which had this number."""
+        return self._kind(name).sketched(self.arms[name], number)
+
+    def _kind(self, name: str) -> Kind:
+        """What of an arm is recorded and held against another: of a limit less than the arm's own kind would."""
+        return kind(self.stacks[name].kind)
+
+    def _begin(self, name: str, number: int) -> None:
         arm = self.arms[name]
-        return arm.kind.sketched(arm, number)
+        arm.kind.clear(arm)
+        self._kind(name).begin(arm, number)
 
     def end(self, name: str, number: int, usual_ms: float, measure_energy: bool) -> Ended:
         """One more trial from the start, whole; then energy, and where the time goes."""
-        arm, into = self.arms[name], Ended()
+        arm, of_kind, into = self.arms[name], self._kind(name), Ended()
         with _seconds(into, "evidence"):
             if changed := fairness.difference(self.before[name], fairness.of_arm(arm)):
                 # Another arm can have done it: it is said when it is so without the others, too.
@@ -289,9 +291,9 @@ class Seat:
             self.tell(f"certifying {name}")
             arm.kind.clear(arm)
             arm.kind.feed(arm, number)
-            into.last = arm.kind.last(arm, partial(trial.run_trial, arm))
+            into.last = of_kind.last(arm, partial(trial.run_trial, arm))
             if timed := self.host[name]:  # none, where the process was started again after the last round
-                into.said = arm.kind.said(arm, {p: [t.device_ms[p] for t in timed] for p in timed[0].device_ms})
+                into.said = of_kind.said(arm, {p: [t.device_ms[p] for t in timed] for p in timed[0].device_ms})
             arm.kind.clear(arm)
         with _seconds(into, "energy"):
             if measure_energy and arm.kind.counts(arm):
@@ -319,7 +321,7 @@ class Seat:
     def cross(self, name: str, reference: str) -> Any:
         """What the reference's model says of this arm's evidence."""
         arm, other = self.arms[name], self.arms.get(reference)
-        return arm.kind.cross(other, arm) if other else None
+        return self._kind(name).cross(other, arm) if other else None
 
     def closing(self) -> dict[str, float]:
         """After the last turn: what was computed beside the trials, and that nothing else was changed."""

@@ -29,7 +29,9 @@ from lorabench.contract.workload import LEARNING_RATE
 
 SKETCH = 64  # numbers kept of each tensor and trial: a linear sketch, whose distances are right to 1 / sqrt(64)
 BLOCK = 64 * SKETCH  # elements that are summed up on the device; few enough sums are left for the host
-AT_ONCE = 1 << 26  # elements in float32 beside what an arm holds
+# Elements that are summed up together: on a host as many as its caches hold, on a device as many as are small (256 MB)
+# beside what an arm holds.
+AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 class Seen(NamedTuple):
@@ -161,9 +163,8 @@ class Witness:
     @torch.no_grad()
     def begin(self, number: int) -> None:
         """To where trial `number` starts in every arm: the parameters as they were before the first trial, about half
-        of the tensors halved, which every number format can; the optimizer as the first trial left it. Which ones are
-        halved is drawn by the number: who keeps what follows from the parameters has it of other ones.
-        """
+        of the tensors halved, which is exact in every number format; the optimizer as the first trial left it. The
+        number draws which ones are halved: who keeps what follows from the parameters has kept that of others."""
         params = list(self.params.values())
         if self.kept is None:
             self.kept = Kept(params, list(self.start.values()))
@@ -204,7 +205,7 @@ class Witness:
 
 class Kept:
     """Values of tensors, held where those lie (on the host where they do not fit), to be copied back into them in
-    place: captured graphs read where they lie. Some milliseconds' worth of tensors is a few kernels."""
+    place: captured graphs read where they lie. A few kernels copy hundreds of tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self.groups: dict[Any, list[tuple[int, Tensor]]] = {}
@@ -235,7 +236,7 @@ class KeptState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.numbers: list[tuple[dict[str, Any], str, Any]] = []
         self.tensors: list[tuple[dict[str, Any], str]] = []
-        self.values: list[Tensor] = []  # on the host
+        self.values: list[Tensor] = []  # on the host, until they are first put back
         self.kept: Kept | None = None
         for state in optimizer.state.values():
             for key, value in state.items():
@@ -248,7 +249,7 @@ class KeptState:
     def put_back(self) -> None:
         tensors = [state[key] for state, key in self.tensors]
         if self.kept is None:
-            self.kept = Kept(tensors, self.values)
+            self.kept, self.values = Kept(tensors, self.values), []
         self.kept.into(tensors)
         for state, key, value in self.numbers:
             state[key] = value
@@ -320,12 +321,13 @@ def sketch(tensors: Mapping[str, Tensor | None]) -> np.ndarray:
     2002). A tensor's row depends on nothing but the tensor, its name and its size.
     """
     made = np.zeros((len(tensors), SKETCH), np.float32)
-    groups: dict[Any, list[tuple[int, str, Tensor]]] = {}  # by device and dtype, and no more than AT_ONCE in one
+    groups: dict[Any, list[tuple[int, str, Tensor]]] = {}  # by device and dtype, about AT_ONCE in each
     elements: Counter[Any] = Counter()
     for row, (name, tensor) in enumerate(tensors.items()):
         if tensor is not None and tensor.numel():
             alike = tensor.device, tensor.dtype
-            groups.setdefault((alike, elements[alike] // AT_ONCE), []).append((row, name, tensor.detach().reshape(-1)))
+            part = elements[alike] // AT_ONCE[tensor.device.type]
+            groups.setdefault((alike, part), []).append((row, name, tensor.detach().reshape(-1)))
             elements[alike] += tensor.numel()
     for members in groups.values():
         starts = np.cumsum([0, *(-(-flat.numel() // BLOCK) for *_, flat in members[:-1])])

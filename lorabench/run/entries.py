@@ -81,6 +81,8 @@ class Seated:
     number: int
     desk: Desk
     alone: bool
+    active: bool = True  # it takes part in the rounds now
+    warm: bool = False  # its arms had a turn that does not count
     names: list[str] = field(default_factory=list)
     evidence: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)

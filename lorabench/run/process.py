@@ -138,9 +138,17 @@ class Desk:
 
     def ask(self, what: str, *arguments: Any, ranks: int = 1) -> list[Any]:
         """The answer of each of the first `ranks` ranks. Raises Lost where one gives none."""
-        asked = self.ranks[:ranks]
-        for rank in asked:
+        self.send(what, *arguments, ranks=ranks)
+        return self.answers(ranks)
+
+    def send(self, what: str, *arguments: Any, ranks: int = 1) -> None:
+        """Ask without waiting for the answers."""
+        for rank in self.ranks[:ranks]:
             rank.ask(what, arguments)
+
+    def answers(self, ranks: int = 1) -> list[Any]:
+        """What was sent for. Raises Lost."""
+        asked = self.ranks[:ranks]
         deadline, said = time.monotonic() + self.timeout_s, ""
         while not all(rank.answers for rank in asked):
             wait([rank.inbox.pipe for rank in asked if not rank.ended and not rank.answers], POLL_S)

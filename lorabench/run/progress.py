@@ -48,6 +48,9 @@ class Display:
         self.bar.update(self.task, family=escape(title), phase="starting", expected=self._expected())
 
     def phase(self, text: str) -> None:
+        if not self.console.is_terminal and text.startswith("preparing"):
+            seconds = time.monotonic() - self.began
+            self.console.print(f"{seconds:6.1f} s: {escape(text)}", highlight=False, style="dim", soft_wrap=True)
         self.bar.update(self.task, phase=escape(text))
 
     def end(self, family: Family, shown: Sequence[Record]) -> None:

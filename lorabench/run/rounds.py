@@ -7,12 +7,14 @@ happens to an arm, it leaves with its status and the others go on.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +40,13 @@ from lorabench.run.ranks import slowest, spread_of, whole_batch
 
 TURN_S = 0.1  # a turn is as many trials as this holds, one at least
 MOST_TRIALS = 20
-SKETCHED = 6  # rounds whose gradients are compared beside the losses of all, picked when they are there
+SKETCHED = 12  # rounds whose gradients are compared beside the losses of all, picked when they are there
 LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
 BY_TURNS_MS = 300.0  # a turn of so long moves the GPU's energy counter three times
-NO_EVIDENCE = (AttributeError, KeyError, TypeError, ValueError)  # where an answer is not what its kind's arms say
+ODD = (AttributeError, KeyError, TypeError, ValueError)  # what a kind raises where evidence is none
+WARM = 1 << 20  # a round that no family has: the data of turns that do not count
+CONTEXT, ROOMY = 0.7e9, 0.9  # bytes that a process takes on a GPU for itself; share of its memory that may be used
 DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
 
 
@@ -67,6 +71,7 @@ class Rounds:
         self.random = random.SystemRandom()  # a toggle must not know which trials are looked at
         self.final = self._number(0, 0)  # of the trial after the last turn
         self.seats: list[Seated] = []
+        self.spare: list[Seated] = []  # opened and still empty, each for an arm that will sit alone
         self.opened = 0
         self.trials_a_turn = 1
         self.stopped = False  # before the last round
@@ -96,12 +101,15 @@ class Rounds:
         alone = [e for e in self.entries.values() if e.stack.alone]
         if alone and all(e.stack.role == "reference" for e in shared):
             shared = []  # it sits alone too, and nobody shares a seat with it
-        waiting = self._sit_together(shared)
+        first = self._open(alone=False) if shared else None  # seat 0: what it holds most rows are of
+        for _ in range(min(self.machine.cores - 1, PROCESSES * (len(alone) + 1)) if alone else 0):
+            self._spare()
+        waiting = self._sit_together(shared, first)
         while True:
             self._play(alone)
             for seat in list(self.seats):
                 self._close(seat)
-            alone = []
+            alone, self.spare = [], []
             waiting = [e for e in waiting if e.ok]
             if not waiting or self.stopped:
                 break
@@ -132,18 +140,19 @@ class Rounds:
     def _open(self, alone: bool) -> Seated:
         seating = Seating(self.family, self.machine, alone, self.ceiling, str(self.scratch))
         seat = Seated(self.opened, self.workers.open(seating, self.timeout_s, self.tell, self.log), alone)
+        seat.desk.send("open", ranks=self.family.ranks)
         self.opened += 1
         self.seats.append(seat)
         return seat
 
-    def _sit_together(self, entries: Sequence[Entry], only: bool = False) -> list[Entry]:
+    def _sit_together(self, entries: Sequence[Entry], seat: Seated | None = None, only: bool = False) -> list[Entry]:
         """One seat for all of them; returns those that ran out of memory beside others. `only`: the one that is asked
         for is alone with the base, so out of memory is its status."""
         entries = [e for e in entries if e.ok]
         if not entries:
             return []
-        seat, waiting = self._open(alone=False), []
-        lost: Lost | None = self._opened(seat)
+        seat, waiting = seat or self._open(alone=False), []
+        lost = self._opened(seat)
         if lost:
             for entry in entries:
                 entry.leave(lost.status, str(lost), lost.rank, lost.log)
@@ -180,23 +189,24 @@ class Rounds:
         fresh = [self.entries.setdefault(s.name, Entry(s)) for s in now.stacks if s.name not in self.entries]
         return [*(entry for entry in todo if entry.name in stacks), *fresh]
 
-    def _opened(self, seat: Seated, offered: bytes | None = None) -> Lost | None:
-        """`offered`: the base of the seat that most arms share, for this process alone."""
+    def _opened(self, seat: Seated) -> Lost | None:
+        """Wait until the seat's process has imported what it needs."""
         began = time.perf_counter()
         try:
-            seat.desk.ask("open", offered, ranks=self.family.ranks)
+            seat.desk.answers(ranks=self.family.ranks)
         except Lost as lost:
             return lost
         finally:
             self._over("spawn", time.perf_counter() - began)
         return None
 
-    def _prepare(self, seat: Seated, entry: Entry, gate: bool) -> Failed | None:
-        """Seat an arm; the failure with which it did not come to sit."""
+    def _prepare(self, seat: Seated, entry: Entry, gate: bool, offered: bytes | None = None) -> Failed | None:
+        """Seat an arm; the failure with which it did not come to sit. `offered`: the base of the seat that most arms
+        share, for this process alone."""
         began = time.perf_counter()
         self.tell(f"preparing {entry.name}")
         try:
-            answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, ranks=entry.stack.ranks)
+            answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, offered, ranks=entry.stack.ranks)
         except Lost as lost:
             entry.leave(lost.status, str(lost), lost.rank, lost.log)
             entry.spent("build", time.perf_counter() - began)
@@ -219,10 +229,11 @@ class Rounds:
         first = entry.ready is None
         if first:
             entry.ready = replace(ready[0], jobs=whole_batch([r.jobs for r in ready]))
-            entry.numerics = dict(ready[0].numerics)
             for job, (file, own) in ready[0].noise.items():
                 self.noise.setdefault(file, own)
                 ready[0].noise[job] = file, self.noise[file]
+        if gate:
+            entry.numerics = dict(ready[0].numerics)
         seat.names.append(entry.name)
         seat.evidence[entry.name] = [r.evidence for r in ready]
         entry.evidence += seat.evidence[entry.name]
@@ -259,7 +270,9 @@ class Rounds:
         # Numbers of their own in each block: what was not in one round must not look as if it were.
         rounds = list(range(self.begun, self.begun + self.family.rounds))
         self.begun += self.family.rounds
-        own = self._sit_alone(alone)
+        parts = self._parts(rounds, alone)
+        generations = self._sit_alone(alone, len(parts)) if alone else [[] for _ in parts]
+        own = self._generation(generations[0])
         everyone = self._ready()
         if not everyone:
             return
@@ -273,15 +286,16 @@ class Rounds:
         with Sampler(
             self.uuid, lambda: {rank.process.pid for seat in self.seats for rank in seat.desk.ranks}
         ) as sampler:
-            for part in self._parts(rounds, alone):
-                own = own or self._sit_alone(alone)
+            for place, part in enumerate(parts):
+                own = own if place == 0 else self._generation(generations[place])
+                self._warm()
                 for number in part:
                     if time.monotonic() > self.stop_at:
                         self.stopped = True
                         break
                     self._round(number, [e for e in self._ready() if taking.takes(e, number)], number in sketched)
-                while own:
-                    if (seat := own.pop()) in self.seats:
+                for seat in own:
+                    if seat in self.seats:
                         self._close(seat)
                 if self.stopped:
                     break
@@ -311,23 +325,64 @@ class Rounds:
         cuts = [round(n * len(rounds) / count) for n in range(count + 1)]
         return [list(rounds[a:b]) for a, b in itertools.pairwise(cuts)]
 
-    def _sit_alone(self, alone: Sequence[Entry]) -> list[Seated]:
-        """A fresh process for each arm that sits alone, and for the reference again."""
+    def _sit_alone(self, alone: Sequence[Entry], generations: int) -> list[list[tuple[Entry, Seated]]]:
+        """Fresh processes for each arm that sits alone, and for the reference again: one in each generation, of which
+        one after the other takes its part of the rounds. All are prepared side by side where the device has room for
+        it; else each generation when its turn comes."""
         beside = self.entries.get(TWIN) or self.entries[REFERENCE]
-        seats = []
-        for entry in [e for e in (beside, *alone) if e.ok and alone]:
-            offered, seat = self._offered(), self._open(alone=True)
-            if lost := self._opened(seat, offered):
-                entry.leave(lost.status, str(lost), lost.rank, lost.log)
+        entries = [e for e in (beside, *alone) if e.ok]
+        while len(self.spare) < generations * len(entries):
+            self._spare()
+        for seat in list(self.spare):
+            if self._opened(seat):
                 self._close(seat, judged=False)
-                continue
-            if failed := self._prepare(seat, entry, gate=entry.ready is None):
-                del failed
-                self._close(seat, judged=False)
-                continue
-            seats.append(seat)
+                self.spare.remove(seat)
+                self._spare()
+        made = [[(entry, self.spare.pop(0)) for entry in entries] for _ in range(generations)]
+        every = [pair for generation in made for pair in generation]
+        like_the_reference = [[self.entries[REFERENCE]] for _ in every]
+        if self.entries[REFERENCE].ready and self._bytes([self._ready(), *like_the_reference]) <= self._room:
+            self._side_by_side(every)
+        return made
+
+    def _side_by_side(self, pairs: Sequence[tuple[Entry, Seated]]) -> None:
+        """Prepare these arms at once, as many as the cores carry. Their seconds are then parts of one wall time."""
+        began, before = time.perf_counter(), {e.name: dict(e.seconds) for e, _ in pairs}
+        judged: set[str] = set()
+        todo = []
+        for entry, seat in pairs:
+            todo.append((seat, entry, entry.ready is None and entry.name not in judged, self._offered()))
+            judged.add(entry.name)
+        with ThreadPoolExecutor(max(1, self.machine.cores - 1)) as pool:
+            list(pool.map(lambda arguments: self._prepare(*arguments), todo))
+        entries = {e.name: e for e, _ in pairs}
+        spent = {(n, part): s - before[n].get(part, 0.0) for n, e in entries.items() for part, s in e.seconds.items()}
+        share = min(1.0, (time.perf_counter() - began) / max(sum(spent.values()), 1e-9))
+        for (name, part), seconds in spent.items():
+            entries[name].seconds[part] -= seconds * (1 - share)
+
+    def _generation(self, seated: Sequence[tuple[Entry, Seated]]) -> list[Seated]:
+        return [seat for entry, seat in seated if self._seated(entry, seat)]
+
+    def _seated(self, entry: Entry, seat: Seated) -> bool:
+        """Prepare an arm in its seat, where that is not done; whether it sits there."""
+        if entry.ok and not seat.names:
+            self._prepare(seat, entry, entry.ready is None, self._offered())
             self._give_back(seat)
-        return seats
+        if not (entry.ok and seat.names):
+            self._close(seat, judged=False)
+            return False
+        seat.active = True
+        return True
+
+    def _active(self) -> list[Seated]:
+        return [seat for seat in self.seats if seat.active]
+
+    def _spare(self) -> None:
+        """A process for an arm that will sit alone: it imports while others are prepared."""
+        seat = self._open(alone=True)
+        seat.active = False
+        self.spare.append(seat)
 
     def _offered(self) -> bytes | None:
         """The base of the seat that most arms share; None where there is none."""
@@ -335,9 +390,41 @@ class Rounds:
         found = shared.desk.ask("offer")[0] if shared else None
         return found if isinstance(found, bytes) else None
 
+    def _warm(self) -> None:
+        """A turn of every arm that does not count: what an arm's start gave back to the device is taken again."""
+        for seat in [s for s in self._active() if s.names and not s.warm]:
+            for name in list(seat.names):
+                began, entry = time.perf_counter(), self.entries[name]
+                numbers = [WARM * TURN + n for n in range(self.trials_a_turn)]
+                with contextlib.suppress(Left):
+                    self._answered(
+                        seat, entry, lambda s=seat, e=entry, n=numbers: s.desk.turn(e.name, n, False, e.stack.ranks)
+                    )
+                self._give_back(seat)
+                entry.spent("warmup", time.perf_counter() - began)
+            seat.warm = True
+
+    def _bytes(self, seats: Sequence[Sequence[Entry]]) -> float:
+        """Bytes on the device with these arms in these seats: what each holds, of each seat the largest peak beside."""
+        found = [[e.ready for e in seat if e.ready and e.ready.memory] for seat in seats]
+        base = max((r.memory.weights or 0 for seat in found for r in seat if r.memory), default=0)
+        held = sum(r.own_bytes for seat in found for r in seat)
+        peaks = sum(max((_above(r) for r in seat), default=0) for seat in found)
+        return base + held + peaks + CONTEXT * len(seats)
+
+    @property
+    def _room(self) -> float:
+        """Bytes of the device that may be used; all that there are on a CPU, which swaps."""
+        return ROOMY * (self.machine.gpu or {}).get("memory_bytes", math.inf)
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether all seats fit only where each gives back what it has cached before the next one's turn."""
+        return self._bytes([[self.entries[n] for n in seat.names] for seat in self.seats if seat.names]) > self._room
+
     def _give_back(self, seat: Seated) -> None:
         """Cached memory to the device, where other processes need it."""
-        if len(self.seats) > 1 and self.machine.device == "cuda":
+        if len(self.seats) > 1 and self.machine.device == "cuda" and self._crowded:
             began = time.perf_counter()
             seat.desk.ask("give_back")
             self._over("other", time.perf_counter() - began)
@@ -348,10 +435,10 @@ class Rounds:
         at = self.random.randrange(self.trials_a_turn) if sketch else None
         numbers = [self._number(number, place) for place in range(self.trials_a_turn)]
         turns: dict[str, list[Turn]] = {}
-        places = [(seat.alone, e) for e in entries for seat in self.seats if e.name in seat.names]
+        places = [(seat.alone, e) for e in entries for seat in self._active() if e.name in seat.names]
         for alone, entry in self.random.sample(places, len(places)):
             # Asked anew each time: a seat may have been started again since the round began.
-            seat = next((s for s in self.seats if s.alone == alone and entry.name in s.names), None)
+            seat = next((s for s in self._active() if s.alone == alone and entry.name in s.names), None)
             if entry.ok and seat is not None and (turn := self._turn(seat, entry, number, numbers, at)):
                 turns.setdefault(entry.name, []).append(turn)
         if self.journal:
@@ -392,22 +479,14 @@ class Rounds:
         """One trial, of the slowest rank; what was seen of it goes to the evidence. `on`: its turn has begun before;
         `sketch`: its gradients are looked at, which it does not know before. Raises Left."""
         ranks = entry.stack.ranks
-        try:
-            answers = seat.desk.turn(entry.name, [number], on, ranks)
-        except Doubtful as doubt:
-            self._gone(seat, entry, "untrusted", str(doubt), spoilt=True)
-            raise Left from None
-        except Lost as lost:
-            self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
-            raise Left from None
-        self._look_for_failure(seat, entry, answers)
+        answers = self._answered(seat, entry, lambda: seat.desk.turn(entry.name, [number], on, ranks))
         sketches: list[Any] = [{}] * ranks
         if sketch:
             sketches = self._asked(seat, entry, "sketched", entry.name, number)
         try:
             for evidence, (one,), sketched in zip(seat.evidence[entry.name], answers, sketches, strict=True):
                 kind(entry.stack.kind).take(evidence, number, one.seen, sketched)
-        except NO_EVIDENCE as error:
+        except ODD as error:
             self._gone(seat, entry, "untrusted", f"its evidence is none: {described(error)}", spoilt=True)
             raise Left from None
         if ranks > 1:
@@ -420,8 +499,15 @@ class Rounds:
 
     def _asked(self, seat: Seated, entry: Entry, what: str, *arguments: Any) -> list[Any]:
         """Raises Left."""
+        return self._answered(seat, entry, lambda: seat.desk.ask(what, *arguments, ranks=entry.stack.ranks))
+
+    def _answered(self, seat: Seated, entry: Entry, ask: Callable[[], Any]) -> Any:
+        """What a seat answers that is no failure. Raises Left."""
         try:
-            answers = seat.desk.ask(what, *arguments, ranks=entry.stack.ranks)
+            answers = ask()
+        except Doubtful as doubt:
+            self._gone(seat, entry, "untrusted", str(doubt), spoilt=True)
+            raise Left from None
         except Lost as lost:
             self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
             raise Left from None
@@ -505,7 +591,7 @@ class Rounds:
         except Lost as lost:
             self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
             return
-        except NO_EVIDENCE as error:
+        except ODD as error:
             self._gone(seat, entry, "untrusted", f"its evidence is none: {described(error)}", spoilt=True)
             return
         entry.ended = entry.ended or answers[0]
@@ -591,3 +677,9 @@ class Rounds:
 
     def _over(self, part: str, seconds: float) -> None:
         self.overhead[part] = self.overhead.get(part, 0.0) + seconds
+
+
+def _above(ready: Ready) -> int:
+    """Bytes of an arm's step above what it holds between two."""
+    memory = ready.memory
+    return max(0, (memory.peak or 0) - (memory.static or 0)) if memory else 0

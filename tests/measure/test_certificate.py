@@ -257,7 +257,7 @@ def test_a_row_of_a_sketch_depends_on_nothing_but_its_tensor(monkeypatch):
     together = sketch(tensors | {"none": None, "empty": torch.zeros(0)})
     assert together.dtype == np.float32 and not together[-2:].any() and together[:-2].any(1).all()
     backwards = sketch(dict(reversed(tensors.items())))[::-1]
-    monkeypatch.setattr(witness, "AT_ONCE", 6000)
+    monkeypatch.setattr(witness, "AT_ONCE", {"cpu": 6000})
     monkeypatch.setattr(witness, "_drawn", {})
     for row, (name, tensor) in enumerate(tensors.items()):
         assert np.array_equal(together[row], sketch({name: tensor})[0]), name

@@ -59,6 +59,12 @@ class Seat:
             return [Ended()]
         return [{"closing": {}, "open": {}, "offer": b"", "sketched": {}}.get(what)]
 
+    def send(self, what: str, *arguments: Any, ranks: int = 1) -> None:
+        self.answer = self.ask(what, *arguments)
+
+    def answers(self, ranks: int = 1) -> list[Any]:
+        return self.answer
+
     def prepare(self, name: str) -> Ready | Failed:
         need = self.script.bytes.get(name, 1.0)
         if sum(self.held.values()) + need > self.script.room:

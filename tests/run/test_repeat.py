@@ -78,7 +78,9 @@ def test_a_larger_repeat_adds_sessions_and_the_same_measures_nothing(tmp_path, m
 def test_a_session_that_was_stopped_goes_on_and_failed_cells_are_tried_again_in_theirs(tmp_path, machine):
     measure(tmp_path, machine, "repeat=2", status=lambda stack: "crash" if "eager" in stack.labels else "unsupported")
     lines = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "records.jsonl").write_bytes(b"".join(lines[:9]))  # of the second session the reference, its twin, and one
+    (tmp_path / "records.jsonl").write_bytes(
+        b"".join(lines[:9])
+    )  # of the second session the reference, its twin, and one
     crashed = sum(r.status == "crash" for r in read_records(tmp_path))
     again, _ = measure(tmp_path, machine, "repeat=2")
     assert [len(order) for order in again.orders] == [3]

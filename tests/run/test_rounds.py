@@ -17,7 +17,7 @@ from lorabench.measure.seat import Failed
 from lorabench.record.schema import ArmRecord
 from lorabench.run.journal import INTERRUPTED, JOURNAL, Journal
 from lorabench.run.process import Lost
-from lorabench.run.rounds import LEAST_ROUNDS, MOST_TRIALS, Rounds
+from lorabench.run.rounds import LEAST_ROUNDS, MOST_TRIALS, WARM, Rounds
 from lorabench.run.runner import Runner
 
 FOUR = "ablations=[eager,adamw,adamw_fused]"
@@ -38,7 +38,9 @@ def measured(script: Script, folder: Path, *overrides: str) -> dict[str, ArmReco
 
 
 def turns(script: Script) -> list[tuple[int, str, tuple[int, ...]]]:
-    return [(seat, rest[0], rest[1]) for seat, what, *rest in script.heard if what == "turn"]
+    """Those that count."""
+    found = [(seat, rest[0], rest[1]) for seat, what, *rest in script.heard if what == "turn"]
+    return [turn for turn in found if turn[2][0] // TURN != WARM]
 
 
 def rounds_of(numbers: tuple[int, ...]) -> int:
@@ -185,7 +187,7 @@ def test_where_every_candidate_patches_classes_the_reference_sits_alone_as_they_
 def test_finished_rounds_are_in_the_journal_and_become_records(tmp_path):
     """A sweep that is killed in its tenth round has nine."""
     journal = Journal(tmp_path)
-    fails = {("turn", "eager"): raising(KeyboardInterrupt(), after=9)}
+    fails = {("turn", "eager"): raising(KeyboardInterrupt(), after=10)}
     script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "adamw", "adamw_fused"), 150.0), fails=fails)
     with runner(script, tmp_path, journal) as running, pytest.raises(KeyboardInterrupt):
         running.family(family())
