@@ -82,7 +82,9 @@ class Runner:
         if not left.cells:
             return records
         try:
-            return [*records, *self._measured(left, tell, replan)]
+            made = self._measured(left, tell, replan)
+            charge(made[0], time.perf_counter() - began - wall_of(made))
+            return [*records, *made]
         except Exception as error:  # a harness that fails on one family still has the others to measure
             cost = Cost(wall=round(time.perf_counter() - began, 3))
             log, reason = printable(traceback.format_exc())[-LOG_TAIL:], f"in the harness: {described(error)}"
@@ -112,12 +114,11 @@ class Runner:
             tell(f"once more: {', '.join(sorted(disturbed))}")
             self.number += 1
             cells = tuple(c for c in family.cells if family.names(c) & disturbed)
-            spent, keys = wall_of(r for r in made if r.arm in disturbed), {c.key for c in cells}
+            keys = {c.key for c in cells}
             made = [r for r in made if r.arm not in disturbed]
             for record in made:
                 record.shown = [one for one in record.shown if one.key not in keys]
             made += self._measured(replace(family, cells=cells), tell, again=False)
-            charge(made[0], spent)
         return made
 
     def _apart(self, tell: Tell, reason: str, rounds: Rounds) -> list[ArmRecord]:
@@ -130,9 +131,7 @@ class Runner:
             return self.drafts(rounds)
         tell(f"each arm apart: {reason}")
         alone = [replace(family, cells=(cell,)) for cell in family.cells]
-        made = [record for one in alone for record in self.family(one, tell)]
-        charge(made[0], rounds.wall)
-        return made
+        return [record for one in alone for record in self.family(one, tell)]
 
     def _forget_logs(self, family: Family) -> None:
         for rank in range(family.ranks):
@@ -204,7 +203,7 @@ def wall_of(records: Iterable[ArmRecord]) -> float:
 
 
 def charge(record: ArmRecord, seconds: float) -> None:
-    """What was measured for nothing took time, too."""
+    """What was measured for nothing took time, too, and so did the judging."""
     cost = record.cost or Cost(wall=0.0)
     more = {"other": round(cost.other + seconds, 3), "wall": round(cost.wall + seconds, 3)}
     record.cost = cost.model_copy(update=more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lorabench.contract.family import Stack
 from lorabench.contract.machine import Machine
 from lorabench.measure.seat import Ended, Failed, Made, Ready
 from lorabench.measure.trial import Trial
+from lorabench.measure.witness import Seen
 from lorabench.record.schema import ArmMemory
 from lorabench.record.store import read_sessions
 from lorabench.run.local_queue import LocalQueue
@@ -25,10 +27,14 @@ class Script:
 
     def __init__(
         self, ms: dict[str, float] | None = None, room: float = 1e9, fails: dict[Any, Any] | None = None,
-        refuses: Callable[[Stack], Failed | None] = lambda stack: None,
+        refuses: Callable[[Stack], Failed | None] = lambda stack: None, ready: Callable[[str], Ready] | None = None,
+        answers: dict[Any, list[Any]] | None = None,
     ) -> None:  # fmt: skip
-        """`refuses`: with what an arm does not come to sit."""
+        """`refuses`: with what an arm does not come to sit. `ready`: how it does. `answers`: in place of the right
+        ones, by call."""
         self.ms, self.room, self.fails, self.refuses = ms or {}, room, fails or {}, refuses
+        self.ready, self.answers = ready or (lambda name: Ready()), answers or {}
+        self.seen: dict[str, Any] = {}
         self.bytes: dict[str, float] = {}
         self.heard: list[tuple[Any, ...]] = []
         self.opened = 0
@@ -53,6 +59,8 @@ class Seat:
         script = self.script
         script.heard.append((self.number, what, *arguments[:1]))
         script.fails.get((what, *arguments[:1]), lambda: None)()
+        if found := script.answers.get((what, *arguments[:1])):
+            return found
         if what == "prepare":
             return [script.refuses(arguments[1]) or self.prepare(arguments[0])]
         if what == "end":
@@ -71,7 +79,9 @@ class Seat:
             return Failed("oom", "it ran out of memory")
         self.held[name] = need
         ms = self.script.ms.get(name, 10.0)
-        return Ready(warm_ms=[ms] * 3, memory=ArmMemory(), applied={"eager": 1})
+        own = self.script.ready(name)
+        self.jobs = list(own.evidence)
+        return replace(own, warm_ms=[ms] * 3, memory=ArmMemory(), applied={"eager": 1})
 
     def turn(self, name: str, numbers: list[int], on: bool, ranks: int) -> list[Any]:
         script = self.script
@@ -83,7 +93,8 @@ class Seat:
             began = script.now
             script.now += script.ms.get(name, 10.0) / 1000
             device = {phase: script.ms.get(name, 10.0) / 3 for phase in PHASES}
-            made.append(Made(Trial(device, device, {"": 1.0}, began, script.now), {}))
+            seen = script.seen.get(name, {job: Seen(1.0, None) for job in self.jobs})
+            made.append(Made(Trial(device, device, {"": 1.0}, began, script.now), seen))
         return [made]
 
     def close(self) -> None:

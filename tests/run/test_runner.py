@@ -1,164 +1,234 @@
-"""What the runner does around its workers, with workers that only pretend."""
+"""What the runner does around its seats, with seats that only pretend."""
 
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import pytest
-from helpers import cells
+from helpers import MACHINE, cells
+from run.scripted import Script
 
-from lorabench.contract.kind import kind
-from lorabench.measure.cell import ArmResult, Measurement, Result, Task
+from lorabench.contract.family import REFERENCE, families
 from lorabench.measure.depth_noise import DepthNoise
+from lorabench.measure.fairness import check_clock
 from lorabench.measure.kind import JobCounts
-from lorabench.measure.witness import SKETCH, Testimony
-from lorabench.record.schema import ARMS, Numerics
-from lorabench.run.process import _believed, _Rank
+from lorabench.measure.seat import Failed, Made, Ready
+from lorabench.measure.trial import Trial
+from lorabench.measure.witness import Seen, Testimony
+from lorabench.record.pairs import pairs
+from lorabench.record.schema import Numerics
+from lorabench.run.messages import Garbled
+from lorabench.run.process import Desk, Doubtful, Lost, _Rank
 from lorabench.run.runner import Runner
 
-MACHINE = SimpleNamespace(device="cpu", dtype=lambda wanted: "float32")
+TWO = "ablations=[eager,adamw]"
+PASSED = Numerics(
+    passed=True, loss_error=0.0, loss_allowed=1.0, grad_error=0.0, grad_allowed=1.0, plain_grad_error=0.0, worst="",
+    tensors=1,
+)  # fmt: skip
 
 
-class Pretended:
-    """Workers that answer at once: `answer(task)`."""
-
-    def __init__(self, answer):
-        self.answer, self.tasks = answer, []
-
-    def run(self, task, timeout_s, tell, log):
-        self.tasks.append(task)
-        return self.answer(task)
+def runner(script: Script, folder: Path) -> Runner:
+    return Runner(script, MACHINE, None, "session", 9.0, folder)  # type: ignore[arg-type]
 
 
-def runner(answer, folder):
-    return Runner(Pretended(answer), MACHINE, None, "session", 9.0, folder)  # type: ignore[arg-type]
+def measured(script: Script, folder: Path, *overrides: str) -> dict[str, Any]:
+    (family,) = families(cells("trials=12", *(overrides or (TWO,))))
+    with runner(script, folder) as running:
+        return {record.arm: record for record in running.family(family)}
 
 
-def test_the_attempt_together_stays_in_the_cost(tmp_path):
-    def answer(task):
-        if len(task.arms) == 2:
-            seconds = {"gate": 2.0, "build": 1.0, "trials": 5.0}
-            return Result("oom", "no room", "candidate", resident=True, seconds=seconds)
-        times = {phase: [1.0, 1.0] for phase in ("forward", "backward", "step", "total")}
-        return Result(arms={task.arms[0]: ArmResult(times=times)}, seconds={"build": 0.5, "trials": 3.0})
+def at(calls: list[int], answer: Any) -> Callable[[], Any]:
+    """Gives or raises `answer` at these calls, and nothing at the others."""
+    counted = iter(range(100_000))
 
-    with runner(answer, tmp_path) as made:
-        pair = made._together(cells("ablations=[eager]")[1], lambda text: None)
-        assert len(made.workers.tasks) == 9
-    assert pair.pairing == "abba"
-    assert pair.seconds == pytest.approx({"gate": 2.0, "build": 5.0, "trials": 29.0})
+    def call() -> Any:
+        if next(counted) in calls:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        time.sleep(0.001)
+        return None
 
-
-def test_separate_arms_alternate_in_four_processes_each(tmp_path):
-    def answer(task):
-        times = {phase: [1.0] * task.rounds for phase in ("forward", "backward", "step", "total")}
-        return Result(arms={task.arms[0]: ArmResult(times=times)})
-
-    with runner(answer, tmp_path) as made:
-        pair = made._separately(replace(cells("ablations=[eager]")[1], trials=30), lambda text: None)
-        order = [task.arms[0] for task in made.workers.tasks]
-        assert [task.gate for task in made.workers.tasks] == [True, True] + [False] * 6
-    first, second = order[:2]
-    assert first != second and order == [first, second, second, first] * 2
-    assert pair.processes == {"reference": [8] * 4, "candidate": [8] * 4}
-    assert len(pair.arms["reference"].times["total"]) == 32
+    return call
 
 
-@pytest.mark.parametrize("second", ["ok", "untrusted"])
-def test_a_disturbed_cell_is_measured_once_more(tmp_path, second):
-    times = {phase: [1.0] for phase in ("forward", "backward", "step", "total")}
-    arms = {name: ArmResult(times=times) for name in ("reference", "candidate")}
-    answers = iter(
-        Result(status, "slowed", disturbed=status != "ok", arms=arms, seconds={"trials": 5.0})
-        for status in ("untrusted", second)
-    )
-    told = []
-    with runner(lambda task: next(answers), tmp_path) as made:
-        pair = made._together(cells("ablations=[eager]")[1], told.append)
-    assert pair.result.status == second and pair.seconds == {"trials": 10.0}
-    assert told == ["once more: slowed"] and next(answers, None) is None
+SLOWED = Failed("untrusted", "slowed", disturbed=True)
 
 
-@pytest.mark.parametrize(("later", "told", "passes"), [(1.0, 0.0, True), (1.1, 0.0, False), (1.1, 0.2, True)])
-def test_the_runner_judges_the_evidence_itself_by_the_noise_that_was_told_first(tmp_path, later, told, passes):
-    """A pair's, too: the worker's verdict is that all is well, and the noise in its evidence is large."""
-    times = {phase: [1.0, 1.0] for phase in ("forward", "backward", "step", "total")}
-    passed = Numerics(
-        passed=True, loss_error=0.0, loss_allowed=1.0, grad_error=0.0, grad_allowed=1.0, plain_grad_error=0.0,
-        worst="", tensors=1,
-    )  # fmt: skip
+@pytest.mark.parametrize(("when", "status"), [([30], "ok"), ([30, 31], "untrusted")])
+def test_a_disturbed_arm_is_measured_once_more_with_the_reference(tmp_path, when, status):
+    script = Script(fails={("turn", "eager"): at(when, SLOWED)})
+    found = measured(script, tmp_path)
+    assert found["eager"].status == status and found["adamw"].status == "ok"
+    again = [rest for seat, what, *rest in script.heard if what == "prepare" and seat == 2]
+    assert again == [[REFERENCE], ["eager"]] and script.opened == 2
 
-    def noise(loss):
-        return DepthNoise({}, 0.0, loss)
 
-    def answer(task):
-        arms = {}
-        for name, losses in (("reference", [1.0, 1.0]), ("candidate", [1.0, later])):
-            sketches = [np.ones((1, SKETCH), np.float32)] * 2
-            seen = Testimony(names=["a"], loss=1.0, losses=losses, sketches=sketches, noise=noise(9.0))
-            counts = {"": JobCounts(1, 0, 1)}
-            arms[name] = ArmResult(times=times, evidence=[{"": seen}], numerics={"": passed}, jobs=counts)
-        own = told if len(made.workers.tasks) == 1 else 9.0
-        return Result(arms=arms, noise={"": ("one.noise.json", noise(own))})
+def test_what_is_held_against_a_disturbed_arm_comes_again_with_it(tmp_path):
+    """A ladder's second rung is held against the first, which has no cell of its own where the design is another."""
+    fails = {("turn", "packing"): at([30], SLOWED)}
+    script = Script(fails=fails)
+    (family,) = families(cells("trials=12", "design=ladder", "ablations=[packing,adamw_fused]"))
+    with runner(script, tmp_path) as running:
+        records = running.family(family)
+    shown = [one.key for record in records for one in record.shown]
+    assert sorted(shown) == sorted(cell.key for cell in family.cells)
+    together = {record.family for record in records if any(c.key in shown for c in record.shown)}
+    assert {r.status for r in records} == {"ok"} and len(together) == 2
 
-    cell = cells("ablations=[eager]")[1]
-    with runner(answer, tmp_path) as made:
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        {("turn", "eager"): at([], None)},
+        {("turn", "eager"): at([90], SLOWED)},
+        {("turn", REFERENCE): at([100], Failed("untrusted", "somebody changed it", spoilt=True))},
+        {("turn", "adamw"): at([50], Lost("crash", "it died", None, None))},
+    ],
+    ids=["as planned", "once more", "each apart", "a seat dies"],
+)
+def test_what_all_arms_cost_is_what_the_family_took(tmp_path, fails):
+    slow = {(what, name): at([], None) for what in ("turn", "prepare") for name in (REFERENCE, "adamw", "eager")}
+    (family,) = families(cells("trials=12", TWO))
+    with runner(Script(fails=slow | fails), tmp_path) as running:
+        began = time.perf_counter()
+        records = running.family(family)
+        wall = time.perf_counter() - began
+    assert sum(record.cost.wall for record in records) == pytest.approx(wall, rel=0.02)
+    for record in records:
+        parts = record.cost.model_dump(exclude={"wall"})
+        assert sum(parts.values()) == pytest.approx(record.cost.wall, abs=0.01)
+
+
+def test_a_reference_that_somebody_spoils_has_each_cell_measured_apart(tmp_path):
+    """And then whose fault it is is known: here it happens beside `eager` alone."""
+    beside: list[str] = []
+
+    class Spoilt(Script):
+        def open(self, seating: Any, *arguments: Any) -> Any:
+            beside[:] = [stack.name for stack in seating.family.stacks]
+            return super().open(seating, *arguments)
+
+    bad = Failed("untrusted", "the reference was changed", spoilt=True)
+    ready = lambda name: Ready(numerics={"": PASSED}, jobs={"": JobCounts(1, 0, 1)})  # noqa: E731
+    script = Spoilt(fails={("turn", REFERENCE): lambda: bad if "eager" in beside else None}, ready=ready)
+    (family,) = families(cells("trials=12", TWO))
+    with runner(script, tmp_path) as running:
+        found = {record.ablations[0]: record for record in pairs(running.family(family)) if record.ablations}
+    assert (found["eager"].status, found["adamw"].status) == ("untrusted", "ok")
+
+
+@pytest.mark.parametrize(("off", "told", "passes"), [(0.0, 0.0, True), (0.1, 0.0, False), (0.1, 0.2, True)])
+def test_the_runner_judges_the_evidence_itself_by_the_noise_that_was_told_first(tmp_path, off, told, passes):
+    """Each arm says itself that it passed, and what it tells of the noise later is not believed."""
+    asked: list[str] = []
+
+    def ready(name: str) -> Ready:
+        asked.append(name)
+        own = DepthNoise({}, 0.0, told if len(asked) == 1 else 9.0)
+        seen = Testimony(loss=1.0 + off * (name == "eager"), noise=DepthNoise({}, 0.0, 9.0))
+        return Ready(numerics={"": PASSED}, evidence={"": seen}, noise={"": ("one.noise.json", own)})
+
+    script = Script(ready=ready)
+    with runner(script, tmp_path) as running:
         for _ in range(2):
-            result = made._together(cell, lambda text: None)
-            made._agreement(cell, result)
-            assert result.result.status == ("ok" if passes else "wrong_numerics"), result.result.reason
-            assert passes or "the loss of each trial is off by 0.1 at trial 2" in str(result.result.reason)
+            (family,) = families(cells("trials=12", "ablations=[eager]"))
+            found = {record.arm: record for record in running.family(family)}
+            assert found["eager"].status == ("ok" if passes else "wrong_numerics"), found["eager"].reason
+            assert passes or "the loss is off by 0.1" in found["eager"].reason
+    assert asked[0] == REFERENCE  # before any toggle is asked
 
 
-def evidence(losses):
-    """Of one job's trials."""
-    sketches = [np.full((1, SKETCH), loss, np.float32) for loss in losses]
-    return {"": Testimony(names=["a"], losses=losses, sketches=sketches, update_errors=[(0.0, "a")] * len(losses))}
+def test_evidence_that_is_none_is_one_arm_s_and_not_the_family_s(tmp_path):
+    def ready(name: str) -> Ready:
+        return Ready(numerics={"": PASSED}, evidence={"": Testimony()})
+
+    for seen in ({}, {"": 3}, {"": Seen("much", None)}, None):  # type: ignore[arg-type]
+        script = Script(ready=ready)
+        script.seen["eager"] = seen
+        found = measured(script, tmp_path)
+        assert found["eager"].status == "untrusted" and "its evidence is none" in found["eager"].reason
+        assert found["adamw"].status == "ok"
 
 
-def forged(seen, what):
-    kept = getattr(seen[""], what)
-    kept[1] = (0.1, "a") if what == "update_errors" else 2 * kept[1]
-    return seen
+@pytest.mark.parametrize("answer", [[{}], [[]], [None], ["ready"]])
+def test_an_answer_that_is_none_is_one_arm_s_too(tmp_path, answer):
+    script = Script(answers={("prepare", "eager"): answer})
+    found = measured(script, tmp_path)
+    assert (found["eager"].status, found["adamw"].status) == ("untrusted", "ok")
 
 
-@pytest.mark.parametrize("what", ["losses", "sketches", "update_errors"])
-def test_evidence_that_is_not_what_was_told_trial_by_trial_is_not_believed(what):
-    cell, own, told = cells("ablations=[eager]")[1], kind("train"), evidence([1.0, 2.0])
-    rank = _Rank(0, None, None, Path())  # type: ignore[arg-type]
-    rank.told, rank.elapsed = {"candidate": [1.0, 1.0]}, {"candidate": 0.0}
-    rank.seen = {"candidate": [own.digest(told, number) for number in range(2)]}
-    task = Task(cell, MACHINE, ("candidate",), 2, False, None, "")  # type: ignore[arg-type]
-    for found, status in ((told, "ok"), (forged(evidence([1.0, 2.0]), what), "untrusted"), ({}, "untrusted")):
-        rank.result = Result(arms={"candidate": ArmResult(times={"total": [1.0, 1.0]}, evidence=[found])})
-        believed = _believed(task, rank)
-        assert believed.status == status
-    assert (
-        believed.reason == "the answer's evidence of the candidate's trials is not what was seen of them trial by trial"
-    )
+def rank(told: list[float], elapsed: float) -> _Rank:
+    made = _Rank(0, None, None, None, Path())  # type: ignore[arg-type]
+    made.calls, made.owes, made.told, made.elapsed = 7, True, told, elapsed
+    return made
 
 
-def test_a_measurement_tells_the_noise_before_any_toggle_is_asked_and_each_trial_after_it(tmp_path):
-    heard = []
-    task = Task(cells("ablations=[eager]")[1], MACHINE, ARMS, 2, True, None, str(tmp_path))  # type: ignore[arg-type]
-    result = Measurement(task, heard.append, told=lambda *message: heard.append(message)).run()
-    assert result.status == "ok", result.reason
-    noise = next(i for i, message in enumerate(heard) if message[0] == "noise")
-    assert noise < heard.index("building the reference") and heard[noise][1][2] == result.noise[""][1] is not None
-    for name in ARMS:
-        told = [digest for what, (of, digest) in (m for m in heard if m[0] == "seen") if of == name]
-        assert told == [kind("train").digest(result.arms[name].evidence[0], number) for number in range(2)]
-        assert len(set(told)) == 2
+def made(ms: Any) -> list[Made]:
+    return [Made(Trial({"forward": ms}, {"forward": ms}, {}, 0.0, 1.0))]
 
 
-def test_the_scratch_folder_is_every_worker_s_and_ends_with_the_sweep(tmp_path):
-    with runner(lambda task: Result("crash", "why"), tmp_path) as made:
-        for cell in cells("ablations=[eager]"):
-            made._together(cell, lambda text: None)
-        folder = {task.scratch for task in made.workers.tasks}
-        assert len(folder) == 1
-        path = Path(folder.pop())
-        assert path.is_dir() and path != tmp_path and tmp_path not in path.parents
-        (path / "one").write_bytes(b"1")
-    assert not path.exists()
+@pytest.mark.parametrize(
+    ("told", "elapsed", "answer", "says"),
+    [
+        ([30.0], 0.03, made(30.0), None),
+        ([30.0], 0.03, made(1.0), "not those that were told trial by trial"),
+        ([], 0.0, made(30.0), "after 0 of 1 trials"),
+        ([30.0, 30.0], 0.06, made(30.0), "after 2 of 1 trials"),
+        ([1.0], 5.0, made(1.0), "by the runner's clock"),
+        ([30.0], 0.03, made("30"), "is none"),
+        ([30.0], 0.03, 30.0, "is none"),
+        ([30.0], 0.03, ["much"], "is none"),
+    ],
+)
+def test_a_turn_is_believed_where_it_is_what_was_told_of_it(told, elapsed, answer, says):
+    class Alone(Desk):
+        def ask(self, *arguments: Any, ranks: int = 1) -> list[Any]:
+            self.ranks[0].told, self.ranks[0].elapsed = told, elapsed
+            return [answer]
+
+    desk = Alone([rank([], 0.0)], 9.0, None, print)
+    if says is None:
+        assert desk.turn("eager", [1], False, 1) == [answer]
+        return
+    with pytest.raises(Doubtful, match=says):
+        desk.turn("eager", [1], False, 1)
+
+
+@pytest.mark.parametrize(("before", "call"), [(0, 6), (0, 8), (1, 7)], ids=["older", "of none", "twice"])
+def test_an_answer_belongs_to_the_call_that_waits_for_it(before, call):
+    own = rank([], 0.0)
+    for _ in range(before):
+        own._take(("answer", 7, "right"))
+    with pytest.raises(Garbled, match="nobody has asked for"):
+        own._take(("answer", call, "wrong"))
+    assert own.answers == ["right"] * before
+
+
+def test_a_clock_that_saw_less_than_the_runner_is_disturbed():
+    short = Trial({"forward": 1.0}, {"forward": 1.0}, {}, 0.0, 1.0)
+    with pytest.raises(Exception, match="work outside the clock"):
+        check_clock("eager", [short])
+    check_clock("eager", [replace(short, ended=0.001)])
+
+
+def test_the_scratch_folder_is_every_seat_s_and_ends_with_the_sweep(tmp_path):
+    folders = set()
+
+    class Noting(Script):
+        def open(self, seating: Any, *arguments: Any) -> Any:
+            folders.add(seating.scratch)
+            return super().open(seating, *arguments)
+
+    with runner(Noting(), tmp_path) as running:
+        for family in families(cells("trials=12", TWO), together=False):
+            running.family(family)
+        (folder,) = (Path(folder) for folder in folders)
+        assert folder.is_dir() and folder != tmp_path and tmp_path not in folder.parents
+        (folder / "one").write_bytes(b"1")
+    assert not folder.exists()
