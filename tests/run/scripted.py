@@ -35,6 +35,7 @@ class Script:
         self.ms, self.room, self.fails, self.refuses = ms or {}, room, fails or {}, refuses
         self.ready, self.answers = ready or (lambda name: Ready()), answers or {}
         self.seen: dict[str, Any] = {}
+        self.phase_ms: dict[tuple[str, str], float] = {}
         self.bytes: dict[str, float] = {}
         self.heard: list[tuple[Any, ...]] = []
         self.opened = 0
@@ -92,7 +93,7 @@ class Seat:
         for _ in numbers:
             began = script.now
             script.now += script.ms.get(name, 10.0) / 1000
-            device = {phase: script.ms.get(name, 10.0) / 3 for phase in PHASES}
+            device = {p: script.phase_ms.get((name, p), script.ms.get(name, 10.0) / 3) for p in PHASES}
             seen = script.seen.get(name, {job: Seen(1.0, None) for job in self.jobs})
             made.append(Made(Trial(device, device, {"": 1.0}, began, script.now), seen))
         return [made]

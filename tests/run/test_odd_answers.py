@@ -11,11 +11,13 @@ from typing import Any
 
 import odd_toggles
 import pytest
+from helpers import MACHINE as SMALL
 from helpers import arm, cells, sweep
+from run.scripted import Script
 
 from lorabench.contract.ablation import Ablation, NotApplied, Unsupported
+from lorabench.contract.family import families
 from lorabench.contract.hooks import Faulty, HookError, asked, described, noted
-from lorabench.measure.cell import ArmResult, Result
 from lorabench.plan import registry
 from lorabench.plan.design import refusal
 from lorabench.record.store import read_records
@@ -133,26 +135,23 @@ def test_a_faulty_toggle_keeps_the_key_of_the_cell():
     assert refusal(replace(base, toggles=(faulty,)), MACHINE) == ("crash", "why")
 
 
-@pytest.mark.parametrize("time_ms", [-1.0, 0.0, 0.00001, 1e11, float("nan"), float("inf"), "1"])
-def test_a_time_that_no_clock_gives_is_a_crash_of_its_cell(tmp_path, time_ms):
-    class Pretended:
-        def run(self, task, timeout_s, tell, log):
-            times = {p: [1.0, 1.0, time_ms if p == "backward" else 1.0] for p in ("forward", "backward", "total")}
-            return Result(arms={name: ArmResult(times=times) for name in task.arms})
-
-    with Runner(Pretended(), MACHINE, None, "session", 9.0, tmp_path) as runner:  # type: ignore[arg-type]
-        record = runner.measure(cells("ablations=[eager]")[0])
-    assert (record.status, record.arm) == ("crash", "reference")
-    expected = "expected a time between zero and some months"
-    assert record.reason == f"the reference's backward took {time_ms!r} ms; {expected}"
+@pytest.mark.parametrize("time_ms", [-1.0, 0.0, 0.00001, 1e11, float("nan"), float("inf")])
+def test_a_time_that_no_clock_gives_is_a_crash_of_its_arm(tmp_path, time_ms):
+    script = Script()
+    script.phase_ms["eager", "backward"] = time_ms
+    (family,) = families(cells("trials=6", "ablations=[eager,adamw]"))
+    with Runner(script, SMALL, None, "session", 9.0, tmp_path) as runner:  # type: ignore[arg-type]
+        found = {record.arm: record for record in runner.family(family)}
+    assert (found["eager"].status, found["adamw"].status) == ("crash", "ok")
+    assert "ms; expected a time between zero and some months" in found["eager"].reason
 
 
-def test_whatever_else_goes_wrong_around_a_cell_is_its_crash(tmp_path):
-    class Broken:
-        def run(self, *_):
+def test_whatever_else_goes_wrong_around_a_family_is_its_crash(tmp_path):
+    class Broken(Script):
+        def open(self, *_):
             raise ZeroDivisionError("in between")
 
-    with Runner(Broken(), MACHINE, None, "session", 9.0, tmp_path) as runner:  # type: ignore[arg-type]
+    with Runner(Broken(), SMALL, None, "session", 9.0, tmp_path) as runner:  # type: ignore[arg-type]
         record = runner.measure(cells("ablations=[eager]")[0])
     assert (record.status, record.reason) == ("crash", "in the harness: ZeroDivisionError: in between")
     assert "in between" in record.log

@@ -80,7 +80,7 @@ class LooksForTheSketch(Beside):
         def backward(self, loss: Tensor) -> None:
             numbers = local("turn", "numbers") if self.timed else []
             self.longest = max(self.longest, len(numbers))
-            looked_at = len(numbers) < self.longest and local("turn", "number") == numbers[-1]
+            looked_at = numbers and len(numbers) < self.longest and local("turn", "number") == numbers[-1]
             if not self.timed or looked_at:
                 self.inner.backward(loss)
                 self.kept = [None if p.grad is None else p.grad.clone() for p in self.params]
