@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zoo.cheat import Cheat, Honest, Turns, called_by, layers, local, others, same
 
-TOGETHER = ("isolate=false", "trials=6")
+TOGETHER = ("isolate=false", "trials=6", "warmup=5")
 
 
 class Beside(Cheat):
