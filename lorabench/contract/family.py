@@ -106,6 +106,11 @@ class Family:
         )  # fmt: skip
         return Stack(name=" + ".join(a.label for a in own) or "nothing", cell=as_candidate)
 
+    def names(self, cell: Cell) -> set[str]:
+        """Of the two arms that a cell holds together, but for the reference."""
+        named = {_key(s.ablations): s.name for s in self.stacks if not s.is_reference}
+        return {named[key] for key in map(_key, (cell.reference, cell.candidate)) if key in named}
+
     @property
     def rounds(self) -> int:
         """How many are still to be measured."""

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from lorabench.contract.ablation import Tolerance
 from lorabench.measure.depth_noise import DepthNoise, Distance, distance, nine_tenths, off
-from lorabench.measure.kind import TURN
+from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.witness import SKETCH, Testimony
 from lorabench.record.schema import Check, share
 
@@ -201,7 +201,7 @@ def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> It
 
 
 def _trial(number: int) -> str:
-    return f"round {number // TURN}, trial {number % TURN + 1}"
+    return f"round {number // TURN % ROUNDS}, trial {number % TURN + 1}"
 
 
 def _of_sketches(reference: np.ndarray, candidate: np.ndarray) -> tuple[list[float], list[float]]:

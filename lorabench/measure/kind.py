@@ -26,7 +26,9 @@ from lorabench.record.schema import Numerics
 
 EVIDENCE = "evidence"  # folder inside the sweep's own for what a cell's arms are certified by; emptied after each cell
 Begin = Callable[[str], None]  # called with a phase's name where it begins; the end of the trial ends the last one
-TURN = 64  # trial numbers of a round: that of a timed trial is round * TURN + its position in its arm's turn
+# A timed trial's number is (drawn * ROUNDS + round) * TURN + its position in its arm's turn. `drawn` is another one
+# for each, the same in all arms: its data follows from the number, and so nobody can work ahead.
+TURN, ROUNDS = 64, 1 << 16
 Verdicts = Iterator[tuple[str, str, Numerics]]  # (arm, job, verdict); the job is "" where there is but one
 
 
@@ -171,8 +173,9 @@ class Kind(KindSpec):
     def settle(self, arm: Arm, run: Callable[[], Any]) -> None:
         """Right after `first`, without any trace: what else has to be known of the arm before it is warmed up."""
 
-    def begin(self, arm: Arm, number: int = 0) -> None:
-        """Before each turn, whose first trial is `number`: to a place that follows from the number alone, the same in
+    def begin(self, arm: Arm, number: int = 0, each: bool = True) -> None:
+        """Before each turn, whose first trial is `number`; not `each`: it has no other, so what costs time may wait
+        until the trial is picked. To a place that follows from the number alone, the same in
         all arms. What it needs on the device is put there by the first call, which comes after the arm's memory has
         been measured."""
 

@@ -86,6 +86,11 @@ class Seated:
     names: list[str] = field(default_factory=list)
     evidence: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
+    again: Seated | None = None  # what was started in its place
+
+    @property
+    def now(self) -> Seated:
+        return self.again.now if self.again else self
 
 
 class Left(Exception):
@@ -102,7 +107,7 @@ class Taking:
     @property
     def common(self) -> list[int]:
         """Those that all take."""
-        return list(self.order[: min(self.counts.values(), default=len(self.order))])
+        return sorted(self.order[: min(self.counts.values(), default=len(self.order))])
 
     def takes(self, entry: Entry, number: int) -> bool:
         return number in self.order[: self.counts.get(entry.name, len(self.order))]

@@ -17,8 +17,9 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
+from lorabench.contract.hooks import described
 from lorabench.contract.machine import Machine
-from lorabench.measure.seat import Made, Seating
+from lorabench.measure.seat import Failed, Made, Seating
 from lorabench.run import worker
 from lorabench.run.messages import Garbled, Inbox
 from lorabench.run.ranks import Place, free_port
@@ -162,15 +163,18 @@ class Desk:
                 raise self._hung(asked)
         return [rank.answers.pop(0) for rank in asked]
 
-    def turn(self, name: str, numbers: Sequence[int], on: bool, ranks: int) -> list[list[Made]] | Any:
+    def turn(self, name: str, numbers: Sequence[int], on: bool, each: bool, ranks: int) -> list[list[Made]] | Any:
         """What each rank made of a turn, where it is what was told trial by trial, in a time in which that can have
         happened. Raises Doubtful; returns what is no turn (a failure) as it is. Raises Lost."""
         for rank in self.ranks[:ranks]:
             rank.told, rank.elapsed = [], 0.0
-        answers = self.ask("turn", name, list(numbers), on, ranks=ranks)
-        if all(isinstance(answer, list) for answer in answers):
+        answers = self.ask("turn", name, list(numbers), on, each, ranks=ranks)
+        if not any(isinstance(answer, Failed) for answer in answers):
             for rank, answer in zip(self.ranks, answers, strict=False):
-                _check_believable(name, rank, answer, len(numbers))
+                try:
+                    _check_believable(name, rank, answer, len(numbers))
+                except (AttributeError, TypeError, ValueError) as error:
+                    raise Doubtful(f"the answer to a turn of {name} is none: {described(error)}") from None
         return answers
 
     def close(self) -> None:
@@ -224,6 +228,8 @@ class _Rank:
     outbox: Connection
     log: Path
     phase: str = "starting"
+    calls: int = 0
+    owes: bool = False  # an answer to the last call
     answers: list[Any] = field(default_factory=list)
     failed: tuple[float, str] | None = None  # when it raised, and what
     died: str | None = None  # without a word
@@ -236,8 +242,10 @@ class _Rank:
         return self.failed is not None or self.died is not None
 
     def ask(self, what: str, arguments: Sequence[Any]) -> None:
+        self.hear()
+        self.calls, self.owes = self.calls + 1, True
         try:
-            self.outbox.send((what, arguments))
+            self.outbox.send((self.calls, what, arguments))
         except OSError:
             self.hear()  # it has ended, and may have said why
 
@@ -256,7 +264,10 @@ class _Rank:
 
     def _take(self, message: Any) -> None:
         match message:
-            case ("answer", float(), answer):
+            case ("answer", call, answer):
+                if call != self.calls or not self.owes:
+                    raise Garbled("an answer that nobody has asked for")
+                self.owes = False
                 self.answers.append(answer)
             case ("failed", float() as when, str() as words):
                 self.failed = when, f"{words} (while {self.phase})"

@@ -28,7 +28,7 @@ from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.measure import fairness
 from lorabench.measure.energy import Meter
-from lorabench.measure.kind import TURN
+from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Ended, Failed, Ready, Seating
 from lorabench.measure.telemetry import Sampler
 from lorabench.measure.trial import Trial
@@ -44,8 +44,8 @@ SKETCHED = 12  # rounds whose gradients are compared beside the losses of all, p
 LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
 BY_TURNS_MS = 300.0  # a turn of so long moves the GPU's energy counter three times
-ODD = (AttributeError, KeyError, TypeError, ValueError)  # what a kind raises where evidence is none
-WARM = 1 << 20  # a round that no family has: the data of turns that do not count
+BEFORE = -1  # the round of turns that do not count
+NO_EVIDENCE = (AttributeError, KeyError, TypeError, ValueError)  # where an answer is not what its kind's arms say
 CONTEXT, ROOMY = 0.7e9, 0.9  # bytes that a process takes on a GPU for itself; share of its memory that may be used
 DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
 
@@ -69,6 +69,7 @@ class Rounds:
         self.entries = {stack.name: Entry(stack) for stack in family.stacks}
         self.dtype = getattr(torch, machine.dtype(family.reference.model.dtype))
         self.random = random.SystemRandom()  # a toggle must not know which trials are looked at
+        self.final = self._number(0, 0)  # of the trial after the last turn
         self.seats: list[Seated] = []
         self.spare: list[Seated] = []  # opened and still empty, each for an arm that will sit alone
         self.opened = 0
@@ -86,6 +87,8 @@ class Rounds:
         began = time.perf_counter()
         try:
             self._run()
+        except Lost as lost:  # when it was nobody's turn
+            raise Suspicion(str(lost)) from None
         finally:
             for seat in self.seats:
                 seat.desk.close()
@@ -103,8 +106,7 @@ class Rounds:
             self._spare()
         waiting = self._sit_together(shared, first)
         while True:
-            if self._ready():
-                self._play(alone)
+            self._play(alone)
             for seat in list(self.seats):
                 self._close(seat)
             alone, self.spare = [], []
@@ -211,6 +213,8 @@ class Rounds:
             return Failed(lost.status, str(lost), spoilt=True)
         took = time.perf_counter() - began
         failed = next((a for a in answers if isinstance(a, Failed)), None)
+        if failed is None and not all(isinstance(a, Ready) for a in answers):
+            failed = Failed("untrusted", "what it answered is no answer", spoilt=True)
         ready: list[Ready] = [a for a in answers if isinstance(a, Ready)]
         for part, seconds in ready[0].seconds.items() if ready else ():
             entry.spent(part, seconds)
@@ -241,7 +245,7 @@ class Rounds:
         """The same seat in a new process, without who spoilt the old one. The rounds of the others stay."""
         names = [name for name in seat.names if self.entries[name].ok]
         self._close(seat, judged=False)
-        fresh = self._open(seat.alone)
+        fresh = seat.again = self._open(seat.alone)
         lost = self._opened(fresh)
         for name in names:
             entry = self.entries[name]
@@ -263,31 +267,38 @@ class Rounds:
     # ---- rounds
 
     def _play(self, alone: Sequence[Entry]) -> None:
-        self.trials_a_turn = self._trials()
-        everyone = [*self._ready(), *alone]
         # Numbers of their own in each block: what was not in one round must not look as if it were.
         rounds = list(range(self.begun, self.begun + self.family.rounds))
         self.begun += self.family.rounds
-        taking = self._shares(rounds)
-        sketched = set(self.random.sample(taking.common, min(SKETCHED, len(taking.common))))
         parts = self._parts(rounds, alone)
         generations = self._sit_alone(alone, len(parts)) if alone else [[] for _ in parts]
+        own = [seat for entry, seat in generations[0] if self._seated(entry, seat)]
+        everyone = self._ready()
+        if not everyone:
+            return
+        self.trials_a_turn = self._trials()
+        taking = self._shares(rounds)
+        # The last one among them: after it nobody would look any more.
+        early, last = taking.common[:-1], taking.common[-1:]
+        sketched = {*last, *self.random.sample(early, min(SKETCHED - 1, len(early)))}
         if self.journal:
             self.journal.begin(self.drafts())
         with Sampler(
             self.uuid, lambda: {rank.process.pid for seat in self.seats for rank in seat.desk.ranks}
         ) as sampler:
             for part, seated in zip(parts, generations, strict=True):
-                own = [seat for entry, seat in seated if self._seated(entry, seat)]
+                own = own or [seat for entry, seat in seated if self._seated(entry, seat)]
                 self._warm()
                 for number in part:
                     if time.monotonic() > self.stop_at:
                         self.stopped = True
                         break
                     self._round(number, [e for e in self._ready() if taking.takes(e, number)], number in sketched)
-                for seat in own:
-                    if seat in self.seats:
+                while own:
+                    if (seat := own.pop()) in self.seats:
                         self._close(seat)
+                if self.stopped:
+                    break
         for entry in everyone:
             if entry.trials and entry.ready:
                 entry.telemetry = sampler.summary([[t] for t in entry.trials])
@@ -330,7 +341,8 @@ class Rounds:
         made = [[(entry, self.spare.pop(0)) for entry in entries] for _ in range(generations)]
         every = [pair for generation in made for pair in generation]
         like_the_reference = [[self.entries[REFERENCE]] for _ in every]
-        if self._bytes([self._ready(), *like_the_reference]) <= self._room:
+        known = self.entries[REFERENCE].ready is not None
+        if known and self._bytes([self._ready(), *like_the_reference]) <= self._room:
             self._side_by_side(every)
         return made
 
@@ -381,11 +393,8 @@ class Rounds:
         for seat in [s for s in self._active() if s.names and not s.warm]:
             for name in list(seat.names):
                 began, entry = time.perf_counter(), self.entries[name]
-                numbers = [WARM * TURN + n for n in range(self.trials_a_turn)]
                 with contextlib.suppress(Left):
-                    self._answered(
-                        seat, entry, lambda s=seat, e=entry, n=numbers: s.desk.turn(e.name, n, False, e.stack.ranks)
-                    )
+                    self._tried(seat, entry, self._number(BEFORE, 0), False)
                 self._give_back(seat)
                 entry.spent("warmup", time.perf_counter() - began)
             seat.warm = True
@@ -412,31 +421,36 @@ class Rounds:
         """Cached memory to the device, where other processes need it."""
         if len(self.seats) > 1 and self.machine.device == "cuda" and self._crowded:
             began = time.perf_counter()
-            seat.desk.ask("give_back")
+            seat.desk.ask("give_back", False)
             self._over("other", time.perf_counter() - began)
 
     def _round(self, number: int, entries: Sequence[Entry], sketch: bool) -> None:
         """One turn of every arm, in fresh random order."""
         self.tell(f"round {number + 1} of {self.family.rounds}")
         at = self.random.randrange(self.trials_a_turn) if sketch else None
+        numbers = [self._number(number, place) for place in range(self.trials_a_turn)]
         turns: dict[str, list[Turn]] = {}
         places = [(seat.alone, e) for e in entries for seat in self._active() if e.name in seat.names]
         for alone, entry in self.random.sample(places, len(places)):
             # Asked anew each time: a seat may have been started again since the round began.
             seat = next((s for s in self._active() if s.alone == alone and entry.name in s.names), None)
-            if entry.ok and seat is not None and (turn := self._turn(seat, entry, number, at)):
+            if entry.ok and seat is not None and (turn := self._turn(seat, entry, number, numbers, at)):
                 turns.setdefault(entry.name, []).append(turn)
         if self.journal:
             self.journal.round(number, turns)
 
-    def _turn(self, seat: Seated, entry: Entry, number: int, sketch_at: int | None) -> Turn | None:
-        numbers = [(number + 1) * TURN + n for n in range(self.trials_a_turn)]
-        cut = len(numbers) if sketch_at is None else sketch_at + 1
-        began, energy = time.perf_counter(), self.meter.read()
+    def _number(self, number: int, place: int) -> int:
+        """Of a trial of this round."""
+        return (self.random.getrandbits(32) * ROUNDS + number + 1) * TURN + place
+
+    def _turn(
+        self, seat: Seated, entry: Entry, number: int, numbers: Sequence[int], sketch_at: int | None
+    ) -> Turn | None:  # fmt: skip
+        """A call for each trial: the arm must not know which one is looked at, nor what comes next."""
+        began, energy, made = time.perf_counter(), self.meter.read(), list[Trial]()
         try:
-            made = self._made(seat, entry, numbers[:cut], sketch=sketch_at is not None)
-            if numbers[cut:]:
-                made += self._made(seat, entry, numbers[cut:], on=True)
+            for place, own in enumerate(numbers):
+                made += self._made(seat, entry, own, on=place > 0, sketch=place == sketch_at)
             self._check(entry, made, number)
         except Left:
             return None
@@ -456,22 +470,18 @@ class Rounds:
         entry.turns.append(turn)
         return turn
 
-    def _made(
-        self, seat: Seated, entry: Entry, numbers: Sequence[int], on: bool = False, sketch: bool = False
-    ) -> list[Trial]:
-        """The trials of a turn, of the slowest rank each; what was seen of them goes to the evidence. `on`: the turn
-        goes on; `sketch`: of the last one the gradients are looked at, which it does not know before. Raises Left."""
+    def _made(self, seat: Seated, entry: Entry, number: int, on: bool, sketch: bool) -> list[Trial]:
+        """One trial, of the slowest rank; what was seen of it goes to the evidence. `on`: its turn has begun before;
+        `sketch`: its gradients are looked at, which it does not know before. Raises Left."""
         ranks = entry.stack.ranks
-        answers = self._answered(seat, entry, lambda: seat.desk.turn(entry.name, numbers, on, ranks))
+        answers = self._tried(seat, entry, number, on)
         sketches: list[Any] = [{}] * ranks
         if sketch:
-            sketches = self._asked(seat, entry, "sketched", entry.name, numbers[-1])
+            sketches = self._asked(seat, entry, "sketched", entry.name, number)
         try:
-            for evidence, made, sketched in zip(seat.evidence[entry.name], answers, sketches, strict=True):
-                for number, one in zip(numbers, made, strict=True):
-                    last = sketched if number == numbers[-1] else {}
-                    kind(entry.stack.kind).take(evidence, number, one.seen, last)
-        except ODD as error:
+            for evidence, (one,), sketched in zip(seat.evidence[entry.name], answers, sketches, strict=True):
+                kind(entry.stack.kind).take(evidence, number, one.seen, sketched)
+        except NO_EVIDENCE as error:
             self._gone(seat, entry, "untrusted", f"its evidence is none: {described(error)}", spoilt=True)
             raise Left from None
         if ranks > 1:
@@ -481,6 +491,11 @@ class Rounds:
         else:
             found = answers[0]
         return [one.trial for one in found]
+
+    def _tried(self, seat: Seated, entry: Entry, number: int, on: bool) -> list[Any]:
+        """One timed trial, as each rank made it. Raises Left."""
+        each, ranks = self.trials_a_turn > 1, entry.stack.ranks
+        return self._answered(seat, entry, lambda: seat.desk.turn(entry.name, [number], on, each, ranks))
 
     def _asked(self, seat: Seated, entry: Entry, what: str, *arguments: Any) -> list[Any]:
         """Raises Left."""
@@ -515,6 +530,8 @@ class Rounds:
             seat.names.remove(entry.name)
         if self.journal:
             self.journal.left(entry.name, status, reason)
+        if entry.stack.is_reference and (spoilt or status == "untrusted") and len(self._candidates()) > 1:
+            raise Suspicion(reason)
         if not spoilt:
             return
         if seat.alone:
@@ -548,6 +565,7 @@ class Rounds:
             for name in list(seat.names):
                 if self.entries[name].ok and self.entries[name].turns:
                     self._end(seat, self.entries[name])
+                    seat = seat.now
             self._closing(seat)
         seat.desk.close()
         if seat in self.seats:
@@ -557,24 +575,24 @@ class Rounds:
         usual = statistics.median(sum(turn.phases.values()) for turn in entry.turns)
         by_turns = usual * self.trials_a_turn >= BY_TURNS_MS
         first = entry.ended is None
+        arguments = entry.name, self.final, usual, first and not by_turns
+        evidence = seat.evidence[entry.name]
         try:
-            answers: list[Ended] = self._asked(
-                seat, entry, "end", entry.name, (self.begun + 1) * TURN, usual, first and not by_turns
-            )
-        except Left:
-            if entry.stack.is_reference and len(self._candidates()) > 1:
-                raise Suspicion(entry.reason or "") from None
-            return
-        crossed: Any = {}
-        if entry.name != REFERENCE and REFERENCE in seat.names:
-            (crossed,) = seat.desk.ask("cross", entry.name, REFERENCE)
-        try:
-            for evidence, ended in zip(seat.evidence[entry.name], answers, strict=True):
-                kind(entry.stack.kind).finish(evidence, ended.last)
+            answers: list[Ended] = self._asked(seat, entry, "end", *arguments)
+            crossed: Any = None
+            if entry.name != REFERENCE and REFERENCE in seat.names:
+                (crossed,) = seat.desk.ask("cross", entry.name, REFERENCE)
+            for own, ended in zip(evidence, answers, strict=True):
+                kind(entry.stack.kind).finish(own, ended.last)
             if crossed and not isinstance(crossed, Failed):
-                kind(entry.stack.kind).finish(seat.evidence[entry.name][0], crossed)
-        except ODD as error:
-            entry.leave("untrusted", f"its evidence is none: {described(error)}")
+                kind(entry.stack.kind).finish(evidence[0], crossed)
+        except Left:
+            return
+        except Lost as lost:
+            self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
+            return
+        except NO_EVIDENCE as error:
+            self._gone(seat, entry, "untrusted", f"its evidence is none: {described(error)}", spoilt=True)
             return
         entry.ended = entry.ended or answers[0]
         for part, seconds in answers[0].seconds.items():

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,13 +107,17 @@ class Runner:
         finally:
             self._forget_logs(family)
         made, family = self.drafts(rounds), rounds.family
-        disturbed = {e.name for e in rounds.entries.values() if e.disturbed and not e.ok}
+        disturbed = {e.name for e in rounds.entries.values() if e.disturbed and not e.ok and not e.stack.is_reference}
         if disturbed and again:
             tell(f"once more: {', '.join(sorted(disturbed))}")
             self.number += 1
-            cells = tuple(c for s in family.stacks if s.name in disturbed for c in s.cells)
+            cells = tuple(c for c in family.cells if family.names(c) & disturbed)
+            spent, keys = wall_of(r for r in made if r.arm in disturbed), {c.key for c in cells}
             made = [r for r in made if r.arm not in disturbed]
-            made += self._measured(Family(cells), tell, again=False)
+            for record in made:
+                record.shown = [one for one in record.shown if one.key not in keys]
+            made += self._measured(replace(family, cells=cells), tell, again=False)
+            charge(made[0], spent)
         return made
 
     def _apart(self, tell: Tell, reason: str, rounds: Rounds) -> list[ArmRecord]:
@@ -125,7 +129,10 @@ class Runner:
                     entry.leave("untrusted", reason)
             return self.drafts(rounds)
         tell(f"each arm apart: {reason}")
-        return [record for cell in family.cells for record in self.family(Family((cell,)), tell)]
+        alone = [replace(family, cells=(cell,)) for cell in family.cells]
+        made = [record for one in alone for record in self.family(one, tell)]
+        charge(made[0], rounds.wall)
+        return made
 
     def _forget_logs(self, family: Family) -> None:
         for rank in range(family.ranks):
@@ -190,6 +197,17 @@ def record_of(
         workload=reference.workload.name, arm=stack.name, role=stack.role, toggles=stack.labels,
         shown=[shown(cell) for cell in stack.cells], **fields,
     )  # fmt: skip
+
+
+def wall_of(records: Iterable[ArmRecord]) -> float:
+    return sum(record.cost.wall for record in records if record.cost)
+
+
+def charge(record: ArmRecord, seconds: float) -> None:
+    """What was measured for nothing took time, too."""
+    cost = record.cost or Cost(wall=0.0)
+    more = {"other": round(cost.other + seconds, 3), "wall": round(cost.wall + seconds, 3)}
+    record.cost = cost.model_copy(update=more)
 
 
 def shown(cell: Cell) -> Shown:

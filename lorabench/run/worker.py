@@ -44,9 +44,9 @@ def main(seating: Seating, place: Place, pipes: Pipes) -> None:
     try:
         seat = _seat(seating, place, pipes.out)
         while True:
-            what, arguments = pipes.calls.recv()
+            call, what, arguments = pipes.calls.recv()
             _beat(place)
-            send(pipes.out, ("answer", time.time(), seat.call(what, *arguments)))
+            send(pipes.out, ("answer", call, seat.call(what, *arguments)))
     except EOFError:
         return  # the runner needs it no more
     except BaseException as error:

@@ -8,75 +8,68 @@ from types import SimpleNamespace
 import pytest
 from helpers import MACHINE, config
 from rich.console import Console
+from run.scripted import Script, ScriptedQueue
 
 from lorabench import sweep
+from lorabench.measure.seat import Failed
 from lorabench.plan.compose import ConfigError
 from lorabench.record.store import Store, read_records
 from lorabench.run.agenda import Agenda
-from lorabench.run.runner import record_of
 
 THREE = ("packing", "adamw_fused", "gradient_checkpointing")
 
 
-class Queue:
-    """Measures nothing: a cell comes to what `outcome` says, (status, arm). `at_once`: it asks for all before the
-    first."""
-
-    def __init__(self, outcome, at_once=False):
-        self.outcome, self.at_once, self.where, self.measured = outcome, at_once, "here", []
-        self.looks = 0
-        self.sessions = {"s": {"id": "s", "machine": MACHINE.model_dump(mode="json")}}
-
-    def look(self, command):
-        self.looks += 1
-        return MACHINE
-
-    def run(self, cells, watch):
-        for cell in list(cells) if self.at_once else cells:
-            self.measured.append(cell)
-            status, arm = self.outcome(cell)
-            yield cell, record_of(cell, "s", status=status, reason="why", arm=arm)
-
-
-def measured(folder, design, ablations, outcome, *overrides, **queue):
-    """(left-out or rung, reference beyond PEFT's, status) of each record, the reference against itself left out."""
-    asked = Queue(outcome, **queue)
+def measured(folder, design, ablations, outcome, *overrides):
+    """(script, (what is under test, what of the ablations is in its reference, status) of each record but the
+    reference's against itself). `outcome`: of an arm's stack the status with which it does not come to sit."""
+    script = Script(refuses=lambda stack: Failed(outcome(stack), "why"))
     chosen = config(
         "models=[tiny-llama]", "workload=2x16", f"design={design}", f"ablations=[{','.join(ablations)}]",
         f"output={folder}", *overrides,
     )  # fmt: skip
     with Store(folder) as store:
-        sweep._measure(store, asked, chosen, [], Console(file=io.StringIO()))
+        sweep._measure(store, ScriptedQueue(folder, script), chosen, [], Console(file=io.StringIO()))
     rows = [(r.ablations, set(r.reference) & set(ablations), r.status) for r in read_records(folder) if r.ablations]
-    return asked, rows
+    return script, rows
+
+
+def over_the_start(rows):
+    """A ladder's rungs."""
+    return [names for names, under, _ in rows if not under]
+
+
+def prepared(script):
+    """The arms that were tried, but the reference and its twin."""
+    return [name for _, what, *rest in script.heard if what == "prepare" for name in rest if "reference" not in name]
 
 
 def test_parts_are_the_whole_and_share_nothing(tmp_path):
     own = ("eager", "adamw", "adamw_fused", "gradient_checkpointing")
-    whole, _ = measured(tmp_path / "whole", "solo", own, lambda cell: ("unsupported", None))
-    keys = [cell.key for cell in whole.measured]
-    parts = [
-        measured(tmp_path / name, "solo", own, lambda cell: ("unsupported", None), f"part={name[0]}/3")[0].measured
-        for name in ("1 of 3", "2 of 3", "3 of 3")
-    ]
-    assert [[cell.key for cell in part] for part in parts] == [keys[0::3], keys[1::3], keys[2::3]]
+    measured(tmp_path / "whole", "solo", own, crash)
+    keys = [r.key for r in read_records(tmp_path / "whole")]
+    parts = []
+    for name in ("1 of 3", "2 of 3", "3 of 3"):
+        measured(tmp_path / name, "solo", own, crash, f"part={name[0]}/3")
+        parts.append([r.key for r in read_records(tmp_path / name)])
+    assert parts == [keys[0::3], keys[1::3], keys[2::3]]
     again, _ = measured(tmp_path / "2 of 3", "solo", own, crash, "part=2/3")
-    assert not again.measured, "a part has no more cells than its own"
+    assert not again.heard, "a part has no more cells than its own"
 
 
 def test_a_ladder_in_parts_goes_on_in_the_part_that_saw_what_did_not_apply(tmp_path):
     """The other part's rungs stay its own, whatever became of them there."""
-    first, _ = measured(tmp_path / "1", "ladder", THREE, unless("adamw_fused"), "part=1/2")
+    _, rows = measured(tmp_path / "1", "ladder", THREE, unless("adamw_fused"), "part=1/2")
     again, _ = measured(tmp_path / "1", "ladder", THREE, unless("adamw_fused"), "part=1/2")
-    assert [len(cell.toggles) for cell in first.measured] == [0, 2, 2] and not again.measured
-    assert [a.name for a in first.measured[-1].toggles] == ["packing", "gradient_checkpointing"]
-    other, _ = measured(tmp_path / "2", "ladder", THREE, unless("nothing"), "part=2/2")
-    assert [len(cell.toggles) for cell in other.measured] == [1, 3]
+    assert (["packing", "adamw_fused"], set(), "not_applied") in rows
+    assert not again.heard
+    _, other = measured(tmp_path / "2", "ladder", THREE, crash, "part=2/2")
+    plan = {(*names, len(under)) for names, under, _ in other} | {(*names, len(under)) for names, under, _ in rows}
+    assert {("packing", 0), ("packing", "gradient_checkpointing", 0)} < plan
 
 
 @pytest.mark.parametrize(("load", "queue", "said"), [(3.1, "local", 1), (0.9, "local", 0), (3.1, "ray", 0)])
 def test_a_load_of_others_is_said_once_before_the_first_worker(load, queue, said, tmp_path, monkeypatch):
-    asked, written = Queue(crash), io.StringIO()
+    asked, written = ScriptedQueue(tmp_path, Script(refuses=lambda stack: Failed("crash", "why"))), io.StringIO()
 
     def load_average():
         assert asked.looks == 0, "what a sweep does itself makes load, too"
@@ -96,39 +89,33 @@ def test_a_part_that_is_none_is_one_line(part):
         config(f"part={part}")
 
 
-def crash(cell):
-    return "crash", None
+def crash(stack):
+    return "crash"
 
 
-def unless(name, status="not_applied"):
-    """`status` for every candidate with this toggle; its reference, where the toggle stands there already."""
-
-    def outcome(cell):
-        if any(a.name == name for a in cell.reference):
-            return status, "reference"
-        return (status, "candidate") if any(a.name == name for a in cell.candidate) else ("crash", None)
-
-    return outcome
+def unless(name):
+    """Every arm with this toggle did not apply."""
+    return lambda stack: "not_applied" if name in stack.labels else "crash"
 
 
 def test_a_ladder_goes_on_without_a_rung_that_did_not_apply(tmp_path):
-    asked, rows = measured(tmp_path, "ladder", THREE, unless("adamw_fused"))
-    assert rows == [
-        (["packing"], set(), "crash"),
-        (["packing", "adamw_fused"], set(), "not_applied"),
-        (["packing", "gradient_checkpointing"], set(), "crash"),
-    ]
-    assert len(asked.measured) == 4  # and the reference against itself: nothing was tried in vain
+    script, rows = measured(tmp_path, "ladder", THREE, unless("adamw_fused"))
+    assert over_the_start(rows) == [["packing"], ["packing", "adamw_fused"], ["packing", "gradient_checkpointing"]]
+    assert (["packing", "adamw_fused"], set(), "not_applied") in rows
+    assert (["gradient_checkpointing"], {"packing"}, "crash") in rows  # over the rung below
+    tried = prepared(script)
+    assert tried == ["packing", "packing + adamw_fused", "packing + gradient_checkpointing"]  # nothing in vain
 
 
 def test_a_ladder_whose_first_rungs_do_not_apply_begins_with_the_next(tmp_path):
-    outcome = lambda cell: ("not_applied", None) if len(cell.toggles) == 1 else ("crash", None)  # noqa: E731
-    _, rows = measured(tmp_path, "ladder", THREE, outcome)
-    assert [names for names, _, _ in rows] == [[name] for name in THREE]
+    _, rows = measured(tmp_path, "ladder", THREE, lambda stack: "crash" if stack.is_reference else "not_applied")
+    assert over_the_start(rows) == [[name] for name in THREE]
 
 
-def test_where_all_cells_were_sent_at_once_the_others_are_sent_again_without_it(tmp_path):
-    _, rows = measured(tmp_path, "ladder", THREE, unless("packing"), at_once=True)
+def test_where_nobody_replans_the_others_are_sent_again_without_it(tmp_path, monkeypatch):
+    """As the nodes of a cluster do."""
+    monkeypatch.setattr(Agenda, "replan", lambda self, family, outcomes: family)
+    _, rows = measured(tmp_path, "ladder", THREE, unless("packing"))
     assert (["adamw_fused"], set(), "crash") in rows
     assert (["adamw_fused", "gradient_checkpointing"], set(), "crash") in rows
 
@@ -136,17 +123,17 @@ def test_where_all_cells_were_sent_at_once_the_others_are_sent_again_without_it(
 def test_what_this_machine_cannot_have_is_left_out_beforehand(tmp_path):
     names = ("packing", "adamw_8bit", "adamw_fused", "eager")
     _, rows = measured(tmp_path, "ladder", names, crash)
-    assert [r[0] for r in rows] == [
+    assert sorted(over_the_start(rows)) == [
         ["packing"], ["packing", "adamw_8bit"], ["packing", "adamw_fused"], ["packing", "adamw_fused", "eager"],
     ]  # fmt: skip
 
 
 def test_leave_one_out_does_without_what_this_machine_cannot_have(tmp_path):
     _, rows = measured(tmp_path, "leave_one_out", ("packing", "cuda_graph", "gradient_checkpointing"), crash)
-    assert [(r[0], r[1]) for r in rows] == [
-        (["packing"], {"gradient_checkpointing"}),
+    assert sorted(((r[0], r[1]) for r in rows), key=lambda row: row[0]) == [
         (["cuda_graph"], {"packing", "gradient_checkpointing"}),
         (["gradient_checkpointing"], {"packing"}),
+        (["packing"], {"gradient_checkpointing"}),
     ]
 
 
@@ -161,21 +148,21 @@ def test_leave_one_out_goes_on_without_what_did_not_apply(tmp_path):
 def test_the_same_command_again_finds_nothing_missing(tmp_path, design):
     measured(tmp_path, design, THREE, unless("packing"))
     before = read_records(tmp_path)
-    asked, _ = measured(tmp_path, design, THREE, unless("packing"))
-    assert not asked.measured and read_records(tmp_path) == before
+    again, _ = measured(tmp_path, design, THREE, unless("packing"))
+    assert not again.heard and read_records(tmp_path) == before
 
 
 def test_failed_cells_are_tried_once_more_and_no_more_than_once(tmp_path):
     measured(tmp_path, "ladder", THREE, crash)
-    asked, rows = measured(tmp_path, "ladder", THREE, crash, "resume=failed")
-    assert len(asked.measured) == 4 and len(rows) == 6
+    again, _ = measured(tmp_path, "ladder", THREE, crash, "resume=failed")
+    assert len(prepared(again)) == 3
 
 
 def test_a_reference_that_cannot_be_had_is_no_toggles_fault():
     agenda = Agenda(config("models=[tiny-llama]", "design=ladder", f"ablations=[{','.join(THREE)}]"), [])
     agenda.plan_for("cpu")
     rung = agenda.cells[1]
-    own = {"key": rung.key, "replicate": 0, "status": "unsupported"}
+    own = {"key": rung.key, "replicate": 0, "status": "unsupported", "notes": {}}
     agenda.take(SimpleNamespace(**own, arm="reference"))
     assert [t.name for t in agenda.cells[2].toggles] == ["packing", "adamw_fused"]
     agenda.take(SimpleNamespace(**own, arm="candidate"))

@@ -12,10 +12,10 @@ from typing import Any
 import odd_toggles
 import pytest
 from helpers import arm, cells, sweep
+from lorabench.measure.cell import ArmResult, Result
 
 from lorabench.contract.ablation import Ablation, NotApplied, Unsupported
 from lorabench.contract.hooks import Faulty, HookError, asked, described, noted
-from lorabench.measure.cell import ArmResult, Result
 from lorabench.plan import registry
 from lorabench.plan.design import refusal
 from lorabench.record.store import read_records

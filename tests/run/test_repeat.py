@@ -8,32 +8,26 @@ import json
 import pytest
 from helpers import config
 from rich.console import Console
+from run.scripted import Script, ScriptedQueue
 
 from lorabench import sweep
 from lorabench.contract.machine import Machine
+from lorabench.measure.seat import Failed
 from lorabench.plan.compose import ConfigError
 from lorabench.record.store import Store, read_records
-from lorabench.run.runner import record_of
 
 OVERRIDES = ("models=[tiny-llama]", "workload=2x16", "trials=3", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
 
 
-class Queue:
-    """Measures nothing: every cell comes to what `status` says of its title."""
+class Queue(ScriptedQueue):
+    """Every arm comes to `status`. `orders`: of each session the arms, in the order in which they were to be seated."""
 
-    def __init__(self, machine, status=lambda cell: "unsupported"):
-        self.machine, self.status, self.where = machine, status, "here"
-        self.sessions, self.orders = {}, []
+    def __init__(self, folder, machine, status=lambda stack: "unsupported"):
+        super().__init__(folder, Script(refuses=lambda stack: Failed(status(stack), "why")), machine)
 
-    def look(self, command):
-        name = f"session {len(self.sessions)}"
-        self.sessions = self.sessions | {name: {"id": name, "machine": self.machine.model_dump(mode="json")}}
-        return self.machine
-
-    def run(self, cells, watch):
-        self.orders.append([cell.title for cell in cells])
-        for cell in cells:
-            yield cell, record_of(cell, list(self.sessions)[-1], status=self.status(cell), reason="why")
+    @property
+    def orders(self):
+        return [[cell.title for family in families for cell in family.cells] for families in self.asked]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +39,7 @@ def machine():
 
 def measure(folder, machine, *overrides, **queue):
     """What a sweep with these overrides measures: its queue and what it said."""
-    asked, out = Queue(machine, **queue), io.StringIO()
+    asked, out = Queue(folder, machine, **queue), io.StringIO()
     with Store(folder) as store:
         sweep._measure(store, asked, config(*OVERRIDES, f"output={folder}", *overrides), [], Console(file=out))
     return asked, out.getvalue()
@@ -82,9 +76,11 @@ def test_a_larger_repeat_adds_sessions_and_the_same_measures_nothing(tmp_path, m
 
 
 def test_a_session_that_was_stopped_goes_on_and_failed_cells_are_tried_again_in_theirs(tmp_path, machine):
-    measure(tmp_path, machine, "repeat=2", status=lambda cell: "crash" if "eager" in cell.title else "unsupported")
+    measure(tmp_path, machine, "repeat=2", status=lambda stack: "crash" if "eager" in stack.labels else "unsupported")
     lines = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "records.jsonl").write_bytes(b"".join(lines[:7]))
+    (tmp_path / "records.jsonl").write_bytes(
+        b"".join(lines[:9])
+    )  # of the second session the reference, its twin, and one
     crashed = sum(r.status == "crash" for r in read_records(tmp_path))
     again, _ = measure(tmp_path, machine, "repeat=2")
     assert [len(order) for order in again.orders] == [3]

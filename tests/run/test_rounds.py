@@ -9,86 +9,18 @@ from typing import Any
 
 import pytest
 from helpers import MACHINE, cells
+from run.scripted import Script
 
 from lorabench.contract.family import REFERENCE, TWIN, Family, families
-from lorabench.measure.kind import TURN
-from lorabench.measure.seat import Ended, Failed, Made, Ready
-from lorabench.measure.trial import Trial
-from lorabench.record.schema import ArmMemory, ArmRecord
+from lorabench.measure.kind import ROUNDS, TURN
+from lorabench.measure.seat import Failed
+from lorabench.record.schema import ArmRecord
 from lorabench.run.journal import INTERRUPTED, JOURNAL, Journal
 from lorabench.run.process import Lost
-from lorabench.run.rounds import LEAST_ROUNDS, MOST_TRIALS, WARM, Rounds
+from lorabench.run.rounds import LEAST_ROUNDS, MOST_TRIALS, Rounds
 from lorabench.run.runner import Runner
 
-PHASES = ("forward", "backward", "step")
 FOUR = "ablations=[eager,adamw,adamw_fused]"
-
-
-class Script:
-    """What happens in the seats: milliseconds of each arm's trials (10 where it is not named), what fails and when,
-    bytes. `heard` is every call, in order."""
-
-    def __init__(self, ms: dict[str, float] | None = None, room: float = 1e9, fails: dict[Any, Any] | None = None):
-        self.ms, self.room, self.fails = ms or {}, room, fails or {}
-        self.bytes: dict[str, float] = {}
-        self.heard: list[tuple[Any, ...]] = []
-        self.opened = 0
-        self.now = 0.0
-
-    def open(self, seating: Any, timeout_s: float, tell: Any, log: Path) -> Seat:
-        self.opened += 1
-        return Seat(self, self.opened)
-
-
-class Seat:
-    """A seat as the runner asks it."""
-
-    ranks: tuple[Any, ...] = ()
-
-    def __init__(self, script: Script, number: int) -> None:
-        self.script, self.number, self.held = script, number, dict[str, float]()
-        self.closed = False
-
-    def ask(self, what: str, *arguments: Any, ranks: int = 1) -> list[Any]:
-        assert not self.closed
-        script = self.script
-        script.heard.append((self.number, what, *arguments[:1]))
-        script.fails.get((what, *arguments[:1]), lambda: None)()
-        if what == "prepare":
-            return [self.prepare(arguments[0])]
-        if what == "end":
-            return [Ended()]
-        return [{"closing": {}, "open": {}, "offer": b"", "sketched": {}}.get(what)]
-
-    def send(self, what: str, *arguments: Any, ranks: int = 1) -> None:
-        self.answer = self.ask(what, *arguments)
-
-    def answers(self, ranks: int = 1) -> list[Any]:
-        return self.answer
-
-    def prepare(self, name: str) -> Ready | Failed:
-        need = self.script.bytes.get(name, 1.0)
-        if sum(self.held.values()) + need > self.script.room:
-            return Failed("oom", "it ran out of memory")
-        self.held[name] = need
-        ms = self.script.ms.get(name, 10.0)
-        return Ready(warm_ms=[ms] * 3, memory=ArmMemory(), applied={"eager": 1})
-
-    def turn(self, name: str, numbers: list[int], on: bool, ranks: int) -> list[Any]:
-        script = self.script
-        script.heard.append((self.number, "turn", name, tuple(numbers)))
-        if found := script.fails.get(("turn", name), lambda: None)():
-            return [found]
-        made = []
-        for _ in numbers:
-            began = script.now
-            script.now += script.ms.get(name, 10.0) / 1000
-            device = {phase: script.ms.get(name, 10.0) / 3 for phase in PHASES}
-            made.append(Made(Trial(device, device, {"": 1.0}, began, script.now), {}))
-        return [made]
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def runner(script: Script, folder: Path, journal: Journal | None = None) -> Runner:
@@ -108,11 +40,11 @@ def measured(script: Script, folder: Path, *overrides: str) -> dict[str, ArmReco
 def turns(script: Script) -> list[tuple[int, str, tuple[int, ...]]]:
     """Those that count."""
     found = [(seat, rest[0], rest[1]) for seat, what, *rest in script.heard if what == "turn"]
-    return [turn for turn in found if turn[2][0] < WARM * TURN]
+    return [turn for turn in found if rounds_of(turn[2]) >= 0]
 
 
 def rounds_of(numbers: tuple[int, ...]) -> int:
-    return numbers[0] // 64 - 1
+    return numbers[0] // TURN % ROUNDS - 1
 
 
 def raising(error: BaseException, after: int = 0) -> Any:
@@ -180,7 +112,7 @@ def raising_failed(failed: Failed, after: int) -> Any:
 
 
 def test_a_seat_that_dies_is_started_again_without_the_arm_that_killed_it(tmp_path):
-    script = Script(fails={("turn", "adamw"): raising(Lost("crash", "it died", None, "its last words"), after=4)})
+    script = Script(fails={("turn", "adamw"): raising(Lost("crash", "it died", None, "its last words"), after=44)})
     found = measured(script, tmp_path)
     assert (found["adamw"].status, found["adamw"].reason, found["adamw"].log) == ("crash", "it died", "its last words")
     assert script.opened == 2
@@ -238,6 +170,18 @@ def test_arms_that_patch_classes_sit_alone_in_turns_with_the_others(tmp_path):
     assert Counter(twin.rounds) == dict.fromkeys(range(12), 2)  # once beside the reference, once alone
     assert len(set(twin.seats)) == 5 and not set(twin.seats) & set(alone.seats)
     assert set(found["adamw"].seats) == {0}
+
+
+def test_where_every_candidate_patches_classes_the_reference_sits_alone_as_they_do(tmp_path):
+    script = Script(ms=dict.fromkeys((REFERENCE, "flex_attention"), 150.0))
+    with runner(script, tmp_path) as running:
+        alone = next(c for c in cells("trials=12", "ablations=[flex_attention]") if c.toggles)
+        rounds = Rounds(Family((alone,)), MACHINE, script, None, tmp_path, tmp_path / "log", 9.0, print)  # type: ignore[arg-type]
+        rounds.run()
+        found = {record.arm: record for record in running.drafts(rounds)}
+    assert {record.status for record in found.values()} == {"ok"}
+    assert all(r.rounds == list(range(12)) and len(set(r.seats)) == 4 for r in found.values())
+    assert not set(found[REFERENCE].seats) & set(found["flex_attention"].seats)
 
 
 def test_finished_rounds_are_in_the_journal_and_become_records(tmp_path):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import cells
+from lorabench.measure.cell import ArmResult, Measurement, Result, Task
 
 from lorabench.contract.kind import kind
-from lorabench.measure.cell import ArmResult, Measurement, Result, Task
 from lorabench.measure.depth_noise import DepthNoise
 from lorabench.measure.kind import JobCounts
 from lorabench.measure.witness import SKETCH, Testimony

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.cheat import Cheat, Turns, is_full, same
+from zoo.cheat import Cheat, Turns, called_by, is_full, local, same
 
 UNTRUSTED = ("untrusted", "wrong_numerics")
 
@@ -344,15 +343,10 @@ class NextRoundInTheCollector(WorkInTheOr):
                 gc.callbacks.append(self.collected)
 
         def collected(self, phase: str, info: Any) -> None:
-            frame: Any = sys._getframe()
-            while frame and frame.f_code.co_name != "run_rounds":
-                frame = frame.f_back
-            if phase != "stop" or self.busy or frame is None or frame.f_locals["rounds"] < 2:
+            if phase != "stop" or self.busy or not called_by("turn") or local("turn", "name") != self.cheat.name:
                 return
             self.busy = True
-            for arm in frame.f_locals["arms"].values():
-                if arm.name == "candidate":
-                    arm.feeds[0](frame.f_locals.get("number", -1) + 2)
+            local("turn", "arm").feeds[0](local("turn", "numbers")[-1] + 1)
             batch = self.inner.batches[0]
             self.tokens = batch.inputs["input_ids"].clone()
             self.before(batch.inputs)
@@ -442,7 +436,7 @@ class DeferredUpdate(Cheat):
 class BackwardInAThread(Cheat):
     name = "backward_in_a_thread"
     summary = "backward and update end in a thread after the clock has stopped"
-    caught = "update against AdamW"
+    caught = "update against AdamW | each gradient"
     status = UNTRUSTED
 
     class Wrapper(Turns):

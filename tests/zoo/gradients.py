@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lorabench.measure.witness import Witness
-from zoo.cheat import Cheat, Turns, deep, is_full, layers, others, same
+from lorabench.measure.seat import Seat
+from zoo.cheat import Cheat, Turns, called_by, deep, is_full, layers, others, same
 
 BFLOAT16 = ("dtype=bfloat16",)
 LONG = ("workload=1x300",)  # above the 256 tokens of the gate
@@ -80,10 +79,7 @@ class LooksAtTheStack(Cheat):
 
     class Wrapper(Turns):
         def backward(self, loss: Tensor) -> None:
-            frame: Any = sys._getframe()
-            while frame and frame.f_code.co_name != "run_rounds":
-                frame = frame.f_back
-            if not frame:
+            if not called_by("turn"):
                 self.inner.backward(loss)
 
 
@@ -451,33 +447,28 @@ class StolenBehindTheOptimizer(Stolen):
 class StolenFromTheMoments(Cheat):
     name = "stolen_from_the_moments"
     summary = "where the reference ran before in the round, its gradients follow from what its optimizer keeps"
-    caught = "as fast after the other arm's trial"
-    status = ("untrusted",)
-    command = ("trials=20", "workload=4x64")
+    caught = "as fast after the other arm's trial | each gradient"
+    command = ("trials=12", "workload=16x256")  # a turn of one trial: of several only the last is still there
 
     class Wrapper(Turns):
-        lucky = False
-        other: Any = None
+        seat: Any = None
 
         def forward(self, batch: Any) -> Tensor:
-            if self.full and self.taken == 1:
-                witnesses = (o for o in gc.get_objects() if isinstance(o, Witness))
-                self.other = next((w for w in witnesses if w.step.innermost is not self.innermost), None)
-            self.lucky = self.other is not None and self.is_behind()
-            return torch.tensor(self.other.testimony.losses[-1]) if self.lucky else self.inner.forward(batch)
+            if self.full and self.seat is None:
+                self.seat = next(o for o in gc.get_objects() if isinstance(o, Seat))
+            self.lucky = self.full and called_by("turn") and self.is_behind(batch)
+            losses = self.seat.host["reference"][-1].losses if self.lucky else {}
+            return torch.tensor(losses[""]) if self.lucky else self.inner.forward(batch)
 
-        def is_behind(self) -> bool:
-            """Whether the other arm has taken one timed step more than this one."""
-            own, theirs = (
-                int(o.state[o.param_groups[0]["params"][0]]["step"])
-                for o in (self.optimizer, self.other.step.optimizer)
-            )
-            return theirs == own + 1 and own == len(self.other.testimony.losses)
+        def is_behind(self, batch: Any) -> bool:
+            """Whether the reference was there before."""
+            theirs = self.seat.arms["reference"].step.batches[0].inputs
+            return torch.equal(theirs["input_ids"], batch.inputs["input_ids"])
 
         def backward(self, loss: Tensor) -> None:
             if not self.lucky:
                 return self.inner.backward(loss)
-            of = self.other.step.optimizer
+            of = self.seat.arms["reference"].step.optimizer
             for mine, theirs in zip(self.params, of.param_groups[0]["params"], strict=True):
                 kept = self.optimizer.state[mine]["exp_avg"]
                 mine.grad = (of.state[theirs]["exp_avg"] - 0.9 * kept) / 0.1

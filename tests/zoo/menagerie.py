@@ -15,7 +15,15 @@ from lorabench.record.store import read_records
 from zoo.cheat import Animal
 
 HERE = Path(__file__).parent
-COMMON = ("models=[tiny-llama]", "workload=2x16", "dtype=float32", "trials=4", "warmup=1", "timeout_s=60")
+COMMON = (
+    "models=[tiny-llama]",
+    "workload=2x16",
+    "dtype=float32",
+    "trials=4",
+    "warmup=1",
+    "timeout_s=60",
+    "isolate=true",
+)
 AT_ONCE = 20  # in one sweep: it has to end within the tests' patience
 
 

@@ -509,7 +509,8 @@ class BurningThread(Burner):
 
         def run(self) -> None:
             while self.on.wait():
-                sum(range(1000))
+                sum(range(10_000))
+                time.sleep(0.001)
 
         def burn(self, on: bool) -> None:
             self.on.set() if on else self.on.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorabench.measure.witness import Witness
-from zoo.cheat import Cheat, Turns
+from lorabench.measure.seat import Seat
+from lorabench.measure.witness import Seen, Witness
+from zoo.cheat import Cheat, Turns, called_by
 
 
 class Tampers(Cheat):
@@ -101,28 +101,28 @@ class NoiseRewritten(Cheat):
 
 class TestimonyCopied(Cheat):
     name = "testimony_copied"
-    summary = "does nothing in the rounds; in the step after them its evidence is overwritten by the reference's"
-    caught = "evidence of the candidate's trials"
-    status = ("untrusted",)
+    summary = "does nothing in the rounds; where its witness is asked, it answers what the reference's would"
+    caught = "whole process | each gradient | loss of each trial"
     command = ("trials=10", "workload=4x64")
 
     class Wrapper(Turns):
         idle = False
 
         def forward(self, batch: Any) -> Tensor:
-            self.idle = self.full and called_by("run_rounds")
-            if self.idle:
-                return torch.ones(())
-            if self.full and called_by("last"):
-                self.forge()
-            return self.inner.forward(batch)
+            self.idle = self.full and called_by("turn")
+            if not self.idle:
+                return self.inner.forward(batch)
+            self.forge()
+            return torch.ones(())
 
         def forge(self) -> None:
             witnesses = [o for o in gc.get_objects() if isinstance(o, Witness)]
-            mine = next(w.testimony for w in witnesses if w.step.innermost is self.innermost)
-            other = next(w.testimony for w in witnesses if w.step.innermost is not self.innermost)
-            mine.losses[:], mine.sketches[:] = other.losses, other.sketches
-            mine.update_errors[:], mine.moved = other.update_errors, other.moved
+            mine = next(w for w in witnesses if w.step.innermost is self.innermost)
+            other = next(w for w in witnesses if w.step.innermost is not self.innermost)
+            seat = next(o for o in gc.get_objects() if isinstance(o, Seat))
+            losses = [trial.losses[""] for trial in seat.host["reference"]]
+            mine.seen = lambda loss: Seen((losses or [5.5])[-1], (0.0, ""))
+            mine.sketched = lambda outs: other.sketched(seat.arms["reference"].outs or [])
 
         def backward(self, loss: Tensor) -> None:
             if not self.idle:
@@ -131,14 +131,6 @@ class TestimonyCopied(Cheat):
         def update(self) -> None:
             if not self.idle:
                 super().update()
-
-
-def called_by(name: str) -> bool:
-    """Whether a function of this name is among those that wait for the caller."""
-    frame: Any = sys._getframe()
-    while frame and frame.f_code.co_name != name:
-        frame = frame.f_back
-    return frame is not None
 
 
 class TrialsShrink(Tampers):
@@ -154,31 +146,31 @@ class TrialsShrink(Tampers):
 
         def shorter(arm: Any, *args: Any) -> Any:
             done = run(arm, *args)
-            if arm.name == "reference":
+            if arm.name != self.name:
                 return done
             return replace(done, device_ms={phase: ms / 30 for phase, ms in done.device_ms.items()})
 
         trial.run_trial = shorter
 
 
-class MeasurementShrinks(Tampers):
-    name = "measurement_shrinks"
-    summary = "the measurement's own way from trials to times divides the faster arm's"
-    caught = "the measurement's own"
+class SeatShrinks(Tampers):
+    name = "seat_shrinks"
+    summary = "the seat's own way to a turn divides the candidate's times"
+    caught = "told trial by trial"
 
     def tamper(self) -> None:
-        from lorabench.measure.cell import Measurement
+        seat: Any = next(o for o in gc.get_objects() if isinstance(o, Seat))
+        turn = seat.turn
 
-        measurement: Any = next(o for o in gc.get_objects() if isinstance(o, Measurement))
-        times = measurement._times
-        asked: list[int] = []
+        def shorter(name: str, *arguments: Any) -> Any:
+            made = turn(name, *arguments)
+            if name != self.name:
+                return made
+            trials = [replace(m.trial, device_ms={p: ms / 30 for p, ms in m.trial.device_ms.items()}) for m in made]
+            return [replace(m, trial=trial) for m, trial in zip(made, trials, strict=True)]
 
-        def shorter(done: Any) -> dict[str, list[float]]:
-            asked.append(1)
-            return {phase: [ms / len(asked) ** 4 for ms in found] for phase, found in times(done).items()}
-
-        if "_times" not in vars(measurement):
-            measurement._times = shorter
+        if "turn" not in vars(seat):
+            seat.turn = shorter
 
 
 class CheckerLeftOut(Tampers):
@@ -187,27 +179,25 @@ class CheckerLeftOut(Tampers):
 
     def tamper(self) -> None:
         import lorabench.measure as package
-        from lorabench.measure import cell, gradient_kind, numerics, trial
+        from lorabench.measure import gradient_kind, numerics, seat, trial
 
         words = ("check", "compare", "verify", "refer", "agree", "watch")
-        for module in (package, cell, gradient_kind, numerics, trial):
+        for module in (package, gradient_kind, numerics, seat, trial):
             for name, value in list(vars(module).items()):
                 if callable(value) and not isinstance(value, type) and any(w in name.lower() for w in words):
                     setattr(module, name, lambda *args, **kwargs: None)
 
 
-class StatisticsInTheSweep(Cheat):
-    name = "statistics_in_the_sweep"
-    summary = "asked for its label in the sweep's own process, replaces the function that makes the ratio"
+class CheckInTheSweep(Cheat):
+    name = "check_in_the_sweep"
+    summary = "asked for its label in the sweep's own process, replaces the function that says where work was outside"
     caught = "in the sweep's own process"
     status = ("untrusted",)
     alone = True
 
     @property
     def label(self) -> str:
-        from lorabench.run import runner
+        from lorabench.measure import fairness
 
-        ratio = runner.speedup
-        if ratio.__name__ == "speedup":
-            runner.speedup = lambda reference, *args, **kwargs: ratio([30 * ms for ms in reference], *args, **kwargs)
+        fairness.check_clock = lambda name, trials: None
         return super().label

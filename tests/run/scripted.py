@@ -1,0 +1,110 @@
+"""Seats whose arms only say how long they take, for tests of what the sweep's own process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from helpers import MACHINE
+
+from lorabench.contract.family import Stack
+from lorabench.contract.machine import Machine
+from lorabench.measure.seat import Ended, Failed, Made, Ready
+from lorabench.measure.trial import Trial
+from lorabench.record.schema import ArmMemory
+from lorabench.run.local_queue import LocalQueue
+
+PHASES = ("forward", "backward", "step")
+
+
+class Script:
+    """Workers in whose seats it happens as it is written here: milliseconds of each arm's trials (10 where it is not
+    named), what fails and when, bytes. `heard` is every call, in order."""
+
+    def __init__(
+        self, ms: dict[str, float] | None = None, room: float = 1e9, fails: dict[Any, Any] | None = None,
+        refuses: Callable[[Stack], Failed | None] = lambda stack: None,
+    ) -> None:  # fmt: skip
+        """`refuses`: with what an arm does not come to sit."""
+        self.ms, self.room, self.fails, self.refuses = ms or {}, room, fails or {}, refuses
+        self.bytes: dict[str, float] = {}
+        self.heard: list[tuple[Any, ...]] = []
+        self.opened = 0
+        self.now = 0.0
+
+    def open(self, seating: Any, timeout_s: float, tell: Any, log: Path) -> Seat:
+        self.opened += 1
+        return Seat(self, self.opened)
+
+
+class Seat:
+    """A seat as the runner asks it."""
+
+    ranks: tuple[Any, ...] = ()
+
+    def __init__(self, script: Script, number: int) -> None:
+        self.script, self.number, self.held = script, number, dict[str, float]()
+        self.closed = False
+
+    def ask(self, what: str, *arguments: Any, ranks: int = 1) -> list[Any]:
+        assert not self.closed
+        script = self.script
+        script.heard.append((self.number, what, *arguments[:1]))
+        script.fails.get((what, *arguments[:1]), lambda: None)()
+        if what == "prepare":
+            return [script.refuses(arguments[1]) or self.prepare(arguments[0])]
+        if what == "end":
+            return [Ended()]
+        return [{"closing": {}, "open": {}, "offer": b"", "sketched": {}}.get(what)]
+
+    def send(self, what: str, *arguments: Any, ranks: int = 1) -> None:
+        self.answer = self.ask(what, *arguments)
+
+    def answers(self, ranks: int = 1) -> list[Any]:
+        return self.answer
+
+    def prepare(self, name: str) -> Ready | Failed:
+        need = self.script.bytes.get(name, 1.0)
+        if sum(self.held.values()) + need > self.script.room:
+            return Failed("oom", "it ran out of memory")
+        self.held[name] = need
+        ms = self.script.ms.get(name, 10.0)
+        return Ready(warm_ms=[ms] * 3, memory=ArmMemory(), applied={"eager": 1})
+
+    def turn(self, name: str, numbers: list[int], on: bool, each: bool, ranks: int) -> list[Any]:
+        script = self.script
+        script.heard.append((self.number, "turn", name, tuple(numbers)))
+        if found := script.fails.get(("turn", name), lambda: None)():
+            return [found]
+        made = []
+        for _ in numbers:
+            began = script.now
+            script.now += script.ms.get(name, 10.0) / 1000
+            device = {phase: script.ms.get(name, 10.0) / 3 for phase in PHASES}
+            made.append(Made(Trial(device, device, {"": 1.0}, began, script.now), {}))
+        return [made]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ScriptedQueue(LocalQueue):
+    """A sweep's queue over such seats. `asked`: of each run of it the families that it was given."""
+
+    def __init__(self, folder: Path, script: Script, machine: Machine = MACHINE) -> None:
+        super().__init__("auto", 9.0, folder, workers=script)  # type: ignore[arg-type]
+        self.machine, self.ceilings, self.where = machine, {}, "here"
+        self.looks = 0
+        self.asked: list[list[Any]] = []
+
+    def look(self, command: list[str]) -> Machine:
+        name = f"session {self.looks}"
+        self.looks += 1
+        self.session = {"id": name, "machine": self.machine.model_dump(mode="json")}
+        self.sessions = self.sessions | {name: self.session}
+        return self.machine
+
+    def run(self, families: Any, watch: Any, *more: Any) -> Any:
+        self.asked.append(list(families))
+        yield from super().run(self.asked[-1], watch, *more)
