@@ -71,6 +71,7 @@ class Rounds:
         self.random = random.SystemRandom()  # a toggle must not know which trials are looked at
         self.final = self._number(0, 0)  # of the trial after the last turn
         self.seats: list[Seated] = []
+        self.crowded_out: list[Entry] = []  # out of memory in a turn beside others: they come in another block
         self.spare: list[Seated] = []  # opened and still empty, each for an arm that will sit alone
         self.opened = 0
         self.trials_a_turn = 1
@@ -110,7 +111,8 @@ class Rounds:
             for seat in list(self.seats):
                 self._close(seat)
             alone, self.spare = [], []
-            waiting = [e for e in waiting if e.ok]
+            waiting = [e for e in (*waiting, *self.crowded_out) if e.ok]
+            self.crowded_out = []
             if not waiting or self.stopped:
                 break
             waiting = self._next_block(waiting)
@@ -331,6 +333,8 @@ class Rounds:
         it; else each generation when its turn comes."""
         beside = self.entries.get(TWIN) or self.entries[REFERENCE]
         entries = [e for e in (beside, *alone) if e.ok]
+        for seat in [s for s in self.seats if s.names]:
+            seat.desk.ask("give_back")
         while len(self.spare) < generations * len(entries):
             self._spare()
         for seat in list(self.spare):
@@ -516,6 +520,11 @@ class Rounds:
 
     def _look_for_failure(self, seat: Seated, entry: Entry, answers: Sequence[Any]) -> None:
         failed = next((a for a in answers if isinstance(a, Failed)), None)
+        if failed is not None and failed.status == "oom" and not seat.alone and len(seat.names) > 1:
+            seat.names.remove(entry.name)  # beside others: alone it may fit
+            entry.turns.clear()
+            self.crowded_out.append(entry)
+            raise Left
         if failed is not None:
             entry.disturbed = failed.disturbed
             self._gone(seat, entry, failed.status, failed.reason, spoilt=failed.spoilt)
