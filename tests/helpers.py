@@ -189,8 +189,8 @@ class SeatHere:
     def answers(self, ranks: int = 1) -> list[Any]:
         return self.answer
 
-    def turn(self, name: str, numbers: list[int], on: bool, ranks: int) -> list[Any]:
-        return [self.seat.call("turn", name, numbers, on)]
+    def turn(self, name: str, numbers: list[int], on: bool, each: bool, ranks: int) -> list[Any]:
+        return [self.seat.call("turn", name, numbers, on, each)]
 
     def close(self) -> None:
         """Nothing to end."""

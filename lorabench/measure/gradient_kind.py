@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 
@@ -24,7 +23,7 @@ from lorabench.measure.certificate import certify
 from lorabench.measure.fairness import Untrusted
 from lorabench.measure.kind import EVIDENCE, GateRequest, JobCounts, Kind, Request, Verdicts
 from lorabench.measure.memory import out_of_memory
-from lorabench.measure.witness import Glimpse, Last, Seen, Witness, without_dropout
+from lorabench.measure.witness import Glimpse, Last, Look, Seen, Witness, without_dropout
 from lorabench.record.schema import Numerics
 
 
@@ -166,15 +165,15 @@ class GradientKind(Kind):
             for witness, outs in zip(arm.witnesses, arm.outs, strict=True)
         ]
 
-    def begin(self, arm: Arm, number: int = 0) -> None:
+    def begin(self, arm: Arm, number: int = 0, each: bool = True) -> None:
         for witness in arm.witnesses:
-            witness.begin(number)
+            witness.begin(number, each)
 
     def seen(self, arm: Arm, number: int, losses: dict[str, float]) -> dict[str, Seen]:
         return {w.step.name: w.seen(arm.ranks.total(losses[w.step.name])) for w in arm.witnesses}
 
-    def sketched(self, arm: Arm, number: int) -> dict[str, np.ndarray]:
-        return {w.step.name: w.sketched(outs) for w, outs in zip(arm.witnesses, arm.outs, strict=True)}
+    def sketched(self, arm: Arm, number: int) -> dict[str, Look]:
+        return {w.step.name: w.look(outs) for w, outs in zip(arm.witnesses, arm.outs, strict=True)}
 
     def last(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Last]:
         for witness in arm.witnesses:

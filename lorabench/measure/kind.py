@@ -173,8 +173,9 @@ class Kind(KindSpec):
     def settle(self, arm: Arm, run: Callable[[], Any]) -> None:
         """Right after `first`, without any trace: what else has to be known of the arm before it is warmed up."""
 
-    def begin(self, arm: Arm, number: int = 0) -> None:
-        """Before each turn, whose first trial is `number`: to a place that follows from the number alone, the same in
+    def begin(self, arm: Arm, number: int = 0, each: bool = True) -> None:
+        """Before each turn, whose first trial is `number`; not `each`: it has no other, so what costs time may wait
+        until the trial is picked. To a place that follows from the number alone, the same in
         all arms. What it needs on the device is put there by the first call, which comes after the arm's memory has
         been measured."""
 

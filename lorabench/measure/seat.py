@@ -122,8 +122,8 @@ class Seat:
         self.host: dict[str, list[trial.Trial]] = {}  # timed trials of each arm
         self.base = Base(Path(seating.scratch))
         self.written = ""  # checksum of the base when the first arm was ready
+        self.turned = ""  # whose turn was the last
         self.now = "starting"
-        self.playing = ""  # whose turn it was last
 
     def call(self, what: str, *arguments: Any) -> Answer:
         """The answer of one of CALLS. An expected failure is an answer, too; anything else is an exception."""
@@ -243,18 +243,18 @@ class Seat:
             if ablation.own_dropout_masks and any(job.lora.lora_dropout for job in stack.cell.jobs):
                 into.notes["gate"] = f"at dropout 0: {ablation.name} draws masks that plain PEFT cannot share"
 
-    def turn(self, name: str, numbers: Sequence[int], on: bool = False) -> list[Made]:
-        """Timed trials on the data of these numbers, from where the first full trial ended; `on`: from where the arm
-        is. The last one's results stay until they were sketched. The garbage collector runs between turns."""
+    def turn(self, name: str, numbers: Sequence[int], on: bool = False, each: bool = True) -> list[Made]:
+        """Timed trials on the data of these numbers, from where the first full trial began; `on`: from where the arm
+        is. Not `each`: the turn has one trial, whose update is looked at where it is picked. The last one's results
+        stay until they were sketched. The garbage collector runs between turns."""
         arm, of_kind = self.arms[name], self._kind(name)
         made = []
         gc.disable()
         try:
             if not on:
-                if self.playing in self.arms:  # whose turn is over goes back: what it leaves is of no use to the next
-                    self._begin(self.playing, numbers[0])
-                self.playing = name
-                self._begin(name, numbers[0])
+                self._forget_turn()
+                self.turned = name
+                self._begin(name, numbers[0], each)
             for number in numbers:
                 arm.kind.feed(arm, number)
                 self.timed(name, None)
@@ -268,6 +268,12 @@ class Seat:
         gc.collect(0)
         return made
 
+    def _forget_turn(self) -> None:
+        """What the last arm has made of this round's tokens, which another one could take for its own."""
+        if before := self.arms.get(self.turned):
+            before.kind.clear(before)
+            self._kind(self.turned).begin(before, each=False)
+
     def sketched(self, name: str, number: int) -> Any:
         """What the last trial left, which had this number."""
         return self._kind(name).sketched(self.arms[name], number)
@@ -276,10 +282,10 @@ class Seat:
         """What of an arm is recorded and held against another: of a limit less than the arm's own kind would."""
         return kind(self.stacks[name].kind)
 
-    def _begin(self, name: str, number: int) -> None:
+    def _begin(self, name: str, number: int, each: bool) -> None:
         arm = self.arms[name]
         arm.kind.clear(arm)
-        self._kind(name).begin(arm, number)
+        self._kind(name).begin(arm, number, each)
 
     def end(self, name: str, number: int, usual_ms: float, measure_energy: bool) -> Ended:
         """One more trial from the start, whole; then energy, and where the time goes."""
@@ -344,9 +350,11 @@ class Seat:
             self.guard.forget(name)
         self.give_back()
 
-    def give_back(self) -> None:
-        """Cached memory to the device, for another seat."""
-        gc.collect()
+    def give_back(self, collect: bool = True) -> None:
+        """Cached memory to the device, for another seat. `collect`: what garbage holds, too, which takes half a second
+        in a process with so many objects."""
+        if collect:
+            gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -74,14 +74,25 @@ class Testimony:
         if seen.update_error is not None:
             self.update_errors[number] = seen.update_error
 
-    def add_sketch(self, number: int, sketch: np.ndarray) -> None:
+    def add_sketch(self, number: int, look: Look) -> None:
         """Raises ValueError where this is no sketch of what `names` has."""
+        sketch, update_error = look
+        if update_error is not None:
+            self.update_errors[number] = update_error
         if sketch.shape != (len(self.names), SKETCH):
             raise ValueError(f"a sketch of shape {sketch.shape}, expected {(len(self.names), SKETCH)}")
         self.sketches[number] = sketch
 
     def finish(self, last: Last) -> None:
         self.last_loss, self.after = last
+
+
+class Look(NamedTuple):
+    """What there is to see of a trial that was picked: the sketch of its gradients, and how far the worst tensor's
+    update is from AdamW's with its name, where no trial says that of itself."""
+
+    sketch: np.ndarray
+    update_error: tuple[float, str] | None
 
 
 @dataclass
@@ -161,11 +172,13 @@ class Witness:
             self.testimony.loss, self.testimony.before = off[0].loss, off[0].file
 
     @torch.no_grad()
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, each: bool = True) -> None:
         """To where trial `number` starts in every arm: the parameters as they were before the first trial, about half
         of the tensors halved, which is exact in every number format; the optimizer as the first trial left it. The
-        number draws which ones are halved: who keeps what follows from the parameters has kept that of others."""
+        number draws which ones are halved: who keeps what follows from the parameters has kept that of others.
+        `each`: the updates of all trials are looked at; else that of the picked one, the first."""
         params = list(self.params.values())
+        self.each = each
         if self.kept is None:
             self.kept = Kept(params, list(self.start.values()))
             self.shadow = self._shadow() if self.state else None
@@ -175,7 +188,9 @@ class Witness:
             torch._foreach_mul_(some, 0.5)
         if self.state and self.shadow:
             self.state.put_back()
-            self.shadow.begin(params)
+            if each:
+                self.shadow.begin(params)
+            self.halved = halved
 
     def _shadow(self) -> Shadow:
         rate = learning_rate(self.step)
@@ -186,7 +201,22 @@ class Witness:
 
     def seen(self, loss: float) -> Seen:
         """After a timed trial."""
-        return Seen(loss, self.shadow.error(list(self.params.values())) if self.shadow else None)
+        return Seen(loss, self.shadow.error(list(self.params.values())) if self.shadow and self.each else None)
+
+    @torch.no_grad()
+    def look(self, outs: Sequence[Tensor]) -> Look:
+        """At the last trial, which did not know that it would be looked at: where it began follows from its number."""
+        found = self.sketched(outs)
+        if self.each or not self.shadow or not self.kept:
+            return Look(found, None)
+        params = list(self.params.values())
+        began = [torch.empty_like(p) for p in params]
+        self.kept.into(began)
+        by_name = dict(zip(self.params, began, strict=True))
+        if some := [by_name[name] for name, half in zip(self.ordered, self.halved, strict=True) if half]:
+            torch._foreach_mul_(some, 0.5)
+        self.shadow.begin(began)
+        return Look(found, self.shadow.error(params))
 
     def end(self) -> None:
         """After the timed trials: back to the start for one more trial."""

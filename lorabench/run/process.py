@@ -163,12 +163,12 @@ class Desk:
                 raise self._hung(asked)
         return [rank.answers.pop(0) for rank in asked]
 
-    def turn(self, name: str, numbers: Sequence[int], on: bool, ranks: int) -> list[list[Made]] | Any:
+    def turn(self, name: str, numbers: Sequence[int], on: bool, each: bool, ranks: int) -> list[list[Made]] | Any:
         """What each rank made of a turn, where it is what was told trial by trial, in a time in which that can have
         happened. Raises Doubtful; returns what is no turn (a failure) as it is. Raises Lost."""
         for rank in self.ranks[:ranks]:
             rank.told, rank.elapsed = [], 0.0
-        answers = self.ask("turn", name, list(numbers), on, ranks=ranks)
+        answers = self.ask("turn", name, list(numbers), on, each, ranks=ranks)
         if not any(isinstance(answer, Failed) for answer in answers):
             for rank, answer in zip(self.ranks, answers, strict=False):
                 try:

@@ -44,8 +44,8 @@ SKETCHED = 12  # rounds whose gradients are compared beside the losses of all, p
 LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
 BY_TURNS_MS = 300.0  # a turn of so long moves the GPU's energy counter three times
-ODD = (AttributeError, KeyError, TypeError, ValueError)  # what a kind raises where evidence is none
-WARM = 1 << 20  # a round that no family has: the data of turns that do not count
+BEFORE = -1  # the round of turns that do not count
+NO_EVIDENCE = (AttributeError, KeyError, TypeError, ValueError)  # where an answer is not what its kind's arms say
 CONTEXT, ROOMY = 0.7e9, 0.9  # bytes that a process takes on a GPU for itself; share of its memory that may be used
 DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
 
@@ -71,6 +71,7 @@ class Rounds:
         self.random = random.SystemRandom()  # a toggle must not know which trials are looked at
         self.final = self._number(0, 0)  # of the trial after the last turn
         self.seats: list[Seated] = []
+        self.crowded_out: list[Entry] = []  # out of memory in a turn beside others: they come in another block
         self.spare: list[Seated] = []  # opened and still empty, each for an arm that will sit alone
         self.opened = 0
         self.trials_a_turn = 1
@@ -110,7 +111,8 @@ class Rounds:
             for seat in list(self.seats):
                 self._close(seat)
             alone, self.spare = [], []
-            waiting = [e for e in waiting if e.ok]
+            waiting = [e for e in (*waiting, *self.crowded_out) if e.ok]
+            self.crowded_out = []
             if not waiting or self.stopped:
                 break
             waiting = self._next_block(waiting)
@@ -272,7 +274,7 @@ class Rounds:
         self.begun += self.family.rounds
         parts = self._parts(rounds, alone)
         generations = self._sit_alone(alone, len(parts)) if alone else [[] for _ in parts]
-        own = self._generation(generations[0])
+        own = [seat for entry, seat in generations[0] if self._seated(entry, seat)]
         everyone = self._ready()
         if not everyone:
             return
@@ -286,16 +288,16 @@ class Rounds:
         with Sampler(
             self.uuid, lambda: {rank.process.pid for seat in self.seats for rank in seat.desk.ranks}
         ) as sampler:
-            for place, part in enumerate(parts):
-                own = own if place == 0 else self._generation(generations[place])
+            for part, seated in zip(parts, generations, strict=True):
+                own = own or [seat for entry, seat in seated if self._seated(entry, seat)]
                 self._warm()
                 for number in part:
                     if time.monotonic() > self.stop_at:
                         self.stopped = True
                         break
                     self._round(number, [e for e in self._ready() if taking.takes(e, number)], number in sketched)
-                for seat in own:
-                    if seat in self.seats:
+                while own:
+                    if (seat := own.pop()) in self.seats:
                         self._close(seat)
                 if self.stopped:
                     break
@@ -331,6 +333,8 @@ class Rounds:
         it; else each generation when its turn comes."""
         beside = self.entries.get(TWIN) or self.entries[REFERENCE]
         entries = [e for e in (beside, *alone) if e.ok]
+        for seat in [s for s in self.seats if s.names]:
+            seat.desk.ask("give_back")
         while len(self.spare) < generations * len(entries):
             self._spare()
         for seat in list(self.spare):
@@ -341,7 +345,8 @@ class Rounds:
         made = [[(entry, self.spare.pop(0)) for entry in entries] for _ in range(generations)]
         every = [pair for generation in made for pair in generation]
         like_the_reference = [[self.entries[REFERENCE]] for _ in every]
-        if self.entries[REFERENCE].ready and self._bytes([self._ready(), *like_the_reference]) <= self._room:
+        known = self.entries[REFERENCE].ready is not None
+        if known and self._bytes([self._ready(), *like_the_reference]) <= self._room:
             self._side_by_side(every)
         return made
 
@@ -360,9 +365,6 @@ class Rounds:
         share = min(1.0, (time.perf_counter() - began) / max(sum(spent.values()), 1e-9))
         for (name, part), seconds in spent.items():
             entries[name].seconds[part] -= seconds * (1 - share)
-
-    def _generation(self, seated: Sequence[tuple[Entry, Seated]]) -> list[Seated]:
-        return [seat for entry, seat in seated if self._seated(entry, seat)]
 
     def _seated(self, entry: Entry, seat: Seated) -> bool:
         """Prepare an arm in its seat, where that is not done; whether it sits there."""
@@ -395,11 +397,8 @@ class Rounds:
         for seat in [s for s in self._active() if s.names and not s.warm]:
             for name in list(seat.names):
                 began, entry = time.perf_counter(), self.entries[name]
-                numbers = [WARM * TURN + n for n in range(self.trials_a_turn)]
                 with contextlib.suppress(Left):
-                    self._answered(
-                        seat, entry, lambda s=seat, e=entry, n=numbers: s.desk.turn(e.name, n, False, e.stack.ranks)
-                    )
+                    self._tried(seat, entry, self._number(BEFORE, 0), False)
                 self._give_back(seat)
                 entry.spent("warmup", time.perf_counter() - began)
             seat.warm = True
@@ -426,7 +425,7 @@ class Rounds:
         """Cached memory to the device, where other processes need it."""
         if len(self.seats) > 1 and self.machine.device == "cuda" and self._crowded:
             began = time.perf_counter()
-            seat.desk.ask("give_back")
+            seat.desk.ask("give_back", False)
             self._over("other", time.perf_counter() - began)
 
     def _round(self, number: int, entries: Sequence[Entry], sketch: bool) -> None:
@@ -479,14 +478,14 @@ class Rounds:
         """One trial, of the slowest rank; what was seen of it goes to the evidence. `on`: its turn has begun before;
         `sketch`: its gradients are looked at, which it does not know before. Raises Left."""
         ranks = entry.stack.ranks
-        answers = self._answered(seat, entry, lambda: seat.desk.turn(entry.name, [number], on, ranks))
+        answers = self._tried(seat, entry, number, on)
         sketches: list[Any] = [{}] * ranks
         if sketch:
             sketches = self._asked(seat, entry, "sketched", entry.name, number)
         try:
             for evidence, (one,), sketched in zip(seat.evidence[entry.name], answers, sketches, strict=True):
                 kind(entry.stack.kind).take(evidence, number, one.seen, sketched)
-        except ODD as error:
+        except NO_EVIDENCE as error:
             self._gone(seat, entry, "untrusted", f"its evidence is none: {described(error)}", spoilt=True)
             raise Left from None
         if ranks > 1:
@@ -496,6 +495,11 @@ class Rounds:
         else:
             found = answers[0]
         return [one.trial for one in found]
+
+    def _tried(self, seat: Seated, entry: Entry, number: int, on: bool) -> list[Any]:
+        """One timed trial, as each rank made it. Raises Left."""
+        each, ranks = self.trials_a_turn > 1, entry.stack.ranks
+        return self._answered(seat, entry, lambda: seat.desk.turn(entry.name, [number], on, each, ranks))
 
     def _asked(self, seat: Seated, entry: Entry, what: str, *arguments: Any) -> list[Any]:
         """Raises Left."""
@@ -516,6 +520,11 @@ class Rounds:
 
     def _look_for_failure(self, seat: Seated, entry: Entry, answers: Sequence[Any]) -> None:
         failed = next((a for a in answers if isinstance(a, Failed)), None)
+        if failed is not None and failed.status == "oom" and not seat.alone and len(seat.names) > 1:
+            seat.names.remove(entry.name)  # beside others: alone it may fit
+            entry.turns.clear()
+            self.crowded_out.append(entry)
+            raise Left
         if failed is not None:
             entry.disturbed = failed.disturbed
             self._gone(seat, entry, failed.status, failed.reason, spoilt=failed.spoilt)
@@ -591,7 +600,7 @@ class Rounds:
         except Lost as lost:
             self._gone(seat, entry, lost.status, str(lost), lost.rank, lost.log, spoilt=True)
             return
-        except ODD as error:
+        except NO_EVIDENCE as error:
             self._gone(seat, entry, "untrusted", f"its evidence is none: {described(error)}", spoilt=True)
             return
         entry.ended = entry.ended or answers[0]

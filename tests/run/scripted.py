@@ -84,7 +84,7 @@ class Seat:
         self.jobs = list(own.evidence)
         return replace(own, warm_ms=[ms] * 3, memory=ArmMemory(), applied={"eager": 1})
 
-    def turn(self, name: str, numbers: list[int], on: bool, ranks: int) -> list[Any]:
+    def turn(self, name: str, numbers: list[int], on: bool, each: bool, ranks: int) -> list[Any]:
         script = self.script
         script.heard.append((self.number, "turn", name, tuple(numbers)))
         if found := script.fails.get(("turn", name), lambda: None)():

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 from helpers import cells, sweep, workers_in
-
 from lorabench.measure.cell import ArmResult, Result
+
 from lorabench.plan.design import refusal
 from lorabench.record.store import read_records
 from lorabench.run.ranks import merged

@@ -17,7 +17,7 @@ from lorabench.measure.seat import Failed
 from lorabench.record.schema import ArmRecord
 from lorabench.run.journal import INTERRUPTED, JOURNAL, Journal
 from lorabench.run.process import Lost
-from lorabench.run.rounds import LEAST_ROUNDS, MOST_TRIALS, WARM, Rounds
+from lorabench.run.rounds import LEAST_ROUNDS, MOST_TRIALS, Rounds
 from lorabench.run.runner import Runner
 
 FOUR = "ablations=[eager,adamw,adamw_fused]"
@@ -40,7 +40,7 @@ def measured(script: Script, folder: Path, *overrides: str) -> dict[str, ArmReco
 def turns(script: Script) -> list[tuple[int, str, tuple[int, ...]]]:
     """Those that count."""
     found = [(seat, rest[0], rest[1]) for seat, what, *rest in script.heard if what == "turn"]
-    return [turn for turn in found if turn[2][0] // TURN != WARM]
+    return [turn for turn in found if rounds_of(turn[2]) >= 0]
 
 
 def rounds_of(numbers: tuple[int, ...]) -> int:

@@ -194,10 +194,10 @@ def test_a_turn_is_believed_where_it_is_what_was_told_of_it(told, elapsed, answe
 
     desk = Alone([rank([], 0.0)], 9.0, None, print)
     if says is None:
-        assert desk.turn("eager", [1], False, 1) == [answer]
+        assert desk.turn("eager", [1], False, True, 1) == [answer]
         return
     with pytest.raises(Doubtful, match=says):
-        desk.turn("eager", [1], False, 1)
+        desk.turn("eager", [1], False, True, 1)
 
 
 @pytest.mark.parametrize(("before", "call"), [(0, 6), (0, 8), (1, 7)], ids=["older", "of none", "twice"])
