@@ -71,7 +71,7 @@ class DeclaredPatch(Honest):
     name = "declared_patch"
     summary = "patches a class, says so, and is measured in a process of its own"
     global_patch = True
-    pairing = "abba"
+    pairing = "turns"
 
     def patch(self, model: Any) -> int:
         from peft.tuners.lora import Linear

@@ -72,6 +72,6 @@ def measured(group: list[str], folder: Path, env: dict[str, str]) -> dict[str, R
     """The records of one sweep over these, by name."""
     folder.mkdir()
     overrides = command(animals()[group[0]])
-    done = sweep(*overrides, f"ablations=[{','.join(group)}]", f"output={folder}", cwd=folder, env=env)
+    done = sweep(*overrides, f"ablations=[{','.join(group)}]", f"output={folder}", cwd=folder, env=env, timeout=600)
     assert done.returncode == 0, done.stderr + done.stdout
     return {record.ablations[0]: record for record in read_records(folder) if record.ablations}

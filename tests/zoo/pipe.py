@@ -55,7 +55,7 @@ class ForgedAnswer(Cheat):
 class ForgedConversation(Cheat):
     name = "forged_conversation"
     summary = "tells of a trial that was over at once, and answers with it, before it does the work"
-    caught = "that nobody has asked for | evidence"
+    caught = "answer"
     status = FORGED
 
     class Wrapper(Turns):
