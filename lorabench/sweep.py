@@ -259,6 +259,7 @@ def warn_of_load(console: Console, load: float, machine: Machine) -> None:
 def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replicate: int = 0) -> None:
     """Every record of a session into the store, and before it the machine's entry that it names."""
     from lorabench.record.pairs import pairs
+    from lorabench.run.entries import NO_TIME
     from lorabench.run.progress import Display
 
     began, before, stored = time.monotonic(), {s["id"] for s in store.sessions()}, list[str]()
@@ -274,6 +275,7 @@ def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replica
         with Display(console, todo) as display:
             for family, records in queue.run(todo, display, agenda.replan):
                 store_sessions()
+                records = [record for record in records if record.reason != NO_TIME]
                 for record in records:
                     record.replicate = replicate
                     store.append(record)

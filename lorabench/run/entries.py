@@ -23,6 +23,9 @@ def as_planned(family: Family, outcomes: Mapping[str, str]) -> Family:
     return family
 
 
+NO_TIME = "the time was up before its first round"
+
+
 class Suspicion(Exception):
     """Something is wrong that more than one arm can have done; the text says what."""
 
@@ -41,6 +44,7 @@ class Entry:
     numerics: dict[str, Numerics] = field(default_factory=dict)
     evidence: list[dict[str, Any]] = field(default_factory=list)  # of each process and rank, by job
     turns: list[Turn] = field(default_factory=list)
+    stopped_after: int | None = None  # rounds, where the time was up before the last one
     trials: list[Trial] = field(default_factory=list)  # those that count
     first_trials: dict[int, Trial] = field(default_factory=dict)  # of each round the first, by the round's number
     slowest_rank: list[int] = field(default_factory=list)

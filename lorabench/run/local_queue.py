@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -50,6 +51,8 @@ class LocalQueue:
         journal = Journal(self.folder)
         with Runner(self.workers, *own, self.timeout_s, self.folder, self.stop_at, journal) as runner:
             for family in families:
+                if time.monotonic() > self.stop_at:
+                    return
                 watch.start(family)
                 yield family, runner.family(family, watch.phase, replan)
                 journal.end()

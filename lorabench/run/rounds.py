@@ -33,7 +33,7 @@ from lorabench.measure.seat import Ended, Failed, Ready, Seating
 from lorabench.measure.telemetry import Sampler
 from lorabench.measure.trial import Trial
 from lorabench.record.schema import LONGEST_MS, ArmRecord
-from lorabench.run.entries import Entry, Left, Replan, Seated, Suspicion, Taking, as_planned
+from lorabench.run.entries import NO_TIME, Entry, Left, Replan, Seated, Suspicion, Taking, as_planned
 from lorabench.run.journal import Journal, Turn
 from lorabench.run.process import Doubtful, Lost, Workers
 from lorabench.run.ranks import slowest, spread_of, whole_batch
@@ -118,7 +118,7 @@ class Rounds:
             waiting = self._next_block(waiting)
         for entry in self.entries.values():
             if entry.ok and not entry.turns:
-                entry.leave("timeout", "the time was up before its first round")
+                entry.leave("timeout", NO_TIME)
 
     def _next_block(self, waiting: list[Entry]) -> list[Entry]:
         """Arms that did not fit beside the others: with the reference alone, or each alone with the base."""
@@ -302,6 +302,8 @@ class Rounds:
                 if self.stopped:
                     break
         for entry in everyone:
+            if self.stopped:
+                entry.stopped_after = number - rounds[0]
             if entry.trials and entry.ready:
                 entry.telemetry = sampler.summary([[t] for t in entry.trials])
 

@@ -32,7 +32,7 @@ from lorabench.record.schema import (
     Shown,
 )
 from lorabench.run.entries import Entry, Replan, Suspicion, as_planned
-from lorabench.run.journal import Journal
+from lorabench.run.journal import INTERRUPTED, Journal
 from lorabench.run.process import LOG_TAIL, Workers, log_of
 from lorabench.run.rounds import Rounds
 from lorabench.run.session import scratch_prefix
@@ -168,7 +168,7 @@ class Runner:
             fields |= {
                 "rounds": [t.round for t in turns], "seats": [t.seat for t in turns],
                 "phases": {name: [t.phases[name] for t in turns] for name in names},
-                "trials": rounds.trials_a_turn, "applied": ready.applied, "notes": ready.notes,
+                "trials": rounds.trials_a_turn, "applied": ready.applied, "notes": _notes(entry),
                 "jobs": _jobs(entry), "telemetry": entry.telemetry, "ranks": _spread(entry),
                 "said": ended.said if ended else {}, "roofline": ended.roofline if ended else None,
             }  # fmt: skip
@@ -219,6 +219,12 @@ def shown(cell: Cell) -> Shown:
 def _nearest_to_its_limit(verdicts: dict[str, Numerics]) -> Numerics | None:
     """Of several jobs the verdict that decides: one that failed, else the one nearest to failing."""
     return max(verdicts.values(), key=lambda v: (not v.passed, share_of_allowance(v)), default=None)
+
+
+def _notes(entry: Entry) -> dict[str, Any]:
+    assert entry.ready is not None
+    stopped = {} if entry.stopped_after is None else {INTERRUPTED: entry.stopped_after}
+    return entry.ready.notes | stopped
 
 
 def _tokens(ready: Any) -> ArmTokens | None:

@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import MACHINE, cells, sweep, workers_in
-from lorabench.measure.cell import Task
 
 from lorabench import cli
+from lorabench.measure.cell import Task
 from lorabench.record.schema import ARMS, Numerics, Record
 from lorabench.record.store import RecordError, Store, StoreError, read_records
 from lorabench.run import worker

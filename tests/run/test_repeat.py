@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import time
 
 import pytest
 from helpers import config
@@ -12,9 +14,11 @@ from run.scripted import Script, ScriptedQueue
 
 from lorabench import sweep
 from lorabench.contract.machine import Machine
-from lorabench.measure.seat import Failed
+from lorabench.measure.kind import JobCounts
+from lorabench.measure.seat import Failed, Ready
 from lorabench.plan.compose import ConfigError
-from lorabench.record.store import Store, read_records
+from lorabench.record.schema import Numerics
+from lorabench.record.store import Store, read_arms, read_records
 
 OVERRIDES = ("models=[tiny-llama]", "workload=2x16", "trials=3", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
 
@@ -92,3 +96,54 @@ def test_a_session_that_was_stopped_goes_on_and_failed_cells_are_tried_again_in_
 def test_no_sessions_are_a_wrong_number():
     with pytest.raises(ConfigError, match="repeat"):
         config("repeat=0")
+
+
+PASSED = Numerics(
+    passed=True, loss_error=0.0, loss_allowed=1.0, grad_error=0.0, grad_allowed=1.0, plain_grad_error=0.0, worst="",
+    tensors=1,
+)  # fmt: skip
+
+
+def test_a_sweep_whose_budget_is_spent_goes_on_with_the_rounds_that_are_left(tmp_path, machine):
+    """The second one waits in its fifth turn until there is no time left."""
+
+    class Budgeted(ScriptedQueue):
+        budget_s = math.inf
+
+        def run(self, *arguments):
+            self.stop_at = time.monotonic() + self.budget_s
+            yield from super().run(*arguments)
+
+    def sweep_of(budget_s):
+        calls = iter(range(1000))
+        slow = {("turn", "eager"): lambda: time.sleep(1.1 if next(calls) == 5 and budget_s == 1 else 0)}
+        ready = lambda name: Ready(numerics={"": PASSED}, jobs={"": JobCounts(1, 0, 1)})  # noqa: E731
+        ms = dict.fromkeys(("reference", "reference again", "eager", "adamw"), 150.0)
+        queue, out = Budgeted(tmp_path, Script(ms, ready=ready, fails=slow), machine), io.StringIO()
+        queue.budget_s = budget_s
+        own = config(*OVERRIDES[:2], "trials=12", "ablations=[eager,adamw]", f"output={tmp_path}")
+        with Store(tmp_path) as store:
+            sweep._measure(store, queue, own, [], Console(file=out))
+        return queue, out.getvalue()
+
+    _, said = sweep_of(1)
+    assert "the budget is spent; the same command goes on" in said
+    first = read_arms(tmp_path)
+    assert {arm.arm for arm in first} == {"reference", "reference again", "eager", "adamw"}
+    assert {len(arm.rounds) for arm in first} == {5} and {arm.status for arm in first} == {"ok"}
+    sweep_of(math.inf)
+    rounds = {arm.arm: 0 for arm in first}
+    for arm in read_arms(tmp_path):
+        rounds[arm.arm] += len(arm.rounds)
+    assert set(rounds.values()) == {12}
+    assert len({arm.session for arm in read_arms(tmp_path)}) == 2
+    again, said = sweep_of(math.inf)
+    assert not again.asked and "3 cells, 3 already recorded" in said
+
+
+def test_what_had_no_round_in_the_budget_has_no_record(tmp_path, machine):
+    queue = ScriptedQueue(tmp_path, Script(), machine)
+    queue.stop_at = 0.0
+    with Store(tmp_path) as store:
+        sweep._measure(store, queue, config(*OVERRIDES, f"output={tmp_path}"), [], Console(file=io.StringIO()))
+        assert not store.records()
