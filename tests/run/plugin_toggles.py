@@ -64,6 +64,26 @@ class Killed(Polite):
         return 1
 
 
+class Dies(Wrapped):
+    calls = 0
+
+    def forward(self, batch):
+        self.calls += 1
+        if self.calls == 40:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.inner.forward(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KilledLater(Polite):
+    """In the middle of the rounds: its turns have several trials each."""
+
+    name: ClassVar[str] = "killed_later"
+
+    def step(self, step):
+        return Dies(super().step(step))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Raises(Polite):
     name: ClassVar[str] = "raises"

@@ -1,4 +1,4 @@
-"""Faults around the cells: killed sweeps, half-written lines, two sweeps at once, disks that refuse."""
+"""Faults around the arms: killed sweeps, half-written lines, two sweeps at once, disks that refuse."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ import torch
 from helpers import MACHINE, cells, sweep, workers_in
 
 from lorabench import cli
-from lorabench.measure.cell import Task
-from lorabench.record.schema import ARMS, Numerics, Record
-from lorabench.record.store import RecordError, Store, StoreError, read_records
+from lorabench.contract.family import Family
+from lorabench.measure.seat import Seating
+from lorabench.record.schema import ArmRecord, Numerics, Record
+from lorabench.record.store import RecordError, Store, StoreError, read_arms, read_records
 from lorabench.run import worker
+from lorabench.run.journal import JOURNAL
 from lorabench.run.process import Workers, kill
 from lorabench.sweep import check_output
 
@@ -36,42 +38,66 @@ def record(key: str = "k", **fields) -> Record:
     return Record(**{**base, "status": "unsupported", "reason": "why", **fields})
 
 
+def rounds_of(arms) -> dict[str, int]:
+    """How many each arm has in all sessions."""
+    found: dict[str, int] = {}
+    for arm in arms:
+        found[arm.arm] = found.get(arm.arm, 0) + len(arm.rounds)
+    return found
+
+
 def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
-    """One of its toggles kills its worker: resume=true leaves that record alone, resume=failed measures it again."""
-    args = [*ARGS[:4], "ablations=[eager,sdpa_math,killed,adamw]", f"output={tmp_path}"]
-    path = tmp_path / "records.jsonl"
+    """In the middle of the rounds: those that were over are kept, and the next run measures the others."""
+    args = [*ARGS[:2], "trials=30", "warmup=1", "ablations=[eager]", f"output={tmp_path}"]
+    path, journal = tmp_path / "records.jsonl", tmp_path / JOURNAL
     command = [sys.executable, "-m", "lorabench.sweep", *args]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path, env=plugin)
     deadline = time.monotonic() + 120
-    while not (path.exists() and path.read_bytes().count(b"\n") >= 2):
+    while not (journal.exists() and journal.read_bytes().count(b'"round"') >= 4):
         assert time.monotonic() < deadline and first.poll() is None
-        time.sleep(0.05)
+        time.sleep(0.01)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    before = path.read_bytes()
+    over = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     with open(path, "ab") as file:
         file.write(b'{"schema": 1, "key": "ha')
     again = sweep(*args, cwd=tmp_path, env=plugin)
     assert again.returncode == 0, again.stderr
     assert "half written" in again.stdout
-    assert "already recorded" in again.stdout
-    after = path.read_bytes()
-    assert after.startswith(before)
-    records = read_records(tmp_path)
-    assert after.count(b"\n") == len(records) == 5  # nothing lost, nothing measured twice
-    assert [r.status for r in records].count("crash") == 1
     assert (tmp_path / "records.jsonl.fragment").read_bytes() == b'{"schema": 1, "key": "ha\n'
-    third = sweep(*args, "resume=failed", cwd=tmp_path, env=plugin)
-    assert third.returncode == 0
-    new = path.read_bytes().removeprefix(after)
-    assert new.count(b"\n") == 1 and Record.model_validate_json(new).ablations == ["killed"]
-    assert {r.key for r in read_records(tmp_path)} == {r.key for r in records}
+    assert f"the last sweep was ended after {len(over)} rounds of a family; they are kept" in again.stdout
+    arms = read_arms(tmp_path)
+    before, after = ([arm for arm in arms if arm.session == name] for name in dict.fromkeys(a.session for a in arms))
+    assert {arm.arm for arm in before} == {arm.arm for arm in after} == {"reference", "reference again", "eager"}
+    assert all(len(arm.rounds) == len(over) < 30 and arm.status == "ok" for arm in before)
+    for arm in before:
+        assert arm.phases["forward"] == [phases["forward"] for line in over for _, phases in line["turns"][arm.arm]]
+    assert rounds_of(arms) == {"reference": 30, "reference again": 30, "eager": 30}
     environment = (tmp_path / "environment.json").read_bytes()
     nothing = sweep(*args, cwd=tmp_path, env=plugin)
     assert nothing.returncode == 0 and (tmp_path / "environment.json").read_bytes() == environment
-    assert ": 5 cells, 5 already recorded" in nothing.stdout  # without «on» a machine: it was not even looked at
+    assert ": 2 cells, 2 already recorded" in nothing.stdout  # without «on» a machine: it was not even looked at
     anew = sweep(*args, "resume=false", cwd=tmp_path, env=plugin)
-    assert anew.returncode == 2 and "already holds 5 records" in anew.stderr
+    assert anew.returncode == 2 and "already holds 2 records" in anew.stderr
+    assert not journal.exists()
+
+
+def test_a_toggle_that_kills_its_process_in_a_round_costs_the_others_nothing(plugin, tmp_path):
+    """resume=true leaves its record alone, resume=failed measures it again."""
+    args = [*ARGS[:2], "trials=8", "warmup=3", "ablations=[eager,killed_later]", f"output={tmp_path}"]
+    done = sweep(*args, cwd=tmp_path, env=plugin)
+    assert done.returncode == 0, done.stderr
+    found = {" + ".join(r.ablations): r for r in read_records(tmp_path)}
+    assert found["killed_later"].status == "crash" and "killed by SIGKILL" in found["killed_later"].reason
+    assert found["eager"].status == "ok"
+    arms = {arm.arm: arm for arm in read_arms(tmp_path)}
+    assert arms["eager"].rounds == arms["reference"].rounds == list(range(8))
+    assert arms["eager"].seats[-1] > 0, "the process in which the others sit is another one now"
+    before = (tmp_path / "records.jsonl").read_bytes()
+    again = sweep(*args, "resume=failed", cwd=tmp_path, env=plugin)
+    assert again.returncode == 0, again.stderr
+    new = (tmp_path / "records.jsonl").read_bytes().removeprefix(before).splitlines()
+    assert [ArmRecord.model_validate_json(line).arm for line in new] == ["reference", "killed_later"]
 
 
 def test_the_last_session_says_where_it_measured_if_it_does(tmp_path):
@@ -148,10 +174,10 @@ def test_a_signal_at_a_workers_start_leaves_no_worker(monkeypatch, tmp_path, ent
     monkeypatch.setattr(Interrupted, "number", number)
     workers = Workers()
     workers.method, workers._context = "spawn", SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Interrupted)
-    task = Task(cells("ablations=[eager]")[1], MACHINE, ARMS, 1, False, None, str(tmp_path))
+    seating = Seating(Family(tuple(cells("ablations=[eager]"))), MACHINE, False, None, str(tmp_path))
     try:
         with cli._terminated_like_interrupted(), pytest.raises(KeyboardInterrupt) as stop:
-            workers.probe("auto") if entry == "probe" else workers.run(task, 60, print, tmp_path / "log")
+            workers.probe("auto") if entry == "probe" else workers.open(seating, 60, print, tmp_path / "log")
         assert cli.exit_code(stop.value) == 128 + number
         assert not multiprocessing.active_children()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -288,6 +314,12 @@ def test_a_corrupt_record_is_one_line_and_nothing_changes(tmp_path):
     assert path.read_bytes() == content
 
 
+def test_a_record_of_a_newer_lorabench_says_which_ones_can_be_read(tmp_path):
+    (tmp_path / "records.jsonl").write_text('{"schema": 4, "family": "f"}\n')
+    with pytest.raises(RecordError, match="schema 4: this lorabench reads schemas 1 to 3"):
+        read_records(tmp_path)
+
+
 def test_no_record_replaces_another(tmp_path):
     with Store(tmp_path) as store:
         store.append(record("k", reason="first"))
@@ -305,7 +337,7 @@ def test_no_record_replaces_another(tmp_path):
         ({"status": "wrong_numerics", "phases": {}}, "must not carry times"),
         ({"status": "faster"}, "Input should be"),
         ({"speed": 2}, "Extra inputs"),
-        ({"schema": 3}, "reads schemas 1 to 2"),
+        ({"schema": 4}, "Input should be 2"),
         ({"kind": "trian"}, "no kind named 'trian'; did you mean train"),
         (
             {
