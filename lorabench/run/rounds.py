@@ -272,6 +272,7 @@ class Rounds:
         # Numbers of their own in each block: what was not in one round must not look as if it were.
         rounds = list(range(self.begun, self.begun + self.family.rounds))
         self.begun += self.family.rounds
+        self._make_room(alone)
         parts = self._parts(rounds, alone)
         generations = self._sit_alone(alone, len(parts)) if alone else [[] for _ in parts]
         own = [seat for entry, seat in generations[0] if self._seated(entry, seat)]
@@ -405,6 +406,25 @@ class Rounds:
                 entry.spent("warmup", time.perf_counter() - began)
             seat.warm = True
 
+    def _make_room(self, alone: Sequence[Entry]) -> None:
+        """Arms that keep most between two turns (captured graphs' pools) leave for a later block, until the largest
+        step fits beside what all others keep. One that will sit alone is taken to need what the reference does."""
+        while True:
+            ready = [e for e in self._ready() if e.ready]
+            own = sum(e.ready.own_bytes for e in ready if e.ready)
+            beside = [e.ready.own_bytes for e in ready if e.ready and e.name == REFERENCE] * (len(alone) + 1)
+            peak = max((_above(e.ready) for e in ready if e.ready), default=0)
+            base = max((e.ready.memory.weights or 0 for e in ready if e.ready and e.ready.memory), default=0)
+            contexts = CONTEXT * (1 + len(beside)) if alone else CONTEXT
+            if base + own + (sum(beside) if alone else 0) + peak + contexts <= self._room:
+                return
+            keeping = [e for e in ready if not e.stack.is_reference and e.ready and e.ready.own_bytes]
+            if len(keeping) < (1 if alone else 2):  # the last one stays: a block has to come to something
+                return
+            most = max(keeping, key=lambda e: e.ready.own_bytes if e.ready else 0)
+            self._dismiss(next(seat for seat in self.seats if most.name in seat.names), most)
+            self.crowded_out.append(most)
+
     def _bytes(self, seats: Sequence[Sequence[Entry]]) -> float:
         """Bytes on the device with these arms in these seats: what each holds, of each seat the largest peak beside."""
         found = [[e.ready for e in seat if e.ready and e.ready.memory] for seat in seats]
@@ -524,8 +544,9 @@ class Rounds:
         failed = next((a for a in answers if isinstance(a, Failed)), None)
         if failed is not None and failed.status == "oom" and not seat.alone and len(seat.names) > 1:
             seat.names.remove(entry.name)  # beside others: alone it may fit
-            entry.turns.clear()
-            self.crowded_out.append(entry)
+            entry.turns = [turn for turn in entry.turns if turn.seat != seat.number]
+            if not entry.turns:
+                self.crowded_out.append(entry)
             raise Left
         if failed is not None:
             entry.disturbed = failed.disturbed

@@ -13,7 +13,7 @@ from run.scripted import Script
 
 from lorabench.contract.family import REFERENCE, TWIN, Family, families
 from lorabench.measure.kind import ROUNDS, TURN
-from lorabench.measure.seat import Failed
+from lorabench.measure.seat import Failed, Ready
 from lorabench.record.schema import ArmRecord
 from lorabench.run.journal import INTERRUPTED, JOURNAL, Journal
 from lorabench.run.process import Lost
@@ -136,6 +136,18 @@ def test_what_does_not_fit_beside_the_others_is_another_block_with_the_reference
     assert set(found[REFERENCE].seats) == {0, 1, 2} == set(found[TWIN].seats)
     assert {len(set(found[name].seats)) for name in ("eager", "adamw", "adamw_fused")} == {1}
     assert all(len(found[name].rounds) == 12 for name in ("eager", "adamw", "adamw_fused"))
+
+
+def test_an_arm_that_keeps_too_much_between_its_turns_comes_in_a_block_of_its_own(tmp_path):
+    """A captured graph's pool: it fits beside the others until one of them takes its step."""
+    machine = MACHINE.model_copy(update={"gpu": {"memory_bytes": 100e9}})
+    script = Script(ready=lambda name: Ready(own_bytes=int(95e9 if name == "adamw" else 1e9)))
+    with Runner(script, machine, None, "session", 9.0, tmp_path) as running:  # type: ignore[arg-type]
+        found = {record.arm: record for record in running.family(family())}
+    assert {record.status for record in found.values()} == {"ok"}
+    assert {len(found[name].rounds) for name in ("eager", "adamw", "adamw_fused")} == {12}
+    assert not set(found["adamw"].seats) & set(found["eager"].seats)
+    assert set(found["adamw"].seats) < set(found[REFERENCE].seats)
 
 
 def test_out_of_memory_is_said_of_an_arm_that_was_alone(tmp_path):
