@@ -18,6 +18,7 @@ from helpers import cells, config
 from rich.console import Console
 
 from lorabench import sweep
+from lorabench.contract.family import families
 from lorabench.contract.machine import Machine
 from lorabench.record.store import RECORDS, Store, read_records
 from lorabench.run import ray_node, ray_queue
@@ -38,21 +39,30 @@ def chosen(name, folder):
     return sweep._queue(config(f"queue={name}", f"output={folder}", "timeout_s=300"))
 
 
+def key_of(family):
+    return family.cells[0].key
+
+
+def apart(*overrides):
+    """A family for each cell."""
+    return families(cells(*overrides), together=False)
+
+
 class Watched:
     """A display that keeps what it was shown."""
 
     def __init__(self):
         self.started, self.phases = [], []
 
-    def start(self, cell):
-        self.started.append(cell.key)
+    def start(self, family):
+        self.started.append(key_of(family))
 
     def phase(self, text):
         self.phases.append(text)
 
 
 class Pretended:
-    """A cluster whose tasks answer what `script` says of (cell or None, how often it was sent): a list of events. The
+    """A cluster whose tasks answer what `script` says of (family or None, how often it was sent): a list of events. The
     last task sent answers first."""
 
     version = "0"
@@ -67,11 +77,11 @@ class Pretended:
         return 3
 
     def send(self, request, sweep, ranks):
-        _, cell = ForkingPickler.loads(request)
-        key = cell.key if cell else None
+        _, family = ForkingPickler.loads(request)
+        key = key_of(family) if family else None
         self.sent[key] = self.sent.get(key, 0) + 1
         task = (key, self.sent[key])
-        self.answers[task] = list(self.script(cell, self.sent[key]))
+        self.answers[task] = list(self.script(family, self.sent[key]))
         return task
 
     def news(self, tasks):
@@ -96,15 +106,16 @@ def session(number, device="cpu"):
     return "session", {"id": f"s{number}", "machine": {**MACHINE.model_dump(mode="json"), "device": device}}
 
 
-def measured(cell, number):
-    record = record_of(cell, f"s{number}", status="unsupported", reason="pretended")
-    return "record", record.model_dump_json(by_alias=True, exclude_none=True)
+def measured(family, number):
+    made = [record_of(family, stack, f"s{number}", status="unsupported", reason="pretended") for stack in family.stacks]
+    return "records", [record.model_dump_json(by_alias=True, exclude_none=True) for record in made]
 
 
-def fine(cell, attempt):
-    """A node of its own for every cell, and the first for the look."""
-    number = 1 if cell is None else cells("ablations=[eager,sdpa_math]").index(cell) + 1
-    last = ("seen", None) if cell is None else measured(cell, number)
+def fine(family, attempt):
+    """A node of its own for every family, and the first for the look."""
+    keys = [cell.key for cell in cells("ablations=[eager,sdpa_math]")]
+    number = 1 if family is None else keys.index(key_of(family)) + 1
+    last = ("seen", None) if family is None else measured(family, number)
     return [node(number), session(number), ("phase", "timing"), last]
 
 
@@ -115,17 +126,17 @@ def pretended(script):
 
 
 def test_records_come_in_any_order_each_after_its_node_s_session():
-    todo, watch = cells("ablations=[eager,sdpa_math]"), Watched()
+    todo, watch = apart("ablations=[eager,sdpa_math]"), Watched()
     with pretended(fine) as asked:
         seen = []
-        for cell, record in asked.run(todo, watch):
-            assert record.session in asked.sessions
-            assert record.key == cell.key
-            seen.append(cell.key)
-    assert seen == [cell.key for cell in reversed(todo)] == watch.started
+        for family, records in asked.run(todo, watch):
+            assert {record.session for record in records} < set(asked.sessions)
+            assert [shown.key for record in records for shown in record.shown] == [key_of(family)]
+            seen.append(key_of(family))
+    assert seen == [key_of(family) for family in reversed(todo)] == watch.started
     assert {"s1", "s2", "s3"} < set(asked.sessions) and len(asked.sessions) == 4  # and the sweep's own
     assert asked.cluster.calls == ["start", ("cancel", 0), "stop"]
-    assert watch.phases[-1] == "timing" and watch.phases[0].endswith("sdpa_math: timing")
+    assert watch.phases[-1] == "timing" and watch.phases[0] == f"{todo[0].title}: timing"
 
 
 def test_each_look_is_a_session_of_its_own_so_that_no_station_serves_two():
@@ -138,55 +149,57 @@ def test_each_look_is_a_session_of_its_own_so_that_no_station_serves_two():
 def test_the_sweep_stores_a_session_before_the_record_that_names_it(tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(Store, "add_session", lambda self, s: order.append(s["id"]))
-    monkeypatch.setattr(Store, "append", lambda self, r: order.append((r.session, r.key)))
-    agenda = Agenda(config("models=[tiny-llama]", "trials=3", "workload=2x16", "ablations=[eager,sdpa_math]"), [])
+    monkeypatch.setattr(Store, "append", lambda self, r: order.append((r.session, r.arm)))
+    own = ("models=[tiny-llama]", "trials=3", "workload=2x16", "ablations=[eager,sdpa_math]", "isolate=true")
+    agenda = Agenda(config(*own), [])
     agenda.plan_for("cpu")
     with Store(tmp_path) as store, pretended(fine) as asked:
         sweep._drain(asked, agenda, store, Console(quiet=True))
     named = [entry for entry in order if isinstance(entry, tuple)]
-    assert len(named) == 3
+    assert len(named) == 6  # the reference beside each
     assert all(order.index(own) < order.index((own, key)) for own, key in named)
 
 
-def test_a_cell_whose_nodes_die_is_tried_three_times_and_then_a_crash():
-    def dies(cell, attempt):
-        return (
-            fine(None, 1) if cell is None else [node(attempt), session(attempt), ("phase", "timing"), ("lost", "died")]
-        )
+def test_a_family_whose_nodes_die_is_tried_three_times_and_then_a_crash():
+    def dies(family, attempt):
+        lost = [node(attempt), session(attempt), ("phase", "timing"), ("lost", "died")]
+        return fine(None, 1) if family is None else lost
 
-    todo = cells("ablations=[eager]")[:1]
+    todo = apart("ablations=[eager]")[:1]
     with pretended(dies) as asked:
-        [(cell, record)] = asked.run(todo, Watched())
-    assert (cell, record.status, record.session) == (todo[0], "crash", "s3")
-    assert record.reason == (
+        [(family, records)] = asked.run(todo, Watched())
+    assert family == todo[0] and {(r.status, r.session) for r in records} == {("crash", "s3")}
+    assert {key for r in records for key in [s.key for s in r.shown]} == {key_of(family)}
+    (reason,) = {record.reason for record in records}
+    assert reason == (
         "the node host3 (10.0.0.3, node 33333333) died while timing (tried 3 times; before that the node host1 "
         "(10.0.0.1, node 11111111) died while timing, the node host2 (10.0.0.2, node 22222222) died while timing)"
     )
 
 
 def test_a_node_s_death_is_one_more_try():
-    def dies_once(cell, attempt):
-        return [node(2), ("lost", "died")] if cell and attempt == 1 else fine(cell, attempt)
+    def dies_once(family, attempt):
+        return [node(2), ("lost", "died")] if family and attempt == 1 else fine(family, attempt)
 
-    todo = cells("ablations=[eager,sdpa_math]")
+    todo = apart("ablations=[eager,sdpa_math]")
     with pretended(dies_once) as asked:
         found = list(asked.run(todo, Watched()))
-    assert sorted(cell.key for cell, _ in found) == sorted(cell.key for cell in todo)
-    assert {record.status for _, record in found} == {"unsupported"}
+    assert sorted(map(key_of, todo)) == sorted(key_of(family) for family, _ in found)
+    assert {record.status for _, records in found for record in records} == {"unsupported"}
 
 
-def test_a_cell_that_was_lost_on_its_way_names_the_sweep_s_own_session():
-    lost = lambda cell, attempt: fine(None, 1) if cell is None else [("lost", "failed (no lorabench)")]  # noqa: E731
+def test_a_family_that_was_lost_on_its_way_names_the_sweep_s_own_session():
+    lost = lambda family, attempt: [("lost", "failed (no lorabench)")] if family else fine(None, 1)  # noqa: E731
     with pretended(lost) as asked:
-        [(_, record)] = asked.run(cells("ablations=[eager]")[:1], Watched())
+        [(_, (record, *_))] = asked.run(apart("ablations=[eager]")[:1], Watched())
     assert record.reason.startswith("a node failed (no lorabench) while starting (tried 3 times")
     assert asked.sessions[record.session]["machine"]["name"] == "pretended"
 
 
-def test_a_cell_that_no_living_node_could_hold_does_not_wait_for_ever(monkeypatch):
+def test_a_family_that_no_living_node_could_hold_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(ray_queue, "PATIENCE_S", 0.0)
-    with pretended(lambda cell, attempt: [] if cell else fine(cell, attempt)) as asked:
-        [(_, record)] = asked.run(cells("ablations=[eager]")[:1], Watched())
+    with pretended(lambda family, attempt: [] if family else fine(None, attempt)) as asked:
+        [(_, (record, *_))] = asked.run(apart("ablations=[eager]")[:1], Watched())
     assert record.status == "crash"
     assert record.reason == "no living node of the cluster has 4 GPUs for it (tried once)"
 
@@ -195,18 +208,18 @@ def test_a_cell_that_no_living_node_could_hold_does_not_wait_for_ever(monkeypatc
     ("answer", "said"),
     [
         ([node(1), session(1, "cuda")], "planned for cpu, and lorabench finds only cuda on host1"),
-        ([node(1), session(1), measured(cells("ablations=[sdpa_math]")[-1], 1)], "another version of lorabench"),
+        ([node(1), session(1), measured(apart("ablations=[sdpa_math]")[-1], 1)], "another version of lorabench"),
     ],
 )
 def test_a_node_that_does_not_fit_the_plan_stops_the_sweep(answer, said):
-    script = lambda cell, attempt: fine(None, 1) if cell is None else list(answer)  # noqa: E731
+    script = lambda family, attempt: list(answer) if family else fine(None, 1)  # noqa: E731
     with pretended(script) as asked, pytest.raises(QueueError, match=said):
-        list(asked.run(cells("ablations=[eager]")[:1], Watched()))
+        list(asked.run(apart("ablations=[eager]")[:1], Watched()))
     assert asked.cluster.calls[1:] == [("cancel", 1), "stop"]
 
 
 def test_a_cluster_that_cannot_be_looked_at_is_one_line():
-    asked = ray_queue.RayQueue(Pretended(lambda cell, attempt: [node(1), ("lost", "failed (why)")]), "auto", 60.0)
+    asked = ray_queue.RayQueue(Pretended(lambda family, attempt: [node(1), ("lost", "failed (why)")]), "auto", 60.0)
     with pytest.raises(ProbeError, match=r"a node of the Ray cluster failed \(why\) \(every node needs"):
         asked.look(["python"])
 
@@ -224,29 +237,32 @@ def test_no_queue_needs_ray_unless_it_is_asked_for(tmp_path, monkeypatch):
     assert chosen("local", tmp_path).sessions == {}
 
 
-def request(cell):
+def request(family):
     asked = {"id": "sweep", "dtype": "auto", "timeout_s": 120.0, "ray": "0", "command": ["python"]}
-    return bytes(ForkingPickler.dumps((asked, cell)))
+    return bytes(ForkingPickler.dumps((asked, family)))
 
 
 @pytest.fixture
 def station():
-    """What runs on a node, here: one station for all requests of a test. Gives a function: cell → its events."""
+    """What runs on a node, here: one station for all requests of a test. Gives a function: family → its events."""
     where, alone = {"host": "h", "address": "a", "id": "0123456789"}, {"OMP_NUM_THREADS": "1"}
-    yield lambda cell: list(ray_node.serve(request(cell), "sweep", where, alone))
+    yield lambda family: list(ray_node.serve(request(family), "sweep", where, alone))
     ray_node._forget()
 
 
 @pytest.mark.exhaustive
-def test_a_station_looks_once_and_serves_one_cell_after_the_other(station):
-    refused = [c for c in cells("ablations=[eager,sdpa]") if c.toggles and c.toggles[0].name == "sdpa"]  # at once
-    look, first, second = (station(cell) for cell in (None, *refused, *refused))
+def test_a_station_looks_once_and_serves_one_family_after_the_other(station):
+    refused = [
+        f for f in apart("ablations=[eager,sdpa]") if [t.name for t in f.cells[0].toggles] == ["sdpa"]
+    ]  # at once
+    look, first, second = (station(family) for family in (None, *refused, *refused))
     assert [what for what, _ in look] == ["session", "seen"]
     own = look[0][1]
     assert own["node"]["host"] == "h" and own["ceilings"]["gemm_tflops"] and own["id"].startswith("sweep-01234567-")
     assert first[0] == second[0] == ("session", own)
-    assert [what for what, _ in first] == ["session", "record"]
-    assert f'"session":"{own["id"]}"' in first[1][1] and '"not_applied"' in first[1][1]
+    assert [what for what, _ in first] == ["session", "records"]
+    (record,) = first[1][1]
+    assert f'"session":"{own["id"]}"' in record and '"not_applied"' in record
 
 
 def test_a_request_that_cannot_be_read_fails_in_one_line(station):
@@ -272,14 +288,14 @@ def short():
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_killed_ray_worker_leaves_neither_a_process_nor_a_file(tmp_path, short):
-    """The task's process, here a pretended Ray worker, is killed by SIGKILL while its cell is measured."""
+    """The task's process, here a pretended Ray worker, is killed by SIGKILL while its family is measured."""
     script = tmp_path / "worker.py"
     script.write_text(
         "import sys\nfrom pathlib import Path\nfrom lorabench.run import ray_node\n"
         "for event in ray_node.serve(Path(sys.argv[1]).read_bytes(), 'sweep', {'id': '01234567'}, {}):\n"
         "    print(event[0], flush=True)\n"
     )
-    (tmp_path / "request").write_bytes(request(cells("ablations=[eager]", "trials=100000")[0]))
+    (tmp_path / "request").write_bytes(request(apart("ablations=[eager]", "trials=100000")[0]))
     own = {**os.environ, "TMPDIR": str(short), "LORABENCH_TEST": str(tmp_path)}
     worker = subprocess.Popen(
         [sys.executable, script, tmp_path / "request"], stdout=subprocess.PIPE, text=True, env=own
@@ -321,7 +337,7 @@ def three_nodes(monkeypatch):
 
 
 class Killing(Watched):
-    """Kills a node as soon as a cell is being measured on it."""
+    """Kills a node as soon as a family is being measured on it."""
 
     def __init__(self, asked, cluster, node):
         super().__init__()
@@ -329,7 +345,7 @@ class Killing(Watched):
 
     def phase(self, text):
         super().phase(text)
-        there = [s.cell.key for s in self.asked.tasks.values() if f"node {self.node.node_id[:8]}" in s.node]
+        there = [key_of(s.family) for s in self.asked.tasks.values() if f"node {self.node.node_id[:8]}" in s.node]
         if there and not self.victims:
             self.victims = there
             self.cluster.remove_node(self.node, allow_graceful=False)
@@ -339,19 +355,20 @@ class Killing(Watched):
 @pytest.mark.exhaustive
 def test_three_nodes_of_which_one_dies_in_the_middle(three_nodes, tmp_path, capfd):
     cluster, nodes = three_nodes
-    todo = cells("ablations=[eager,sdpa_math,gradient_checkpointing,adamw]")
+    todo = apart("ablations=[eager,sdpa_math,gradient_checkpointing,adamw]")
     capfd.readouterr()
     with Store(tmp_path) as store, chosen("ray", tmp_path) as asked:
         asked.look(["python"])
         watch = Killing(asked, cluster, nodes[1])
-        for _, record in asked.run(todo, watch):
-            store.add_session(asked.sessions[record.session])
-            store.append(record)
+        for _, records in asked.run(todo, watch):
+            store.add_session(asked.sessions[records[0].session])
+            for record in records:
+                store.append(record)
     assert capfd.readouterr() == ("", "")  # of what Ray has to say, nothing
     assert len(watch.victims) == 1
-    assert len((tmp_path / RECORDS).read_text().splitlines()) == len(todo)
+    assert len((tmp_path / RECORDS).read_text().splitlines()) == 2 * len(todo)
     records = {r.key: r for r in read_records(tmp_path)}
-    assert set(records) == {cell.key for cell in todo}
+    assert set(records) == {key_of(family) for family in todo}
     assert {r.status for r in records.values()} == {"ok"}
     sessions = {s["id"]: s for s in Store(tmp_path).sessions()}
     where = {key: sessions[r.session]["node"]["id"] for key, r in records.items()}
@@ -360,7 +377,7 @@ def test_three_nodes_of_which_one_dies_in_the_middle(three_nodes, tmp_path, capf
     assert all(sessions[r.session]["ceilings"] and sessions[r.session]["ray"] for r in records.values())
 
 
-COMMAND = ("models=[tiny-llama]", "trials=3", "workload=2x16", "ablations=[eager]", "queue=ray")
+COMMAND = ("models=[tiny-llama]", "trials=3", "workload=2x16", "ablations=[eager]", "queue=ray", "isolate=true")
 
 
 def started(folder, *overrides, **environment):
@@ -389,7 +406,7 @@ def test_from_the_command_line_without_a_cluster_interrupted_and_continued(tmp_p
     second = started(tmp_path, "ablations=[eager,sdpa_math]")
     out, said = second.communicate()
     assert (second.returncode, said) == (0, ""), out
-    assert f"3 cells, {len(before.splitlines())} already recorded" in out
+    assert f"3 cells, {len(before.splitlines()) // 2} already recorded" in out
     assert (tmp_path / "out" / RECORDS).read_text().startswith(before)
     records = read_records(tmp_path / "out")
     sessions = {s["id"]: s for s in Store(tmp_path / "out").sessions()}
