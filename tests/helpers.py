@@ -33,6 +33,8 @@ from lorabench.measure.kind import Request
 from lorabench.measure.seat import Seat, Seating
 from lorabench.plan import registry
 from lorabench.plan.compose import DEFAULTS, SweepConfig, load_config, plan
+from lorabench.record.schema import ArmRecord
+from lorabench.run.runner import record_of
 
 PEFT = ("sdpa", "adamw_foreach", "padding")
 MACHINE = Machine(  # a small one that measures in float32
@@ -163,6 +165,12 @@ def installed(folder: Path, package: str, files: Mapping[str, Path], points: Map
     subprocess.run(command, check=True, capture_output=True)
     path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+
+
+def refused(cell: Cell, session: str, status: str, reason: str) -> ArmRecord:
+    """The record of a cell's candidate that was not measured."""
+    family = Family((cell,))
+    return record_of(family, family.stacks[-1], session, status=status, reason=reason)
 
 
 class InProcess:

@@ -9,13 +9,13 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
+import lorabench.measure.cell  # sets the attribute `measure` of the package to the module
 import pytest
 import torch
 from helpers import random_samples
 from torch import nn
 
 import lorabench
-import lorabench.measure.cell  # sets the attribute `measure` of the package to the module
 from lorabench import Measured, Phases, Tolerance, WrongNumerics, measure
 from lorabench.contract.batch import pad
 from lorabench.contract.step import Step

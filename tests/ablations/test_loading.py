@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import PEFT, arm, cells, measurement_of
+from lorabench.measure.cell import Failure
 from torch import nn
 
 from lorabench.contract.ablation import Evidence, conflict
-from lorabench.measure.cell import Failure
 from lorabench.measure.gradient_kind import GradientKind
 from lorabench.measure.numerics import one_step
 from lorabench_ablations.loading import Nf4Base, quantized_weights

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import PEFT, InProcess, cells, measurement_of
+from lorabench.measure.cell import Failure
 
 from lorabench.contract.kind import kind
-from lorabench.measure.cell import Failure
 from lorabench.measure.kind import request_of
 from lorabench.measure.machine import describe
 from lorabench.measure.numerics import one_step
