@@ -64,6 +64,7 @@ class Ready:
     memory: ArmMemory | None = None
     own_bytes: int = 0  # that stay allocated beside the base
     jobs: dict[str, JobCounts] = field(default_factory=dict)
+    phases: tuple[str, ...] = ()  # of the first trial
     warm_ms: list[float] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -191,6 +192,7 @@ class Seat:
             def traced() -> trial.Trial:
                 done, ran = profile.traced(lambda: trial.run_trial(arm))
                 ops.update(ran)
+                into.phases = tuple(done.device_ms)
                 return done
 
             into.evidence = of_kind.first(arm, traced, request)
@@ -260,11 +262,11 @@ class Seat:
                 self.timed(name, None)
                 done = trial.run_trial(arm)
                 self.timed(name, done.total_ms)
+                self.host[name].append(done)
                 made.append(Made(done, of_kind.seen(arm, number, done.losses)))
                 self.guard.check()
         finally:
             gc.enable()
-        self.host[name] += [one.trial for one in made]
         gc.collect(0)
         return made
 

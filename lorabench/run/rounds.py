@@ -573,7 +573,11 @@ class Rounds:
 
     def _check(self, entry: Entry, made: Sequence[Trial], number: int) -> None:
         """Raises Left for times that no clock can give, and for a loss that is not finite."""
+        assert entry.ready is not None
         for one in made:
+            if one.device_ms.keys() != {*entry.ready.phases}:
+                phases = f"{[*one.device_ms]}, its first one {[*entry.ready.phases]}"
+                self._leaves("untrusted", f"a trial of {entry.name} has the phases {phases}", entry)
             odd = [ms for ms in one.device_ms.values() if not 0 < round(ms, DIGITS) <= LONGEST_MS]
             if odd:
                 reason = f"{entry.name} took {odd[0]!r} ms; expected a time between zero and some months"

@@ -35,6 +35,7 @@ class Script:
         self.ms, self.room, self.fails, self.refuses = ms or {}, room, fails or {}, refuses
         self.ready, self.answers = ready or (lambda name: Ready()), answers or {}
         self.seen: dict[str, Any] = {}
+        self.phases: tuple[str, ...] = PHASES
         self.phase_ms: dict[tuple[str, str], float] = {}
         self.bytes: dict[str, float] = {}
         self.heard: list[tuple[Any, ...]] = []
@@ -82,7 +83,7 @@ class Seat:
         ms = self.script.ms.get(name, 10.0)
         own = self.script.ready(name)
         self.jobs = list(own.evidence)
-        return replace(own, warm_ms=[ms] * 3, memory=ArmMemory(), applied={"eager": 1})
+        return replace(own, phases=PHASES, warm_ms=[ms] * 3, memory=ArmMemory(), applied={"eager": 1})
 
     def turn(self, name: str, numbers: list[int], on: bool, each: bool, ranks: int) -> list[Any]:
         script = self.script
@@ -93,7 +94,7 @@ class Seat:
         for _ in numbers:
             began = script.now
             script.now += script.ms.get(name, 10.0) / 1000
-            device = {p: script.phase_ms.get((name, p), script.ms.get(name, 10.0) / 3) for p in PHASES}
+            device = {p: script.phase_ms.get((name, p), script.ms.get(name, 10.0) / 3) for p in script.phases}
             seen = script.seen.get(name, {job: Seen(1.0, None) for job in self.jobs})
             made.append(Made(Trial(device, device, {"": 1.0}, began, script.now), seen))
         return [made]

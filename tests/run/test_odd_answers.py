@@ -13,7 +13,7 @@ import odd_toggles
 import pytest
 from helpers import MACHINE as SMALL
 from helpers import arm, cells, sweep
-from run.scripted import Script
+from run.scripted import PHASES, Script
 
 from lorabench.contract.ablation import Ablation, NotApplied, Unsupported
 from lorabench.contract.family import families
@@ -144,6 +144,19 @@ def test_a_time_that_no_clock_gives_is_a_crash_of_its_arm(tmp_path, time_ms):
         found = {record.arm: record for record in runner.family(family)}
     assert (found["eager"].status, found["adamw"].status) == ("crash", "ok")
     assert "ms; expected a time between zero and some months" in found["eager"].reason
+
+
+def test_a_trial_without_a_phase_that_its_arm_had_is_not_believed(tmp_path):
+    script = Script(ms=dict.fromkeys(("reference", "eager", "adamw"), 150.0))  # a turn of one trial
+    turns = iter(range(100))
+    for name in ("reference", "eager", "adamw"):
+        less = lambda name=name: name == "eager" and next(turns) == 3  # noqa: E731
+        script.fails["turn", name] = lambda less=less: setattr(script, "phases", PHASES[1:] if less() else PHASES)
+    (family,) = families(cells("trials=6", "ablations=[eager,adamw]"))
+    with Runner(script, SMALL, None, "session", 9.0, tmp_path) as runner:  # type: ignore[arg-type]
+        found = {record.arm: record for record in runner.family(family)}
+    assert (found["eager"].status, found["adamw"].status) == ("untrusted", "ok")
+    assert "has the phases ['backward', 'step'], its first one ['forward', 'backward', 'step']" in found["eager"].reason
 
 
 def test_whatever_else_goes_wrong_around_a_family_is_its_crash(tmp_path):

@@ -547,7 +547,7 @@ class ClockClass(SlowClock):
 class PhasesLeftOut(Cheat):
     name = "phases_left_out"
     summary = "says after the first step that it has no update"
-    caught = "each gradient"
+    caught = "has the phases"
     status = UNTRUSTED
 
     class Wrapper(Turns):
@@ -559,7 +559,7 @@ class PhasesLeftOut(Cheat):
 class NoBatches(Cheat):
     name = "no_batches"
     summary = "has no batches left after the first steps, so a trial is nothing but an update"
-    caught = "each gradient"
+    caught = "each gradient | has the phases"
     status = UNTRUSTED
 
     class Wrapper(Turns):
