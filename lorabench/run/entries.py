@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lorabench.contract.family import Family, Stack
 from lorabench.measure.seat import Ended, Ready
@@ -14,6 +15,8 @@ from lorabench.record.schema import Numerics, Telemetry
 from lorabench.run.journal import Turn
 from lorabench.run.process import Desk
 
+NO_TIME = "the time was up before its first round"
+
 # Called with the family and what became of the cells whose arm did not come to sit: the family as it then is.
 Replan = Callable[[Family, Mapping[str, str]], Family]
 
@@ -21,6 +24,20 @@ Replan = Callable[[Family, Mapping[str, str]], Family]
 def as_planned(family: Family, outcomes: Mapping[str, str]) -> Family:
     """Whatever becomes of an arm, the others stay as they are."""
     return family
+
+
+class Limits(NamedTuple):
+    """What a family may take. By time.monotonic(): `stop_at`, after which no round begins, and `seat_by`, after which
+    no candidate is seated for the first time. `seat_s`: seconds in which each has to be seated. `rounds`: how many, in
+    place of the trials that its cells ask for."""
+
+    stop_at: float = math.inf
+    seat_by: float = math.inf
+    seat_s: float = math.inf
+    rounds: int | None = None
+
+
+UNLIMITED = Limits()
 
 
 class Suspicion(Exception):
