@@ -18,6 +18,7 @@ if __name__ == "__main__":  # as in sweep.py
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -237,6 +238,7 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
 
     for record in Journal(config.output).recovered():  # of a run that was killed
         store.append(record)
+    Journal(config.output).end()
     question = _question(config, queue.machine, console)
     lost: dict[Any, str] = {}
     budget, began = 60 * config.budget_minutes, time.monotonic()
@@ -248,11 +250,14 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
     def known() -> Known:
         return Known(question, [*old, *now], store.sessions(), lost)
 
+    def left() -> float:
+        return began + budget - time.monotonic()
+
     def asked_for() -> Iterator[Family]:
         first = True
-        while step := following(known(), began + budget - (at := time.monotonic()), first):
-            seat_by, stop_at = at + step.seat_by, min(at + step.stop_at, began + budget)
-            queue.limits = Limits(stop_at, seat_by, min(seat_s, began + budget - at), step.rounds)
+        while step := following(known(), left(), first):
+            limits = Limits(began + budget, time.monotonic() + step.seat_by, min(seat_s, left()))
+            queue.limits = limits._replace(rounds=partial(lambda rounds, one: rounds(left(), one), step.rounds))
             display.arms += len(step.family.cells)
             yield step.family
             first = False

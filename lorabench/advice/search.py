@@ -6,7 +6,7 @@ one family: gains do not multiply. Then more rounds, where the two best cannot b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lorabench.advice.budget import Pace
@@ -26,12 +26,12 @@ OFTEN = 3  # families that decide between the same stacks
 
 
 class Step(NamedTuple):
-    """A family, its rounds, and in seconds from now until when candidates are seated and rounds begin."""
+    """A family; how many rounds it has, by the seconds that are left when its arms are seated and those that a round
+    takes; and in seconds from now until when candidates are seated."""
 
     family: Family
-    rounds: int
+    rounds: Callable[[float, float], int]
     seat_by: float
-    stop_at: float
 
 
 def following(known: Known, left: float, first: bool) -> Step | None:
@@ -54,7 +54,13 @@ def _alone_first(known: Known, left: float) -> Step:
             continue
         if not slow(toggles, own.size) or pace.seconds([*measured, toggles], 0) <= SLOWLY * left:
             measured.append(toggles)
-    return Step(_family(known, [*measured, *free], ALONE), own.rounds, SEATED * left, left)
+
+    def rounds(then: float, one: float) -> int:
+        """As many as asked for where that leaves time for stacks, whose start takes as long; else all that there is."""
+        spare = then - (own.rounds + FEWEST) * one - (left - then)
+        return own.rounds if spare >= 0 else _all(then, one)
+
+    return Step(_family(known, [*measured, *free], ALONE), rounds, SEATED * left)
 
 
 def _together(known: Known, left: float) -> Step | None:
@@ -68,13 +74,15 @@ def _together(known: Known, left: float) -> Step | None:
         by_weight.pop()
     if not by_weight:
         return None
-    chosen = [s for s in stacks if s in by_weight]
-    rounds = pace.rounds(chosen, left)
     reserved = min((pace.seconds([c], FEWEST) for c in known.measurable), default=0.0)
-    fewer = pace.rounds(chosen, left - reserved)
-    if fewer >= 2 * FEWEST:  # and then there is time for what was left out
-        rounds = min(fewer, MOST)
-    return Step(_family(known, chosen, TOGETHER, known.ground), rounds, left, left)
+
+    def rounds(then: float, one: float) -> int:
+        """Those that leave time for what was left out, where that is not too few."""
+        fewer = _all(then - reserved, one)
+        return fewer if fewer >= 2 * FEWEST else _all(then, one)
+
+    chosen = [s for s in stacks if s in by_weight]
+    return Step(_family(known, chosen, TOGETHER, known.ground), rounds, left)
 
 
 def _decided(known: Known, left: float) -> Step | None:
@@ -85,11 +93,10 @@ def _decided(known: Known, left: float) -> Step | None:
     stacks = [s for s in known.contested if s != ground]
     labels = [known.question.labels(s) for s in stacks]
     before = [t for t in known.families if t.design == DECIDING and all(map(t.finished, labels))]
-    rounds = min(Pace(known).rounds(stacks, left), MOST)
     had = max(len(known.deciding.arms[one].rounds) for one in labels)
-    if len(before) >= OFTEN or rounds < had:
+    if len(before) >= OFTEN or Pace(known).rounds(stacks, left) < had:
         return None
-    return Step(_family(known, stacks, DECIDING, ground), rounds, left, left)
+    return Step(_family(known, stacks, DECIDING, ground), _all, left)
 
 
 def _left_over(known: Known, left: float) -> Step | None:
@@ -100,7 +107,12 @@ def _left_over(known: Known, left: float) -> Step | None:
             chosen.append(toggles)
     if not chosen:
         return None
-    return Step(_family(known, chosen, ALONE), min(pace.rounds(chosen, left), MOST), left, left)
+    return Step(_family(known, chosen, ALONE), _all, left)
+
+
+def _all(left: float, one: float) -> int:
+    """As many as so many seconds hold, `one` each, and no more than decide anything."""
+    return min(MOST, int(left / max(one, 1e-3)))
 
 
 def _family(known: Known, stacks: Sequence[Toggles], design: str, ground: Toggles = ()) -> Family:

@@ -29,12 +29,12 @@ def as_planned(family: Family, outcomes: Mapping[str, str]) -> Family:
 class Limits(NamedTuple):
     """What a family may take. By time.monotonic(): `stop_at`, after which no round begins, and `seat_by`, after which
     no candidate is seated for the first time. `seat_s`: seconds in which each has to be seated. `rounds`: how many, in
-    place of the trials that its cells ask for."""
+    place of the trials that its cells ask for; asked when all are seated, with the seconds that a round will take."""
 
     stop_at: float = math.inf
     seat_by: float = math.inf
     seat_s: float = math.inf
-    rounds: int | None = None
+    rounds: Callable[[float], int] | None = None
 
 
 UNLIMITED = Limits()

@@ -86,7 +86,7 @@ class Rounds:
         self.opened = 0
         self.trials_a_turn = 1
         self.stopped = False  # before the last round
-        self.begun = 0  # rounds of the blocks so far
+        self.begun = self.count = 0  # rounds of the blocks so far, and of the present one
         self.overhead: dict[str, float] = {}  # seconds that belong to no arm
         self.uuid = (machine.gpu or {}).get("uuid")
         self.meter = Meter(self.uuid)
@@ -292,16 +292,17 @@ class Rounds:
     # ---- rounds
 
     def _play(self, alone: Sequence[Entry]) -> None:
-        # Numbers of their own in each block: what was not in one round must not look as if it were.
-        rounds = list(range(self.begun, self.begun + self._count))
-        self.begun += self._count
-        parts = self._parts(rounds, alone)
-        generations = self._sit_alone(alone, len(parts)) if alone else [[] for _ in parts]
+        generations = self._sit_alone(alone, min(PROCESSES, self.family.rounds)) if alone else [[]]
         own = [seat for entry, seat in generations[0] if self._seated(entry, seat)]
         everyone = self._ready()
         if not everyone:
             return
         self.trials_a_turn = self._trials()
+        # Numbers of their own in each block: what was not in one round must not look as if it were.
+        self.count = self._count(everyone)
+        rounds = list(range(self.begun, self.begun + self.count))
+        self.begun += self.count
+        parts = self._parts(rounds, len(generations))
         taking = self._shares(rounds)
         # The last one among them: after it nobody would look any more.
         early, last = taking.common[:-1], taking.common[-1:]
@@ -328,10 +329,11 @@ class Rounds:
             if entry.trials and entry.ready:
                 entry.telemetry = sampler.summary([[t] for t in entry.trials])
 
-    @property
-    def _count(self) -> int:
-        """How many rounds a block has."""
-        return self.limits.rounds or self.family.rounds
+    def _count(self, entries: Sequence[Entry]) -> int:
+        """How many rounds a block of these arms has."""
+        if self.limits.rounds is None:
+            return self.family.rounds
+        return max(1, self.limits.rounds(sum(e.warm_ms for e in entries) * self.trials_a_turn / 1000))
 
     def _trials(self) -> int:
         """How many of the reference's trials a turn holds."""
@@ -349,9 +351,8 @@ class Rounds:
             counts[entry.name] = min(len(rounds), max(LEAST_ROUNDS, math.floor(len(rounds) * min(1.0, slow))))
         return Taking(order, counts)
 
-    def _parts(self, rounds: Sequence[int], alone: Sequence[Entry]) -> list[list[int]]:
+    def _parts(self, rounds: Sequence[int], count: int) -> list[list[int]]:
         """The rounds of each generation of seats: one, unless arms sit alone."""
-        count = min(PROCESSES, len(rounds)) if alone else 1
         cuts = [round(n * len(rounds) / count) for n in range(count + 1)]
         return [list(rounds[a:b]) for a, b in itertools.pairwise(cuts)]
 
@@ -458,7 +459,7 @@ class Rounds:
 
     def _round(self, number: int, entries: Sequence[Entry], sketch: bool) -> None:
         """One turn of every arm, in fresh random order."""
-        self.tell(f"round {number + 1} of {self._count}")
+        self.tell(f"round {number + 1} of {self.count}")
         at = self.random.randrange(self.trials_a_turn) if sketch else None
         numbers = [self._number(number, place) for place in range(self.trials_a_turn)]
         turns: dict[str, list[Turn]] = {}

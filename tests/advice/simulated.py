@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -53,7 +52,7 @@ def speed(toggles: Sequence[Ablation]) -> float:
 
 
 class Simulation:
-    """A search that has run for some minutes. `steps`: the families it asked for, in their order."""
+    """A search that has run for some minutes. `steps`: the families it asked for, in their order; `rounds`: of each."""
 
     def __init__(
         self, *toggles: Ablation, minutes: float = 10, large: bool = False, arms: Sequence[ArmRecord] = (),
@@ -67,7 +66,7 @@ class Simulation:
             itself, [(t,) for t in toggles], MACHINE, size=10**9, in_need=[(t,) for t in in_need], rounds=12
         )  # fmt: skip
         self.arms, self.steps, self.now, self.lost = list(arms), list[Step](), 0.0, dict[frozenset[str], str]()
-        self.seconds = 60 * minutes
+        self.seconds, self.rounds = 60 * minutes, list[int]()
         while step := following(self.known, self.seconds - self.now, not self.steps):
             self.steps.append(step)
             self.measure(step)
@@ -90,8 +89,11 @@ class Simulation:
             if status != "ok":
                 made[stack.name]["reason"] = reason
         rng = np.random.default_rng(len(self.arms))
-        for _ in range(step.rounds):
-            if self.now > began + step.stop_at:
+        seated = [stack for stack in step.family.stacks if made[stack.name]["status"] == "ok"]
+        a_round = sum(TURN_S / speed(stack.ablations) for stack in seated)
+        self.rounds.append(step.rounds(self.seconds - self.now, a_round))
+        for _ in range(max(1, self.rounds[-1])):
+            if self.now > self.seconds:
                 break
             for stack in step.family.stacks:
                 if made[stack.name]["status"] == "ok":
@@ -135,7 +137,3 @@ class Simulation:
     @property
     def stack(self) -> list[str]:
         return [t.name for t in self.known.choice.toggles]
-
-    def rounds_of(self, name: str) -> int:
-        """How many an arm had in all families together, by the median of its families."""
-        return int(statistics.median([len(arm.rounds) for arm in self.arms if arm.arm.startswith(name)]))

@@ -231,7 +231,9 @@ def test_no_candidate_is_seated_after_its_time_and_the_others_have_their_rounds(
 def test_a_candidate_has_so_many_seconds_to_be_seated_the_reference_all_and_a_family_so_many_rounds(tmp_path):
     script = Script()
     with runner(script, tmp_path) as running:
-        running.limits = Limits(seat_s=2.0, rounds=7)
+        asked: list[float] = []
+        running.limits = Limits(seat_s=2.0, rounds=lambda seconds: asked.append(seconds) or 7)
         found = running.family(family())
     assert {len(record.rounds) for record in found} == {7}
+    assert asked == [pytest.approx(0.5)], "five arms, ten trials of 10 ms each"
     assert script.given == {REFERENCE: None, TWIN: 9.0, "eager": 2.0, "adamw": 2.0, "adamw_fused": 2.0}
