@@ -33,7 +33,18 @@ from lorabench.measure.seat import Ended, Failed, Ready, Seating
 from lorabench.measure.telemetry import Sampler
 from lorabench.measure.trial import Trial
 from lorabench.record.schema import LONGEST_MS, ArmRecord
-from lorabench.run.entries import NO_TIME, Entry, Left, Replan, Seated, Suspicion, Taking, as_planned
+from lorabench.run.entries import (
+    NO_TIME,
+    UNLIMITED,
+    Entry,
+    Left,
+    Limits,
+    Replan,
+    Seated,
+    Suspicion,
+    Taking,
+    as_planned,
+)
 from lorabench.run.journal import Journal, Turn
 from lorabench.run.process import Doubtful, Lost, Workers
 from lorabench.run.ranks import slowest, spread_of, whole_batch
@@ -56,15 +67,14 @@ class Rounds:
     def __init__(
         self, family: Family, machine: Machine, workers: Workers, ceiling_tflops: float | None, scratch: Path,
         log: Path, timeout_s: float, tell: Callable[[str], None], journal: Journal | None = None,
-        stop_at: float = math.inf, noise: dict[str, Any] | None = None,
+        limits: Limits = UNLIMITED, noise: dict[str, Any] | None = None,
         drafts: Callable[[], list[ArmRecord]] = list, replan: Replan = as_planned,
     ) -> None:  # fmt: skip
-        """`stop_at`: by time.monotonic(), after which no round begins. `noise`: what two right runs differ by, by the
-        name of its file, as it was told first in this sweep. `drafts`: the arms' records as they are now, for the
-        journal."""
+        """`noise`: what two right runs differ by, by the name of its file, as it was told first in this sweep.
+        `drafts`: the arms' records as they are now, for the journal."""
         self.family, self.machine, self.workers, self.tell = family, machine, workers, tell
         self.ceiling, self.scratch, self.log, self.timeout_s = ceiling_tflops, scratch, log, timeout_s
-        self.journal, self.stop_at, self.drafts, self.replan = journal, stop_at, drafts, replan
+        self.journal, self.limits, self.drafts, self.replan = journal, limits, drafts, replan
         self.noise = {} if noise is None else noise
         self.entries = {stack.name: Entry(stack) for stack in family.stacks}
         self.dtype = getattr(torch, machine.dtype(family.reference.model.dtype))
@@ -76,7 +86,7 @@ class Rounds:
         self.opened = 0
         self.trials_a_turn = 1
         self.stopped = False  # before the last round
-        self.begun = 0  # rounds of the blocks so far
+        self.begun = self.count = 0  # rounds of the blocks so far, and of the present one
         self.overhead: dict[str, float] = {}  # seconds that belong to no arm
         self.uuid = (machine.gpu or {}).get("uuid")
         self.meter = Meter(self.uuid)
@@ -111,7 +121,7 @@ class Rounds:
             for seat in list(self.seats):
                 self._close(seat)
             alone, self.spare = [], []
-            waiting = [e for e in (*waiting, *self.crowded_out) if e.ok]
+            waiting = [e for e in (*waiting, *self.crowded_out) if e.ok and not self._late(e)]
             self.crowded_out = []
             if not waiting or self.stopped:
                 break
@@ -150,7 +160,7 @@ class Rounds:
     def _sit_together(self, entries: Sequence[Entry], seat: Seated | None = None, only: bool = False) -> list[Entry]:
         """One seat for all of them; returns those that ran out of memory beside others. `only`: the one that is asked
         for is alone with the base, so out of memory is its status."""
-        entries = [e for e in entries if e.ok]
+        entries = [e for e in entries if e.ok and not self._late(e)]
         if not entries:
             return []
         seat, waiting = seat or self._open(alone=False), []
@@ -163,6 +173,8 @@ class Rounds:
         todo = list(entries)
         while todo:
             entry = todo.pop(0)
+            if not entry.stack.is_reference and self._late(entry):
+                continue
             failed = self._prepare(seat, entry, gate=entry.ready is None)
             if failed is None:
                 continue
@@ -174,6 +186,13 @@ class Rounds:
                 seat = self._again(seat)
             todo = self._planned_now(entry, todo)
         return waiting
+
+    def _late(self, entry: Entry) -> bool:
+        """Whether there is no time left to seat it. One that never sat leaves."""
+        late = time.monotonic() > (self.limits.seat_by if entry.ready is None else self.limits.stop_at)
+        if late and entry.ready is None:
+            entry.leave("timeout", NO_TIME)
+        return late
 
     def _planned_now(self, failed: Entry, todo: Sequence[Entry]) -> list[Entry]:
         """Who is still to be seated, where a design goes on without what did not apply: some need not be, others come
@@ -207,12 +226,16 @@ class Rounds:
         share, for this process alone."""
         began = time.perf_counter()
         self.tell(f"preparing {entry.name}")
+        if not entry.stack.is_reference:
+            seat.desk.timeout_s = min(self.timeout_s, self.limits.seat_s)
         try:
             answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, offered, ranks=entry.stack.ranks)
         except Lost as lost:
             entry.leave(lost.status, str(lost), lost.rank, lost.log)
             entry.spent("build", time.perf_counter() - began)
             return Failed(lost.status, str(lost), spoilt=True)
+        finally:
+            seat.desk.timeout_s = self.timeout_s
         took = time.perf_counter() - began
         failed = next((a for a in answers if isinstance(a, Failed)), None)
         if failed is None and not all(isinstance(a, Ready) for a in answers):
@@ -269,17 +292,18 @@ class Rounds:
     # ---- rounds
 
     def _play(self, alone: Sequence[Entry]) -> None:
-        # Numbers of their own in each block: what was not in one round must not look as if it were.
-        rounds = list(range(self.begun, self.begun + self.family.rounds))
-        self.begun += self.family.rounds
         self._make_room(alone)
-        parts = self._parts(rounds, alone)
-        generations = self._sit_alone(alone, len(parts)) if alone else [[] for _ in parts]
+        generations = self._sit_alone(alone, min(PROCESSES, self.family.rounds)) if alone else [[]]
         own = [seat for entry, seat in generations[0] if self._seated(entry, seat)]
         everyone = self._ready()
         if not everyone:
             return
         self.trials_a_turn = self._trials()
+        # Numbers of their own in each block: what was not in one round must not look as if it were.
+        self.count = self._count(everyone)
+        rounds = list(range(self.begun, self.begun + self.count))
+        self.begun += self.count
+        parts = self._parts(rounds, len(generations))
         taking = self._shares(rounds)
         # The last one among them: after it nobody would look any more.
         early, last = taking.common[:-1], taking.common[-1:]
@@ -293,7 +317,7 @@ class Rounds:
                 own = own or [seat for entry, seat in seated if self._seated(entry, seat)]
                 self._warm()
                 for number in part:
-                    if time.monotonic() > self.stop_at:
+                    if time.monotonic() > self.limits.stop_at:
                         self.stopped = True
                         break
                     self._round(number, [e for e in self._ready() if taking.takes(e, number)], number in sketched)
@@ -307,6 +331,12 @@ class Rounds:
                 entry.stopped_after = number - rounds[0]
             if entry.trials and entry.ready:
                 entry.telemetry = sampler.summary([[t] for t in entry.trials])
+
+    def _count(self, entries: Sequence[Entry]) -> int:
+        """How many rounds a block of these arms has."""
+        if self.limits.rounds is None:
+            return self.family.rounds
+        return max(1, self.limits.rounds(sum(e.warm_ms for e in entries) * self.trials_a_turn / 1000))
 
     def _trials(self) -> int:
         """How many of the reference's trials a turn holds."""
@@ -324,9 +354,8 @@ class Rounds:
             counts[entry.name] = min(len(rounds), max(LEAST_ROUNDS, math.floor(len(rounds) * min(1.0, slow))))
         return Taking(order, counts)
 
-    def _parts(self, rounds: Sequence[int], alone: Sequence[Entry]) -> list[list[int]]:
+    def _parts(self, rounds: Sequence[int], count: int) -> list[list[int]]:
         """The rounds of each generation of seats: one, unless arms sit alone."""
-        count = min(PROCESSES, len(rounds)) if alone else 1
         cuts = [round(n * len(rounds) / count) for n in range(count + 1)]
         return [list(rounds[a:b]) for a, b in itertools.pairwise(cuts)]
 
@@ -335,7 +364,7 @@ class Rounds:
         one after the other takes its part of the rounds. All are prepared side by side where the device has room for
         it; else each generation when its turn comes."""
         beside = self.entries.get(TWIN) or self.entries[REFERENCE]
-        entries = [e for e in (beside, *alone) if e.ok]
+        entries = [e for e in (beside, *alone) if e.ok and not self._late(e)]
         for seat in [s for s in self.seats if s.names]:
             seat.desk.ask("give_back")
         while len(self.spare) < generations * len(entries):
@@ -452,7 +481,7 @@ class Rounds:
 
     def _round(self, number: int, entries: Sequence[Entry], sketch: bool) -> None:
         """One turn of every arm, in fresh random order."""
-        self.tell(f"round {number + 1} of {self.family.rounds}")
+        self.tell(f"round {number + 1} of {self.count}")
         at = self.random.randrange(self.trials_a_turn) if sketch else None
         numbers = [self._number(number, place) for place in range(self.trials_a_turn)]
         turns: dict[str, list[Turn]] = {}
