@@ -30,7 +30,7 @@ from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.workload import Workload
 from lorabench.measure import numerics
 from lorabench.measure.kind import Request
-from lorabench.measure.seat import Seat, Seating
+from lorabench.measure.seat import Ready, Seat, Seating
 from lorabench.plan import registry
 from lorabench.plan.compose import DEFAULTS, SweepConfig, load_config, plan
 from lorabench.record.schema import ArmRecord
@@ -55,6 +55,14 @@ def seat_of(cell: Cell, scratch: Path, machine: Any = None) -> tuple[Seat, Stack
     seat = Seat(Seating(family, machine, False, None, str(scratch)), tell=lambda text: None)
     seat.open()
     return seat, family.stacks[-1]
+
+
+def gate_of(cell: Cell, scratch: Path, machine: Any = None) -> Ready:
+    """What the gate says of the cell's candidate, in this process. Raises WrongNumerics, with what was found in it."""
+    seat, stack = seat_of(cell, scratch, machine)
+    into = Ready()
+    seat._gate(stack, into)
+    return into
 
 
 def cells(*overrides: str) -> list[Cell]:

@@ -15,7 +15,6 @@ from lorabench.record.schema import Numerics, Telemetry
 from lorabench.run.journal import Turn
 from lorabench.run.process import Desk
 
-
 # Called with the family and what became of the cells whose arm did not come to sit: the family as it then is.
 Replan = Callable[[Family, Mapping[str, str]], Family]
 
