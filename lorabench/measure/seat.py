@@ -165,7 +165,7 @@ class Seat:
 
     def _request(self, stack: Stack, ablations: Sequence[Ablation]) -> Request:
         made = request_of(stack.cell, CANDIDATE, self.dtype, self.device, Path(self.seating.scratch))
-        ranks = self.ranks if stack.ranks > 1 else ONE
+        ranks = self.ranks if any(a.parallel for a in ablations) else ONE  # plain PEFT has one process in any gate
         return replace(made, name=stack.name, ablations=tuple(ablations), ranks=ranks, base=self.base)
 
     def prepare(self, name: str, stack: Stack, gate: bool = True, offered: bytes | None = None) -> Ready:

@@ -8,11 +8,13 @@ import time
 import pytest
 import torch
 from helpers import cells, sweep, workers_in
-from lorabench.measure.cell import ArmResult, Result
 
+from lorabench.measure.kind import JobCounts
+from lorabench.measure.seat import Made
+from lorabench.measure.trial import Trial
 from lorabench.plan.design import refusal
 from lorabench.record.store import read_records
-from lorabench.run.ranks import merged
+from lorabench.run.ranks import slowest, spread_of, whole_batch
 
 COMMON = ("models=[tiny-llama]", "workload=4x16", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
 
@@ -20,7 +22,8 @@ COMMON = ("models=[tiny-llama]", "workload=4x16", "world_size=2", "trials=3", "w
 def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin, tmp_path):
     """Samples of unequal length: normalized by the tokens of all of them, not rank by rank."""
     feed = "workload={alpaca:{samples:4,batch_size:2,seq_len:24}}"
-    assert both_arms_parallel(plugin, tmp_path / "both").status == "ok"
+    both = both_arms_parallel(plugin, tmp_path / "both")
+    assert both.status == "ok", both.reason
     done = sweep(*COMMON, feed, "ablations=[ddp,unsummed]", f"output={tmp_path}", cwd=tmp_path, env=plugin)
     assert done.returncode == 0, done.stderr
     again, ddp, unsummed = read_records(tmp_path)
@@ -33,14 +36,20 @@ def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin
     assert ddp.tokens.trained == again.tokens.trained and ddp.tokens.real == again.tokens.real
     assert ddp.roofline["candidate"]["forward"].tflop == again.roofline["candidate"]["forward"].tflop
     spread = ddp.ranks["candidate"]
-    assert spread.size == 2 and len(spread.slowest) == 3 and 0 <= spread.spread < 1 and set(ddp.ranks) == {"candidate"}
+    assert (
+        spread.size == 2
+        and len(spread.slowest) >= 3
+        and set(spread.slowest) <= {0, 1}
+        and 0 <= spread.spread < 1
+        and set(ddp.ranks) == {"candidate"}
+    )
     assert again.ranks is None
     assert unsummed.status == "wrong_numerics"
     assert unsummed.numerics.grad_error == pytest.approx(0.5, rel=1e-3)
 
 
 def both_arms_parallel(plugin, folder):
-    """The record of DDP against itself: both arms step on both ranks, and are gated once."""
+    """The record of DDP against itself: both arms step on both ranks."""
     reference = "reference=[sdpa,adamw_foreach,padding,ddp]"
     folder.mkdir()
     done = sweep(*COMMON, reference, "ablations=[]", f"output={folder}", cwd=folder, env=plugin)
@@ -60,14 +69,14 @@ def both_arms_parallel(plugin, folder):
             marks=pytest.mark.exhaustive,
         ),
         ("rank_killed", "crash", "rank 1: the worker was killed by SIGKILL"),
-        pytest.param("rank_greedy", "oom", "rank 1: the candidate ran out of memory", marks=pytest.mark.exhaustive),
+        pytest.param("rank_greedy", "oom", "rank 1: it ran out of memory", marks=pytest.mark.exhaustive),
         pytest.param(
             "rank_hangs_early",
             "timeout",
-            "rank 1: no result after 30 s; it was numerics gate",
+            "rank 1: no answer after 30 s; it was numerics gate",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param("rank_hangs", "timeout", "rank 1: no result after 30 s; it was ", marks=pytest.mark.exhaustive),
+        pytest.param("rank_hangs", "timeout", "rank 1: no answer after 30 s; it was ", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_rank_that_fails_is_one_typed_record_that_names_it_and_leaves_no_process(
@@ -81,7 +90,7 @@ def test_a_rank_that_fails_is_one_typed_record_that_names_it_and_leaves_no_proce
     assert done.returncode == 0, done.stderr
     (record,) = read_records(tmp_path)
     assert record.status == status, record.reason
-    assert record.reason.startswith(reason.replace("candidate", "reference"))
+    assert record.reason.startswith(reason)
     assert record.rank == 1 and record.phases is None
     deadline = time.monotonic() + 20
     while workers_in(tmp_path) and time.monotonic() < deadline:
@@ -90,21 +99,21 @@ def test_a_rank_that_fails_is_one_typed_record_that_names_it_and_leaves_no_proce
     assert not list(tmp_path.glob(".worker.log*"))
 
 
-def result(*trials, extra=None):
-    times = {"forward": [f for f, _ in trials], "backward": [b for _, b in trials]}
-    times["total"] = [f + b for f, b in trials]
-    return Result(arms={"reference": ArmResult(times=extra or {}), "candidate": ArmResult(times=times)})
+def made(*trials):
+    phases = [{"forward": forward, "backward": backward} for forward, backward in trials]
+    return [Made(Trial(ms, ms, {}, 0.0, 1.0)) for ms in phases]
 
 
 def test_the_times_are_the_slowest_rank_s_and_the_spread_is_kept():
-    cell = cells("ablations=[ddp]", "world_size=2")[1]
-    own = {"forward": [9.0], "total": [9.0]}
-    one = merged(cell, [result((1.0, 2.0), (5.0, 5.0), extra=own), result((2.0, 2.0), (1.0, 4.0), extra={})])
-    assert one.arms["candidate"].times == {"forward": [2.0, 5.0], "backward": [2.0, 5.0], "total": [4.0, 10.0]}
-    assert one.arms["reference"].times == own
-    spread = one.ranks["candidate"]
-    assert (spread.size, spread.slowest) == (2, [1, 0])
-    assert spread.spread == pytest.approx((0.25 + 0.5) / 2)
+    ranks = [made((1.0, 2.0), (5.0, 5.0)), made((2.0, 2.0), (1.0, 4.0))]
+    which, found = slowest(ranks)
+    assert which == [1, 0] and [one.trial.total_ms for one in found] == [4.0, 10.0]
+    assert spread_of(ranks) == pytest.approx((0.25 + 0.5) / 2)
+
+
+def test_positions_are_counted_over_all_ranks_and_trained_tokens_once():
+    whole = whole_batch([{"": JobCounts(real=10, padded=2, trained=18)}, {"": JobCounts(real=8, padded=4, trained=18)}])
+    assert whole == {"": JobCounts(real=18, padded=6, trained=18)}
 
 
 def test_what_cannot_be_divided_is_known_before_a_start():
