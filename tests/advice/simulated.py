@@ -11,7 +11,7 @@ import numpy as np
 from helpers import cells
 
 from lorabench.advice.known import Known, Question
-from lorabench.advice.search import Step, following
+from lorabench.advice.search import Step, following, seat_seconds
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.family import REFERENCE, TWIN, Stack
 from lorabench.record.schema import ArmMemory, ArmRecord, ArmTokens, Cost, Numerics
@@ -83,7 +83,11 @@ class Simulation:
             status, reason = self.fate(stack), "it went wrong"
             if self.now > began + step.seat_by and not stack.is_reference:
                 status, reason = "timeout", NO_TIME
+            patience = seat_seconds(self.seconds, self.seconds - self.now)
             start = max([START_S, *(t.start_s for t in own(stack.ablations))]) if reason != NO_TIME else 0.0
+            if start > patience:
+                start, status, reason = patience, "timeout", "no answer"
+                self.lost[frozenset(stack.labels)] = reason
             self.now += start
             made[stack.name] = {"status": status, "start": start, "turns": []}
             if status != "ok":
@@ -102,7 +106,7 @@ class Simulation:
                     self.now += ms / 1000
         self.arms += [
             self.record(step, stack, name, **made[stack.name]) for stack in step.family.stacks
-            if made[stack.name].get("reason") != NO_TIME
+            if made[stack.name].get("reason") not in (NO_TIME, "no answer")
         ]  # fmt: skip
 
     def fate(self, stack: Stack) -> str:
