@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.rehearsal import Reading, Rehearsal, Sizing
-from lorabench.contract.settings import Settings
+from lorabench.contract.settings import Settings, Worth
 from lorabench_ablations.batch_fit import Fit, FitCache, Load, Measured, fit, largest, on_a_line
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class AutoBatchSize(BatchSize):
 
     name: ClassVar[str] = "auto_batch_size"
     summary: ClassVar[str] = "the largest micro-batch that fits, by a memory model of a few small steps"
+    worth_trying: ClassVar[Worth | None] = "time"
 
     by: str = "samples"
     head_room: float = 0.05

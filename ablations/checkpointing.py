@@ -92,6 +92,7 @@ class NoGradientCheckpointing(Ablation):
     name: ClassVar[str] = "no_gradient_checkpointing"
     slot: ClassVar[str] = SLOT
     summary: ClassVar[str] = "switch the reference's gradient checkpointing off: keep every activation"
+    worth_trying: ClassVar[Worth | None] = "time"
 
     def patch(self, model: nn.Module) -> int:
         base = model.get_base_model()  # type: ignore[operator]

@@ -3,7 +3,7 @@
     lorabench recommend 'models=[smollm2-135m]' workload=gsm8k budget_minutes=10
     python -m lorabench.recommend --help
 
-Thin, as the sweep: compose, plan, run rounds of cells, recommend, report. Records go into the same kind of folder.
+Thin, as the sweep: compose, plan, run families, recommend, report. Records go into the same kind of folder.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if __name__ == "__main__":  # as in sweep.py
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
-from lorabench.contract.ablation import Ablation
 from lorabench.contract.cell import Cell
 from lorabench.contract.names import NameUnknown
 from lorabench.listing import show_plan
@@ -38,7 +38,6 @@ from lorabench.plan.compose import (
     names_in,
     plan,
 )
-from lorabench.plan.design import refusal
 from lorabench.plan.registry import ablation_class, registered
 from lorabench.record.store import Store, write_atomically
 from lorabench.run.agenda import AGAIN
@@ -47,8 +46,10 @@ from lorabench.run.signals import uninterrupted
 from lorabench.sweep import check_output, in_one_line, warn_of_load
 
 if TYPE_CHECKING:  # these import torch
-    from lorabench.advice.budget import StoppedInTime
-    from lorabench.advice.search import Search
+    from lorabench.advice.known import Known, Question
+    from lorabench.contract.family import Family
+    from lorabench.contract.machine import Machine
+    from lorabench.record.schema import ArmRecord
     from lorabench.run.local_queue import LocalQueue
 
 # What `recommend` decides itself; `dry_run` is the same in both.
@@ -74,8 +75,8 @@ usage: python -m lorabench.recommend [key=value ...]        (Hydra's override gr
   trials= warmup= seed= timeout_s= resume=true|failed|false     as in a sweep
   dry_run=true             what it would try and how long that would take; nothing is measured
 
-It measures each toggle alone, then puts the best of each slot together one by one, each on top of what helped so far,
-and at last the whole against the reference. A toggle stays where it is clearly faster and passed the numerics gate.
+It measures all toggles together in rounds, each alone, those first that brought most in published results. Then it puts
+the best of each slot together, and measures every stack, and the whole without each of its parts, in rounds too.
 
 exit code: 0 when there is an answer, also that nothing helps; 2 for bad input, an output that cannot be written
 included; 1 when writing fails on the way, or a sweep writes there.
@@ -122,41 +123,41 @@ def _show(config: RecommendConfig, console: Console) -> None:
     from lorabench.measure.machine import describe
 
     machine = describe()
-    cells = planned(config, machine.device, console)
-    in_need, tried = _in_need(config, cells), config.ablations
-    if tried is None:
-        tried = [t.name for cell in cells if cell.toggles not in in_need for t in cell.toggles]
-    show_plan(console, config.model_copy(update={"ablations": tried}), machine)
+    question = _question(config, machine, console)
+    tried = [t.name for toggles in question.contenders if toggles not in question.in_need for t in toggles]
+    shown = tried if config.ablations is None else config.ablations
+    show_plan(console, config.model_copy(update={"ablations": shown, "budget_minutes": None}), machine)
     console.print(
-        "then the best of each slot are put together, each in a cell of its own; measuring ends after "
-        f"budget_minutes={config.budget_minutes:g}",
+        "all of these in one family, as far as there is time; then the best of each slot are put together; no round "
+        f"begins after budget_minutes={config.budget_minutes:g}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    if in_need:
-        names = ", ".join(t.name for toggles in in_need for t in toggles)
+    if question.in_need:
+        names = ", ".join(t.name for toggles in question.in_need for t in toggles)
         console.print(f"tried only where the reference does not fit: {names}", highlight=False, soft_wrap=True)
 
 
-def _in_need(config: RecommendConfig, cells: Sequence[Cell]) -> list[tuple[Ablation, ...]]:
-    """What is tried only where the reference does not fit; nothing that the user names."""
-    if config.ablations is not None:
-        return []
-    return [cell.toggles for cell in cells if any(t.worth_trying == "memory" for t in cell.toggles)]
+def _question(config: RecommendConfig, machine: Machine, console: Console | None = None) -> Question:
+    """What is to be answered on this machine. Nothing that the user names waits for a need of memory."""
+    from lorabench.advice.expected import in_order, parameters
+    from lorabench.advice.known import Question
+
+    itself, *solos = planned(config, machine.device, console)
+    size = parameters(itself.model)
+    contenders = in_order([cell.toggles for cell in solos], size)
+    named = config.ablations is not None
+    in_need = [c for c in contenders if not named and any(t.worth_trying == "memory" for t in c)]
+    return Question(itself, contenders, machine, size, in_need, config.trials or Question.rounds)
 
 
 def _run(config: RecommendConfig, arguments: list[str], console: Console) -> int:
-    from lorabench.advice.budget import StoppedInTime
     from lorabench.run.local_queue import LocalQueue
     from lorabench.run.process import ProbeError
 
     planned(config, "cpu", console)  # names first, as in a sweep
-    workers = StoppedInTime()
     try:
-        with (
-            Store(config.output) as store,
-            LocalQueue(config.dtype, config.timeout_s, config.output, workers) as queue,
-        ):
-            _recommend(config, arguments, store, queue, workers, console)
+        with Store(config.output) as store, LocalQueue(config.dtype, config.timeout_s, config.output) as queue:
+            _recommend(config, arguments, store, queue, console)
             return 0
     except ProbeError as error:
         raise ConfigError(str(error)) from None
@@ -200,12 +201,7 @@ def worth_trying(kind: str, console: Console | None = None) -> list[str]:
 
 
 def _recommend(
-    config: RecommendConfig,
-    arguments: list[str],
-    store: Store,
-    queue: LocalQueue,
-    workers: StoppedInTime,
-    console: Console,
+    config: RecommendConfig, arguments: list[str], store: Store, queue: LocalQueue, console: Console
 ) -> None:
     from lorabench.advice.result import recommendation
     from lorabench.report import recommendation as page
@@ -214,13 +210,13 @@ def _recommend(
     command = ["python", "-m", "lorabench.recommend", *arguments]
     if store.repaired:
         console.print(f"[yellow]{escape(store.repaired)}")
+    if store.arms() and config.resume is False:
+        raise ConfigError(f"{config.output} already holds {len(store.arms())} records; resume=true, or another output=")
     load = load_average()
     _say(console, "starting workers and looking at the machine")
     warn_of_load(console, load, queue.look(command))
-    search = _search(config, store, queue)
-    _measure(search, store, queue, workers, console)
-    dtype = search.machine.dtype(search.itself.model.dtype)
-    found = recommendation(search, search.machine.name, dtype, shlex.join(command))
+    known, spent = _measure(config, store, queue, console)
+    found = recommendation(known, config, queue.where, spent, shlex.join(command))
     write_atomically(store.folder / page.FILE, found.model_dump_json(indent=1).encode())
     written = write_atomically(store.folder / "recommendation.md", page.markdown(found).encode())
     Report.of(store.folder).write()
@@ -231,60 +227,56 @@ def _recommend(
     console.print(f"{', '.join(others)}: {written}", highlight=False, soft_wrap=True)
 
 
-def _search(config: RecommendConfig, store: Store, queue: LocalQueue) -> Search:
-    from lorabench.advice.budget import Budget
-    from lorabench.advice.search import Search
-    from lorabench.plan.estimate import computed
-    from lorabench.report.analysis import Analysis
-
-    again = AGAIN if config.resume == "failed" else ()
-    records = {r.key: r for r in store.records() if r.status not in again}
-    if records and config.resume is False:
-        raise ConfigError(f"{config.output} already holds {len(records)} records; resume=true, or another output=")
-    machine = queue.machine
-    cells = planned(config, machine.device)
-    search = Search(
-        cells, machine, Budget(config.budget_minutes, lambda cell: computed(cell, queue.ceilings).seconds),
-        look=lambda: Analysis.read(store.folder), records=records,
-        in_need=_in_need(config, cells),
-    )  # fmt: skip
-    for cell in cells:
-        if cell.key in records:
-            search.budget.learn(cell, records[cell.key])
-    return search
-
-
-def _measure(search: Search, store: Store, queue: LocalQueue, workers: StoppedInTime, console: Console) -> None:
-    """Every record into the store, as the search asks for its cell."""
+def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: Console) -> tuple[Known, float]:
+    """(all that is known afterwards, the seconds it took): one family after the other, as the search asks for them."""
+    from lorabench.advice.known import Known
+    from lorabench.advice.search import following, seat_seconds
+    from lorabench.record.pairs import pairs
+    from lorabench.run.entries import NO_TIME, Limits
+    from lorabench.run.journal import Journal
     from lorabench.run.progress import Display
 
-    ((_, session),) = queue.sessions.items()
-    todo = [c for c in search.planned if c.key not in search.records and c.toggles not in search.in_need]
+    for record in Journal(config.output).recovered():  # of a run that was killed
+        store.append(record)
+    Journal(config.output).end()
+    question = _question(config, queue.machine, console)
+    lost: dict[Any, str] = {}
+    budget, began = 60 * config.budget_minutes, time.monotonic()
+    seat_s = min(seat_seconds(budget), config.timeout_s)
+    again = AGAIN if config.resume == "failed" else ()
+    old = [arm for arm in store.arms() if arm.status not in again]
+    now: list[ArmRecord] = []
+
+    def known() -> Known:
+        return Known(question, [*old, *now], store.sessions(), lost)
+
+    def left() -> float:
+        return began + budget - time.monotonic()
+
+    def asked_for() -> Iterator[Family]:
+        first = True
+        while step := following(known(), left(), first):
+            limits = Limits(began + budget, time.monotonic() + step.seat_by, min(seat_s, left()))
+            queue.limits = limits._replace(rounds=partial(lambda rounds, one: rounds(left(), one), step.rounds))
+            display.arms += len(step.family.cells)
+            yield step.family
+            first = False
+
     console.print(
-        f"{search.itself.model.name} @ {search.itself.workload.name} on {queue.where}: up to "
-        f"{search.budget.seconds / 60:g} minutes, {len(search.records)} cells already recorded in {store.folder}",
+        f"{question.itself.model.name} @ {question.itself.workload.name} on {queue.where}: up to "
+        f"{config.budget_minutes:g} minutes, {len(old)} arms already recorded in {store.folder}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    display = Display(console, todo, sum(refusal(cell, search.machine) is not None for cell in todo))
-
-    def asked_for() -> Iterator[Cell]:
-        for cell in search.cells():
-            if cell not in todo:
-                display.add(measurable=refusal(cell, search.machine) is None)
-            workers.deadline = time.monotonic() + search.budget.limit(cell)
-            yield cell
-
-    known = False
-    with display:
-        for cell, record in queue.run(asked_for(), display):
-            display.end(cell, record)
-            if workers.stopped(record):
-                search.leave_out(cell, "it was stopped, as it took too much of the budget")
-                continue
-            if not known:
-                store.add_session(session)
-            known = True
-            store.append(record)
-            search.learn(cell, record)
-    if known:
-        store.add_session({**session, "wall_s": round(search.budget.spent, 1)})
+    store.add_session(queue.session)
+    with Display(console, []) as display:
+        for family, records in queue.run(asked_for(), display):
+            for record in records:
+                if record.status == "timeout" and (record.reason == NO_TIME or seat_s < config.timeout_s):
+                    if record.reason != NO_TIME:
+                        lost[frozenset(record.toggles)] = str(record.reason)
+                    continue  # it says nothing of the arm: the same command goes on with it
+                store.append(record)
+                now.append(record)
+            display.end(family, pairs(records))
+    store.add_session({**queue.session, "wall_s": round(time.monotonic() - began, 1)})
+    return known(), time.monotonic() - began

@@ -30,9 +30,11 @@ from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.workload import Workload
 from lorabench.measure import numerics
 from lorabench.measure.kind import Request
-from lorabench.measure.seat import Seat, Seating
+from lorabench.measure.seat import Ready, Seat, Seating
 from lorabench.plan import registry
 from lorabench.plan.compose import DEFAULTS, SweepConfig, load_config, plan
+from lorabench.record.schema import ArmRecord
+from lorabench.run.runner import record_of
 
 PEFT = ("sdpa", "adamw_foreach", "padding")
 MACHINE = Machine(  # a small one that measures in float32
@@ -53,6 +55,14 @@ def seat_of(cell: Cell, scratch: Path, machine: Any = None) -> tuple[Seat, Stack
     seat = Seat(Seating(family, machine, False, None, str(scratch)), tell=lambda text: None)
     seat.open()
     return seat, family.stacks[-1]
+
+
+def gate_of(cell: Cell, scratch: Path, machine: Any = None) -> Ready:
+    """What the gate says of the cell's candidate, in this process. Raises WrongNumerics, with what was found in it."""
+    seat, stack = seat_of(cell, scratch, machine)
+    into = Ready()
+    seat._gate(stack, into)
+    return into
 
 
 def cells(*overrides: str) -> list[Cell]:
@@ -163,6 +173,12 @@ def installed(folder: Path, package: str, files: Mapping[str, Path], points: Map
     subprocess.run(command, check=True, capture_output=True)
     path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+
+
+def refused(cell: Cell, session: str, status: str, reason: str) -> ArmRecord:
+    """The record of a cell's candidate that was not measured."""
+    family = Family((cell,))
+    return record_of(family, family.stacks[-1], session, status=status, reason=reason)
 
 
 class InProcess:

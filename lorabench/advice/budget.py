@@ -1,75 +1,81 @@
-"""The budget: how long the next cell will take by what others took, and the end that no cell may pass."""
+"""How long a family will take, by what the arms of those before it took."""
 
 from __future__ import annotations
 
-import math
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
 
-from lorabench.contract.cell import PROCESSES, Cell
-from lorabench.measure.seat import Seating
-from lorabench.record.schema import Record
-from lorabench.run.process import Desk, Workers
+from lorabench.advice.expected import Toggles, expected
+from lorabench.advice.known import Known
+from lorabench.contract.cell import PROCESSES
+from lorabench.record.schema import ArmRecord
 
-MARGIN = 1.25  # a cell may take as much longer than the others did
-MOST_OF_ALL = 0.25  # of the budget: one cell that compiles for ever, or hangs, must leave time for the others
-LEAST_S = 1.0
-
-
-class Budget:
-    """Seconds to measure for, from now on. `guess`: of a cell, where nothing like it was measured."""
-
-    def __init__(self, minutes: float, guess: Callable[[Cell], float]) -> None:
-        self.seconds, self.guess = 60 * minutes, guess
-        self._began = time.monotonic()
-        self._took: list[tuple[Cell, float]] = []
-
-    @property
-    def spent(self) -> float:
-        return time.monotonic() - self._began
-
-    @property
-    def left(self) -> float:
-        return self.seconds - self.spent
-
-    def learn(self, cell: Cell, record: Record) -> None:
-        """What a cell took; one that was refused beforehand took nothing, and says nothing of others."""
-        if record.cost:
-            self._took.append((cell, record.cost.wall))
-
-    def estimate(self, cell: Cell) -> float:
-        """Seconds: what cells paired alike took, and no less than one with a part of its toggles."""
-        if not self._took:
-            return self.guess(cell)
-        alike = [seconds for other, seconds in self._took if other.separate == cell.separate]
-        if alike:
-            usual = statistics.median(alike)
-        else:
-            usual = statistics.median(seconds for _, seconds in self._took) * (PROCESSES if cell.separate else 1)
-        parts = [s for other, s in self._took if other.toggles and all(t in cell.candidate for t in other.toggles)]
-        return MARGIN * max([usual, *parts])
-
-    def allows(self, cell: Cell, reserved: float = 0.0) -> bool:
-        """Whether the cell will have ended before the budget has, with so many seconds to spare."""
-        return self.estimate(cell) + reserved <= self.left
-
-    def limit(self, cell: Cell) -> float:
-        """Seconds after which the cell is stopped: at the end of the budget, or earlier where it takes far longer than
-        it should. The reference against itself may take all of it: nothing can be said without."""
-        most = max(MOST_OF_ALL * self.seconds, 2 * self.estimate(cell)) if cell.toggles else math.inf
-        return max(min(self.left, most), LEAST_S)
+OPENING_S, START_S = (
+    15.0,
+    4.0,
+)  # a family's processes, and an arm until its rounds, before this machine has shown its own
+MARGIN = 1.15  # what has to fit beside something else may take as much longer than is expected
 
 
-class StoppedInTime(Workers):
-    """Workers of which none lives beyond `deadline` (seconds of time.monotonic), however many a cell needs."""
+class Pace:
+    """What is known of a question's arms, as times in seconds."""
 
-    deadline = math.inf
+    def __init__(self, known: Known) -> None:
+        self.question = known.question
+        self.arms: dict[frozenset[str], ArmRecord] = {}  # the last of each stack that had rounds
+        self.opening = OPENING_S
+        for told in known.families:
+            ran = {labels: arm for labels, arm in told.arms.items() if arm.status == "ok" and arm.cost}
+            self.arms |= ran
+            if told.reference and frozenset(told.reference.toggles) in ran:
+                self.opening = _start(told.reference)  # what belongs to no arm stands with the reference
+        base = frozenset(known.question.labels(known.ground))
+        starts = [_start(arm) for labels, arm in self.arms.items() if labels != base]
+        self.usual = statistics.median(starts) if starts else START_S
+        reference = self.arms.get(base)
+        self.round = _turn(reference) if reference else 0.0
 
-    def open(self, seating: Seating, timeout_s: float, tell: Callable[[str], None], log: Path) -> Desk:
-        return super().open(seating, min(timeout_s, max(self.deadline - time.monotonic(), LEAST_S)), tell, log)
+    def start(self, toggles: Toggles) -> float:
+        """Until its rounds: as it took before, else as long as the slowest of its toggles, with what is expected."""
+        arm = self.arms.get(self.question.labels(toggles))
+        if arm:
+            return _start(arm)
+        own = [self.usual, *(_start(arm) for arm in self._parts(toggles))]
+        processes = PROCESSES if any(t.global_patch for t in toggles) else 1
+        return processes * max(own) + (0 if len(own) > 1 else expected(toggles, self.question.size).start_s)
 
-    def stopped(self, record: Record) -> bool:
-        """Whether it was the deadline that ended this cell: then it says nothing of the cell."""
-        return record.status == "timeout" and time.monotonic() >= self.deadline
+    def turn(self, toggles: Toggles) -> float:
+        """A turn: as it took before, else as long as that of its fastest toggle."""
+        arm = self.arms.get(self.question.labels(toggles))
+        return _turn(arm) if arm else min([self.round, *map(_turn, self._parts(toggles))])
+
+    def _parts(self, toggles: Toggles) -> list[ArmRecord]:
+        return [arm for t in toggles if (arm := self.arms.get(self.question.labels((t,))))]
+
+    def seconds(self, stacks: Sequence[Toggles], rounds: int) -> float:
+        """Of a family of these arms, the reference and the reference again."""
+        return MARGIN * (self._starts(stacks) + rounds * self._round(stacks))
+
+    def rounds(self, stacks: Sequence[Toggles], seconds: float) -> int:
+        """How many rounds of such a family so many seconds hold. Without a margin: none begins after the end."""
+        return max(0, int((seconds - self._starts(stacks)) / max(self._round(stacks), 1e-3)))
+
+    def _starts(self, stacks: Sequence[Toggles]) -> float:
+        twins = 1 + PROCESSES * any(
+            t.global_patch for s in stacks for t in s
+        )  # the twin sits alone too, where one does
+        return self.opening + twins * self.usual + sum(map(self.start, stacks))
+
+    def _round(self, stacks: Sequence[Toggles]) -> float:
+        return 2 * self.round + sum(map(self.turn, stacks))
+
+
+def _start(arm: ArmRecord) -> float:
+    """All but its rounds."""
+    assert arm.cost
+    return arm.cost.wall - arm.cost.trials - arm.cost.evidence
+
+
+def _turn(arm: ArmRecord) -> float:
+    assert arm.cost
+    return (arm.cost.trials + arm.cost.evidence) / max(1, len(arm.rounds))

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
+from lorabench.advice.expected import Toggles
+from lorabench.advice.known import Choice, Known, makes_it_fit, named
 from lorabench.advice.paste import blocks
-from lorabench.advice.search import Search, Toggles, makes_it_fit, named, shown_for
-from lorabench.contract.cell import Cell
+from lorabench.advice.search import more
+from lorabench.contract.ablation import Ablation
+from lorabench.plan.compose import RecommendConfig
+from lorabench.plan.estimate import duration
 from lorabench.record.contrast import Speedup
 from lorabench.record.schema import TOTAL, Record
 from lorabench.record.stats import noise_floor
-from lorabench.report.analysis import Analysis
+from lorabench.report.analysis import Row
 from lorabench.report.answers import buys
 from lorabench.report.cells import whole
 from lorabench.report.recommendation import Recommendation, Tried
-from lorabench.report.words import arrow, number, percent
+from lorabench.report.words import arrow, number, percent, speedup
 
 NOISY = 1.0  # a noise floor: what is more than twice off says nothing of a speed-up
 TOO_NOISY = "too noisy to say"
@@ -34,35 +38,64 @@ OUTCOMES = {
 }  # fmt: skip
 
 
-def recommendation(search: Search, where: str, dtype: str, command: str) -> Recommendation:
-    """`where`: the machine, in words; `dtype`: the compute dtype; `command`: what the user gave."""
-    analysis, itself = search.look(), search.itself
-    tried = [*_tried(search, analysis)]
+class Batch(NamedTuple):
+    """Samples of a micro-batch, and how many of these make a step."""
+
+    size: int
+    steps: int
+
+    @property
+    def words(self) -> str:
+        again = f", gradient_accumulation_steps={self.steps}" if self.steps > 1 else ""
+        return f"per_device_train_batch_size={self.size}{again}"
+
+
+def recommendation(known: Known, config: RecommendConfig, where: str, spent: float, command: str) -> Recommendation:
+    """`where`: the machine, in words; `spent`: seconds; `command`: what the user gave."""
+    itself, choice = known.question.itself, known.choice
+    tried = [_tried(toggles, known) for toggles in known.question.contenders]
+    open_, seconds = more(known)
     return Recommendation(
         title=f"{itself.model.name} @ {itself.workload.name} on {where}",
-        switch_on=[toggle.label for toggle in search.stack],
-        paragraph=" ".join(_sentences(search, analysis, tried)),
+        switch_on=[toggle.label for toggle in choice.toggles],
+        paragraph=" ".join(_sentences(known, config, tried)),
         tried=tried,
-        left_out=[f"{_title(cell, search)}: {why}" for cell, why in search.left_out],
-        code=blocks(search.whole, dtype) if search.kept else [],
+        left_out=[t.toggles for t in tried if t.outcome == NO_TIME],
+        code=_code(known) if choice.toggles else [],
         command=command,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
+        spent_s=round(spent, 1),
+        more=f"{open_}: about {duration(seconds)}" if open_ else "",
     )
 
 
-def _sentences(search: Search, analysis: Analysis, tried: Sequence[Tried]) -> Iterator[str]:
-    reference = ", ".join(a.label for a in search.itself.reference)
-    if search.kept:
-        yield from _bought(search, analysis)
+def _sentences(known: Known, config: RecommendConfig, tried: Sequence[Tried]) -> Iterator[str]:
+    reference = config.reference if isinstance(config.reference, str) else _reference(known)
+    if (found := _chosen(known)) is not None:
+        yield from _bought(known, *found, reference)
     else:
-        yield _nothing(search, analysis, reference)
-    for outcome in dict.fromkeys(t.outcome for t in tried):
-        if outcome not in (KEPT, NO_TIME, UNTRIED):
-            yield f"{outcome.capitalize()}: {_alike([t for t in tried if t.outcome == outcome])}."
-    if search.left_out:
-        cells = "; ".join(f"{_title(cell, search)} ({why})" for cell, why in search.left_out)
-        minutes = f"{search.budget.seconds / 60:g} minute{'s' * (search.budget.seconds != 60)}"
-        yield f"Left out, for the budget is {minutes}: {cells}. The same command goes on with them."
+        yield _nothing(known, reference)
+    if known.families:
+        yield f"A micro-batch has {_batch(known).size} samples: {_batch(known).words}."
+    yield from _others([t for t in tried if t.outcome not in (KEPT, NO_TIME, UNTRIED)], config.ablations is not None)
+    open_, seconds = more(known)
+    if open_:
+        yield f"About {duration(seconds)} more would {open_}: the same command goes on."
+    elif known.reference:
+        yield "More minutes would change nothing: every question has its answer."
+
+
+def _others(tried: Sequence[Tried], asked_for: bool) -> Iterator[str]:
+    """What became of the rest: by name where the user named them, else how many; the table has them all."""
+    alike = {outcome: [t for t in tried if t.outcome == outcome] for outcome in dict.fromkeys(t.outcome for t in tried)}
+    if asked_for:
+        yield from (f"{outcome.capitalize()}: {_alike(own)}." for outcome, own in alike.items())
+    elif alike:
+        yield f"Others that were considered: {', '.join(f'{len(own)} {outcome}' for outcome, own in alike.items())}."
+
+
+def _reference(known: Known) -> str:
+    return ", ".join(a.label for a in known.question.itself.reference)
 
 
 def _alike(tried: Sequence[Tried]) -> str:
@@ -73,15 +106,25 @@ def _alike(tried: Sequence[Tried]) -> str:
     return "; ".join(f"{', '.join(toggles)} ({why})" for why, toggles in by_reason.items())
 
 
-def _bought(search: Search, analysis: Analysis) -> Iterator[str]:
-    record = shown_for(search.records[search.whole.key], analysis)
-    row: Any = analysis.row(record)
-    took = arrow(row[f"{TOTAL}_reference_ms"], row[f"{TOTAL}_candidate_ms"])
-    stack, reference = named(search.stack), ", ".join(record.reference)
-    if makes_it_fit(record):
-        yield f"Switch on {stack}: {reference} does not fit this machine, and with it a step does, in {took} ms."
-    else:
+def _chosen(known: Known) -> tuple[Choice, Record] | None:
+    """What is recommended, with its record over the user's reference; alone where it is what others stand on."""
+    choice = known.choice
+    if not choice.toggles or choice.told is None:
+        return None
+    record = choice.told.record(known.question.labels(choice.toggles)) or known.record(choice.toggles)
+    return (choice, record) if record else None
+
+
+def _bought(known: Known, choice: Choice, record: Record, reference: str) -> Iterator[str]:
+    assert choice.told
+    stack, told = named(choice.toggles), choice.told
+    if known.fits:
+        row: Any = told.row(record)
+        took = arrow(row[f"{TOTAL}_reference_ms"], row[f"{TOTAL}_candidate_ms"])
         yield f"Switch on {stack}: a step of {record.model} takes {took} ms against {reference}: {buys(row)}."
+    else:
+        took = number(told.ms(known.question.labels(choice.toggles)))
+        yield f"Switch on {stack}: {reference} does not fit this machine, and with it a step does, in {took} ms."
     yield f"What was lost: {_lost(record)}."
 
 
@@ -100,97 +143,89 @@ def _lost(record: Record) -> str:
     return "nothing beyond rounding" + (f": {error}" if error else "")
 
 
-def _nothing(search: Search, analysis: Analysis, reference: str) -> str:
-    found = search.records.get(search.itself.key)
+def _nothing(known: Known, reference: str) -> str:
+    found = known.reference
     if found is None:
         return "The budget is too small to measure even the reference against itself: give a larger budget_minutes=."
     if found.status == "oom":
         return f"{reference} does not fit this machine, and nothing that was tried makes it fit: try a smaller batch."
     if found.status != "ok":
-        return f"Nothing can be said: the reference against itself came to {found.status}: {found.reason}."
-    floor = analysis.row(shown_for(found, analysis))["noise_floor"]
-    noise = percent(floor)
+        return f"Nothing can be said: the reference came to {found.status}: {found.reason}."
+    floor = max((told.floor for told in known.families if told.measured(known.base)), default=0.0)
     if floor > NOISY:
         return (
-            f"Nothing can be said: the reference is up to {noise} off itself, as on a machine on which other processes "
-            "run. Measure again where none do, with another output=."
+            f"Nothing can be said: the reference is up to {percent(floor)} off itself, as on a machine on which other "
+            "processes run. Measure again where none do, with another output=."
         )
     return (
         f"Leave {reference} as it is: nothing that was tried is clearly faster, on a machine on which the reference is "
-        f"up to {noise} off itself."
+        f"up to {percent(floor)} off itself."
     )
 
 
-def _title(cell: Cell, search: Search) -> str:
-    """A cell that was left out, by what it would have told."""
-    if not cell.toggles:
-        return "the reference against itself" + (" in processes of its own" if cell.separate else "")
-    base = [t.label for t in cell.reference if t not in search.itself.reference]
-    return named(cell.toggles) + (f" on top of {' + '.join(base)}" if base else "")
+def _batch(known: Known) -> Batch:
+    """As what is recommended found it, else as the workload has it."""
+    load = known.question.itself.workload
+    found = _chosen(known)
+    notes = found[1].notes if found else {}
+    sizes = [notes.get(t.name) for t in known.choice.toggles if _sizes(t)]
+    size = next((int(note["batch_size"]) for note in sizes if note and "batch_size" in note), load.batch_size)
+    size = min(size, load.count)
+    return Batch(size, -(-load.count // size))
 
 
-def _tried(search: Search, analysis: Analysis) -> Iterator[Tried]:
-    """Every contender, in the order in which they were planned."""
-    for cell in search.solos:
-        toggles = cell.toggles
-        if toggles in search.kept:
-            yield Tried(toggles=named(toggles), outcome=KEPT, why=_ratio(cell, search, analysis))
-        elif (record := search.records.get(cell.key)) is not None:
-            yield _without(toggles, shown_for(record, analysis), search, analysis)
-        elif why := next((why for left, why in search.left_out if left.key == cell.key), None):
-            yield Tried(toggles=named(toggles), outcome=NO_TIME, why=why)
-        elif toggles in search.in_need:
-            yield Tried(toggles=named(toggles), outcome=UNTRIED, why="it saves memory, and the reference fits")
+def _sizes(toggle: Ablation) -> bool:
+    """Whether it says how many samples go into a micro-batch."""
+    return type(toggle).size is not Ablation.size
 
 
-def _without(toggles: Toggles, record: Record, search: Search, analysis: Analysis) -> Tried:
-    """A contender that is not on the stack."""
-    name = named(toggles)
-    row = analysis.row(record)
+def _code(known: Known) -> list[tuple[str, str, str]]:
+    """With the micro-batch that was found as a setting, in place of the toggle that found it."""
+    own, machine = known.question, known.question.machine
+    cell = own.cell(known.choice.toggles)
+    load = cell.workload.model_copy(update={"batch_size": _batch(known).size, "samples": cell.workload.count})
+    kept = tuple(a for a in cell.candidate if not _sizes(a))
+    return blocks(replace(cell, workload=load, candidate=kept), machine.dtype(cell.model.dtype))
+
+
+def _tried(toggles: Toggles, known: Known) -> Tried:
+    """What became of a contender."""
+    name, told = named(toggles), known.decided_alone(toggles)
+    record = told and told.record(known.question.labels(toggles))
+    if record is None or told is None:
+        if toggles not in known.wanted:
+            return Tried(toggles=name, outcome=UNTRIED, why="it saves memory, and the reference fits")
+        why = known.lost.get(known.question.labels(toggles), "there was no time")
+        return Tried(toggles=name, outcome=NO_TIME, why=why)
+    row, on_top = told.row(record), _on_top(toggles, known)
+    if set(toggles) <= set(known.choice.toggles):
+        alone = "it makes it fit" if makes_it_fit(record) else f"alone {_as_fast(row)}"
+        return Tried(toggles=name, outcome=KEPT, why="; ".join(filter(None, (alone, on_top))))
     if record.status != "ok" and not makes_it_fit(record):
         reason = str(record.reason).partition("\n")[0].removeprefix(f"{name} ")
         return Tried(toggles=name, outcome=OUTCOMES[record.status], why=reason)
     if record.status == "ok" and row["verdict"] != "faster":
         return Tried(toggles=name, outcome=row["verdict"] or "unclear", why=_as_fast(row))
-    why = search.passed_over.get(name) or _rung(toggles, search, analysis)
-    return Tried(toggles=name, outcome=HELPS, why=why or "there was no time to put it on top")
+    why = known.passed_over.get(name) or on_top or "there was no time to put it together with others"
+    return Tried(toggles=name, outcome=HELPS, why=why)
 
 
-def _said(record: Record, analysis: Analysis) -> str:
-    """Its verdict and ratio, or what it came to instead."""
-    row = analysis.row(record)
-    if record.status != "ok":
-        return f"{OUTCOMES[record.status]}, {record.reason}"
-    return f"{row['verdict'] or 'unclear'}, {_as_fast(row)}"
+def _on_top(toggles: Toggles, known: Known) -> str:
+    """What a contender does on top of all others that help; '' where that was not measured."""
+    labels, told = known.question.labels, known.deciding
+    others = tuple(t for t in known.whole if t not in toggles)
+    if toggles not in known.members or told is None or len(known.members) < 2:
+        return ""
+    whole_, without = told.arms.get(labels(known.whole)), labels(others)
+    if whole_ and whole_.status != "ok":
+        return f"together with {named(others)}: {OUTCOMES[whole_.status]}, {whole_.reason}"
+    found = told.beside(labels(known.whole), without)
+    return f"on top of {named(others)} {speedup(found)} × as fast" if found else ""
 
 
-def _as_fast(row: Any) -> str:
-    if row["verdict"] == "unclear" and _too_noisy(row):
+def _as_fast(row: Row) -> str:
+    found = Speedup(row[f"{TOTAL}_speedup"], row[f"{TOTAL}_low"], row[f"{TOTAL}_high"])
+    if row["verdict"] == "unclear" and (row["noise_floor"] > NOISY or noise_floor(found) > NOISY):
         return TOO_NOISY
     ratio = whole(row).removeprefix("unclear ")
     return f"{ratio} × as fast" if ratio else "too few trials for a ratio"
-
-
-def _too_noisy(row: Any) -> bool:
-    """Whether the reference is more than twice off itself, or the candidate may be anything to more than twice off."""
-    found = Speedup(row[f"{TOTAL}_speedup"], row[f"{TOTAL}_low"], row[f"{TOTAL}_high"])
-    return row["noise_floor"] > NOISY or (math.isfinite(found.centre) and noise_floor(found) > NOISY)
-
-
-def _below(rung: Record, search: Search) -> str:
-    """What of a rung's reference the search has put there."""
-    own = {a.label for a in search.itself.reference}
-    return " + ".join(label for label in rung.reference if label not in own)
-
-
-def _rung(toggles: Toggles, search: Search, analysis: Analysis) -> str:
-    """What a contender did on top of others; '' where it was not put there."""
-    cell = search.rungs.get(named(toggles))
-    record = cell and search.records.get(cell.key)
-    return f"on top of {_below(record, search)}: {_said(shown_for(record, analysis), analysis)}" if record else ""
-
-
-def _ratio(cell: Cell, search: Search, analysis: Analysis) -> str:
-    record = shown_for(search.records[cell.key], analysis)
-    alone = "it makes it fit" if makes_it_fit(record) else f"alone {_said(record, analysis)}"
-    return "; ".join(filter(None, (alone, _rung(cell.toggles, search, analysis))))

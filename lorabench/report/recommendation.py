@@ -34,6 +34,8 @@ class Recommendation(BaseModel):
     code: list[tuple[str, str, str]]
     command: str
     made: str  # when
+    spent_s: float = 0.0  # measuring; of a run that found all of it measured, next to nothing
+    more: str = ""  # what more time would tell, and how much; "": every question has its answer
 
 
 def read(folder: Path) -> Recommendation | None:

@@ -30,7 +30,7 @@ def rerun(record: Record, command: Sequence[object]) -> str:
         kept = [word for word in given if word.lstrip("+~").partition("=")[0] not in ("output", "resume")]
         return shlex.join(["python", "-m", "lorabench.sweep", *kept, "output=output/rerun"])
     # The least work of a kind is planned as one of that kind's cells: then what the sweep was told of the kind stands.
-    named = set(OWN) - ({"ablations"} if _is_separate_floor(record) else set())
+    named = set(OWN)
     if not record.is_candidate:
         named.remove("kind")
     kept = [word for word in given if word.lstrip("+~").partition("=")[0] not in named]
@@ -38,31 +38,16 @@ def rerun(record: Record, command: Sequence[object]) -> str:
         *([f"kind={record.kind}"] if record.is_candidate else []),
         f"models=[{_named(record.model)}]",
         f"workload={_named(record.workload)}",
-        *_compared(record, suite=any(word.startswith("suite=") for word in kept)),
+        *_compared(record),
         "design=solo",
         "output=output/rerun",
     ]
     return shlex.join(["python", "-m", "lorabench.sweep", *kept, *own])
 
 
-def _compared(record: Record, suite: bool) -> list[str]:
-    """Reference and candidate. Of a head to head the reference is what both sides stand over, as far as either shows
-    it. A suite may bring a head to head of its own."""
-    if _is_separate_floor(record):
-        return [f"reference=[{_list(record.reference)}]"]
-    if not record.versus or not record.ablations:
-        own = [f"reference=[{_list(record.reference)}]", f"ablations=[{_together(record.ablations)}]"]
-        return [*own, "versus=null"] if suite else own
-    under = [t for t in record.candidate if t not in record.ablations]
-    under += [t for t in record.reference if t not in (*record.versus, *under)]
-    sides = f"versus=[{_together(record.ablations)}, {_together(record.versus)}]"
-    return [f"reference=[{_list(under)}]", "ablations=null", sides]
-
-
-def _is_separate_floor(record: Record) -> bool:
-    """The reference against itself in separate processes: planned for the sake of the cells that are measured so, and
-    thus with all that the sweep was told to measure."""
-    return record.is_noise_floor and record.separate
+def _compared(record: Record) -> list[str]:
+    """Reference and candidate. Older records of a head to head have the other side in their reference."""
+    return [f"reference=[{_list(record.reference)}]", f"ablations=[{_together(record.ablations)}]"]
 
 
 def _list(names: Sequence[str]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lorabench.contract.family import Family, Stack
 from lorabench.measure.seat import Ended, Ready
@@ -24,6 +25,20 @@ def as_planned(family: Family, outcomes: Mapping[str, str]) -> Family:
 
 
 NO_TIME = "the time was up before its first round"
+
+
+class Limits(NamedTuple):
+    """What a family may take. By time.monotonic(): `stop_at`, after which no round begins, and `seat_by`, after which
+    no candidate is seated for the first time. `seat_s`: seconds in which each has to be seated. `rounds`: how many, in
+    place of the trials that its cells ask for; asked when all are seated, with the seconds that a round will take."""
+
+    stop_at: float = math.inf
+    seat_by: float = math.inf
+    seat_s: float = math.inf
+    rounds: Callable[[float], int] | None = None
+
+
+UNLIMITED = Limits()
 
 
 class Suspicion(Exception):

@@ -10,7 +10,7 @@ from pathlib import Path
 from lorabench.contract.family import Family
 from lorabench.contract.machine import Machine
 from lorabench.record.schema import ArmRecord
-from lorabench.run.entries import Replan, as_planned
+from lorabench.run.entries import Limits, Replan, as_planned
 from lorabench.run.journal import Journal
 from lorabench.run.process import Workers
 from lorabench.run.queue import Watch
@@ -26,6 +26,7 @@ class LocalQueue:
     ) -> None:
         """`folder` takes the running worker's log. `stop_at`: by time.monotonic(), after which no round begins."""
         self.dtype, self.timeout_s, self.folder, self.stop_at = dtype, timeout_s, folder, stop_at
+        self.limits = Limits(stop_at)  # of the next family: whoever gives the families may set others before each
         self.workers, self.where = workers or Workers(), ""
         self.sessions: dict[str, Session] = {}
 
@@ -49,10 +50,11 @@ class LocalQueue:
         """The next family is asked for when what became of the one before has been taken."""
         own = self.machine, self.ceilings, self.session["id"]
         journal = Journal(self.folder)
-        with Runner(self.workers, *own, self.timeout_s, self.folder, self.stop_at, journal) as runner:
+        with Runner(self.workers, *own, self.timeout_s, self.folder, journal=journal) as runner:
             for family in families:
-                if time.monotonic() > self.stop_at:
+                if time.monotonic() > self.limits.stop_at:
                     return
+                runner.limits = self.limits
                 watch.start(family)
                 yield family, runner.family(family, watch.phase, replan)
                 journal.end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import time
@@ -31,7 +30,7 @@ from lorabench.record.schema import (
     Record,
     Shown,
 )
-from lorabench.run.entries import Entry, Replan, Suspicion, as_planned
+from lorabench.run.entries import UNLIMITED, Entry, Limits, Replan, Suspicion, as_planned
 from lorabench.run.journal import INTERRUPTED, Journal
 from lorabench.run.process import LOG_TAIL, Workers, log_of
 from lorabench.run.rounds import Rounds
@@ -51,11 +50,10 @@ class Runner:
 
     def __init__(
         self, workers: Workers, machine: Machine, ceilings: dict[str, Any] | None, session: str, timeout_s: float,
-        folder: Path, stop_at: float = math.inf, journal: Journal | None = None,
+        folder: Path, limits: Limits = UNLIMITED, journal: Journal | None = None,
     ) -> None:  # fmt: skip
-        """`stop_at`: by time.monotonic(), after which no round begins."""
         self.workers, self.machine, self.session, self.timeout_s = workers, machine, session, timeout_s
-        self.ceilings, self.stop_at, self.journal = ceilings or {}, stop_at, journal
+        self.ceilings, self.limits, self.journal = ceilings or {}, limits, journal
         self.log = folder / ".worker.log"
         self.number = 0  # of the family's run in this session
         self.noise: dict[str, Any] = {}  # by the name of its file, which the families share: as it was told first
@@ -97,7 +95,7 @@ class Runner:
         self._forget_logs(family)
         rounds = Rounds(
             family, self.machine, self.workers, ceiling, Path(self._scratch.name), self.log, self.timeout_s, tell,
-            self.journal, self.stop_at, self.noise, lambda: self.drafts(rounds), replan,
+            self.journal, self.limits, self.noise, lambda: self.drafts(rounds), replan,
         )  # fmt: skip
         try:
             rounds.run()

@@ -1,24 +1,26 @@
-"""A search over toggles whose speed is known: records as a sweep would leave them, without measuring anything."""
+"""A search over toggles whose speed is known: arms as a queue would return them, without measuring anything."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 from helpers import cells
 
-from lorabench.advice.budget import Budget
-from lorabench.advice.search import Search
-from lorabench.contract.ablation import Ablation, combine
-from lorabench.contract.cell import Cell
-from lorabench.record.schema import ArmMemory, Cost, Numerics, Phase, Record, Tokens
-from lorabench.report.analysis import Analysis
+from lorabench.advice.known import Known, Question
+from lorabench.advice.search import Step, following
+from lorabench.contract.ablation import Ablation
+from lorabench.contract.family import REFERENCE, TWIN, Stack
+from lorabench.record.schema import ArmMemory, ArmRecord, ArmTokens, Cost, Numerics
+from lorabench.run.entries import NO_TIME
 from lorabench.run.runner import record_of
 
 MACHINE: Any = SimpleNamespace(device="cpu", name="a machine", gpus=0, capability=None, dtype=lambda wanted: "float32")
-STEP_S = 10.0  # what a simulated cell takes
+OPENING_S, START_S, TURN_S = 5.0, 1.0, 0.2  # of a simulated family, of an arm, of the reference's turn
+GATE = Numerics(passed=True, worst="", tensors=1, grad_error=0.001, grad_allowed=0.01, loss_error=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,108 +29,111 @@ class Faster(Ablation):
 
     name: ClassVar[str] = "faster"
     slot: ClassVar[str] = "third_party"
+    start_s: ClassVar[float] = START_S
     by: float = 1.0
     together: float | None = None
-    status: str = "ok"  # what its cells come to
+    status: str = "ok"  # what its arms come to
 
 
-def toggle(name: str, by: float = 1.0, slot: str | None = None, **fields: Any) -> Ablation:
+def toggle(name: str, by: float = 1.0, slot: str | None = None, start_s: float = START_S, **fields: Any) -> Ablation:
     """A class of its own for each, as toggles have."""
     excludes = fields.pop("excludes", {})
-    body = {"name": name, "slot": slot or f"slot_{name}", "excludes": excludes, "__doc__": "simulated"}
+    body = {"name": name, "slot": slot or f"slot_{name}", "excludes": excludes, "start_s": start_s, "__doc__": "."}
     return type(name.title(), (Faster,), body)(by=by, **fields)
 
 
-class Clock:
-    """Stands for time.monotonic: a cell moves it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+def own(toggles: Sequence[Ablation]) -> list[Faster]:
+    return [t for t in toggles if isinstance(t, Faster)]
 
 
-def simulated(cell: Cell, number: int, *, large: bool = False, seconds: float = STEP_S, noise: float = 0.005) -> Record:
-    """What this cell comes to. large: the reference without any toggle does not fit."""
-    bad = next((t for t in cell.candidate if isinstance(t, Faster) and t.status != "ok"), None)
-    cost = Cost(wall=seconds)
-    if bad and bad.status == "unsupported":
-        return record_of(cell, "s", status="unsupported", reason=f"{bad.label} needs the package x: pip install x")
-    if bad:
-        return record_of(cell, "s", status=bad.status, reason=f"{bad.label} went wrong", arm="candidate", cost=cost)
-    rng = np.random.default_rng(number)
-    factors = [speed(arm) for arm in (cell.reference, cell.candidate)]
-    times = [list(100 / f * np.exp(rng.normal(0, noise, 20))) for f in factors]
-    small = [any(getattr(t, "name", "").startswith("small") for t in arm) for arm in (cell.reference, cell.candidate)]
-    if large and not all(small):
-        held = {"reference": None if not small[0] else times[0], "candidate": None if not small[1] else times[1]}
-        phases = (
-            {"total": Phase(reference_ms=held["reference"], candidate_ms=held["candidate"])} if any(small) else None
-        )
-        arm = "candidate" if small[0] else "reference"
-        return record_of(cell, "s", status="oom", reason="no room", arm=arm, phases=phases, pairing="paired", cost=cost)
-    names = ("forward", "backward", "step", "total")
-    phases = {
-        n: Phase(
-            reference_ms=times[0], candidate_ms=times[1], speedup=1.0, low=factors[1] / factors[0] * 0.99, high=9.0
-        )
-        for n in names
-    }
-    gate = Numerics(passed=True, worst="", tensors=1, grad_error=0.001, grad_allowed=0.01, loss_error=0.0)
-    return record_of(
-        cell, "s", status="ok", pairing="abba" if cell.separate else "paired", phases=phases, numerics=gate, cost=cost,
-        tokens=Tokens(real=10, trained=10, reference_padded=0, candidate_padded=0), applied={},
-        memory={"reference": ArmMemory(peak=100), "candidate": ArmMemory(peak=70)},
-    )  # fmt: skip
-
-
-def speed(arm: tuple[Ablation, ...]) -> float:
-    own = [t for t in arm if isinstance(t, Faster)]
-    return float(np.prod([t.together if t.together and len(own) > 1 else t.by for t in own]))
+def speed(toggles: Sequence[Ablation]) -> float:
+    mine = own(toggles)
+    return float(np.prod([t.together if t.together and len(mine) > 1 else t.by for t in mine]))
 
 
 class Simulation:
-    """A search that has run. `order`: the cells in the order in which they were measured."""
+    """A search that has run for some minutes. `steps`: the families it asked for, in their order; `rounds`: of each."""
 
     def __init__(
-        self, *toggles: Ablation, minutes: float = 60, large: bool = False, records: Any = None, in_need: Any = (),
-        takes: Any = None, noise: float = 0.005, monkeypatch: Any = None,
+        self, *toggles: Ablation, minutes: float = 10, large: bool = False, arms: Sequence[ArmRecord] = (),
+        in_need: Sequence[Ablation] = (), noise: float = 0.003, fails: Any = lambda stack: None,
     ) -> None:  # fmt: skip
-        clock = Clock()
-        monkeypatch.setattr("lorabench.advice.budget.time", SimpleNamespace(monotonic=clock))
-        self.records: list[Record] = list(records or ())
-        itself = cells("ablations=[]")[0]
-        solos = [
-            replace(itself, toggles=(t,), candidate=tuple(combine(itself.reference, [t]))) for t in toggles
-        ]  # fmt: skip
-        known = {r.key: r for r in self.records}
-        self.search = Search(
-            [itself, *solos], MACHINE, Budget(minutes, lambda cell: STEP_S), lambda: Analysis(self.records),
-            in_need=[(t,) for t in in_need], records=known,
+        """`large`: nothing fits without a toggle whose name begins with small. `fails`: of a stack the status that it
+        comes to, or None."""
+        self.large, self.noise, self.fails = large, noise, fails
+        (itself,) = cells("ablations=[]")
+        self.question = Question(
+            itself, [(t,) for t in toggles], MACHINE, size=10**9, in_need=[(t,) for t in in_need], rounds=12
         )  # fmt: skip
-        for cell in [itself, *solos]:
-            if cell.key in known:
-                self.search.budget.learn(cell, known[cell.key])
-        self.order: list[Cell] = []
-        for cell in self.search.cells():
-            self.order.append(cell)
-            seconds = (takes or {}).get(cell.toggles[0].name if cell.toggles else "", STEP_S)
-            record = simulated(cell, len(self.records), large=large, seconds=seconds, noise=noise)
-            clock.now += record.cost.wall if record.cost else 0
-            self.records.append(record)
-            self.search.learn(cell, record)
+        self.arms, self.steps, self.now, self.lost = list(arms), list[Step](), 0.0, dict[frozenset[str], str]()
+        self.seconds, self.rounds = 60 * minutes, list[int]()
+        while step := following(self.known, self.seconds - self.now, not self.steps):
+            self.steps.append(step)
+            self.measure(step)
 
     @property
-    def titles(self) -> list[str]:
-        """What was measured: the toggles, and after a bar what they were put on."""
-        base = {a.label for a in self.search.itself.reference}
-        return [
-            "+".join(t.name for t in c.toggles)
-            + "".join(f" | {a.name}" for a in c.reference if a.label not in base)
-            for c in self.order
+    def known(self) -> Known:
+        return Known(self.question, self.arms, lost=self.lost)
+
+    def measure(self, step: Step) -> None:
+        """As rounds go: who is late is not seated, and no round begins after the end."""
+        began, self.now = self.now, self.now + OPENING_S
+        name, made = f"family-{len(self.arms)}", dict[str, dict[str, Any]]()
+        for stack in step.family.stacks:
+            status, reason = self.fate(stack), "it went wrong"
+            if self.now > began + step.seat_by and not stack.is_reference:
+                status, reason = "timeout", NO_TIME
+            start = max([START_S, *(t.start_s for t in own(stack.ablations))]) if reason != NO_TIME else 0.0
+            self.now += start
+            made[stack.name] = {"status": status, "start": start, "turns": []}
+            if status != "ok":
+                made[stack.name]["reason"] = reason
+        rng = np.random.default_rng(len(self.arms))
+        seated = [stack for stack in step.family.stacks if made[stack.name]["status"] == "ok"]
+        a_round = sum(TURN_S / speed(stack.ablations) for stack in seated)
+        self.rounds.append(step.rounds(self.seconds - self.now, a_round))
+        for _ in range(max(1, self.rounds[-1])):
+            if self.now > self.seconds:
+                break
+            for stack in step.family.stacks:
+                if made[stack.name]["status"] == "ok":
+                    ms = 1000 * TURN_S / speed(stack.ablations) * float(np.exp(rng.normal(0, self.noise)))
+                    made[stack.name]["turns"].append(ms)
+                    self.now += ms / 1000
+        self.arms += [
+            self.record(step, stack, name, **made[stack.name]) for stack in step.family.stacks
+            if made[stack.name].get("reason") != NO_TIME
         ]  # fmt: skip
+
+    def fate(self, stack: Stack) -> str:
+        bad = next((t.status for t in own(stack.ablations) if t.status != "ok"), None)
+        small = any(t.name.startswith("small") for t in own(stack.ablations))
+        return bad or self.fails(stack) or ("oom" if self.large and not small else "ok")
+
+    def record(
+        self, step: Step, stack: Stack, name: str, status: str, start: float, turns: list[float], reason: str = ""
+    ) -> ArmRecord:
+        opening = OPENING_S if stack.name == REFERENCE else 0.0
+        cost = Cost(wall=opening + start + sum(turns) / 1000, build=start, spawn=opening, trials=sum(turns) / 1000)
+        fields: dict[str, Any] = {"reason": reason, "cost": cost if status != "unsupported" else None}
+        if status == "ok":
+            phases = {phase: [ms / 3 for ms in turns] for phase in ("forward", "backward", "step")}
+            rounds = list(range(len(turns)))
+            fields = {
+                "cost": cost, "rounds": rounds, "seats": [0] * len(turns), "phases": phases, "numerics": GATE,
+                "applied": {}, "tokens": ArmTokens(real=10, trained=10, padded=0),
+                "memory": ArmMemory(peak=100 if stack.is_reference else 70),
+            }  # fmt: skip
+        return record_of(step.family, stack, "s", name=name, status=status, **fields)
+
+    @property
+    def titles(self) -> list[list[str]]:
+        """The arms of each family beside the reference and the reference again."""
+        return [
+            ["+".join(t.name for t in own(s.ablations)) for s in step.family.stacks if s.name not in (REFERENCE, TWIN)]
+            for step in self.steps
+        ]
 
     @property
     def stack(self) -> list[str]:
-        return [t.name for t in self.search.stack]
+        return [t.name for t in self.known.choice.toggles]

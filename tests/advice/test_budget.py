@@ -1,71 +1,41 @@
-"""The budget: what a cell is expected to take, and what ends one that takes longer."""
+"""How long a family is expected to take."""
 
 from __future__ import annotations
 
-import math
-import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from advice.simulated import toggle
-from helpers import cells
+from advice.simulated import OPENING_S, START_S, TURN_S, Simulation, toggle
 
-from lorabench.advice.budget import LEAST_S, Budget, StoppedInTime
+from lorabench.advice.budget import MARGIN, Pace
+from lorabench.advice.budget import OPENING_S as UNKNOWN_OPENING_S
+from lorabench.advice.budget import START_S as UNKNOWN_START_S
 from lorabench.contract.cell import PROCESSES
-from lorabench.record.schema import Cost
-from lorabench.run.process import Workers
-from lorabench.run.runner import record_of
 
 
-@pytest.fixture
-def itself():
-    return cells("ablations=[]")[0]
+def test_a_family_is_expected_to_take_what_its_arms_took():
+    one, other = toggle("one", 2.0), toggle("other", 1.5, start_s=6.0)
+    done = Simulation(one, other, minutes=0.4)
+    pace = Pace(done.known)
+    arms, start = [(one,), (other,)], OPENING_S + 4 * START_S + 5.0
+    a_round = TURN_S * (2 + 1 / 2 + 1 / 1.5)
+    # The reference again is expected to start as the usual candidate does: here half way between the two.
+    assert pace.seconds(arms, 10) == pytest.approx(MARGIN * (start + 2.5 - 1 + 10 * a_round), rel=0.15)
+    assert pace.rounds(arms, start + 2.5 + 20 * a_round) == pytest.approx(20, abs=3)
+    assert pace.rounds(arms, 3.0) == 0
 
 
-def took(budget, cell, seconds):
-    budget.learn(cell, record_of(cell, "s", status="crash", reason="x", cost=Cost(wall=seconds) if seconds else None))
+def test_a_stack_starts_as_its_slowest_toggle_and_steps_as_its_fastest():
+    one, other = toggle("one", 2.0), toggle("other", 1.5, start_s=6.0)
+    pace = Pace(replace(Simulation(one, other, minutes=0.3).known))
+    assert pace.start((one, other)) == pytest.approx(6.0, rel=0.1)
+    assert pace.turn((one, other)) == pytest.approx(TURN_S / 2, rel=0.05)
 
 
-def test_the_estimate_is_what_others_took(itself):
-    budget = Budget(10, guess=lambda cell: 77.0)
-    assert budget.estimate(itself) == 77.0
-    took(budget, itself, None)  # refused beforehand: it says nothing
-    assert budget.estimate(itself) == 77.0
-    for seconds in (8, 10, 40):
-        took(budget, itself, seconds)
-    assert budget.estimate(itself) == 1.25 * 10
-
-
-def test_processes_of_their_own_take_longer(itself):
-    apart = replace(itself, floor_of=(toggle("global"),))
-    assert apart.separate and not itself.separate
-    budget = Budget(10, guess=lambda cell: 77.0)
-    took(budget, itself, 10)
-    assert budget.estimate(apart) == 1.25 * 10 * PROCESSES
-    took(budget, apart, 30)
-    assert budget.estimate(apart) == 1.25 * 30
-
-
-def test_no_cell_may_take_more_than_its_share(itself):
-    slow = replace(itself, toggles=(toggle("slow"),))
-    budget = Budget(10, guess=lambda cell: 10.0)
-    assert budget.limit(slow) == pytest.approx(150, abs=1)
-    assert budget.limit(itself) == pytest.approx(600, abs=1)
-    took(budget, slow, 100)
-    assert budget.limit(slow) == pytest.approx(250, abs=1)
-
-
-def test_workers_end_with_the_deadline_and_it_is_known_which_ended_so(monkeypatch):
-    given = []
-    monkeypatch.setattr(Workers, "__init__", lambda self: None)
-    monkeypatch.setattr(Workers, "run", lambda self, task, timeout_s, tell, log: given.append(timeout_s))
-    workers = StoppedInTime()
-    for deadline in (math.inf, time.monotonic() + 5, time.monotonic() - 5):
-        workers.deadline = deadline
-        workers.run(None, 900.0, None, None)  # type: ignore[arg-type]
-    assert given == [900.0, pytest.approx(5, abs=1), LEAST_S]
-    timeout, crash = SimpleNamespace(status="timeout"), SimpleNamespace(status="crash")
-    assert workers.stopped(timeout) and not workers.stopped(crash)  # type: ignore[arg-type]
-    workers.deadline = time.monotonic() + 100
-    assert not workers.stopped(timeout)  # type: ignore[arg-type]
+def test_what_sits_alone_starts_in_several_processes_and_so_does_the_reference_again(monkeypatch):
+    one, alone = toggle("one"), toggle("alone")
+    monkeypatch.setattr(type(alone), "global_patch", True)
+    pace = Pace(Simulation(one, minutes=0.001).known)
+    shared, apart = pace.seconds([(one,)], 0), pace.seconds([(alone,)], 0)
+    assert shared == pytest.approx(MARGIN * (UNKNOWN_OPENING_S + 2 * UNKNOWN_START_S))
+    assert apart == pytest.approx(MARGIN * (UNKNOWN_OPENING_S + (1 + 2 * PROCESSES) * UNKNOWN_START_S))

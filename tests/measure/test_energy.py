@@ -6,11 +6,10 @@ from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
-from helpers import PEFT, arm, cells, measurement_of
+from helpers import PEFT, arm, cells, seat_of
 
 from lorabench.measure import energy
 from lorabench.measure.energy import LONGEST_S, SHORTEST_S, block
-from lorabench.record.schema import ARMS
 
 
 class Gpu:
@@ -111,13 +110,13 @@ def test_on_a_cpu_and_without_nvml_it_is_unknown(monkeypatch):
     assert energy.measure(made, 1.0) is None
 
 
-@pytest.mark.parametrize("gate", [True, False])
-def test_a_cell_asks_once_an_arm_and_says_how_long_it_took(gate, tmp_path, monkeypatch):
-    """Of several processes of an arm the first, which is the one that runs the gate."""
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_arm_s_end_asks_once_where_it_is_wanted_and_says_how_long_it_took(asks, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(energy, "measure", lambda arm, usual_ms: asked.append((arm.name, usual_ms)))
-    measurement = measurement_of(cells("ablations=[eager]")[1], tmp_path, gate=gate)
-    result = measurement.run()
-    assert result.status == "ok", result.reason
-    assert [name for name, _ in asked] == (list(ARMS) if gate else [])
-    assert all(ms > 0 for _, ms in asked) and result.seconds["energy"] >= 0
+    seat, stack = seat_of(cells("ablations=[eager]")[1], tmp_path)
+    seat.call("prepare", stack.name, stack, False)
+    seat.call("turn", stack.name, [64])
+    ended = seat.call("end", stack.name, 128, 5.0, asks)
+    assert asked == ([("eager", 5.0)] if asks else [])
+    assert ended.seconds["energy"] >= 0

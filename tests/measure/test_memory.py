@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import cells, measurement_of
+from helpers import cells, seat_of
 
+from lorabench.contract.family import Family
 from lorabench.measure.memory import growth
-from lorabench.record.schema import ARMS
 
 MIB = 1 << 20
 
@@ -29,10 +29,8 @@ def test_both_arms_of_one_kind_reserve_alike(tmp_path):
 
     cell = cells("models=[smollm2-135m]", "workload=2x256", "ablations=[eager]")[0]
     assert not cell.toggles
-    measurement = measurement_of(cell, tmp_path, describe(), gate=False)
-    for name in ARMS:
-        measurement.prepare(name)
-    one, two = (measurement.result.arms[name].memory for name in ARMS)
+    seat, _ = seat_of(cell, tmp_path, describe())
+    one, two = (seat.call("prepare", s.name, s, False).memory for s in Family((cell,)).stacks)
     assert two.reserved == pytest.approx(one.reserved, rel=0.15)
     assert two.reserved >= two.peak * 0.95  # what was in use at once had to be reserved
     assert two.static == pytest.approx(one.static, rel=0.15)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from helpers import MACHINE, cells, config
+from helpers import MACHINE, cells, config, refused
 from own_models import jsonl, saved
 
+from lorabench.contract.family import Family
 from lorabench.plan.compose import plan
 from lorabench.plan.estimate import FIXED_S, Seen, by_records, computed, duration, longest
 from lorabench.record.costs import seen_on
@@ -66,11 +67,10 @@ def test_a_text_is_computed_by_the_lengths_of_its_rows(tmp_path):
 
 
 def measured(cell, session):
-    times = {"reference_ms": [1.0, 1.0], "candidate_ms": [1.0, 1.0], "speedup": 1.0, "low": 0.9, "high": 1.1}
+    family, ms = Family((cell,)), {phase: [1.0, 1.0] for phase in ("forward", "backward", "step")}
     return record_of(
-        cell, session, status="ok", pairing="paired", applied={}, cost={"wall": 20.0, "trials": 4.0},
-        phases=dict.fromkeys(("forward", "backward", "step", "total"), times),
-        tokens={"real": 1, "trained": 1, "reference_padded": 0, "candidate_padded": 0},
+        family, family.stacks[-1], session, status="ok", rounds=[0, 1], seats=[0, 0], phases=ms, applied={},
+        cost={"wall": 20.0, "trials": 4.0}, tokens={"real": 1, "trained": 1, "padded": 0},
         numerics={"passed": True, "worst": "", "tensors": 1},
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_only_this_machine_s_records_count(tmp_path):
         for name, changes in (("here", {}), ("elsewhere", {"name": "another"}), ("smaller", {"cores": 1})):
             store.add_session({"id": name, "machine": MACHINE.model_dump(mode="json") | changes})
             store.append(measured(eager, name))
-        store.append(record_of(eager, "here", status="crash", reason="why"))
+        store.append(refused(eager, "here", "crash", "why"))
     assert list(seen_on(MACHINE, [tmp_path])) == [
         Seen("train", "tiny-llama", "2x16", frozenset(("eager", "adamw_foreach", "padding")), False, 20.0, 4.0, 2)
     ]

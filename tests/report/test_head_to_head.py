@@ -2,7 +2,6 @@
 never held against."""
 
 import io
-import shlex
 
 import numpy as np
 import pandas as pd
@@ -10,12 +9,10 @@ import pytest
 from helpers import md_rows
 
 from lorabench.compare import compare
-from lorabench.plan.compose import load_config, plan
 from lorabench.report import tables
 from lorabench.report.analysis import Analysis
 from lorabench.report.head_to_head import matrices
 from lorabench.report.page import page
-from lorabench.report.rerun import rerun
 from lorabench.report.shown import in_groups, show
 
 BASE = ["sdpa", "adamw_foreach", "padding"]
@@ -125,17 +122,3 @@ def test_two_runs_are_compared_pair_by_pair(duel):
     (change,) = compare([duel([], OTHER), before], [duel([], OTHER), after])
     assert change.outcome == "better"
     assert len(compare([before], [duel(OURS, THIRD)])) == 2
-
-
-def test_a_row_is_measured_again_by_its_command():
-    words = ["models=[tiny-llama]", "workload=2x16", "trials=3", "reference=peft_low"]
-    given = [*words, "versus=[[{lora_kernels:{one_gemm:false}},adamw_fused],eager+packing]"]
-    floor, row = plan(load_config(given), "cuda").cells
-    from lorabench.run.runner import record_of
-
-    command = ["python", "-m", "lorabench.sweep", *given]
-    again = shlex.split(rerun(record_of(row, "s", status="crash", reason="why"), command))
-    assert row.key in {cell.key for cell in plan(load_config(again[3:]), "cuda").cells}
-    (alone,) = plan(load_config(shlex.split(rerun(record_of(floor, "s", status="crash", reason="why"), command))[3:]),
-                    "cuda").cells  # fmt: skip
-    assert alone.reference == floor.reference and not alone.toggles

@@ -30,9 +30,46 @@ LAST = 5e-5  # ms: half a unit of the last digit of a time in a line. The ratio 
 def lines(folder):
     """Every line, with the lines of its cell that were measured under `sessions`: several make one row."""
     found = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    found = [pair for line in found for pair in pairs(line, found)]
     for line in found:
         line["sessions"] = [x for x in found if x["key"] == line["key"] and x["status"] == "ok"] or [line]
     return found
+
+
+def pairs(line, found):
+    """A line of two arms as it is; of one arm (schema 3) its pairs, over the turns that both had in one process."""
+    if line["schema"] != 3:
+        return [line]
+    family = [x for x in found if (x.get("family"), x["session"]) == (line["family"], line["session"])]
+    made = []
+    for shown in line["shown"]:
+        base = next(x for x in family if x["role"] != "twin" and set(x["toggles"]) == set(shown["against"]))
+        both, own = {"reference": base, "candidate": line}, dict(shown)
+        own |= {
+            k: line[k] for k in ("model", "workload", "kind", "session", "status", "reason", "numerics") if k in line
+        }
+        own |= {"reference": shown["against"], "candidate": line["toggles"], "schema": 3}
+        for field in ("memory", "energy", "roofline"):
+            own[field] = {arm: x[field] for arm, x in both.items() if field in x}
+        if "tokens" in line:
+            own["tokens"] = {"real": line["tokens"]["real"], "trained": line["tokens"]["trained"]}
+            own["tokens"] |= {f"{arm}_padded": x["tokens"]["padded"] for arm, x in both.items()}
+        if line["status"] == "ok":
+            turns = {arm: list(zip(x["rounds"], x["seats"], strict=True)) for arm, x in both.items()}
+            common = sorted(set(turns["reference"]) & set(turns["candidate"]))
+            own["pairing"], own["phases"] = "paired", {}
+            for phase in line["phases"]:
+                own["phases"][phase] = {
+                    f"{arm}_ms": [x["phases"][phase][turns[arm].index(turn)] for turn in common]
+                    for arm, x in both.items()
+                }
+            each = own["phases"].values()
+            own["phases"]["total"] = {
+                f"{arm}_ms": [float(sum(ms)) for ms in zip(*(p[f"{arm}_ms"] for p in each), strict=True)]
+                for arm in both
+            }
+        made.append(own)
+    return made
 
 
 def is_limit(line):
@@ -153,12 +190,21 @@ def all_agree(cell, values, slack=0.0):
     return len(shown) == len(values) and all(agrees(*pair, slack) for pair in zip(shown, values, strict=True))
 
 
+def half_a_digit(number):
+    """Of the last one that is shown, by which a bound was rounded."""
+    return 0.5 * 10.0 ** -len(number.partition(".")[2])
+
+
 def is_ratio(cell, centres, slack=0.0):
     """Whether a ratio with its interval is one of these, within the interval; or the interval alone about one."""
     interval = re.search(r"\[(.*?), (.*?)\]", cell)
     shown = NUMBER.findall(re.sub(r"\[.*?\]", "", cell))
     if not shown:
-        return interval is not None and any(float(interval[1]) <= c <= float(interval[2]) for c in centres)
+        ends = interval and [
+            float(interval[1]) - half_a_digit(interval[1]),
+            float(interval[2]) + half_a_digit(interval[2]),
+        ]
+        return bool(ends) and any(ends[0] <= c <= ends[1] for c in centres)
     there = interval is None or float(interval[1]) <= float(shown[0]) <= float(interval[2])
     return there and any(all_agree(cell, [c], slack) for c in centres)
 

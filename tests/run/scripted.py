@@ -41,6 +41,7 @@ class Script:
         self.heard: list[tuple[Any, ...]] = []
         self.opened = 0
         self.now = 0.0
+        self.given: dict[str, float | None] = {}  # seconds that an arm's preparation might take
 
     def open(self, seating: Any, timeout_s: float, tell: Any, log: Path) -> Seat:
         self.opened += 1
@@ -76,6 +77,7 @@ class Seat:
         return self.answer
 
     def prepare(self, name: str) -> Ready | Failed:
+        self.script.given[name] = getattr(self, "timeout_s", None)
         need = self.script.bytes.get(name, 1.0)
         if sum(self.held.values()) + need > self.script.room:
             return Failed("oom", "it ran out of memory")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from run.scripted import Script
 
 from lorabench.contract.family import REFERENCE, TWIN, Family, families
 from lorabench.measure.kind import ROUNDS, TURN
-from lorabench.measure.seat import Failed
+from lorabench.measure.seat import Failed, Ready
 from lorabench.record.schema import ArmRecord
+from lorabench.run.entries import NO_TIME, Limits
 from lorabench.run.journal import INTERRUPTED, JOURNAL, Journal
 from lorabench.run.process import Lost
 from lorabench.run.rounds import LEAST_ROUNDS, MOST_TRIALS, Rounds
@@ -138,6 +141,18 @@ def test_what_does_not_fit_beside_the_others_is_another_block_with_the_reference
     assert all(len(found[name].rounds) == 12 for name in ("eager", "adamw", "adamw_fused"))
 
 
+def test_an_arm_that_keeps_too_much_between_its_turns_comes_in_a_block_of_its_own(tmp_path):
+    """A captured graph's pool: it fits beside the others until one of them takes its step."""
+    machine = MACHINE.model_copy(update={"gpu": {"memory_bytes": 100e9}})
+    script = Script(ready=lambda name: Ready(own_bytes=int(95e9 if name == "adamw" else 1e9)))
+    with Runner(script, machine, None, "session", 9.0, tmp_path) as running:  # type: ignore[arg-type]
+        found = {record.arm: record for record in running.family(family())}
+    assert {record.status for record in found.values()} == {"ok"}
+    assert {len(found[name].rounds) for name in ("eager", "adamw", "adamw_fused")} == {12}
+    assert not set(found["adamw"].seats) & set(found["eager"].seats)
+    assert set(found["adamw"].seats) < set(found[REFERENCE].seats)
+
+
 def test_out_of_memory_is_said_of_an_arm_that_was_alone(tmp_path):
     script = Script(room=4.0)
     script.bytes = {"adamw": 9.0}
@@ -205,7 +220,32 @@ def test_finished_rounds_are_in_the_journal_and_become_records(tmp_path):
 def test_no_round_begins_after_the_budget(tmp_path):
     script = Script()
     with runner(script, tmp_path) as running:
-        running.stop_at = 0.0
+        running.limits = Limits(stop_at=0.0)
         found = running.family(family())
     assert not turns(script)
     assert {record.status for record in found} == {"timeout"}
+
+
+def test_no_candidate_is_seated_after_its_time_and_the_others_have_their_rounds(tmp_path, monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr("lorabench.run.rounds.time", clock)
+    script = Script(fails={("prepare", "adamw"): lambda: now.__setitem__(0, 20.0)})
+    with runner(script, tmp_path) as running:
+        running.limits = Limits(seat_by=10.0)
+        found = {record.arm: record for record in running.family(family())}
+    assert [rest[0] for _, what, *rest in script.heard if what == "prepare"] == [REFERENCE, TWIN, "eager", "adamw"]
+    late = found.pop("adamw_fused")
+    assert (late.status, late.reason) == ("timeout", NO_TIME)
+    assert [len(record.rounds) for record in found.values()] == [12] * 4
+
+
+def test_a_candidate_has_so_many_seconds_to_be_seated_the_reference_all_and_a_family_so_many_rounds(tmp_path):
+    script = Script()
+    with runner(script, tmp_path) as running:
+        asked: list[float] = []
+        running.limits = Limits(seat_s=2.0, rounds=lambda seconds: asked.append(seconds) or 7)
+        found = running.family(family())
+    assert {len(record.rounds) for record in found} == {7}
+    assert asked == [pytest.approx(0.5)], "five arms, ten trials of 10 ms each"
+    assert script.given == {REFERENCE: None, TWIN: 9.0, "eager": 2.0, "adamw": 2.0, "adamw_fused": 2.0}

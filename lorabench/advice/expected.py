@@ -1,0 +1,60 @@
+"""What is expected of each contender before anything is measured, by published results: expected.yaml, which
+benchmarks/expected_gains.py makes from results/."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from lorabench.contract.ablation import Ablation
+from lorabench.contract.model import ModelSpec
+from lorabench.plan.architecture import skeleton
+
+Toggles = tuple[Ablation, ...]  # a contender: mostly one toggle
+
+TABLE = Path(__file__).with_name("expected.yaml")
+SLOW_START_S = 15.0  # longer than the usual: compilers
+
+
+class Expected(NamedTuple):
+    """`speedup` over a stack without it. `start_s`: how many seconds longer than others it takes until its rounds."""
+
+    speedup: float = 1.0
+    start_s: float = 0.0
+
+
+def parameters(spec: ModelSpec) -> int:
+    """How many parameters a model has, without its adapter."""
+    return sum(p.numel() for p in skeleton(spec).parameters())
+
+
+def expected(toggles: Iterable[Ablation], size: int) -> Expected:
+    """Of toggles together, by the published model whose number of parameters is nearest to `size`. Nothing is expected
+    of what was never published."""
+    found = [_nearest(_table().get(toggle.name, []), size) for toggle in toggles]
+    return Expected(math.prod(f.speedup for f in found), sum(f.start_s for f in found))
+
+
+def slow(toggles: Iterable[Ablation], size: int) -> bool:
+    """Whether a contender takes long until its first round: it sits alone, in several processes, or compiles."""
+    return any(t.global_patch for t in toggles) or expected(toggles, size).start_s > SLOW_START_S
+
+
+def in_order(contenders: Iterable[Toggles], size: int) -> list[Toggles]:
+    """The best first, and after them those that are slow to start, the best of these first."""
+    return sorted(contenders, key=lambda toggles: (slow(toggles, size), -expected(toggles, size).speedup))
+
+
+def _nearest(rows: Sequence[dict[str, Any]], size: int) -> Expected:
+    row = min(rows, key=lambda row: abs(math.log(row["billions"] * 1e9 / max(size, 1))), default={})
+    return Expected(row.get("speedup", 1.0), row.get("start_s", 0.0))
+
+
+@cache
+def _table() -> dict[str, list[dict[str, Any]]]:
+    return yaml.safe_load(TABLE.read_text())

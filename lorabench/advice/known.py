@@ -1,0 +1,319 @@
+"""What the records say: of each family how its arms compare, and of the contenders which help and what they make
+together."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from lorabench.advice.expected import Toggles
+from lorabench.advice.paste import apart
+from lorabench.contract.ablation import combine, conflict
+from lorabench.contract.cell import Cell
+from lorabench.contract.machine import Machine
+from lorabench.record.contrast import Speedup, speedup
+from lorabench.record.pairs import Siblings, by_place
+from lorabench.record.schema import TOTAL, ArmRecord, Record
+from lorabench.record.stats import MIN_FLOOR, MIN_TRIALS_FOR_VERDICT
+from lorabench.report.analysis import Analysis, Row, Session
+
+ALONE, TOGETHER, DECIDING = "solo", "together", "deciding"  # the designs of the families' cells
+Labels = frozenset[str]  # of all toggles of an arm
+RIVALS = 2  # of the best, that more rounds are spent on
+MATTERS = 0.02  # of a step's time: what may be better by less is no reason to measure on
+
+
+def named(toggles: Toggles) -> str:
+    return " + ".join(t.label for t in toggles)
+
+
+@dataclass(frozen=True)
+class Question:
+    """`itself`: the reference against itself. `contenders`: the best first, by what is expected of them. `in_need`:
+    those that are tried only where the reference does not fit. `size`: of the model, in parameters. `rounds`: of the
+    contenders alone; more go to what decides."""
+
+    itself: Cell
+    contenders: Sequence[Toggles]
+    machine: Machine
+    size: int
+    in_need: Sequence[Toggles] = ()
+    rounds: int = 12
+
+    def cell(self, toggles: Toggles, design: str = ALONE, ground: Toggles = ()) -> Cell:
+        """These toggles on top of the reference with `ground`."""
+        reference = tuple(combine(self.itself.reference, ground))
+        own = tuple(t for t in toggles if t not in ground)
+        candidate = tuple(combine(reference, own))
+        return replace(self.itself, design=design, reference=reference, candidate=candidate, toggles=own)
+
+    def labels(self, toggles: Toggles) -> Labels:
+        return frozenset(t.label for t in combine(self.itself.reference, toggles))
+
+    @cached_property
+    def keys(self) -> set[str]:
+        """Of cells by which a family of this question is known."""
+        grounds = [(), *self.contenders]
+        designs = (ALONE, TOGETHER, DECIDING)
+        own = {self.cell((), design, ground).key for design in designs for ground in grounds}
+        return own | {self.cell(toggles).key for toggles in self.contenders}
+
+
+class Told:
+    """One family, as it was measured."""
+
+    def __init__(self, siblings: Siblings, sessions: Sequence[Session], fewest: int) -> None:
+        """`fewest`: rounds of an arm that was not cut short."""
+        self._siblings, self._sessions, self._fewest = siblings, sessions, fewest
+        self.arms = {frozenset(arm.toggles): arm for arm in siblings.arms if arm.role != "twin"}
+        self.reference = siblings.reference
+        self.design = next((one.design for arm in siblings.arms for one in arm.shown), "")
+
+    @cached_property
+    def analysis(self) -> Analysis:
+        """Of this family alone: what the same arms did in another is no part of its numbers."""
+        return Analysis(self._siblings.records(), self._sessions, arms=self._siblings.arms)
+
+    def record(self, labels: Labels) -> Record | None:
+        """An arm over the family's reference."""
+        return next((r for r in self.analysis.records if r.ablations and frozenset(r.candidate) == labels), None)
+
+    def row(self, record: Record) -> Row:
+        return self.analysis.row(record)
+
+    def finished(self, labels: Labels) -> bool:
+        """Whether it is known what becomes of the arm."""
+        arm = self.arms.get(labels)
+        return arm is not None and (arm.status != "ok" or len(arm.rounds) >= self._fewest)
+
+    def measured(self, labels: Labels) -> bool:
+        return self.finished(labels) and self.arms[labels].status == "ok"
+
+    def ms(self, labels: Labels) -> float:
+        return statistics.median(map(math.fsum, zip(*self.arms[labels].phases.values(), strict=True)))
+
+    @property
+    def floor(self) -> float:
+        """The noise floor: how far from itself the reference may be, as a share."""
+        twin = next((r for r in self.analysis.records if r.is_noise_floor and r.status == "ok"), None)
+        return self.row(twin)["noise_floor"] if twin else MIN_FLOOR
+
+    def beside(self, arm: Labels, other: Labels) -> Speedup | None:
+        """How many times as fast an arm is as another."""
+        found = self._siblings.between(self.arms.get(arm), self.arms.get(other))
+        total = found and (found.phases or {}).get(TOTAL)
+        if not found or not total or not total.reference_ms or not total.candidate_ms:
+            return None
+        return speedup(total.reference_ms, total.candidate_ms, found.pairing != "abba", found.trials_by_process)
+
+    def best(self, stacks: Mapping[Labels, Toggles]) -> tuple[Labels, list[Labels]]:
+        """(the best of these arms, else the reference; others that may be better by what matters, as far as the rounds
+        tell, the fastest first). Of the fastest and those that are not clearly slower the best has fewest toggles."""
+        assert self.reference
+        base = frozenset(self.reference.toggles)
+        tried = [labels for labels in stacks if labels != base and self.measured(labels)]
+        fastest = min([labels for labels in tried if self._faster(labels)] or [base], key=self.ms)
+        level = [labels for labels in tried if self._faster(labels) and self._level(fastest, labels)]
+        chosen = min([fastest, *level], key=lambda labels: (len(stacks.get(labels, ())), self.ms(labels)))
+        others = [labels for labels in tried if labels != chosen and self._may_be_better(labels, chosen)]
+        return chosen, sorted(others, key=self.ms)
+
+    def _faster(self, labels: Labels) -> bool:
+        record = self.record(labels)
+        return bool(record) and (makes_it_fit(record) or self.row(record)["verdict"] == "faster")
+
+    def _level(self, arm: Labels, other: Labels) -> bool:
+        """Whether an arm is not clearly faster than another."""
+        found = self.beside(arm, other)
+        return found is None or found.low <= 1 or found.high <= 1 + self.floor
+
+    def _may_be_better(self, arm: Labels, than: Labels) -> bool:
+        found = self.beside(arm, than)
+        return found is not None and found.high > 1 + max(MATTERS, self.floor)
+
+
+def makes_it_fit(record: Record) -> bool:
+    """Whether the reference ran out of memory and the candidate did not."""
+    total = (record.phases or {}).get(TOTAL)
+    return record.status == "oom" and record.arm == "reference" and bool(total and total.candidate_ms)
+
+
+class Choice(NamedTuple):
+    """What to switch on, and the family that says so; without toggles: nothing."""
+
+    toggles: Toggles
+    told: Told | None
+
+
+@dataclass
+class Known:
+    """All that is known of a question. `lost`: the arms that were ended by their time in this run, each with what is
+    known of it; they are not tried again."""
+
+    question: Question
+    arms: Iterable[ArmRecord]
+    sessions: Sequence[Session] = ()
+    lost: Mapping[Labels, str] = field(default_factory=dict)
+
+    @cached_property
+    def families(self) -> list[Told]:
+        keys = self.question.keys
+        own = [s for s in by_place(self.arms).values() if any(one.key in keys for arm in s.arms for one in arm.shown)]
+        fewest = min(MIN_TRIALS_FOR_VERDICT, self.question.rounds)
+        return [Told(siblings, self.sessions, fewest) for siblings in own]
+
+    @property
+    def base(self) -> Labels:
+        return self.question.labels(())
+
+    @cached_property
+    def reference(self) -> ArmRecord | None:
+        """The user's reference, in the last family that has it."""
+        found = [told.arms[self.base] for told in self.families if told.finished(self.base)]
+        return next((arm for arm in reversed(found) if arm.status == "ok"), found[-1] if found else None)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the reference fits the device, as far as is known."""
+        return self.reference is None or self.reference.status != "oom"
+
+    @property
+    def wanted(self) -> list[Toggles]:
+        return [c for c in self.question.contenders if not self.fits or c not in self.question.in_need]
+
+    @property
+    def untried(self) -> list[Toggles]:
+        return [toggles for toggles in self.wanted if self.alone(toggles) is None]
+
+    @property
+    def measurable(self) -> list[Toggles]:
+        """The untried that were not ended by their time."""
+        return [toggles for toggles in self.untried if self.question.labels(toggles) not in self.lost]
+
+    def alone(self, toggles: Toggles) -> Told | None:
+        """The family in which it was held, alone, against the user's reference."""
+        labels = self.question.labels(toggles)
+        found = [t for t in self.families if t.design == ALONE and t.finished(labels)]
+        return next((t for t in reversed(found) if t.measured(labels)), found[-1] if found else None)
+
+    def record(self, toggles: Toggles) -> Record | None:
+        """A contender alone."""
+        told = self.alone(toggles)
+        return told and told.record(self.question.labels(toggles))
+
+    def decided_alone(self, toggles: Toggles) -> Told | None:
+        """The same, where the family that decides has it, too: it has more rounds."""
+        told = self.deciding
+        if told and told.reference and frozenset(told.reference.toggles) == self.base:
+            return told if told.measured(self.question.labels(toggles)) else self.alone(toggles)
+        return self.alone(toggles)
+
+    @cached_property
+    def ranked(self) -> list[Toggles]:
+        """Those that help alone, the best first. Where the reference does not fit, those that make it fit, and after
+        them whatever ran out of memory alone."""
+        ranks: list[tuple[tuple[int, float], int]] = []
+        for place, toggles in enumerate(self.wanted):
+            record, told = self.record(toggles), self.alone(toggles)
+            if record is None or told is None:
+                continue
+            row: Any = told.row(record)
+            if makes_it_fit(record):
+                ranks.append(((0, row[f"{TOTAL}_candidate_ms"]), place))
+            elif record.status == "oom" and not self.fits:
+                ranks.append(((2, 0.0), place))
+            elif record.status == "ok" and row["verdict"] == "faster":
+                ranks.append(((1, 1 / row[f"{TOTAL}_speedup"]), place))
+        some = any(rank < 2 for (rank, _), _ in ranks)
+        return [self.wanted[place] for _, place in sorted(ranks)] if some else []
+
+    @cached_property
+    def _put_together(self) -> tuple[list[Toggles], dict[str, str]]:
+        members: list[Toggles] = []
+        passed: dict[str, str] = {}
+        for toggles in self.ranked:
+            slots = {t.slot for t in toggles}
+            together = combine(self.question.itself.reference, [t for own in (*members, toggles) for t in own])
+            if rival := next((own for own in members if slots & {t.slot for t in own}), None):
+                passed[named(toggles)] = f"{named(rival)}, which fills the same slot, was better"
+            elif reason := conflict(together) or apart(together):
+                passed[named(toggles)] = reason
+            else:
+                members.append(toggles)
+        return members, passed
+
+    @property
+    def members(self) -> list[Toggles]:
+        """The best of each slot that can be on together, the best first."""
+        return self._put_together[0]
+
+    @property
+    def passed_over(self) -> dict[str, str]:
+        """Those that help alone and cannot be on with a better one, by name: why."""
+        return self._put_together[1]
+
+    @property
+    def ground(self) -> Toggles:
+        """What the others are put on: nothing, or what makes the reference fit."""
+        return () if self.fits or not self.members else self.members[0]
+
+    @property
+    def stacks(self) -> list[Toggles]:
+        """What is measured together: the best alone, the best two, and so on, and the whole without each member."""
+        members = self.members
+        grown = [members[:n] for n in range(1, len(members) + 1)]
+        without = [[m for m in members if m is not one] for one in members if one != self.ground]
+        found = {self.question.labels(joined(own)): joined(own) for own in (*grown, *without) if own}
+        return list(found.values())
+
+    @property
+    def whole(self) -> Toggles:
+        return joined(self.members)
+
+    @property
+    def is_put_together(self) -> bool:
+        whole = self.question.labels(self.whole)
+        return len(self.members) < 2 or whole in self.lost or any(told.finished(whole) for told in self.families)
+
+    @cached_property
+    def deciding(self) -> Told | None:
+        """The family that decides: the last of stacks, where the best is still that of its time; else the best's own,
+        or the last in which the reference was measured."""
+        later = [t for t in self.families if t.design != ALONE and t.reference and t.reference.status == "ok"]
+        best = self.question.labels(self.members[0]) if self.members else None
+        if later and (best is None or any(told.measured(best) for told in later)):
+            return later[-1]
+        if self.members:
+            return self.alone(self.members[0])
+        return next((told for told in reversed(self.families) if told.measured(self.base)), None)
+
+    @cached_property
+    def _decided(self) -> tuple[Choice, list[Toggles]]:
+        """(what to switch on; it and those of which more rounds would tell whether they are better, if any)."""
+        told = self.deciding
+        if told is None or told.reference is None:
+            return Choice((), None), []
+        own = {self.question.labels(s): s for s in (*self.stacks, *self.wanted, self.ground)}
+        if not any(map(told.measured, own)):
+            return Choice((), None), []
+        labels, others = told.best(own)
+        contested = [own[one] for one in (labels, *others[:RIVALS])] if others else []
+        if own[labels] or not self.members:
+            return Choice(own[labels], told), contested
+        return Choice(self.members[0], self.alone(self.members[0])), contested
+
+    @property
+    def choice(self) -> Choice:
+        return self._decided[0]
+
+    @property
+    def contested(self) -> list[Toggles]:
+        return self._decided[1]
+
+
+def joined(contenders: Iterable[Toggles]) -> Toggles:
+    return tuple(toggle for toggles in contenders for toggle in toggles)

@@ -1,0 +1,333 @@
+"""The seats of a family: which arms sit in which process, who fits beside whom, and who comes in a later block."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorabench.contract.family import REFERENCE, TWIN, Family
+from lorabench.contract.machine import Machine
+from lorabench.measure.energy import Meter
+from lorabench.measure.kind import ROUNDS, TURN
+from lorabench.measure.seat import Failed, Ready, Seating
+from lorabench.record.schema import ArmRecord
+from lorabench.run.entries import (
+    UNLIMITED,
+    Entry,
+    Limits,
+    Replan,
+    Seated,
+    as_planned,
+)
+from lorabench.run.journal import Journal
+from lorabench.run.process import Lost, Workers
+from lorabench.run.ranks import whole_batch
+
+CONTEXT, ROOMY = 0.7e9, 0.9  # bytes that a process takes on a GPU for itself; share of its memory that may be used
+
+
+class Seats:
+    """A family's arms and processes. `entries` holds what became of each arm."""
+
+    def __init__(
+        self, family: Family, machine: Machine, workers: Workers, ceiling_tflops: float | None, scratch: Path,
+        log: Path, timeout_s: float, tell: Callable[[str], None], journal: Journal | None = None,
+        limits: Limits = UNLIMITED, noise: dict[str, Any] | None = None,
+        drafts: Callable[[], list[ArmRecord]] = list, replan: Replan = as_planned,
+    ) -> None:  # fmt: skip
+        """`noise`: what two right runs differ by, by the name of its file, as it was told first in this sweep.
+        `drafts`: the arms' records as they are now, for the journal."""
+        self.family, self.machine, self.workers, self.tell = family, machine, workers, tell
+        self.ceiling, self.scratch, self.log, self.timeout_s = ceiling_tflops, scratch, log, timeout_s
+        self.journal, self.limits, self.drafts, self.replan = journal, limits, drafts, replan
+        self.noise = {} if noise is None else noise
+        self.entries = {stack.name: Entry(stack) for stack in family.stacks}
+        self.dtype = getattr(torch, machine.dtype(family.reference.model.dtype))
+        self.random = random.SystemRandom()  # a toggle must not know which trials are looked at
+        self.final = self._number(0, 0)  # of the trial after the last turn
+        self.seats: list[Seated] = []
+        self.crowded_out: list[Entry] = []  # out of memory in a turn beside others: they come in another block
+        self.spare: list[Seated] = []  # opened and still empty, each for an arm that will sit alone
+        self.opened = 0
+        self.trials_a_turn = 1
+        self.stopped = False  # before the last round
+        self.begun = self.count = 0  # rounds of the blocks so far, and of the present one
+        self.overhead: dict[str, float] = {}  # seconds that belong to no arm
+        self.uuid = (machine.gpu or {}).get("uuid")
+        self.meter = Meter(self.uuid)
+
+    def _close(self, seat: Seated, judged: bool = True) -> None:
+        """End a seat; `judged`: after its last round, whose evidence is looked at."""
+        raise NotImplementedError
+
+    def _judge(self, entry: Entry) -> bool:
+        """Whether an arm may stay, by the evidence so far."""
+        raise NotImplementedError
+
+    def _number(self, number: int, place: int) -> int:
+        """Of a trial of this round."""
+        return (self.random.getrandbits(32) * ROUNDS + number + 1) * TURN + place
+
+    def _ready(self) -> list[Entry]:
+        """Who sits somewhere."""
+        names = {name for seat in self.seats for name in seat.names}
+        return [e for e in self.entries.values() if e.ok and e.name in names]
+
+    def _open(self, alone: bool) -> Seated:
+        seating = Seating(self.family, self.machine, alone, self.ceiling, str(self.scratch))
+        seat = Seated(self.opened, self.workers.open(seating, self.timeout_s, self.tell, self.log), alone)
+        seat.desk.send("open", ranks=self.family.ranks)
+        self.opened += 1
+        self.seats.append(seat)
+        return seat
+
+    def _sit_together(self, entries: Sequence[Entry], seat: Seated | None = None, only: bool = False) -> list[Entry]:
+        """One seat for all of them; returns those that ran out of memory beside others. `only`: the one that is asked
+        for is alone with the base, so out of memory is its status."""
+        entries = [e for e in entries if e.ok and not self._late(e)]
+        if not entries:
+            return []
+        seat, waiting = seat or self._open(alone=False), []
+        lost = self._opened(seat)
+        if lost:
+            for entry in entries:
+                entry.leave(lost.status, str(lost), lost.rank, lost.log)
+            self._close(seat, judged=False)
+            return []
+        todo = list(entries)
+        while todo:
+            entry = todo.pop(0)
+            if not entry.stack.is_reference and self._late(entry):
+                continue
+            failed = self._prepare(seat, entry, gate=entry.ready is None)
+            if failed is None:
+                continue
+            if failed.status == "oom" and seat.names and not only:
+                entry.status, entry.reason = "ok", None
+                waiting.append(entry)
+                continue
+            if failed.spoilt:
+                seat = self._again(seat)
+            todo = self._planned_now(entry, todo)
+        return waiting
+
+    def _planned_now(self, failed: Entry, todo: Sequence[Entry]) -> list[Entry]:
+        """Who is still to be seated, where a design goes on without what did not apply: some need not be, others come
+        in their place."""
+        now = self.replan(self.family, {cell.key: failed.status for cell in failed.stack.cells})
+        if now is self.family:
+            return list(todo)
+        self.family, stacks = now, {stack.name: stack for stack in now.stacks}
+        for entry in self.entries.values():
+            if entry.name in stacks:
+                entry.stack = stacks[entry.name]  # it may be shown against another arm now
+        for entry in todo:
+            if entry.name not in stacks:
+                del self.entries[entry.name]
+        fresh = [self.entries.setdefault(s.name, Entry(s)) for s in now.stacks if s.name not in self.entries]
+        return [*(entry for entry in todo if entry.name in stacks), *fresh]
+
+    def _opened(self, seat: Seated) -> Lost | None:
+        """Wait until the seat's process has imported what it needs."""
+        began = time.perf_counter()
+        try:
+            seat.desk.answers(ranks=self.family.ranks)
+        except Lost as lost:
+            return lost
+        finally:
+            self._over("spawn", time.perf_counter() - began)
+        return None
+
+    def _prepare(self, seat: Seated, entry: Entry, gate: bool, offered: bytes | None = None) -> Failed | None:
+        """Seat an arm; the failure with which it did not come to sit. `offered`: the base of the seat that most arms
+        share, for this process alone."""
+        began = time.perf_counter()
+        self.tell(f"preparing {entry.name}")
+        if not entry.stack.is_reference:
+            seat.desk.timeout_s = min(self.timeout_s, self.limits.seat_s)
+        try:
+            answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, offered, ranks=entry.stack.ranks)
+        except Lost as lost:
+            entry.leave(lost.status, str(lost), lost.rank, lost.log)
+            entry.spent("build", time.perf_counter() - began)
+            return Failed(lost.status, str(lost), spoilt=True)
+        finally:
+            seat.desk.timeout_s = self.timeout_s
+        took = time.perf_counter() - began
+        failed = next((a for a in answers if isinstance(a, Failed)), None)
+        if failed is None and not all(isinstance(a, Ready) for a in answers):
+            failed = Failed("untrusted", "what it answered is no answer", spoilt=True)
+        ready: list[Ready] = [a for a in answers if isinstance(a, Ready)]
+        for part, seconds in ready[0].seconds.items() if ready else ():
+            entry.spent(part, seconds)
+            took -= seconds
+        entry.spent("build", took)
+        if failed:
+            rank = answers.index(failed) if len(answers) > 1 and failed.status == "oom" else None
+            reason = failed.reason if rank is None else f"rank {rank}: {failed.reason}"
+            entry.leave(failed.status, reason, rank)
+            entry.disturbed, entry.numerics = failed.disturbed, dict(failed.numerics)
+            return failed
+        first = entry.ready is None
+        if first:
+            entry.ready = replace(ready[0], jobs=whole_batch([r.jobs for r in ready]))
+            for job, (file, own) in ready[0].noise.items():
+                self.noise.setdefault(file, own)
+                ready[0].noise[job] = file, self.noise[file]
+        if gate:
+            entry.numerics = dict(ready[0].numerics)
+        seat.names.append(entry.name)
+        seat.evidence[entry.name] = [r.evidence for r in ready]
+        entry.evidence += seat.evidence[entry.name]
+        if not self._judge(entry):
+            self._dismiss(seat, entry)
+        return None
+
+    def _again(self, seat: Seated) -> Seated:
+        """The same seat in a new process, without who spoilt the old one. The rounds of the others stay."""
+        names = [name for name in seat.names if self.entries[name].ok]
+        self._close(seat, judged=False)
+        fresh = seat.again = self._open(seat.alone)
+        lost = self._opened(fresh)
+        for name in names:
+            entry = self.entries[name]
+            if lost:
+                entry.leave(lost.status, str(lost), lost.rank, lost.log)
+            elif (failed := self._prepare(fresh, entry, gate=False)) and failed.spoilt:
+                return self._again(fresh)
+        return fresh
+
+    def _dismiss(self, seat: Seated, entry: Entry) -> None:
+        """An arm that has failed leaves its seat."""
+        if entry.name in seat.names:
+            seat.names.remove(entry.name)
+        try:
+            seat.desk.ask("drop", entry.name, ranks=entry.stack.ranks)
+        except Lost:
+            self._again(seat)
+
+    def _sit_alone(self, alone: Sequence[Entry], generations: int) -> list[list[tuple[Entry, Seated]]]:
+        """Fresh processes for each arm that sits alone, and for the reference again: one in each generation, of which
+        one after the other takes its part of the rounds. All are prepared side by side where the device has room for
+        it; else each generation when its turn comes."""
+        beside = self.entries.get(TWIN) or self.entries[REFERENCE]
+        entries = [e for e in (beside, *alone) if e.ok and not self._late(e)]
+        for seat in [s for s in self.seats if s.names]:
+            seat.desk.ask("give_back")
+        while len(self.spare) < generations * len(entries):
+            self._spare()
+        for seat in list(self.spare):
+            if self._opened(seat):
+                self._close(seat, judged=False)
+                self.spare.remove(seat)
+                self._spare()
+        made = [[(entry, self.spare.pop(0)) for entry in entries] for _ in range(generations)]
+        every = [pair for generation in made for pair in generation]
+        like_the_reference = [[self.entries[REFERENCE]] for _ in every]
+        known = self.entries[REFERENCE].ready is not None
+        if known and self._bytes([self._ready(), *like_the_reference]) <= self._room:
+            self._side_by_side(every)
+        return made
+
+    def _side_by_side(self, pairs: Sequence[tuple[Entry, Seated]]) -> None:
+        """Prepare these arms at once, as many as the cores carry. Their seconds are then parts of one wall time."""
+        began, before = time.perf_counter(), {e.name: dict(e.seconds) for e, _ in pairs}
+        judged: set[str] = set()
+        todo = []
+        for entry, seat in pairs:
+            todo.append((seat, entry, entry.ready is None and entry.name not in judged, self._offered()))
+            judged.add(entry.name)
+        with ThreadPoolExecutor(max(1, self.machine.cores - 1)) as pool:
+            list(pool.map(lambda arguments: self._prepare(*arguments), todo))
+        entries = {e.name: e for e, _ in pairs}
+        spent = {(n, part): s - before[n].get(part, 0.0) for n, e in entries.items() for part, s in e.seconds.items()}
+        share = min(1.0, (time.perf_counter() - began) / max(sum(spent.values()), 1e-9))
+        for (name, part), seconds in spent.items():
+            entries[name].seconds[part] -= seconds * (1 - share)
+
+    def _seated(self, entry: Entry, seat: Seated) -> bool:
+        """Prepare an arm in its seat, where that is not done; whether it sits there."""
+        if entry.ok and not seat.names:
+            self._prepare(seat, entry, entry.ready is None, self._offered())
+            self._give_back(seat)
+        if not (entry.ok and seat.names):
+            self._close(seat, judged=False)
+            return False
+        seat.active = True
+        return True
+
+    def _active(self) -> list[Seated]:
+        return [seat for seat in self.seats if seat.active]
+
+    def _spare(self) -> None:
+        """A process for an arm that will sit alone: it imports while others are prepared."""
+        seat = self._open(alone=True)
+        seat.active = False
+        self.spare.append(seat)
+
+    def _offered(self) -> bytes | None:
+        """The base of the seat that most arms share; None where there is none."""
+        shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
+        found = shared.desk.ask("offer")[0] if shared else None
+        return found if isinstance(found, bytes) else None
+
+    def _make_room(self, alone: Sequence[Entry]) -> None:
+        """Arms that keep most between two turns (captured graphs' pools) leave for a later block, until the largest
+        step fits beside what all others keep. One that will sit alone is taken to need what the reference does."""
+        while True:
+            ready = [e for e in self._ready() if e.ready]
+            own = sum(e.ready.own_bytes for e in ready if e.ready)
+            beside = [e.ready.own_bytes for e in ready if e.ready and e.name == REFERENCE] * (len(alone) + 1)
+            peak = max((_above(e.ready) for e in ready if e.ready), default=0)
+            base = max((e.ready.memory.weights or 0 for e in ready if e.ready and e.ready.memory), default=0)
+            contexts = CONTEXT * (1 + len(beside)) if alone else CONTEXT
+            if base + own + (sum(beside) if alone else 0) + peak + contexts <= self._room:
+                return
+            keeping = [e for e in ready if not e.stack.is_reference and e.ready and e.ready.own_bytes]
+            if len(keeping) < (1 if alone else 2):  # the last one stays: a block has to come to something
+                return
+            most = max(keeping, key=lambda e: e.ready.own_bytes if e.ready else 0)
+            self._dismiss(next(seat for seat in self.seats if most.name in seat.names), most)
+            self.crowded_out.append(most)
+
+    def _bytes(self, seats: Sequence[Sequence[Entry]]) -> float:
+        """Bytes on the device with these arms in these seats: what each holds, of each seat the largest peak beside."""
+        found = [[e.ready for e in seat if e.ready and e.ready.memory] for seat in seats]
+        base = max((r.memory.weights or 0 for seat in found for r in seat if r.memory), default=0)
+        held = sum(r.own_bytes for seat in found for r in seat)
+        peaks = sum(max((_above(r) for r in seat), default=0) for seat in found)
+        return base + held + peaks + CONTEXT * len(seats)
+
+    @property
+    def _room(self) -> float:
+        """Bytes of the device that may be used; all that there are on a CPU, which swaps."""
+        return ROOMY * (self.machine.gpu or {}).get("memory_bytes", math.inf)
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether all seats fit only where each gives back what it has cached before the next one's turn."""
+        return self._bytes([[self.entries[n] for n in seat.names] for seat in self.seats if seat.names]) > self._room
+
+    def _give_back(self, seat: Seated) -> None:
+        """Cached memory to the device, where other processes need it."""
+        if len(self.seats) > 1 and self.machine.device == "cuda" and self._crowded:
+            began = time.perf_counter()
+            seat.desk.ask("give_back", False)
+            self._over("other", time.perf_counter() - began)
+
+    def _over(self, part: str, seconds: float) -> None:
+        self.overhead[part] = self.overhead.get(part, 0.0) + seconds
+
+
+def _above(ready: Ready) -> int:
+    """Bytes of an arm's step above what it holds between two."""
+    memory = ready.memory
+    return max(0, (memory.peak or 0) - (memory.static or 0)) if memory else 0
