@@ -181,6 +181,10 @@ def run(config: Any, arguments: list[str], console: Console) -> int:
 def _queue(config: Any) -> Queue:
     """Raises QueueError where the wanted one cannot be used here at all. Ray is imported for queue=ray alone."""
     if config.queue == "ray":
+        if config.budget_minutes is not None:
+            raise ConfigError(
+                "budget_minutes= ends what is measured on this machine; a cluster's nodes do not know of it"
+            )
         from lorabench.run.ray_cluster import RayCluster
         from lorabench.run.ray_queue import RayQueue
 
@@ -259,7 +263,7 @@ def warn_of_load(console: Console, load: float, machine: Machine) -> None:
 def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replicate: int = 0) -> None:
     """Every record of a session into the store, and before it the machine's entry that it names."""
     from lorabench.record.pairs import pairs
-    from lorabench.run.entries import NO_TIME
+    from lorabench.run.entries import NO_TIME, UNLIMITED
     from lorabench.run.progress import Display
 
     began, before, stored = time.monotonic(), {s["id"] for s in store.sessions()}, list[str]()
@@ -283,7 +287,7 @@ def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replica
                 for pair in shown:
                     agenda.take(pair)
                 display.end(family, shown)
-        if stopped := time.monotonic() >= getattr(queue, "stop_at", math.inf):
+        if stopped := time.monotonic() >= getattr(queue, "limits", UNLIMITED).stop_at:
             console.print("the budget is spent; the same command goes on", highlight=False, soft_wrap=True)
         todo = [] if stopped else agenda.families(replicate)
         if todo:

@@ -25,7 +25,7 @@ class LocalQueue:
         self, dtype: str, timeout_s: float, folder: Path, workers: Workers | None = None, stop_at: float = math.inf
     ) -> None:
         """`folder` takes the running worker's log. `stop_at`: by time.monotonic(), after which no round begins."""
-        self.dtype, self.timeout_s, self.folder, self.stop_at = dtype, timeout_s, folder, stop_at
+        self.dtype, self.timeout_s, self.folder = dtype, timeout_s, folder
         self.limits = Limits(stop_at)  # of the next family: whoever gives the families may set others before each
         self.workers, self.where = workers or Workers(), ""
         self.sessions: dict[str, Session] = {}

@@ -4,12 +4,13 @@ calls them, waits for their answers, says which one went wrong, kills."""
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -147,9 +148,10 @@ class Desk:
             rank.ask(what, arguments)
 
     def answers(self, ranks: int = 1) -> list[Any]:
-        """What was sent for. Raises Lost."""
+        """What was sent for; where a rank has failed, nothing (None) of those that wait for it in a collective, and in
+        which nothing can be asked any more. Raises Lost."""
         asked = self.ranks[:ranks]
-        deadline, said = time.monotonic() + self.timeout_s, ""
+        deadline, said, given_up = time.monotonic() + self.timeout_s, "", math.inf
         while not all(rank.answers for rank in asked):
             wait([rank.inbox.pipe for rank in asked if not rank.ended and not rank.answers], POLL_S)
             for rank in asked:
@@ -159,9 +161,14 @@ class Desk:
             if asked[0].phase != said:
                 said = asked[0].phase
                 self.tell(said)
+            if given_up == math.inf and any(isinstance(a, Failed) for rank in asked for a in rank.answers):
+                given_up = time.monotonic() + GRACE_S
+            if time.monotonic() > given_up:
+                break
             if time.monotonic() > deadline and not all(rank.answers for rank in asked):
                 raise self._hung(asked)
-        return [rank.answers.pop(0) for rank in asked]
+        found = [rank.answers.pop(0) if rank.answers else None for rank in asked]
+        return [replace(a, spoilt=True) if isinstance(a, Failed) and None in found else a for a in found]
 
     def turn(self, name: str, numbers: Sequence[int], on: bool, each: bool, ranks: int) -> list[list[Made]] | Any:
         """What each rank made of a turn, where it is what was told trial by trial, in a time in which that can have

@@ -376,16 +376,18 @@ class Rounds(Seats):
         reference = self.entries[REFERENCE]
         if not reference.evidence or entry.stack.kind != self.family.reference.kind:
             return True
-        of_kind, measure = kind(entry.stack.kind), dict(reference.evidence[0])
+        of_kind = kind(entry.stack.kind)
         noise = {job: own for job, (_, own) in (reference.ready.noise if reference.ready else {}).items()}
-        measure = {job: replace(own, noise=noise[job]) if job in noise else own for job, own in measure.items()}
         others = entry.evidence[1:] if entry is reference else entry.evidence
-        for evidence in others:
+        for evidence, measure in ((mine, own) for mine in others for own in _alike(reference.evidence, mine)):
             for job, found in evidence.items():
-                verdict = of_kind.agree(entry.stack.cell, entry.numerics.get(job), measure[job], found, self.dtype)
+                own = replace(measure[job], noise=noise[job]) if job in noise else measure[job]
+                before = entry.numerics.get(job)
+                verdict = of_kind.agree(entry.stack.cell, before, own, found, self.dtype)
                 if verdict is None:
                     continue
-                entry.numerics[job] = verdict
+                if before is None or not verdict.passed or len(verdict.checks) >= len(before.checks):
+                    entry.numerics[job] = verdict
                 if not verdict.passed:
                     reason = of_kind.explain(verdict)
                     entry.leave("wrong_numerics", f"job {job}: {reason}" if job else reason)
@@ -440,3 +442,11 @@ class Rounds(Seats):
         if REFERENCE in seat.names and reference.ready and reference.trials:
             warm = reference.ready.warm_ms
             fairness.check_slowed(warm, reference.trials, self.machine.device)
+
+
+def _alike(reference: Sequence[dict[str, Any]], mine: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    """The reference's evidence of those of its processes in which it took trials that this evidence has, too; of none,
+    that of its first process."""
+    numbers = {number for own in mine.values() for number in getattr(own, "losses", ())}
+    shared = [own for own in reference if any(numbers & set(getattr(o, "losses", ())) for o in own.values())]
+    return shared or reference[:1]

@@ -114,6 +114,7 @@ class Seats:
             if failed.status == "oom" and seat.names and not only:
                 entry.status, entry.reason = "ok", None
                 waiting.append(entry)
+                seat = self._again(seat) if failed.spoilt else seat
                 continue
             if failed.spoilt:
                 seat = self._again(seat)

@@ -16,12 +16,12 @@ from lorabench.plan.design import refusal
 from lorabench.record.store import read_records
 from lorabench.run.ranks import slowest, spread_of, whole_batch
 
-COMMON = ("models=[tiny-llama]", "workload=4x16", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
+COMMON = ("models=[tiny-llama]", "workload=8x256", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
 
 
 def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin, tmp_path):
     """Samples of unequal length: normalized by the tokens of all of them, not rank by rank."""
-    feed = "workload={alpaca:{samples:4,batch_size:2,seq_len:24}}"
+    feed = "workload={alpaca:{samples:24,batch_size:12,seq_len:200}}"  # long enough for a turn of few trials
     both = both_arms_parallel(plugin, tmp_path / "both")
     assert both.status == "ok", both.reason
     done = sweep(*COMMON, feed, "ablations=[ddp,unsummed]", f"output={tmp_path}", cwd=tmp_path, env=plugin)

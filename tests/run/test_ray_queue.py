@@ -232,6 +232,12 @@ def test_without_ray_one_line_says_what_to_install(tmp_path, monkeypatch, capsys
     assert not (tmp_path / "out").exists()
 
 
+def test_a_budget_that_no_node_would_know_of_is_refused(tmp_path, capsys):
+    assert sweep.main(["models=[tiny-llama]", "queue=ray", "budget_minutes=1", f"output={tmp_path / 'out'}"]) == 2
+    assert "budget_minutes= ends what is measured on this machine" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_queue_needs_ray_unless_it_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert chosen("local", tmp_path).sessions == {}

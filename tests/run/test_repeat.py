@@ -19,6 +19,7 @@ from lorabench.measure.seat import Failed, Ready
 from lorabench.plan.compose import ConfigError
 from lorabench.record.schema import Numerics
 from lorabench.record.store import Store, read_arms, read_records
+from lorabench.run.entries import Limits
 
 OVERRIDES = ("models=[tiny-llama]", "workload=2x16", "trials=3", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
 
@@ -111,7 +112,7 @@ def test_a_sweep_whose_budget_is_spent_goes_on_with_the_rounds_that_are_left(tmp
         budget_s = math.inf
 
         def run(self, *arguments):
-            self.stop_at = time.monotonic() + self.budget_s
+            self.limits = Limits(time.monotonic() + self.budget_s)
             yield from super().run(*arguments)
 
     def sweep_of(budget_s):
@@ -143,7 +144,7 @@ def test_a_sweep_whose_budget_is_spent_goes_on_with_the_rounds_that_are_left(tmp
 
 def test_what_had_no_round_in_the_budget_has_no_record(tmp_path, machine):
     queue = ScriptedQueue(tmp_path, Script(), machine)
-    queue.stop_at = 0.0
+    queue.limits = Limits(0.0)
     with Store(tmp_path) as store:
         sweep._measure(store, queue, config(*OVERRIDES, f"output={tmp_path}"), [], Console(file=io.StringIO()))
         assert not store.records()

@@ -144,6 +144,16 @@ def test_the_runner_judges_the_evidence_itself_by_the_noise_that_was_told_first(
     assert asked[0] == REFERENCE  # before any toggle is asked
 
 
+def test_trials_after_a_seat_was_started_again_are_held_against_the_reference_s_of_then(tmp_path):
+    """Its first process took no timed trial, or other ones."""
+    ready = lambda name: Ready(numerics={"": PASSED}, evidence={"": Testimony(loss=1.0)})  # noqa: E731
+    script = Script(fails={("turn", "adamw"): at([0], Lost("crash", "it died", None, None))}, ready=ready)
+    script.seen["eager"] = {"": Seen(2.0, None)}
+    found = measured(script, tmp_path)
+    assert script.opened == 2
+    assert found["eager"].status == "wrong_numerics" and "the loss of each trial" in found["eager"].reason
+
+
 def test_evidence_that_is_none_is_one_arm_s_and_not_the_family_s(tmp_path):
     def ready(name: str) -> Ready:
         return Ready(numerics={"": PASSED}, evidence={"": Testimony()})

@@ -75,7 +75,7 @@ class Rank1Idles(Ranked):
 class Rank1NeverMoves(Ranked):
     name = "rank_1_never_moves"
     summary = "the other rank leaves its update out after the first step"
-    caught = "each gradient"
+    caught = "each gradient | update against AdamW"
 
     class Wrapper(Turns):
         def update(self) -> None:

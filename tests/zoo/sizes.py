@@ -56,6 +56,7 @@ class SizePatches(Sizes):
 class SizeTrains(Sizes):
     name = "size_trains"
     summary = "trains frozen weights too while it tries a size, which are not put back"
+    caught = "gradient | weights that all arms share"
 
     def size(self, rehearsal: Any) -> Sizing:
         for name, p in rehearsal.step.model.named_parameters():
