@@ -15,7 +15,7 @@ from helpers import random_samples
 from torch import nn
 
 import lorabench
-import lorabench.measure.cell  # sets the attribute `measure` of the package to the module
+import lorabench.measure.seat  # sets the attribute `measure` of the package to the module
 from lorabench import Measured, Phases, Tolerance, WrongNumerics, measure
 from lorabench.contract.batch import pad
 from lorabench.contract.step import Step
@@ -316,7 +316,7 @@ def test_the_names_come_cheaply_and_both_ways_round(code):
 def test_the_callable_package_shows_the_functions_signature():
     shown = inspect.signature(lorabench.measure)
     assert [*shown.parameters][:3] == ["reference", "candidate", "gold"]
-    assert shown.return_annotation == "Measured" and lorabench.measure.cell.Measurement
+    assert shown.return_annotation == "Measured" and lorabench.measure.seat.Seat
     with pytest.raises(AttributeError, match="no attribute 'mesure'"):
         lorabench.mesure  # noqa: B018
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import PEFT, arm, cells, measurement_of
+from helpers import PEFT, arm, cells, seat_of
 from torch import nn
 
 from lorabench.contract.ablation import Evidence, conflict
-from lorabench.measure.cell import Failure
 from lorabench.measure.gradient_kind import GradientKind
 from lorabench.measure.numerics import one_step
+from lorabench.measure.seat import Ready, WrongNumerics
 from lorabench_ablations.loading import Nf4Base, quantized_weights
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
@@ -96,9 +96,10 @@ def test_the_gold_is_float32_over_the_same_numbers():
 
 def gated(cell, folder):
     """The gate of one cell in this process: the candidate's verdict, with the full arms' agreement left out."""
-    measurement = measurement_of(cell, folder, SimpleNamespace(device="cpu", dtype=lambda wanted: wanted))
-    measurement.gate()
-    return measurement.result.arms["candidate"].numerics[""]
+    seat, stack = seat_of(cell, folder, SimpleNamespace(device="cpu", dtype=lambda wanted: wanted))
+    ready = Ready()
+    seat._gate(stack, ready)
+    return ready.numerics[""]
 
 
 def cell(*overrides, dtype="bfloat16"):
@@ -125,7 +126,7 @@ def test_a_kernel_that_is_wrong_by_a_tenth_over_the_same_base_does_not_pass(tmp_
         return len(sites)
 
     monkeypatch.setattr(LoraKernels, "patch", wrong)
-    with pytest.raises(Failure, match="candidate: the gradient of"):
+    with pytest.raises(WrongNumerics, match="the gradient of"):
         gated(cell("reference=peft_nf4", "ablations=[lora_kernels]"), tmp_path)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import arm, cells, measurement_of, shared_step
+from helpers import arm, cells, seat_of, shared_step
 
 from lorabench.measure import gold_cache, numerics
 from lorabench.measure.gradient_kind import GradientKind
@@ -67,21 +67,21 @@ def test_one_file_for_all_that_differ_in_their_toggles_alone():
 def gated(cell, folder, monkeypatch):
     """(models built, the candidate's verdict) of the gate of one cell."""
     built, plain = [], GradientKind._outcomes
-    measurement = measurement_of(cell, folder)
     with monkeypatch.context() as patch:
         noted = lambda self, request: built.append(request.name) or plain(self, request)  # noqa: E731
         patch.setattr(GradientKind, "_outcomes", noted)
-        measurement.gate()
-    return built, measurement.result.arms["candidate"].numerics[""]
+        seat, stack = seat_of(cell, folder)
+        ready = seat.call("prepare", stack.name, stack)
+    return built, ready.numerics[""]
 
 
 def test_the_next_cell_s_gate_computes_its_arms_alone(tmp_path, monkeypatch):
     shared, fresh = tmp_path / "shared", tmp_path / "fresh"
     shared.mkdir(), fresh.mkdir()
     first, second = (c for c in cells("ablations=[eager,sdpa_math]") if c.toggles)
-    assert gated(first, shared, monkeypatch)[0] == ["gold", "reference", "candidate"]
+    assert gated(first, shared, monkeypatch)[0] == ["gold", "candidate"]
     built, verdict = gated(second, shared, monkeypatch)
-    assert built == ["reference", "candidate"]
+    assert built == ["candidate"]
     assert (["gold", *built], verdict) == gated(second, fresh, monkeypatch)
 
 

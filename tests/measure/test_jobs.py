@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import PEFT, InProcess, cells, measurement_of
+from helpers import PEFT, InProcess, cells, seat_of
 
 from lorabench.contract.kind import kind
-from lorabench.measure.cell import Failure
 from lorabench.measure.kind import request_of
 from lorabench.measure.machine import describe
 from lorabench.measure.numerics import one_step
+from lorabench.measure.seat import Ready, WrongNumerics
 from lorabench.measure.trial import run_trial
 from lorabench.plan import registry
 from lorabench.plan.compose import ConfigError
@@ -121,11 +121,13 @@ def test_the_gate_names_the_job_that_is_wrong(tmp_path, monkeypatch):
 
     cell = two_jobs("ablations=[gradient_checkpointing]")[1]
     monkeypatch.setattr(toggle, "patch", spoil)
-    gated = measurement_of(cell, tmp_path)
-    with pytest.raises(Failure, match=r"candidate, job long: the gradient of .*lora_B"):
-        gated.gate()
-    found = gated.result.arms["candidate"].numerics
-    assert found["short"].passed and not found["long"].passed
+    seat, stack = seat_of(cell, tmp_path)
+    ready = Ready()
+    with pytest.raises(WrongNumerics, match=r"job long: the gradient of .*lora_B"):
+        seat._gate(stack, ready)
+    assert ready.numerics["short"].passed and not ready.numerics["long"].passed
+    failed = seat.call("prepare", stack.name, stack)
+    assert failed.status == "wrong_numerics" and failed.reason.startswith("job long: ")
 
 
 @pytest.mark.parametrize(

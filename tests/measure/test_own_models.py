@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import cells, measurement_of, request, sweep
+from helpers import MACHINE, InProcess, cells, request, sweep
 from own_models import FAMILIES, LLAMA, chats, saved
 
 from lorabench.contract.kind import kind
 from lorabench.measure.numerics import one_step
 from lorabench.plan.compose import load_config, plan
 from lorabench.record.store import Store
+from lorabench.run.runner import Runner
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,10 @@ def test_vectors_that_are_neither_norms_nor_biases_get_their_start(tmp_path):
 def test_a_cell_of_any_family_is_judged_and_timed(family, text, tmp_path):
     folder = saved(tmp_path / family, family)
     _, cell = planned(folder, text, "weights=auto", "ablations=[gradient_checkpointing]")
-    result = measurement_of(cell, tmp_path).run()
-    assert result.status == "ok", result.reason
-    assert result.arms["candidate"].applied["gradient_checkpointing"] == 3
+    with Runner(InProcess(), MACHINE, None, "test", 60, tmp_path) as runner:
+        record = runner.measure(cell)
+    assert record.status == "ok", record.reason
+    assert record.applied["gradient_checkpointing"] == 3
 
 
 @pytest.mark.exhaustive
