@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported, conflict
 from lorabench.contract.batch import pad
 from lorabench.contract.hooks import HookError, asked
+from lorabench.contract.kind import kind
 from lorabench.contract.rehearsal import Reading, Sizing
 from lorabench.contract.workload import Workload
 from lorabench.measure.numerics import one_step
