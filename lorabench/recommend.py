@@ -272,7 +272,7 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
             for record in records:
                 if record.status == "timeout" and (record.reason == NO_TIME or queue.limits.seat_s < config.timeout_s):
                     if record.reason != NO_TIME:
-                        lost[frozenset(record.toggles)] = str(record.reason)
+                        lost[frozenset(record.toggles)] = str(record.reason).partition(" (raise ")[0]
                     continue  # it says nothing of the arm: the same command goes on with it
                 store.append(record)
                 now.append(record)

@@ -130,11 +130,12 @@ def seat_seconds(budget: float, left: float) -> float:
 
 
 def more(known: Known) -> tuple[str, float]:
-    """(what more time would tell, in words; about how many seconds that takes). '' where nothing is open."""
+    """(what more time would tell, in words; about how many seconds that takes). '' where nothing is open, but for what
+    had its time and did not end."""
     pace, parts, seconds = Pace(known), list[str](), 0.0
     if known.reference and known.reference.status not in ("ok", "oom"):
         return "", 0.0
-    if left := known.untried:
+    if left := known.measurable:
         parts.append("measure " + ", ".join(" + ".join(t.label for t in c) for c in left))
         seconds += pace.seconds(left, FEWEST)
     if not known.is_put_together:

@@ -30,6 +30,7 @@ class Faster(Ablation):
     name: ClassVar[str] = "faster"
     slot: ClassVar[str] = "third_party"
     start_s: ClassVar[float] = START_S
+    found: ClassVar[int] = 0  # samples of a micro-batch, where it looks for them
     by: float = 1.0
     together: float | None = None
     status: str = "ok"  # what its arms come to
@@ -56,12 +57,12 @@ class Simulation:
 
     def __init__(
         self, *toggles: Ablation, minutes: float = 10, large: bool = False, arms: Sequence[ArmRecord] = (),
-        in_need: Sequence[Ablation] = (), noise: float = 0.003, fails: Any = lambda stack: None,
+        in_need: Sequence[Ablation] = (), noise: float = 0.003, fails: Any = lambda stack: None, overrides: str = "",
     ) -> None:  # fmt: skip
         """`large`: nothing fits without a toggle whose name begins with small. `fails`: of a stack the status that it
         comes to, or None."""
         self.large, self.noise, self.fails = large, noise, fails
-        (itself,) = cells("ablations=[]")
+        (itself,) = cells("ablations=[]", *overrides.split())
         self.question = Question(
             itself, [(t,) for t in toggles], MACHINE, size=10**9, in_need=[(t,) for t in in_need], rounds=12
         )  # fmt: skip
@@ -127,6 +128,7 @@ class Simulation:
                 "cost": cost, "rounds": rounds, "seats": [0] * len(turns), "phases": phases, "numerics": GATE,
                 "applied": {}, "tokens": ArmTokens(real=10, trained=10, padded=0),
                 "memory": ArmMemory(peak=100 if stack.is_reference else 70),
+                "notes": {t.name: {"batch_size": t.found} for t in own(stack.ablations) if t.found},
             }  # fmt: skip
         return record_of(step.family, stack, "s", name=name, status=status, **fields)
 
