@@ -137,7 +137,7 @@ def ends(options: argparse.Namespace, machine: Machine) -> Cell:
     given |= {"ablations": options.ablations} if options.ablations else {}
     refused = lambda cell: refusal(cell, machine) is not None  # noqa: E731
     made = plan(config.model_copy(update=given), machine.device, Known(refused)).cells
-    standing = [cell for cell in made if cell.rung and not refused(cell)]
+    standing = [cell for cell in made if cell.rung and cell.design == "ladder" and not refused(cell)]
     if not standing:
         raise SystemExit(f"no rung of the ladder over {options.start} can be had here: {refusal(made[-1], machine)}")
     return standing[-1]

@@ -242,7 +242,6 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
     question = _question(config, queue.machine, console)
     lost: dict[Any, str] = {}
     budget, began = 60 * config.budget_minutes, time.monotonic()
-    seat_s = min(seat_seconds(budget), config.timeout_s)
     again = AGAIN if config.resume == "failed" else ()
     old = [arm for arm in store.arms() if arm.status not in again]
     now: list[ArmRecord] = []
@@ -256,7 +255,7 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
     def asked_for() -> Iterator[Family]:
         first = True
         while step := following(known(), left(), first):
-            limits = Limits(began + budget, time.monotonic() + step.seat_by, min(seat_s, left()))
+            limits = Limits(began + budget, time.monotonic() + step.seat_by, seat_seconds(budget, left()))
             queue.limits = limits._replace(rounds=partial(lambda rounds, one: rounds(left(), one), step.rounds))
             display.arms += len(step.family.cells)
             yield step.family
@@ -271,9 +270,9 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
     with Display(console, []) as display:
         for family, records in queue.run(asked_for(), display):
             for record in records:
-                if record.status == "timeout" and (record.reason == NO_TIME or seat_s < config.timeout_s):
+                if record.status == "timeout" and (record.reason == NO_TIME or queue.limits.seat_s < config.timeout_s):
                     if record.reason != NO_TIME:
-                        lost[frozenset(record.toggles)] = str(record.reason)
+                        lost[frozenset(record.toggles)] = str(record.reason).partition(" (raise ")[0]
                     continue  # it says nothing of the arm: the same command goes on with it
                 store.append(record)
                 now.append(record)

@@ -164,7 +164,7 @@ OTHER_MEANINGS = {
     ("lorabench/contract/ablation.py", "loss"): "a field of Tolerance",
     ("lorabench/plan/samples.py", "batch_size"): "a field of a workload",
     ("lorabench/measure/build.py", "batch_size"): "a field of a workload",
-    ("lorabench/advice/result.py", "batch_size"): "a field of a workload, and of what a toggle notes",
+    ("lorabench/advice/result.py", "batch_size"): "a field of a workload",
     ("lorabench/measure/depth_noise.py", "loss"): "a field of the noise",
     ("lorabench/measure/fairness.py", "forward"): "the method of a module",
     ("lorabench/measure/gradient_kind.py", "optimizer"): "a field of ArmMemory",

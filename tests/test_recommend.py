@@ -10,12 +10,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
 from advice.naps import TOGGLES
 from helpers import InProcess, installed
-from zoo.clock import LazyLoss
 from zoo.gradients import NoBackward, TwoPercent
 
 from lorabench import recommend
@@ -26,7 +26,7 @@ from lorabench.record.store import read_arms, read_records
 from lorabench.report.recommendation import read
 from lorabench.run import runner
 
-CHEATS = {cls.name: cls for cls in (LazyLoss, NoBackward, TwoPercent)}
+CHEATS = {cls.name: cls for cls in (NoBackward, TwoPercent)}
 MANY = "trials=20"  # of six on a busy machine one slow one leaves no interval to speak of
 SLEEPY = "reference=[sdpa,adamw_foreach,padding,sleepy]"
 COMMON = ("models=[tiny-llama]", "workload=2x16", "dtype=float32", "trials=6", "warmup=1", SLEEPY)
@@ -115,8 +115,7 @@ def test_from_one_command_to_what_to_switch_on(here, monkeypatch):
 @pytest.mark.exhaustive
 def test_a_stack_is_measured_as_a_whole_and_no_cheat_is_in_it(here):
     reference = "reference=[sdpa,adamw_foreach,padding,sleepy,sleepy_back]"
-    # The cheats are in the first family, and their seats are started again: so it takes its time.
-    command = (reference, f"ablations=[awake,awake_back,useless,{','.join(CHEATS)}]", "budget_minutes=2")
+    command = (reference, f"ablations=[awake,awake_back,useless,{','.join(CHEATS)}]", "budget_minutes=1.5")
     code, said, folder = here(*command)
     assert code == 0, said.err
     found = read(folder)
@@ -126,7 +125,8 @@ def test_a_stack_is_measured_as_a_whole_and_no_cheat_is_in_it(here):
         assert outcomes(found)[name][0] in ("refused by the gate", "not trusted", "nothing to do here")
     whole = next(r for r in read_records(folder) if len(r.ablations) == 2)
     assert whole.status == "ok" and sorted(whole.ablations) == ["awake", "awake_back"]
-    assert len(whole.reference) == 5 and whole.phases["total"].speedup > 1.5
+    total = whole.phases["total"]
+    assert len(whole.reference) == 5 and median(total.reference_ms) > 1.5 * median(total.candidate_ms)
     assert "takes" in found.paragraph and found.paragraph.startswith("Switch on awake")
 
     before = (folder / "records.jsonl").read_bytes()
@@ -207,7 +207,16 @@ def test_in_processes_of_its_own_what_hangs_ends_with_its_share_of_the_budget(tm
     (tmp_path / "plugin").mkdir()
     files = {"naps.py": Path(__file__).parent / "advice" / "naps.py"}
     env = installed(tmp_path / "plugin", "naps", files, {n: f"naps:{c.__name__}" for n, c in TOGGLES.items()})
-    command = [sys.executable, "-m", "lorabench", "recommend", *COMMON, "ablations=[awake,hangs]", "budget_minutes=1.5"]
+    command = [
+        sys.executable,
+        "-m",
+        "lorabench",
+        "recommend",
+        *COMMON,
+        MANY,
+        "ablations=[awake,hangs]",
+        "budget_minutes=1.5",
+    ]
     done = subprocess.run(
         [*command, f"output={tmp_path / 'out'}"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
     )  # fmt: skip
@@ -215,7 +224,7 @@ def test_in_processes_of_its_own_what_hangs_ends_with_its_share_of_the_budget(tm
     found = read(tmp_path / "out")
     assert found and found.switch_on == ["awake"] and found.left_out == ["hangs"]
     assert outcomes(found)["hangs"][0] == "not measured" and "no answer after 22.5 s" in outcomes(found)["hangs"][1]
-    assert "more would measure hangs" in found.paragraph
+    assert "A larger budget_minutes= would give hangs longer than its share" in found.paragraph
     assert {" + ".join(r.ablations) for r in read_records(tmp_path / "out")} == {"", "awake"}  # to be tried again
 
 

@@ -81,7 +81,10 @@ def _sentences(known: Known, config: RecommendConfig, tried: Sequence[Tried]) ->
     open_, seconds = more(known)
     if open_:
         yield f"About {duration(seconds)} more would {open_}: the same command goes on."
-    elif known.reference:
+    ended = [named(c) for c in known.untried if c not in known.measurable]
+    if ended:
+        yield f"A larger budget_minutes= would give {', '.join(ended)} longer than its share of this one."
+    elif known.reference and not open_:
         yield "More minutes would change nothing: every question has its answer."
 
 

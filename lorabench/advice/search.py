@@ -100,11 +100,14 @@ def _decided(known: Known, left: float) -> Step | None:
 
 
 def _left_over(known: Known, left: float) -> Step | None:
-    """Contenders for which there was no time before."""
+    """Contenders for which there was no time before. Where none is expected to be done in time, one all the same: what
+    is expected comes from another machine, and nothing else is left to do."""
     pace, chosen = Pace(known), list[Toggles]()
     for toggles in known.measurable:
         if pace.rounds([*chosen, toggles], left) >= FEWEST:
             chosen.append(toggles)
+    if not chosen and left > 2 * pace.seconds([], FEWEST):
+        chosen = known.measurable[:1]
     if not chosen:
         return None
     return Step(_family(known, chosen, ALONE), _all, left)
@@ -121,17 +124,18 @@ def _family(known: Known, stacks: Sequence[Toggles], design: str, ground: Toggle
     return Family(tuple(own.cell(s, design, ground) for s in ((), *stacks) if s != ground or not s))
 
 
-def seat_seconds(budget: float) -> float:
-    """For one candidate, of a budget in seconds."""
-    return max(SEAT_SHARE * budget, SEAT_LEAST_S)
+def seat_seconds(budget: float, left: float) -> float:
+    """Seconds for one candidate, of a budget of which so many are left."""
+    return min(max(SEAT_SHARE * budget, SEAT_LEAST_S), 0.9 * left)
 
 
 def more(known: Known) -> tuple[str, float]:
-    """(what more time would tell, in words; about how many seconds that takes). '' where nothing is open."""
+    """(what more time would tell, in words; about how many seconds that takes). '' where nothing is open, but for what
+    had its time and did not end."""
     pace, parts, seconds = Pace(known), list[str](), 0.0
     if known.reference and known.reference.status not in ("ok", "oom"):
         return "", 0.0
-    if left := known.untried:
+    if left := known.measurable:
         parts.append("measure " + ", ".join(" + ".join(t.label for t in c) for c in left))
         seconds += pace.seconds(left, FEWEST)
     if not known.is_put_together:

@@ -184,7 +184,7 @@ class Witness:
             self.shadow = self._shadow() if self.state else None
         self.kept.into(params)
         halved = np.random.default_rng(number).integers(0, 2, len(params))
-        if some := [self.params[name] for name, half in zip(self.ordered, halved, strict=True) if half]:
+        if some := [self.params[name].data for name, half in zip(self.ordered, halved, strict=True) if half]:
             torch._foreach_mul_(some, 0.5)
         if self.state and self.shadow:
             self.state.put_back()
@@ -299,7 +299,7 @@ class Shadow:
     ) -> None:
         """`start`: parameters before the first trial; `first`: its gradients; `device`: where the copies are held."""
         self.names = list(start)
-        self.copies = [nn.Parameter(t.to(device, copy=True)) for t in start.values()]
+        self.copies: list[Any] = [nn.Parameter(t.to(device, copy=True)) for t in start.values()]
         self.optimizer = torch.optim.AdamW(self.copies, lr=rate, foreach=True)
         self._step(first)
         self.state = KeptState(self.optimizer)
@@ -308,7 +308,7 @@ class Shadow:
     def begin(self, params: Sequence[Tensor]) -> None:
         """To the state after the first trial, and to these parameters."""
         self.state.put_back()
-        torch._foreach_copy_(self.copies, params)
+        torch._foreach_copy_(self.copies, list(params))
 
     @torch.no_grad()
     def error(self, params: Sequence[Tensor]) -> tuple[float, str]:
@@ -325,7 +325,7 @@ class Shadow:
         errors = off / (moved + 4 * torch.finfo(torch.float32).eps * size).clip(1e-30)
         errors = np.where(np.isfinite(errors), errors, np.inf)
         worst = int(errors.argmax())
-        torch._foreach_copy_(self.copies, params)
+        torch._foreach_copy_(self.copies, list(params))
         return float(errors[worst]), self.names[worst]
 
     def _step(self, gradients: Sequence[Tensor | None]) -> None:

@@ -42,7 +42,7 @@ class Display:
     def start(self, family: Family) -> None:
         self.started[family.title] = time.monotonic()
         title = family.title if len(self.started) == 1 else f"{len(self.started)} families"
-        many = f"{len(family.cells)} arms" if len(family.cells) > 1 else family.cells[0].tested
+        many = f"{len(family.cells)} arms" if len(family.cells) > 1 else next(c.tested for c in family.cells)
         if not self.console.is_terminal:
             self.console.print(f"{escape(family.title)}: {escape(many)} …", highlight=False, style="dim")
         self.bar.update(self.task, family=escape(title), phase="starting", expected=self._expected())

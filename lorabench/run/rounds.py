@@ -103,13 +103,6 @@ class Rounds(Seats):
             self._sit_together([first], only=True)
         return left
 
-    def _late(self, entry: Entry) -> bool:
-        """Whether there is no time left to seat it. One that never sat leaves."""
-        late = time.monotonic() > (self.limits.seat_by if entry.ready is None else self.limits.stop_at)
-        if late and entry.ready is None:
-            entry.leave("timeout", NO_TIME)
-        return late
-
     # ---- rounds
 
     def _play(self, alone: Sequence[Entry]) -> None:
@@ -132,7 +125,7 @@ class Rounds(Seats):
         if self.journal:
             self.journal.begin(self.drafts())
         with Sampler(
-            self.uuid, lambda: {rank.process.pid for seat in self.seats for rank in seat.desk.ranks}
+            self.uuid, lambda: {rank.process.pid or 0 for seat in self.seats for rank in seat.desk.ranks}
         ) as sampler:
             for part, seated in zip(parts, generations, strict=True):
                 own = own or [seat for entry, seat in seated if self._seated(entry, seat)]

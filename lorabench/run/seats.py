@@ -20,6 +20,7 @@ from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Failed, Ready, Seating
 from lorabench.record.schema import ArmRecord
 from lorabench.run.entries import (
+    NO_TIME,
     UNLIMITED,
     Entry,
     Limits,
@@ -323,6 +324,13 @@ class Seats:
             began = time.perf_counter()
             seat.desk.ask("give_back", False)
             self._over("other", time.perf_counter() - began)
+
+    def _late(self, entry: Entry) -> bool:
+        """Whether there is no time left to seat it. One that never sat leaves."""
+        late = time.monotonic() > (self.limits.seat_by if entry.ready is None else self.limits.stop_at)
+        if late and entry.ready is None:
+            entry.leave("timeout", NO_TIME)
+        return late
 
     def _over(self, part: str, seconds: float) -> None:
         self.overhead[part] = self.overhead.get(part, 0.0) + seconds

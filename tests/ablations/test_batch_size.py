@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import MACHINE, InProcess, arm, cells, random_samples
+from helpers import arm, cells, random_samples, seat_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported, conflict
 from lorabench.contract.batch import pad
 from lorabench.contract.hooks import HookError, asked
+from lorabench.contract.kind import kind
 from lorabench.contract.rehearsal import Reading, Sizing
 from lorabench.contract.workload import Workload
 from lorabench.measure.numerics import one_step
 from lorabench.plan import registry
-from lorabench.run.runner import Runner
 from lorabench_ablations.batch_fit import Fit, Load, fit, largest, on_a_line
 from lorabench_ablations.batch_size import GIB, AutoBatchSize, DoublingBatchSize, FindExecutableBatchSize
 
@@ -356,12 +356,12 @@ def test_an_emulated_device_is_full_where_its_budget_ends(tmp_path, made):
 def test_a_whole_cell_passes_its_gate_and_its_certificate(tmp_path):
     feed = "{gsm8k: {batch_size: 1, samples: 6, seq_len: 32}}"
     _, cell = cells("ablations=[auto_batch_size]", f"workload={feed}")
-    with Runner(InProcess(), MACHINE, None, "test", 60, tmp_path) as runner:  # type: ignore[arg-type]
-        record = runner.measure(cell)
-    assert record.status == "ok" and record.applied and record.numerics, record.reason
-    assert record.applied["auto_batch_size"] == 1
-    assert record.notes["auto_batch_size"]["batch_size"] == 6
-    assert record.numerics.passed and record.numerics.checks
+    seat, _ = seat_of(cell, tmp_path)
+    reference, own = (seat.prepare(stack.name, stack) for stack in seat.family.stacks)
+    assert own.applied["auto_batch_size"] == 1
+    assert own.notes["auto_batch_size"]["batch_size"] == 6
+    verdict = kind(cell.kind).agree(cell, own.numerics[""], reference.evidence[""], own.evidence[""], torch.float32)
+    assert own.numerics[""].passed and verdict.passed and verdict.checks
 
 
 def test_an_answer_that_is_no_sizing_names_the_toggle():

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import PEFT, arm, cells, gate_of
+from helpers import PEFT, arm, cells, seat_of
 from torch import nn
 
 from lorabench.contract.ablation import Evidence, conflict
 from lorabench.measure.gradient_kind import GradientKind
 from lorabench.measure.numerics import one_step
-from lorabench.measure.seat import WrongNumerics
+from lorabench.measure.seat import Ready, WrongNumerics
 from lorabench_ablations.loading import Nf4Base, quantized_weights
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
@@ -96,7 +96,10 @@ def test_the_gold_is_float32_over_the_same_numbers():
 
 def gated(cell, folder):
     """The gate of one cell in this process: the candidate's verdict, with the full arms' agreement left out."""
-    return gate_of(cell, folder, SimpleNamespace(device="cpu", dtype=lambda wanted: wanted)).numerics[""]
+    seat, stack = seat_of(cell, folder, SimpleNamespace(device="cpu", dtype=lambda wanted: wanted))
+    ready = Ready()
+    seat._gate(stack, ready)
+    return ready.numerics[""]
 
 
 def cell(*overrides, dtype="bfloat16"):

@@ -11,7 +11,7 @@ import numpy as np
 from helpers import cells
 
 from lorabench.advice.known import Known, Question
-from lorabench.advice.search import Step, following
+from lorabench.advice.search import Step, following, seat_seconds
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.family import REFERENCE, TWIN, Stack
 from lorabench.record.schema import ArmMemory, ArmRecord, ArmTokens, Cost, Numerics
@@ -30,6 +30,7 @@ class Faster(Ablation):
     name: ClassVar[str] = "faster"
     slot: ClassVar[str] = "third_party"
     start_s: ClassVar[float] = START_S
+    found: ClassVar[int] = 0  # samples of a micro-batch, where it looks for them
     by: float = 1.0
     together: float | None = None
     status: str = "ok"  # what its arms come to
@@ -56,12 +57,12 @@ class Simulation:
 
     def __init__(
         self, *toggles: Ablation, minutes: float = 10, large: bool = False, arms: Sequence[ArmRecord] = (),
-        in_need: Sequence[Ablation] = (), noise: float = 0.003, fails: Any = lambda stack: None,
+        in_need: Sequence[Ablation] = (), noise: float = 0.003, fails: Any = lambda stack: None, overrides: str = "",
     ) -> None:  # fmt: skip
         """`large`: nothing fits without a toggle whose name begins with small. `fails`: of a stack the status that it
         comes to, or None."""
         self.large, self.noise, self.fails = large, noise, fails
-        (itself,) = cells("ablations=[]")
+        (itself,) = cells("ablations=[]", *overrides.split())
         self.question = Question(
             itself, [(t,) for t in toggles], MACHINE, size=10**9, in_need=[(t,) for t in in_need], rounds=12
         )  # fmt: skip
@@ -83,7 +84,11 @@ class Simulation:
             status, reason = self.fate(stack), "it went wrong"
             if self.now > began + step.seat_by and not stack.is_reference:
                 status, reason = "timeout", NO_TIME
+            patience = seat_seconds(self.seconds, self.seconds - self.now)
             start = max([START_S, *(t.start_s for t in own(stack.ablations))]) if reason != NO_TIME else 0.0
+            if start > patience:
+                start, status, reason = patience, "timeout", "no answer"
+                self.lost[frozenset(stack.labels)] = reason
             self.now += start
             made[stack.name] = {"status": status, "start": start, "turns": []}
             if status != "ok":
@@ -102,7 +107,7 @@ class Simulation:
                     self.now += ms / 1000
         self.arms += [
             self.record(step, stack, name, **made[stack.name]) for stack in step.family.stacks
-            if made[stack.name].get("reason") != NO_TIME
+            if made[stack.name].get("reason") not in (NO_TIME, "no answer")
         ]  # fmt: skip
 
     def fate(self, stack: Stack) -> str:
@@ -123,6 +128,7 @@ class Simulation:
                 "cost": cost, "rounds": rounds, "seats": [0] * len(turns), "phases": phases, "numerics": GATE,
                 "applied": {}, "tokens": ArmTokens(real=10, trained=10, padded=0),
                 "memory": ArmMemory(peak=100 if stack.is_reference else 70),
+                "notes": {t.name: {"batch_size": t.found} for t in own(stack.ablations) if t.found},
             }  # fmt: skip
         return record_of(step.family, stack, "s", name=name, status=status, **fields)
 

@@ -193,6 +193,27 @@ def test_what_saves_memory_is_tried_where_nothing_else_makes_it_fit():
     assert ["small_checkpoints"] in done.titles and sorted(done.stack) == ["much", "small_checkpoints"]
 
 
+def test_the_batch_size_that_was_found_is_a_setting():
+    def size(self, rehearsal):
+        raise NotImplementedError
+
+    sizing = toggle("sizing", 3.0)
+    for name, value in (("size", size), ("found", 8)):
+        setattr(type(sizing), name, value)
+    load = "workload={short_samples:{samples:16,batch_size:2}}"
+    done = Simulation(sizing, toggle("other", 1.5), overrides=load)
+    said = answer(done)
+    assert sorted(done.stack) == ["other", "sizing"]
+    settings = "per_device_train_batch_size=8, gradient_accumulation_steps=2"
+    assert f"A micro-batch has 8 samples: {settings}." in said.paragraph
+    (_, _, trl), _, (_, _, axolotl) = said.code
+    assert "per_device_train_batch_size=8,\n    gradient_accumulation_steps=2,\n" in trl and "sizing" not in trl
+    assert "micro_batch_size: 8\ngradient_accumulation_steps: 2\n" in axolotl
+
+    kept = answer(Simulation(toggle("other", 1.5), overrides=load)).paragraph
+    assert "A micro-batch has 2 samples: per_device_train_batch_size=2, gradient_accumulation_steps=8." in kept
+
+
 def test_nothing_makes_it_fit():
     done = Simulation(toggle("much", 2.0), large=True)
     assert done.stack == [] and "nothing that was tried makes it fit" in answer(done).paragraph

@@ -15,7 +15,7 @@ from lorabench.measure import depth_noise, numerics, witness
 from lorabench.measure.certificate import MOST, certify
 from lorabench.measure.kind import TURN
 from lorabench.measure.trial import run_trial
-from lorabench.measure.witness import BLOCK, SKETCH, Witness, sketch
+from lorabench.measure.witness import BLOCK, SKETCH, Look, Witness, sketch
 
 
 def evidence(made, folder, rounds=4, spoil=lambda made, number: None, turn=1):
@@ -267,7 +267,7 @@ def test_a_row_of_a_sketch_depends_on_nothing_but_its_tensor(monkeypatch):
 
 def test_a_sketch_of_other_tensors_is_refused(reference):
     with pytest.raises(ValueError, match="shape"):
-        reference.add_sketch(1, np.zeros((3, SKETCH), np.float32))
+        reference.add_sketch(1, Look(np.zeros((3, SKETCH), np.float32), None))
 
 
 def test_all_turns_of_all_arms_start_at_a_place_that_follows_from_the_number(tmp_path):

@@ -10,6 +10,8 @@ from helpers import PEFT, arm, cells, seat_of
 
 from lorabench.measure import energy
 from lorabench.measure.energy import LONGEST_S, SHORTEST_S, block
+from lorabench.measure.kind import TURN
+from lorabench.record.schema import Energy
 
 
 class Gpu:
@@ -110,13 +112,17 @@ def test_on_a_cpu_and_without_nvml_it_is_unknown(monkeypatch):
     assert energy.measure(made, 1.0) is None
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_an_arm_s_end_asks_once_where_it_is_wanted_and_says_how_long_it_took(asks, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(energy, "measure", lambda arm, usual_ms: asked.append((arm.name, usual_ms)))
-    seat, stack = seat_of(cells("ablations=[eager]")[1], tmp_path)
-    seat.call("prepare", stack.name, stack, False)
-    seat.call("turn", stack.name, [64])
-    ended = seat.call("end", stack.name, 128, 5.0, asks)
-    assert asked == ([("eager", 5.0)] if asks else [])
-    assert ended.seconds["energy"] >= 0
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_seat_asks_once_an_arm_where_it_is_wanted_and_says_how_long_it_took(wanted, tmp_path, monkeypatch):
+    """Of several processes of an arm one is asked to."""
+    asked, found = [], Energy(joules=1.0, steps=2, seconds=3.0)
+    monkeypatch.setattr(energy, "measure", lambda arm, usual_ms: asked.append((arm.name, usual_ms)) or found)
+    seat, _ = seat_of(cells("ablations=[eager]")[1], tmp_path)
+    stacks = seat.family.stacks
+    for stack in stacks:
+        seat.prepare(stack.name, stack, False)
+        seat.turn(stack.name, [TURN])
+    ended = [seat.end(stack.name, 0, 4.0, wanted) for stack in stacks]
+    assert asked == ([("reference", 4.0), ("eager", 4.0)] if wanted else [])
+    assert [one.energy for one in ended] == 2 * [found if wanted else None]
+    assert all(one.seconds["energy"] >= 0 for one in ended)

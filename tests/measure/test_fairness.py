@@ -74,7 +74,7 @@ def test_a_recursion_limit_may_be_raised_and_not_lowered():
 def test_a_replaced_function_and_a_hook_on_the_other_arm_s_model_are_named(monkeypatch):
     reference = arm(*PEFT)
     guard = Guard(alone=False)
-    guard.watch(reference)
+    guard.watch("reference", reference)
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.Linear, "forward", lambda self, x: x)
         with pytest.raises(Untrusted, match=r"replaced torch.nn.modules.linear.Linear.forward"):
@@ -154,7 +154,7 @@ def test_work_on_a_stream_that_nothing_waits_for_is_seen():
 
 
 def test_a_reference_that_became_slower_is_seen():
-    alone = [done(ms) for ms in (11.0, 10.0, 12.0)]
+    alone = [11.0, 10.0, 12.0]
     fairness.check_slowed(alone, [done(14.0), done(40.0)], "cuda")
     with pytest.raises(Untrusted, match="slows it down"):
         fairness.check_slowed(alone, [done(16.0), done(17.0)], "cuda")

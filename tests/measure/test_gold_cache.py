@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import arm, cells, gate_of, shared_step
+from helpers import arm, cells, seat_of, shared_step
 
 from lorabench.measure import gold_cache, numerics
 from lorabench.measure.gradient_kind import GradientKind
@@ -70,8 +70,9 @@ def gated(cell, folder, monkeypatch):
     with monkeypatch.context() as patch:
         noted = lambda self, request: built.append(request.name) or plain(self, request)  # noqa: E731
         patch.setattr(GradientKind, "_outcomes", noted)
-        verdict = gate_of(cell, folder).numerics[""]
-    return built, verdict
+        seat, stack = seat_of(cell, folder)
+        ready = seat.call("prepare", stack.name, stack)
+    return built, ready.numerics[""]
 
 
 def test_the_next_cell_s_gate_computes_its_arms_alone(tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def test_a_sweep_mixes_kinds_and_each_toggle_goes_where_it_is_known():
     made = plan(config(models, toggles), "cpu")
     rows = [(c.kind, c.workload.name, [t.name for t in c.toggles]) for c in made.cells]
     assert rows == [
-        ("train", "2x16", []), ("train", "2x16", []), ("train", "2x16", ["eager"]), ("limit", "2x16", ["frozen_limit"]),
+        ("train", "2x16", []), ("train", "2x16", ["eager"]), ("limit", "2x16", ["frozen_limit"]),
         ("train", "2x16", ["liger"]),
         ("load", "warm_cache", []), ("load", "warm_cache", ["parallel_reading"]),
         ("evaluate", "2x16", []), ("evaluate", "2x16", ["eager"]), ("evaluate", "2x16", ["no_kv_cache"]),

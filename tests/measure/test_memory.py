@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers import cells, seat_of
 
-from lorabench.contract.family import Family
 from lorabench.measure.memory import growth
 
 MIB = 1 << 20
@@ -24,13 +23,16 @@ def test_the_growth_of_a_call_on_a_cpu_is_its_largest_at_a_time():
 
 @pytest.mark.gpu
 def test_both_arms_of_one_kind_reserve_alike(tmp_path):
-    """Else the second arm lives on what the first has freed, and seems to reserve nothing."""
+    """Else the second arm lives on what the first has freed, and seems to reserve nothing; what it has of the base
+    counts, as if it were alone."""
     from lorabench.measure.machine import describe
 
     cell = cells("models=[smollm2-135m]", "workload=2x256", "ablations=[eager]")[0]
     assert not cell.toggles
     seat, _ = seat_of(cell, tmp_path, describe())
-    one, two = (seat.call("prepare", s.name, s, False).memory for s in Family((cell,)).stacks)
+    first, second = (seat.call("prepare", stack.name, stack, False) for stack in seat.family.stacks)
+    one, two = first.memory, second.memory
     assert two.reserved == pytest.approx(one.reserved, rel=0.15)
     assert two.reserved >= two.peak * 0.95  # what was in use at once had to be reserved
     assert two.static == pytest.approx(one.static, rel=0.15)
+    assert second.own_bytes < two.static - two.weights / 2  # the base is there once

@@ -75,10 +75,10 @@ def test_vectors_that_are_neither_norms_nor_biases_get_their_start(tmp_path):
 def test_a_cell_of_any_family_is_judged_and_timed(family, text, tmp_path):
     folder = saved(tmp_path / family, family)
     _, cell = planned(folder, text, "weights=auto", "ablations=[gradient_checkpointing]")
-    with Runner(InProcess(), MACHINE, None, "test", 60, tmp_path) as runner:  # type: ignore[arg-type]
+    with Runner(InProcess(), MACHINE, None, "test", 60, tmp_path) as runner:
         record = runner.measure(cell)
     assert record.status == "ok", record.reason
-    assert record.applied and record.applied["gradient_checkpointing"] == 3
+    assert record.applied["gradient_checkpointing"] == 3
 
 
 @pytest.mark.exhaustive

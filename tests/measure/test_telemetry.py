@@ -10,7 +10,7 @@ def trial(began):
 
 def disturbed(samples, rounds):
     """samples: (time, MHz, throttle reasons)."""
-    sampler = Sampler()
+    sampler = Sampler(None, list)
     sampler._samples = [(at, mhz, 600.0, 50.0, reasons) for at, mhz, reasons in samples]
     return sampler.summary(rounds).disturbed_trials
 

@@ -229,7 +229,8 @@ def test_no_round_begins_after_the_budget(tmp_path):
 def test_no_candidate_is_seated_after_its_time_and_the_others_have_their_rounds(tmp_path, monkeypatch):
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
-    monkeypatch.setattr("lorabench.run.rounds.time", clock)
+    for file in ("rounds", "seats"):
+        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
     script = Script(fails={("prepare", "adamw"): lambda: now.__setitem__(0, 20.0)})
     with runner(script, tmp_path) as running:
         running.limits = Limits(seat_by=10.0)
