@@ -237,7 +237,8 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
     from lorabench.run.progress import Display
 
     for record in Journal(config.output).recovered():  # of a run that was killed
-        store.append(record)
+        if record.status != "timeout":
+            store.append(record)
     Journal(config.output).end()
     question = _question(config, queue.machine, console)
     lost: dict[Any, str] = {}

@@ -116,13 +116,14 @@ class Told:
         assert self.reference
         base = frozenset(self.reference.toggles)
         tried = [labels for labels in stacks if labels != base and self.measured(labels)]
-        fastest = min([labels for labels in tried if self._faster(labels)] or [base], key=self.ms)
-        level = [labels for labels in tried if self._faster(labels) and self._level(fastest, labels)]
+        fastest = min([labels for labels in tried if self.helps(labels)] or [base], key=self.ms)
+        level = [labels for labels in tried if self.helps(labels) and self._level(fastest, labels)]
         chosen = min([fastest, *level], key=lambda labels: (len(stacks.get(labels, ())), self.ms(labels)))
         others = [labels for labels in tried if labels != chosen and self._may_be_better(labels, chosen)]
         return chosen, sorted(others, key=self.ms)
 
-    def _faster(self, labels: Labels) -> bool:
+    def helps(self, labels: Labels) -> bool:
+        """Whether an arm fits where the reference does not, or is clearly faster."""
         record = self.record(labels)
         return bool(record) and (makes_it_fit(record) or self.row(record)["verdict"] == "faster")
 
@@ -134,6 +135,11 @@ class Told:
     def _may_be_better(self, arm: Labels, than: Labels) -> bool:
         found = self.beside(arm, than)
         return found is not None and found.high > 1 + max(MATTERS, self.floor)
+
+
+def _promising(row: Any) -> bool:
+    """Whether it may well help, and the rounds or the noise do not let that be said."""
+    return row["verdict"] == "unclear" and row[f"{TOTAL}_low"] > 1 and row[f"{TOTAL}_speedup"] > 1 + MATTERS
 
 
 def makes_it_fit(record: Record) -> bool:
@@ -214,8 +220,8 @@ class Known:
 
     @cached_property
     def ranked(self) -> list[Toggles]:
-        """Those that help alone, the best first. Where the reference does not fit, those that make it fit, and after
-        them whatever ran out of memory alone."""
+        """Those that help alone, as far as is known, the best first. Where the reference does not fit, those that make
+        it fit, and after them whatever ran out of memory alone."""
         ranks: list[tuple[tuple[int, float], int]] = []
         for place, toggles in enumerate(self.wanted):
             record, told = self.record(toggles), self.alone(toggles)
@@ -226,7 +232,7 @@ class Known:
                 ranks.append(((0, row[f"{TOTAL}_candidate_ms"]), place))
             elif record.status == "oom" and not self.fits:
                 ranks.append(((2, 0.0), place))
-            elif record.status == "ok" and row["verdict"] == "faster":
+            elif record.status == "ok" and (row["verdict"] == "faster" or _promising(row)):
                 ranks.append(((1, 1 / row[f"{TOTAL}_speedup"]), place))
         some = any(rank < 2 for (rank, _), _ in ranks)
         return [self.wanted[place] for _, place in sorted(ranks)] if some else []
@@ -304,7 +310,9 @@ class Known:
         contested = [own[one] for one in (labels, *others[:RIVALS])] if others else []
         if own[labels] or not self.members:
             return Choice(own[labels], told), contested
-        return Choice(self.members[0], self.alone(self.members[0])), contested
+        best, alone = self.members[0], self.alone(self.members[0])
+        helps = alone and alone.helps(self.question.labels(best))
+        return (Choice(best, alone) if helps else Choice((), told)), contested
 
     @property
     def choice(self) -> Choice:

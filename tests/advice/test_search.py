@@ -41,6 +41,14 @@ def test_all_alone_in_one_family_then_the_stacks_in_another():
     assert outcome == "switch on" and re.match(r"alone 1\.(49|50)\d? .* on top of much\(by=2\.0\) \+ little", why)
 
 
+def test_what_may_well_help_is_put_together_too_and_recommended_only_where_it_then_does():
+    done = Simulation(toggle("much", 3.0), toggle("perhaps", 1.2), noise=0.08)
+    known, (_, perhaps) = done.known, done.question.contenders
+    alone, record = known.alone(perhaps), known.record(perhaps)
+    assert alone and record and alone.row(record)["verdict"] == "unclear"
+    assert done.titles[1] == ["much", "much+perhaps", "perhaps"] and done.stack == ["much", "perhaps"]
+
+
 def test_one_winner_needs_no_stacks_and_every_question_has_its_answer():
     done = Simulation(toggle("much", 2.0), toggle("nothing"))
     assert done.titles == [["much", "nothing"]] and done.stack == ["much"]
