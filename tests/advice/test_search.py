@@ -42,7 +42,7 @@ def test_all_alone_in_one_family_then_the_stacks_in_another():
 
 
 def test_what_may_well_help_is_put_together_too_and_recommended_only_where_it_then_does():
-    done = Simulation(toggle("much", 2.0), toggle("perhaps", 1.25), noise=0.06)
+    done = Simulation(toggle("much", 3.0), toggle("perhaps", 1.2), noise=0.04)
     known, (_, perhaps) = done.known, done.question.contenders
     alone, record = known.alone(perhaps), known.record(perhaps)
     assert alone and record and alone.row(record)["verdict"] == "unclear"
