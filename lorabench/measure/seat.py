@@ -203,10 +203,11 @@ class Seat:
         with _seconds(into, "profile"):
             self.tell(f"memory of {name}")
             # As if it were alone: without what the base kept meanwhile, with all of the base that it uses.
-            grown = memory.allocated(self.device) - held - (self.base.nbytes - kept)
-            static = grown + self.base.bytes_of(arm.model)
-            into.own_bytes = grown
-            into.memory = memory.measure(arm, static, memory.reserved(self.device) - cached)
+            lent = self.base.bytes_of(arm.model)
+            kept = self.base.nbytes - kept
+            into.own_bytes = memory.allocated(self.device) - held - kept
+            reserved = memory.reserved(self.device) - cached - kept
+            into.memory = memory.measure(arm, into.own_bytes + lent, reserved + lent)
             into.jobs = of_kind.counts(arm)
             of_kind.clear(arm)
         self.guard.check_all()
