@@ -17,14 +17,14 @@ from lorabench.plan.estimate import duration
 from lorabench.record.contrast import Speedup
 from lorabench.record.schema import TOTAL, Record
 from lorabench.record.stats import noise_floor
+from lorabench.record.words import TOO_NOISY
 from lorabench.report.analysis import Row
 from lorabench.report.answers import buys
 from lorabench.report.cells import whole
 from lorabench.report.recommendation import Recommendation, Tried
 from lorabench.report.words import arrow, number, percent, speedup
 
-NOISY = 1.0  # a noise floor: what is more than twice off says nothing of a speed-up
-TOO_NOISY = "too noisy to say"
+NOTHING_SAID = "too noisy to say"
 KEPT, HELPS, NO_TIME, UNTRIED = "switch on", "helps alone", "not measured", "not tried"
 OUTCOMES = {
     "wrong_numerics": "refused by the gate",
@@ -155,10 +155,10 @@ def _nothing(known: Known, reference: str) -> str:
     if found.status != "ok":
         return f"Nothing can be said: the reference came to {found.status}: {found.reason}."
     floor = max((told.floor for told in known.families if told.measured(known.base)), default=0.0)
-    if floor > NOISY:
+    if floor > TOO_NOISY:
         return (
-            f"Nothing can be said: the reference is up to {percent(floor)} off itself, as on a machine on which other "
-            "processes run. Measure again where none do, with another output=."
+            "Nothing can be said: the reference is far off itself, as on a machine on which other processes run. Measure "
+            "again where none do, with another output=."
         )
     return (
         f"Leave {reference} as it is: nothing that was tried is clearly faster, on a machine on which the reference is "
@@ -228,7 +228,7 @@ def _on_top(toggles: Toggles, known: Known) -> str:
 
 def _as_fast(row: Row) -> str:
     found = Speedup(row[f"{TOTAL}_speedup"], row[f"{TOTAL}_low"], row[f"{TOTAL}_high"])
-    if row["verdict"] == "unclear" and (row["noise_floor"] > NOISY or noise_floor(found) > NOISY):
-        return TOO_NOISY
+    if row["verdict"] == "unclear" and (row["noise_floor"] > TOO_NOISY or noise_floor(found) > TOO_NOISY):
+        return NOTHING_SAID
     ratio = whole(row).removeprefix("unclear ")
     return f"{ratio} × as fast" if ratio else "too few trials for a ratio"

@@ -7,8 +7,9 @@ from __future__ import annotations
 import gc
 import math
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter  # the function itself: whoever puts another one into `time` changes nothing here
 
 import torch
@@ -17,6 +18,8 @@ from torch.cuda import synchronize as wait_for_device  # as perf_counter
 
 from lorabench.contract.arm import Arm
 
+TURN_S = 0.1  # a turn is as many trials as this holds, one at least
+MOST_TRIALS = 20
 _record, _elapsed, _wait = Event.record, Event.elapsed_time, Event.synchronize  # as perf_counter
 
 
@@ -127,42 +130,49 @@ def _still_faster(trials: Sequence[Trial]) -> bool:
     return trials[-1].total_ms < 0.7 * trials[-2].total_ms
 
 
-def run_rounds(
-    arms: Mapping[str, Arm | None], rounds: int, seed: int, tell: Callable[[int], None] = lambda n: None,
-    seen: Callable[[str, Trial], None] = lambda name, trial: None,
-    timed: Callable[[str, Trial | None], None] = lambda name, trial: None,
-) -> dict[str, list[Trial]]:  # fmt: skip
-    """`rounds` rounds; in each, every arm runs once, in random order, on the round's own data; each of two arms is the
-    first one in half of the rounds. Raises Diverged on a loss that is not finite. `seen` is called after each trial,
-    before what it left is cleared; `timed` before it, and right after it with the trial.
+def trials_a_turn(ms: float) -> int:
+    """How many trials a turn of a round holds, of which one takes so many milliseconds."""
+    return max(1, min(MOST_TRIALS, int(1000 * TURN_S / ms))) if ms > 0 else MOST_TRIALS
 
-    An arm that is None runs on other ranks than this one: its turn is kept, so that all ranks draw the same order.
-    Python's garbage collector runs between trials, never inside one.
+
+def of_turn(made: Sequence[Trial]) -> tuple[Sequence[Trial], dict[str, float]]:
+    """The trials of a turn that count, and their medians by phase. Its first one found the caches of the arm before."""
+    counted = made[1:] or made
+    return counted, {p: statistics.median(t.device_ms[p] for t in counted) for p in counted[0].device_ms}
+
+
+@dataclass
+class Rounds:
+    """What the rounds of an arm came to: milliseconds by phase, one a round, and the losses of all its trials."""
+
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+
+
+def run_rounds(arms: Mapping[str, Arm], rounds: int, seed: int, a_turn: int = 1) -> dict[str, Rounds]:
+    """`rounds` rounds in this process; in each, every arm has a turn of so many trials, in fresh random order, on the
+    round's own data. Two names may stand for one arm.
+
+    Raises Diverged on a loss that is not finite. Python's garbage collector runs between turns, never inside one.
     """
     order = random.Random(seed)
-    one = order.sample(list(arms), len(arms))
-    turns = [one[:: -1 if number % 2 else 1] for number in range(rounds)]
-    order.shuffle(turns)
-    trials: dict[str, list[Trial]] = {name: [] for name, arm in arms.items() if arm}
+    found = {name: Rounds() for name in arms}
     gc.collect()
     gc.disable()
     try:
         for number in range(rounds):
-            tell(number)
-            for name in turns[number]:
-                arm = arms[name]
-                if arm is None:
-                    continue
-                arm.kind.feed(arm, number + 1)
-                timed(name, None)
-                trial = run_trial(arm)
-                timed(name, trial)
-                if not math.isfinite(trial.loss):
-                    raise Diverged(f"the loss of the {name} is {trial.loss} in trial {number + 1}")
-                trials[name].append(trial)
-                seen(name, trial)
+            for name in order.sample(list(arms), len(arms)):
+                arm, made = arms[name], list[Trial]()
+                for place in range(a_turn):
+                    arm.kind.feed(arm, number * a_turn + place + 1)
+                    made.append(run_trial(arm))
+                    if not math.isfinite(made[-1].loss):
+                        raise Diverged(f"the loss of the {name} is {made[-1].loss} in round {number + 1}")
                 arm.kind.clear(arm)
+                found[name].losses += [trial.loss for trial in made]
+                for phase, ms in of_turn(made)[1].items():
+                    found[name].ms.setdefault(phase, []).append(ms)
             gc.collect(0)
     finally:
         gc.enable()
-    return trials
+    return found

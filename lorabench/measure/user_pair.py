@@ -1,6 +1,6 @@
-"""Two variants of a user's own training step against each other, in this process: `lorabench.measure`.
+"""Two variants of a user's own training step against each other, in this process: what `lorabench.measure` does.
 
-The trials, their warm-up, the memory and the gate are those of a sweep; here a user's functions are checked and put
+The rounds, their warm-up, the memory and the gate are those of a sweep; here a user's functions are checked and put
 into the shape of arms (user_step.py), and what was measured into one result.
 """
 
@@ -18,22 +18,26 @@ from torch import Tensor, nn
 
 from lorabench.contract.ablation import Tolerance
 from lorabench.contract.arm import Arm
+from lorabench.contract.family import TWIN
 from lorabench.contract.step import Step
 from lorabench.measure import memory, trial, user_gate
 from lorabench.measure.user_step import Phases, Variant, WholeArm, arm_of, loss_of, model_of
 from lorabench.record.contrast import MIN_TRIALS, Contrast, contrast
 from lorabench.record.schema import TOTAL, ArmMemory, Numerics
-from lorabench.record.words import number, ratio
+from lorabench.record.stats import Verdict, noise_floor, verdict
+from lorabench.record.words import noise, number, ratio
 
 Times = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a pair came to. Times are milliseconds by phase, in the order of the rounds; `total` is the sum of the
-    phases. `phases` has the same keys. `losses` and `memory` (bytes) are by arm. `numerics` is None without a gold."""
+    """What a pair came to. Times are milliseconds by phase, one a round; `total` is the sum of the phases. `phases` has
+    the same keys. `again`: the reference held against itself, turn by turn in the same rounds. `losses` of all trials
+    and `memory` (bytes) are by arm. `numerics` is None without a gold."""
 
     phases: dict[str, Contrast]
+    again: Contrast
     reference_ms: Times
     candidate_ms: Times
     losses: dict[str, list[float]]
@@ -45,14 +49,32 @@ class Measured:
         """Reference / candidate of the whole step."""
         return self.phases[TOTAL]
 
+    @property
+    def noise_floor(self) -> float:
+        """How far the reference is from itself, as a share, at least 0.01: what lies within says nothing."""
+        return noise_floor(self.again.speedup)
+
+    @property
+    def verdict(self) -> Verdict:
+        """`faster`, `slower`, `same` or `unclear`, as in a sweep's tables."""
+        found = verdict(self.speedup.speedup, self.speedup.p_value(), self.noise_floor, self.rounds)
+        assert found
+        return found
+
+    @property
+    def rounds(self) -> int:
+        return len(self.candidate_ms[TOTAL])
+
     def __str__(self) -> str:
-        """One line: the ratio with its 95 % interval, the medians it is of, each phase, and what the gate found."""
+        """One line: the verdict, the ratio with its 95 % interval, how far the reference is from itself, the medians,
+        each phase, and what the gate found."""
         centre, low, high = self.speedup.speedup
         before, after = (statistics.median(ms[TOTAL]) for ms in (self.reference_ms, self.candidate_ms))
         parts = [f"{phase} {ratio(found.centre)}" for phase, found in self.phases.items() if phase != TOTAL]
         return "; ".join(
             [
-                f"speed-up {ratio(centre, low, high)} (95 %, {len(self.losses['candidate'])} paired trials)",
+                f"{self.verdict}: speed-up {ratio(centre, low, high)} (95 %, {self.rounds} rounds)",
+                f"the reference against itself {noise(self.noise_floor)}",
                 f"{number(before)} → {number(after)} ms",
                 *([", ".join(parts)] if parts else []),
                 "numerics not checked (no gold)" if self.numerics is None else _checked(self.numerics),
@@ -65,34 +87,11 @@ def _checked(numerics: Numerics) -> str:
     return f"numerics passed (worst gradient off by {number(error)}, allowed {number(allowed)})"
 
 
-def measure(
-    *,
-    reference: Variant,
-    candidate: Variant,
-    gold: Variant | None = None,
-    trials: int = 30,
-    warmup: int = 5,
-    device: torch.device | str | None = None,
-    seed: int = 0,
-    tolerance: Tolerance | None = None,
-) -> Measured:
-    """Time two variants of a training step in pairs: in each of `trials` rounds both run once, in random order.
-
-    A variant is a function that does one whole step and returns its loss, or `Phases`, or the contract's `Step`, of
-    which forward, backward and update are timed apart. Both train on as they are measured: hand in copies. On a GPU the
-    times are between events on the current stream.
-
-    gold: the same step in float32 on the same weights and batch. Then every trained tensor's gradient, the loss and the
-    first update are compared before anything is timed, with the limits of a sweep's gate; what the reference is off by
-    is what the candidate may be off by a small multiple of. `tolerance` declares more, for a candidate that changes the
-    mathematics on purpose. Dropout is compared under shared masks.
-
-    warmup: trials of each arm before the first that counts; up to four times as many while they still get faster.
-    device: where the work runs; None: where the models are, else a GPU if there is one. seed: of the rounds' order.
-
-    Raises ValueError in one line for what cannot be measured, WrongNumerics where the gate does not pass, and whatever
-    the user's functions raise.
-    """
+def measured(
+    reference: Variant, candidate: Variant, gold: Variant | None, trials: int, warmup: int,
+    device: torch.device | str | None, seed: int, tolerance: Tolerance | None,
+) -> Measured:  # fmt: skip
+    """See `lorabench.measure`."""
     pair = {"reference": reference, "candidate": candidate}
     variants = {**pair, **({} if gold is None else {"gold": gold})}
     _check(variants, trials, warmup)
@@ -100,13 +99,19 @@ def measure(
     with torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext():
         arms = {name: arm_of(name, variant, where) for name, variant in variants.items()}
         golden = arms.pop("gold", None)
-        verdict = user_gate.judge(golden, arms["reference"], arms["candidate"], tolerance) if golden else None
+        checked = user_gate.judge(golden, arms["reference"], arms["candidate"], tolerance) if golden else None
         _first_steps(arms)
-        for arm in arms.values():
-            trial.warm_up(arm, warmup)
+        warm = {name: trial.warm_up(arm, warmup)[-1].total_ms for name, arm in arms.items()}
         held = {name: _memory(arm) for name, arm in arms.items()}
-        done = _rounds(arms, trials, seed)
-    return _measured(done, held, verdict)
+        done = _rounds(arms, trials, seed, trial.trials_a_turn(warm["reference"]))
+    times = {name: {**own.ms, TOTAL: [sum(turn) for turn in zip(*own.ms.values(), strict=True)]}
+             for name, own in done.items()}  # fmt: skip
+    before, after = times["reference"], times["candidate"]
+    return Measured(
+        {phase: _contrast(before[phase], after[phase]) for phase in before if phase in after},
+        _contrast(before[TOTAL], times[TWIN][TOTAL]), before, after, {name: done[name].losses for name in pair}, held,
+        checked,
+    )  # fmt: skip
 
 
 def _check(variants: Mapping[str, Any], trials: int, warmup: int) -> None:
@@ -118,9 +123,20 @@ def _check(variants: Mapping[str, Any], trials: int, warmup: int) -> None:
             raise ValueError(f"{name}= is {type(variant).__name__}; expected {expected}")
     if len({isinstance(v, (Phases, Step)) for v in variants.values()}) > 1:
         raise ValueError("one variant is a whole step and another Phases: give all in one form, to time the same")
+    _check_copies(variants)
     for name, value, least in (("trials", trials, MIN_TRIALS), ("warmup", warmup, 1)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r}: expected a whole number of at least {least}")
+
+
+def _check_copies(variants: Mapping[str, Any]) -> None:
+    """Raises ValueError where two variants train the same parameters: the later one would go on from the other's."""
+    owner: dict[int, str] = {}
+    for name, variant in variants.items():
+        model = model_of(variant)
+        for parameter in model.parameters() if model else ():
+            if parameter.requires_grad and (other := owner.setdefault(id(parameter), name)) != name:
+                raise ValueError(f"{other} and {name} train the same model; hand in copies (copy.deepcopy)")
 
 
 def _device(variants: Mapping[str, Any], asked: torch.device | str | None) -> torch.device:
@@ -185,29 +201,14 @@ def _memory(arm: Arm) -> ArmMemory:
     return found.model_copy(update={"static": held or None, "reserved": None})
 
 
-def _rounds(arms: Mapping[str, Arm], trials: int, seed: int) -> dict[str, list[trial.Trial]]:
+def _rounds(arms: Mapping[str, Arm], rounds: int, seed: int, a_turn: int) -> dict[str, trial.Rounds]:
+    """With the reference again in every round."""
+    seated = {**arms, TWIN: arms["reference"]}
     try:
-        trial.run_rounds(arms, 1, seed)  # both once more, now that both are warm
-        return trial.run_rounds(arms, trials, seed + 1)
+        trial.run_rounds(seated, 1, seed, a_turn)  # all once more, now that all are warm
+        return trial.run_rounds(seated, rounds, seed + 1, a_turn)
     except trial.Diverged as error:
         raise ValueError(str(error)) from None
-
-
-def _measured(
-    done: Mapping[str, Sequence[trial.Trial]], held: dict[str, ArmMemory], verdict: Numerics | None
-) -> Measured:
-    times = {name: _times(trials) for name, trials in done.items()}
-    before, after = times["reference"], times["candidate"]
-    return Measured(
-        {phase: _contrast(before[phase], after[phase]) for phase in before if phase in after},
-        before, after, {name: [t.loss for t in trials] for name, trials in done.items()}, held, verdict,
-    )  # fmt: skip
-
-
-def _times(trials: Sequence[trial.Trial]) -> Times:
-    """Milliseconds of each phase, and of their sum."""
-    phases = {phase: [t.device_ms[phase] for t in trials] for phase in trials[0].device_ms}
-    return {**phases, TOTAL: [t.total_ms for t in trials]}
 
 
 def _contrast(reference_ms: Sequence[float], candidate_ms: Sequence[float]) -> Contrast:

@@ -131,7 +131,7 @@ class WholeKind(Kind):
 def loss_of(out: Any, name: str) -> float:
     """The loss that a user's function returned. Raises ValueError where it is no number."""
     if (isinstance(out, Tensor) and out.numel() == 1) or (isinstance(out, (int, float)) and not isinstance(out, bool)):
-        return float(out)
+        return float(out.detach() if isinstance(out, Tensor) else out)
     raise ValueError(f"the {name} returned {_what(out)}; expected its loss, a number or a tensor of one element")
 
 

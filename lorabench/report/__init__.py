@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 # before its first cell.
 
 
-def load_results(folder: str | Path) -> pd.DataFrame:
-    """The tidy table of one results folder, a row a cell: see report/tidy. Raises RecordError (a ValueError)."""
+def load_results(folder: str | Path, against: str | None = None) -> pd.DataFrame:
+    """The tidy table of one results folder, a row a contrast: see report/tidy. against: the name of an arm that all
+    others of its family are held against, in place of what the designs show. Raises RecordError (a ValueError)."""
     from lorabench.report.analysis import load_results
 
-    return load_results(folder)
+    return load_results(folder, against)
 
 
 def write_report(folder: str | Path) -> list[Path]:

@@ -106,10 +106,10 @@ class Analysis:
         return match(self.records)
 
 
-def load_results(folder: str | Path) -> pd.DataFrame:
+def load_results(folder: str | Path, against: str | None = None) -> pd.DataFrame:
     """The tidy table of one results folder (see `tidy`). Raises RecordError where it cannot be read."""
     with collector_paused():  # until the records are gone again
-        return Analysis.read(folder).table
+        return Analysis.read(folder, against=against).table
 
 
 def _device(machine: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from lorabench.report.contrasts import side, versus
 from lorabench.report.groups import Group
 from lorabench.report.shares import ShareOf, columns
 from lorabench.report.tidy import kinds_of, phases_of
-from lorabench.report.words import arrow, number, percent, ratio, span, unclear
+from lorabench.report.words import arrow, noise, number, percent, ratio, span, unclear
 
 # The columns, by their headings. Beside these there is one a phase, one a share and one for each kind's throughput.
 TOGGLE = "toggle"
@@ -214,7 +214,7 @@ def judgement(row: Mapping[Any, Any], record: Record, group: Group) -> str:
         return _least(kind(record.kind), group.kind) + _provenance(row)
     if record.is_noise_floor:
         sees = f", detects {percent(row['detectable'])}" if math.isfinite(row["detectable"]) else ""
-        return f"noise floor ±{percent(row['noise_floor'])}{sees}{_provenance(row)}"
+        return f"noise floor {noise(row['noise_floor'])}{sees}{_provenance(row)}"
     disturbed = row["disturbed"] if math.isfinite(row["disturbed"]) else 0
     flags = f" ({disturbed:.0f} of {row['trials']} trials disturbed)" if disturbed else ""
     few = 0 < row["trials"] < MIN_TRIALS_FOR_VERDICT
@@ -231,7 +231,7 @@ def _doubt(row: Mapping[Any, Any]) -> str:
     if low <= 1 <= high:
         return " (its interval holds 1)"
     if low <= 1 + floor and high >= 1 / (1 + floor):
-        return f" (its interval meets the noise floor of ±{percent(floor)})"
+        return f" (its interval meets the noise floor of {noise(floor)})"
     return f" (p {number(row['p_holm'], 2)} after Holm's correction)"
 
 

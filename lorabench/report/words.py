@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from lorabench.record.contrast import Speedup
 from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
+from lorabench.record.words import noise as noise
 from lorabench.record.words import number as number
+from lorabench.record.words import percent as percent
 from lorabench.record.words import ratio
 
 
@@ -55,8 +56,3 @@ def arrow(before: Any, after: Any, show: Callable[[Any], str] = number) -> str:
     """`before → after`, reference and candidate; '' where neither is known."""
     first, second = show(before), show(after)
     return f"{first or 'none'} → {second or 'none'}" if first or second else ""
-
-
-def percent(value: Any) -> str:
-    """A share as `12.3 %`; '' for what is unknown."""
-    return "" if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"

@@ -23,7 +23,7 @@ from lorabench.contract.kind import kind
 from lorabench.measure import fairness
 from lorabench.measure.seat import Ended, Failed
 from lorabench.measure.telemetry import Sampler
-from lorabench.measure.trial import Trial
+from lorabench.measure.trial import Trial, of_turn, trials_a_turn
 from lorabench.record.schema import LONGEST_MS
 from lorabench.run.entries import (
     NO_TIME,
@@ -38,8 +38,6 @@ from lorabench.run.process import Doubtful, Lost
 from lorabench.run.ranks import slowest, spread_of
 from lorabench.run.seats import Seats
 
-TURN_S = 0.1  # a turn is as many trials as this holds, one at least
-MOST_TRIALS = 20
 SKETCHED = 12  # rounds whose gradients are compared beside the losses of all, picked when they are there
 LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
@@ -155,7 +153,7 @@ class Rounds(Seats):
     def _trials(self) -> int:
         """How many of the reference's trials a turn holds."""
         found = [e.warm_ms for e in self._ready()]
-        return max(1, min(MOST_TRIALS, int(1000 * TURN_S / found[0]))) if found else 1
+        return trials_a_turn(found[0]) if found else 1
 
     def _shares(self, rounds: Sequence[int]) -> Taking:
         """Which arm takes which rounds. Those of fewer rounds are among those of more, so that all share them."""
@@ -216,13 +214,12 @@ class Rounds(Seats):
         inside = sum(one.ended - one.began for one in made)
         entry.spent("trials", inside)
         entry.spent("evidence", took - inside)
-        counted = made[1:] or made
+        counted, medians = of_turn(made)
         entry.trials += counted
         entry.first_trials[number] = counted[0]
         if energy is not None and after is not None:
             entry.millijoules.append((after - energy, took, len(made)))
-        phases = {p: round(statistics.median(t.device_ms[p] for t in counted), DIGITS) for p in counted[0].device_ms}
-        turn = Turn(number, seat.number, phases)
+        turn = Turn(number, seat.number, {phase: round(ms, DIGITS) for phase, ms in medians.items()})
         entry.turns.append(turn)
         return turn
 

@@ -9,7 +9,7 @@ from helpers import PEFT, arm, random_samples
 from lorabench.contract.ranks import ONE
 from lorabench.contract.workload import Workload
 from lorabench.measure.numerics import one_step
-from lorabench.measure.trial import run_rounds, run_trial, warm_up
+from lorabench.measure.trial import Trial, of_turn, run_rounds, run_trial, trials_a_turn, warm_up
 from lorabench.measure.witness import Witness
 
 
@@ -115,15 +115,25 @@ def test_every_trial_runs_one_fresh_forward_and_one_backward(monkeypatch):
     assert calls == ["cleared", "forward", "backward", "update"]
 
 
-def test_rounds_pair_the_arms_in_a_random_order():
+def test_each_arm_has_a_turn_in_every_round_in_random_order(monkeypatch):
     one, two = arm(*PEFT), arm("eager")
+    ran: list[tuple[str, int]] = []
+    monkeypatch.setattr(one.kind, "feed", lambda arm, number: ran.append((arm.name, number)))
+    assert one.kind is two.kind
     one.name, two.name = "reference", "candidate"
-    trials = run_rounds({"reference": one, "candidate": two}, 8, seed=0)
-    assert {len(t) for t in trials.values()} == {8}
-    first = [a.began < b.began for a, b in zip(trials["reference"], trials["candidate"], strict=True)]
-    assert sum(first) == 4 and first not in ([True, False] * 4, [False, True] * 4)
-    for before, after in zip(trials["reference"], trials["candidate"][1:], strict=False):
-        assert before.ended < after.ended
+    done = run_rounds({"reference": one, "candidate": two}, 8, seed=0, a_turn=2)
+    assert {len(ms) for rounds in done.values() for ms in rounds.ms.values()} == {8}
+    assert {len(rounds.losses) for rounds in done.values()} == {16}
+    rounds = [ran[n : n + 4] for n in range(0, len(ran), 4)]
+    assert all(sorted(r) == [(n, i) for n in ("candidate", "reference") for i in (2 * k + 1, 2 * k + 2)]
+               for k, r in enumerate(rounds))  # fmt: skip
+    assert {r[0][0] for r in rounds} == {"reference", "candidate"} and all(r[0][0] == r[1][0] for r in rounds)
+
+
+def test_the_first_trial_of_a_turn_does_not_count():
+    made = [Trial({"forward": ms}, {}, {}, 0.0, 0.0) for ms in (9.0, 1.0, 2.0, 4.0)]
+    assert of_turn(made)[1] == {"forward": 2.0} and of_turn(made[:1])[1] == {"forward": 9.0}
+    assert [trials_a_turn(ms) for ms in (0.0, 1.0, 30.0, 99.0, 500.0)] == [20, 20, 3, 1, 1]
 
 
 def test_warm_up_goes_on_while_trials_still_get_faster(monkeypatch):

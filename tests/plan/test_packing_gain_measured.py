@@ -25,8 +25,9 @@ def measured(distribution, way):
     feed = Workload(name="t", kind="lengths", distribution=distribution, samples=24, batch_size=6, seq_len=512)
     pair = {name: arm("sdpa", "adamw", one, workload=feed) for name, one in (("reference", "padding"), ("other", way))}
     run_rounds(pair, 1, seed=0)  # not counted
-    trials = run_rounds(pair, ROUNDS, seed=1)
-    ratios = [a.total_ms / b.total_ms for a, b in zip(trials["reference"], trials["other"], strict=True)]
+    done = run_rounds(pair, ROUNDS, seed=1)
+    before, after = ([sum(turn) for turn in zip(*own.ms.values(), strict=True)] for own in done.values())
+    ratios = [a / b for a, b in zip(before, after, strict=True)]
     return batching(pair["reference"]), batching(pair["other"]), statistics.median(ratios)
 
 

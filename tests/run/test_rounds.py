@@ -20,7 +20,8 @@ from lorabench.record.schema import ArmRecord
 from lorabench.run.entries import NO_TIME, Limits
 from lorabench.run.journal import INTERRUPTED, JOURNAL, Journal
 from lorabench.run.process import Lost
-from lorabench.run.rounds import LEAST_ROUNDS, MOST_TRIALS, Rounds
+from lorabench.measure.trial import MOST_TRIALS
+from lorabench.run.rounds import LEAST_ROUNDS, Rounds
 from lorabench.run.runner import Runner
 
 FOUR = "ablations=[eager,adamw,adamw_fused]"
