@@ -97,8 +97,8 @@ def test_what_is_printed_has_as_many_digits_as_a_table():
     found = result(0.8, 0.001)
     centre, low, high = found.speedup.speedup
     assert str(found).startswith(
-        f"slower: speed-up {centre:.3f} [{low:.3f}, {high:.3f}] (95 %, 30 rounds); the reference against itself ±1.0 %; "
-        "1234 → 1543 ms; forward 0.800; "
+        f"slower: speed-up {centre:.3f} [{low:.3f}, {high:.3f}] (95 %, 30 rounds); the reference against itself "
+        "±1.0 %; 1234 → 1543 ms; forward 0.800; "
     )
 
 
@@ -109,7 +109,7 @@ def test_what_is_printed_has_as_many_digits_as_a_table():
         ("same: speed-up 1.00", result(1.0, 0.001)),
         ("unclear: speed-up 1.20 [", result(1.2, 0.2)),
         ("unclear: speed-up 1.05", result(1.05, 0.001, off=0.2)),  # within what the reference is off itself
-        ("; the reference against itself too noisy, stop what else runs on this machine; ", result(1.2, 0.01, off=0.33)),
+        ("; the reference against itself too noisy, stop what else runs on this machine", result(1.2, 0.01, off=0.33)),
     ],
 )  # fmt: skip
 def test_the_answer_has_a_verdict_and_the_noise_floor_that_it_was_held_against(words, found):

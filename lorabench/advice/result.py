@@ -157,8 +157,8 @@ def _nothing(known: Known, reference: str) -> str:
     floor = max((told.floor for told in known.families if told.measured(known.base)), default=0.0)
     if floor > TOO_NOISY:
         return (
-            "Nothing can be said: the reference is far off itself, as on a machine on which other processes run. Measure "
-            "again where none do, with another output=."
+            "Nothing can be said: the reference is far off itself, as on a machine on which other processes run. "
+            "Measure again where none do, with another output=."
         )
     return (
         f"Leave {reference} as it is: nothing that was tried is clearly faster, on a machine on which the reference is "

@@ -16,11 +16,11 @@ from run.scripted import Script
 from lorabench.contract.family import REFERENCE, TWIN, Family, families
 from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Failed, Ready
+from lorabench.measure.trial import MOST_TRIALS
 from lorabench.record.schema import ArmRecord
 from lorabench.run.entries import NO_TIME, Limits
 from lorabench.run.journal import INTERRUPTED, JOURNAL, Journal
 from lorabench.run.process import Lost
-from lorabench.measure.trial import MOST_TRIALS
 from lorabench.run.rounds import LEAST_ROUNDS, Rounds
 from lorabench.run.runner import Runner
 
