@@ -22,8 +22,9 @@ __all__ = [
 
 if TYPE_CHECKING:  # for checkers and editors; below is how the same names come about when they are used
     from lorabench.contract.ablation import Ablation, Tolerance
+    from lorabench.measure import measure
     from lorabench.measure.user_gate import WrongNumerics
-    from lorabench.measure.user_pair import Measured, measure
+    from lorabench.measure.user_pair import Measured
     from lorabench.measure.user_step import Phases
     from lorabench.report import load_results
 else:
