@@ -39,7 +39,7 @@ from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, 
 from lorabench.report.shares import ratio_of_ratios
 from lorabench.report.shown import show
 from lorabench.report.tables import md
-from lorabench.report.words import number, ratio, unclear
+from lorabench.report.words import interval, number, ratio
 
 sys.path.insert(0, str(Path(__file__).parent))
 import markers
@@ -206,7 +206,7 @@ def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
     ((value, is_clear),) = values
     if unit != "×":
         return f"{number(value[0])} {unit}"
-    return f"{ratio(*value) if is_clear else unclear(*value[1:])} {unit}"
+    return f"{ratio(*value) if is_clear else interval(*value[1:])} {unit}"
 
 
 def _is_clear(m: Match, analysis: Analysis) -> bool:

@@ -42,7 +42,10 @@ Outcome = Literal[
     "better", "worse", "same", "unclear", "fails now", "works now", "fails in both", "appeared", "vanished"
 ]  # fmt: skip
 REGRESSIONS = ("worse", "fails now")
-_WORDS: dict[str | None, Outcome] = {"faster": "better", "slower": "worse", "same": "same", "unclear": "unclear"}
+_WORDS: dict[str | None, Outcome] = {
+    "faster": "better", "slower": "worse", "same": "same", "unclear": "unclear",
+    "faster, few trials": "better", "slower, few trials": "worse",
+}  # fmt: skip
 
 
 class Change(NamedTuple):

@@ -234,7 +234,7 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     if left and 0 < (fewest := min((cell.trials for cell in agenda.cells), default=0)) < MIN_TRIALS_FOR_VERDICT:
-        said = f"trials={fewest}: every ratio will be unclear, a verdict needs {MIN_TRIALS_FOR_VERDICT} trials"
+        said = f"trials={fewest}: no ratio will be a figure, which needs {MIN_TRIALS_FOR_VERDICT} trials"
         console.print(f"[yellow]{said}", highlight=False, soft_wrap=True)
     for number in sessions:
         if not agenda.missing(number):

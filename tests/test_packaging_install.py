@@ -119,10 +119,10 @@ def test_each_wheel_holds_its_own_packages_in_full(wheels):
 
 
 def statuses(environment: Environment, output: str) -> list[str]:
-    """Of the two cells of a tiny sweep: the reference against itself, and our kernels."""
+    """Of the two rows of a tiny sweep: the reference against itself, and our kernels."""
     tiny = ("models=[tiny-llama@2x16]", "ablations=[lora_kernels]", "trials=4", "dtype=float32")
     environment("-m", "lorabench.sweep", *tiny, f"output={output}")
-    code = f"import lorabench; print(*lorabench.load_results('{output}')['status'])"
+    code = f"import lorabench; print(*lorabench.load_results('{output}').sort_values('toggles')['status'])"
     return environment("-c", code).split()
 
 
@@ -134,7 +134,7 @@ def test_wheels_work_outside_the_checkout_and_one_without_the_other(wheels, envi
     assert set(statuses(environment, "both")) <= MEASURED
 
     environment.pip("uninstall", "--yes", "lorakernels")
-    itself, kernels = statuses(environment, "alone")
+    kernels, itself = statuses(environment, "alone")
     assert itself in MEASURED and kernels == "unsupported"
     assert "pip install lorakernels" in (environment.folder / "alone/summary.md").read_text()
 

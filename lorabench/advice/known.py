@@ -18,7 +18,7 @@ from lorabench.contract.machine import Machine
 from lorabench.record.contrast import Speedup, speedup
 from lorabench.record.pairs import Siblings, by_place
 from lorabench.record.schema import TOTAL, ArmRecord, Record
-from lorabench.record.stats import MIN_FLOOR, MIN_TRIALS_FOR_VERDICT
+from lorabench.record.stats import MIN_FLOOR, MIN_TRIALS_FOR_VERDICT, without_figure
 from lorabench.report.analysis import Analysis, Row, Session
 
 ALONE, TOGETHER, DECIDING = "solo", "together", "deciding"  # the designs of the families' cells
@@ -139,7 +139,7 @@ class Told:
 
 def _promising(row: Any) -> bool:
     """Whether it may well help, and the rounds or the noise do not let that be said."""
-    return row["verdict"] == "unclear" and row[f"{TOTAL}_low"] > 1 and row[f"{TOTAL}_speedup"] > 1 + MATTERS
+    return without_figure(row["verdict"]) and row[f"{TOTAL}_low"] > 1 and row[f"{TOTAL}_speedup"] > 1 + MATTERS
 
 
 def makes_it_fit(record: Record) -> bool:

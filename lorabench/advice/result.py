@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ from lorabench.plan.compose import RecommendConfig
 from lorabench.plan.estimate import duration
 from lorabench.record.contrast import Speedup
 from lorabench.record.schema import TOTAL, Record
-from lorabench.record.stats import noise_floor
+from lorabench.record.stats import noise_floor, without_figure
 from lorabench.record.words import TOO_NOISY
 from lorabench.report.analysis import Row
 from lorabench.report.answers import buys
@@ -228,7 +229,7 @@ def _on_top(toggles: Toggles, known: Known) -> str:
 
 def _as_fast(row: Row) -> str:
     found = Speedup(row[f"{TOTAL}_speedup"], row[f"{TOTAL}_low"], row[f"{TOTAL}_high"])
-    if row["verdict"] == "unclear" and (row["noise_floor"] > TOO_NOISY or noise_floor(found) > TOO_NOISY):
+    if without_figure(row["verdict"]) and (row["noise_floor"] > TOO_NOISY or noise_floor(found) > TOO_NOISY):
         return NOTHING_SAID
-    ratio = whole(row).removeprefix("unclear ")
+    ratio = re.sub("^[a-z]+ ", "", whole(row))
     return f"{ratio} × as fast" if ratio else "too few trials for a ratio"

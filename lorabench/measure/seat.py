@@ -259,9 +259,8 @@ class Seat:
                 self.turned = name
                 self._begin(name, numbers[0], each)
             for number in numbers:
-                arm.kind.feed(arm, number)
                 self.timed(name, None)
-                done = trial.run_trial(arm)
+                done = trial.run_trial(arm, number=number)
                 self.timed(name, done.total_ms)
                 self.host[name].append(done)
                 made.append(Made(done, of_kind.seen(arm, number, done.losses)))
@@ -299,8 +298,7 @@ class Seat:
                 raise fairness.Disturbed(f"the {name} was changed while it was timed: {changed}")
             self.tell(f"certifying {name}")
             arm.kind.clear(arm)
-            arm.kind.feed(arm, number)
-            into.last = of_kind.last(arm, partial(trial.run_trial, arm))
+            into.last = of_kind.last(arm, partial(trial.run_trial, arm, number=number))
             if timed := self.host[name]:  # none, where the process was started again after the last round
                 into.said = of_kind.said(arm, {p: [t.device_ms[p] for t in timed] for p in timed[0].device_ms})
             arm.kind.clear(arm)

@@ -84,13 +84,18 @@ def synchronize(device: torch.device) -> None:
         wait_for_device()
 
 
-def run_trial(arm: Arm, around: Callable[[str], None] = lambda phase: None) -> Trial:
-    """One trial. `around` is called at each phase's start (memory peaks, profiler marks); it must not wait.
+def run_trial(
+    arm: Arm, around: Callable[[str], None] = lambda phase: None, number: int | None = None
+) -> Trial:  # fmt: skip
+    """One trial, on the data of `number`; None: on what is there. `around` is called at each phase's start (memory
+    peaks, profiler marks); it must not wait.
 
     A phase that comes several times in a trial (several batches, several jobs) takes the sum. An arm of several ranks
     waits for all of them before its first mark.
     """
     arm.kind.clear(arm)
+    if number is not None:  # after the clearing: whoever does the step there does it on the data of another trial
+        arm.kind.feed(arm, number)
     synchronize(arm.device)
     arm.ranks.barrier()
     clock, labels = Clock(arm.device), []
@@ -164,8 +169,7 @@ def run_rounds(arms: Mapping[str, Arm], rounds: int, seed: int, a_turn: int = 1)
             for name in order.sample(list(arms), len(arms)):
                 arm, made = arms[name], list[Trial]()
                 for place in range(a_turn):
-                    arm.kind.feed(arm, number * a_turn + place + 1)
-                    made.append(run_trial(arm))
+                    made.append(run_trial(arm, number=number * a_turn + place + 1))
                     if not math.isfinite(made[-1].loss):
                         raise Diverged(f"the loss of the {name} is {made[-1].loss} in round {number + 1}")
                 arm.kind.clear(arm)

@@ -17,7 +17,7 @@ from scipy import stats
 
 from lorabench.record.contrast import ALPHA, Speedup, Times, log_times
 
-Verdict = Literal["faster", "slower", "same", "unclear"]
+Verdict = Literal["faster", "slower", "same", "unclear", "faster, few trials", "slower, few trials"]
 Rows = NDArray[np.float64]  # trials of one number each, shape (rows, trials)
 
 MIN_TRIALS_FOR_VERDICT = 6  # fewer do not show their autocorrelation, nor whether one of them is an outlier
@@ -109,19 +109,24 @@ def verdict(
 
     'same' is an equivalence statement: the whole interval lies inside the noise band, 1/(1+floor) to 1+floor, and
     inside ±5 %.
-    'faster' and 'slower' need both: p_holm (corrected over the sweep) below 0.05 and an interval beyond the band.
-    Everything else, and anything from fewer than six trials, is 'unclear'.
+    'faster' and 'slower' need both: p_holm (corrected over the sweep) below 0.05 and an interval beyond the band. From
+    fewer than six trials they are 'faster, few trials' and 'slower, few trials': a direction, and no figure.
+    Everything else is 'unclear'.
     """
     if found is None:
         return None
     top = 1 + floor
-    if trials is not None and trials < MIN_TRIALS_FOR_VERDICT:
-        return "unclear"
+    few = trials is not None and trials < MIN_TRIALS_FOR_VERDICT
     band = min(top, 1 + MAX_SAME)  # a noisy machine must not make everything the same
-    if found.low >= 1 / band and found.high <= band:
+    if not few and found.low >= 1 / band and found.high <= band:
         return "same"
     if p_holm < ALPHA and found.low > top:
-        return "faster"
+        return "faster, few trials" if few else "faster"
     if p_holm < ALPHA and found.high < 1 / top:
-        return "slower"
+        return "slower, few trials" if few else "slower"
     return "unclear"
+
+
+def without_figure(verdict: str | None) -> bool:
+    """Whether only the interval is shown: a centre would say more than was found."""
+    return verdict is not None and (verdict == "unclear" or "few" in verdict)

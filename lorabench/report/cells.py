@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from lorabench.contract.kind import kind
 from lorabench.record.schema import ARMS, TOTAL, Record
-from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
+from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT, without_figure
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution_tables import AnyTable, attribution_tables
 from lorabench.report.contrasts import side, versus
 from lorabench.report.groups import Group
 from lorabench.report.shares import ShareOf, columns
 from lorabench.report.tidy import kinds_of, phases_of
-from lorabench.report.words import arrow, noise, number, percent, ratio, span, unclear
+from lorabench.report.words import arrow, interval, noise, number, percent, ratio, span
 
 # The columns, by their headings. Beside these there is one a phase, one a share and one for each kind's throughput.
 TOGGLE = "toggle"
@@ -126,15 +126,16 @@ def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequenc
 
 
 def whole(row: Mapping[Any, Any]) -> str:
-    """The ratio with its interval. Of an unclear row the interval with that word; of one whose reference was not
+    """The ratio with its interval. Of a row without a figure the interval with its word; of one whose reference was not
     equally fast in its sessions the range of their ratios. '' where there is none."""
     if not math.isfinite(row[f"{TOTAL}_speedup"]):
         return ""
-    word = "unclear, " if row["verdict"] == "unclear" else ""
+    bare = without_figure(row["verdict"])
     if moved(row):
+        word = f"{row['verdict'].partition(',')[0]}, " if bare else ""
         return f"{word}{span(row['session_low'], row['session_high'])} (range)"
     bounds = row[f"{TOTAL}_low"], row[f"{TOTAL}_high"]
-    return unclear(*bounds) if word else ratio(row[f"{TOTAL}_speedup"], *bounds)
+    return interval(*bounds, row["verdict"]) if bare else ratio(row[f"{TOTAL}_speedup"], *bounds)
 
 
 def moved(row: Mapping[Any, Any]) -> bool:
@@ -148,15 +149,15 @@ def host_bound(row: Mapping[Any, Any]) -> bool:
 
 
 def _phase(row: Mapping[Any, Any], phase: str) -> str:
-    """A phase has no verdict of its own: where that of the whole is unclear, its interval alone. One that a single arm
+    """A phase has no verdict of its own: where the whole has no figure, its interval alone. One that a single arm
     does has its time."""
     took = {arm: row[f"{phase}_{arm}_ms"] for arm in ARMS}
     alone = [arm for arm, ms in took.items() if math.isfinite(ms)]
     if row["status"] == "ok" and len(alone) == 1:
         return f"{alone[0]} only, {number(took[alone[0]])} ms"
     found = row[f"{phase}_speedup"], row[f"{phase}_low"], row[f"{phase}_high"]
-    if row["verdict"] == "unclear" and math.isfinite(found[0]):
-        return unclear(*found[1:]).removeprefix("unclear ")
+    if without_figure(row["verdict"]) and math.isfinite(found[0]):
+        return interval(*found[1:]).removeprefix("unclear ")
     return ratio(found[0])
 
 
@@ -219,7 +220,7 @@ def judgement(row: Mapping[Any, Any], record: Record, group: Group) -> str:
     flags = f" ({disturbed:.0f} of {row['trials']} trials disturbed)" if disturbed else ""
     few = 0 < row["trials"] < MIN_TRIALS_FOR_VERDICT
     said = row["verdict"] if isinstance(row["verdict"], str) else "too few trials"
-    needs = f" ({row['trials']} trials, a verdict needs {MIN_TRIALS_FOR_VERDICT})" if few else ""
+    needs = f" ({row['trials']} trials, a figure needs {MIN_TRIALS_FOR_VERDICT})" if few else ""
     return said + (needs or _doubt(row)) + flags + _other_floor(row) + _provenance(row)
 
 

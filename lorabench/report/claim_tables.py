@@ -10,11 +10,12 @@ from typing import Any
 import pandas as pd
 
 from lorabench.record.schema import TOTAL
+from lorabench.record.stats import without_figure
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import AnyTable
 from lorabench.report.claims import UNKNOWN, Match, Source, against, measured, said
 from lorabench.report.contrasts import toggles
-from lorabench.report.words import number, ratio, unclear
+from lorabench.report.words import interval, number, ratio
 
 CLAIMS = ["toggle", "quantity", "claimed", "measured", "measured is", "their baseline and hardware", "source"]
 # Of `claims_frame`.
@@ -77,9 +78,10 @@ def judged(m: Match, found: tuple[float, float, float], analysis: Analysis) -> s
 
 
 def ours(row: Mapping[Any, Any]) -> str:
-    """Our number in a row of `claims_frame`, with its interval; where the verdict is unclear the interval alone."""
+    """Our number in a row of `claims_frame`, with its interval; where the verdict has no figure the interval alone."""
     found = row["measured"], row["measured_low"], row["measured_high"]
-    return unclear(*found[1:]) if row["verdict"] == UNCLEAR and math.isfinite(found[1]) else ratio(*found)
+    bare = without_figure(row["verdict"]) and math.isfinite(found[1])
+    return interval(*found[1:], row["verdict"]) if bare else ratio(*found)
 
 
 def _other_baseline(differs: str) -> str:

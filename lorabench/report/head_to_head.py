@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lorabench.record.schema import TOTAL, Record
+from lorabench.record.stats import without_figure
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import AnyTable, whole
 from lorabench.report.contrasts import how, side, versus
@@ -61,7 +62,7 @@ def _says(record: Record, row: Mapping[Any, Any]) -> str:
         failed = {"reference": versus(record), "candidate": side(record)}.get(record.arm or "")
         return f"{record.status} of {failed}" if failed else record.status
     verdict = row["verdict"]
-    said = shown if verdict in (None, "unclear") else f"{shown} {verdict}"
+    said = shown if verdict is None or without_figure(verdict) else f"{shown} {verdict}"
     return ", ".join(filter(None, (said, how(record))))
 
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lorabench.record.schema import TOTAL
+from lorabench.record.stats import without_figure
 from lorabench.report.figure import ROW, SMALL, WIDTH, short, widest
 from lorabench.report.panels import VERMILLION, Figured, Mark, Panel, that_fit
 from lorabench.report.words import number
@@ -41,7 +42,7 @@ def heat_map(panels: Sequence[Panel]) -> Figured:
         at -= HEAD + len(block) * ROW
         size = ((WIDTH - left - 0.1) / WIDTH, len(block) * ROW / height)
         _block(figure.add_axes((left / WIDTH, at / height, *size)), block, norm)
-    said = "speed-up of the total; violet is faster, orange slower; [a, b]: unclear; ms: host-bound"
+    said = "speed-up of the total; violet is faster, orange slower; [a, b]: no figure; ms: host-bound"
     figure.text(0.5, 0.26 / height, said, ha="center", va="bottom", fontsize=SMALL)
     if left_out:
         figure.text(0.5, 0.06 / height, left_out, ha="center", va="bottom", fontsize=SMALL, color=VERMILLION)
@@ -49,7 +50,7 @@ def heat_map(panels: Sequence[Panel]) -> Figured:
 
 
 def _is_ratio(mark: Mark) -> bool:
-    return mark.has(f"{TOTAL}_speedup") and mark.row["verdict"] != "unclear" and not mark.host_bound
+    return mark.has(f"{TOTAL}_speedup") and not without_figure(mark.row["verdict"]) and not mark.host_bound
 
 
 def _block(ax: Axes, panels: Sequence[Panel], norm: TwoSlopeNorm) -> None:

@@ -18,12 +18,13 @@ from pydantic import ValidationError
 
 from lorabench.plan.packing_gain import Batching, Costs, Layout, fitted, gain
 from lorabench.record.schema import TOTAL, Record
+from lorabench.record.stats import without_figure
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import AnyTable
 from lorabench.report.contrasts import toggles
 from lorabench.report.figure import Strip, legend, log_axis, rows_figure
 from lorabench.report.panels import BLUE, CIRCLE, GREEN, GREY, MAX_ROWS, ORANGE, Figured
-from lorabench.report.words import arrow, number, percent, ratio, unclear
+from lorabench.report.words import arrow, interval, number, percent, ratio
 
 NOTE = "layout"
 COLUMNS = (
@@ -139,9 +140,9 @@ def _texts(row: Mapping[Any, Any]) -> list[str]:
 
 
 def _measured(row: Mapping[Any, Any]) -> str:
-    """With its interval; of an unclear row the interval alone, as everywhere."""
+    """With its interval; of a row without a figure the interval alone, as everywhere."""
     bounds = row["measured_low"], row["measured_high"]
-    return unclear(*bounds) if row["verdict"] == "unclear" else ratio(row["measured"], *bounds)
+    return interval(*bounds, row["verdict"]) if without_figure(row["verdict"]) else ratio(row["measured"], *bounds)
 
 
 def _claimed(row: Mapping[Any, Any]) -> str:
@@ -196,7 +197,7 @@ def _draw(ax: Axes, rows: Sequence[Mapping[Any, Any]]) -> None:
         values += claimed
         ax.plot(claimed, [y, y], color="#bbbbbb", lw=4, solid_capstyle="butt", zorder=1)
         ax.plot([row["measured_low"], row["measured_high"]], [y, y], "|-", color=BLUE, lw=1.6, ms=5, zorder=4)
-        if row["verdict"] != "unclear":
+        if not without_figure(row["verdict"]):
             ax.plot(row["measured"], y, CIRCLE, color=BLUE, mfc="white", ms=7, zorder=3)
         for column, (_, colour, marker) in PREDICTIONS.items():
             ax.plot(row[column], y, marker, color=colour, mfc="white", ms=6, mew=1.4, zorder=5)

@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from lorabench.record.schema import TOTAL, Record
+from lorabench.record.stats import without_figure
 from lorabench.report.analysis import Analysis, Row, Session
 from lorabench.report.answers import answers, published_answer
 from lorabench.report.cells import (
@@ -83,6 +84,7 @@ GLOSSARY = {
     "faster / slower": "significant after Holm's correction over the sweep (p < 0.05), and the whole 95 % interval "
     "lies beyond the noise floor",
     "same": "the whole 95 % interval lies inside the noise floor: equal as far as this machine can tell",
+    "faster / slower, few trials": "the same direction, from too few trials for a figure: the interval alone",
     "unclear": "none of these, for the reason beside the word; more trials or a quieter machine might tell. The "
     "interval is shown without a ratio",
     "interval is of": "the sessions that the interval knows; one session's says nothing of what differs in the next",
@@ -236,9 +238,9 @@ def _values(group: TextGroup, analysis: Analysis) -> list[dict[str, float]]:
 
 
 def _value(row: Row, column: str, text: str, by: Mapping[str, str]) -> float | None:
-    """None for words, and for an interval without a ratio: an unclear row has no place among those that have one."""
+    """None for words, and for an interval without a ratio: a row without one has no place among those that have one."""
     name = by.get(column)
-    if not text or name is None or name not in row or (row["verdict"] == "unclear" and name.endswith("_speedup")):
+    if not text or name is None or name not in row or (without_figure(row["verdict"]) and name.endswith("_speedup")):
         return None
     return float(f"{row[name]:.5g}") if row[name] is not None and math.isfinite(row[name]) else None
 

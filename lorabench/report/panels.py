@@ -20,7 +20,8 @@ from lorabench.report.figure import lines
 BLUE, ORANGE, GREEN, VERMILLION, GREY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777", "#CC79A7"
 MARKERS = "osD^vP*X"  # as matplotlib names them: circle, square, …
 CIRCLE = MARKERS[0]
-LOOK = {"faster": (BLUE, "^"), "slower": (VERMILLION, "v"), "same": (GREY, "s"), "unclear": (ORANGE, "")}
+LOOK = {"faster": (BLUE, "^"), "slower": (VERMILLION, "v"), "same": (GREY, "s"), "unclear": (ORANGE, ""),
+        "faster, few trials": (BLUE, ""), "slower, few trials": (VERMILLION, "")}  # fmt: skip
 LEAST = (PURPLE, "*")  # of what is no candidate: it has no verdict
 MAX_ROWS, MAX_PANELS = 150, 40  # of a figure: more take minutes to draw, and nobody reads them in a picture
 MANY = 8  # panels: of more, a heat map says more than a stack that no screen holds
@@ -100,7 +101,7 @@ def total(row: Row) -> tuple[float, float, float]:
 
 
 def look(mark: Mark) -> tuple[str, str]:
-    """(colour, marker) of a verdict, or of what has none. '' is no marker: an unclear row has no centre to show."""
+    """(colour, marker) of a verdict, or of what has none. '' is no marker: without a figure there is no centre."""
     return LOOK.get(mark.row["verdict"] or "", (GREY, CIRCLE)) if mark.record.is_candidate else LEAST
 
 

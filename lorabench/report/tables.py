@@ -117,7 +117,7 @@ def _that_fit(shown: Shown, rows: Sequence[dict[str, str]], width: int) -> list[
 
 def _style(row: dict[str, str]) -> str:
     """Of a verdict; what is no candidate has none, and what failed is red."""
-    word = row[VERDICT].split()[0]
+    word = row[VERDICT].split()[0].rstrip(",")
     return "cyan" if word.endswith(":") and row[WHOLE] else _STYLE.get(word, "red")
 
 

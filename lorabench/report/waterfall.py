@@ -76,7 +76,7 @@ def _brings(rung: Rung, decimals: int, analysis: Analysis) -> tuple[str, str]:
 
 
 def _times(said: str) -> str:
-    return said if said.startswith("unclear") else f"×{said}"
+    return said if said[0].isalpha() else f"×{said}"
 
 
 def _draw(ax: Axes, rungs: Sequence[Rung], analysis: Analysis) -> None:

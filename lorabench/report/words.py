@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lorabench.record.contrast import Speedup
-from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
+from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT, without_figure
 from lorabench.record.words import noise as noise
 from lorabench.record.words import number as number
 from lorabench.record.words import percent as percent
@@ -17,28 +17,30 @@ def speedup(found: Speedup | None) -> str:
     return ratio(*found) if found else ""
 
 
-def unclear(low: float, high: float) -> str:
-    """`unclear [0.98, 1.05]`: an interval without a verdict is shown without a centre, which would say a direction."""
+def interval(low: float, high: float, verdict: str = "unclear") -> str:
+    """`unclear [0.98, 1.05]`, `faster [25, 44]`: without a figure, an interval is shown without a centre."""
     shown = ratio(high, low, high)
-    return f"unclear {shown[shown.index('[') :]}"
+    return f"{verdict.partition(',')[0]} {shown[shown.index('[') :]}"
 
 
 def is_clear(found: Speedup, trials: int, verdict: str | None = None) -> bool:
     """Whether a ratio shows a direction, or none: by its `verdict`. What was made of several cells has no verdict: it
     is unclear where its interval holds 1, or where it is of too few trials."""
     if verdict:
-        return verdict != "unclear"
+        return not without_figure(verdict)
     return trials >= MIN_TRIALS_FOR_VERDICT and not found.low <= 1 <= found.high
 
 
 def told(found: Speedup | None, trials: int, verdict: str | None = None) -> str:
-    """A ratio with its interval, where it is clear; else the interval as `unclear`, with the number of trials where it
-    is that which leaves it so."""
+    """A ratio with its interval, where it is clear; else the interval with its word, and the number of trials where it
+    is that which leaves no figure."""
     if found is None:
         return ""
     if is_clear(found, trials, verdict):
         return speedup(found)
-    return unclear(found.low, found.high) + (f", {trials} trials" if too_few(found, trials) else "")
+    if not too_few(found, trials) or verdict == "unclear":
+        return interval(found.low, found.high)
+    return interval(found.low, found.high, "faster" if found.low > 1 else "slower") + f", {trials} trials"
 
 
 def too_few(found: Speedup, trials: int) -> bool:

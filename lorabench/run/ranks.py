@@ -20,6 +20,7 @@ from lorabench.measure.kind import JobCounts
 from lorabench.measure.seat import Made
 
 HOST = "127.0.0.1"
+LATER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def joined(place: Place, device_type: str, beat: Callable[[], None]) -> tuple[Ra
         device = torch.device(device_type, place.rank)
         torch.cuda.set_device(device)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=place.timeout_s))
+    # Later than the sweep's own limit: it says which rank hangs, torch only that a collective did not end.
+    dist.init_process_group(backend, timeout=timedelta(seconds=place.timeout_s + LATER_S))
 
     def reduced(value: float, how: dist.ReduceOp.RedOpType) -> float:
         number = torch.tensor(value, dtype=torch.float64, device=device)

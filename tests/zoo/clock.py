@@ -134,7 +134,7 @@ class Later(Outside):
 class WorkInTheSetter(Later):
     name = "work_in_the_setter"
     summary = "the whole step is done where a parameter's gradient is set to None, by anybody"
-    caught = "update against AdamW | by the runner's clock"
+    caught = "each gradient of each trial | the loss of each trial"
 
     class Wrapper(Later.Wrapper):
         def __init__(self, inner: Any) -> None:
