@@ -10,7 +10,7 @@ ARGS ?=
 sweep: $(VENV)/.installed
 	$(VENV)/bin/python -m lorabench.sweep $(ARGS)
 
-PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --durations-min=5
 
 # Every kernel, toggle, outcome and command at least once, in minutes.
 test: $(VENV)/.installed

@@ -127,6 +127,7 @@ def verdict(
     return "unclear"
 
 
-def without_figure(verdict: str | None) -> bool:
-    """Whether only the interval is shown: a centre would say more than was found."""
-    return verdict is not None and (verdict == "unclear" or "few" in verdict)
+def without_figure(verdict: object) -> bool:
+    """Whether only the interval is shown: a centre would say more than was found. Not of what has no verdict, which is
+    None or NaN in tables."""
+    return isinstance(verdict, str) and verdict not in ("faster", "slower", "same")

@@ -43,7 +43,7 @@ def _tried(group: Group) -> list[Record]:
 
 def _answer(group: Group, tried: Sequence[Record], analysis: Analysis) -> Answer:
     timed = [record for record in tried if record.status == "ok"]
-    faster = [record for record in timed if (analysis.row(record)["verdict"] or "").startswith("faster")]
+    faster = [record for record in timed if str(analysis.row(record)["verdict"]).startswith("faster")]
     if not faster:
         unclear = sum(analysis.row(r)["verdict"] == "unclear" for r in timed)
         said = f"{len(timed)} of {len(tried)} measured, {unclear} of them unclear"

@@ -113,8 +113,11 @@ def _speedup(panels: Sequence[Panel], analysis: Analysis) -> Figured:
     for ax, panel in zip(axes, shown, strict=True):
         log_axis(ax, "x", values[panel.kind.name])
     marks = [mark for panel in shown for mark in panel.marks]
+    there = {mark.row["verdict"] for mark in marks}
     handles: list[Any] = [
-        Line2D([], [], color=c, marker=m or "|", mfc="white", lw=1.5, label=v) for v, (c, m) in LOOK.items()
+        Line2D([], [], color=c, marker=m or "|", mfc="white", lw=1.5, label=v)
+        for v, (c, m) in LOOK.items()
+        if v in there
     ]
     handles += [Patch(color="#dddddd", label="noise floor")]
     least = dict.fromkeys(mark.record.kind for mark in marks if not mark.record.is_candidate)

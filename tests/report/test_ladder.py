@@ -112,13 +112,13 @@ def test_the_last_step_is_also_what_its_toggle_adds_when_all_others_are_on(recor
     assert [x.toggle for x in found] == ["packing", "auto_batch_size"]
 
 
-def test_too_few_trials_for_a_verdict_are_unclear_in_every_table_of_the_ladder(record):
+def test_a_direction_from_too_few_trials_has_no_figure_in_any_table_of_the_ladder(record):
     made = Analysis([record(["packing"], design="ladder", rung=1, speedup=9.0, trials=4, workload="one_by_one_gsm8k")])
     _, _, rows = start_to_end(made)
-    assert rows[0][3].startswith("unclear [")
-    assert steps_table(made)[2][0][1].startswith("unclear [")
+    assert rows[0][3].startswith("faster [")
+    assert steps_table(made)[2][0][1].startswith("faster [")
     assert rows[0][3].endswith("], 4 trials") and steps_table(made)[2][0][1].endswith("], 4 trials")
-    assert conclusions(made)[0].startswith("`packing` has too few trials on 1 of 1 workloads (unclear [")
+    assert conclusions(made)[0].startswith("`packing` has too few trials on 1 of 1 workloads (faster [")
 
 
 def slower(record, by):

@@ -66,8 +66,22 @@ def test_verdicts(found, p, floor, expected):
     assert stats.verdict(found, p, floor, trials=30) == expected
 
 
-def test_five_trials_never_give_a_verdict():
-    assert stats.verdict(Speedup(2.0, 1.9, 2.1), 0.001, 0.01, trials=5) == "unclear"
+@pytest.mark.parametrize(
+    ("found", "p", "said"),
+    [
+        (Speedup(2.0, 1.9, 2.1), 0.001, "faster, few trials"),
+        (Speedup(0.5, 0.4, 0.6), 0.001, "slower, few trials"),
+        (Speedup(2.0, 1.9, 2.1), 0.06, "unclear"),
+        (Speedup(1.0, 0.999, 1.001), 0.9, "unclear"),
+        (Speedup(2.0, 0.9, 4.1), 0.001, "unclear"),
+    ],
+)
+def test_five_trials_show_a_direction_at_most(found, p, said):
+    assert stats.verdict(found, p, 0.01, trials=5) == said and stats.without_figure(said)
+
+
+def test_what_has_no_verdict_and_a_clear_one_are_shown_with_their_figure():
+    assert not any(stats.without_figure(said) for said in (None, float("nan"), "faster", "slower", "same"))
 
 
 def test_noise_floor_is_the_far_end_of_the_interval_and_at_least_one_per_cent():

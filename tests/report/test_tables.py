@@ -214,7 +214,11 @@ def test_a_source_that_several_candidates_test_is_a_table_of_its_own(record):
 
 
 def test_few_trials_are_said(record):
-    for trials, said in ((5, "unclear (5 trials, a verdict needs 6)"), (2, "too few trials (2 trials"), (12, "faster")):
+    for trials, said in (
+        (5, "faster, few trials (5 trials, a figure needs 6)"),
+        (2, "too few trials (2 trials"),
+        (12, "faster"),
+    ):
         (row,) = md_rows(markdown([record(["a"], speedup=2.0, trials=trials)]), "smollm2-135m @ alpaca")
         assert row["verdict"].startswith(said)
 
