@@ -10,8 +10,7 @@ from lorabench.contract.family import Family, families
 from lorabench.contract.machine import Machine
 from lorabench.plan.compose import SweepConfig, plan
 from lorabench.plan.design import ADAPTING, Known, refusal
-from lorabench.record.schema import ARMS, DID_NOT_APPLY, Record
-from lorabench.run.journal import INTERRUPTED
+from lorabench.record.schema import ARMS, DID_NOT_APPLY, INTERRUPTED, Record
 
 AGAIN = ("crash", "timeout", "oom")  # what resume=failed measures once more
 

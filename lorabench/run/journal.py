@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorabench.record.schema import ArmRecord
+from lorabench.record.schema import INTERRUPTED, ArmRecord
 
 JOURNAL = "rounds.jsonl"
-INTERRUPTED = "rounds_until_the_sweep_was_ended"  # in the notes of a record
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,11 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.path = folder / JOURNAL
 
-    def begin(self, records: Sequence[ArmRecord]) -> None:
-        """The arms as they are before the first round: their records, without times."""
-        self._write({"arms": [json.loads(r.model_dump_json(by_alias=True, exclude_none=True)) for r in records]}, "w")
+    def begin(self, records: Sequence[ArmRecord], rounds: int) -> None:
+        """The arms as they are before the first round of a block that is to have so many: their records, with the times
+        of the blocks before."""
+        arms = [json.loads(r.model_dump_json(by_alias=True, exclude_none=True)) for r in records]
+        self._write({"planned": rounds, "arms": arms}, "w")
 
     def round(self, number: int, turns: Mapping[str, Sequence[Turn]]) -> None:
         self._write({"round": number, "turns": {n: [[t.seat, t.phases] for t in own] for n, own in turns.items()}})
@@ -67,6 +68,7 @@ class Journal:
         if not lines or "arms" not in lines[0]:
             return []
         arms = {arm["arm"]: arm for arm in lines[0]["arms"]}
+        before = {name: len(arm.get("rounds", [])) for name, arm in arms.items()}
         rounds = [line for line in lines[1:] if "round" in line]
         for line in rounds:
             for name, turns in line["turns"].items():
@@ -76,7 +78,12 @@ class Journal:
             if "left" in line:
                 arms[line["left"]] |= {"status": line["status"], "reason": line["reason"], "phases": {}}
                 arms[line["left"]] |= {"rounds": [], "seats": []}
-        return [_record(arm, len(rounds)) for arm in arms.values() if arm.get("rounds") or arm["status"] != "ok"]
+        for name, arm in arms.items():
+            whole = before[name] >= lines[0]["planned"]  # in a block before
+            if len(arm.get("rounds", [])) > before[name] and not whole:
+                arm["notes"] = {**arm.get("notes", {}), INTERRUPTED: len(rounds)}
+        found = [arm for arm in arms.values() if arm.get("rounds") or arm["status"] != "ok"]
+        return [ArmRecord.model_validate(arm) for arm in found]
 
 
 def _add(arm: dict[str, Any], number: int, seat: int, phases: Mapping[str, float]) -> None:
@@ -84,8 +91,3 @@ def _add(arm: dict[str, Any], number: int, seat: int, phases: Mapping[str, float
     arm.setdefault("seats", []).append(seat)
     for phase, ms in phases.items():
         arm.setdefault("phases", {}).setdefault(phase, []).append(ms)
-
-
-def _record(arm: dict[str, Any], rounds: int) -> ArmRecord:
-    arm["notes"] = {**arm.get("notes", {}), INTERRUPTED: rounds}
-    return ArmRecord.model_validate(arm)

@@ -121,7 +121,7 @@ class Rounds(Seats):
         early, last = taking.common[:-1], taking.common[-1:]
         sketched = {*last, *self.random.sample(early, min(SKETCHED - 1, len(early)))}
         if self.journal:
-            self.journal.begin(self.drafts())
+            self.journal.begin(self.drafts(), self.count)
         with Sampler(
             self.uuid, lambda: {rank.process.pid or 0 for seat in self.seats for rank in seat.desk.ranks}
         ) as sampler:

@@ -17,9 +17,9 @@ from lorabench.contract.family import REFERENCE, TWIN, Family, families
 from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Failed, Ready
 from lorabench.measure.trial import MOST_TRIALS
-from lorabench.record.schema import ArmRecord
+from lorabench.record.schema import INTERRUPTED, ArmRecord
 from lorabench.run.entries import NO_TIME, Limits
-from lorabench.run.journal import INTERRUPTED, JOURNAL, Journal
+from lorabench.run.journal import JOURNAL, Journal, Turn
 from lorabench.run.process import Lost
 from lorabench.run.rounds import LEAST_ROUNDS, Rounds
 from lorabench.run.runner import Runner
@@ -216,6 +216,27 @@ def test_finished_rounds_are_in_the_journal_and_become_records(tmp_path):
     assert recovered["eager"].notes[INTERRUPTED] == 9
     journal.end()
     assert not Journal(tmp_path).recovered()
+
+
+def test_what_a_block_before_has_measured_to_its_end_is_not_measured_again(tmp_path):
+    """`eager` and the twin have twelve rounds of the first block; `adamw` sat in the second, which was ended early."""
+    with runner(Script(), tmp_path) as running:
+        arms = [r for r in running.family(family()) if r.arm in (REFERENCE, TWIN, "eager", "adamw")]
+    for record in arms:
+        record.rounds, record.seats, record.phases = list(range(12)), [0] * 12, {"forward": [1.0] * 12}
+    last = next(r for r in arms if r.arm == "adamw")
+    last.rounds, last.seats, last.phases = [], [], {}
+    journal = Journal(tmp_path)
+    journal.begin(arms, 12)
+    for number in (12, 13):
+        journal.round(number, {n: [Turn(number, 1, {"forward": 1.0})] for n in (REFERENCE, TWIN, "adamw")})
+    found = {record.arm: record for record in journal.recovered()}
+    assert {name: record.notes.get(INTERRUPTED) for name, record in found.items()} == {
+        REFERENCE: None, TWIN: None, "eager": None, "adamw": 2,
+    }  # fmt: skip
+    assert {name: len(record.rounds) for name, record in found.items()} == {
+        REFERENCE: 14, TWIN: 14, "eager": 12, "adamw": 2,
+    }  # fmt: skip
 
 
 def test_no_round_begins_after_the_budget(tmp_path):
