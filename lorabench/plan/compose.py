@@ -100,7 +100,7 @@ class SweepConfig(BaseModel):
         return value
 
     def is_own(self, place: int) -> bool:
-        """Whether a cell at this place of the plan, from 0, is of this sweep's part."""
+        """Whether the candidate at this place of the plan, from 0, is of this sweep's part."""
         number, of = map(int, self.part.split("/")) if self.part else (1, 1)
         return place % of == number - 1
 

@@ -32,9 +32,11 @@ class Agenda:
         """Plan for such a device; `machine`, where it has been looked at. Raises ConfigError."""
         self.device, self.machine = device, machine
         self.cells = plan(self.config, device, Known(self.refused, lambda cell: cell.key in self.failed)).cells
-        if self.config.part:  # by a plan that knows of no failures: another part's are not known here
+        if self.config.part:  # of the candidates, by a plan that knows of no failures: another part's are unknown here
             whole = plan(self.config, device, Known(self.refused)).cells
-            others = {cell.key for place, cell in enumerate(whole) if not self.config.is_own(place)}
+            stacks = {c.key: frozenset(a.label for a in c.candidate) for c in whole if c.toggles}
+            place = {stack: n for n, stack in enumerate(dict.fromkeys(stacks.values()))}
+            others = {key for key, stack in stacks.items() if not self.config.is_own(place[stack])}
             self.cells = [cell for cell in self.cells if cell.key not in others]
 
     def refused(self, cell: Cell) -> bool:

@@ -43,26 +43,26 @@ def prepared(script):
     return [name for _, what, *rest in script.heard if what == "prepare" for name in rest if "reference" not in name]
 
 
-def test_parts_are_the_whole_and_share_nothing(tmp_path):
+def test_parts_are_the_whole_and_share_the_reference_against_itself_alone(tmp_path):
     own = ("eager", "adamw", "adamw_fused", "gradient_checkpointing")
     measured(tmp_path / "whole", "solo", own, crash)
-    keys = [r.key for r in read_records(tmp_path / "whole")]
+    itself, *keys = [r.key for r in read_records(tmp_path / "whole")]
     parts = []
     for name in ("1 of 3", "2 of 3", "3 of 3"):
         measured(tmp_path / name, "solo", own, crash, f"part={name[0]}/3")
         parts.append([r.key for r in read_records(tmp_path / name)])
-    assert parts == [keys[0::3], keys[1::3], keys[2::3]]
+    assert parts == [[itself, *keys[0::3]], [itself, *keys[1::3]], [itself, *keys[2::3]]]
     again, _ = measured(tmp_path / "2 of 3", "solo", own, crash, "part=2/3")
     assert not again.heard, "a part has no more cells than its own"
 
 
 def test_a_ladder_in_parts_goes_on_in_the_part_that_saw_what_did_not_apply(tmp_path):
     """The other part's rungs stay its own, whatever became of them there."""
-    _, rows = measured(tmp_path / "1", "ladder", THREE, unless("adamw_fused"), "part=1/2")
-    again, _ = measured(tmp_path / "1", "ladder", THREE, unless("adamw_fused"), "part=1/2")
+    _, rows = measured(tmp_path / "2", "ladder", THREE, unless("adamw_fused"), "part=2/2")
+    again, _ = measured(tmp_path / "2", "ladder", THREE, unless("adamw_fused"), "part=2/2")
     assert (["packing", "adamw_fused"], set(), "not_applied") in rows
     assert not again.heard
-    _, other = measured(tmp_path / "2", "ladder", THREE, crash, "part=2/2")
+    _, other = measured(tmp_path / "1", "ladder", THREE, crash, "part=1/2")
     plan = {(*names, len(under)) for names, under, _ in other} | {(*names, len(under)) for names, under, _ in rows}
     assert {("packing", 0), ("packing", "gradient_checkpointing", 0)} < plan
 
