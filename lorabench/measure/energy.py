@@ -1,6 +1,6 @@
 """What a step costs in energy: one arm's steps alone, after the trials, over NVML's counter of the GPU's total energy.
 
-In a round of the trials both arms take their turn within milliseconds, and the counter moves some ten times a second:
+In a round all arms take their turns within milliseconds, and the counter moves some ten times a second:
 what it says of a round is of both. So each arm gets a block of its own, of seconds, from one movement of the counter to
 another; a step that takes as long alone is a block of one. What the GPU draws while it waits between two steps is part
 of it, and so is whatever else runs there.

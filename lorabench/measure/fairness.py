@@ -295,7 +295,7 @@ class Guard:
 
     def busy(self) -> Iterator[tuple[str, float]]:
         """(what, seconds computed so far) of each Python thread and each child process that came after this guard. Not
-        of autograd's own thread: Python knows it once something in it asks, and both arms' backward runs there."""
+        of autograd's own thread: Python knows it once something in it asks, and every arm's backward runs there."""
         process = psutil.Process()
         spent = {t.id: t.user_time + t.system_time for t in process.threads()}
         for thread in threading.enumerate():
@@ -324,7 +324,7 @@ def check_busy(before: Mapping[str, float], after: Mapping[str, float], seconds:
     for name, spent in after.items():
         used = spent - before.get(name, 0.0)
         if used > BUSY * seconds and used > TICKS_S:
-            raise Untrusted(f"{name} computed for {used:.2g} s of the trials' {seconds:.2g} s beside both arms")
+            raise Untrusted(f"{name} computed for {used:.2g} s of the trials' {seconds:.2g} s beside the arms")
 
 
 def check_clock(name: str, trials: Sequence[Trial]) -> None:

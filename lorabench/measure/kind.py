@@ -155,7 +155,7 @@ class Kind(KindSpec):
         yield from ()
 
     def feed(self, arm: Arm, number: int) -> None:
-        """Put the data of trial `number` into the arm: the same in both arms, other data in every trial; 0 is the
+        """Put the data of trial `number` into the arm: the same in all arms, other data in every trial; 0 is the
         workload's own. Nothing: the kind's data is the same in every trial."""
 
     # The evidence that arms are judged by. An arm answers trial by trial, in its own process (`first` to `last`); the
@@ -194,7 +194,7 @@ class Kind(KindSpec):
         return {}
 
     def cross(self, reference: Arm, candidate: Arm) -> dict[str, Any]:
-        """After both arms' `last`, where they are in one process: what the reference's model says of the candidate.
+        """After the `last` of this arm and of the reference, where they are in one process: what the reference's model says of the candidate.
         `finish` adds it to the candidate's evidence."""
         return {}
 

@@ -64,7 +64,7 @@ def growth(device: torch.device, run: Callable[[], Any]) -> int:
 def measure(arm: Arm, static: int, reserved_growth: int) -> ArmMemory:
     """One more trial, with the peak read per phase. `static` is what this arm added when it was built and warm.
 
-    A phase's peak is the growth above what was allocated when the trial began (both arms' static parts), plus this
+    A phase's peak is the growth above what was allocated when the trial began (all arms' static parts), plus this
     arm's own static part.
     """
     parts = arm.kind.held(arm)

@@ -80,7 +80,7 @@ class Shapley(NamedTuple):
 def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
     """The rungs of a ladder from the lowest, failed ones included; [] without one.
 
-    A rung was measured against the reference (design=ladder), against the rung below it (design=steps), or both. What
+    A rung was measured against the reference, against the rung below it, or both. What
     was not measured is made of the other: an increment is then the ratio of two cumulative ratios, and a cumulative
     ratio the product of the increments. Milliseconds are those of the reference beside the highest stack that was
     measured over it, divided by each rung's own ratio: so they add up, whatever the machine did between two cells.
