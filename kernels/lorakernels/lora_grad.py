@@ -6,7 +6,8 @@
 dY: (M, N), sB: (N, p), S: (M, p), X: (M, K), dB: (N, r), dA: (p, K). These products are
 hundreds of times longer than wide, so reading dY or X is all they cost; as library calls dS and dB read dY twice, q, k
 and v want three products each, and a sum over 8192 rows is split and added up by a further launch. Both results grow
-in float32 through atomic adds: the last bits differ from run to run, as those of the attention's backward do.
+in float32 through atomic adds: the last bits differ from run to run, as those of the attention's backward do, so where
+torch is to be deterministic `tune` takes the library's form.
 Where X = rstd · h · (w + offset) is a norm's output, it is made again in registers. Measured (docs/lab-notes.md) and
 chosen against the library's form by `tune`. Run: python -m pytest tests/lorakernels/test_lora_grad.py
 """

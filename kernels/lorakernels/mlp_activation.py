@@ -108,8 +108,9 @@ def _single_group_backward(
         tiles = glu_backward_tiles(tune.bucket(m), width, multiprocessors(ds_down))
         forms = {tile: partial(whole, tile, ds_down) for tile in tiles} | forms
     dh = inputs.grad
-    trials = tune.on_spare(forms | {"apart": apart_with_ds}, lambda: (dh.clone(), torch.empty_like(gate_up)))
-    picked = tune.pick("gate and up backward", (tune.bucket(m), width, group.rank, act, dh.dtype), trials, dh.device)
+    trials, spare = forms | {"apart": apart_with_ds}, lambda: (dh.clone(), torch.empty_like(gate_up))
+    key = (tune.bucket(m), width, group.rank, act, dh.dtype)
+    picked = tune.pick("gate and up backward", key, trials, dh.device, spare)
     return forms[picked](dh, gate_up if _may_overwrite() else torch.empty_like(gate_up))
 
 
@@ -151,7 +152,6 @@ def _backward_with_a(
         return glu.backward_a_into(inputs.of(dh), d_gate, d_up, ds_down, tile, accumulator)
 
     forms: dict[str, Any] = {**{tile: partial(one_pass, tile) for tile in glu.A_TILES}, "plain": plain}
-    spare = forms | {"plain": plain_with_a}
-    trials = tune.on_spare(spare, lambda: [dh.clone(), *(torch.empty_like(t) for t in parts)])
+    trials, spare = forms | {"plain": plain_with_a}, lambda: [dh.clone(), *(torch.empty_like(t) for t in parts)]
     key = (tune.bucket(dh.shape[0]), dh.shape[1], ds_down.shape[1], act, dh.dtype)
-    return forms[tune.pick("glu backward", key, trials, dh.device)](dh, *parts)
+    return forms[tune.pick("glu backward", key, trials, dh.device, spare)](dh, *parts)

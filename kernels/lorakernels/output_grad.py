@@ -24,7 +24,7 @@ from .linear_cross_entropy import mm_in
 from .lora_grad import B_TILES, AdapterColumns, b_gradient, ds_and_db, fitting_tiles
 from .operand import Operand
 from .projection import Projection
-from .runtime import contiguous_on_cpu, multiprocessors, rows, tensor_cores
+from .runtime import contiguous_on_cpu, deterministic, multiprocessors, rows, tensor_cores
 from .side_stream import SideStream
 from .worth_trying import ds_and_db_tiles
 
@@ -166,10 +166,11 @@ def _make_ds(projection: Projection, dy: torch.Tensor, ds: torch.Tensor, saved: 
 
 
 def _b_gradients(projection: Projection, dy: torch.Tensor, saved: SavedForward) -> torch.Tensor | None:
-    """dB of all members, (N, r) in float32, in one launch where a kernel fits them; else None."""
+    """dB of all members, (N, r) in float32, in one launch where a kernel fits them and may add atomically; else
+    None."""
     widths, ranks = projection.widths, projection.ranks
     fitting = fitting_tiles(dy, widths, ranks, B_TILES)
-    if not fitting:
+    if not fitting or deterministic():
         return None
     return b_gradient(dy, saved.scaled_s, widths, ranks[0], fitting[0], saved.accumulator)
 
@@ -227,5 +228,4 @@ def _add_dropped(projection: Projection, dx: torch.Tensor, ds: torch.Tensor, op:
         if tensor_cores(ds, op.a):
             forms = {"fused": partial(add_product_into, *arguments)} | forms
         key = (tune.bucket(dx.shape[0]), projection.k, m.rank, dx.dtype)
-        trials = tune.on_spare(forms, lambda: (dx.clone(),))
-        forms[tune.pick("dropped sum", key, trials, dx.device)](dx)
+        forms[tune.pick("dropped sum", key, forms, dx.device, lambda: (dx.clone(),))](dx)

@@ -86,8 +86,8 @@ def concat_product(
         return addmm(out)
     forms = {"one": partial(one, full), "addmm": addmm} if projection.one_gemm else {"addmm": addmm}
     key = (tune.bucket(m), k, projection.n, projection.p, xs.dtype, residual is not None)
-    trials = tune.on_spare(forms, lambda: (torch.clone(out) if in_place and out is not None else out,))
-    return forms[tune.pick("forward", key, trials, xs.device)](out)
+    spare = lambda: (torch.clone(out) if in_place and out is not None else out,)  # noqa: E731
+    return forms[tune.pick("forward", key, forms, xs.device, spare)](out)
 
 
 def separate_product(

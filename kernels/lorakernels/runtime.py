@@ -142,6 +142,12 @@ def capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def deterministic() -> bool:
+    """True if torch is to compute the same bits each time (`torch.use_deterministic_algorithms`), so nothing may be
+    added up atomically."""
+    return torch.are_deterministic_algorithms_enabled()
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 if n <= 1 else 1 << (n - 1).bit_length()

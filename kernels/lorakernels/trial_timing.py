@@ -14,8 +14,9 @@ Run: python -m pytest tests/lorakernels/test_trial_timing.py
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,8 +37,9 @@ def trial_timers(forms: Mapping[str, Form], device: torch.device) -> dict[str, C
     load = power_load(device)
     timers = event_timers(forms, load)
     runs = runs_for(min(timer() for timer in timers.values()))
+    pool = torch.cuda.graph_pool_handle()  # one for all: nothing reads what a form has made, so the next may have it
     try:
-        graphs = {name: captured(run, runs, device) for name, run in forms.items()}
+        graphs = {name: captured(run, runs, device, pool) for name, run in forms.items()}
     except RuntimeError:  # a form that synchronizes or that asks for memory the GPU has no more
         torch.cuda.synchronize(device)
         return timers
@@ -80,13 +82,13 @@ def _of_one(load: Form, graph: torch.cuda.CUDAGraph, runs: int) -> float:
     return between_events(load, graph.replay) / runs
 
 
-def captured(run: Form, runs: int, device: torch.device) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of so many runs. Raises RuntimeError where it cannot be captured."""
+def captured(run: Form, runs: int, device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of so many runs, in this memory pool. Raises RuntimeError where it cannot be captured."""
     stream, graph = stream_of(device), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         run()  # libraries take their workspace for this stream now, and not out of the graph's memory
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             for _ in range(runs):
                 run()
@@ -96,7 +98,18 @@ def captured(run: Form, runs: int, device: torch.device) -> torch.cuda.CUDAGraph
     return graph
 
 
-def give_memory_back(device: torch.device) -> None:
-    """After timers are gone: what their graphs had allocated is nobody else's until it is freed."""
+@contextlib.contextmanager
+def trial_on(device: torch.device) -> Iterator[None]:
+    """Inside, this GPU is the current one. At the end, memory that nobody uses is the GPU's again, and the peak that
+    torch tells of is what it was before: no step ends by a trial, so whoever asks what a step takes is not told of
+    it."""
     with torch.cuda.device(device):
-        torch.cuda.empty_cache()
+        peak = torch.cuda.max_memory_allocated()
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            with contextlib.suppress(torch.OutOfMemoryError):  # torch can only forget a peak, so the old one is made
+                torch.empty(peak - torch.cuda.memory_allocated(), dtype=torch.uint8, device=device)
+            torch.cuda.empty_cache()

@@ -5,29 +5,36 @@ time that counts (`trial_timing.py`): where the host is the slower of the two, a
 replays by the device's time. The forms' kernels are compiled beside one another first (`compile_ahead.py`), and what
 was chosen is looked up before anything is compiled (`choice_cache.py`). While a CUDA graph is captured nothing can be
 timed, so a shape met there for the first time gets the first form: warm up before capturing.
-On a CPU the first form is taken. Within `forced("addmm")` that is the answer wherever there is such a form.
+Where the GPU has no memory left for a trial, the form of fewer rows is taken, or the first; what was measured while
+somebody else seems to have used the GPU is not kept on disk. On a CPU the first form is taken. Within
+`forced("addmm")` that is the answer wherever there is such a form.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import choice_cache, compile_ahead
-from .runtime import next_power_of_2
-from .trial_timing import give_memory_back, trial_timers
+from .runtime import deterministic, next_power_of_2
+from .trial_timing import trial_on, trial_timers
+
+Spare = Callable[[], Sequence[Any]]
 
 _chosen: dict[tuple, str] = {}
 _forced: str | None = None
 ROUNDS = 5
+# Processes that share a GPU have it in turns of milliseconds, several times as long as what is timed; a change of
+# clock makes less of a difference.
+STEADY = 1.5
 
 
-@contextmanager
+@contextlib.contextmanager
 def forced(name: str) -> Iterator[None]:
     """Within, the form of this name wherever there is one, unmeasured; what was chosen before is kept."""
     global _forced
@@ -53,10 +60,19 @@ def bucket(m: int) -> int:
     return next_power_of_2(m)
 
 
-def pick(name: str, key: tuple, forms: Mapping[str, Callable[[], Any]], device: torch.device) -> str:
-    """The name of the form to run. `name` and `key` (shapes, dtypes: all that the time depends on) say what is chosen;
-    `forms` are complete calls, which are run to be timed, so they must not change what they read (`on_spare`)."""
+def pick(
+    name: str, key: tuple, forms: Mapping[str, Callable[..., Any]], device: torch.device, spare: Spare = tuple
+) -> str:
+    """The name of the form to run. `name` and `key` (rows, then shapes and dtypes: all that the time depends on) say
+    what is chosen; `forms` are complete calls, the library's is the last.
+
+    They are run to be timed, so they must not change what they read: forms that write over it or add to it are called
+    with what `spare` makes, which is made once, and only if anything is measured. Where torch is to be deterministic
+    the library's form is taken, unmeasured: the others add up atomically, and the clock may decide otherwise next time.
+    """
     first = next(iter(forms))
+    if deterministic():
+        return list(forms)[-1]
     if _forced in forms:
         return str(_forced)
     if not measures(device) or len(forms) == 1:
@@ -67,13 +83,16 @@ def pick(name: str, key: tuple, forms: Mapping[str, Callable[[], Any]], device: 
         known = on_disk.get((name, *key))
         if known not in forms:
             if compile_ahead.collecting():
+                given = spare()
                 for run in forms.values():
-                    run()
+                    run(*given)
                 return first
             if torch.cuda.is_current_stream_capturing():
                 return first
-            known = measured(forms, device)
-            on_disk.put((name, *key), known)
+            found = tried(forms, device, spare)
+            known = _of_fewer_rows(full, forms) if found is None else found.form
+            if found is not None and found.steady:
+                on_disk.put((name, *key), found.form)
         _chosen[full] = str(known)
     return _chosen[full]
 
@@ -83,40 +102,49 @@ def measures(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def on_spare(
-    forms: Mapping[str, Callable[..., Any]], make: Callable[[], Sequence[Any]]
-) -> dict[str, Callable[[], Any]]:
-    """Trials for `pick` of forms that write over what they read or add to it, which measuring would do several times:
-    they are called with what `make` gives, which is made once, and only if anything is measured."""
-    made: list[Sequence[Any]] = []
+class Trial(NamedTuple):
+    """The form that takes the least time, and whether the GPU was ours alone, as far as the times tell."""
 
-    def trial(form: Callable[..., Any]) -> Any:
-        if not made:
-            made.append(make())
-        return form(*made[0])
-
-    return {name: partial(trial, form) for name, form in forms.items()}
+    form: str
+    steady: bool
 
 
-def measured(forms: Mapping[str, Callable[[], Any]], device: torch.device) -> str:
-    """The name of the form that takes this GPU the least time."""
+def tried(forms: Mapping[str, Callable[..., Any]], device: torch.device, spare: Spare) -> Trial | None:
+    """What measuring the forms shows; None where the GPU has no memory left for that. A trial takes more of it than the
+    step does: there are spare tensors, and forms that need more than the one that is taken in the end."""
+    with trial_on(device), contextlib.suppress(torch.OutOfMemoryError):
+        given = spare()
+        return measured({name: partial(run, *given) for name, run in forms.items()}, device)
+    return None
+
+
+def _of_fewer_rows(full: tuple, forms: Mapping[str, Any]) -> str:
+    """What was chosen at the next fewer rows at which there was a choice, else the first form."""
+    name, rows, *others = full
+    while rows := rows // 2:
+        if (known := _chosen.get((name, rows, *others))) in forms:
+            return str(known)
+    return next(iter(forms))
+
+
+def measured(forms: Mapping[str, Callable[[], Any]], device: torch.device) -> Trial:
+    """The form that takes this GPU the least time."""
     compile_ahead.kernels_of(forms.values())
     forms = {name: run for name, run in forms.items() if _runs(run)}  # warms up, too
     if len(forms) == 1:
-        return next(iter(forms))
-    try:
-        return fastest(trial_timers(forms, device))
-    finally:
-        give_memory_back(device)
+        return Trial(next(iter(forms)), True)
+    return fastest(trial_timers(forms, device))
 
 
-def fastest(timers: Mapping[str, Callable[[], float]]) -> str:
-    """The name of the timer with the least median; they measure in turns, so that a change of clock meets all."""
+def fastest(timers: Mapping[str, Callable[[], float]]) -> Trial:
+    """The timer with the least median; they measure in turns, so that a change of clock meets all. Not steady are times
+    of which one form's longest is STEADY times its shortest."""
     times: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(ROUNDS):
         for name, timer in timers.items():
             times[name].append(timer())
-    return min(times, key=lambda name: statistics.median(times[name]))
+    form = min(times, key=lambda name: statistics.median(times[name]))
+    return Trial(form, all(max(each) <= STEADY * min(each) for each in times.values()))
 
 
 def _runs(run: Callable[[], Any]) -> bool:
