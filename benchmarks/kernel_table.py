@@ -312,7 +312,7 @@ def gemm_rows(m: int) -> list[Row]:
 
 
 def fp8_row(m: int) -> list[Row]:
-    """gate and up's frozen GEMM in FP8, the quantization of X included, with its error on random operands."""
+    """gate and up's frozen GEMM in FP8, the quantization of both included, with its error on random operands."""
     if supported(torch.device(DEVICE)):
         return []
     weight, x = random(2 * WIDE, HIDDEN), random(m, HIDDEN)
@@ -321,7 +321,7 @@ def fp8_row(m: int) -> list[Row]:
     error = float((frozen.forward(x).float() - exact).norm() / exact.norm())
     us = timed(lambda: lambda: frozen.forward(x), CACHE, replays=8)
     what = f"gate, up: X·Wᵀ of FP8 operands, {100 * error:.1f} % off"
-    besides = "X twice, to quantize it; the share is of the bf16 ceiling"
+    besides = "X and W twice, to quantize them; the share is of the bf16 ceiling"
     return [Row("fp8", what, "2·M·N·K", besides, us, flops=4 * m * WIDE * HIDDEN)]
 
 

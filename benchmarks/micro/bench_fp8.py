@@ -1,4 +1,4 @@
-"""The frozen GEMM in FP8, with the quantization of X, against the compute dtype. Run: python -m pytest
+"""The frozen GEMM in FP8, with the quantization of X and W, against the compute dtype. Run: python -m pytest
 benchmarks/micro/bench_fp8.py
 """
 

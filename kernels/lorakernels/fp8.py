@@ -1,8 +1,8 @@
 """The frozen weight's GEMMs in FP8 (e4m3), LoRA's in the compute dtype: Y ≈ (Xq · Wqᵀ) · sx · sw, with one scale a row
 of X and one a row of W, scale = max|row| / 448; backward likewise with dY and Wᵀ.
 
-X: (M, K), W: (N, K). Two quantized copies of W are kept (each direction needs its own scales and layout), 2 bytes an
-element as bf16 has; the bf16 weight stays with the module. The adapters and their gradients never pass through FP8.
+X: (M, K), W: (N, K). The weight stays with the module and is quantized at each product, as X is: PEFT merges through
+`.data`, which no version counter sees, so a copy could be old. The adapters and their gradients never pass through FP8.
 Error: e4m3 keeps 3 bits of mantissa, a relative error of up to 2⁻⁴ an element; for random operands a product is off by
 about 3.5 % of its size (test_fp8.py holds forward and backward below 5 %). So this is a toggle that changes the
 mathematics. Micikevicius et al., "FP8 formats for deep learning" (2022). Run: python -m pytest
@@ -23,8 +23,9 @@ LARGEST = 448.0
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(x / scale in e4m3 (M, K), scale (M, 1) float32) of x (M, K)."""
-    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / LARGEST
-    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
+    largest = torch.linalg.vector_norm(x, float("inf"), -1, keepdim=True).float()  # max|row|, in one launch
+    scale = largest.clamp_min(1e-12) / LARGEST
+    return (x / scale).to(FP8), scale
 
 
 def fp8_mm_reference(
@@ -39,36 +40,38 @@ def fp8_mm(xq: torch.Tensor, sx: torch.Tensor, wq: torch.Tensor, sw: torch.Tenso
     """xq (M, K) · wq (N, K)ᵀ with row scales sx (M, 1) and sw (N, 1): (M, N) in dtype."""
     if not xq.is_cuda:
         return fp8_mm_reference(xq, sx, wq, sw, dtype)
-    # Row-wise scaling gives bfloat16 only.
-    out = torch._scaled_mm(xq, wq.t(), scale_a=sx, scale_b=sw.t(), out_dtype=torch.bfloat16)
-    return out.to(dtype)
+    return scaled_mm(xq, sx, wq, sw, dtype)
+
+
+def scaled_mm(
+    xq: torch.Tensor, sx: torch.Tensor, wq: torch.Tensor, sw: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """As `fp8_mm`, by torch's product of FP8 operands. It has scales of rows in bfloat16 only; another dtype gets the
+    sums in float32 and is rounded once, after the scales."""
+    if dtype == torch.bfloat16:
+        return torch._scaled_mm(xq, wq.t(), scale_a=sx, scale_b=sw.t(), out_dtype=dtype)
+    one = torch.ones((), device=xq.device)
+    sums = torch._scaled_mm(xq, wq.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return sums.mul_(sx).mul_(sw.t()).to(dtype)
 
 
 class FrozenFp8:
-    """The quantized weights of the members of one projection, stacked to (N, K), and (K, N) for backward."""
+    """The products with the frozen weights of the members of one projection, stacked to (N, K)."""
 
     def __init__(self, members: Sequence[Member]):
         self.members = members
-        self._of: list[tuple[int, int]] | None = None
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Quantizes the weights if they are not those of the last time: loaded, merged or moved since."""
-        of = [(m.weight.data_ptr(), m.weight._version) for m in self.members]
-        if of != self._of:
-            with torch.inference_mode(False), torch.no_grad():
-                w = torch.cat([m.weight for m in self.members])
-                self.forward_weight = quantize_rows(w)
-                self.backward_weight = quantize_rows(w.t().contiguous())
-            self._of = of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (M, K) · Wᵀ, (M, N) in the dtype of x."""
-        return fp8_mm(*quantize_rows(x), *self.forward_weight, x.dtype)
+        return fp8_mm(*quantize_rows(x), *quantize_rows(self._weight()), x.dtype)
 
     def backward(self, dy: torch.Tensor) -> torch.Tensor:
         """dy (M, N) · W, (M, K) in the dtype of dy."""
-        return fp8_mm(*quantize_rows(dy), *self.backward_weight, dy.dtype)
+        return fp8_mm(*quantize_rows(dy), *quantize_rows(self._weight().t().contiguous()), dy.dtype)
+
+    def _weight(self) -> torch.Tensor:
+        weights = [m.weight.detach() for m in self.members]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 def supported(device: torch.device) -> str | None:

@@ -45,8 +45,8 @@ class Operand:
 class OperandBuffer:
     """Members that share an input of K columns, and the buffer that their weights and adapters lie in.
 
-    fp8: the products with the weights in FP8, whose copies are kept beside the modules' own weights. Raises ValueError
-    where the members' inputs differ in width.
+    fp8: the products with the weights in FP8, of the modules' own weights. Raises ValueError where the members' inputs
+    differ in width.
     """
 
     def __init__(self, members: list[Member], fp8: bool = False):
@@ -178,9 +178,7 @@ class OperandBuffer:
         return op
 
     def _fp8_operand(self, dtype: torch.dtype) -> Operand:
-        """The adapters alone, for products that read the weights' FP8 copies."""
-        assert self.fp8 is not None
-        self.fp8.refresh()
+        """The adapters alone, for products that read the modules' own weights."""
         dev = self.members[0].weight.device
         sb = torch.zeros(self.n, self.p, dtype=dtype, device=dev)
         op = self._operand_of(None, sb, torch.zeros(self.p, self.k, dtype=dtype, device=dev), None)
