@@ -75,6 +75,7 @@ class Watch:
             "which adapters are active": [
                 (str(m._active_adapter), bool(m._disable_adapters), len(m.merged_adapters)) for m in self._adapters
             ],
+            "the adapters' scaling": [tuple(getattr(m, "scaling", {}).values()) for m in self._adapters],
             "gradient checkpointing": [m.gradient_checkpointing for m in self._checkpointed],
             "dropout": [m.p for m in self._dropouts],
             "the attention implementation": attention_of(self._config),
