@@ -20,18 +20,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lorakernels.glu as glu
-import lorakernels.rms_norm as rms_norm
-import lorakernels.rope as rope
+import lorakernels.ops.glu as glu
+import lorakernels.ops.rms_norm as rms_norm
+import lorakernels.ops.rope as rope
 import torch
-from lorakernels.adapter import Loader
-from lorakernels.concat_operand import LoraColumns, concat_operand_into, s_into
-from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
-from lorakernels.fp8 import FrozenFp8, supported
-from lorakernels.linear_cross_entropy import loss_and_gradient_
-from lorakernels.lora_grad import AdapterColumns, a_gradient, ds_and_db
-from lorakernels.member import Member
-from lorakernels.nf4 import dequantize_into
+from lorakernels.nodes.fp8 import FrozenFp8, supported
+from lorakernels.nodes.member import Member
+from lorakernels.ops.adapter import Loader
+from lorakernels.ops.concat_operand import LoraColumns, concat_operand_into, s_into
+from lorakernels.ops.dropout import add_product_into, draw_seed, dropout_into, product_into
+from lorakernels.ops.linear_cross_entropy import loss_and_gradient_
+from lorakernels.ops.lora_grad import AdapterColumns, a_gradient, ds_and_db
+from lorakernels.ops.nf4 import dequantize_into
 from lorakernels.runtime import tensor_cores
 
 from lorabench.measure.machine import describe

@@ -3,9 +3,9 @@
     python benchmarks/spare_columns.py              # 8192 tokens, on a GPU
     python benchmarks/spare_columns.py --tokens 512
 
-`lorakernels.operand` rounds the columns of S up to 64 from 2048 columns of input on, and to 16 below: the GEMMs of an
-8B took 338 ms with 64 columns for each linear and 342 with 16. This times [X | S]·[W | sB]ᵀ and [dY | dS]·[W ; A] of
-narrower models with both, adapters of rank 16 on every linear. Where the sums say so, `operand.WIDE` is to be lowered.
+lorakernels' `operand.py` rounds the columns of S up to 64 from 2048 columns of input on, and to 16 below: the GEMMs of
+an 8B took 338 ms with 64 columns for each linear and 342 with 16. This times [X | S]·[W | sB]ᵀ and [dY | dS]·[W ; A] of
+narrower models with both, adapters of rank 16 on every linear. Where the sums say so, its `WIDE` is to be lowered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 
 import torch
 from kernel_table import CUDA, SIZE, random, timed
-from lorakernels.operand import WIDE
+from lorakernels.nodes.operand import WIDE
 from lorakernels.runtime import round_up
 
 RANK = 16

@@ -3,8 +3,8 @@ benchmarks/micro/bench_fp8.py
 """
 
 import pytest
-from lorakernels.fp8 import FrozenFp8, supported
-from lorakernels.member import Member
+from lorakernels.nodes.fp8 import FrozenFp8, supported
+from lorakernels.nodes.member import Member
 from torch import nn
 
 

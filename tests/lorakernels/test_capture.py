@@ -9,14 +9,14 @@ import pytest
 import torch
 from capture_loops import BUCKETS, batches, optimizer_of, padded_batch, plain, replayed, same_parameters, schedule_of
 from fake_graphs import FakeGraphs
-from lorakernels import capture_backward
+from lorakernels.capturing import backward as capture_backward
 from tiny_models import build
 
 
 @pytest.fixture
 def fake(monkeypatch):
     made = FakeGraphs()
-    monkeypatch.setattr("lorakernels.capture_step.graphs_for", lambda device: made)
+    monkeypatch.setattr("lorakernels.capturing.step.graphs_for", lambda device: made)
     return made
 
 

@@ -15,7 +15,8 @@ import sys
 import threading
 import torch
 torch.version.cuda = torch.version.cuda or "none"
-from lorakernels import compile_ahead, concat_operand
+from lorakernels import compile_ahead
+from lorakernels.ops import concat_operand
 import triton
 from triton.compiler import CompiledKernel
 from compile_kernels import Driver

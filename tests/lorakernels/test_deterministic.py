@@ -9,8 +9,9 @@ import pytest
 import test_mlp_node
 import test_projection_node
 import torch
-from lorakernels import adapter_grad, glu, output_grad
-from lorakernels.projection import Projection
+from lorakernels.nodes import adapter_grad, output_grad
+from lorakernels.nodes.projection import Projection
+from lorakernels.ops import glu
 from lorakernels.runtime import INTERPRET
 from nodes import member
 

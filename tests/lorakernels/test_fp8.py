@@ -6,9 +6,9 @@ import lorakernels
 import pytest
 import torch
 from kernel_checks import assert_close, error
-from lorakernels import fp8
-from lorakernels.member import Member
-from lorakernels.projection import Projection
+from lorakernels.nodes import fp8
+from lorakernels.nodes.member import Member
+from lorakernels.nodes.projection import Projection
 from tiny_models import batch, build
 
 

@@ -13,9 +13,10 @@ import test_mlp_node
 import test_projection_node
 import torch
 from kernel_checks import exhaustive
-from lorakernels import choice_cache, compile_ahead, tune
-from lorakernels.choice_cache import ChoiceCache
+from lorakernels import compile_ahead, tune
 from lorakernels.runtime import INTERPRET
+from lorakernels.tuning import choice_cache
+from lorakernels.tuning.choice_cache import ChoiceCache
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="runs in Triton's interpreter: see test_interpreter.py")
 NODES = {

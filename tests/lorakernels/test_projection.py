@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, exhaustive_in_interpreter
 from lorakernels import tune
-from lorakernels.member import Member
-from lorakernels.output_grad import SavedForward, output_gradient
-from lorakernels.products import concat_product
-from lorakernels.projection import Projection
-from lorakernels.projection_node import project
+from lorakernels.nodes.member import Member
+from lorakernels.nodes.output_grad import SavedForward, output_gradient
+from lorakernels.nodes.products import concat_product
+from lorakernels.nodes.projection import Projection
+from lorakernels.nodes.projection_node import project
 from nodes import fix_seeds, leaves, masks_of, member, plain
 from torch import nn
 

@@ -109,7 +109,7 @@ def test_a_launch_is_on_the_device_of_its_tensors(triton, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_model_on_the_second_gpu_while_the_first_is_current():
-    from lorakernels.rms_norm import rms_norm, rms_norm_reference
+    from lorakernels.ops.rms_norm import rms_norm, rms_norm_reference
 
     x, w = torch.randn(9, 64, device="cuda:1"), torch.randn(64, device="cuda:1")
     for _ in range(2):
@@ -136,7 +136,7 @@ def test_without_triton_a_kernel_is_the_function(monkeypatch):
 
 @pytest.mark.gpu
 def test_both_ways_compute_the_same():
-    from lorakernels.rms_norm import rms_norm
+    from lorakernels.ops.rms_norm import rms_norm
 
     x, w = torch.randn(9, 64, device="cuda"), torch.randn(64, device="cuda")
     first, again = rms_norm(x, w), rms_norm(x, w)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lorakernels import trial_timing
-from lorakernels.trial_timing import LONG_ENOUGH, MOST_RUNS, power_load, runs_for, trial_on, trial_timers
+from lorakernels.tuning import trial_timing
+from lorakernels.tuning.trial_timing import LONG_ENOUGH, MOST_RUNS, power_load, runs_for, trial_on, trial_timers
 
 
 def test_short_forms_run_often_and_long_ones_once():

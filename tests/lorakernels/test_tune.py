@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lorakernels import tune
-from lorakernels.choice_cache import ChoiceCache
+from lorakernels.tuning.choice_cache import ChoiceCache
 
 
 class OutOfResources(Exception):
