@@ -11,6 +11,7 @@ forward: Liger-Kernel (Hsu et al. 2024). Run: python -m pytest tests/lorakernels
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -177,6 +178,25 @@ class LossSpec(NamedTuple):
     chunk: int | None = None
 
 
+def chunks(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, spec: LossSpec,
+    loss: torch.Tensor, dx: torch.Tensor | None, with_grad: bool,
+    stats: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Iterator[tuple[slice, torch.Tensor]]:  # fmt: skip
+    """Chunk by chunk, its rows of x (M, H) and what `loss_and_gradient_` has left in its logits (rows, V). loss (M,),
+    dx (M, H) where there is one, and stats (M,) each, are filled on the way."""
+    m = x.shape[0]
+    step = spec.chunk or chunk_rows(m, weight.shape[0], x.element_size()) if m else 1
+    for i in range(0, m, step):
+        part = slice(i, min(i + step, m))
+        z = F.linear(x[part], weight, bias)
+        of_part = None if stats is None else (stats[0][part], stats[1][part])
+        loss[part] = loss_and_gradient_(z, target[part], spec.ignore_index, spec.softcap, with_grad, of_part)
+        if dx is not None:
+            torch.mm(z, weight, out=dx[part])
+        yield part, z
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """`linear_cross_entropy` as one node, which saves the gradients of x (M, H), weight (V, H) and bias (V,)."""
 
@@ -185,9 +205,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
         num_items: int | torch.Tensor | None, spec: LossSpec,
     ) -> torch.Tensor:  # fmt: skip
-        ignore_index, softcap, chunk = spec
         needs = ctx.needs_input_grad
-        m = x.shape[0]
         dx = torch.empty_like(x) if needs[0] else None
         dw = torch.zeros(weight.shape, dtype=working_dtype(weight), device=weight.device) if needs[1] else None
         db = (
@@ -195,19 +213,13 @@ class LinearCrossEntropy(torch.autograd.Function):
             if bias is not None and needs[2]
             else None
         )
-        loss = torch.empty(m, dtype=working_dtype(x), device=x.device)
-        step = chunk or chunk_rows(m, weight.shape[0], x.element_size()) if m else 1
-        for i in range(0, m, step):
-            part = slice(i, min(i + step, m))
-            z = F.linear(x[part], weight, bias)
-            loss[part] = loss_and_gradient_(z, target[part], ignore_index, softcap, any(needs[:3]))
-            if dx is not None:
-                torch.mm(z, weight, out=dx[part])
+        loss = torch.empty(x.shape[0], dtype=working_dtype(x), device=x.device)
+        for part, z in chunks(x, weight, bias, target, spec, loss, dx, any(needs[:3])):
             if dw is not None:
                 dw += mm_in(z.t(), x[part], dw.dtype)
             if db is not None:
                 db += z.sum(0, dtype=db.dtype)
-        count = (target != ignore_index).sum() if num_items is None else num_items
+        count = (target != spec.ignore_index).sum() if num_items is None else num_items
         if torch.is_tensor(count):
             count = count.to(x.device)
         scale = torch.ones((), dtype=loss.dtype, device=x.device) / count

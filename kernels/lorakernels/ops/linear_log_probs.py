@@ -13,10 +13,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from ..runtime import check, rows, working_dtype
-from .linear_cross_entropy import LossSpec, chunk_rows, loss_and_gradient_
+from .linear_cross_entropy import LossSpec, chunks
 
 
 class LogProbs(NamedTuple):
@@ -51,19 +50,12 @@ class LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, spec: LossSpec
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ignore_index, softcap, chunk = spec
         m, with_dx = x.shape[0], ctx.needs_input_grad[0]
         dx = torch.empty_like(x) if with_dx else None
         loss, entropy = (torch.empty(m, dtype=working_dtype(x), device=x.device) for _ in range(2))
         top1 = torch.empty(m, dtype=torch.uint8, device=x.device)
-        step = chunk or chunk_rows(m, weight.shape[0], x.element_size()) if m else 1
-        for i in range(0, m, step):
-            part = slice(i, min(i + step, m))
-            z = F.linear(x[part], weight, bias)
-            stats = entropy[part], top1[part]
-            loss[part] = loss_and_gradient_(z, target[part], ignore_index, softcap, with_dx, stats)
-            if dx is not None:
-                torch.mm(z, weight, out=dx[part])
+        for _ in chunks(x, weight, bias, target, spec, loss, dx, with_dx, (entropy, top1)):
+            pass
         is_top1 = top1.bool()
         ctx.save_for_backward(dx)
         ctx.mark_non_differentiable(entropy, is_top1)
