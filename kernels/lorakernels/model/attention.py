@@ -20,6 +20,7 @@ from ..ops.adapter import Loader
 from ..ops.rms_norm import Norm
 from ..ops.rope import rope
 from .attention_form import HALF, KERNEL, NONE, AttentionForm, attention_form, scaled_query, twice
+from .forwards import unless
 from .module_checks import GLOBAL_HOOKS, NotFused, check_library, hooked_globally
 from .norms import NormModule, norm_module
 from .plans import Linears, Plan, Switches, linears
@@ -218,16 +219,16 @@ def _backends(names: tuple[str, ...] | None) -> contextlib.AbstractContextManage
     return sdpa_kernel([getattr(SDPBackend, BACKENDS[n]) for n in names], set_priority=True)
 
 
+def _why_left(attention: Any, *_: Any, **__: Any) -> str | None:
+    return GLOBAL_HOOKS if hooked_globally() else attention._lorakernels.what_changed()
+
+
+@unless(_why_left, "attention")
 def attention_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Bound to an attention instance: any of q,k,v, RoPE and o may be ours. (output (B, S, K), attention's weights or
     None) of hidden_states (B, S, K)."""
     plan: AttentionPlan = self._lorakernels
     kwargs.update(zip(plan.positional, args, strict=False))
-    changed = GLOBAL_HOOKS if hooked_globally() else plan.what_changed()
-    if changed:
-        self._lorakernels_forwards.leave("attention", changed)
-        return type(self).forward(self, **kwargs)
-    self._lorakernels_forwards.fused["attention"] += 1
     return _attention(plan, **kwargs)
 
 

@@ -17,6 +17,7 @@ from ..nodes.projection_node import project
 from ..ops.adapter import Loader
 from ..ops.rms_norm import rms_norm
 from .attention import AttentionPlan, attend, query_key_value
+from .forwards import unless
 from .mlp import MLPPlan
 from .module_checks import (
     GLOBAL_HOOKS,
@@ -201,22 +202,9 @@ def _forms(calls: list[str], attributes: list[str]) -> Iterator[LayerForm]:
             yield LayerForm(before[0] if before else None, behind, ahead, after[0] if after else None, m)
 
 
-def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Bound to a decoder layer instance: (B, S, K) of hidden_states (B, S, K)."""
-    plan: LayerPlan = self._lorakernels
+def _why_left(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> str | None:
+    plan: LayerPlan = layer._lorakernels
     kwargs.update(zip(plan.positional, args, strict=False))
-    if changed := _why_left(plan, kwargs):
-        self._lorakernels_forwards.leave("layer", changed)
-        return type(self).forward(self, hidden_states, **kwargs)
-    self._lorakernels_forwards.fused["layer"] += 1
-    if plan.own_checkpointing and self.training and getattr(self, "gradient_checkpointing", False):
-        # A cache would be updated a second time by the recomputation.
-        kwargs.update({k: v for k, v in (("use_cache", False), ("past_key_values", None)) if k in kwargs})
-        return self._gradient_checkpointing_func(partial(_layer, plan, **kwargs), hidden_states)
-    return _layer(plan, hidden_states, **kwargs)
-
-
-def _why_left(plan: LayerPlan, kwargs: dict[str, Any]) -> str | None:
     if kwargs.get("output_attentions", False) or getattr(plan.attention.module.config, "output_attentions", False):
         return "attentions are asked for"
     if hooked_globally():
@@ -224,6 +212,18 @@ def _why_left(plan: LayerPlan, kwargs: dict[str, Any]) -> str | None:
     if kwargs.get("position_embeddings") is None:
         return "a layer was called without position_embeddings"
     return plan.what_changed()
+
+
+@unless(_why_left, "layer")
+def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Bound to a decoder layer instance: (B, S, K) of hidden_states (B, S, K)."""
+    plan: LayerPlan = self._lorakernels
+    kwargs.update(zip(plan.positional, args, strict=False))
+    if plan.own_checkpointing and self.training and getattr(self, "gradient_checkpointing", False):
+        # A cache would be updated a second time by the recomputation.
+        kwargs.update({k: v for k, v in (("use_cache", False), ("past_key_values", None)) if k in kwargs})
+        return self._gradient_checkpointing_func(partial(_layer, plan, **kwargs), hidden_states)
+    return _layer(plan, hidden_states, **kwargs)
 
 
 def _layer(plan: LayerPlan, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

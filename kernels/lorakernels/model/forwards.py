@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
 
 
 @dataclass
@@ -35,3 +38,21 @@ class Forwards:
         fused = ", ".join(f"{part} {n}" for part, n in sorted(self.fused.items())) or "none"
         left = [f"left: {part} x {n}: {reason}" for (part, reason), n in sorted(self.left.items())]
         return "\n".join([f"fused forwards: {fused}", *left])
+
+
+def unless(why: Callable[..., str | None], part: str, expected: str | None = None) -> Callable[..., Any]:
+    """Decorator of a forward of ours that is bound to an instance: where `why`, called with the same arguments, gives a
+    reason, the class's own forward runs in its place. Either is counted; expected: the reason that needs no warning."""
+
+    def bound(ours: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(ours)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if reason := why(self, *args, **kwargs):
+                self._lorakernels_forwards.leave(part, reason, expected=reason is expected)
+                return type(self).forward(self, *args, **kwargs)
+            self._lorakernels_forwards.fused[part] += 1
+            return ours(self, *args, **kwargs)
+
+        return forward
+
+    return bound

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..runtime import compute_dtype
+from .forwards import unless
 from .lazy_logits import lazy_logits
 from .module_checks import GLOBAL_HOOKS, NotFused, check_library, check_weight, hooked_globally, is_unhooked
 from .proofs import (
@@ -259,14 +260,32 @@ def _transform(
     raise NotFused(f"the logits of {type(model).__name__} are neither its head's nor those scaled or soft-capped")
 
 
+NO_TRAINING = "no forward of training with labels"
+
+
+def _why_left(model: Any, *args: Any, **kwargs: Any) -> str | None:
+    """Why this forward's loss is not ours; None where it is."""
+    kwargs.update(zip(names_of(type(model).forward), args, strict=False))
+    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled():
+        return NO_TRAINING
+    if hooked_globally():
+        return GLOBAL_HOOKS
+    keep = kwargs.get("logits_to_keep", 0)
+    router = kwargs.get("output_router_logits")
+    router = getattr(model.config, "output_router_logits", False) if router is None else router
+    if router or not (isinstance(keep, int) and keep == 0):
+        return "router losses or a part of the logits are asked for (output_router_logits, logits_to_keep)"
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    if model.loss_function is not getattr(losses, "ForCausalLMLoss", None):
+        return "the model's loss_function is not transformers' own"
+    own_head = type(model.lm_head) is nn.Linear and is_unhooked(model.lm_head)
+    return None if own_head else "the head is no plain Linear, or has hooks"
+
+
+@unless(_why_left, "linear_cross_entropy", expected=NO_TRAINING)
 def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Bound to a causal language model: its own output class, or tuple, with `lazy_logits` in it."""
-    own = type(self).forward
-    kwargs.update(zip(names_of(own), args, strict=False))
-    if reason := _why_left(self, kwargs):
-        self._lorakernels_forwards.leave("linear_cross_entropy", reason, expected=reason is NO_TRAINING)
-        return own(self, **kwargs)
-    self._lorakernels_forwards.fused["linear_cross_entropy"] += 1
+    kwargs.update(zip(names_of(type(self).forward), args, strict=False))
     labels, return_dict = kwargs.pop("labels"), kwargs.pop("return_dict", None)
     shifted, num_items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
     ignore = kwargs.pop("ignore_index", -100)
@@ -289,24 +308,3 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     result = plan.output(loss=loss, logits=logits.float() if plan.in_float32 else logits, **rest)
     wanted = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
     return result if wanted else result.to_tuple()
-
-
-NO_TRAINING = "no forward of training with labels"
-
-
-def _why_left(model: Any, kwargs: dict[str, Any]) -> str | None:
-    """Why this forward's loss is not ours; None where it is."""
-    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled():
-        return NO_TRAINING
-    if hooked_globally():
-        return GLOBAL_HOOKS
-    keep = kwargs.get("logits_to_keep", 0)
-    router = kwargs.get("output_router_logits")
-    router = getattr(model.config, "output_router_logits", False) if router is None else router
-    if router or not (isinstance(keep, int) and keep == 0):
-        return "router losses or a part of the logits are asked for (output_router_logits, logits_to_keep)"
-    losses = sys.modules.get("transformers.loss.loss_utils")
-    if model.loss_function is not getattr(losses, "ForCausalLMLoss", None):
-        return "the model's loss_function is not transformers' own"
-    own_head = type(model.lm_head) is nn.Linear and is_unhooked(model.lm_head)
-    return None if own_head else "the head is no plain Linear, or has hooks"

@@ -12,6 +12,7 @@ import torch
 
 from ..nodes.projection_node import project
 from ..runtime import compute_dtype
+from .forwards import unless
 from .module_checks import GLOBAL_HOOKS, hooked_globally
 from .plans import Linears
 
@@ -41,15 +42,14 @@ class LinearPlan:
         )
 
 
+def _why_left(linear: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> str | None:
+    if x.numel() == 0:
+        return EMPTY
+    return ARGUMENTS if args or kwargs else GLOBAL_HOOKS if hooked_globally() else linear._lorakernels.what_changed()
+
+
+@unless(_why_left, "linear", expected=EMPTY)
 def linear_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Bound to an instance of PEFT's LoRA linear: (…, N) of x (…, K)."""
     plan: LinearPlan = self._lorakernels
-    if x.numel() == 0:
-        self._lorakernels_forwards.leave("linear", EMPTY, expected=True)
-        return type(self).forward(self, x, *args, **kwargs)
-    changed = ARGUMENTS if args or kwargs else GLOBAL_HOOKS if hooked_globally() else plan.what_changed()
-    if changed:
-        self._lorakernels_forwards.leave("linear", changed)
-        return type(self).forward(self, x, *args, **kwargs)
-    self._lorakernels_forwards.fused["linear"] += 1
     return project(x, plan.linears.groups).to(plan.output_dtype(x))

@@ -18,6 +18,7 @@ from ..nodes.operand import with_loaded_adapters
 from ..nodes.projection import Projection
 from ..ops.adapter import Loader
 from ..ops.glu import ACTIVATIONS, activation
+from .forwards import unless
 from .lora_modules import base_linear
 from .module_checks import GLOBAL_HOOKS, NotFused, activation_of, check_library, hooked_globally, is_unhooked
 from .plans import Linears, Plan, Switches, linears
@@ -154,17 +155,17 @@ def _activation_of_order(
     return None
 
 
+def _why_left(mlp: Any, *args: torch.Tensor, **kwargs: torch.Tensor) -> str | None:
+    (x,) = (*args, *kwargs.values())  # the families call their one argument differently
+    if x.numel() == 0:  # an expert that no token chose
+        return EMPTY
+    return GLOBAL_HOOKS if hooked_globally() else mlp._lorakernels.what_changed()
+
+
+@unless(_why_left, "mlp", expected=EMPTY)
 def mlp_forward(self: Any, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
     """Bound to an MLP instance: (…, K) of its one argument (…, K)."""
-    (x,) = (*args, *kwargs.values())  # the families call their one argument differently
+    (x,) = (*args, *kwargs.values())
     plan: MLPPlan = self._lorakernels
-    if x.numel() == 0:  # an expert that no token chose
-        self._lorakernels_forwards.leave("mlp", EMPTY, expected=True)
-        return type(self).forward(self, x)
-    changed = GLOBAL_HOOKS if hooked_globally() else plan.what_changed()
-    if changed:
-        self._lorakernels_forwards.leave("mlp", changed)
-        return type(self).forward(self, x)
-    self._lorakernels_forwards.fused["mlp"] += 1
     with with_loaded_adapters(plan.groups, plan.loader, x):
         return gated_mlp(x, plan.gate_up.groups, plan.down.groups[0], plan.act).to(x.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..ops.rms_norm import Norm, rms_norm
+from .forwards import unless
 from .module_checks import GLOBAL_HOOKS, NotFused, check_library, check_weight, hooked_globally, is_unhooked
 from .proofs import Proofs, alike, double, draw, gradients, own_forward, takes_one_tensor, tried
 
@@ -77,15 +78,17 @@ def _proved(module: Any, eps: float) -> tuple[float, bool]:
     raise NotFused(f"{type(module).__name__} computes something else than x · rstd · (weight + 0 or 1)")
 
 
+def _why_left(norm: Any, *_: Any, **__: Any) -> str | None:
+    if hooked_globally():
+        return GLOBAL_HOOKS
+    return None if type(norm) is norm._lorakernels.kind else "a norm's class was changed"
+
+
+@unless(_why_left, "rms_norm")
 def norm_forward(self: Any, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
     """Bound to an RMSNorm instance: (…, K) of its one argument (…, K)."""
     (x,) = (*args, *kwargs.values())
     plan: NormModule = self._lorakernels
-    if hooked_globally() or type(self) is not plan.kind:
-        reason = GLOBAL_HOOKS if hooked_globally() else "a norm's class was changed"
-        self._lorakernels_forwards.leave("rms_norm", reason)
-        return type(self).forward(self, x)
-    self._lorakernels_forwards.fused["rms_norm"] += 1
     weight: nn.Parameter = self.weight
     y = rms_norm(x, weight, self.__dict__[plan.eps_name], plan.norm.offset)
     return y.to(torch.promote_types(x.dtype, weight.dtype)) if plan.promotes else y

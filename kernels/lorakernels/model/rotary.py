@@ -16,6 +16,7 @@ import torch
 
 from ..ops.rope import rope
 from .attention_form import OWN, twice, with_globals
+from .forwards import unless
 from .module_checks import NotFused, check_library, is_library_function
 from .plans import Plan
 from .proofs import ROWS, Proofs, alike, draw, gradients
@@ -86,11 +87,12 @@ def _ours(own: Callable[..., Any], halved: bool) -> Callable[..., Any]:
     return rotate
 
 
+def _why_left(attention: Any, *_: Any, **__: Any) -> str | None:
+    return attention._lorakernels.what_changed()
+
+
+@unless(_why_left, "rope")
 def rotary_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Bound to an attention instance: whatever its class returns."""
     plan: RotaryPlan = self._lorakernels
-    if changed := plan.what_changed():
-        self._lorakernels_forwards.leave("rope", changed)
-        return type(self).forward(self, *args, **kwargs)
-    self._lorakernels_forwards.fused["rope"] += 1
     return plan.function(self, *args, **kwargs)
