@@ -12,41 +12,26 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ops.lora_grad import SavedInput
-from ..ops.rms_norm import Norm, NormFactors, NormInput
+from ..ops.rms_norm import Norm, NormInput
 from ..runtime import check, compute_dtype, no_autocast, rows
-from ..side_stream import SideStream
 from .adapter_grad import parameter_gradients
 from .member import with_saved_adapters
 from .mlp_activation import activate, activation_backward
-from .node_backward import (
-    NormGradient,
-    PerProjection,
-    as_parameters,
-    per_projection,
-    saved_forwards,
-    shared_input_gradient,
-    shared_parameter_gradients,
-)
-from .node_forward import NodeInput, fill_operand, of_shape, outputs
-from .operand import Operand, adapters_of
-from .output_grad import OutputGradient, SavedForward, input_gradient, output_gradient, wide_output_gradient
+from .node_backward import NodeBackward, PerProjection, restored
+from .node_forward import NodeInput, NodeSpec, fill_operand, of_shape, outputs, save
+from .operand import Operand
+from .output_grad import OutputGradient, input_gradient, output_gradient, wide_output_gradient
 from .products import concat_product
 from .projection import Projection
 
 
-@dataclass(slots=True)
-class MLPSpec:
-    """What is no tensor of a call of `gated_mlp`, whose arguments these are; dtype: of the products; projections: all,
-    in the order in which the node saves what it saves for each."""
+@dataclass(slots=True, kw_only=True)
+class MLPSpec(NodeSpec):
+    """Of a call of `gated_mlp`, whose arguments these are; down is the last of the projections."""
 
-    groups: list[Projection]
     down: Projection
     act: str
-    norm: Norm | None
     add: bool
-    pass_through: bool
-    dtype: torch.dtype
-    projections: list[Projection]
 
 
 class MLPTensors(NamedTuple):
@@ -58,12 +43,6 @@ class MLPTensors(NamedTuple):
     norm_weight: torch.Tensor | None
     rstd: torch.Tensor | None
     gate_up: torch.Tensor
-
-    def factors(self, norm: Norm | None) -> NormFactors | None:
-        """The norm's, for backward."""
-        if norm is None or self.rstd is None or self.norm_weight is None:
-            return None
-        return NormFactors(self.rstd, self.norm_weight, norm)
 
 
 class _Forward(NamedTuple):
@@ -87,10 +66,8 @@ class GatedMLP(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         with no_autocast(x.device):
             made = _forward(spec, x, residual, norm_weight)
-        ctx.spec, ctx.shape, ctx.adapters = spec, x.shape, adapters_of(spec.projections)
         ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
-        ctx.save_for_backward(*made.own, *made.scaled_s, *made.seeds, *parameters)
-        ctx.set_materialize_grads(False)
+        save(ctx, spec, x.shape, made.own, made.scaled_s, made.seeds, parameters)
         out = of_shape(made.out, x.shape)
         return (out, made.own.h.view(x.shape) if residual is not None else x) if spec.pass_through else out
 
@@ -104,9 +81,8 @@ class GatedMLP(torch.autograd.Function):
             if d_pass is None:
                 return (None,) * len(ctx.needs_input_grad)
             grad = torch.zeros(*ctx.shape[:-1], spec.down.n, dtype=spec.dtype, device=d_pass.device)
-        saved_tensors = ctx.saved_tensors
-        own = MLPTensors(*saved_tensors[:OWN_TENSORS])
-        each = per_projection(saved_tensors[OWN_TENSORS:], len(spec.groups) + 1)
+        tensors, each = restored(ctx, OWN_TENSORS)
+        own = MLPTensors(*tensors)
         with no_autocast(grad.device), with_saved_adapters(ctx.adapters):
             dx, d_weight, d_parameters = _backward(ctx, own, each, grad, d_pass)
         return None, _as(dx, ctx.dtypes[0]), _as(dx, ctx.dtypes[1]), d_weight, *d_parameters
@@ -159,35 +135,25 @@ def _backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor | None]]:
     """(dX (…, K), the gradient (K,) of the norm's weight, those of the parameters) of grad and d_pass (…, K)."""
     spec: MLPSpec = ctx.spec
-    groups, needs = spec.groups, list(ctx.needs_input_grad)
+    needs = list(ctx.needs_input_grad)
     n_first = len(needs) - 4 * len(spec.down.members)  # where the flags of the down projection begin
-    ops = [g.operand_again(spec.dtype) for g in spec.projections]
-    side_stream = SideStream(grad.device, own.gate_up.numel())
-    saved = saved_forwards(spec.projections, ops, each, own.h.shape[0], side_stream, grad.device)
-    gradients, last = _down_backward(spec, own, saved, side_stream, grad, needs[n_first:])
-    factors = own.factors(spec.norm)
-    with side_stream:
-        source = SavedInput(own.h, spec.dtype, factors)
-        first = shared_parameter_gradients(groups, saved[:-1], gradients, needs[LEADING:n_first], source)
-        d_parameters = as_parameters([*first, *last], each.parameters, saved)
-    dx = d_weight = None
-    if any(needs[1:LEADING]):
-        dx = shared_input_gradient(groups, saved[:-1], gradients)
-        d_residual = d_pass
-        if spec.add:
-            d_residual = grad if d_pass is None else grad + d_pass
-        dx, d_weight = NormGradient(own.h, factors, ctx.shape, spec.down.p, needs[3]).of(dx, d_residual)
-    side_stream.join()
-    return dx, d_weight, d_parameters
+    node = NodeBackward(ctx, each, own.h, own.rstd, own.norm_weight, grad.device)
+    gradients, last = _down_backward(spec, own, node, grad, needs[n_first:])
+    with_dx, d_residual = any(needs[1:LEADING]), d_pass
+    if spec.add and with_dx:
+        d_residual = grad if d_pass is None else grad + d_pass
+    return node.finish(
+        gradients, needs[LEADING:n_first], last, d_residual, with_dx=with_dx, with_dw=needs[3], spare=spec.down.p
+    )
 
 
 def _down_backward(
-    spec: MLPSpec, own: MLPTensors, saved: list[SavedForward], side_stream: SideStream, grad: torch.Tensor,
-    needed: list[bool],
+    spec: MLPSpec, own: MLPTensors, node: NodeBackward, grad: torch.Tensor, needed: list[bool]
 ) -> tuple[list[OutputGradient], list[torch.Tensor | None]]:  # fmt: skip
     """(the gradient of each group's output, the gradients of the down projection's parameters) of grad (…, K). A
     function of its own, so that dh (M, I) is free before dX is made."""
-    groups, down, saved_down = spec.groups, spec.down, saved[-1]
+    groups, down, saved, side_stream = spec.groups, spec.down, node.saved, node.side_stream
+    saved_down = saved[-1]
     d_down = output_gradient(down, grad, saved_down)
     dh = input_gradient(down, d_down, saved_down)
     ds_down = d_down.ds_of_a[:, : down.rank] if down.rank and needed[0] and saved_down.seeds is None else None
@@ -227,6 +193,9 @@ def gated_mlp(
     check(sum(g.n for g in groups) == 2 * down.k, "gate and up do not fit down", x=x)
     dtype = compute_dtype(x, groups[0].compute_dtype)
     projections = [*groups, down]
-    spec = MLPSpec(groups, down, act, norm, add, pass_through, dtype, projections)
+    spec = MLPSpec(
+        groups=groups, projections=projections, norm=norm, pass_through=pass_through, dtype=dtype, down=down, act=act,
+        add=add,
+    )  # fmt: skip
     parameters = [t for g in projections for m in g.members for t in m.parameters]
     return GatedMLP.apply(spec, x, residual, norm_weight, *parameters)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from ..ops.rms_norm import backward_into as norm_backward_into
 from ..runtime import rows
 from ..side_stream import SideStream
 from .adapter_grad import accumulator_for, parameter_gradients
+from .node_forward import NodeSpec
 from .operand import Operand
 from .output_grad import OutputGradient, SavedForward, input_gradient
 from .projection import Projection
@@ -32,10 +33,11 @@ class PerProjection(NamedTuple):
     parameters: Sequence[torch.Tensor | None]
 
 
-def per_projection(saved_tensors: Sequence[torch.Tensor], n: int) -> PerProjection:
-    """The tensors that a node of n projections has saved behind its own, in this order: n times sS (M, p), n times the
-    seeds (members,) or None, the parameters."""
-    return PerProjection(saved_tensors[:n], saved_tensors[n : 2 * n], saved_tensors[2 * n :])
+def restored(ctx: Any, count: int) -> tuple[Sequence[torch.Tensor], PerProjection]:
+    """What `save` has kept: the node's own tensors, so many, and those of each projection."""
+    tensors, n = ctx.saved_tensors, len(ctx.spec.projections)
+    own, rest = tensors[:count], tensors[count:]
+    return own, PerProjection(rest[:n], rest[n : 2 * n], rest[2 * n :])
 
 
 def saved_forwards(
@@ -105,3 +107,44 @@ class NormGradient:
         d_residual = None if d_residual is None else rows(d_residual)
         dw = norm_backward_into(dn, self.h, self.factors, rows(dx), d_residual, self.with_dw)
         return dx, None if dw is None else dw.to(self.factors.weight.dtype)
+
+
+class NodeBackward:
+    """The frame of a node's backward: what each projection starts from, and at the end what the input and the
+    parameters get. h (M, K): the rows that came in, None where nothing asks for them; rstd (M,) and norm_weight (K,):
+    of the norm, or None."""
+
+    def __init__(
+        self, ctx: Any, each: PerProjection, h: torch.Tensor | None, rstd: torch.Tensor | None,
+        norm_weight: torch.Tensor | None, device: torch.device,
+    ):  # fmt: skip
+        spec: NodeSpec = ctx.spec
+        self.spec, self.shape, self.each, self.h = spec, ctx.shape, each, h
+        m = ctx.shape[:-1].numel()
+        ops = [g.operand_again(spec.dtype) for g in spec.projections]
+        self.side_stream = SideStream(device, m * sum(g.n for g in spec.groups))
+        self.saved = saved_forwards(spec.projections, ops, each, m, self.side_stream, device)
+        self.factors = None
+        if spec.norm is not None and rstd is not None and norm_weight is not None:
+            self.factors = NormFactors(rstd, norm_weight, spec.norm)
+
+    def finish(
+        self, gradients: Sequence[OutputGradient], needed: list[bool], others: Sequence[torch.Tensor | None],
+        d_residual: torch.Tensor | None, *, with_dx: bool, with_dw: bool, spare: int,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
+        """(dX (…, K), the gradient (K,) of the norm's weight, those of all parameters), of the gradients of the groups'
+        outputs. needed: autograd's flags of the groups' parameters; others: the gradients of the other projections';
+        with_dx: whether dX is wanted; the others as in `NormGradient`."""
+        groups, source = self.spec.groups, None
+        saved = self.saved[: len(groups)]
+        if self.h is not None:
+            source = SavedInput(self.h, self.spec.dtype, self.factors)
+        with self.side_stream:
+            own = shared_parameter_gradients(groups, saved, gradients, needed, source)
+            d_parameters = as_parameters([*own, *others], self.each.parameters, self.saved)
+        dx = d_weight = None
+        if with_dx:
+            norm = NormGradient(self.h, self.factors, self.shape, spare, with_dw)
+            dx, d_weight = norm.of(shared_input_gradient(groups, saved, gradients), d_residual)
+        self.side_stream.join()
+        return dx, d_weight, d_parameters

@@ -14,15 +14,39 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ops.concat_operand import LoraColumns, ScaledS, concat_operand_into
-from ..ops.rms_norm import NormInput
+from ..ops.rms_norm import Norm, NormInput
 from ..ops.rms_norm import forward_into as norm_into
 from ..ops.rms_norm import forward_lora_into as norm_lora_into
 from ..runtime import tensor_cores
 from ..tuning import tune
 from ..tuning.worth_trying import norm_tiles, s_tiles
-from .operand import Operand
+from .operand import Operand, adapters_of
 from .products import concat_product, lora_input, separate_product
 from .projection import Projection
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeSpec:
+    """What is no tensor of a node's call. groups: the projections that share the node's input; projections: all, in the
+    order in which the node saves what it saves for each; norm: before the groups; pass_through: whether the input is
+    given back, too; dtype: of the products."""
+
+    groups: Sequence[Projection]
+    projections: Sequence[Projection]
+    norm: Norm | None
+    pass_through: bool
+    dtype: torch.dtype
+
+
+def save(
+    ctx: Any, spec: NodeSpec, shape: torch.Size, own: Sequence[torch.Tensor | None], scaled_s: Sequence[torch.Tensor],
+    seeds: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor | None],
+) -> None:  # fmt: skip
+    """Keeps for backward what `restored` gives. own: a NamedTuple of the node's own tensors; shape: (…, K) of its
+    input; scaled_s, seeds: of each projection."""
+    ctx.spec, ctx.shape, ctx.adapters = spec, shape, adapters_of(spec.projections)
+    ctx.save_for_backward(*own, *scaled_s, *seeds, *parameters)
+    ctx.set_materialize_grads(False)
 
 
 @dataclass(slots=True)

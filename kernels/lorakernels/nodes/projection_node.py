@@ -12,37 +12,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ops.lora_grad import SavedInput
-from ..ops.rms_norm import Norm, NormFactors, NormInput
+from ..ops.rms_norm import Norm, NormInput
 from ..runtime import check, compute_dtype, no_autocast, rows
-from ..side_stream import SideStream
 from .heads import Heads, Rotation
 from .member import with_saved_adapters
-from .node_backward import (
-    NormGradient,
-    PerProjection,
-    as_parameters,
-    per_projection,
-    saved_forwards,
-    shared_input_gradient,
-    shared_parameter_gradients,
-)
-from .node_forward import NodeInput, fill_operand, of_shape, output_of_foreign_input, outputs
-from .operand import adapters_of
+from .node_backward import NodeBackward, PerProjection, restored
+from .node_forward import NodeInput, NodeSpec, fill_operand, of_shape, output_of_foreign_input, outputs, save
 from .output_grad import OutputGradient, SavedForward, output_gradient, wide_output_gradient
 from .projection import Projection
 
 
-@dataclass(slots=True)
-class ProjectSpec:
-    """What is no tensor of a call of `project`, whose arguments these are; dtype: of the products."""
+@dataclass(slots=True, kw_only=True)
+class ProjectSpec(NodeSpec):
+    """Of a call of `project`, whose arguments these are."""
 
-    groups: Sequence[Projection]
-    norm: Norm | None
     heads: Heads | None
-    pass_through: bool
     spare: int
-    dtype: torch.dtype
 
 
 class ProjectTensors(NamedTuple):
@@ -91,20 +76,17 @@ class Project(torch.autograd.Function):
             outs: tuple[torch.Tensor, ...] = (of_shape(y, x.shape),)
             if spec.heads is not None:
                 outs, raw = Rotation(spec.heads, cos, sin, q_norm, k_norm).forward(y, x.shape[:-1])
-        ctx.spec, ctx.shape, ctx.adapters = spec, x.shape, adapters_of(groups)
         saved_x = flat if norm is not None or any(g.p for g in groups) else None
         own = ProjectTensors(saved_x, norm_weight, rstd, cos, sin, q_norm, k_norm, raw)
-        ctx.save_for_backward(*own, *scaled_s, *seeds, *parameters)
-        ctx.set_materialize_grads(False)
+        save(ctx, spec, x.shape, own, scaled_s, seeds, parameters)
         return (*outs, x) if spec.pass_through else outs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         spec: ProjectSpec = ctx.spec
-        saved_tensors = ctx.saved_tensors
-        own = ProjectTensors(*saved_tensors[:OWN_TENSORS])
-        each = per_projection(saved_tensors[OWN_TENSORS:], len(spec.groups))
+        tensors, each = restored(ctx, OWN_TENSORS)
+        own = ProjectTensors(*tensors)
         d_pass = grads[-1] if spec.pass_through else None
         d_outs = grads[:-1] if spec.pass_through else grads
         device = next((g.device for g in grads if g is not None), None)
@@ -121,26 +103,12 @@ def _backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
     """(dX (…, K), the gradient (K,) of the norm's weight, those of the parameters)."""
     spec: ProjectSpec = ctx.spec
-    groups, needs = spec.groups, ctx.needs_input_grad
-    ops = [g.operand_again(spec.dtype) for g in groups]
-    lead = ctx.shape[:-1]
-    m, with_dx = lead.numel(), needs[1] or needs[2]
-    side_stream = SideStream(device, m * sum(g.n for g in groups))
-    saved = saved_forwards(groups, ops, each, m, side_stream, device)
-    gradients = _output_gradients(d_outs, spec, own, saved, with_dx, lead)
-    factors = None
-    if spec.norm is not None and own.rstd is not None and own.norm_weight is not None:
-        factors = NormFactors(own.rstd, own.norm_weight, spec.norm)
-    source = None if own.x is None else SavedInput(own.x, spec.dtype, factors)
-    with side_stream:
-        d_parameters = shared_parameter_gradients(groups, saved, gradients, list(needs[LEADING:]), source)
-        d_parameters = as_parameters(d_parameters, each.parameters, saved)
-    dx = d_weight = None
-    if with_dx:
-        dx = shared_input_gradient(groups, saved, gradients)
-        dx, d_weight = NormGradient(own.x, factors, ctx.shape, spec.spare, needs[2]).of(dx, d_pass)
-    side_stream.join()
-    return dx, d_weight, d_parameters
+    needs = ctx.needs_input_grad
+    with_dx = needs[1] or needs[2]
+    node = NodeBackward(ctx, each, own.x, own.rstd, own.norm_weight, device)
+    gradients = _output_gradients(d_outs, spec, own, node.saved, with_dx, ctx.shape[:-1])
+    needed = list(needs[LEADING:])
+    return node.finish(gradients, needed, [], d_pass, with_dx=with_dx, with_dw=needs[2], spare=spec.spare)
 
 
 def _output_gradients(
@@ -189,7 +157,9 @@ def project(
     if heads is not None and heads.norm_eps is not None and (q_norm is None or k_norm is None):
         raise ValueError("head norms need their weights")
     dtype = compute_dtype(x, groups[0].compute_dtype)
-    spec = ProjectSpec(groups, norm, heads, pass_through, spare, dtype)
+    spec = ProjectSpec(
+        groups=groups, projections=groups, norm=norm, pass_through=pass_through, dtype=dtype, heads=heads, spare=spare
+    )
     parameters = [t for g in groups for m in g.members for t in m.parameters]
     outs = Project.apply(spec, x, norm_weight, cos, sin, q_norm, k_norm, *parameters)
     return outs[0] if len(outs) == 1 else outs
