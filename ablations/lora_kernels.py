@@ -136,7 +136,7 @@ class LoraKernels(Kernel):
         base = model.get_base_model()  # type: ignore[operator]
         if not isinstance(base, OneLinear):
             return super().patch(model)
-        from lorakernels.linear import apply_linears, apply_normed
+        from lorakernels.model.linear import apply_linears, apply_normed
 
         if base.norm is None:
             report = apply_linears(model, one_gemm=self.one_gemm)
@@ -150,7 +150,7 @@ class LoraKernels(Kernel):
         from lorabench.measure.kinds.operations.linear import OpStep
 
         if isinstance(step, OpStep):
-            from lorakernels.linear import like_ours
+            from lorakernels.model.linear import like_ours
 
             base = step.model.get_base_model()  # type: ignore[operator]
             step.dy = step.dy if base.norm is None else like_ours(base, step.dy)

@@ -29,7 +29,7 @@ class BareLinear(Ablation):
     bounds: ClassVar[str | None] = "op"
 
     def patch(self, model: nn.Module) -> int:
-        from lorakernels.rms_norm import rms_norm
+        from lorakernels.ops.rms_norm import rms_norm
         from peft.tuners.lora import Linear
         from torch import nn
 

@@ -20,18 +20,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lorakernels.glu as glu
-import lorakernels.rms_norm as rms_norm
-import lorakernels.rope as rope
+import lorakernels.ops.glu as glu
+import lorakernels.ops.rms_norm as rms_norm
+import lorakernels.ops.rope as rope
 import torch
-from lorakernels.adapter import Loader
-from lorakernels.concat_operand import LoraColumns, concat_operand_into, s_into
-from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
-from lorakernels.fp8 import FrozenFp8, supported
-from lorakernels.linear_cross_entropy import loss_and_gradient_
-from lorakernels.lora_grad import AdapterColumns, a_gradient, ds_and_db
-from lorakernels.member import Member
-from lorakernels.nf4 import dequantize_into
+from lorakernels.nodes.fp8 import FrozenFp8, supported
+from lorakernels.nodes.member import Member
+from lorakernels.ops.adapter import Loader
+from lorakernels.ops.concat_operand import LoraColumns, concat_operand_into, s_into
+from lorakernels.ops.dropout import add_product_into, draw_seed, dropout_into, product_into
+from lorakernels.ops.linear_cross_entropy import loss_and_gradient_
+from lorakernels.ops.lora_grad import AdapterColumns, a_gradient, ds_and_db
+from lorakernels.ops.nf4 import dequantize_into
 from lorakernels.runtime import tensor_cores
 
 from lorabench.measure.machine import describe
@@ -312,7 +312,7 @@ def gemm_rows(m: int) -> list[Row]:
 
 
 def fp8_row(m: int) -> list[Row]:
-    """gate and up's frozen GEMM in FP8, the quantization of X included, with its error on random operands."""
+    """gate and up's frozen GEMM in FP8, the quantization of both included, with its error on random operands."""
     if supported(torch.device(DEVICE)):
         return []
     weight, x = random(2 * WIDE, HIDDEN), random(m, HIDDEN)
@@ -321,7 +321,7 @@ def fp8_row(m: int) -> list[Row]:
     error = float((frozen.forward(x).float() - exact).norm() / exact.norm())
     us = timed(lambda: lambda: frozen.forward(x), CACHE, replays=8)
     what = f"gate, up: X·Wᵀ of FP8 operands, {100 * error:.1f} % off"
-    besides = "X twice, to quantize it; the share is of the bf16 ceiling"
+    besides = "X and W twice, to quantize them; the share is of the bf16 ceiling"
     return [Row("fp8", what, "2·M·N·K", besides, us, flops=4 * m * WIDE * HIDDEN)]
 
 

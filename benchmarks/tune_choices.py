@@ -19,7 +19,8 @@ from typing import Any
 os.environ["LORAKERNELS_CACHE"] = "0"  # before the first choice
 
 import torch
-from lorakernels import trial_timing, tune
+from lorakernels import tune
+from lorakernels.tuning import trial_timing
 
 from lorabench.contract.cell import Cell
 from lorabench.contract.kind import kind

@@ -4,7 +4,7 @@ benchmarks/micro/bench_adapter.py
 
 import pytest
 import torch
-from lorakernels.adapter import load_adapter
+from lorakernels.ops.adapter import load_adapter
 
 
 @pytest.mark.parametrize("form", ["ours", "torch"])

@@ -1,7 +1,7 @@
 """[x | x · Aᵀ] by tile, against a copy and a GEMM; S by itself. Run: pytest benchmarks/micro/bench_concat_operand.py"""
 
 import pytest
-from lorakernels.concat_operand import LoraColumns, concat_operand_into, s_into
+from lorakernels.ops.concat_operand import LoraColumns, concat_operand_into, s_into
 from lorakernels.runtime import TILES
 
 

@@ -4,7 +4,7 @@ benchmarks/micro/bench_dropout.py
 
 import pytest
 import torch
-from lorakernels.dropout import add_product_into, draw_seed, dropout, product_into
+from lorakernels.ops.dropout import add_product_into, draw_seed, dropout, product_into
 from torch.nn import functional as F
 
 

@@ -1,10 +1,10 @@
-"""The frozen GEMM in FP8, with the quantization of X, against the compute dtype. Run: python -m pytest
+"""The frozen GEMM in FP8, with the quantization of X and W, against the compute dtype. Run: python -m pytest
 benchmarks/micro/bench_fp8.py
 """
 
 import pytest
-from lorakernels.fp8 import FrozenFp8, supported
-from lorakernels.member import Member
+from lorakernels.nodes.fp8 import FrozenFp8, supported
+from lorakernels.nodes.member import Member
 from torch import nn
 
 

@@ -3,7 +3,7 @@ benchmarks/micro/bench_geglu.py
 """
 
 import pytest
-from lorakernels.geglu import geglu
+from lorakernels.ops.geglu import geglu
 from torch.nn import functional as F
 
 

@@ -4,7 +4,7 @@ benchmarks/micro/bench_linear_cross_entropy.py
 
 import pytest
 import torch
-from lorakernels.linear_cross_entropy import linear_cross_entropy
+from lorakernels.ops.linear_cross_entropy import linear_cross_entropy
 from torch.nn import functional as F
 
 

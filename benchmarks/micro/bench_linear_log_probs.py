@@ -4,7 +4,7 @@ benchmarks/micro/bench_linear_log_probs.py
 
 import pytest
 import torch
-from lorakernels.linear_log_probs import linear_log_probs
+from lorakernels.ops.linear_log_probs import linear_log_probs
 
 
 @pytest.mark.parametrize("form", ["ours", "torch"])

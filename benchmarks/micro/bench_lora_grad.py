@@ -4,7 +4,7 @@ benchmarks/micro/bench_lora_grad.py
 
 import pytest
 import torch
-from lorakernels.lora_grad import (
+from lorakernels.ops.lora_grad import (
     A_TILES,
     B_TILES,
     DS_DB_TILES,
@@ -14,7 +14,7 @@ from lorakernels.lora_grad import (
     ds_and_db,
     fitting_tiles,
 )
-from lorakernels.rms_norm import Norm, NormFactors
+from lorakernels.ops.rms_norm import Norm, NormFactors
 from lorakernels.runtime import use_triton
 
 

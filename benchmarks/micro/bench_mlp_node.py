@@ -3,10 +3,10 @@ benchmarks/micro/bench_mlp_node.py
 """
 
 import pytest
-from lorakernels.member import Member
-from lorakernels.mlp_node import gated_mlp
-from lorakernels.projection import Projection
-from lorakernels.rms_norm import Norm
+from lorakernels.nodes.member import Member
+from lorakernels.nodes.mlp_node import gated_mlp
+from lorakernels.nodes.projection import Projection
+from lorakernels.ops.rms_norm import Norm
 from torch import nn
 from torch.nn import functional as F
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lorakernels.nf4 import dequantize_into, dequantize_reference
+from lorakernels.ops.nf4 import dequantize_into, dequantize_reference
 
 BLOCK = 64  # elements that share a scale
 

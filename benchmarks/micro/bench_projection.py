@@ -5,9 +5,9 @@ Run: python -m pytest benchmarks/micro/bench_projection.py
 
 import pytest
 from lorakernels import tune
-from lorakernels.member import Member
-from lorakernels.projection import Projection
-from lorakernels.projection_node import project
+from lorakernels.nodes.member import Member
+from lorakernels.nodes.projection import Projection
+from lorakernels.nodes.projection_node import project
 from torch import nn
 
 LINEARS = {"o": [("hidden", "hidden")], "qkv": [("hidden", "hidden")] * 3, "gate_up": [("wide", "hidden")] * 2}

@@ -4,8 +4,8 @@ LoRA columns. Run: python -m pytest benchmarks/micro/bench_rms_norm.py
 
 import pytest
 import torch
-from lorakernels.concat_operand import LoraColumns
-from lorakernels.rms_norm import Norm, NormInput, forward_into, forward_lora_into, rms_norm
+from lorakernels.ops.concat_operand import LoraColumns
+from lorakernels.ops.rms_norm import Norm, NormInput, forward_into, forward_lora_into, rms_norm
 from lorakernels.runtime import TILES
 from torch.nn import functional as F
 

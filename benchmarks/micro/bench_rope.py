@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lorakernels.rope import rope
+from lorakernels.ops.rope import rope
 
 
 def torch_rope(q, k, cos, sin):

@@ -3,8 +3,8 @@
 from functools import partial
 
 import pytest
-from lorakernels.glu import GluBackward, backward_a_into, backward_into
-from lorakernels.swiglu import swiglu
+from lorakernels.ops.glu import GluBackward, backward_a_into, backward_into
+from lorakernels.ops.swiglu import swiglu
 from torch.nn import functional as F
 
 

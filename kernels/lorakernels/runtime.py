@@ -18,6 +18,7 @@ import torch
 from . import compile_ahead
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+NO_DEVICE = -1  # the number that torch gives a CPU
 MAX_LAUNCHES = 4096  # of one kernel, remembered: texts of many lengths make many
 
 jit: Any
@@ -41,7 +42,8 @@ class Kernel:
 
     Triton binds and specializes the arguments anew at each launch, and small models wait for the host. Here a launch
     with the same integers, dtypes, alignments and constants as one before goes straight to what was compiled for that
-    one, at half the cost (docs/lab-notes.md).
+    one, at half the cost (docs/lab-notes.md). The first argument is a tensor; a launch is on its device, and on the
+    stream that is the current one there.
     """
 
     def __init__(self, function: Any):
@@ -55,7 +57,10 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         driver: Any = triton.runtime.driver.active  # the class annotated there lacks what every driver has
-        device = driver.get_current_device()
+        device, own = driver.get_current_device(), arguments[0].get_device()
+        if own not in (device, NO_DEVICE):  # Triton launches on the current device, torch where the tensors are
+            with torch.cuda.device(own):
+                return self._launch(grid, *arguments, **options)
         # Triton tells pointers apart by a multiple of 16 bytes, and integers by less than their value.
         alike = [
             x if x.__class__ is int
@@ -135,6 +140,12 @@ def fuses(rank: int, sources: tuple[torch.Tensor, ...], operands: tuple[torch.Te
 def capturing(tensor: torch.Tensor) -> bool:
     """True if a CUDA graph is being captured, on the device of this tensor (of any shape)."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def deterministic() -> bool:
+    """True if torch is to compute the same bits each time (`torch.use_deterministic_algorithms`), so nothing may be
+    added up atomically."""
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def next_power_of_2(n: int) -> int:

@@ -147,7 +147,7 @@ def test_against_another_base_it_is_tolerated_and_says_so(reference, tmp_path, m
 
 
 def test_our_kernels_change_as_many_sites_and_keep_no_expanded_weight(monkeypatch):
-    from lorakernels.projection import Projection
+    from lorakernels.nodes.projection import Projection
 
     expanded, plain = [], Projection._scratch
 

@@ -126,7 +126,7 @@ def test_a_captured_step_has_the_uncaptured_one_s_losses():
 
 
 def test_kernels_that_left_everything_say_the_commonest_reason():
-    from lorakernels.patching import Left, Report
+    from lorakernels.model.patching import Left, Report
     from torch import nn
 
     model, conv = nn.Linear(1, 1), "its base layer is a Conv1D, not a Linear"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lorakernels
 import torch
-from lorakernels.capture_inputs import to_device
+from lorakernels.capturing.inputs import to_device
 
 BUCKETS = (8, 12, 16)
 LENGTHS = (7, 11, 15, 8, 10)

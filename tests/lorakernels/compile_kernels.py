@@ -60,7 +60,7 @@ def main(capability: str, dtype: str, which: str = "all") -> None:
     kernels = set()
     for module in [
         memcheck,
-        *(importlib.import_module(f"lorakernels.{m.name}") for m in pkgutil.iter_modules(lorakernels.__path__)),
+        *(importlib.import_module(m.name) for m in pkgutil.walk_packages(lorakernels.__path__, "lorakernels.")),
     ]:
         if hasattr(module, "use_triton"):
             module.use_triton = lambda *tensors: tensors[0].numel() > 0  # type: ignore[attr-defined]

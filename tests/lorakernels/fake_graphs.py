@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from lorakernels.capture_graph import NotCaptured
+from lorakernels.capturing.graph import NotCaptured
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

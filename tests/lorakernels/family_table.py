@@ -15,7 +15,7 @@ from typing import Any
 import lorakernels
 import transformers
 from family_models import FAMILIES, build, step
-from lorakernels.lora_modules import is_lora
+from lorakernels.model.lora_modules import is_lora
 from tiny_models import worst
 
 ROOT = Path(__file__).resolve().parents[2]

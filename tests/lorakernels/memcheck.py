@@ -18,11 +18,11 @@ import lorakernels
 import torch
 from kernel_checks import quantized
 from lorakernels import tune
-from lorakernels.adapter import Loader, load_adapter, raised_b
-from lorakernels.concat_operand import LoraColumns, ScaledS, concat_operand_into, s_into
-from lorakernels.dropout import add_product_into, draw_seed, dropout_into, product_into
-from lorakernels.glu import A_TILES as GLU_A_TILES
-from lorakernels.glu import (
+from lorakernels.ops.adapter import Loader, load_adapter, raised_b
+from lorakernels.ops.concat_operand import LoraColumns, ScaledS, concat_operand_into, s_into
+from lorakernels.ops.dropout import add_product_into, draw_seed, dropout_into, product_into
+from lorakernels.ops.glu import A_TILES as GLU_A_TILES
+from lorakernels.ops.glu import (
     ACTIVATIONS,
     WHOLE_TILES,
     GluBackward,
@@ -32,13 +32,13 @@ from lorakernels.glu import (
     gated,
     whole_fits,
 )
-from lorakernels.linear_cross_entropy import linear_cross_entropy
-from lorakernels.linear_log_probs import linear_log_probs
-from lorakernels.lora_grad import A_TILES, B_TILES, AdapterColumns, a_gradient, b_gradient, ds_and_db, fitting_tiles
-from lorakernels.nf4 import dequantize_into
-from lorakernels.rms_norm import Norm, NormFactors, NormInput, rms_norm
-from lorakernels.rms_norm import forward_lora_into as norm_lora_into
-from lorakernels.rope import rope
+from lorakernels.ops.linear_cross_entropy import linear_cross_entropy
+from lorakernels.ops.linear_log_probs import linear_log_probs
+from lorakernels.ops.lora_grad import A_TILES, B_TILES, AdapterColumns, a_gradient, b_gradient, ds_and_db, fitting_tiles
+from lorakernels.ops.nf4 import dequantize_into
+from lorakernels.ops.rms_norm import Norm, NormFactors, NormInput, rms_norm
+from lorakernels.ops.rms_norm import forward_lora_into as norm_lora_into
+from lorakernels.ops.rope import rope
 from lorakernels.runtime import TILES, tensor_cores
 from tiny_models import batch, build, step
 

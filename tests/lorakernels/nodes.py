@@ -3,9 +3,9 @@
 import pytest
 import torch
 from kernel_checks import assert_close, exhaustive_in_interpreter
-from lorakernels.dropout import dropped
-from lorakernels.member import Member
-from lorakernels.projection import Projection
+from lorakernels.nodes.member import Member
+from lorakernels.nodes.projection import Projection
+from lorakernels.ops.dropout import dropped
 from torch import nn
 
 F64 = torch.float64

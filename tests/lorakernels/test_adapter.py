@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_close, poisoned
-from lorakernels.adapter import MAX_RAISED, Loader, load_adapter, load_adapter_reference, raised_b, raised_b_reference
+from lorakernels.ops.adapter import (
+    MAX_RAISED,
+    Loader,
+    load_adapter,
+    load_adapter_reference,
+    raised_b,
+    raised_b_reference,
+)
 
 
 @pytest.mark.parametrize("n, k, r", [(5, 7, 3), (1, 1, 1), (300, 20, 16), (8, 3000, 2)])

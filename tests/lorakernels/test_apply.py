@@ -7,8 +7,8 @@ import pytest
 import torch
 from kernel_checks import exhaustive
 from lorakernels import tune
-from lorakernels.dropout import dropped
-from lorakernels.projection import Projection
+from lorakernels.nodes.projection import Projection
+from lorakernels.ops.dropout import dropped
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, LINEARS, batch, build, share_masks, step, worst
 
@@ -404,6 +404,6 @@ def test_adapters_are_loaded_together(off, monkeypatch):
     def load_adapter(*adapter):
         raise AssertionError("loaded by itself")
 
-    monkeypatch.setattr("lorakernels.operand.load_adapter", load_adapter)
+    monkeypatch.setattr("lorakernels.nodes.operand.load_adapter", load_adapter)
     loss, grads = step(model, batch())
     assert torch.allclose(loss, wanted[0], atol=1e-5) and worst(grads, wanted[1]) < 1e-3

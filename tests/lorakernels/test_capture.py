@@ -9,14 +9,14 @@ import pytest
 import torch
 from capture_loops import BUCKETS, batches, optimizer_of, padded_batch, plain, replayed, same_parameters, schedule_of
 from fake_graphs import FakeGraphs
-from lorakernels import capture_backward
+from lorakernels.capturing import backward as capture_backward
 from tiny_models import build
 
 
 @pytest.fixture
 def fake(monkeypatch):
     made = FakeGraphs()
-    monkeypatch.setattr("lorakernels.capture_step.graphs_for", lambda device: made)
+    monkeypatch.setattr("lorakernels.capturing.step.graphs_for", lambda device: made)
     return made
 
 
@@ -183,7 +183,7 @@ def test_a_changed_hyperparameter_or_state_is_captured_anew(fake):
     assert optimizer.param_groups[0]["lr"] == 1e-2 and not isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
 
 
-@pytest.mark.parametrize("change", ["frozen", "adapter off", "moved"])
+@pytest.mark.parametrize("change", ["frozen", "adapter off", "another scale", "moved"])
 def test_a_changed_model_is_captured_anew(fake, change):
     model = build("llama")
     fake.params = list(model.parameters())
@@ -196,6 +196,8 @@ def test_a_changed_model_is_captured_anew(fake, change):
             next(p for n, p in m.named_parameters() if "lora_A" in n).requires_grad_(False)
         elif change == "adapter off":
             m.base_model.model.model.layers[0].self_attn.q_proj.enable_adapters(False)
+        elif change == "another scale":
+            m.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 3.0)
         else:
             for p in m.parameters():
                 p.data = p.data.clone()

@@ -9,7 +9,7 @@ import lorakernels
 import pytest
 import torch
 from capture_loops import batches, optimizer_of, padded_batch, plain, replayed, schedule_of
-from lorakernels.capture_inputs import to_device
+from lorakernels.capturing.inputs import to_device
 from tiny_models import build
 
 OPTIMIZERS = {
@@ -133,7 +133,7 @@ def test_a_step_that_needs_the_host_is_refused_before_its_capture():
 @pytest.mark.gpu
 def test_a_capture_that_breaks_off_leaves_everything_working(monkeypatch):
     """Had nobody looked before: training goes on as it is, random numbers are drawn, and other shapes are captured."""
-    monkeypatch.setattr("lorakernels.capture_graph.CudaGraphs.needs_of_host", lambda self: contextlib.nullcontext([]))
+    monkeypatch.setattr("lorakernels.capturing.graph.CudaGraphs.needs_of_host", lambda self: contextlib.nullcontext([]))
     model = build("llama", lora_dropout=0.1).cuda()
     stream = torch.cuda.current_stream()
 

@@ -8,9 +8,9 @@ import lorakernels
 import pytest
 import torch
 from fake_graphs import FakeGraphs
-from lorakernels.capture_metrics import Later
-from lorakernels.capture_status import Status
-from lorakernels.capture_update import CapturedUpdate
+from lorakernels.capturing.metrics import Later
+from lorakernels.capturing.status import Status
+from lorakernels.capturing.update import CapturedUpdate
 from test_trainer import tokenizer
 from tiny_models import build
 from transformers import Trainer, TrainingArguments
@@ -21,7 +21,7 @@ BUCKETS = (8, 16)
 @pytest.fixture
 def fake(monkeypatch):
     made = FakeGraphs()
-    monkeypatch.setattr("lorakernels.capture_step.graphs_for", lambda device: made)
+    monkeypatch.setattr("lorakernels.capturing.step.graphs_for", lambda device: made)
     return made
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lorakernels import choice_cache
-from lorakernels.choice_cache import FOLDER, SWITCH, ChoiceCache, folder, source_hash
+from lorakernels.tuning import choice_cache
+from lorakernels.tuning.choice_cache import FOLDER, SWITCH, ChoiceCache, folder, source_hash
 
 HERE = {"gpu": "a", "torch": "2", "lorakernels": "x"}
 KEY = ("norm", 512, 576, torch.bfloat16, True)
@@ -118,12 +118,13 @@ def test_the_source_decides_as_well(monkeypatch, tmp_path):
     source_hash.cache_clear()
     own = source_hash()
     try:
-        for name in ("choice_cache.py", "other.py"):
+        for name in ("tuning/choice_cache.py", "ops/other.py"):
+            (tmp_path / name).parent.mkdir()
             (tmp_path / name).write_text("pass\n")
-        monkeypatch.setattr(choice_cache, "__file__", str(tmp_path / "choice_cache.py"))
+        monkeypatch.setattr(choice_cache, "__file__", str(tmp_path / "tuning/choice_cache.py"))
         source_hash.cache_clear()
         first = source_hash()
-        (tmp_path / "other.py").write_text("changed = True\n")
+        (tmp_path / "ops/other.py").write_text("changed = True\n")
         source_hash.cache_clear()
         assert len({own, first, source_hash()}) == 3
     finally:

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lorakernels import compile_ahead, runtime
 from lorakernels.runtime import Kernel
 
@@ -14,7 +15,8 @@ import sys
 import threading
 import torch
 torch.version.cuda = torch.version.cuda or "none"
-from lorakernels import compile_ahead, concat_operand
+from lorakernels import compile_ahead
+from lorakernels.ops import concat_operand
 import triton
 from triton.compiler import CompiledKernel
 from compile_kernels import Driver
@@ -83,7 +85,7 @@ def test_a_launch_inside_compiles_and_one_outside_launches(monkeypatch):
         """Never run."""
 
     launched = Kernel(scale)
-    compile_ahead.kernels_of([lambda: launched[(3,)](1, 64, num_warps=4)])
+    compile_ahead.kernels_of([lambda: launched[(3,)](torch.zeros(1), 64, num_warps=4)])
     assert seen == [((3,), True, {"num_warps": 4})]
     assert not launched._compiled, "the first real launch still goes through Triton"
     assert not compile_ahead.collecting()

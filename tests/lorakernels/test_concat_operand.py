@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned, strided
-from lorakernels.concat_operand import (
+from lorakernels.ops.concat_operand import (
     LoraColumns,
     ScaledS,
     concat_operand_into,

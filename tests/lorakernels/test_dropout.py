@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_close, exhaustive_in_interpreter, poisoned, strided
-from lorakernels.dropout import add_product_into, draw_seed, dropout, dropout_into, dropped, product_into
-from lorakernels.lora_grad import a_gradient
-from lorakernels.rms_norm import Norm, NormFactors
+from lorakernels.ops.dropout import add_product_into, draw_seed, dropout, dropout_into, dropped, product_into
+from lorakernels.ops.lora_grad import a_gradient
+from lorakernels.ops.rms_norm import Norm, NormFactors
 from lorakernels.runtime import TILES, tensor_cores
 
 

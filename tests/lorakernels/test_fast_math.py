@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lorakernels.fast_math import exp, sigmoid, tanh
+from lorakernels.ops.fast_math import exp, sigmoid, tanh
 from lorakernels.runtime import jit, tl, use_triton
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_close, gradients, strided
-from lorakernels.geglu import geglu, geglu_reference
+from lorakernels.ops.geglu import geglu, geglu_reference
 from torch.nn import functional as F
 
 

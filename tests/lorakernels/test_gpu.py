@@ -10,7 +10,7 @@ from functools import partial
 import lorakernels
 import pytest
 import torch
-from lorakernels.linear_cross_entropy import linear_cross_entropy
+from lorakernels.ops.linear_cross_entropy import linear_cross_entropy
 from tiny_models import FAMILIES, batch, build, captured, cuda, share_masks, step, worst
 
 pytestmark = pytest.mark.gpu

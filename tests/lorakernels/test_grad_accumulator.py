@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lorakernels.grad_accumulator import GradAccumulator, gradient_zeros
+from lorakernels.ops.grad_accumulator import GradAccumulator, gradient_zeros
 
 CPU = torch.device("cpu")
 

@@ -26,6 +26,7 @@ FILES = [
     "projection_node",
     "mlp_node",
     "measuring",
+    "deterministic",
     "linear",
     "side_stream",
 ]

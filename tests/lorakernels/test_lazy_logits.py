@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import concatenate, convert_to_fp32, pad_across_processes, recursively_apply
-from lorakernels.lazy_logits import LazyLogits, lazy_logits
+from lorakernels.model.lazy_logits import LazyLogits, lazy_logits
 from pairs import assert_like_peft, pair
 from tiny_models import batch
 from torch.nn import functional as F

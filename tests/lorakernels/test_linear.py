@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from kernel_checks import assert_close
-from lorakernels.linear import apply_linears, apply_normed, remove_linears
+from lorakernels.model.linear import apply_linears, apply_normed, remove_linears
 from peft import LoraConfig, get_peft_model
 from tiny_models import share_masks
 from torch import nn

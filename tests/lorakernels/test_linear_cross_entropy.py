@@ -5,7 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned
-from lorakernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference, loss_and_gradient_
+from lorakernels.ops.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    loss_and_gradient_,
+)
 from lorakernels.runtime import use_triton
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_checks import assert_close
-from lorakernels.linear_log_probs import linear_log_probs, linear_log_probs_reference
+from lorakernels.ops.linear_log_probs import linear_log_probs, linear_log_probs_reference
 from test_linear_cross_entropy import data
 
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_close, exhaustive, poisoned, strided
-from lorakernels.dropout import dropped
-from lorakernels.lora_grad import (
+from lorakernels.ops.dropout import dropped
+from lorakernels.ops.lora_grad import (
     A_TILES,
     B_TILES,
     DS_DB_TILES,
@@ -19,7 +19,7 @@ from lorakernels.lora_grad import (
     ds_and_db_reference,
     fitting_tiles,
 )
-from lorakernels.rms_norm import Norm, NormFactors, NormInput, forward_into
+from lorakernels.ops.rms_norm import Norm, NormFactors, NormInput, forward_into
 from lorakernels.runtime import tensor_cores
 
 

@@ -5,6 +5,7 @@ On a GPU this is what every first step does. Here, in Triton's interpreter, the 
 places, memory that nobody has written is NaN, and either the first or the last form wins.
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,10 @@ import test_mlp_node
 import test_projection_node
 import torch
 from kernel_checks import exhaustive
-from lorakernels import choice_cache, compile_ahead, tune
-from lorakernels.choice_cache import ChoiceCache
+from lorakernels import compile_ahead, tune
 from lorakernels.runtime import INTERPRET
+from lorakernels.tuning import choice_cache
+from lorakernels.tuning.choice_cache import ChoiceCache
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="runs in Triton's interpreter: see test_interpreter.py")
 NODES = {
@@ -56,7 +58,8 @@ def measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tune, "ROUNDS", 2)
     monkeypatch.setattr(tune, "trial_timers", timers)
-    monkeypatch.setattr(tune, "give_memory_back", lambda device: None)
+    monkeypatch.setattr(tune, "trial_on", contextlib.nullcontext)
+    monkeypatch.setattr(tune, "deterministic", lambda: False)
     tune.forget()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what nobody has written with NaN
     yield state

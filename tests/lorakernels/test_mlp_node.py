@@ -3,10 +3,10 @@
 import pytest
 import torch
 from lorakernels import tune
-from lorakernels.glu import activation
-from lorakernels.mlp_node import gated_mlp
-from lorakernels.projection import Projection
-from lorakernels.rms_norm import Norm, rms_norm_reference
+from lorakernels.nodes.mlp_node import gated_mlp
+from lorakernels.nodes.projection import Projection
+from lorakernels.ops.glu import activation
+from lorakernels.ops.rms_norm import Norm, rms_norm_reference
 from nodes import F64, NODES, check_all, fix_seeds, leaves, masks_of, member, plain
 
 

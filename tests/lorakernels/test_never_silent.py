@@ -11,8 +11,8 @@ import lorakernels
 import pytest
 import torch
 import transformers
-from lorakernels import attention, decoder_layer
-from lorakernels.lazy_logits import LazyLogits
+from lorakernels.model import attention, decoder_layer
+from lorakernels.model.lazy_logits import LazyLogits
 from pairs import assert_like_peft, layer, pair, step, strided
 from peft import LoraConfig, get_peft_model
 from peft.helpers import rescale_adapter_scale

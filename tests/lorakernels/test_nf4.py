@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_close, poisoned, quantized
-from lorakernels.nf4 import dequantize, dequantize_into, dequantize_reference, is_repacked
+from lorakernels.ops.nf4 import dequantize, dequantize_into, dequantize_reference, is_repacked
 from tiny_models import batch, build, step, worst
 
 

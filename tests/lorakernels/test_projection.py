@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, exhaustive_in_interpreter
 from lorakernels import tune
-from lorakernels.member import Member
-from lorakernels.output_grad import SavedForward, output_gradient
-from lorakernels.products import concat_product
-from lorakernels.projection import Projection
-from lorakernels.projection_node import project
+from lorakernels.nodes.member import Member
+from lorakernels.nodes.output_grad import SavedForward, output_gradient
+from lorakernels.nodes.products import concat_product
+from lorakernels.nodes.projection import Projection
+from lorakernels.nodes.projection_node import project
 from nodes import fix_seeds, leaves, masks_of, member, plain
 from torch import nn
 
@@ -224,14 +224,22 @@ def test_measuring_the_forms_adds_to_the_result_once(monkeypatch):
     xs = torch.cat((x, x @ op.a.t()), 1)
     wanted = total + plain(group.members, x)
 
-    def measured(name, key, forms, device):
+    def measured(name, key, forms, device, spare):
+        given = spare()
         for run in forms.values():
-            run()
+            run(*given)
         return "addmm"
 
     monkeypatch.setattr(tune, "pick", measured)
     assert concat_product(group, xs, op, out=total, residual=total) is total
     assert_close(total, wanted, torch.float64)
+
+
+def test_one_adapter_has_64_spare_columns_where_the_input_is_wide():
+    def group(k):
+        return Projection([member("a", 4, k, 16)])
+
+    assert (group(2048).p, group(14336).p, group(1536).p) == (64, 64, 16)
 
 
 def test_gradcheck():

@@ -4,14 +4,15 @@ and with other bases than a dense one."""
 import pytest
 import torch
 from kernel_checks import assert_close, quantized
-from lorakernels import projection_node, tune
-from lorakernels.heads import Heads
-from lorakernels.member import Member
-from lorakernels.nf4 import dequantize_reference
-from lorakernels.projection import Projection
-from lorakernels.projection_node import project
-from lorakernels.rms_norm import Norm, rms_norm_reference
-from lorakernels.rope import rope_reference
+from lorakernels import tune
+from lorakernels.nodes import projection_node
+from lorakernels.nodes.heads import Heads
+from lorakernels.nodes.member import Member
+from lorakernels.nodes.projection import Projection
+from lorakernels.nodes.projection_node import project
+from lorakernels.ops.nf4 import dequantize_reference
+from lorakernels.ops.rms_norm import Norm, rms_norm_reference
+from lorakernels.ops.rope import rope_reference
 from nodes import F64, NODES, check_all, fix_seeds, leaves, masks_of, member, plain
 
 

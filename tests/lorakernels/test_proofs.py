@@ -13,15 +13,15 @@ from types import FunctionType
 import lorakernels
 import pytest
 import torch
-from lorakernels import attention_form, norms
-from lorakernels.attention_form import attention_form as form_of
-from lorakernels.head import head_plan
-from lorakernels.mlp import looks_like_mlp, mlp_plan
-from lorakernels.module_checks import NotFused
-from lorakernels.norms import looks_like_norm, norm_module
-from lorakernels.plans import Switches
-from lorakernels.proofs import Proofs
-from lorakernels.rotary import rotary_plan
+from lorakernels.model import attention_form, norms
+from lorakernels.model.attention_form import attention_form as form_of
+from lorakernels.model.head import head_plan
+from lorakernels.model.mlp import looks_like_mlp, mlp_plan
+from lorakernels.model.module_checks import NotFused
+from lorakernels.model.norms import looks_like_norm, norm_module
+from lorakernels.model.plans import Switches
+from lorakernels.model.proofs import Proofs
+from lorakernels.model.rotary import rotary_plan
 from tiny_models import batch, build, step, worst
 from torch import nn
 from torch.nn import functional as F
@@ -209,7 +209,7 @@ def test_the_same_source_under_another_name_is_taken():
 
 def test_rotary_functions_are_told_apart():
     halves, half, pairs = (m.apply_rotary_pos_emb for m in (modeling_llama, modeling_gpt_oss, modeling_cohere))
-    from lorakernels.rotary import _halved
+    from lorakernels.model.rotary import _halved
 
     assert (_halved(halves), _halved(half)) == (False, True)
     with pytest.raises(NotFused, match="two halves"):

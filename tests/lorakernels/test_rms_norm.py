@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, exhaustive_in_interpreter, poisoned, strided
-from lorakernels.concat_operand import LoraColumns, ScaledS
-from lorakernels.rms_norm import Norm, NormInput, forward_into, forward_lora_into, rms_norm, rms_norm_reference
+from lorakernels.ops.concat_operand import LoraColumns, ScaledS
+from lorakernels.ops.rms_norm import Norm, NormInput, forward_into, forward_lora_into, rms_norm, rms_norm_reference
 from lorakernels.runtime import TILES
 
 

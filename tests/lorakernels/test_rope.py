@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, poisoned
-from lorakernels.rope import HeadTensors, Rotary, rope, rope_reference, rotate_into
+from lorakernels.ops.rope import HeadTensors, Rotary, rope, rope_reference, rotate_into
 
 
 def table(batch, seq, rot, device, dtype):

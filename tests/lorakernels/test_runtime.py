@@ -1,5 +1,6 @@
 """Launching what was compiled for a launch alike, without asking Triton again."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +80,45 @@ def test_whatever_triton_could_tell_apart_is_bound_anew(triton):
     assert triton.straight[-1][2] == 71
 
 
+class OnSecondGpu(torch.Tensor):
+    """A tensor that says it is on the second GPU."""
+
+    def get_device(self):
+        return 1
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(triton, monkeypatch):
+    """The current device is another one's: a model on the second GPU of a process that has not chosen it."""
+
+    @contextmanager
+    def device(number):
+        before, triton.device = triton.device, number
+        yield
+        triton.device = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launched, x = Kernel(scale_kernel), torch.zeros(64)
+    there = x.as_subclass(OnSecondGpu)
+    for _ in range(2):
+        launched[(1,)](there, 64, 0.5, STEPS=1, BLOCK=16)
+    assert len(triton.bound) == 1 and triton.straight[-1][2] == 71, "its stream"
+    launched[(1,)](x, 64, 0.5, STEPS=1, BLOCK=16)
+    assert len(triton.bound) == 2 and triton.device == 0, "compiled for each device, and the current one is as before"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_the_second_gpu_while_the_first_is_current():
+    from lorakernels.ops.rms_norm import rms_norm, rms_norm_reference
+
+    x, w = torch.randn(9, 64, device="cuda:1"), torch.randn(64, device="cuda:1")
+    for _ in range(2):
+        with torch.cuda.device(0):
+            y = rms_norm(x, w)
+        torch.testing.assert_close(y, rms_norm_reference(x, w))
+    assert y.device.index == 1
+
+
 def test_what_is_remembered_has_a_limit(triton, monkeypatch):
     monkeypatch.setattr(runtime, "MAX_LAUNCHES", 3)
     launched, x = Kernel(scale_kernel), torch.zeros(64)
@@ -96,7 +136,7 @@ def test_without_triton_a_kernel_is_the_function(monkeypatch):
 
 @pytest.mark.gpu
 def test_both_ways_compute_the_same():
-    from lorakernels.rms_norm import rms_norm
+    from lorakernels.ops.rms_norm import rms_norm
 
     x, w = torch.randn(9, 64, device="cuda"), torch.randn(64, device="cuda")
     first, again = rms_norm(x, w), rms_norm(x, w)

@@ -151,7 +151,7 @@ def test_replicated_layers_are_left_and_not_copied(monkeypatch):
     assert all("layer_replication" in left.reason for left in report.left)
     assert_like_peft(ours, plain)
     adopted = []
-    monkeypatch.setattr("lorakernels.operand.OperandBuffer.adopt", lambda self: adopted.append(self))
+    monkeypatch.setattr("lorakernels.nodes.operand.OperandBuffer.adopt", lambda self: adopted.append(self))
     step(ours)
     assert not adopted
     lorakernels.remove(ours)

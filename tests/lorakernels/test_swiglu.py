@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, exhaustive_in_interpreter, gradients, poisoned, strided
-from lorakernels import glu
-from lorakernels.concat_operand import LoraColumns, ScaledS
-from lorakernels.glu import GluBackward
+from lorakernels.ops import glu
+from lorakernels.ops.concat_operand import LoraColumns, ScaledS
+from lorakernels.ops.glu import GluBackward
+from lorakernels.ops.swiglu import swiglu, swiglu_reference
 from lorakernels.runtime import TILES, tensor_cores
-from lorakernels.swiglu import swiglu, swiglu_reference
 
 
 @pytest.mark.parametrize("shape", [(3, 40), (2, 5, 129), (1, 1), (1, 1100), (0, 8)])

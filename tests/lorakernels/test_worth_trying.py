@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from lorakernels import worth_trying as worth
-from lorakernels.lora_grad import A_TILES, DS_DB_TILES
+from lorakernels.ops.lora_grad import A_TILES, DS_DB_TILES
 from lorakernels.runtime import MAX_FUSED_RANK
+from lorakernels.tuning import worth_trying as worth
 
 RESULTS = Path(__file__).resolve().parents[2] / "results/h200"
 H200 = 132  # multiprocessors

@@ -4,8 +4,8 @@ from zlib import crc32
 
 import torch
 import transformers
-from lorakernels.dropout import dropped
-from lorakernels.projection import Projection
+from lorakernels.nodes.projection import Projection
+from lorakernels.ops.dropout import dropped
 from peft import LoraConfig, get_peft_model
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

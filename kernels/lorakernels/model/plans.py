@@ -1,0 +1,104 @@
+"""What `apply` was asked for, and what it decides for one module: a plan, made once, and the projections it works with.
+
+Each forward first asks its plan what has changed since (adapters disabled or merged, new hooks); if anything has, the
+class's own forward runs, which is PEFT's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..nodes.projection import Projection
+from .lora_modules import LinearModule, linear_module
+from .module_checks import NotFused
+
+
+@dataclass
+class Switches:
+    """What `apply` was asked for."""
+
+    mlp: bool = True
+    qkv: bool = True
+    o: bool = True
+    rms_norm: bool = True
+    rope: bool = True
+    linear_cross_entropy: bool = True
+    linear: bool = True
+    one_gemm: bool = True
+    merge_projections: bool = True
+    fp8: bool = False
+    sdpa_backends: tuple[str, ...] | None = None
+    shared: frozenset[int] = frozenset()  # the ids of weights that several modules of the model have
+
+
+class Linears:
+    """Linears that share an input: merged into one Projection, or one each."""
+
+    def __init__(self, modules: list[LinearModule], switches: Switches):
+        self.modules = modules
+        members = [m.member for m in modules]
+        # One dtype, device and kind of storage a buffer; q and k in NF4 with a bf16 v stay apart.
+        same = len({(m.weight.dtype, m.weight.device, m.quantized is None, m.compute_dtype) for m in members}) == 1
+        parts = [members] if switches.merge_projections and same else [[m] for m in members]
+        self.groups = [Projection(part, switches.one_gemm, switches.fp8) for part in parts]
+        self._merged = [part for part in parts if len(part) > 1]
+
+    def what_changed(self) -> str | None:
+        """Reads all of them anew; the reason, in words, if PEFT must run this forward."""
+        for m in self.modules:
+            if changed := m.what_changed():
+                return changed
+        for members in self._merged:
+            dtype = members[0].weight.dtype
+            for m in members:
+                if m.weight.dtype is not dtype:
+                    return "one of the linears that share an input was cast to another dtype"
+        return None
+
+    def adopt(self) -> None:
+        """Moves the frozen weights into the projections' buffers."""
+        for g in self.groups:
+            g.adopt()
+
+    def release(self) -> None:
+        """Gives each module a contiguous weight of its own again."""
+        for g in self.groups:
+            g.release()
+
+
+def linears(module: Any, path: str, names: list[str], switches: Switches) -> Linears:
+    """The linears of these names in a module, whose path this is. Raises NotFused with the reason where one is left to
+    PEFT."""
+    found = []
+    for name in names:
+        try:
+            linear = linear_module(f"{path}.{name}", module)
+            if id(linear.base.weight) in switches.shared:
+                raise NotFused("its weight is another layer's, too (layer_replication), and can lie in one buffer only")
+        except NotFused as reason:
+            raise NotFused(f"{name}: {reason}") from None
+        found.append(linear)
+    return Linears(found, switches)
+
+
+@dataclass
+class Plan:
+    """What was decided for one module, whose class and numbers must stay what they were. read: the numbers that are
+    read anew at each forward."""
+
+    module: Any
+    read: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        self.kind = type(self.module)
+        found = self.module.__dict__.items()
+        self.numbers = [(n, v) for n, v in found if type(v) is float and n not in self.read]
+
+    @property
+    def same_class(self) -> bool:
+        """Whether the module's class is the one that was planned for, with its numbers (a dropout's probability)."""
+        if type(self.module) is not self.kind:
+            return False
+        here = self.module.__dict__
+        return all(here.get(name) == value for name, value in self.numbers)

@@ -1,0 +1,111 @@
+"""The gradients of a projection's own parameters: dA = dSᵀ · dropout(X), dB = dYᵀ · sS, and the biases' sums of dY.
+
+X: (M, K), dS: (M, p), dY: (M, N), dA: (r, K), dB: (N, r). A norm's output is not even made again for dA: as X = rstd ·
+h · w, dA = w · ((rstd · dS)ᵀ · h). (In float16 rstd · dS could overflow, so there it is made.)
+Run: python -m pytest tests/lorakernels/test_projection.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..ops.dropout import dropped
+from ..ops.grad_accumulator import GradAccumulator
+from ..ops.linear_cross_entropy import mm_in
+from ..ops.lora_grad import SavedInput, a_gradient
+from ..runtime import MAX_FUSED_RANK, multiprocessors, tensor_cores, use_triton
+from ..tuning import tune
+from ..tuning.worth_trying import a_gradient_tiles
+from .member import Member
+from .output_grad import OutputGradient, SavedForward
+from .projection import Projection
+
+BiasGradients = tuple[torch.Tensor | None, torch.Tensor | None]
+NO_BIASES: BiasGradients = None, None
+
+
+def accumulator_for(projections: Sequence[Projection], m: int, device: torch.device) -> GradAccumulator:
+    """Room for dS of m rows, dB and dA of all members of these projections."""
+    gradients = sum(g.rank * g.k + g.n * max(x.rank for x in g.members) for g in projections)
+    return GradAccumulator(device, gradients, sum(m * g.p for g in projections))
+
+
+def parameter_gradients(
+    projection: Projection, gradient: OutputGradient, saved: SavedForward, needed: list[bool],
+    source: SavedInput | None, da_all: torch.Tensor | None = None,
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """Gradients in the order of `Member.parameters`, member by member; those of A (r, K) and B (N, r) may still be
+    float32 accumulators. What dS was raised by (`SavedForward.raised`) is taken back from dA here.
+
+    needed: four of autograd's flags a member; source: the input, None where no member has an adapter; da_all: dA (p, K)
+    of all members where it is known. Dropout makes each member see its own input.
+    """
+    members, seeds = projection.members, saved.seeds
+    wanted = da_all is None and seeds is None
+    if wanted and any(n and m.a is not None for n, m in zip(needed[::4], members, strict=True)):
+        da_all = _a_gradients(projection, gradient.ds_of_a[:, : projection.rank], source, saved.accumulator)
+    back = None if saved.raised is None else saved.raised.back[:, None]
+    if da_all is not None and back is not None:
+        da_all.mul_(back[: projection.rank])
+    out: list[torch.Tensor | None] = []
+    for i, (m, cols) in enumerate(zip(members, projection.columns, strict=True)):
+        need_a, need_b, need_lora_bias, need_bias = needed[4 * i : 4 * i + 4]
+        da, db = None, None
+        if need_a and m.a is not None:
+            if da_all is not None:
+                da = da_all[cols]
+            else:
+                seed = None if seeds is None else seeds[i : i + 1]
+                da = _a_gradients(projection, gradient.ds_of_a[:, cols], source, saved.accumulator, seed, m.dropout)
+                da = da if back is None else da.mul_(back[cols])
+        rows, d_biases = projection.rows[i], NO_BIASES
+        if need_b and m.b is not None:
+            if gradient.db is not None:
+                db = gradient.db[rows]
+            else:
+                db = mm_in(gradient.dy[:, rows].t(), saved.scaled_s[:, cols], m.b.dtype)
+        if need_lora_bias or need_bias:
+            d_biases = _bias_gradients(m, gradient.dy[:, rows], need_lora_bias, need_bias)
+        out += [da, db, *d_biases]
+    return out
+
+
+def _a_gradients(
+    projection: Projection, ds: torch.Tensor, source: SavedInput | None, accumulator: GradAccumulator | None,
+    seed: torch.Tensor | None = None, dropout: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """dA (r, K) of dS (M, r) and the input, with dropout where a seed is given, in A's dtype or in float32."""
+    assert source is not None, "a projection with an adapter has saved its input"
+    dtype = next(m.a.dtype for m in projection.members if m.a is not None)
+    rank, factors = ds.shape[1], source.factors
+    forms: dict[str, Any] = {"plain": partial(_a_gradients_by_library, ds, source, dtype, seed, dropout)}
+    if rank <= MAX_FUSED_RANK and use_triton(source.h) and tensor_cores(ds):
+        m, k = tune.bucket(ds.shape[0]), source.h.shape[1]
+        tiles = a_gradient_tiles(m, k, seed is not None, multiprocessors(ds))
+        one_read = {t: partial(a_gradient, ds, source.h, factors, t, seed, dropout, accumulator) for t in tiles}
+        forms = one_read | forms
+    key = (tune.bucket(ds.shape[0]), projection.k, rank, ds.dtype, factors is not None, seed is not None)
+    return forms[tune.pick("a gradient", key, forms, ds.device)]()
+
+
+def _a_gradients_by_library(
+    ds: torch.Tensor, source: SavedInput, dtype: torch.dtype, seed: torch.Tensor | None, dropout: float
+) -> torch.Tensor:
+    factors = source.factors
+    if seed is not None:
+        return mm_in(ds.t(), dropped(source.tensor(), seed, dropout), dtype)
+    if factors is None or ds.dtype == torch.float16:
+        return mm_in(ds.t(), source.tensor(), dtype)
+    scaled = (ds * factors.rstd[:, None]).to(ds.dtype)
+    return mm_in(scaled.t(), source.h.to(ds.dtype), dtype) * (factors.weight + factors.norm.offset)
+
+
+def _bias_gradients(m: Member, dy: torch.Tensor, need_lora_bias: bool, need_bias: bool) -> BiasGradients:
+    """Of lora_B's bias and of the bias, (N,) each, where they are there and wanted; dy: (M, N) of this member."""
+    total = dy.sum(0, dtype=torch.promote_types(torch.float32, dy.dtype))
+    d_lora_bias = (total * m.scale).to(m.lora_bias.dtype) if need_lora_bias and m.lora_bias is not None else None
+    return d_lora_bias, total.to(m.bias.dtype) if need_bias and m.bias is not None else None

@@ -1,0 +1,90 @@
+"""One frozen linear with at most one adapter, as a projection works with it: its tensors, and nothing of its module.
+
+Between a forward and its backward another forward may have read another adapter into the same member;
+`with_saved_adapters` takes a backward back to the adapters of its own forward.
+Run: python -m pytest tests/lorakernels/test_projection.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..runtime import check
+
+# What a model's linear reads anew on each forward: A (r, K), B (N, r) and lora_B's bias (N,), or None; the factor of B,
+# and the probability of the dropout before A. A plain tuple: three of them are made for a linear in each step.
+Adapter = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float, float]
+
+
+@dataclass
+class Member:
+    """W (N, K), A (r, K), B (N, r), biases (N,): y = x Wᵀ + bias + scale · (x Aᵀ Bᵀ + lora_bias).
+
+    quantized: bitsandbytes' quant_state of an NF4 weight; compute_dtype: of such a weight; shape: (N, K), taken from
+    the weight if not given. Raises ValueError where A and B do not fit the weight.
+    """
+
+    name: str
+    weight: nn.Parameter
+    bias: torch.Tensor | None = None
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    lora_bias: torch.Tensor | None = None
+    scale: float = 1.0
+    dropout: float = 0.0
+    quantized: Any = None
+    shape: tuple[int, int] = field(default=(0, 0))
+    compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.shape == (0, 0):
+            n, k = self.weight.shape if self.quantized is None else self.quantized.shape
+            self.shape = (n, k)
+        n, k = self.shape
+        if self.a is not None:
+            check(self.a.dim() == 2 and self.a.shape[1] == k, f"lora_A of {self.name} does not fit", a=self.a)
+            fits = self.b is not None and self.b.shape == (n, self.a.shape[0])
+            check(fits, f"lora_B of {self.name} does not fit", a=self.a, b=self.b)
+
+    @property
+    def rank(self) -> int:
+        """Rows of A, 0 without an adapter."""
+        return 0 if self.a is None else self.a.shape[0]
+
+    @property
+    def adapter(self) -> Adapter:
+        """As it is now; a model's linear sets it anew on each forward."""
+        return self.a, self.b, self.lora_bias, self.scale, self.dropout
+
+    @adapter.setter
+    def adapter(self, values: Adapter) -> None:
+        self.a, self.b, self.lora_bias, self.scale, self.dropout = values
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor | None, ...]:
+        """A, B, lora_B's bias and the bias: in the order in which the autograd functions take them and return their
+        gradients."""
+        return self.a, self.b, self.lora_bias, self.bias
+
+
+SavedAdapters = list[tuple[Member, Adapter]]
+
+
+@contextmanager
+def with_saved_adapters(adapters: SavedAdapters) -> Iterator[None]:
+    """Inside, the members have the adapters that were saved: between a forward and its backward another forward may
+    have read another adapter, another scale or, in evaluation, no dropout."""
+    now = [(m, m.adapter) for m, _ in adapters]
+    try:
+        for m, adapter in adapters:
+            m.adapter = adapter
+        yield
+    finally:
+        for m, adapter in now:
+            m.adapter = adapter

@@ -1,0 +1,158 @@
+"""The activation of a gated MLP between its projections, and what LoRA reads of it on the way, by form:
+
+    forward      [act(gate)·up | S] of the down projection                               `activate`
+    backward     the gradients of gate and up, dA of down, dS and dB of gate and up      `activation_backward`
+
+gate, up, act(gate)·up: (M, I) each. Which of these a launch makes together is measured (`tune`).
+Run: python -m pytest tests/lorakernels/test_mlp_node.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _autograd
+
+from ..ops import glu
+from ..ops.concat_operand import LoraColumns
+from ..ops.glu import GluBackward
+from ..ops.grad_accumulator import GradAccumulator
+from ..ops.linear_cross_entropy import mm_in
+from ..runtime import multiprocessors, tensor_cores
+from ..tuning import tune
+from ..tuning.worth_trying import glu_backward_tiles, glu_tiles
+from .operand import Operand
+from .output_grad import OutputGradient, SavedForward, wide_output_gradient, with_raised
+from .products import lora_input
+from .projection import Projection
+
+
+def activate(
+    gate_up: torch.Tensor, act: str, down: Projection, op_down: Operand, seeds: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([act(gate)·up | S] (M, I + p) of the down projection, its sS (M, p)) of gate_up (M, 2·I); act: a key of
+    ACTIVATIONS; seeds: (members,) of the down projection's dropout, or None."""
+    m, width = gate_up.shape[0], gate_up.shape[1] // 2
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    packed = torch.empty(m, width + down.p, dtype=gate_up.dtype, device=gate_up.device)
+    scaled_s = down.new_scaled_s(m, packed.dtype, packed.device)
+
+    def plain() -> None:
+        glu.forward_into(gate, up, packed[:, :width], act)
+        lora_input(down, packed[:, :width], op_down, seeds, packed[:, width:], scaled_s)
+
+    forms = {"plain": plain}
+    if down.p and seeds is None and tensor_cores(packed, op_down.a):
+        columns = LoraColumns(op_down.a, down.rank, scaled_s)
+        tiles = glu_tiles(tune.bucket(m))
+        forms = {t: partial(glu.forward_lora_into, gate, up, packed, columns, act, t) for t in tiles} | forms
+    forms[tune.pick("glu", (tune.bucket(m), width, down.p, act, packed.dtype), forms, packed.device)]()
+    return packed, scaled_s.out
+
+
+class ActivationGradient(NamedTuple):
+    """wides: for each group a buffer (M, N + p) that begins with its output's gradient; gradients: an OutputGradient of
+    each, or None where dS and dB are still to be made; da: dA (rank, I) of the down projection, or None."""
+
+    wides: list[torch.Tensor]
+    gradients: list[OutputGradient] | None
+    da: torch.Tensor | None
+
+
+def activation_backward(
+    gate_up: torch.Tensor, dh: torch.Tensor, act: str, groups: Sequence[Projection], saved: Sequence[SavedForward],
+    ds_down: torch.Tensor | None,
+) -> ActivationGradient:  # fmt: skip
+    """Of dh (M, I), the gradient of act(gate)·up; gate_up: (M, 2·I), and p more columns with one group.
+
+    ds_down: (M, rank) if dA is wanted. Where one pass for both is faster it comes from there; otherwise it is None and
+    dh is overwritten with act(gate)·up. With one group gate_up is overwritten with its gradient, where nobody will ask
+    for it again.
+    """
+    width = dh.shape[1]
+    gate, up = gate_up[:, :width], gate_up[:, width : 2 * width]
+    if len(groups) == 1:
+        return _single_group_backward(gate_up, GluBackward(gate, up, dh, act), groups[0], saved[0], ds_down)
+    wides = [torch.empty(dh.shape[0], g.n + g.p, dtype=dh.dtype, device=dh.device) for g in groups]
+    parts = wides[0][:, :width], wides[1][:, :width]
+    inputs = GluBackward(gate, up, dh, act)
+    return ActivationGradient(wides, None, _parts_backward(inputs, parts, ds_down, saved[0].main_stream_accumulator))
+
+
+def _single_group_backward(
+    gate_up: torch.Tensor, inputs: GluBackward, group: Projection, saved: SavedForward, ds_down: torch.Tensor | None
+) -> ActivationGradient:
+    (m, width), act, accumulator = inputs.grad.shape, inputs.act, saved.main_stream_accumulator
+
+    def apart(dh: torch.Tensor, into: torch.Tensor) -> ActivationGradient:
+        parts = into[:, :width], into[:, width : 2 * width]
+        return ActivationGradient([into], None, _parts_backward(inputs.of(dh), parts, ds_down, accumulator))
+
+    def apart_with_ds(dh: torch.Tensor, into: torch.Tensor) -> None:
+        # What the form costs; where it is taken, its dS and dB come later.
+        da = apart(dh, into).da
+        if da is None and ds_down is not None:
+            mm_in(ds_down.t(), dh, torch.float32)
+        wide_output_gradient(group, into, saved)
+
+    def whole(tile: str, ds: torch.Tensor, dh: torch.Tensor, into: torch.Tensor) -> ActivationGradient:
+        grad = inputs.of(dh)
+        da, db = glu.backward_whole_into(grad, into, ds, saved.sb, saved.scaled_s, tile, accumulator)
+        gradient = OutputGradient(into[:, : group.n], into[:, group.n :], into, db)
+        return ActivationGradient([into], [with_raised(gradient, saved)], da)
+
+    forms: dict[str, Any] = {"apart": apart}
+    if ds_down is not None and glu.whole_fits(ds_down, group.ranks, group.widths):
+        tiles = glu_backward_tiles(tune.bucket(m), width, multiprocessors(ds_down))
+        forms = {tile: partial(whole, tile, ds_down) for tile in tiles} | forms
+    dh = inputs.grad
+    trials, spare = forms | {"apart": apart_with_ds}, lambda: (dh.clone(), torch.empty_like(gate_up))
+    key = (tune.bucket(m), width, group.rank, act, dh.dtype)
+    picked = tune.pick("gate and up backward", key, trials, dh.device, spare)
+    return forms[picked](dh, gate_up if _may_overwrite() else torch.empty_like(gate_up))
+
+
+def _may_overwrite() -> bool:
+    """Whether this backward is the last over its graph (no retain_graph), so that saved tensors of our own may go."""
+    keeps = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    return not keeps()
+
+
+def _parts_backward(
+    inputs: GluBackward, parts: tuple[torch.Tensor, torch.Tensor], ds_down: torch.Tensor | None,
+    accumulator: GradAccumulator | None,
+) -> torch.Tensor | None:  # fmt: skip
+    """The activation's backward into parts; dA of the down projection where one pass for both is the faster way, else
+    None, and dh is overwritten with act(gate)·up."""
+    dh = inputs.grad
+    if ds_down is None or ds_down.shape[1] > glu.MAX_A_RANK or not tensor_cores(dh, ds_down):
+        glu.backward_into(inputs, *parts, h_into_grad=True)
+        return None
+    return _backward_with_a(inputs, parts, ds_down, accumulator)
+
+
+def _backward_with_a(
+    inputs: GluBackward, parts: tuple[torch.Tensor, torch.Tensor], ds_down: torch.Tensor,
+    accumulator: GradAccumulator | None,
+) -> torch.Tensor | None:  # fmt: skip
+    """dA of the down projection, in one pass with the activation's backward where that is the faster way."""
+    dh, act = inputs.grad, inputs.act
+
+    def plain(dh: torch.Tensor, d_gate: torch.Tensor, d_up: torch.Tensor) -> None:
+        glu.backward_into(inputs.of(dh), d_gate, d_up, h_into_grad=True)
+
+    def plain_with_a(dh: torch.Tensor, d_gate: torch.Tensor, d_up: torch.Tensor) -> None:
+        # What the form costs; where it is taken, dA comes later.
+        plain(dh, d_gate, d_up)
+        mm_in(ds_down.t(), dh, torch.float32)
+
+    def one_pass(tile: str, dh: torch.Tensor, d_gate: torch.Tensor, d_up: torch.Tensor) -> torch.Tensor:
+        return glu.backward_a_into(inputs.of(dh), d_gate, d_up, ds_down, tile, accumulator)
+
+    forms: dict[str, Any] = {**{tile: partial(one_pass, tile) for tile in glu.A_TILES}, "plain": plain}
+    trials, spare = forms | {"plain": plain_with_a}, lambda: [dh.clone(), *(torch.empty_like(t) for t in parts)]
+    key = (tune.bucket(dh.shape[0]), dh.shape[1], ds_down.shape[1], act, dh.dtype)
+    return forms[tune.pick("glu backward", key, trials, dh.device, spare)](dh, *parts)

@@ -1,0 +1,231 @@
+"""The operand of a projection, one buffer that holds frozen weights and adapters side by side, and who lies in it.
+
+    [W | sB]      (N + p) × (K + p)      W: (N, K), sB: (N, p), A: (p, K)
+    [A |  – ]
+
+[W | sB] is the operand of forward, [W ; A] that of backward: both are strided views, so the frozen weight is stored
+once, and the module's own parameter becomes a view into the buffer (`adopt`, undone by `release`). Several members (q,
+k, v; gate, up) stack their rows in W and their A's in A, and B becomes block-diagonal. p is the sum of the ranks
+rounded up, because GEMMs like a multiple of 64: those of an 8B take 338 ms with 64 columns a linear, 342 with 16.
+sB and A are written anew on every forward: optimizers that update through raw pointers change no version counter, and a
+CUDA graph has to contain the refresh.
+Run: python -m pytest tests/lorakernels/test_projection.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ..ops.adapter import AdapterCopy, Loader, load_adapter
+from ..ops.nf4 import dequantize_into
+from ..runtime import compute_dtype, round_up
+from .fp8 import FrozenFp8, why_not
+from .member import Member, SavedAdapters
+
+WIDE = 2048  # columns of the input from which on the spare ones are a multiple of 64, however few the adapters need
+
+
+@dataclass(slots=True)
+class Operand:
+    """w (N, K), None where the products with it are made in FP8; sb (N, p); a (p, K).
+
+    full: the buffer (N + p, K + p) that they are views of, None where they are not (FP8); places: where each member's A
+    (r, K) and scaled B (N, r) lie in a and sb.
+    """
+
+    w: torch.Tensor | None
+    sb: torch.Tensor
+    a: torch.Tensor
+    full: torch.Tensor | None
+    places: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class OperandBuffer:
+    """Members that share an input of K columns, and the buffer that their weights and adapters lie in.
+
+    fp8: the products with the weights in FP8, of the modules' own weights. Raises ValueError where the members' inputs
+    differ in width.
+    """
+
+    def __init__(self, members: list[Member], fp8: bool = False):
+        self.members = members
+        self.k = members[0].shape[1]
+        wrong = [m.name for m in members if m.shape[1] != self.k]
+        if wrong:
+            raise ValueError(f"{wrong} do not share an input of {self.k} columns: {[m.shape for m in members]}")
+        self.widths, self.ranks = [m.shape[0] for m in members], [m.rank for m in members]
+        self.n, self.rank = sum(self.widths), sum(self.ranks)
+        self.p = round_up(self.rank, 64 if self.k >= WIDE else 16)
+        self.rows = _slices(self.widths)  # each member's rows of W and B
+        self.columns = _slices(self.ranks)  # each member's columns of S and rows of A
+        self.quantized = any(m.quantized is not None for m in members)
+        self.not_fp8 = why_not(members) if fp8 else None  # the reason, where FP8 was asked for
+        self.fp8 = FrozenFp8(members) if fp8 and self.not_fp8 is None else None
+        self.buffer: torch.Tensor | None = None
+        self._loaded: tuple = ()
+        self._operand: Operand | None = None  # of our own buffer
+        self._fresh = False  # `places` has just been asked for, and its adapters are what the next `operand` would load
+        self._released = False  # a backward may still come, which must not take the weights again
+
+    # ---- whose weights lie in the buffer ----------------------------------------------------------------------------
+    def owns_weights(self) -> bool:
+        """True if the modules' weights still are the views that `adopt` made (a merge may have replaced them)."""
+        buffer = self.buffer
+        if buffer is None:
+            return False
+        start, step = buffer.data_ptr(), buffer.stride(0) * buffer.element_size()
+        return all(
+            m.weight.dtype == buffer.dtype
+            and m.weight.device == buffer.device
+            and m.weight.data_ptr() == start + rows.start * step
+            for m, rows in zip(self.members, self.rows, strict=True)
+        )
+
+    def adopt(self) -> None:
+        """Moves the frozen weights into the buffer, one by one, so that they are stored once."""
+        if self.quantized or self.fp8 is not None:
+            return
+        first = self.members[0].weight
+        with torch.inference_mode(False), torch.no_grad():  # what is born in inference mode cannot be trained with
+            buffer = torch.zeros(self.n + self.p, self.k + self.p, dtype=first.dtype, device=first.device)
+            for m, at in zip(self.members, self.rows, strict=True):
+                buffer[at, : self.k].copy_(m.weight.data)
+                m.weight.data = buffer[at, : self.k]
+        self.buffer = buffer
+
+    def release(self) -> None:
+        """Gives each module a contiguous weight of its own again."""
+        if self.owns_weights():
+            with torch.inference_mode(False), torch.no_grad():
+                for m in self.members:
+                    m.weight.data = m.weight.data.clone(memory_format=torch.contiguous_format)
+        self.buffer = self._operand = None
+        self._released = True
+        self._loaded = ()
+
+    # ---- the operand of a forward, and of its backward --------------------------------------------------------------
+    def operand(self, dtype: torch.dtype) -> Operand:
+        """The operand in dtype, with today's A and B in it."""
+        if self._fresh and self.members[0].weight.dtype == dtype:
+            self._fresh = False
+            return self._own()
+        if self.fp8 is not None:
+            return self._fp8_operand(dtype)
+        if not self.quantized and self.members[0].weight.dtype == dtype and not self._released:
+            if not self.owns_weights():
+                self.adopt()
+            op = self._own()
+            self._load(op)
+            self._loaded = self._identity()
+            return op
+        return self._scratch(dtype)
+
+    def operand_again(self, dtype: torch.dtype) -> Operand:
+        """For backward: what forward used. Loaded once more only if another adapter has been there since."""
+        if self.buffer is not None and self._loaded == self._identity() and self.members[0].weight.dtype == dtype:
+            return self._own()
+        return self.operand(dtype)
+
+    def places(self, dtype: torch.dtype) -> list[AdapterCopy] | None:
+        """The adapters and their places in the buffer, where today's weights lie there in dtype; else None."""
+        if self.quantized or self.fp8 is not None or self.members[0].weight.dtype != dtype or not self.owns_weights():
+            return None
+        self._fresh, self._loaded = True, self._identity()
+        return self._copies(self._own())
+
+    def forget_places(self) -> None:
+        """The next `operand` loads the adapters itself."""
+        self._fresh = False
+
+    def _copies(self, op: Operand) -> list[AdapterCopy]:
+        """Every adapter with its place in the operand."""
+        placed = zip(self.members, op.places, strict=True)
+        return [
+            (m.a, m.b, m.scale, *at) for m, at in placed if m.a is not None and m.b is not None
+        ]  # fmt: skip
+
+    def _load(self, op: Operand) -> None:
+        with torch.no_grad():
+            for copy in self._copies(op):
+                load_adapter(*copy)
+
+    def _identity(self) -> tuple:
+        return tuple((id(m.a), id(m.b), m.scale) for m in self.members)
+
+    def _own(self) -> Operand:
+        """The views of our own buffer, made once: some views a forward and linear add up on the host."""
+        if self._operand is None or self._operand.full is not self.buffer:
+            assert self.buffer is not None
+            self._operand = self._views(self.buffer)
+        return self._operand
+
+    def _scratch(self, dtype: torch.dtype) -> Operand:
+        """A buffer for this call only: quantized weights, and weights that autocast casts."""
+        dev = self.members[0].weight.device
+        full = torch.empty(self.n + self.p, self.k + self.p, dtype=dtype, device=dev)
+        op = self._views(full)
+        assert op.w is not None
+        for m, at in zip(self.members, self.rows, strict=True):
+            if m.quantized is not None:
+                dequantize_into(m.weight, m.quantized, op.w[at])
+            else:
+                op.w[at].copy_(m.weight)
+        op.sb.zero_()
+        op.a[self.rank :].zero_()
+        self._load(op)
+        return op
+
+    def _fp8_operand(self, dtype: torch.dtype) -> Operand:
+        """The adapters alone, for products that read the modules' own weights."""
+        dev = self.members[0].weight.device
+        sb = torch.zeros(self.n, self.p, dtype=dtype, device=dev)
+        op = self._operand_of(None, sb, torch.zeros(self.p, self.k, dtype=dtype, device=dev), None)
+        self._load(op)
+        return op
+
+    def _views(self, full: torch.Tensor) -> Operand:
+        n, k = self.n, self.k
+        return self._operand_of(full[:n, :k], full[:n, k:], full[n:, :k], full)
+
+    def _operand_of(
+        self, w: torch.Tensor | None, sb: torch.Tensor, a: torch.Tensor, full: torch.Tensor | None
+    ) -> Operand:
+        places = [(a[cols], sb[rows, cols]) for rows, cols in zip(self.rows, self.columns, strict=True)]
+        return Operand(w, sb, a, full, places)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the members compute in where autocast does not say otherwise."""
+        m = self.members[0]
+        return m.weight.dtype if m.quantized is None else m.compute_dtype or m.quantized.dtype
+
+
+def adapters_of(groups: Sequence[OperandBuffer]) -> SavedAdapters:
+    """Every member of the groups with the adapter that it has now, for `with_saved_adapters`."""
+    return [(m, m.adapter) for g in groups for m in g.members]
+
+
+@contextmanager
+def with_loaded_adapters(groups: Sequence[OperandBuffer], loader: Loader, x: torch.Tensor) -> Iterator[None]:
+    """Inside, the groups' operands hold today's adapters, brought there in one launch instead of one an adapter.
+
+    x: the input (…, K) of the module that the groups are of, which says where autocast is on.
+    """
+    try:
+        copies = [g.places(compute_dtype(x, g.compute_dtype)) for g in groups]
+        loader.load([copy for of_group in copies for copy in of_group or ()])
+        yield
+    finally:
+        for g in groups:
+            g.forget_places()
+
+
+def _slices(sizes: list[int]) -> list[slice]:
+    """Slices of these sizes, each behind the one before."""
+    ends = list(itertools.accumulate(sizes))
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]

@@ -1,0 +1,124 @@
+"""The products of a projection's forward, each in the form that is measured to be fastest (`tune`):
+
+    S = dropout(X) · Aᵀ            `lora_input`
+    Y = [X | S] · [W | sB]ᵀ        `concat_product`, one GEMM, or the frozen one and an in-place addmm
+    Y = X · Wᵀ + S · (sB)ᵀ         `separate_product`, of an X and an S that lie wherever they lie
+
+X: (M, K), S: (M, p), Y: (M, N); W, sB and A as in `operand.py`.
+Run: python -m pytest tests/lorakernels/test_projection.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..ops.concat_operand import LoraColumns, ScaledS, s_into
+from ..ops.dropout import product_into
+from ..runtime import tensor_cores
+from ..tuning import tune
+from ..tuning.worth_trying import dropped_s_tiles, s_tiles
+from .operand import Operand
+from .projection import Projection
+
+
+def lora_input(
+    projection: Projection, x: torch.Tensor, op: Operand, seeds: torch.Tensor | None, out: torch.Tensor,
+    scaled_s: ScaledS,
+) -> None:  # fmt: skip
+    """out (M, p) = S = dropout(x) · Aᵀ of x (M, K), member by member where their masks differ; sS to scaled_s.
+
+    seeds: (members,) int64, or None without dropout.
+    """
+    if not projection.p:
+        return
+    if seeds is None:
+        columns = LoraColumns(op.a, projection.rank, scaled_s)
+        tiles = s_tiles(copied=False)
+        _by_tile("S", tiles, projection.rank, x, op.a, lambda tile: s_into(x, columns, out, tile))
+        return
+    _dropped_input(projection, x, op, seeds, out)
+    scaled_s.write(out)
+
+
+def _dropped_input(
+    projection: Projection, x: torch.Tensor, op: Operand, seeds: torch.Tensor, out: torch.Tensor
+) -> None:
+    out.zero_()
+    for i, (m, cols) in enumerate(zip(projection.members, projection.columns, strict=True)):
+        if m.rank:
+            arguments = x, op.a[cols], seeds[i : i + 1], m.dropout, out[:, cols]
+            _by_tile("dropped product", dropped_s_tiles(), m.rank, x, op.a, partial(product_into, *arguments))
+
+
+def _by_tile(
+    name: str, tried: list[str], rank: int, x: torch.Tensor, a: torch.Tensor, run: Callable[[str | None], None]
+) -> None:
+    """run(tile) of a product x · aᵀ, with the one of the tried tiles that is measured to be fastest; None stands for
+    library calls."""
+    tiles: dict[str, Any] = {**{t: t for t in tried if tensor_cores(x, a)}, "plain": None}
+    forms = {form: partial(run, tile) for form, tile in tiles.items()}
+    key = (tune.bucket(x.shape[0]), x.shape[1], rank, x.dtype)
+    run(tiles[tune.pick(name, key, forms, x.device)])
+
+
+def concat_product(
+    projection: Projection, xs: torch.Tensor, op: Operand, out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Y (M, N) of xs = [X | S] (M, K + p); written to out, added to residual, (M, N) each, where given. residual may be
+    out itself."""
+    m, k, full = xs.shape[0], projection.k, op.full
+    in_place = residual is not None and residual is out
+
+    def one(full: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        bias = projection.total_bias(xs.dtype)
+        return _product(xs, full[: projection.n].t(), bias, into, into if in_place else residual)
+
+    def addmm(into: torch.Tensor | None) -> torch.Tensor:
+        added = into if in_place else residual
+        return separate_product(projection, xs[:, :k], xs[:, k:], op, into, added)
+
+    if full is None or not projection.p:
+        return addmm(out)
+    forms = {"one": partial(one, full), "addmm": addmm} if projection.one_gemm else {"addmm": addmm}
+    key = (tune.bucket(m), k, projection.n, projection.p, xs.dtype, residual is not None)
+    spare = lambda: (torch.clone(out) if in_place and out is not None else out,)  # noqa: E731
+    return forms[tune.pick("forward", key, forms, xs.device, spare)](out)
+
+
+def separate_product(
+    projection: Projection, x: torch.Tensor, s: torch.Tensor, op: Operand, out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Y (M, N) of x (M, K) and S (M, p) wherever they lie: the frozen GEMM, and S · (sB)ᵀ added in place. out and
+    residual as in `concat_product`."""
+    bias = projection.total_bias(x.dtype)
+    y = _fp8_product(projection, x, bias, out, residual) if op.w is None else _product(x, op.w.t(), bias, out, residual)
+    return y.addmm_(s, op.sb.t()) if projection.p else y
+
+
+def _product(
+    x: torch.Tensor, wt: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    if residual is not None:
+        y = torch.addmm(residual, x, wt, out=out) if out is not None else torch.addmm(residual, x, wt)
+        return y if bias is None else y.add_(bias)
+    if bias is not None:
+        return torch.addmm(bias, x, wt, out=out) if out is not None else torch.addmm(bias, x, wt)
+    return torch.mm(x, wt, out=out) if out is not None else torch.mm(x, wt)
+
+
+def _fp8_product(
+    projection: Projection, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    assert projection.fp8 is not None, "an operand without weights is FP8's"
+    y = projection.fp8.forward(x)
+    y = y if bias is None else y.add_(bias)
+    y = y if residual is None else y.add_(residual)
+    return y if out is None else out.copy_(y)

@@ -1,0 +1,374 @@
+"""The gated activation behind `swiglu` and `geglu`: h = act(gate) * up, element by element.
+
+gate, up: (M, I), any row stride, last dimension contiguous. h: (M, I), also into a wider buffer.
+Forward reads 2 and writes 1 element, backward reads 3 and writes 2 (3 with h recomputed): nothing is saved but gate and
+up. All arithmetic is in float32 and is rounded once, on the way out.
+
+The down projection's LoRA wants h twice, and both times h is in registers anyway: `forward_lora_into` leaves S = h · Aᵀ
+behind h in the same launch, `backward_a_into` makes dA = dSᵀ · h, so that backward neither writes h nor reads it.
+`backward_whole_into` also makes what LoRA of gate and up wants of their gradients, dS = dY · sB and dB = dYᵀ · sS, so
+that dY is not read again for them (`lora_grad.py` has these two alone).
+Run: python -m pytest tests/lorakernels/test_swiglu.py tests/lorakernels/test_geglu.py
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ..runtime import (
+    cdiv,
+    check,
+    fuses,
+    jit,
+    kernel,
+    next_power_of_2,
+    rank_tile,
+    stages_of,
+    tensor_cores,
+    tile_of,
+    tl,
+    use_triton,
+    working_dtype,
+)
+from .concat_operand import LoraColumns, s_into, store_s
+from .fast_math import exp, sigmoid, tanh
+from .grad_accumulator import GradAccumulator, gradient_zeros
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+# Backward with dA of the down projection: (rows, columns, warps, stages, steps). A low tile: three inputs, two outputs
+# and h share the registers, and with 16 rows all of them stay there.
+A_TILES = {"with_a": (16, 128, 4, 3, 8)}
+MAX_A_RANK = 64
+# The same with dS and dB of gate and up. 64 rows let dY · sB run in shapes that the tensor cores have, and three stages
+# hide the barriers in between: of 24 tiles these alone beat two launches, the short one where columns are few
+# (docs/lab-notes.md).
+WHOLE_TILES = {"whole": (64, 64, 4, 3, 16), "whole_short": (64, 64, 4, 3, 4)}
+
+
+class GluBackward(NamedTuple):
+    """What every backward reads: gate, up and grad (the gradient of h), (M, I) each; act: a key of ACTIVATIONS."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    grad: torch.Tensor
+    act: str
+
+    def of(self, grad: torch.Tensor) -> GluBackward:
+        """The same for another grad (M, I): a trial's copy, mostly this one's own."""
+        return self if grad is self.grad else self._replace(grad=grad)
+
+
+def activation(gate: torch.Tensor, act: str) -> torch.Tensor:
+    """act(gate) of a gate of any shape, in its dtype; act: a key of ACTIVATIONS."""
+    if act == "silu":
+        return F.silu(gate)
+    return F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none")
+
+
+def activation_slope(gate: torch.Tensor, act: str) -> torch.Tensor:
+    """d act / d gate of a gate of any shape, in its dtype."""
+    if act == "silu":
+        s = torch.sigmoid(gate)
+        return s * (1 + gate * (1 - s))
+    if act == "gelu":
+        density = torch.exp(-0.5 * gate * gate) * 0.3989422804014327
+        return 0.5 * (1 + torch.erf(gate * 0.7071067811865476)) + gate * density
+    t = torch.tanh(0.7978845608028654 * (gate + 0.044715 * gate**3))
+    return 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * 0.7978845608028654 * (1 + 0.134145 * gate * gate)
+
+
+def reference(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+    """act(gate) * up in float32 (float64 for float64), of gate and up of one shape."""
+    dtype = working_dtype(gate)
+    return activation(gate.to(dtype), act) * up.to(dtype)
+
+
+@jit
+def _act(g, ACT: tl.constexpr):
+    """(act(g), act'(g)) of a float32 tile."""
+    if ACT == 0:
+        s = sigmoid(g)
+        a = g * s
+        d = s + a * (1.0 - s)
+    elif ACT == 1:
+        cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        a = g * cdf
+        d = cdf + g * 0.3989422804014327 * exp(-0.5 * g * g)
+    else:
+        z = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        t = tanh(z)
+        a = 0.5 * g * (1.0 + t)
+        d = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * g * g)
+    return a, d
+
+
+@kernel
+def _glu_forward_kernel(g_ptr, u_ptr, h_ptr, n, g_row, u_row, h_row, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < n
+    g = tl.load(g_ptr + row * g_row + col, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + row * u_row + col, mask=inside, other=0.0).to(tl.float32)
+    a, _ = _act(g, ACT)
+    tl.store(h_ptr + row * h_row + col, (a * u).to(h_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _glu_forward_lora_kernel(
+    g_ptr, u_ptr, h_ptr, a_ptr, scaled_ptr, scale_ptr, m, n, g_row, u_row, h_row, a_row, rank, p,
+    ACT: tl.constexpr, STORE_SCALED_S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """A block of rows walks over all columns; S = h Aᵀ grows in registers and lands in the columns n … n + p."""
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    r = tl.arange(0, R)
+    acc = tl.zeros((BM, R), tl.float32)
+    for start in range(0, n, BN):
+        col = start + tl.arange(0, BN)
+        inside = (row[:, None] < m) & (col[None, :] < n)
+        g = tl.load(g_ptr + row[:, None] * g_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(u_ptr + row[:, None] * u_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        a, _ = _act(g, ACT)
+        h = (a * u).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + row[:, None] * h_row + col[None, :], h, mask=inside)
+        w = tl.load(a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
+        acc = tl.dot(h, w, acc, input_precision="ieee")
+    store_s(h_ptr + row[:, None] * h_row + n, scaled_ptr, scale_ptr, acc, row, m, p, STORE_SCALED_S, BM, R)
+
+
+@kernel
+def _glu_backward_kernel(
+    g_ptr, u_ptr, dh_ptr, dg_ptr, du_ptr, h_ptr, n, g_row, u_row, dh_row, dg_row, du_row, h_row,
+    ACT: tl.constexpr, WITH_H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < n
+    g = tl.load(g_ptr + row * g_row + col, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + row * u_row + col, mask=inside, other=0.0).to(tl.float32)
+    dh = tl.load(dh_ptr + row * dh_row + col, mask=inside, other=0.0).to(tl.float32)
+    a, d = _act(g, ACT)
+    tl.store(dg_ptr + row * dg_row + col, (dh * u * d).to(dg_ptr.dtype.element_ty), mask=inside)
+    tl.store(du_ptr + row * du_row + col, (dh * a).to(du_ptr.dtype.element_ty), mask=inside)
+    if WITH_H:
+        tl.store(h_ptr + row * h_row + col, (a * u).to(h_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _glu_backward_a_kernel(
+    g_ptr, u_ptr, dh_ptr, dg_ptr, du_ptr, ds_ptr, da_ptr, s_ptr, sb_ptr, tail_ptr, db_ptr,
+    m, n, rank, g_row, u_row, dh_row, dg_row, du_row, ds_row, s_row, sb_row, tail_row,
+    ACT: tl.constexpr, WHOLE: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """STEPS · BM rows times BN columns; dA of these columns grows in registers. WHOLE: dB of gate and of up too, and
+    their dS (tail) by atomic adds; s: their sS side by side; sb: (2 · n, 2 · rank), block-diagonal."""
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    r = tl.arange(0, R)
+    acc = tl.zeros((R, BN), tl.float32)
+    if WHOLE:
+        acc_g, acc_u = tl.zeros((R, BN), tl.float32), tl.zeros((R, BN), tl.float32)
+        known = (col[:, None] < n) & (r[None, :] < rank)
+        sb_g = tl.load(sb_ptr + col[:, None].to(tl.int64) * sb_row + r[None, :], mask=known, other=0.0)
+        below = (n + col[:, None]).to(tl.int64)
+        sb_u = tl.load(sb_ptr + below * sb_row + rank + r[None, :], mask=known, other=0.0)
+    for i in range(STEPS):
+        row = ((tl.program_id(1) * STEPS + i) * BM + tl.arange(0, BM)).to(tl.int64)
+        inside = (row[:, None] < m) & (col[None, :] < n)
+        g = tl.load(g_ptr + row[:, None] * g_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(u_ptr + row[:, None] * u_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        dh = tl.load(dh_ptr + row[:, None] * dh_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        narrow = (row[:, None] < m) & (r[None, :] < rank)
+        ds = tl.load(ds_ptr + row[:, None] * ds_row + r[None, :], mask=narrow, other=0.0)
+        a, d = _act(g, ACT)
+        dg, du = (dh * u * d).to(dg_ptr.dtype.element_ty), (dh * a).to(du_ptr.dtype.element_ty)
+        tl.store(dg_ptr + row[:, None] * dg_row + col[None, :], dg, mask=inside)
+        tl.store(du_ptr + row[:, None] * du_row + col[None, :], du, mask=inside)
+        acc = tl.dot(tl.trans(ds), (a * u).to(ds_ptr.dtype.element_ty), acc, input_precision="ieee")
+        if WHOLE:
+            s_g = tl.load(s_ptr + row[:, None] * s_row + r[None, :], mask=narrow, other=0.0)
+            s_u = tl.load(s_ptr + row[:, None] * s_row + rank + r[None, :], mask=narrow, other=0.0)
+            acc_g = tl.dot(tl.trans(s_g), dg, acc_g, input_precision="ieee")
+            acc_u = tl.dot(tl.trans(s_u), du, acc_u, input_precision="ieee")
+            spot = tail_ptr + row[:, None] * tail_row + r[None, :]
+            tl.atomic_add(spot, tl.dot(dg, sb_g, input_precision="ieee"), mask=narrow, sem="relaxed")
+            tl.atomic_add(spot + rank, tl.dot(du, sb_u, input_precision="ieee"), mask=narrow, sem="relaxed")
+    mine = (r[:, None] < rank) & (col[None, :] < n)
+    tl.atomic_add(da_ptr + r[:, None].to(tl.int64) * n + col[None, :], acc, mask=mine, sem="relaxed")
+    if WHOLE:
+        tl.atomic_add(db_ptr + col[None, :].to(tl.int64) * rank + r[:, None], acc_g, mask=mine, sem="relaxed")
+        below = (n + col[None, :]).to(tl.int64)
+        tl.atomic_add(db_ptr + below * rank + r[:, None], acc_u, mask=mine, sem="relaxed")
+
+
+def forward_into(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, act: str) -> None:
+    """out = act(gate) * up, (M, I) each; out may be a slice of a wider buffer."""
+    if not use_triton(gate, up, out):
+        out.copy_(reference(gate, up, act))
+        return
+    m, n = gate.shape
+    block = min(1024, next_power_of_2(n))
+    _glu_forward_kernel[(m, cdiv(n, block))](
+        gate, up, out, n, gate.stride(0), up.stride(0), out.stride(0), ACT=ACTIVATIONS[act], BLOCK=block, num_warps=4
+    )
+
+
+def forward_lora_into(
+    gate: torch.Tensor, up: torch.Tensor, buffer: torch.Tensor, columns: LoraColumns, act: str, tile: str = "fused"
+) -> None:
+    """buffer (M, I + p) = [h | h · aᵀ] in one launch, of gate, up (M, I) and columns.a (p, I).
+
+    tile is a key of TILES; above MAX_FUSED_RANK it takes library calls. Raises ValueError where buffer does not fit.
+    """
+    m, n = gate.shape
+    lora_a, rank = columns.a, columns.rows
+    p = lora_a.shape[0]
+    check(
+        buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
+    )
+    if not fuses(rank, (gate, up), (buffer, lora_a)):
+        forward_into(gate, up, buffer[:, :n], act)
+        s_into(buffer[:, :n], columns, buffer[:, n:], None)
+        return
+    bm, bn, warps, stages = tile_of(tile, gate)
+    _glu_forward_lora_kernel[(cdiv(m, bm),)](
+        gate, up, buffer, lora_a, *columns.scaled_s_pointers(buffer), m, n,
+        gate.stride(0), up.stride(0), buffer.stride(0), lora_a.stride(0), rank, p,
+        ACT=ACTIVATIONS[act], STORE_SCALED_S=columns.scaled_s is not None, BM=bm, BN=bn, R=rank_tile(rank),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def backward_into(inputs: GluBackward, d_gate: torch.Tensor, d_up: torch.Tensor, h_into_grad: bool = False) -> None:
+    """Writes d_gate and d_up (M, I), also over gate and up themselves; with h_into_grad the recomputed h = act(gate) *
+    up replaces grad (it is overwritten)."""
+    gate, up, grad, act = inputs
+    if not use_triton(gate, up, grad, d_gate):
+        g, u, dh = (t.to(working_dtype(gate)) for t in (gate, up, grad))
+        a = activation(g, act)
+        new = (
+            dh * u * activation_slope(g, act),
+            dh * a,
+            a * u,
+        )  # all before any is written: they may lie over the inputs
+        d_gate.copy_(new[0])
+        d_up.copy_(new[1])
+        if h_into_grad:
+            grad.copy_(new[2])
+        return
+    m, n = gate.shape
+    block = min(1024, next_power_of_2(n))
+    _glu_backward_kernel[(m, cdiv(n, block))](
+        gate, up, grad, d_gate, d_up, grad, n,
+        gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), grad.stride(0),
+        ACT=ACTIVATIONS[act], WITH_H=h_into_grad, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def backward_a_into(
+    inputs: GluBackward, d_gate: torch.Tensor, d_up: torch.Tensor, ds: torch.Tensor, tile: str = "with_a",
+    accumulator: GradAccumulator | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Writes d_gate and d_up (M, I), also over gate and up themselves; returns dA = dsᵀ · h (rank, I) in float32.
+
+    ds: (M, rank), in the dtype that h is rounded to; rank <= MAX_A_RANK, above it library calls; tile is a key of
+    A_TILES; accumulator: where dA grows. Raises ValueError where the shapes do not fit.
+    """
+    gate, up, grad, act = inputs
+    m, n = gate.shape
+    rank = ds.shape[1]
+    check(ds.shape[0] == m and grad.shape == gate.shape, "ds, grad and gate do not fit", ds=ds, grad=grad, gate=gate)
+    if not use_triton(gate, up, grad, d_gate) or not tensor_cores(ds) or rank > MAX_A_RANK:
+        h, wide = reference(gate, up, act).to(ds.dtype), working_dtype(ds)
+        backward_into(inputs, d_gate, d_up)
+        return ds.t().to(wide) @ h.to(wide)
+    bm, bn, warps, stages, steps = A_TILES[tile]
+    da = gradient_zeros(accumulator, rank, n, gate.device)
+    _glu_backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
+        gate, up, grad, d_gate, d_up, ds, da, ds, ds, da, da, m, n, rank,
+        gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), ds.stride(0), 0, 0, 0,
+        ACT=ACTIVATIONS[act], WHOLE=False, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
+        num_warps=warps, num_stages=stages_of(gate, stages),
+    )  # fmt: skip
+    return da
+
+
+def whole_fits(ds: torch.Tensor, ranks: list[int], widths: list[int]) -> bool:
+    """Whether `backward_whole_into` takes members of these ranks and widths beside a down projection's ds (M, rank)."""
+    return (
+        len(ranks) == 2
+        and ranks[0] == ranks[1] == ds.shape[1] <= MAX_A_RANK
+        and widths[0] == widths[1]
+        and tensor_cores(ds)
+    )
+
+
+def backward_whole_into(
+    inputs: GluBackward, wide: torch.Tensor, ds: torch.Tensor, sb: torch.Tensor, scaled_s: torch.Tensor,
+    tile: str = "whole", accumulator: GradAccumulator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """wide (M, 2·I + p) = [d gate ∣ d up ∣ dS], also over gate and up where they are its views; returns dA = dsᵀ · h
+    (rank, I) and dB (2·I, rank) in float32.
+
+    ds: (M, rank) of the down projection; sb (2·I, p) and scaled_s (M, p) as in `lora_grad.ds_and_db`, for two members
+    of the same rank and width. Needs `whole_fits`. tile is a key of WHOLE_TILES; accumulator: where dA, dB and dS grow.
+    Raises ValueError where the shapes do not fit.
+    """
+    gate, up, grad, act = inputs
+    m, n = gate.shape
+    rank, p = ds.shape[1], sb.shape[1]
+    fits = wide.shape == (m, 2 * n + p) and sb.shape[0] == 2 * n and scaled_s.shape == (m, p) and 2 * rank <= p
+    check(fits, "gate, the gradient, sB and S do not fit", gate=gate, wide=wide, sb=sb, s=scaled_s)
+    into = GradAccumulator(gate.device, rank * n + 2 * n * rank, m * p) if accumulator is None else accumulator
+    ds = ds.contiguous()  # every block of columns reads it, and behind dY its rows would lie far apart
+    da, db, tail = into.gradient(rank, n), into.gradient(2 * n, rank), into.scratch(m, p)
+    bm, bn, warps, stages, steps = WHOLE_TILES[tile]
+    d_gate, d_up = wide[:, :n], wide[:, n : 2 * n]
+    _glu_backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
+        gate, up, grad, d_gate, d_up, ds, da, scaled_s, sb, tail, db, m, n, rank,
+        gate.stride(0), up.stride(0), grad.stride(0), wide.stride(0), wide.stride(0), ds.stride(0),
+        scaled_s.stride(0), sb.stride(0), tail.stride(0),
+        ACT=ACTIVATIONS[act], WHOLE=True, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
+        num_warps=warps, num_stages=stages_of(gate, stages),
+    )  # fmt: skip
+    wide[:, 2 * n :].copy_(tail)
+    return da, db
+
+
+class GatedActivation(torch.autograd.Function):
+    """`gated` as one node, which saves gate and up alone, (…, I) each."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.act = act
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        if out.numel():
+            forward_into(_flat(gate), _flat(up), out.view(-1, out.shape[-1]), act)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        gate, up = ctx.saved_tensors
+        d_gate, d_up = (torch.empty(gate.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
+        if gate.numel():
+            n = gate.shape[-1]
+            inputs = GluBackward(_flat(gate), _flat(up), _flat(grad), ctx.act)
+            backward_into(inputs, d_gate.view(-1, n), d_up.view(-1, n))
+        return d_gate, d_up, None
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+    """act(gate) * up, (…, I) each, with its gradients; act: a key of ACTIVATIONS. Raises ValueError where gate and up
+    differ in shape or dtype."""
+    check(gate.shape == up.shape and gate.dim() >= 1, "gate and up differ", gate=gate, up=up)
+    check(gate.dtype == up.dtype, "gate and up differ in dtype", gate=gate, up=up)
+    return GatedActivation.apply(gate, up, act)
