@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lorabench.contract.names import one_line
 from lorabench.report import against
 
 if TYPE_CHECKING:  # scipy and pandas take seconds to import, which --help does not need
@@ -201,7 +202,7 @@ def _ratio(record: Record | None, found: Speedup | None) -> str:
 
 
 def _complain(error: str) -> int:
-    print(f"lorabench: {' '.join(error.split())}", file=sys.stderr)
+    print(f"lorabench: {one_line(error)}", file=sys.stderr)
     return 2
 
 

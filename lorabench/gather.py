@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lorabench.contract.names import one_line
 from lorabench.record.schema import ArmRecord
 
 if TYPE_CHECKING:
@@ -78,6 +79,6 @@ def main(arguments: list[str] | None = None) -> int:
                 here += new
                 print(f"{folder}: {len(new)} of {len(records)} records are new in {options.into}")
     except (RecordError, StoreError) as error:
-        print(f"lorabench: {error}", file=sys.stderr)
+        print(f"lorabench: {one_line(error)}", file=sys.stderr)
         return 2
     return 0

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lorabench.contract.names import one_line
 from lorabench.measure.machine import describe
 from lorabench.record.store import RecordError, Store, StoreError
 from lorabench.run.session import new_session
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(file, command)
     except (StoreError, RecordError) as error:
-        reason = str(error)
+        reason = one_line(error)
     except OSError as error:
         reason = f"{error.filename or command[0]}: {error.strerror or error}"
     print(f"lorabench: {reason}; expected a file to write and a command that can be started", file=sys.stderr)

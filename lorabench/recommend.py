@@ -33,6 +33,7 @@ from lorabench.plan.compose import (
     OF_A_SWEEP,
     ConfigError,
     RecommendConfig,
+    check_names,
     load_config,
     load_recommend_config,
     names_in,
@@ -95,6 +96,7 @@ def _main(arguments: list[str], console: Console) -> int:
     config = composed(arguments)
     check_output(config.output)
     _say(console, f"lorabench {version('lorabench')}: planning")
+    check_names(config)
     with uninterrupted():  # as in a sweep
         import torch  # noqa: F401
     if config.dry_run:

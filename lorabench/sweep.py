@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from lorabench.cli import exit_code
-from lorabench.contract.names import NameUnknown
+from lorabench.contract.names import NameUnknown, one_line
 from lorabench.listing import show_ablations, show_plan
-from lorabench.plan.compose import ConfigError, load_config, names_in, plan
+from lorabench.plan.compose import ConfigError, check_names, load_config, names_in, plan
 from lorabench.record.store import RECORDS, RecordError, Store, StoreError
 from lorabench.run.agenda import Agenda
 from lorabench.run.journal import Journal
@@ -124,7 +124,7 @@ def in_one_line(command: Callable[[], int]) -> int:
 
 
 def _complain(error: object, code: int) -> int:
-    print(f"lorabench: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"lorabench: {one_line(error)}", file=sys.stderr)
     return code
 
 
@@ -137,6 +137,7 @@ def _main(arguments: list[str], console: Console) -> int:
         return 0
     check_output(config.output)
     _say(console, f"lorabench {version('lorabench')}: planning")
+    check_names(config)
     with uninterrupted():  # an exception in the middle of its C++ would abort the process
         import torch  # noqa: F401
     if config.dry_run:
@@ -275,7 +276,9 @@ def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replica
 
     store_sessions()
     todo = agenda.families(replicate)
-    while todo:
+    for _ in range(1 + len(agenda.cells)):  # again only where one more did not apply, whatever the records' keys
+        if not todo:
+            break
         with Display(console, todo) as display:
             for family, records in queue.run(todo, display, agenda.replan):
                 store_sessions()

@@ -1,7 +1,9 @@
 """A toggle that goes wrong in whatever way its parameter names; the tests bring it with their third party's."""
 
+import contextlib
 import gc
 import os
+import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -35,6 +37,18 @@ def pipe():
     return next(o for o in gc.get_objects() if isinstance(o, Connection) and o.writable and not o.closed)
 
 
+class Silent(Exception):
+    def __str__(self):
+        raise LookupError("for words")
+
+
+def write_everywhere():
+    """Into every descriptor that the fork server has handed on."""
+    for number in range(3, 256):
+        with contextlib.suppress(OSError):
+            os.write(number, b"garbage")
+
+
 class OddRequires(Requires):
     def unmet(self, machine, model=None):
         raise LookupError("of its needs")
@@ -50,9 +64,19 @@ class Odd(Ablation):
     def __post_init__(self):
         if self.way == "constructor":
             raise LookupError("while it was made")
+        if self.way == "constructor_exit":
+            sys.exit(0)
+
+    @property
+    def content(self):
+        if self.way == "content":
+            raise LookupError("what I am")
+        return {"way": object()} if self.way == "content_object" else super().content
 
     @property
     def label(self):
+        if self.way == "label_time":
+            return f"odd({time.monotonic_ns()})"
         if self.way == "label":
             raise LookupError("who am I")
         return 7 if self.way == "label_number" else super().label
@@ -70,11 +94,21 @@ class Odd(Ablation):
     def without_effect(self, reference, dtype):
         if self.way == "effect":
             raise LookupError("on what")
+        if self.way == "effect_exit":
+            sys.exit(0)
+        if self.way == "effect_silent":
+            raise Silent
         return {"effect_empty": "", "effect_number": 3}.get(self.way)
 
     def patch(self, model):
         if self.way == "patch":
             raise LookupError("nothing like it")
+        if self.way == "patch_exit":
+            sys.exit(0)
+        if self.way == "patch_silent":
+            raise Silent
+        if self.way == "descriptors":
+            write_everywhere()
         if self.way == "unsupported_empty":
             raise Unsupported
         if model is not None:

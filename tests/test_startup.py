@@ -98,6 +98,30 @@ print(compare.main([{str(tmp_path)!r}, "/nowhere"]), [name for name in {HEAVY} i
     assert done.stdout == "2 []\n" and done.stderr.startswith(f"lorabench: {tmp_path} has no records.jsonl")
 
 
+@pytest.mark.parametrize("command", ["sweep", "recommend"])
+def test_a_wrong_name_or_file_is_said_before_anything_slow_is_imported(command, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "usr", "content": "hello"}]}\n')
+    wrong = {
+        "models=[nope]": "no model named", "models=[./nowhere]": "no such folder", "models=[a.yaml]": "no such file",
+        f"models=[{tmp_path}]": "no config.json", "workload=a.jsonl": "no such file", f"workload={rows}": "line 1",
+        "workload=nope": "no workload named", "models=[tiny-llama@nope]": "no workload named",
+        "ablations=[nope]": "no ablation named", "ablations=[{eager:{x:1}}]": "eager", "reference=nope": "no baseline",
+    }  # fmt: skip
+    code = f"""
+import sys
+from lorabench import {command} as command
+
+for override in {list(wrong)}:
+    assert command.main([override, {f"output={tmp_path / 'new'}"!r}]) == 2
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+    done = run(code)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    for line, (override, words) in zip(done.stderr.splitlines(), wrong.items(), strict=True):
+        assert line.startswith("lorabench: ") and words in line, override
+
+
 @pytest.mark.parametrize("wrong", ["budgt_minutes=3", "design=solo"])
 def test_recommend_refuses_a_key_before_it_imports_what_is_slow(wrong):
     code = f"""

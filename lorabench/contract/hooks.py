@@ -7,8 +7,9 @@ was.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
 
@@ -31,20 +32,35 @@ class HookError(Exception):
     """A hook that answered what the contract does not allow. The message names the toggle and the hook."""
 
 
+@contextmanager
+def contained(whose: str) -> Iterator[None]:
+    """For a toggle's code, which must not end the process that runs it: what it raises that is no Exception, as
+    `sys.exit()` does, becomes a HookError. Ctrl-C goes through."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise HookError(f"{whose} raised {described(error)}") from error
+
+
 def asked(ablation: Ablation, hook: Hook, *args: Any, **kwargs: Any) -> Any:
     """What a toggle answers when its hook is called with these arguments; `hook` is Ablation's own (`Ablation.patch`).
 
-    Raises HookError for an answer of another type than the contract's. What the hook raises is raised on, its type
-    unchanged (out of memory, Unsupported, …), with a note of where it came from, which `described` shows.
+    Raises HookError for an answer of another type than the contract's, and in place of what would end the process. Any
+    other exception of the hook is raised on, its type unchanged (out of memory, Unsupported, …), with a note of where
+    it came from, which `described` shows.
     """
+    whose = _whose(ablation, hook.__name__)
     try:
-        answer = getattr(ablation, hook.__name__)(*args, **kwargs)
+        with contained(whose):
+            answer = getattr(ablation, hook.__name__)(*args, **kwargs)
     except (Unsupported, NotApplied) as error:
-        if str(error).strip():
+        if said(error):
             raise
-        raise type(error)(f"{_whose(ablation, hook.__name__)} gave no reason") from error
+        raise type(error)(f"{whose} gave no reason") from error
     except BaseException as error:
-        error.add_note(_whose(ablation, hook.__name__))
+        error.add_note(whose)
         raise
     expected = EXPECTED.get(hook)
     if expected is not None and not expected.allows(answer):
@@ -56,7 +72,8 @@ def asked_requires(ablation: Ablation | type[Ablation], machine: Machine, model:
     """`Requires.unmet` of a toggle or of its class, asked likewise: what is not met, in words, or None."""
     hook = "requires.unmet"
     try:
-        answer = ablation.requires.unmet(machine, model)
+        with contained(_whose(ablation, hook)):
+            answer = ablation.requires.unmet(machine, model)
     except BaseException as error:
         error.add_note(_whose(ablation, hook))
         raise
@@ -138,9 +155,19 @@ def described(error: BaseException) -> str:
     return f"{whose} raised {what}" if whose else what
 
 
+def said(error: BaseException) -> str:
+    """An exception's message. Its words are a toggle's code too, and may raise."""
+    try:
+        return str(error).strip()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as own:
+        return f"no message: asked for its words it raised {type(own).__name__}"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, at most 500 characters, in what UTF-8 can hold."""
-    return printable((str(error).strip().splitlines() or ["no message"])[0][:500])
+    return printable((said(error).splitlines() or ["no message"])[0][:500])
 
 
 def printable(text: str) -> str:
@@ -148,10 +175,13 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+PLAIN = (str, int, float, tuple)  # a default of another type may have no words of its own, and would change the key
+
+
 @dataclass(frozen=True, kw_only=True)
 class Faulty(Ablation):
-    """Stands for a toggle whose constructor, label or `excludes` raised, so that planning can go on. It has the
-    toggle's name and place, and its cells are refused with `fault`."""
+    """Stands for a toggle whose constructor raised, or which says something of itself that planning cannot use, so
+    that planning can go on. It has the toggle's name and place, and its cells are refused with `fault`."""
 
     given: Mapping[str, Any]
     parameters: Mapping[str, Any]  # with the defaults: what the toggle itself would have in its cell's key
@@ -159,7 +189,7 @@ class Faulty(Ablation):
 
     @classmethod
     def of(cls, toggle: type[Ablation], given: Mapping[str, Any], fault: str) -> Faulty:
-        defaults = {f.name: f.default if f.default is not MISSING else None for f in fields(toggle)}
+        defaults = {f.name: f.default if isinstance(f.default, PLAIN) else None for f in fields(toggle)}
         made = cls(given=given, parameters=defaults | dict(given), fault=fault)
         vars(made).update(  # of the class in every other toggle
             name=toggle.name, slot=toggle.slot, kinds=toggle.kinds, bounds=toggle.bounds, parallel=toggle.parallel

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 MOST_SHOWN = 60  # names, where none is near
+LONGEST_NAME, LONGEST_LINE = 100, 2000  # characters of what a user wrote that are shown again, and of a complaint
 
 
 class NameUnknown(ValueError):
@@ -19,4 +20,14 @@ def nearest(what: str, name: str, known: Iterable[str], where: str = "", or_else
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     shown = ", ".join(known[:MOST_SHOWN]) + (f" and {len(known) - MOST_SHOWN} more" if len(known) > MOST_SHOWN else "")
     hint = f"did you mean {close[0]}?" if close else f"known: {shown}"
-    return NameUnknown(f"no {what} named {name!r}{where}; {hint}{or_else and f' (or {or_else})'}")
+    return NameUnknown(f"no {what} named {_cut(name)!r}{where}; {hint}{or_else and f' (or {or_else})'}")
+
+
+def one_line(error: object) -> str:
+    """A complaint as one line, which says at its end what was expected: whatever of a user's text it repeats is cut in
+    the middle."""
+    return _cut(" ".join(str(error).split()), LONGEST_LINE)
+
+
+def _cut(text: str, longest: int = LONGEST_NAME) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]} … {text[-longest // 2 :]}"

@@ -194,7 +194,7 @@ class Kind(KindSpec):
         return {}
 
     def cross(self, reference: Arm, candidate: Arm) -> dict[str, Any]:
-        """After the `last` of this arm and of the reference, where they are in one process: what the reference's model says of the candidate.
+        """After the `last` of both, where they are in one process: what the reference's model says of the candidate.
         `finish` adds it to the candidate's evidence."""
         return {}
 

@@ -22,7 +22,7 @@ import torch
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.arm import Arm
 from lorabench.contract.family import Family, Stack
-from lorabench.contract.hooks import asked, first_line, noted, printable
+from lorabench.contract.hooks import asked, first_line, noted, printable, said
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
@@ -136,9 +136,9 @@ class Seat:
             disturbed = isinstance(error, fairness.Disturbed)
             return self._failed("untrusted", str(error), disturbed=disturbed, spoilt=not disturbed)
         except Unsupported as error:
-            return self._failed("unsupported", str(error))
+            return self._failed("unsupported", said(error))
         except NotApplied as error:
-            return self._failed("not_applied", str(error))
+            return self._failed("not_applied", said(error))
         except WrongNumerics as error:
             return self._failed("wrong_numerics", str(error), numerics=error.numerics)
         except Exception as error:

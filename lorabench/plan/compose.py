@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +25,7 @@ from lorabench.contract.ablation import Ablation
 from lorabench.contract.cell import Cell
 from lorabench.contract.hooks import Faulty, described, first_line, printable
 from lorabench.contract.job import Job, jobs_of
+from lorabench.contract.kind import GROUP as KINDS
 from lorabench.contract.kind import kind, registered
 from lorabench.contract.model import Lora, ModelSpec
 from lorabench.contract.names import NameUnknown, nearest
@@ -29,7 +33,7 @@ from lorabench.contract.workload import Workload, WorkloadError, fixed
 from lorabench.plan import architecture, registry, samples, user_model, weights
 from lorabench.plan.architecture import ModelError
 from lorabench.plan.design import DESIGNS, NOTHING, DesignError, Known, Subject, cells, fits, once
-from lorabench.plan.hub import HubError
+from lorabench.plan.hub import HubError, is_name
 from lorabench.plan.weights import WeightsError
 from lorabench.plan.yaml_file import YamlError, read
 
@@ -96,7 +100,7 @@ class SweepConfig(BaseModel):
         if value is not None:
             number, _, of = str(value).partition("/")
             if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-                raise ValueError(f"{value!r} is no part; expected one of several, as 1/2 and 2/2")
+                raise ValueError(f"{reprlib.repr(value)} is no part; expected one of several, as 1/2 and 2/2")
         return value
 
     def is_own(self, place: int) -> bool:
@@ -239,13 +243,57 @@ class Plan:
     cells: list[Cell]
 
 
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Whatever is wrong with what a user wrote as a ConfigError."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError(_first(error)) from None
+    except (NameUnknown, DesignError, WorkloadError, ModelError, WeightsError, HubError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def check_names(config: SweepConfig) -> None:
+    """What can be said of names and files without torch, which takes seconds to import, and without the hub. `plan`
+    says the rest. Raises ConfigError."""
+    with _one_line():
+        _check_designs(config)
+        references(config)
+        for item in config.ablations or ():
+            _together(item)
+        wanted = {config.workload if isinstance(config.workload, str) else None: config.workload}
+        for item in config.models:
+            _, name, own = _parts(_model_item(item)[0])
+            _check_model(name)
+            wanted |= {own: own} if own else {}
+        for item in wanted.values():
+            if item != AUTO:
+                samples.check_file(workload(item))
+
+
+def _check_model(name: str) -> None:
+    """A name or file that is none. Raises NameUnknown and ModelError. A name with numbers may be a kind's, and kinds
+    import torch."""
+    if weights.local(name) or name.endswith((".yaml", ".yml", ".json")) or not is_name(name):
+        try:
+            _read(MODELS, name)
+        except NameUnknown:
+            if not re.search(r"\d", name) and all(p.value.startswith("lorabench.") for p in entry_points(group=KINDS)):
+                raise
+
+
+def _check_designs(config: SweepConfig) -> None:
+    if (wrong := next((design for design in config.design if design not in DESIGNS), None)) is not None:
+        raise nearest("design", wrong, DESIGNS)
+
+
 def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
     """Names to classes and files, defaults to numbers, the design to cells, by what is `known` of some of them. Raises
     ConfigError."""
-    try:
+    with _one_line():
         default = DEFAULTS[device]
-        if (wrong := next((design for design in config.design if design not in DESIGNS), None)) is not None:
-            raise nearest("design", wrong, DESIGNS)
+        _check_designs(config)
         subjects = _told_apart([_subject(item, config, default, device) for item in config.models])
         toggles = _toggles(config, subjects)
         counts = {"trials": config.trials or default.trials, "warmup": config.warmup or default.warmup}
@@ -254,10 +302,6 @@ def plan(config: SweepConfig, device: str, known: Known = NOTHING) -> Plan:
         of_design = partial(cells, subjects, ablations=toggles, known=known, **counts)
         designs = [design for design in DESIGNS if design in config.design]
         made = once([cell for base in stacks for name in designs for cell in of_design(base, design=name)])
-    except ValidationError as error:
-        raise ConfigError(_first(error)) from None
-    except (NameUnknown, DesignError, WorkloadError, ModelError, WeightsError, HubError) as error:
-        raise ConfigError(str(error)) from None
     return Plan(config, made)
 
 
@@ -294,12 +338,7 @@ def _together(item: Any) -> tuple[Ablation, ...]:
 def _subject(item: Any, config: SweepConfig, default: Defaults, device: str) -> Subject:
     """A model of the list `models=` with its workload and kind: NAME, NAME@WORKLOAD, KIND:either, or {any of these:
     {field of `lora`: value}}."""
-    lora: Any = None
-    if isinstance(item, Mapping) and len(item) == 1:
-        item, lora = next(iter(item.items()))
-    if not isinstance(item, str) or not isinstance(lora, Mapping | None):
-        either = "a name, a folder, ORG/NAME, a YAML file, either@WORKLOAD, or {either: {r: 8, …}}"
-        raise NameUnknown(f"a model is {either}, not {item!r}")
+    item, lora = _model_item(item)
     prefix, name, own = _parts(item)
     of_name = next((k.name for k in registered().values() if k.model(name)), None)
     chosen, spec = kind(prefix or of_name or config.kind), model(name, config, lora)
@@ -316,6 +355,17 @@ def _subject(item: Any, config: SweepConfig, default: Defaults, device: str) -> 
     elif any(job.workload.kind == samples.TEXT for job in jobs):
         raise WorkloadError(f"the workload {made.name} has text, which {name} cannot read; expected BATCHxLENGTH")
     return Subject(chosen.name, spec, made)
+
+
+def _model_item(item: Any) -> tuple[str, Mapping[str, Any] | None]:
+    """(what it names, fields of its adapter). Raises NameUnknown."""
+    lora: Any = None
+    if isinstance(item, Mapping) and len(item) == 1:
+        item, lora = next(iter(item.items()))
+    if not isinstance(item, str) or not isinstance(lora, Mapping | None):
+        either = "a name, a folder, ORG/NAME, a YAML file, either@WORKLOAD, or {either: {r: 8, …}}"
+        raise NameUnknown(f"a model is {either}, not {item!r}")
+    return item, lora
 
 
 def _told_apart(subjects: Sequence[Subject]) -> list[Subject]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from lorabench.contract.ablation import Ablation, combine, conflict
 from lorabench.contract.cell import Cell
-from lorabench.contract.hooks import Faulty, asked, asked_requires, described
+from lorabench.contract.hooks import Faulty, asked, asked_requires, contained, described
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
@@ -94,17 +94,17 @@ def _ladder(base: list[Ablation], each: Sequence[Ablation], make: Make, known: K
 def _leave_one_out(base: list[Ablation], each: Sequence[Ablation], make: Make, known: Known) -> list[Cell]:
     """A cell that is refused is so for its own toggle's sake only if the others in it are known to apply: so they are
     put together one by one. One that failed has shown that by its reference, which did not."""
-    own: dict[str, Cell] = {}  # of those that do not apply, as they were found
+    own: dict[int, Cell] = {}  # of those that do not apply, by id, as they were found
 
     def of(toggle: Ablation) -> Cell:
         return make(combine(base, [a for a in all_on if a is not toggle]), [toggle])
 
     while True:
-        all_on, replaced = _all_on(base, [a for a in each if a.label not in own], make, known)
+        all_on, replaced = _all_on(base, [a for a in each if id(a) not in own], make, known)
         wrong = next((a for a in all_on if known.failed(of(a))), None)
         if wrong is None:
-            return [own.get(toggle.label) or of(toggle) for toggle in each if toggle not in replaced]
-        own[wrong.label] = of(wrong)
+            return [own.get(id(toggle)) or of(toggle) for toggle in each if toggle not in replaced]
+        own[id(wrong)] = of(wrong)
 
 
 def _all_on(
@@ -190,7 +190,8 @@ def _first_that_fits(choice: Toggles, model: ModelSpec) -> Ablation:
 
 def _fits(ablation: Ablation, model: ModelSpec) -> bool:
     try:
-        return ablation.requires.unmet_by(model) is None
+        with contained(ablation.name):
+            return ablation.requires.unmet_by(model) is None
     except Exception:  # a third party's: what is wrong with it, its cells will say
         return True
 
@@ -234,7 +235,8 @@ def refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
     """(status, reason) of a cell that need not be tried: conflict, unsupported or not_applied, known before a start; or
     crash, where a toggle's own code raises already when it is asked for that."""
     try:
-        return _refusal(cell, machine)
+        with contained(f"a toggle of {cell.tested}"):
+            return _refusal(cell, machine)
     except Exception as error:
         return "crash", described(error)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
 from lorabench.contract.ablation import Ablation
-from lorabench.contract.hooks import Faulty, described
+from lorabench.contract.hooks import Faulty, HookError, contained, described, first_line
 from lorabench.contract.names import NameUnknown, nearest
 
 GROUP = "lorabench.ablations"
+# What planning asks of a class itself, and of which type that has to be.
+OF_A_CLASS = {
+    "slot": (str,), "summary": (str,), "kinds": (tuple,), "bounds": (str, type(None)), "parallel": (bool,),
+    "global_patch": (bool,),
+}  # fmt: skip
 
 
 @cache
@@ -35,17 +41,20 @@ def ablation_class(name: str) -> type[Ablation]:
     points = registered()
     if name not in points:
         raise nearest("ablation", name, points)
+    where = f"the ablation {name} ({points[name].value})"
     try:
-        cls = points[name].load()
+        with contained("its import"):
+            cls = points[name].load()
     except Exception as error:  # a third party's import may fail in any way
-        raise NameUnknown(f"the ablation {name} ({points[name].value}) does not load: {error}") from error
+        raise NameUnknown(f"{where} does not load: {described(error)}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Ablation)):
+        raise NameUnknown(f"{where} is {reprlib.repr(cls)}; expected a subclass of lorabench.Ablation")
     if getattr(cls, "name", None) != name:
         raise NameUnknown(f"the entry point {name} holds a class named {getattr(cls, 'name', cls)!r}; they must agree")
-    for word, type_ in (("slot", str), ("kinds", tuple)):
-        if not isinstance(said := getattr(cls, word, None), type_):
-            raise NameUnknown(
-                f"the ablation {name} ({points[name].value}) has the {word} {said!r}; expected a {type_.__name__}"
-            )
+    for word, types in OF_A_CLASS.items():
+        if not isinstance(found := getattr(cls, word, None), types):
+            expected = " or ".join("None" if one is type(None) else f"a {one.__name__}" for one in types)
+            raise NameUnknown(f"{where} has the {word} {reprlib.repr(found)}; expected {expected}")
     return cls
 
 
@@ -71,25 +80,47 @@ def ablation(item: str | Mapping[str, Any]) -> Ablation:
             if not known:
                 raise NameUnknown(f"{name} has no parameters, so {param!r} means nothing to it")
             raise nearest("parameter", str(param), known, where=f" of {name}")
+    whose = f"the toggle {name}'s constructor"
     try:
-        made = cls(**params)
+        with contained(whose):
+            made, again = cls(**params), cls(**params)
     except (TypeError, ValueError) as error:
-        raise NameUnknown(f"{name}: {error}") from None
+        raise NameUnknown(f"{name}: {first_line(error)}") from None
     except Exception as error:
-        return Faulty.of(cls, params, f"the toggle {name}'s constructor raised {described(error)}")
-    fault = next(_faults(made), None)
+        words = described(error)
+        return Faulty.of(cls, params, words if isinstance(error, HookError) else f"{whose} raised {words}")
+    fault = _fault(made, again)
     return made if fault is None else Faulty.of(cls, params, fault)
 
 
-def _faults(made: Ablation) -> Iterator[str]:
-    """What a toggle says of itself wrongly: planning asks for these everywhere, so it asks here whether it can."""
-    for word, expected, right in (
-        ("label", "words", lambda said: isinstance(said, str) and said.encode()),
-        ("excludes", "words by name or slot", lambda said: all(isinstance(w, str) for kv in said.items() for w in kv)),
-    ):
+# What a toggle says of itself and planning asks for everywhere: how it is called, what it has to be, and whether that
+# is right. Where a record has its place goes by the label and the content, so these are the same each time.
+SAID = (
+    ("label", "words, the same each time", lambda said: isinstance(said, str) and said.encode()),
+    ("content", "what JSON can hold, the same each time", lambda said: _as_json(said)),
+    ("excludes", "words by name or slot", lambda said: all(isinstance(w, str) for kv in said.items() for w in kv)),
+)
+
+
+def _as_json(content: Any) -> str | None:
+    try:
+        return json.dumps(content, sort_keys=True)
+    except (TypeError, ValueError):
+        return None
+
+
+def _fault(made: Ablation, again: Ablation) -> str | None:
+    """What a toggle says of itself wrongly, of which planning could only fail; None where all is right. `again`: the
+    same toggle made anew, as it is for every plan of a sweep."""
+    for word, expected, right in SAID:
+        whose = f"the toggle {made.name}'s {word}"
         try:
-            said = getattr(made, word)
-            if not right(said):
-                yield f"the toggle {made.name}'s {word} is {reprlib.repr(said)}; expected {expected}"
+            with contained(whose):
+                said, anew = getattr(made, word), getattr(again, word)
+                if not right(said) or right(said) != right(anew):
+                    return f"{whose} is {reprlib.repr(said)}; expected {expected}"
+        except HookError as error:
+            return str(error)
         except Exception as error:
-            yield f"the toggle {made.name}'s {word} raised {described(error)}"
+            return f"{whose} raised {described(error)}"
+    return None

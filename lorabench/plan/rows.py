@@ -24,8 +24,13 @@ FORMATS = {MESSAGES: (MESSAGES,), PROMPT_COMPLETION: ("prompt", "completion"), "
 EXPECTED = "messages, prompt and completion, or text (or name them: {FILE.jsonl: {fields: [question, answer]}})"
 SUFFIXES = (".jsonl", ".ndjson")
 SHAREGPT = {"from", "value"}  # the fields of its turns
+OTHERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
 IN_OUR_WORDS = "rename from to role (human to user, gpt to assistant) and value to content"
 ALPACA = ("instruction", "input", "output")
+
+
+# Who speaks in a chat, in the words of published templates.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment", "context")
 
 
 class Rows:
@@ -175,6 +180,14 @@ def _check_chat(messages: Any, place: str) -> None:
             fields = ", ".join(map(str, message)) or "none"
             remedy = f": {IN_OUR_WORDS}" if set(message) >= SHAREGPT else ""
             raise WorkloadError(f"{place}: message {number} has the fields {fields}; expected role and content{remedy}")
+        _check_role(message["role"], f"{place}: message {number}")
+
+
+def _check_role(role: str, place: str) -> None:
+    if role not in ROLES:
+        near = get_close_matches(OTHERS.get(role, role), ROLES, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(ROLES)}"
+        raise WorkloadError(f"{place} has the role {role!r}; {hint}")
 
 
 def _kind(value: Any) -> str:

@@ -67,6 +67,14 @@ def draw(workload: Workload, vocab_size: int, seed: int, *, least: int | None = 
     return samples
 
 
+def check_file(workload: Workload) -> None:
+    """Whether the rows of a workload's own file are what they have to be. Raises WorkloadError."""
+    if workload.path is not None:
+        rows = rows_of(workload)
+        fields, form = find(rows, workload.fields)
+        check_rows(rows, fields, workload.format or form)
+
+
 def settled(workload: Workload, spec: ModelSpec, seed: int) -> Workload:
     """The workload with what it leaves to the model and to its rows: tokenizer, fields, format, and a fingerprint of
     the content; that of each of its jobs too. Its samples are drawn once, so whatever is wrong with them is said now.

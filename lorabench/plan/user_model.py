@@ -62,12 +62,13 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _decoder(file: Path) -> dict[str, Any]:
     """The configuration of the decoder: of a model of several parts (images and text) the one that reads text."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
     whole = _json(file)
     family = whole.get("model_type")
-    if "auto_map" in whole and isinstance(family, str) and family not in CONFIG_MAPPING_NAMES:
-        raise ModelError(f"{file}: the family {family} comes with code of its own, which is not run; {EXPECTED}")
+    if "auto_map" in whole and isinstance(family, str):
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # imports torch
+
+        if family not in CONFIG_MAPPING_NAMES:
+            raise ModelError(f"{file}: the family {family} comes with code of its own, which is not run; {EXPECTED}")
     text = whole.get("text_config")
     if isinstance(text, dict) and "model_type" in text:
         inherited = {k: whole[k] for k in ("tie_word_embeddings", "quantization_config") if k in whole}

@@ -8,8 +8,9 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -31,6 +32,7 @@ POLL_S = 0.2
 ABORTED = signal.SIGABRT.name
 SLACK_S = 0.05  # a trial that the runner's clock may see beside the trial: messages, a busy machine
 GRACE_S = 0.5  # for other ranks to say what happened to them
+_redirecting = threading.Lock()  # seats may be opened side by side
 LOG_TAIL = 4000  # characters of a failed worker's output that its record keeps
 
 
@@ -75,7 +77,7 @@ class Workers:
             process.join()
             return answer
         except EOFError:
-            return None, "the probing process died"
+            return None, " ".join(["the probing process died", *(tail(_server_log()) or "").splitlines()[-1:]])
         finally:
             with uninterrupted():
                 kill(process)
@@ -84,12 +86,13 @@ class Workers:
         """Ctrl-C goes to every process of the terminal, and would meet the server of workers, or a spawned worker, in
         the middle of its imports. What is started here inherits that it is held back; the sweep ends it."""
         forked = self.method == "forkserver"
-        resource_tracker.ensure_running()  # else it is started on the way, and lets SIGINT through again
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            forkserver.ensure_running() if forked else process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        with uninterrupted(), _output_into(_server_log()):
+            resource_tracker.ensure_running()  # else it is started on the way, and lets SIGINT through again
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                forkserver.ensure_running() if forked else process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if forked:
             process.start()
 
@@ -116,6 +119,30 @@ class Workers:
         except BaseException:
             desk.close()
             raise
+
+
+@contextlib.contextmanager
+def _output_into(log: Path) -> Iterator[None]:
+    """What is started here has the log for its output: it outlives a sweep that is killed by some seconds, in which who
+    reads the sweep's output would still wait for it."""
+    kept: dict[int, int] = {}
+    with _redirecting, open(log, "ab") as target:
+        try:
+            for number in (1, 2):
+                with contextlib.suppress(OSError):  # it is closed
+                    kept[number] = os.dup(number)
+                os.dup2(target.fileno(), number)
+            yield
+        finally:
+            for number in (1, 2):
+                os.dup2(kept[number], number) if number in kept else os.close(number)
+            for number in kept.values():
+                os.close(number)
+
+
+def _server_log() -> Path:
+    """Where the fork server's output goes; it ends with the sweep."""
+    return Path(get_temp_dir(), "server.log")
 
 
 def log_of(log: Path, rank: int) -> Path:

@@ -1,8 +1,10 @@
-"""Signals: what they do in a block, and blocks that they do not interrupt."""
+"""Signals: what they do in a block, and blocks that they do not interrupt; and the end of another process."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -36,3 +38,16 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number in came[:1]:
             signal.raise_signal(number)
+
+
+def has_ended(process: int, within_s: float | None) -> bool:
+    """Whether the process with this id has ended, asleep for at most so many seconds (None: until it has). Raises
+    AttributeError and OSError where the system cannot say."""
+    try:
+        descriptor = os.pidfd_open(process)  # Linux only
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], within_s)[0])
+    finally:
+        os.close(descriptor)

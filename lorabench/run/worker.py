@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import select
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
@@ -24,6 +24,7 @@ from lorabench.contract.hooks import described
 from lorabench.measure.seat import Seat, Seating, Told
 from lorabench.run.messages import send
 from lorabench.run.ranks import Place, joined
+from lorabench.run.signals import has_ended
 
 
 class Pipes(NamedTuple):
@@ -39,6 +40,7 @@ def main(seating: Seating, place: Place, pipes: Pipes) -> None:
     os.setsid()
     _die_with(place.sweep, seating.scratch)
     _redirect(place.log)
+    _without_others_pipes(pipes)
     _own_progress_lock()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)  # the runner asks a hanging rank where
     try:
@@ -97,9 +99,8 @@ def _die_with(sweep: int, scratch: str | None) -> None:
     """
 
     def watch() -> None:
-        with contextlib.suppress(OSError, AttributeError):  # pidfd: Linux only
-            with contextlib.suppress(ProcessLookupError):  # it has ended before we began
-                select.select([os.pidfd_open(sweep)], [], [])
+        with contextlib.suppress(OSError, AttributeError):
+            has_ended(sweep, None)
             if scratch:
                 shutil.rmtree(scratch, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
@@ -122,6 +123,19 @@ def _redirect(path: str) -> None:
     os.close(target)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _without_others_pipes(pipes: Pipes) -> None:
+    """The pipes that the fork server hands on, its own and that of Python's resource tracker, lead nowhere in an arm's
+    process: a toggle that writes into them would end the server. Their numbers stay taken, for who knows them."""
+    own = {pipe.fileno() for pipe in pipes}
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            mode = os.fstat(number).st_mode
+            if number > 2 and number not in own and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+                os.dup2(nowhere, number, inheritable=False)
+    os.close(nowhere)
 
 
 def probe(dtype: str, sweep: int, connection: Connection) -> None:

@@ -21,6 +21,8 @@ NAMES = {
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which the package is installed."""
     folder = Path(__file__).parent
-    files = {path.name: path for path in (folder / "plugin_toggles.py", folder.parent / "odd_toggles.py")}
-    points = {name: f"plugin_toggles:{cls}" for name, cls in NAMES.items()} | {"odd": "odd_toggles:Odd"}
+    odd = (folder.parent / name for name in ("odd_toggles.py", "exits_at_import.py"))
+    files = {path.name: path for path in (folder / "plugin_toggles.py", *odd)}
+    points = {name: f"plugin_toggles:{cls}" for name, cls in NAMES.items()}
+    points |= {"odd": "odd_toggles:Odd", "exits": "exits_at_import:Exits"}
     return installed(tmp_path_factory.mktemp("plugin"), "plugin_toggles", files, points)

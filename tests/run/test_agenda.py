@@ -167,3 +167,9 @@ def test_a_reference_that_cannot_be_had_is_no_toggles_fault():
     assert [t.name for t in agenda.cells[2].toggles] == ["packing", "adamw_fused"]
     agenda.take(SimpleNamespace(**own, arm="candidate"))
     assert [t.name for t in agenda.cells[2].toggles] == ["adamw_fused"]
+
+
+def test_a_sweep_ends_where_no_record_is_found_under_its_cells_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(Agenda, "take", lambda self, record: None)
+    script, rows = measured(tmp_path, "leave_one_out", THREE, unless("packing"))
+    assert rows and len(script.heard) < 200

@@ -24,9 +24,10 @@ from lorabench.contract.family import Family
 from lorabench.measure.seat import Seating
 from lorabench.record.schema import ArmRecord, Numerics, Record
 from lorabench.record.store import RecordError, Store, StoreError, read_arms, read_records
-from lorabench.run import worker
+from lorabench.run import leftovers, worker
 from lorabench.run.journal import JOURNAL
 from lorabench.run.process import Workers, kill
+from lorabench.run.session import scratch_prefix
 from lorabench.sweep import check_output
 
 ARGS = ("models=[tiny-llama]", "workload=2x16", "trials=2", "warmup=1", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
@@ -255,6 +256,52 @@ def test_a_worker_that_begins_after_its_sweep_has_ended_ends_too():
         time.sleep(5)
 
     assert in_a_child(work) == -signal.SIGKILL
+
+
+def test_the_fork_servers_own_end_leaves_a_living_sweeps_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(leftovers, "DYING_S", 0.0)
+    scratch, server = tmp_path / f"{scratch_prefix(os.getpid())}x", tmp_path / "server"
+    scratch.mkdir()
+    server.mkdir()
+    leftovers.remove(os.getpid(), str(server))
+    assert scratch.exists() and server.exists()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    leftovers.remove(ended.pid, str(server))
+    assert scratch.exists() and not server.exists()
+
+
+KILLED_EARLY = """
+from lorabench.run.process import Workers
+workers = Workers()
+workers._context.set_forkserver_preload(["takes_long"])
+print("looking", flush=True)
+workers.probe("auto")
+"""
+TAKES_LONG = """
+import os, time
+open("began", "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+def test_nothing_holds_the_output_of_a_sweep_that_is_killed_while_its_server_imports(tmp_path):
+    (tmp_path / "takes_long.py").write_text(TAKES_LONG)
+    began = tmp_path / "began"
+    first = subprocess.Popen(
+        [sys.executable, "-c", KILLED_EARLY], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+    )  # fmt: skip
+    while not (began.exists() and began.read_text()):
+        assert first.poll() is None
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    assert first.stdout is not None and first.stdout.read() == "looking\n"
+    assert time.monotonic() - killed < 5
+    first.wait()
+    os.kill(int(began.read_text()), signal.SIGKILL)
 
 
 def test_a_read_only_output(tmp_path):

@@ -27,17 +27,28 @@ from lorabench.run.runner import Runner
 # What each way comes to: status and reason.
 PLANNED = {
     "constructor": ("crash", "the toggle odd's constructor raised LookupError: while it was made"),
+    "constructor_exit": ("crash", "the toggle odd's constructor raised SystemExit: 0"),
+    "content": ("crash", "the toggle odd's content raised LookupError: what I am"),
+    "content_object": ("crash", "the toggle odd's content is {'way': <object"),
+    "label_time": ("crash", "expected words, the same each time"),
     "label": ("crash", "the toggle odd's label raised LookupError: who am I"),
     "label_number": ("crash", "the toggle odd's label is 7; expected words"),
     "excludes": ("crash", "the toggle odd's excludes raised LookupError: whom"),
     "excludes_empty": ("conflict", "odd excludes sdpa: it does not say why"),
     "requires": ("crash", "the toggle odd's requires.unmet raised LookupError: of its needs"),
     "effect": ("crash", "the toggle odd's without_effect raised LookupError: on what"),
+    "effect_exit": ("crash", "the toggle odd's without_effect raised SystemExit: 0"),
+    "effect_silent": (
+        "crash",
+        "the toggle odd's without_effect raised Silent: no message: asked for its words it raised",
+    ),
     "effect_empty": ("crash", "the toggle odd's without_effect returned ''; expected a reason in words, or None"),
     "effect_number": ("crash", "the toggle odd's without_effect returned 3; expected a reason in words, or None"),
 }
 MEASURED = {
     "patch": ("crash", "the toggle odd's patch raised LookupError: nothing like it"),
+    "patch_exit": ("crash", "the toggle odd's patch raised SystemExit: 0"),
+    "patch_silent": ("crash", "the toggle odd's patch raised Silent: no message"),
     "patch_float": ("crash", "the toggle odd's patch returned 2.5; expected a number of sites, or None"),
     "audit_words": ("crash", "the toggle odd's audit returned 'many'; expected a number of sites"),
     "notes_dtype": ("crash", "the toggle odd's notes returned {'x': torch.float32}; expected what JSON can hold"),
@@ -45,6 +56,7 @@ MEASURED = {
     "not_applied_empty": ("not_applied", "the toggle odd's audit gave no reason"),
     "clock": ("untrusted", "a toggle changed time.perf_counter"),
     "garbage": ("crash", "the worker sent b'Segmentat'…, which is no message while numerics gate"),
+    "descriptors": ("crash", "the worker sent b'garbage"),
     "half": ("crash", "the worker sent half a message (25 bytes), and no more while numerics gate"),
     "other": ("crash", "the worker sent a dict in place of a message while numerics gate"),
     "closed": ("crash", "the worker closed its connection without a word while numerics gate"),

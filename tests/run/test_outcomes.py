@@ -103,6 +103,7 @@ def test_the_list_shows_a_third_party_s_toggle_and_the_broken_one(plugin, tmp_pa
     listed = sweep("list=true", cwd=tmp_path, env={**plugin, "COLUMNS": "400"}).stdout
     assert "somebody else's toggle" in listed
     assert "does not load" in listed
+    assert "(exits_at_import:Exits) does not load: its import raised SystemExit: 0" in listed
     assert "needs the package no_such_package" in listed
 
 

@@ -1,0 +1,3 @@
+"""A third party's module that ends whoever imports it, without a word."""
+
+raise SystemExit(0)
