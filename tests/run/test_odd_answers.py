@@ -155,7 +155,7 @@ def test_a_faulty_toggle_keeps_the_key_of_the_cell():
         (print, "is <built-in function print>; expected a subclass of lorabench.Ablation"),
         (
             type("Odd", (odd_toggles.Odd,), {"global_patch": property(sys.exit)}),
-            "has the global_patch <property object",
+            "has the global_patch <property obj",
         ),
         (type("Odd", (odd_toggles.Odd,), {"summary": None}), "has the summary None; expected a str"),
     ],
