@@ -218,6 +218,8 @@ def main(arguments: list[str] | None = None) -> int:
     for run in (asked.run_a, asked.run_b):  # before the slow imports
         if not (run / RECORDS).exists():
             return _complain(f"{run.resolve()} has no {RECORDS}; expected the folder that a sweep had as output=")
+    console = Console()
+    console.print("reading both …", style="dim")
     from lorabench.report.analysis import Analysis
 
     runs = ((asked.run_a, "a"), (asked.run_b, "b"))
@@ -226,14 +228,13 @@ def main(arguments: list[str] | None = None) -> int:
         changes = compared(before, after)
     except (OSError, ValueError) as error:
         return _complain(str(error))
-    console = Console()
-    for what, a, b in machine_changes(before.sessions, after.sessions):
-        console.print(Text(f"differs: {what}: {a} → {b}"))
+    counts = [c.outcome for c in changes]
+    console.print(Text(", ".join(f"{counts.count(o)} {o}" for o in dict.fromkeys(counts)) or "no cells to compare"))
     shown = changes
     if rows := hardware(before, after):
         console.print(hardware_table(rows))
         shown = [c for c in changes if c.before and c.after]  # the two need not have measured the same
     console.print(table(shown))
-    counts = [c.outcome for c in changes]
-    console.print(Text(", ".join(f"{counts.count(o)} {o}" for o in dict.fromkeys(counts)) or "no cells to compare"))
+    for what, a, b in machine_changes(before.sessions, after.sessions):
+        console.print(Text(f"differs: {what}: {a} → {b}"))
     return 1 if asked.fail_on_regression and any(o in REGRESSIONS for o in counts) else 0

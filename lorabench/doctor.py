@@ -2,8 +2,9 @@
 
     python -m lorabench.doctor
 
-It looks at the device, its precision, what else runs on it, the commit and the versions; then at every optimization:
-available here, or what it lacks, with the command that installs it. Nothing is measured and nothing is written.
+It looks at the device, its precision, what else runs on it, the commit and the versions; then at the
+optimizations: how many can be had here, and what the others lack, with the command that installs it. `lorabench list`
+shows each. Nothing is measured and nothing is written.
 Exit code 0 when the default sweep can run, 1 when something it needs is missing, 2 for an argument: it takes none.
 """
 
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lorabench.contract.machine import Machine
-from lorabench.listing import show_ablations
+from lorabench.listing import show_lacking
 from lorabench.measure.machine import commit, describe, nvml_handle
 from lorabench.plan.registry import registered
 from lorabench.run.load import disturbing, load_average
@@ -92,5 +93,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"{MARK[finding.level]}[/]  {finding.what}: {escape(finding.words)}", highlight=False)
     versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
     console.print(f"[green]ok[/]  versions: {escape(versions)}", highlight=False)
-    show_ablations(console, machine)
+    show_lacking(console, machine)
     return 1 if any(f.level == "bad" for f in found) else 0

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from lorabench.contract.cell import Cell
 from lorabench.contract.hooks import asked_requires, described
@@ -19,6 +20,10 @@ from lorabench.plan.registry import ablation_class, registered
 from lorabench.record.costs import seen_on
 from lorabench.record.store import RECORDS, read_records
 from lorabench.run.agenda import Agenda
+
+NAMES = ("model @ workload", "reference", "toggles")
+ROOMY, NARROW = 40, 16  # characters of a plan's last column: where names have their line, and at least
+BESIDE = 3  # characters of a table's column beside its words
 
 
 def show_ablations(console: Console, machine: Machine) -> None:
@@ -39,6 +44,26 @@ def show_ablations(console: Console, machine: Machine) -> None:
     console.print(table)
 
 
+def show_lacking(console: Console, machine: Machine) -> None:
+    """How many of the registered ablations this machine can have, and the others by what they lack."""
+    lacking: dict[str, list[str]] = {}
+    for name in sorted(registered()):
+        if words := _lacks(name, machine):
+            lacking.setdefault(words, []).append(name)
+    every, missing = len(registered()), sum(map(len, lacking.values()))
+    console.print(f"{every - missing} of {every} ablations are available here (lorabench list shows each)")
+    for words, names in sorted(lacking.items(), key=lambda item: -len(item[1])):
+        console.print(Text(f"  {', '.join(names)}: {words}", style="dim"))
+
+
+def _lacks(name: str, machine: Machine) -> str | None:
+    """What an ablation needs and this machine has not, or why it cannot be had at all; None where nothing is wrong."""
+    try:
+        return asked_requires(ablation_class(name), machine)
+    except Exception as error:  # a third party's class may fail in any way
+        return str(error) if isinstance(error, NameUnknown) else described(error)
+
+
 def show_plan(console: Console, config: Any, machine: Machine) -> None:
     """The cells: which are recorded, which would be refused and why, and how long the others will take."""
     own = [config.output] if Path(config.output, RECORDS).exists() else []
@@ -48,17 +73,20 @@ def show_plan(console: Console, config: Any, machine: Machine) -> None:
     to_measure = [c for c in agenda.cells if any(c.key in keys for keys in missing) and not agenda.refused(c)]
     estimates = _estimates(to_measure, machine, [*own, *config.estimate_from])
 
-    table = Table(title=f"{len(agenda.cells)} cells on {machine.name}", title_justify="left")
-    for column in ("model @ workload", "reference", "toggles", "estimate or reason"):
-        table.add_column(column, overflow="fold")
+    rows, lacking = list[tuple[str, ...]](), dict[str, list[tuple[str, ...]]]()
     for cell in agenda.cells:
-        table.add_row(
-            escape(f"{cell.model.name} @ {cell.workload.name}"),
-            escape(", ".join(a.label for a in cell.reference)),
-            escape(cell.tested),
-            _words(cell, machine, estimates.get(cell.key), config.timeout_s),
-        )
-    console.print(table)
+        words = _words(cell, machine, estimates.get(cell.key), config.timeout_s)
+        names = f"{cell.model.name} @ {cell.workload.name}", ", ".join(a.label for a in cell.reference), cell.tested
+        rows.append((*map(escape, names), words))
+        last = f" {cell.toggles[-1].name} " if cell.toggles else ""
+        if last and cell.key not in estimates and last in words:  # what this toggle lacks, others may lack as well
+            lacking.setdefault(words.replace(last, " ", 1), []).append(rows[-1])
+    together = {words: refused for words, refused in lacking.items() if len(refused) > 1}
+    apart = [row for refused in together.values() for row in refused]
+    title = f"{len(agenda.cells)} cells on {machine.name}"
+    console.print(_table(title, [row for row in rows if row not in apart], console.width), crop=False)
+    for words, refused in together.items():
+        console.print(f"{words}: {', '.join(dict.fromkeys(tested for *_, tested, _ in refused))}", highlight=False)
     times = [
         (min(e.seconds, longest(cell, config.timeout_s)), e.basis)
         for cell in to_measure
@@ -68,6 +96,23 @@ def show_plan(console: Console, config: Any, machine: Machine) -> None:
     known = ", ".join(f"{bases.count(basis)} of {len(bases)} {basis}" for basis in dict.fromkeys(bases))
     sessions = f" in {config.repeat} sessions" if config.repeat > 1 else ""
     console.print(f"about {duration(sum(s for s, _ in times))}{sessions}" + (f" (cells: {known})" if known else ""))
+
+
+def _table(title: str, rows: list[tuple[str, ...]], width: int) -> Table:
+    """The plan's table. A name is whole, to be copied or searched for: what does not fit so is wider than `width`."""
+    table = Table(title=title, title_justify="left")
+    lines, words = (
+        [max((len(part) for row in rows for part in split(row[place])), default=0) for place in range(len(NAMES))]
+        for split in (lambda text: [text], str.split)
+    )
+    rest = [width - 1 - BESIDE - sum(own + BESIDE for own in widths) for widths in (lines, words)]
+    widths, last = (lines, rest[0]) if rest[0] >= ROOMY else (words, max(rest[1], NARROW))
+    for column, own in zip((*NAMES, "estimate or reason"), (*widths, last), strict=True):
+        table.add_column(column, overflow="fold", width=own)
+    table.width = 1 + sum(own + BESIDE for own in (*widths, last))
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _estimates(cells: list[Cell], machine: Machine, folders: list[Path]) -> dict[str, Estimate]:

@@ -6,13 +6,16 @@ from lorabench import doctor
 from lorabench.measure.machine import describe
 
 
-def test_it_names_device_precision_and_every_ablation(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
+def test_it_fits_a_screen_and_names_what_cannot_run_by_what_it_lacks(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert doctor.main([]) == 0
     text = capsys.readouterr().out
-    assert "precision" in text and "commit" in text and "torch " in text
-    for name in doctor.registered():
-        assert name in text
+    assert "precision" in text and "commit" in text and "torch " in text and text.count("\n") <= 40
+    words = text.split()
+    every = len(doctor.registered())
+    assert f"of {every} ablations are available here" in " ".join(words)
+    if describe().device == "cpu":
+        assert "cuda_graph," in words and " ".join(words).count("needs a CUDA device") == 1 and "packing," not in words
 
 
 @pytest.mark.parametrize(

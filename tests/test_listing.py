@@ -17,9 +17,9 @@ from lorabench.record.store import Store
 def shown(monkeypatch):
     """What a dry run with these overrides shows, where `cells_here` were measured on this machine before."""
 
-    def show(folder, *overrides, cells_here=()):
+    def show(folder, *overrides, cells_here=(), width=300):
         monkeypatch.setattr(listing, "seen_on", lambda machine, folders: cells_here)
-        out = Console(file=io.StringIO(), width=300)
+        out = Console(file=io.StringIO(), width=width)
         chosen = config("models=[tiny-llama]", "trials=3", "workload=2x16", f"output={folder}", *overrides)
         listing.show_plan(out, chosen, MACHINE)
         return out.file.getvalue()
@@ -50,6 +50,17 @@ def test_a_cell_that_cannot_end_in_time_says_so_and_costs_no_more_than_that(tmp_
     text = shown(tmp_path, "ablations=[eager]", "timeout_s=60", cells_here=seen(864_000.0))
     assert text.count("about 10 days (as it took here before); ends at timeout_s=60 with the status timeout") == 2
     assert text.splitlines()[-1].startswith("about 4.0 minutes")
+
+
+def test_what_several_toggles_lack_is_one_line_and_every_name_is_whole(tmp_path, shown):
+    lacking, own = ("adamw_8bit", "cuda_graph", "sdpa_flash"), "torch_compile(mode=max-autotune-no-cudagraphs)"
+    text = shown(
+        tmp_path, f"ablations=[{','.join(lacking)},{{torch_compile:{{mode:max-autotune-no-cudagraphs}}}}]",
+        cells_here=seen(120.0), width=60,
+    )  # fmt: skip
+    assert " ".join(text.split()).count("needs a CUDA device") == 1
+    assert "this machine measures on its CPU: adamw_8bit, cuda_graph, sdpa_flash" in " ".join(text.split())
+    assert f" {own} " in text
 
 
 def test_without_records_it_is_computed_and_says_so(tmp_path, shown):

@@ -15,10 +15,10 @@ from lorabench.contract.hooks import Faulty, HookError, contained, described, fi
 from lorabench.contract.names import NameUnknown, nearest
 
 GROUP = "lorabench.ablations"
-# What planning asks of a class itself, and of which type that has to be.
-OF_A_CLASS = {
-    "slot": (str,), "summary": (str,), "kinds": (tuple,), "bounds": (str, type(None)), "parallel": (bool,),
-    "global_patch": (bool,),
+# What the contract declares of a class itself, by how it is written there: planning asks the class for these.
+DECLARED = {
+    "ClassVar[bool]": (bool,), "ClassVar[int]": (int,), "ClassVar[str]": (str,),
+    "ClassVar[str | None]": (str, type(None)), "ClassVar[tuple[str, ...]]": (tuple,),
 }  # fmt: skip
 
 
@@ -51,8 +51,9 @@ def ablation_class(name: str) -> type[Ablation]:
         raise NameUnknown(f"{where} is {reprlib.repr(cls)}; expected a subclass of lorabench.Ablation")
     if getattr(cls, "name", None) != name:
         raise NameUnknown(f"the entry point {name} holds a class named {getattr(cls, 'name', cls)!r}; they must agree")
-    for word, types in OF_A_CLASS.items():
-        if not isinstance(found := getattr(cls, word, None), types):
+    for word, declared in Ablation.__annotations__.items():
+        types = DECLARED.get(declared)
+        if types and not isinstance(found := getattr(cls, word, None), types):
             expected = " or ".join("None" if one is type(None) else f"a {one.__name__}" for one in types)
             raise NameUnknown(f"{where} has the {word} {reprlib.repr(found)}; expected {expected}")
     return cls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from run.scripted import PHASES, Script
 from lorabench.contract.ablation import Ablation, NotApplied, Unsupported
 from lorabench.contract.family import families
 from lorabench.contract.hooks import Faulty, HookError, asked, described, noted
+from lorabench.contract.names import NameUnknown
 from lorabench.plan import registry
 from lorabench.plan.design import refusal
 from lorabench.record.store import read_records
@@ -145,6 +147,25 @@ def test_a_faulty_toggle_keeps_the_key_of_the_cell():
     assert len({replace(base, toggles=(t,), candidate=(t,)).key for t in (faulty, mended)}) == 1
     assert (faulty.label, faulty.slot) == (mended.label, mended.slot)
     assert refusal(replace(base, toggles=(faulty,)), MACHINE) == ("crash", "why")
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        (print, "is <built-in function print>; expected a subclass of lorabench.Ablation"),
+        (
+            type("Odd", (odd_toggles.Odd,), {"global_patch": property(sys.exit)}),
+            "has the global_patch <property obj",
+        ),
+        (type("Odd", (odd_toggles.Odd,), {"summary": None}), "has the summary None; expected a str"),
+    ],
+)
+def test_a_class_that_is_not_as_the_contract_has_it_is_refused_by_name(held, says, monkeypatch):
+    point = SimpleNamespace(value="somebody:Odd", load=lambda: held)
+    monkeypatch.setattr(registry, "registered", lambda: {"odd": point})
+    with pytest.raises(NameUnknown, match=r"the ablation odd \(somebody:Odd\) ") as raised:
+        registry.ablation("odd")
+    assert says in str(raised.value)
 
 
 @pytest.mark.parametrize("time_ms", [-1.0, 0.0, 0.00001, 1e11, float("nan"), float("inf")])
