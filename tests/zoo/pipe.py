@@ -55,7 +55,7 @@ class ForgedAnswer(Cheat):
 class ForgedConversation(Cheat):
     name = "forged_conversation"
     summary = "tells of a trial that was over at once, and answers with it, before it does the work"
-    caught = "answer"
+    caught = "answer | its evidence is none"
     status = FORGED
 
     class Wrapper(Turns):
