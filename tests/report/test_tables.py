@@ -10,7 +10,7 @@ import pytest
 from helpers import md_rows
 from rich.console import Console
 
-from lorabench.record.schema import ARMS, Record
+from lorabench.record.schema import ARMS, INTERRUPTED, UNCHECKED, Record
 from lorabench.report import claim_tables, tables, words
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import judgement
@@ -273,3 +273,10 @@ def test_a_time_that_is_none_never_gets_into_a_record(record):
     broken["phases"]["total"]["reference_ms"][3] = math.nan
     with pytest.raises(ValueError, match=r"phases\.total\.reference_ms\.3"):
         Record.model_validate(broken)
+
+
+def test_rounds_of_a_sweep_that_was_killed_are_said_to_lack_their_last_checks(record):
+    killed, stopped = ({INTERRUPTED: 9, UNCHECKED: 9}, {INTERRUPTED: 9})
+    for notes, said in ((killed, "(ended from outside after 9 rounds, before its last checks)"), (stopped, "faster")):
+        (row,) = md_rows(markdown([record(["a"], speedup=2.0, notes=notes)]), "smollm2-135m @ alpaca")
+        assert said in row["verdict"] and ("checks" in row["verdict"]) == (UNCHECKED in notes)
