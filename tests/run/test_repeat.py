@@ -64,7 +64,7 @@ def test_every_session_has_its_own_entry_order_and_number(tmp_path, machine):
 
 def test_too_few_trials_for_a_verdict_are_said_before_they_are_measured(tmp_path, machine):
     _, said = measure(tmp_path / "few", machine)
-    assert "trials=3: every ratio will be unclear, a verdict needs 6 trials" in said
+    assert "trials=3: no ratio will be a figure, which needs 6 trials" in said
     _, said = measure(tmp_path / "enough", machine, "trials=6")
     assert "verdict" not in said
 
