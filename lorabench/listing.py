@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,13 @@ def _lacks(name: str, machine: Machine) -> str | None:
         return str(error) if isinstance(error, NameUnknown) else described(error)
 
 
+def say_rows(console: Console, cells: Iterable[Cell]) -> None:
+    """Which rows of a text are measured, and how like the text they are."""
+    drawn = {job.workload.name: job.workload.drawn for cell in cells for job in cell.jobs if job.workload.drawn}
+    for name, found in drawn.items():
+        console.print(f"{name}: {found.words}", highlight=False, markup=False, soft_wrap=True)
+
+
 def show_plan(console: Console, config: Any, machine: Machine) -> None:
     """The cells: which are recorded, which would be refused and why, and how long the others will take."""
     own = [config.output] if Path(config.output, RECORDS).exists() else []
@@ -85,6 +93,7 @@ def show_plan(console: Console, config: Any, machine: Machine) -> None:
     apart = [row for refused in together.values() for row in refused]
     title = f"{len(agenda.cells)} cells on {machine.name}"
     console.print(_table(title, [row for row in rows if row not in apart], console.width), crop=False)
+    say_rows(console, agenda.cells)
     for words, refused in together.items():
         console.print(f"{words}: {', '.join(dict.fromkeys(tested for *_, tested, _ in refused))}", highlight=False)
     times = [

@@ -28,7 +28,7 @@ from rich.panel import Panel
 
 from lorabench.contract.cell import Cell
 from lorabench.contract.names import NameUnknown
-from lorabench.listing import show_plan
+from lorabench.listing import say_rows, show_plan
 from lorabench.plan.compose import (
     OF_A_SWEEP,
     ConfigError,
@@ -243,6 +243,7 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
             store.append(record)
     Journal(config.output).end()
     question = _question(config, queue.machine, console)
+    say_rows(console, [question.itself])
     lost: dict[Any, str] = {}
     budget, began = 60 * config.budget_minutes, time.monotonic()
     again = AGAIN if config.resume == "failed" else ()

@@ -29,7 +29,7 @@ from rich.markup import escape
 
 from lorabench.cli import exit_code
 from lorabench.contract.names import NameUnknown, one_line
-from lorabench.listing import show_ablations, show_plan
+from lorabench.listing import say_rows, show_ablations, show_plan
 from lorabench.plan.compose import ConfigError, check_names, load_config, names_in, plan
 from lorabench.record.store import RECORDS, RecordError, Store, StoreError
 from lorabench.run.agenda import Agenda
@@ -234,6 +234,7 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
         f"{len(agenda.cells) * config.repeat - left} already recorded in {config.output}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    say_rows(console, agenda.cells)
     if left and 0 < (fewest := min((cell.trials for cell in agenda.cells), default=0)) < MIN_TRIALS_FOR_VERDICT:
         said = f"trials={fewest}: no ratio will be a figure, which needs {MIN_TRIALS_FOR_VERDICT} trials"
         console.print(f"[yellow]{said}", highlight=False, soft_wrap=True)

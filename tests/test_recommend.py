@@ -243,6 +243,10 @@ def test_sixty_chats_in_a_minute(tmp_path):
     assert done.returncode == 0, done.stderr
     found, arms = read(tmp_path / "out"), read_arms(tmp_path / "out")
     assert found
+    assert (
+        "Measured on 8 of 60 rows, chosen by their length; padding" in found.paragraph and "of 60 rows" in done.stdout
+    )
+    assert all("of 60 rows" in arm.notes["rows"] for arm in arms if arm.status == "ok")
     first = {" + ".join(arm.toggles) for arm in arms if arm.family == arms[0].family}
     names = {t.toggles for t in found.tried if t.outcome not in ("not measured", "not tried")}
     assert {"auto_batch_size", "packing", "lora_kernels", "adamw_fused", "adapters_in_compute_dtype"} <= names

@@ -78,6 +78,8 @@ def _sentences(known: Known, config: RecommendConfig, tried: Sequence[Tried]) ->
         yield _nothing(known, reference)
     if known.families:
         yield f"A micro-batch has {_batch(known).size} samples: {_batch(known).words}."
+    if drawn := known.question.itself.workload.drawn:
+        yield f"Measured on {drawn.words}."
     yield from _others([t for t in tried if t.outcome not in (KEPT, NO_TIME, UNTRIED)], config.ablations is not None)
     open_, seconds = more(known)
     if open_:

@@ -15,7 +15,7 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Workload
 
 # Fields of a workload that came after the first published records: unset, they leave the keys as they were.
-LATER = ("seed", "page_cache", "jobs", "format", "fingerprint")
+LATER = ("seed", "page_cache", "jobs", "format", "fingerprint", "drawn")
 PROCESSES = 4  # of an arm that sits alone, one after the other: fewer do not show how far apart processes are
 
 

@@ -41,6 +41,25 @@ class JobSpec(BaseModel):
     seed: int | None = None  # of samples and adapter; None: the sweep's
 
 
+class Drawn(BaseModel):
+    """The rows of a text that a step takes, by their numbers from 0, in its order. `of`: how many the text has.
+    `padding`: the share of padding in the step's micro-batches; `text_padding`: in random batches of that size."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rows: list[int]
+    of: int
+    padding: float
+    text_padding: float
+
+    @property
+    def words(self) -> str:
+        return (
+            f"{len(self.rows)} of {self.of} rows, chosen by their length; padding {100 * self.padding:.1f} % (random "
+            f"batches of all rows: {100 * self.text_padding:.1f} %)"
+        )
+
+
 class Workload(BaseModel):
     """What one optimizer step is fed: `samples` samples in micro-batches of `batch_size`, none above `seq_len` tokens.
 
@@ -54,7 +73,7 @@ class Workload(BaseModel):
     its one field. None: its `fields`, each on a line of its own. No fields: they are found in the first row
     (plan/rows.py). `train_on` last_field: the loss is on the last field alone, of a chat on the assistant's turns.
     `fingerprint`: of the rows and the chat template, so that another content under the same name is another
-    measurement.
+    measurement. `drawn`: which rows, once they have been chosen (plan/samples.py).
 
     `jobs`: several fine-tuning jobs on one base, each with what it changes of the fields above and of the adapter.
     None: the workload is the one job.
@@ -75,6 +94,7 @@ class Workload(BaseModel):
     fields: list[str] = ["question", "answer"]
     format: Literal["messages", "prompt_completion", "text"] | None = None
     fingerprint: str | None = None
+    drawn: Drawn | None = None
     train_on: Literal["all", "last_field"] = "all"
     tokenizer: str | None = None
     seed: int | None = None  # of the draw, where the workload is to be the same under every seed of the sweep

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from lorabench.contract.batch import IGNORE, Sample
 from lorabench.contract.job import jobs_of
 from lorabench.contract.model import ModelSpec
-from lorabench.contract.workload import Workload, WorkloadError, length_tables
+from lorabench.contract.workload import Drawn, Workload, WorkloadError, length_tables
 from lorabench.plan import chat
 from lorabench.plan.hub import is_name
 from lorabench.plan.rows import MESSAGES, SUFFIXES, check_row, file_rows, in_turns, rows_of
@@ -22,6 +23,8 @@ from lorabench.plan.rows import found as find
 from lorabench.plan.weights import RANDOM, load_tokenizer
 
 TEXT = "text"  # the kind of workload that has rows
+LOOKED = 500  # rows whose lengths stand for those of all
+ORDERS = 100
 ROW_LENGTH = 2048  # tokens to which a row of a user's own text is cut, where nothing else is said
 OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst", ".zip")
 
@@ -49,12 +52,13 @@ def _asked(workload: Workload, field: str) -> bool:
     return changes == workload.name or f"{field}=" in changes
 
 
-def draw(workload: Workload, vocab_size: int, seed: int, *, least: int | None = None) -> list[Sample]:
-    """The samples of one step; of a text that has not as many, those that it has, if they are `least` or more (None:
-    all that the workload wants). Same seed, same samples. Raises WorkloadError."""
+def draw(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
+    """The samples of one step. Same seed, same samples. Raises WorkloadError."""
     seed = seed if workload.seed is None else workload.seed
     if workload.kind == TEXT:
-        return _text(workload, vocab_size, seed, workload.count if least is None else least)
+        tokenizer, rows = load_tokenizer(workload.tokenizer or ""), rows_of(workload)
+        chosen = (workload.drawn or choose(workload, vocab_size, seed, workload.count)).rows
+        return [_tokenize(workload, rows[index], rows.place(index), tokenizer) for index in chosen]
     rng = np.random.default_rng(seed)
     if workload.kind == "fixed":
         lengths = np.full(workload.count, workload.seq_len)
@@ -103,11 +107,14 @@ def _settled(workload: Workload, spec: ModelSpec, seed: int) -> dict[str, Any]:
         whole = workload.model_copy(update=found)
         if workload.path is not None:
             check_rows(rows, fields, whole.format)
-        drawn = draw(whole, config.vocab_size, seed, least=None if _asked(workload, "samples") else 1)
-        if len(drawn) < workload.count:
-            batch_size = workload.batch_size if _asked(workload, "batch_size") else min(workload.batch_size, len(drawn))
-            found |= {"samples": len(drawn), "batch_size": batch_size}
-        longest = max(len(s.tokens) for s in drawn)
+        least = workload.count if _asked(workload, "samples") else 1
+        drawn = choose(whole, config.vocab_size, seed if workload.seed is None else workload.seed, least)
+        if len(drawn.rows) < workload.count:
+            few = len(drawn.rows)
+            batch_size = workload.batch_size if _asked(workload, "batch_size") else min(workload.batch_size, few)
+            found |= {"samples": few, "batch_size": batch_size}
+        found["drawn"] = drawn
+        longest = max(len(s.tokens) for s in draw(whole.model_copy(update=found), config.vocab_size, seed))
         shorter = f"{{{workload.dataset or 'FILE.jsonl'}: {{seq_len: {most}}}}} or less"
         template = getattr(load_tokenizer(whole.tokenizer or ""), "chat_template", None)
         found["fingerprint"] = hashlib.sha256(f"{rows.digest} {template}".encode()).hexdigest()[:16]
@@ -129,26 +136,50 @@ def _own(spec: ModelSpec) -> str:
     raise WorkloadError(f"the model {spec.name} has no tokenizer; expected {{FILE.jsonl: {{tokenizer: ORG/NAME}}}}")
 
 
-def _text(workload: Workload, vocab_size: int, seed: int, least: int) -> list[Sample]:
-    """Rows in random order, as many as are wanted and `least` or more; one of which nothing would be trained within
-    seq_len is passed over."""
-    tokenizer, rows, samples = load_tokenizer(workload.tokenizer or ""), rows_of(workload), []
+def choose(workload: Workload, vocab_size: int, seed: int, least: int) -> Drawn:
+    """The rows of a step, as many as the workload wants and `least` or more, with the lengths that the text has: of
+    LOOKED random rows, in the order of their length, every nth. In random order, of ORDERS that whose padding is
+    nearest to that of random batches. One of which nothing would be trained within seq_len is passed over. Raises
+    WorkloadError."""
+    tokenizer, rows, lengths = load_tokenizer(workload.tokenizer or ""), rows_of(workload), dict[int, int]()
+    random, highest = np.random.default_rng(seed), 0
     if len(rows) < least:
         raise WorkloadError(f"{rows.source} has {len(rows)} rows; the workload needs {least}")
-    for index in np.random.default_rng(seed).permutation(len(rows)):
-        sample = _tokenize(workload, rows[index], rows.place(index), tokenizer)
-        samples += [sample] if sample.trained else []
-        if len(samples) == workload.count:
+    for index in map(int, random.permutation(len(rows))):
+        if (sample := _tokenize(workload, rows[index], rows.place(index), tokenizer)).trained:
+            lengths[index], highest = len(sample.tokens), max(highest, *sample.tokens)
+        if len(lengths) == max(LOOKED, workload.count):
             break
-    if len(samples) < least:
-        few = f"only {len(samples)} of" if samples else "none of the"
+    if len(lengths) < least:
+        few = f"only {len(lengths)} of" if lengths else "none of the"
         raise WorkloadError(
             f"{rows.source}: {few} {len(rows)} rows have anything to train on within seq_len "
             f"{workload.seq_len}{_roles(workload, rows[0])}; the workload needs {least}"
         )
-    if max(max(s.tokens) for s in samples) >= vocab_size:
+    if highest >= vocab_size:
         raise WorkloadError(f"the tokenizer {workload.tokenizer} has tokens above the model's vocabulary {vocab_size}")
-    return samples
+    ordered = sorted(lengths, key=lambda index: lengths[index])
+    count = min(workload.count, len(ordered))
+    chosen = [ordered[int((n + 0.5) * len(ordered) / count)] for n in range(count)]
+    size = min(workload.batch_size, count)
+    usual = _usual_padding(np.asarray(sorted(lengths.values())), size)
+    orders = [list(map(int, random.permutation(chosen))) for _ in range(ORDERS)]
+    off = [abs(_padding([lengths[i] for i in order], size) - usual) for order in orders]
+    best = orders[int(np.argmin(off))]
+    return Drawn(rows=best, of=len(rows), padding=_padding([lengths[i] for i in best], size), text_padding=usual)
+
+
+def _padding(lengths: list[int], size: int) -> float:
+    """The share of padding in micro-batches of so many samples, in their order."""
+    batches = [lengths[start : start + size] for start in range(0, len(lengths), size)]
+    return 1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches)
+
+
+def _usual_padding(ordered: np.ndarray, size: int) -> float:
+    """The same of random batches, from the lengths in ascending order: 1 - mean / the mean longest of `size`."""
+    n = len(ordered)  # of each: so many batches of which it is the longest, of all
+    chances = [math.comb(shorter, size - 1) / math.comb(n, size) for shorter in range(n)]
+    return 1 - float(ordered.mean() / np.dot(chances, ordered))
 
 
 def _tokenize(workload: Workload, row: Mapping[str, Any], place: str, tokenizer: Any) -> Sample:

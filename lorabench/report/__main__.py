@@ -31,6 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     from rich.console import Console
 
+    console = Console()
+    console.print(f"reading {folder} …", highlight=False, markup=False, style="dim", soft_wrap=True)
     from lorabench.report.write import Report  # only now: pandas, scipy and matplotlib take seconds
 
     try:
@@ -39,7 +41,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:  # RecordError is a ValueError, StoreError an OSError
         print(" ".join(str(error).split()), file=sys.stderr)
         return 2
-    console = Console()
     console.print(report.terminal(console.width))
     print("\n".join(str(path) for path in written))
     return 0

@@ -222,7 +222,8 @@ def _nearest_to_its_limit(verdicts: dict[str, Numerics]) -> Numerics | None:
 def _notes(entry: Entry) -> dict[str, Any]:
     assert entry.ready is not None
     stopped = {} if entry.stopped_after is None else {INTERRUPTED: entry.stopped_after}
-    return entry.ready.notes | stopped
+    drawn = {job.name or "rows": job.workload.drawn.words for job in entry.stack.cell.jobs if job.workload.drawn}
+    return entry.ready.notes | stopped | drawn
 
 
 def _tokens(ready: Any) -> ArmTokens | None:

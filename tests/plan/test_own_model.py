@@ -246,7 +246,9 @@ class TestHub:
 def test_dry_run_says_the_same(folder, tmp_path, capsys):
     text = chats(tmp_path / "chats.jsonl")
     arguments = [f"models=[{folder}]", f"workload={text}", "ablations=[eager]", "dry_run=true"]
-    assert main(arguments) == 0 and "mine @" in capsys.readouterr().out
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "mine @" in said and "rows, chosen by their length; padding" in said
     assert main([*arguments, "models=[./nowhere]"]) == 2
     assert main([*arguments, f"workload={tmp_path / 'nowhere.jsonl'}"]) == 2
     assert "nowhere.jsonl: no such file" in capsys.readouterr().err.splitlines()[1]

@@ -1,6 +1,7 @@
 """Workloads: lengths that follow the figures, padding that is counted, text that is read or refused in one line."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from helpers import random_samples
 
 from lorabench.contract.batch import IGNORE, pad
 from lorabench.contract.workload import Workload, WorkloadError, fixed, length_tables
-from lorabench.plan.samples import draw, draw_lengths
+from lorabench.plan.samples import choose, draw, draw_lengths
 
 
 @pytest.mark.parametrize("name", length_tables()["measured"])
@@ -101,6 +102,46 @@ def test_a_tokenizer_above_the_vocabulary_is_refused(tmp_path, tokenizer):
     path.write_text('{"question": "x", "answer": "y"}\n' * 2)
     with pytest.raises(WorkloadError, match="above the model's vocabulary"):
         draw(text(path), 5, 0)
+
+
+def long_and_short(tmp_path, rows=60):
+    """A file whose answers have 1 to 300 characters, most of them few."""
+    path = tmp_path / "a.jsonl"
+    lengths = [1 + int(300 * (n / rows) ** 3) for n in range(rows)]
+    path.write_text("".join(json.dumps({"question": "q", "answer": "x" * n}) + "\n" for n in lengths))
+    return path, [n + len("q\n\n") + 1 for n in lengths]
+
+
+def chosen(path, samples, batch_size, seed=0):
+    feed = text(path).model_copy(update={"seq_len": 512, "samples": samples, "batch_size": batch_size})
+    return choose(feed, 100, seed, samples), draw(feed, 100, seed)
+
+
+@pytest.mark.parametrize(("samples", "batch_size"), [(2, 2), (12, 3), (16, 4), (60, 2)])
+def test_rows_have_the_lengths_and_the_padding_of_the_file(tmp_path, tokenizer, samples, batch_size):
+    path, lengths = long_and_short(tmp_path)
+    found, drawn = chosen(path, samples, batch_size)
+    own = [len(s.tokens) for s in drawn]
+    assert own == [lengths[row] for row in found.rows] and found.of == 60
+    wanted = np.quantile(lengths, (np.arange(samples) + 0.5) / samples, method="inverted_cdf")
+    assert sorted(own) == pytest.approx(wanted, rel=0.25, abs=2)
+    rng, batches = np.random.default_rng(1), []
+    for _ in range(2000):
+        batches.append(rng.choice(lengths, batch_size, replace=False))
+    usual = 1 - np.mean([b.sum() for b in batches]) / np.mean([batch_size * b.max() for b in batches])
+    assert found.text_padding == pytest.approx(usual, abs=0.02)
+    laid = [own[n : n + batch_size] for n in range(0, samples, batch_size)]
+    assert found.padding == pytest.approx(1 - sum(own) / sum(len(b) * max(b) for b in laid))
+    assert found.padding == pytest.approx(found.text_padding, abs=0.03 if samples > 2 else 0.3)
+
+
+def test_the_same_seed_chooses_the_same_rows_and_says_how_many_of_how_many(tmp_path, tokenizer):
+    path, lengths = long_and_short(tmp_path)
+    (one, drawn), (again, _), (other, _) = (chosen(path, 12, 3, seed) for seed in (0, 0, 1))
+    assert one == again and one.rows != other.rows
+    assert sorted(lengths[row] for row in one.rows) == sorted(lengths[row] for row in other.rows)
+    assert draw(text(path).model_copy(update={"seq_len": 512, "drawn": one}), 100, 7) == drawn
+    assert re.fullmatch(r"12 of 60 rows, chosen by their length; padding [\d.]+ % \(random .*: [\d.]+ %\)", one.words)
 
 
 def test_batches_are_long_integers():
