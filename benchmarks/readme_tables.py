@@ -20,6 +20,7 @@ from typing import NamedTuple
 from lorabench.compare import hardware
 from lorabench.record.contrast import Speedup
 from lorabench.record.schema import Record
+from lorabench.record.stats import without_figure
 from lorabench.report import cells
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.answers import fastest
@@ -31,7 +32,7 @@ from lorabench.report.attribution_tables import (
     increment,
     increment_is_clear,
 )
-from lorabench.report.claim_tables import UNCLEAR, claims_frame, judged, ours
+from lorabench.report.claim_tables import claims_frame, judged, ours
 from lorabench.report.claims import AS_RATIO, Claim, Match, Source, load_claims, measured
 from lorabench.report.contrasts import WHOLE
 from lorabench.report.groups import Group
@@ -180,14 +181,14 @@ def _of_steps(steps: Sequence[Step]) -> Measured:
 
 
 def _several(values: Sequence[tuple[float, bool]], unit: str, places: str) -> str:
-    """The range of those that are clear, and of how many."""
+    """The range of those that have a figure, and of how many."""
     clear = [value for value, is_clear in values if is_clear]
     if not clear:
-        return f"{UNCLEAR} in all {len(values)} {places}"
+        return f"no figure in any of {len(values)} {places}"
     span = " to ".join(dict.fromkeys((number(min(clear)), number(max(clear)))))
     if len(clear) == len(values):
         return f"{span} {unit} in {len(values)} {places}"
-    return f"{span} {unit} in {len(clear)} of {len(values)} {places}, {UNCLEAR} in the others"
+    return f"{span} {unit} in {len(clear)} of {len(values)} {places}, no figure in the others"
 
 
 def _value(m: Match, analysis: Analysis) -> tuple[float, float, float]:
@@ -211,7 +212,7 @@ def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
 
 def _is_clear(m: Match, analysis: Analysis) -> bool:
     """Of a ratio of times; what is no such ratio has no verdict."""
-    return m.claim.unit not in AS_RATIO or judged(m, _value(m, analysis), analysis) != UNCLEAR
+    return m.claim.unit not in AS_RATIO or not without_figure(judged(m, _value(m, analysis), analysis))
 
 
 def printed(claim: Claim) -> str:
@@ -349,7 +350,7 @@ def stacks(results: Results) -> str:
 
 def _stack(row: Row, best: bool, waits: bool) -> str:
     reached, ms = row.get("of_limit", math.nan), row["total_candidate_ms"]
-    said = UNCLEAR if row["verdict"] == UNCLEAR else number(row["total_speedup"])
+    said = row["verdict"] if without_figure(row["verdict"]) else number(row["total_speedup"])
     said += f", {number(ms)} ms" if waits else ""
     said += f" ({share(reached)})" if math.isfinite(reached) else ""
     return (f"**{said}**" if best and not waits else said) + _dirty(row)
@@ -420,7 +421,9 @@ def _alone(row: Row | None) -> str:
     if not math.isfinite(centre):
         return str(row["status"]) + _dirty(row)
     interval = f"[{low:.2f}, {high:.2f}]"
-    return (f"{UNCLEAR} {interval}" if row["verdict"] == UNCLEAR else f"{centre:.2f} {interval}") + _dirty(row)
+    return (f"{row['verdict']} {interval}" if without_figure(row["verdict"]) else f"{centre:.2f} {interval}") + _dirty(
+        row
+    )
 
 
 # -- a suite on a page of its own -------------------------------------------------------------------------------------
