@@ -420,10 +420,8 @@ def _alone(row: Row | None) -> str:
     centre, low, high = (row[f"total_{x}"] for x in ("speedup", "low", "high"))
     if not math.isfinite(centre):
         return str(row["status"]) + _dirty(row)
-    interval = f"[{low:.2f}, {high:.2f}]"
-    return (f"{row['verdict']} {interval}" if without_figure(row["verdict"]) else f"{centre:.2f} {interval}") + _dirty(
-        row
-    )
+    shown = row["verdict"] if without_figure(row["verdict"]) else f"{centre:.2f}"
+    return f"{shown} [{low:.2f}, {high:.2f}]" + _dirty(row)
 
 
 # -- a suite on a page of its own -------------------------------------------------------------------------------------
