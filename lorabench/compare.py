@@ -43,10 +43,7 @@ Outcome = Literal[
     "better", "worse", "same", "unclear", "fails now", "works now", "fails in both", "appeared", "vanished"
 ]  # fmt: skip
 REGRESSIONS = ("worse", "fails now")
-_WORDS: dict[str | None, Outcome] = {
-    "faster": "better", "slower": "worse", "same": "same", "unclear": "unclear",
-    "faster, few trials": "better", "slower, few trials": "worse",
-}  # fmt: skip
+_WORDS: dict[str, Outcome] = {"faster": "better", "slower": "worse", "same": "same", "unclear": "unclear"}
 
 
 class Change(NamedTuple):
@@ -86,7 +83,7 @@ def compared(before: Analysis, after: Analysis) -> list[Change]:
         # The two runs' noise is independent: their floors add like standard errors.
         floors = [math.log1p(stats.noise_floor(run.floors.same(r))) for r, run in ((a, before), (b, after))]
         verdict = stats.verdict(found.speedup, adjusted[content], math.expm1(math.hypot(*floors)), found.trials)
-        changes.append(Change(a, b, found.speedup, _WORDS[verdict or "unclear"], ratios))
+        changes.append(Change(a, b, found.speedup, _WORDS[stats.direction(verdict or "unclear")], ratios))
     return sorted(changes, key=lambda c: (c.outcome not in REGRESSIONS, c.outcome))
 
 

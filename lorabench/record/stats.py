@@ -127,6 +127,11 @@ def verdict(
     return "unclear"
 
 
+def direction(verdict: str) -> str:
+    """A verdict's first word: of `faster, few trials` it is `faster`."""
+    return verdict.partition(",")[0]
+
+
 def without_figure(verdict: object) -> bool:
     """Whether only the interval is shown: a centre would say more than was found. Not of what has no verdict, which is
     None or NaN in tables."""

@@ -14,6 +14,7 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
+from lorabench.contract.names import one_line
 from lorabench.report import against
 
 
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = Report.of(folder, asked.against)
         written = report.write()
     except (OSError, ValueError) as error:  # RecordError is a ValueError, StoreError an OSError
-        print(" ".join(str(error).split()), file=sys.stderr)
+        print(one_line(error), file=sys.stderr)
         return 2
     console.print(report.terminal(console.width))
     print("\n".join(str(path) for path in written))

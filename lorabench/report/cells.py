@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from lorabench.contract.kind import kind
 from lorabench.record.schema import ARMS, TOTAL, UNCHECKED, Record
-from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT, without_figure
+from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT, direction, without_figure
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution_tables import AnyTable, attribution_tables
 from lorabench.report.contrasts import side, versus
 from lorabench.report.groups import Group
 from lorabench.report.shares import ShareOf, columns
 from lorabench.report.tidy import kinds_of, phases_of
-from lorabench.report.words import arrow, interval, noise, number, percent, ratio, span
+from lorabench.report.words import arrow, bounds, interval, noise, number, percent, ratio, span
 
 # The columns, by their headings. Beside these there is one a phase, one a share and one for each kind's throughput.
 TOGGLE = "toggle"
@@ -132,10 +132,10 @@ def whole(row: Mapping[Any, Any]) -> str:
         return ""
     bare = without_figure(row["verdict"])
     if moved(row):
-        word = f"{row['verdict'].partition(',')[0]}, " if bare else ""
+        word = f"{direction(row['verdict'])}, " if bare else ""
         return f"{word}{span(row['session_low'], row['session_high'])} (range)"
-    bounds = row[f"{TOTAL}_low"], row[f"{TOTAL}_high"]
-    return interval(*bounds, row["verdict"]) if bare else ratio(row[f"{TOTAL}_speedup"], *bounds)
+    ends = row[f"{TOTAL}_low"], row[f"{TOTAL}_high"]
+    return interval(*ends, row["verdict"]) if bare else ratio(row[f"{TOTAL}_speedup"], *ends)
 
 
 def moved(row: Mapping[Any, Any]) -> bool:
@@ -157,7 +157,7 @@ def _phase(row: Mapping[Any, Any], phase: str) -> str:
         return f"{alone[0]} only, {number(took[alone[0]])} ms"
     found = row[f"{phase}_speedup"], row[f"{phase}_low"], row[f"{phase}_high"]
     if without_figure(row["verdict"]) and math.isfinite(found[0]):
-        return interval(*found[1:]).removeprefix("unclear ")
+        return bounds(*found[1:])
     return ratio(found[0])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lorabench.record.contrast import Speedup
-from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT, without_figure
+from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT, direction, without_figure
 from lorabench.record.words import noise as noise
 from lorabench.record.words import number as number
 from lorabench.record.words import percent as percent
@@ -17,10 +17,15 @@ def speedup(found: Speedup | None) -> str:
     return ratio(*found) if found else ""
 
 
+def bounds(low: float, high: float) -> str:
+    """`[0.98, 1.05]`."""
+    shown = ratio(high, low, high)
+    return shown[shown.index("[") :]
+
+
 def interval(low: float, high: float, verdict: str = "unclear") -> str:
     """`unclear [0.98, 1.05]`, `faster [25, 44]`: without a figure, an interval is shown without a centre."""
-    shown = ratio(high, low, high)
-    return f"{verdict.partition(',')[0]} {shown[shown.index('[') :]}"
+    return f"{direction(verdict)} {bounds(low, high)}"
 
 
 def is_clear(found: Speedup, trials: int, verdict: str | None = None) -> bool:
