@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lorabench.contract.hooks import first_line
-from lorabench.contract.workload import Workload, WorkloadError
+from lorabench.contract.workload import Drawn, Workload, WorkloadError
 from lorabench.plan import hub
 
 # What a row may have where no fields are named, in this order.
@@ -38,7 +38,9 @@ class Rows:
 
     def __init__(self, source: str, items: Sequence[Any], numbers: Sequence[int], digest: str) -> None:
         self.source, self.items, self.numbers, self.digest = source, items, numbers, digest
-        self.checked: set[Any] = set()  # a plan is made more than once, and a file may be long
+        # A plan is made more than once, and a file may be long.
+        self.checked: set[Any] = set()
+        self.chosen: dict[Any, Drawn] = {}
 
     def __len__(self) -> int:
         return len(self.items)

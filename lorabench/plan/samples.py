@@ -17,7 +17,8 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Drawn, Workload, WorkloadError, length_tables
 from lorabench.plan import chat
 from lorabench.plan.hub import is_name
-from lorabench.plan.rows import MESSAGES, SUFFIXES, check_row, file_rows, in_turns, rows_of
+from lorabench.plan.packing_gain import padded
+from lorabench.plan.rows import MESSAGES, SUFFIXES, Rows, check_row, file_rows, in_turns, rows_of
 from lorabench.plan.rows import check as check_rows
 from lorabench.plan.rows import found as find
 from lorabench.plan.weights import RANDOM, load_tokenizer
@@ -141,8 +142,15 @@ def choose(workload: Workload, vocab_size: int, seed: int, least: int) -> Drawn:
     LOOKED random rows, in the order of their length, every nth. In random order, of ORDERS that whose padding is
     nearest to that of random batches. One of which nothing would be trained within seq_len is passed over. Raises
     WorkloadError."""
-    tokenizer, rows, lengths = load_tokenizer(workload.tokenizer or ""), rows_of(workload), dict[int, int]()
-    random, highest = np.random.default_rng(seed), 0
+    tokenizer, rows = load_tokenizer(workload.tokenizer or ""), rows_of(workload)
+    what = workload.model_dump_json(), tokenizer, vocab_size, seed, least
+    if what not in rows.chosen:
+        rows.chosen[what] = _chosen(workload, tokenizer, rows, vocab_size, seed, least)
+    return rows.chosen[what]
+
+
+def _chosen(workload: Workload, tokenizer: Any, rows: Rows, vocab_size: int, seed: int, least: int) -> Drawn:
+    lengths, random, highest = dict[int, int](), np.random.default_rng(seed), 0
     if len(rows) < least:
         raise WorkloadError(f"{rows.source} has {len(rows)} rows; the workload needs {least}")
     for index in map(int, random.permutation(len(rows))):
@@ -164,15 +172,9 @@ def choose(workload: Workload, vocab_size: int, seed: int, least: int) -> Drawn:
     size = min(workload.batch_size, count)
     usual = _usual_padding(np.asarray(sorted(lengths.values())), size)
     orders = [list(map(int, random.permutation(chosen))) for _ in range(ORDERS)]
-    off = [abs(_padding([lengths[i] for i in order], size) - usual) for order in orders]
-    best = orders[int(np.argmin(off))]
-    return Drawn(rows=best, of=len(rows), padding=_padding([lengths[i] for i in best], size), text_padding=usual)
-
-
-def _padding(lengths: list[int], size: int) -> float:
-    """The share of padding in micro-batches of so many samples, in their order."""
-    batches = [lengths[start : start + size] for start in range(0, len(lengths), size)]
-    return 1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches)
+    paddings = [1 - padded([lengths[i] for i in order], size).efficiency for order in orders]
+    best = int(np.argmin(np.abs(np.array(paddings) - usual)))
+    return Drawn(rows=orders[best], of=len(rows), padding=paddings[best], text_padding=usual)
 
 
 def _usual_padding(ordered: np.ndarray, size: int) -> float:

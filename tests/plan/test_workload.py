@@ -135,6 +135,23 @@ def test_rows_have_the_lengths_and_the_padding_of_the_file(tmp_path, tokenizer, 
     assert found.padding == pytest.approx(found.text_padding, abs=0.03 if samples > 2 else 0.3)
 
 
+def test_a_plan_that_is_made_again_reads_no_row_again(tmp_path, monkeypatch):
+    path, _ = long_and_short(tmp_path)
+    feed, read = text(path).model_copy(update={"seq_len": 512, "samples": 12, "batch_size": 3}), []
+
+    class Counting(Words):
+        def __call__(self, text, add_special_tokens):
+            read.append(text)
+            return super().__call__(text, add_special_tokens)
+
+    one = Counting()
+    monkeypatch.setattr("lorabench.plan.samples.load_tokenizer", lambda name: one)
+    first = choose(feed, 100, 0, 12)
+    assert len(read) == 2 * 60
+    assert choose(feed, 100, 0, 12) == first and len(read) == 2 * 60
+    assert choose(feed, 100, 1, 12) != first and len(read) == 4 * 60
+
+
 def test_the_same_seed_chooses_the_same_rows_and_says_how_many_of_how_many(tmp_path, tokenizer):
     path, lengths = long_and_short(tmp_path)
     (one, drawn), (again, _), (other, _) = (chosen(path, 12, 3, seed) for seed in (0, 0, 1))
