@@ -147,21 +147,21 @@ def of_turn(made: Sequence[Trial]) -> tuple[Sequence[Trial], dict[str, float]]:
 
 
 @dataclass
-class Rounds:
+class ArmRounds:
     """What the rounds of an arm came to: milliseconds by phase, one a round, and the losses of all its trials."""
 
     ms: dict[str, list[float]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
 
 
-def run_rounds(arms: Mapping[str, Arm], rounds: int, seed: int, a_turn: int = 1) -> dict[str, Rounds]:
+def run_rounds(arms: Mapping[str, Arm], rounds: int, seed: int, a_turn: int = 1) -> dict[str, ArmRounds]:
     """`rounds` rounds in this process; in each, every arm has a turn of so many trials, in fresh random order, on the
     round's own data. Two names may stand for one arm.
 
     Raises Diverged on a loss that is not finite. Python's garbage collector runs between turns, never inside one.
     """
     order = random.Random(seed)
-    found = {name: Rounds() for name in arms}
+    found = {name: ArmRounds() for name in arms}
     gc.collect()
     gc.disable()
     try:

@@ -201,7 +201,7 @@ def _memory(arm: Arm) -> ArmMemory:
     return found.model_copy(update={"static": held or None, "reserved": None})
 
 
-def _rounds(arms: Mapping[str, Arm], rounds: int, seed: int, a_turn: int) -> dict[str, trial.Rounds]:
+def _rounds(arms: Mapping[str, Arm], rounds: int, seed: int, a_turn: int) -> dict[str, trial.ArmRounds]:
     """With the reference again in every round."""
     seated = {**arms, TWIN: arms["reference"]}
     try:
