@@ -319,10 +319,9 @@ def backward_threads(device: torch.device) -> set[int]:
     return met
 
 
-def check_busy(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> None:
-    """Raises Untrusted where a thread or a child of the candidate's computed while the trials ran."""
-    for name, spent in after.items():
-        used = spent - before.get(name, 0.0)
+def check_busy(beside: Mapping[str, float], seconds: float) -> None:
+    """Raises Untrusted where a thread or a child of the candidate's computed while the trials ran, for `seconds`."""
+    for name, used in beside.items():
         if used > BUSY * seconds and used > TICKS_S:
             raise Untrusted(f"{name} computed for {used:.2g} s of the trials' {seconds:.2g} s beside the arms")
 

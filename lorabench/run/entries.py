@@ -104,7 +104,6 @@ class Seated:
     warm: bool = False  # its arms had a turn that does not count
     names: list[str] = field(default_factory=list)
     evidence: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    busy: dict[str, float] = field(default_factory=dict)
     again: Seated | None = None  # what was started in its place
 
     @property

@@ -402,7 +402,7 @@ class Rounds(Seats):
                 if isinstance(answer, Failed):
                     raise fairness.Untrusted(answer.reason)
                 spent = sum(t.ended - t.began for n in seat.names for t in self.entries[n].trials)
-                fairness.check_busy(seat.busy, answer, spent)
+                fairness.check_busy(answer, spent)
             self._slowed(seat)
         except Lost as lost:
             self._suspect(here, "crash", f"{lost} at the end")
