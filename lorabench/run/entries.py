@@ -100,6 +100,7 @@ class Seated:
     number: int
     desk: Desk
     alone: bool
+    opened: bool = False  # it has imported what it needs
     active: bool = True  # it takes part in the rounds now
     warm: bool = False  # its arms had a turn that does not count
     names: list[str] = field(default_factory=list)
