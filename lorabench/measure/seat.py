@@ -215,6 +215,8 @@ class Seat:
         self._check_base()
         self.guard.watch(name, arm)
         self.arms[name], self.before[name], self.host[name] = arm, fairness.of_arm(arm), []
+        if self.seating.alone:  # what its preparation left behind is in the way of the other processes
+            self.give_back()
         return into
 
     def _gate(self, stack: Stack, into: Ready) -> None:

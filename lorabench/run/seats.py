@@ -176,6 +176,8 @@ class Seats:
             entry.spent(part, seconds)
             took -= seconds
         entry.spent("build", took)
+        if failed and any(entry.name in other.names for other in self.seats if other is not seat):
+            return failed  # its rounds in the other seat stay
         if failed:
             rank = answers.index(failed) if len(answers) > 1 and failed.status == "oom" else None
             reason = failed.reason if rank is None else f"rank {rank}: {failed.reason}"
@@ -243,6 +245,8 @@ class Seats:
             self._side_by_side(every, meanwhile)
         else:
             meanwhile()
+            for seat in [s for s in self.seats if s.names]:
+                seat.desk.ask("give_back")
         return made
 
     def _side_by_side(self, pairs: Sequence[tuple[Entry, Seated]], meanwhile: Callable[[], None]) -> None:
@@ -348,6 +352,6 @@ class Seats:
 
 
 def _above(ready: Ready) -> int:
-    """Bytes of an arm's step above what it holds between two."""
+    """Bytes that an arm's step takes of the device above what it holds between two, unusable pieces included."""
     memory = ready.memory
-    return max(0, (memory.peak or 0) - (memory.static or 0)) if memory else 0
+    return max(0, max(memory.peak or 0, memory.reserved or 0) - (memory.static or 0)) if memory else 0

@@ -209,6 +209,25 @@ def test_what_the_host_compiles_for_is_prepared_last_beside_those_that_sit_alone
     assert set(found["torch_compile"].seats) == {0} and found["torch_compile"].rounds == list(range(12))
 
 
+def test_a_reference_again_that_does_not_fit_alone_beside_the_others_keeps_its_first_place(tmp_path):
+    asked = Counter[str]()
+
+    def refuses(stack: Any) -> Failed | None:
+        asked[stack.name] += 1
+        beside = stack.name == TWIN and asked[TWIN] > 1
+        return Failed("oom", "it ran out of memory") if beside else None
+
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "flex_attention"), 150.0), refuses=refuses)
+    with runner(script, tmp_path) as running:
+        rounds = Rounds(
+            family("ablations=[flex_attention]"), MACHINE, script, None, tmp_path, tmp_path / "log", 9.0, print,  # type: ignore[arg-type]
+        )  # fmt: skip
+        rounds.run()
+        found = {record.arm: record for record in running.drafts(rounds)}
+    assert {name: record.status for name, record in found.items()} == dict.fromkeys(found, "ok")
+    assert set(found[TWIN].seats) == {0} and len(set(found["flex_attention"].seats)) == 4
+
+
 def test_where_every_candidate_patches_classes_the_reference_sits_alone_as_they_do(tmp_path):
     script = Script(ms=dict.fromkeys((REFERENCE, "flex_attention"), 150.0))
     with runner(script, tmp_path) as running:
