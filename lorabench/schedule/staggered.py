@@ -1,0 +1,44 @@
+"""`staggered`: ours. The jobs' global batches end at different times, so that no stage waits for an optimizer step.
+
+Whoever packs the jobs round by round lets all of them end at once, and the pipeline runs empty. Here a micro-batch is
+made for its place in the pipeline: of the jobs whose last optimizer step the bubble lemma lets be over by then, the one
+that has got furthest in its global batch comes first, longest samples first, and the others fill what it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lorabench.schedule.batches import Budget, Jobs, MicroBatch, Sample, real, rounds
+
+
+def staggered(jobs: Jobs, budget: Budget, stages: int = 1) -> list[MicroBatch]:
+    """Raises ValueError as every scheduler does."""
+    waiting: dict[int, list[list[Sample]]] = {}
+    for batches in rounds(jobs, budget):
+        for batch in filter(None, batches):
+            waiting.setdefault(batch[0].job, []).append(sorted(batch, key=lambda s: -s.tokens))
+    ready, whole = dict.fromkeys(waiting, 0), {job: len(batches[0]) for job, batches in waiting.items()}
+    made, at = list[MicroBatch](), 0
+    while waiting:
+        may = [job for job in waiting if ready[job] <= at]
+        held: list[Sample] = []
+        for job in sorted(may, key=lambda job: (len(waiting[job][0]) / whole[job], -_work(waiting[job]))):
+            for sample in list(waiting[job][0]):
+                if budget.takes(held, [sample]):
+                    held.append(sample)
+                    waiting[job][0].remove(sample)
+            if not waiting[job][0]:
+                del waiting[job][0]
+                ready[job] = at + stages
+                if waiting[job]:
+                    whole[job] = len(waiting[job][0])
+                else:
+                    del waiting[job]
+        made += [tuple(held)] if held else []  # where no job may go on, `fill` puts the empty one
+        at += 1
+    return made
+
+
+def _work(batches: Iterable[Iterable[Sample]]) -> int:
+    return sum(map(real, batches))
