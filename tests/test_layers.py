@@ -150,7 +150,17 @@ def test_every_folder_says_what_belongs_there_and_what_it_may_import():
 
 
 # What only the kinds may know, in the files that are common to all of them.
-COMMON = (*FLOW, "listing.py", "sweep.py", "recommend.py", "compare.py", "doctor.py", "cli.py", "log_command.py")
+COMMON = (
+    *FLOW,
+    "listing.py",
+    "sweep.py",
+    "recommend.py",
+    "simulate.py",
+    "compare.py",
+    "doctor.py",
+    "cli.py",
+    "log_command.py",
+)
 READS_OLDER = (
     "lorabench/record/older.py"  # schema 1 had these names as fields: it has to know them, and nothing else has
 )
