@@ -3,14 +3,17 @@
 usage: python -m lorabench.simulate [key=value ...]             the same as lorabench simulate [key=value ...]
 
   workloads=[mixed,...]      xsum, cnn_dailymail, wikisum, mixed, heterogeneous (LoRAFusion's five; lengths approximate)
-  methods=[lorafusion,...]   1F1B with flush, mLoRA, and the schedules {methods}
+  methods=[lorafusion,...]   "1F1B with flush" (Megatron-LM's), mLoRA, and the schedules
+                             {methods}
   adapters=[1,2,3,4]         how many jobs train together
-  model=llama-3.1-70b stages=4      stage times from what LoRAFusion's authors measured on an H100 (or llama-3.1-8b); or
+  model=llama-3.1-70b stages=4      stage times from what LoRAFusion's authors measured on an H100 (or llama-3.1-8b),
+                             with stages=[21,20,20,19] of so many layers each; or
   times=FILE.csv             your own: columns stage, tokens, forward_ms, backward_ms
   capacity=TOKENS            of a micro-batch, padding included; else the published one of each workload
   multiple=128               to which each adapter's rows in a micro-batch are filled up (1: not at all)
   steps=20 seeds=1           global batches a job, and draws of the lengths
-  time_limit_s=0.1           of each packing's mixed-integer programme; transfer_ms=0 from one stage to the next
+  time_limit_s=0.1           of each packing's mixed-integer programme
+  transfer_ms=0 update_ms=0  from one stage to the next; of each stage's part of a job's optimizer step
   measured=FILE.csv          bubbles to stand beside: columns workload, method, adapters, bubble_pct
   output=FOLDER              bubbles.csv and bubbles.md go there
 
@@ -157,6 +160,7 @@ def write(folder: Path, every: Sequence[Row]) -> None:
 DEFAULTS: dict[str, Any] = {
     "workloads": list(FEEDS), "methods": list(METHODS), "adapters": [1, 2, 3, 4], "model": "llama-3.1-70b", "stages": 4,
     "times": None, "capacity": None, "multiple": 128, "steps": 20, "seeds": 1, "time_limit_s": 0.1, "transfer_ms": 0.0,
+    "update_ms": 0.0,
     "measured": None, "output": None,
 }  # fmt: skip
 
@@ -183,11 +187,11 @@ def parsed(arguments: Sequence[str]) -> dict[str, Any]:
 def _checked(key: str, value: Any) -> Any:
     if key in ("workloads", "methods"):
         good, wanted = value and all(isinstance(name, str) for name in value), "a list of names"
-    elif key == "adapters":
+    elif key == "adapters" or (key == "stages" and isinstance(value, list)):
         good, wanted = value and all(_whole(n) for n in value), "a list of whole numbers above 0"
     elif key in ("model", "times", "measured", "output"):
         good, wanted = isinstance(value, str), "a name"
-    elif key in ("time_limit_s", "transfer_ms"):
+    elif key in ("time_limit_s", "transfer_ms", "update_ms"):
         good, wanted = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0, "a number from 0"
     else:
         good, wanted = _whole(value), "a whole number above 0"
@@ -222,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(asked: dict[str, Any]) -> int:
-    passed = ("steps", "seeds", "capacity", "multiple", "time_limit_s", "transfer_ms")
+    passed = ("steps", "seeds", "capacity", "multiple", "time_limit_s", "transfer_ms", "update_ms")
     setting = Setting(_stage_times(asked), **{key: asked[key] for key in passed})
     measured = read_measured(Path(asked["measured"])) if asked["measured"] else None
     if asked["output"]:

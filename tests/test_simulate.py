@@ -61,6 +61,14 @@ def test_measured_stands_beside_simulated():
     assert "| 12.5 % |" in simulate.markdown([row])
 
 
+def test_a_balanced_split_waits_less_and_optimizer_steps_are_work():
+    even, balanced = (Setting(simulate.profiled("llama-3.1-70b", s), steps=8) for s in (4, [21, 20, 20, 19]))
+    stepping = Setting(even.times, steps=8, update_ms=500.0)
+    found = [next(rows(s, ["mixed"], ["staggered"], [4])) for s in (even, balanced, stepping)]
+    assert found[1].bubble_pct < found[0].bubble_pct and found[1].tokens_s > found[0].tokens_s
+    assert found[2].tokens_s < found[0].tokens_s
+
+
 def test_several_data_sets_are_every_group_of_jobs_of_that_many():
     (one,) = rows(SMALL, ["heterogeneous"], ["fast_fit"], [1])
     alone = [next(rows(SMALL, [name], ["fast_fit"], [1])) for name in ("xsum", "wikisum")]
@@ -117,6 +125,8 @@ def test_own_times_and_measured_bubbles(tmp_path, capsys):
         ("adapters=[0]", "expected a list of whole numbers above 0"),
         ("stages=0", "stages=0: expected a whole number above 0"),
         ("stages=81", "expected 1 to 80"),
+        ("stages=[40,39]", "stages=[40, 39]: expected 80 layers together"),
+        ("stages=[80,some]", "expected a list of whole numbers above 0"),
         ("steps=some", "steps='some': expected a whole number above 0"),
         ("multiple=true", "expected a whole number above 0"),
         ("transfer_ms=-1", "expected a number from 0"),

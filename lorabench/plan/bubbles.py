@@ -73,7 +73,7 @@ PUBLISHED = {
 class Setting:
     """What is simulated: global batches a job, draws of the lengths, a micro-batch's tokens (None: the published) and
     the multiple to which each adapter's rows are filled up (LoRAFusion's kernels: 128; ours: 1), seconds of a packing's
-    programme, milliseconds from one stage to the next."""
+    programme, milliseconds from one stage to the next and of each stage's part of a job's optimizer step."""
 
     times: StageTimes
     steps: int = 20
@@ -82,6 +82,7 @@ class Setting:
     multiple: int = 128
     time_limit_s: float = 0.1
     transfer_ms: float = 0.0
+    update_ms: float = 0.0
 
 
 class Row(NamedTuple):
@@ -174,8 +175,10 @@ def _run(feed: Feed, method: str, group: Sequence[int], seed: int, setting: Sett
     took = time.monotonic() - began
     verify(schedule, jobs, held, 1 if method == FLUSHED else stages)
     used = [held.used(batch) if held else real(batch) for batch in schedule]
-    flushes = sorted(ends_of_batches(schedule)) if method == FLUSHED else []
-    found = pipeline(*setting.times.of(used), transfer_ms=setting.transfer_ms, flush_after=flushes)
+    ends = ends_of_batches(schedule)
+    updates = [[setting.update_ms * len(ends.get(at, ()))] * stages for at in range(len(schedule))]
+    flushes = sorted(ends) if method == FLUSHED else []
+    found = pipeline(*setting.times.of(used), updates, setting.transfer_ms, flushes)
     computing, turns = sum(map(bool, schedule)), setting.steps * len(jobs)
     return _Run(
         found.ratio, found.without_ramp, found.by_stage, computing / turns, (len(schedule) - computing) / turns,

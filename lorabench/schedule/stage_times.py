@@ -66,11 +66,15 @@ PROFILES = {
 }
 
 
-def profiled(model: str, stages: int) -> StageTimes:
-    """A model of PROFILES over so many stages, the layers split as evenly as can be, the first stages taking what is
-    left over. Raises KeyError for another model, ValueError for more stages than layers."""
+def profiled(model: str, stages: int | Sequence[int]) -> StageTimes:
+    """A model of PROFILES over so many stages, split as evenly as can be, the first taking what is left over; or over
+    stages of so many layers each. Raises KeyError for another model, ValueError for a split that is none."""
     layers, layer_ms, head_ms, share = PROFILES[model]
-    if not 1 <= stages <= layers:
-        raise ValueError(f"stages={stages}: expected 1 to {layers}, the layers of {model}")
-    each, more = divmod(layers, stages)
-    return split([each + (n < more) for n in range(stages)], PROFILED, layer_ms, head_ms, share)
+    if isinstance(stages, int):
+        if not 1 <= stages <= layers:
+            raise ValueError(f"stages={stages}: expected 1 to {layers}, the layers of {model}")
+        each, more = divmod(layers, stages)
+        stages = [each + (n < more) for n in range(stages)]
+    if sum(stages) != layers or min(stages) < 1:
+        raise ValueError(f"stages={list(stages)}: expected {layers} layers together, those of {model}, and none empty")
+    return split(stages, PROFILED, layer_ms, head_ms, share)
