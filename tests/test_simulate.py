@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -170,3 +172,23 @@ def test_the_example_in_its_help_runs(capsys):
     code = (simulate.__doc__ or "").split("numbers out:\n")[1].split("exit code")[0]
     exec("\n".join(line.removeprefix("    ") for line in code.splitlines()), {})
     assert capsys.readouterr().out.startswith("0.")
+
+
+# -- the published run ------------------------------------------------------------------------------------------------
+
+PUBLISHED_RUN = Path(__file__).resolve().parents[1] / "results/cpu/bubbles"
+
+
+@pytest.mark.parametrize("workload", ["xsum", "heterogeneous"])
+def test_the_published_rows_come_out_again(workload):
+    """But for the packings of the programme, whose time limit makes them the machine's; and the scheduling's time."""
+    (session,) = json.loads((PUBLISHED_RUN / "environment.json").read_text())["sessions"]
+    given = simulate.parsed(session["command"][3:])
+    setting = Setting(TIMES, given["steps"], given["seeds"], multiple=given["multiple"])
+    with open(PUBLISHED_RUN / "bubbles.csv", newline="") as file:
+        held = {(r["workload"], r["method"], r["adapters"]): r for r in csv.DictReader(file)}
+    assert len(held) == len(FEEDS) * (2 + 4 * (len(simulate.SCHEDULERS) + 1))
+    for row in rows(setting, [workload], [FLUSHED, MLORA, "fifo", "staggered", "lorafusion, greedy"], [1, 4]):
+        own = held[row.workload, row.method, str(row.adapters)]
+        for column in ("bubble_pct", "without_ramp_pct", "micro_batches", "empty", "padding_pct", "tokens_s"):
+            assert float(own[column]) == pytest.approx(getattr(row, column), rel=1e-4, abs=1e-4), (row, column)

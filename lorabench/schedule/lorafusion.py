@@ -65,7 +65,7 @@ def merge(blocks: list[Block], budget: Budget, stages: int, turns: int) -> None:
     """Moves the last micro-batch of each block into the last of the next block, in place, where it fits as a whole and
     no more empty micro-batches are needed. turns: blocks after which a group comes again.
 
-    LoRAFusion also moves single samples. That leaves as many micro-batches as before, and these less alike."""
+    Where the whole does not fit LoRAFusion moves single samples. That is left out: as many micro-batches remain."""
     for at in range(len(blocks) - 1):
         here, there = blocks[at], blocks[at + 1]
         if not here or not there or not budget.takes(there[-1], here[-1]) or _overtakes(here[-1], there):

@@ -8,6 +8,7 @@ follow each other, as mLoRA and LoRAFusion train, and only the bubble lemma keep
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -87,11 +88,11 @@ class _State:
         """One part of the schedule, which begins when every stage has ended the one before."""
         stages, ends = len(self.free), dict[tuple[int, _Work], float]()
         self.free = [max(self.free)] * stages
-        waiting = [_order(batches, stages - 1 - stage) for stage in range(stages)]
+        waiting = [deque(_order(batches, stages - 1 - stage)) for stage in range(stages)]
         while any(waiting):
             for stage, work in enumerate(waiting):
                 while work and (ready := self._ready(ends, stage, work[0], transfer)) is not None:
-                    now, at = work.pop(0), max(self.free[stage], ready)
+                    now, at = work.popleft(), max(self.free[stage], ready)
                     took = (backward if now.backward else forward)[now.batch][stage]
                     took += update[now.batch][stage] if update and now.backward else 0.0
                     if took and self.begun[stage] is None:

@@ -7,8 +7,6 @@ that has got furthest in its global batch comes first, longest samples first, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from lorabench.schedule.batches import Budget, Jobs, MicroBatch, Sample, real, rounds
 
 
@@ -18,16 +16,19 @@ def staggered(jobs: Jobs, budget: Budget, stages: int = 1) -> list[MicroBatch]:
     for batches in rounds(jobs, budget):
         for batch in filter(None, batches):
             waiting.setdefault(batch[0].job, []).append(sorted(batch, key=lambda s: -s.tokens))
-    ready, whole = dict.fromkeys(waiting, 0), {job: len(batches[0]) for job, batches in waiting.items()}
+    ready, tokens = dict.fromkeys(waiting, 0), {job: sum(map(real, own)) for job, own in waiting.items()}
+    whole = {job: len(batches[0]) for job, batches in waiting.items()}
     made, at = list[MicroBatch](), 0
     while waiting:
         may = [job for job in waiting if ready[job] <= at]
         held: list[Sample] = []
-        for job in sorted(may, key=lambda job: (len(waiting[job][0]) / whole[job], -_work(waiting[job]))):
-            for sample in list(waiting[job][0]):
+        for job in sorted(may, key=lambda job: (len(waiting[job][0]) / whole[job], -tokens[job])):
+            batch, own = waiting[job][0], len(held)
+            for sample in batch:
                 if budget.takes(held, [sample]):
                     held.append(sample)
-                    waiting[job][0].remove(sample)
+            tokens[job] -= real(held[own:])
+            waiting[job][0] = [sample for sample in batch if sample not in held[own:]]
             if not waiting[job][0]:
                 del waiting[job][0]
                 ready[job] = at + stages
@@ -38,7 +39,3 @@ def staggered(jobs: Jobs, budget: Budget, stages: int = 1) -> list[MicroBatch]:
         made += [tuple(held)] if held else []  # where no job may go on, `fill` puts the empty one
         at += 1
     return made
-
-
-def _work(batches: Iterable[Iterable[Sample]]) -> int:
-    return sum(map(real, batches))
