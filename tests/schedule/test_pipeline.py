@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabench.schedule import Budget, fill
+from lorabench.schedule import SCHEDULERS, Budget, fill
 from lorabench.schedule.lorafusion import lorafusion
-from lorabench.schedule.pipeline import ends_of_batches, flushed_bubble, pipeline, shared_bubble
+from lorabench.schedule.pipeline import _order, ends_of_batches, flushed_bubble, pipeline, shared_bubble
 from lorabench.schedule.stage_times import PROFILES, StageTimes, profiled, split
 
 
@@ -143,3 +145,37 @@ def test_the_published_profiles(model):
 def test_tables_that_are_none(wrong):
     with pytest.raises(ValueError, match="expected"):
         StageTimes(*wrong)
+
+
+# -- the lemma is what the pipeline needs -----------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    jobs=st.lists(st.lists(st.lists(st.integers(1, 64), max_size=5), max_size=4), min_size=1, max_size=4),
+    stages=st.integers(1, 5),
+    name=st.sampled_from(sorted(SCHEDULERS)),
+)
+def test_no_stage_begins_a_global_batch_before_it_has_ended_the_jobs_last_one(jobs, stages, name):
+    schedule = fill(SCHEDULERS[name](jobs, Budget(64), stages), stages)
+    for stage in range(stages):
+        order = _order(range(len(schedule)), stages - 1 - stage)
+        ended = {}  # of each job the global batches whose last backward is done
+        left = Counter((s.job, s.batch) for held in schedule for s in held)
+        for work in order:
+            for s in schedule[work.batch]:
+                if work.backward:
+                    left[s.job, s.batch] -= 1
+                    if not left[s.job, s.batch]:
+                        ended.setdefault(s.job, set()).add(s.batch)
+                else:
+                    before = {n for n, own in enumerate(jobs[s.job][: s.batch]) if own}
+                    assert before <= ended.get(s.job, set())
+
+
+def test_one_empty_micro_batch_less_is_too_early():
+    jobs, stages = [[[5], [5]]], 3
+    filled = fill(SCHEDULERS["fifo"](jobs, Budget(5), stages), stages)
+    assert [len(held) for held in filled] == [1, 0, 0, 1]
+    order = _order(range(3), stages - 1)  # with one less, the second micro-batch would be the third
+    assert order.index((2, False)) < order.index((0, True))
