@@ -119,7 +119,7 @@ class Siblings:
         """An arm whose toggles are all in the base too is under test by its name."""
         own = [toggle for toggle in arm.toggles if toggle not in base.toggles] or [arm.arm]
         key = _key(arm.family, *sorted(arm.toggles), AGAINST, *sorted(base.toggles))
-        return Shown(key=key, design=AGAINST, rung=None, ablations=own, against=base.toggles, versus=None)
+        return Shown(key=key, design=AGAINST, rung=None, ablations=own, against=base.toggles)
 
     def _floor_between(self, arm: ArmRecord, shown: Shown) -> Record | None:
         """The noise floor between processes: the twin's own seats over the reference in the seat that both share."""
@@ -155,14 +155,12 @@ class Siblings:
 
     def _measured(self, shown: Shown, reference: ArmRecord, candidate: ArmRecord, found: Together) -> Record:
         both = {"reference": reference, "candidate": candidate}
-        told = [*(both.values() if shown.versus else [candidate])]
         return Record(
             **_contents(shown, candidate), **_of_both(both), status="ok", pairing=found.pairing,
             processes=found.processes, phases=_phases(candidate.kind, found.reference, found.candidate),
             tokens=_tokens(reference.tokens, candidate.tokens), jobs=_jobs(reference, candidate),
-            applied={name: sites for arm in told for name, sites in (arm.applied or {}).items()},
-            notes={name: note for arm in told for name, note in arm.notes.items()}
-            | {name: arm.said for name, arm in both.items() if arm.said},
+            applied=candidate.applied or {},
+            notes=candidate.notes | {name: arm.said for name, arm in both.items() if arm.said},
             numerics=self._numerics(candidate), telemetry=candidate.telemetry,
         )  # fmt: skip
 
@@ -271,7 +269,7 @@ def _contents(shown: Shown, candidate: ArmRecord) -> dict[str, Any]:
         "family": candidate.family, "kind": candidate.kind, "session": candidate.session,
         "replicate": candidate.replicate, "model": candidate.model, "workload": candidate.workload,
         "key": shown.key, "design": shown.design, "rung": shown.rung, "ablations": shown.ablations,
-        "versus": shown.versus, "reference": shown.against, "candidate": candidate.toggles,
+        "reference": shown.against, "candidate": candidate.toggles,
     }  # fmt: skip
 
 

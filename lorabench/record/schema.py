@@ -210,7 +210,6 @@ class Shown(Strict):
     rung: int | None = Field(None, ge=1)  # of a ladder, from 1
     ablations: list[str]  # the toggles under test; empty: the reference against itself
     against: list[str]  # the toggles of the arm that it is held against
-    versus: list[str] | None = Field(None, min_length=1)  # head to head: the other side, named as `ablations` are
 
 
 class ArmTokens(Strict):
@@ -311,7 +310,6 @@ class Record(Strict):
     reference: list[str]
     candidate: list[str]
     ablations: list[str]  # empty: the reference against itself, the noise floor
-    versus: list[str] | None = Field(None, min_length=1)  # head to head: the reference's side, named as `ablations` are
     status: Status
     reason: str | None = None  # in words a user understands; required unless ok
     arm: ArmName | None = None  # which arm ran out of memory, hung or crashed, where that is known
@@ -328,7 +326,7 @@ class Record(Strict):
     numerics: Numerics | None = None  # of several jobs the one nearest to its limit
     jobs: dict[str, JobRecord] | None = None  # where there are several
     ranks: dict[ArmName, RankSpread] | None = None  # of the arms that step on several
-    applied: dict[str, int] | None = None  # sites changed, per toggle of the candidate (head to head: of both)
+    applied: dict[str, int] | None = None  # sites changed, per toggle of the candidate
     notes: dict[str, Any] = Field(default_factory=dict)  # what a toggle says of itself: backend, versions, graph breaks
     roofline: dict[ArmName, dict[str, PhaseRoofline]] | None = None
     telemetry: Telemetry | None = None

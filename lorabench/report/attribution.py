@@ -193,7 +193,7 @@ def leave_one_out(records: Sequence[Record], contrasts: Contrasts) -> list[LeftO
 
 def _lattice(records: Sequence[Record]) -> dict[Subset, Record]:
     """Cells by their set of toggles, of the reference that most of them share (leave-one-out has others)."""
-    plain = [r for r in records if r.ablations and r.design != "leave_one_out" and not r.versus]
+    plain = [r for r in records if r.ablations and r.design != "leave_one_out"]
     bases = [frozenset(r.reference) for r in plain]
     common = max(bases, key=bases.count, default=None)
     return {frozenset(r.ablations): r for r, base in zip(plain, bases, strict=True) if base == common}

@@ -25,26 +25,13 @@ class Direct(NamedTuple):
 
 
 def toggles(record: Record) -> str:
-    """The row's name: the toggles under test, of a head to head those of both sides."""
-    own, against = side(record), versus(record)
-    if own:
-        return f"{own} versus {against}" if against else own
-    return f"{against or 'reference'} again (A/A{', separate processes' if record.separate else ''})"
+    """The row's name: the toggles under test."""
+    return " + ".join(record.ablations) or f"reference again (A/A{', separate processes' if record.separate else ''})"
 
 
 def how(record: Record) -> str:
     """Whether two arms of a family met within a process or between processes; '' for a record of schemas 1 and 2."""
     return {"paired": WITHIN, "turns": BETWEEN}.get(record.pairing or "", "") if record.family else ""
-
-
-def side(record: Record) -> str:
-    """The toggles under test; '' for what is measured against itself."""
-    return " + ".join(record.ablations)
-
-
-def versus(record: Record) -> str:
-    """Of a head to head, the side that is the reference; else ''."""
-    return " + ".join(record.versus or ())
 
 
 def trials(record: Record, phases: Phases = WHOLE) -> Phase | None:

@@ -95,8 +95,6 @@ GLOSSARY = {
     "detects": "the smallest true speed-up that as many trials would call faster 4 times out of 5",
     "speed-up": "reference time / candidate time: Hodges–Lehmann centre of the log ratios of paired trials, with a "
     "95 % interval of as many rounds as their autocorrelation leaves; throughput gain is the same and is not repeated",
-    "versus": "two stacks measured against each other, without a third between them: the reference is the side that is "
-    "named last, and the noise floor that of its own A/A",
     "J per 1000 real tokens": "what the whole GPU took while each arm stepped alone for some seconds after the trials",
     "abba": "the arms did not fit together, or a patch reaches beyond its model: separate processes, in A B B A order, "
     "and an interval of the spread between them",
@@ -157,7 +155,6 @@ def page(
         ],
         first=[figures[name] for name in FIRST if name in figures],
         figures=[figure for name, figure in figures.items() if name not in FIRST],
-        head_to_head=shown.head_to_head,
         predicted=shown.predicted,
         claims=shown.claims,
         sources=load_claims(),
@@ -264,7 +261,7 @@ def _choices(records: Sequence[Record]) -> dict[str, list[str]]:
         "model": list(dict.fromkeys(r.model for r in records)),
         "workload": list(dict.fromkeys(r.workload for r in records)),
         "status": list(dict.fromkeys(r.status for r in records)),
-        "toggle": sorted({name for r in records for name in (*r.ablations, *(r.versus or ()))}),
+        "toggle": sorted({name for r in records for name in r.ablations}),
     }
 
 

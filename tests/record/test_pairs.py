@@ -160,13 +160,6 @@ def test_the_arm_that_a_contrast_names_is_found_in_any_order_of_its_toggles(simu
     assert ratio(found) == pytest.approx(1.25, rel=0.01)
 
 
-def test_of_a_head_to_head_both_sides_say_what_they_applied(simulated):
-    one, other = simulated.arm(["a"], notes={"x": 1}), simulated.arm(["b"], notes={"y": 2})
-    other.shown = [shown(["b"], [*BASE, "a"], versus=["a"])]
-    (found,) = (r for r in pairs([simulated.arm(), one, other]) if r.versus)
-    assert found.applied == {"a": 30, "b": 30} and found.notes == {"x": 1, "y": 2}
-
-
 def test_jobs_ranks_energy_and_roofline_stand_by_arm(simulated):
     tokens = {"real": 10, "trained": 9, "padded": 2}
     job = {"r": 8, "tokens": tokens, "adapter_bytes": 5, "optimizer_bytes": 6, "tflop": {"forward": 1.0}}

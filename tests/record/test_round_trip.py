@@ -56,7 +56,7 @@ json_like = st.recursive(
 )
 jobs = full(JobRecord, tokens=tokens, numerics=st.none() | numerics, tflop=st.dictionaries(TEXT, NUMBER, max_size=2))
 optional = {
-    "versus": st.none() | st.lists(TEXT, min_size=1, max_size=3), "family": st.none() | TEXT,
+    "family": st.none() | TEXT,
     "replicate": st.integers(min_value=0), "processes": st.none(),
     "arm": st.none() | ARMS, "rank": st.none() | st.integers(), "tokens": st.none() | tokens,
     "memory": st.none() | st.dictionaries(ARMS, full(ArmMemory)),
@@ -106,7 +106,7 @@ def records(draw: Any) -> Record:
     return Record(**fields, status=status, reason=reason)
 
 
-shown = full(Shown, rung=st.none() | st.integers(1, 9), versus=optional["versus"])
+shown = full(Shown, rung=st.none() | st.integers(1, 9))
 arm_jobs = full(
     ArmJob, tokens=full(ArmTokens), numerics=st.none() | numerics, tflop=st.dictionaries(TEXT, NUMBER, max_size=2)
 )

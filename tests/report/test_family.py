@@ -13,7 +13,7 @@ from lorabench.contract.kind import kind
 from lorabench.record.contrast import contrast
 from lorabench.record.pairs import pairs
 from lorabench.report import __main__ as report
-from lorabench.report import attribution, duels, head_to_head, tables
+from lorabench.report import attribution, tables
 from lorabench.report.analysis import Analysis
 from lorabench.report.rerun import rerun
 from lorabench.report.shares import ShareOf, Shares
@@ -34,7 +34,7 @@ def named(analysis, *own):
     return next(r for r in analysis.records if r.ablations == list(own))
 
 
-# -- ladders, shares and duels ----------------------------------------------------------------------------------------
+# -- ladders, shares, any two of a family ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["in the design", "not in the design"])
@@ -82,18 +82,14 @@ def test_two_stacks_of_a_family_meet_within_a_process_or_between_processes():
     arms = [made.arm(), made.twin(alone=True), made.arm(["a"], 1.5), made.arm(["b"], 1.2)]
     arms += [made.arm(["c"], 1.3, alone=True)]
     analysis = analysed(arms)
-    found = {(d.first, d.second): d for d in duels.each_against_each(analysis.groups[0].records, analysis)}
-    assert {pair: d.how for pair, d in found.items()} == {
-        ("reference", "a"): "within", ("reference", "b"): "within", ("reference", "c"): "between",
-        ("a", "b"): "within", ("a", "c"): "between", ("b", "c"): "between",
-    }  # fmt: skip
+    found = {
+        pair: analysis.contrasts.beside(*(named(analysis, name) for name in pair))
+        for pair in (("a", "b"), ("a", "c"), ("b", "c"))
+    }
+    assert {"".join(pair): d.how for pair, d in found.items()} == {"ab": "within", "ac": "between", "bc": "between"}
     wanted = contrast(totals(arms[3]), totals(arms[2]), paired=True).speedup
-    assert found["a", "b"].ratio == pytest.approx(wanted)
-    assert found["a", "c"].ratio.low < 1.5 / 1.3 < found["a", "c"].ratio.high
-    said = " ".join(
-        text.get_text() for text in duels.matrix(list(found.values())).findobj() if hasattr(text, "get_text")
-    )
-    assert "within one process" in said
+    assert found["a", "b"].contrast.speedup == pytest.approx(wanted)
+    assert found["a", "c"].contrast.low < 1.5 / 1.3 < found["a", "c"].contrast.high
 
 
 def test_sessions_of_a_family_are_combined_and_a_session_without_one_of_the_two_is_not():
@@ -105,17 +101,6 @@ def test_sessions_of_a_family_are_combined_and_a_session_without_one_of_the_two_
     both = analysed(arms)
     assert both.contrasts.beside(named(both, "b"), named(both, "a")).contrast.centre == pytest.approx(1.25, rel=0.01)
     assert both.contrasts.beside(named(both, "a"), named(both, "a")) is None
-
-
-def test_each_number_of_a_head_to_head_says_how_the_two_met():
-    made = Simulated(process=0.01)
-    a, b, c = made.arm(["a"], 1.5, shown=[]), made.arm(["b"], 1.2), made.arm(["c"], 1.1, alone=True)
-    b.shown = [shown(["b"], [*BASE, "a"], versus=["a"])]
-    c.shown = [shown(["c"], [*BASE, own], versus=[own]) for own in ("a", "b")]
-    ((_, headings, rows),) = head_to_head.matrices(analysed([made.arm(), made.twin(alone=True), a, b, c]))
-    cells = {(row[0], name): cell for row in rows for name, cell in zip(headings[1:], row[1:], strict=True)}
-    assert cells["b", "a"].endswith(", within") and cells["a", "b"].endswith(", within")
-    assert cells["c", "b"].endswith(", between")
 
 
 # -- the whole report -------------------------------------------------------------------------------------------------
