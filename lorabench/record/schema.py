@@ -7,6 +7,7 @@ What a record with status `ok` must carry beside its times, its kind says.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -363,6 +364,19 @@ class Record(Strict):
             for arm, ms in zip(ARMS, (total.reference_ms, total.candidate_ms), strict=True)
         )
         return of_reference, of_candidate
+
+    def trials(self, phases: Sequence[str]) -> Phase | None:
+        """The trials of a phase, or the sums of several, trial by trial; None where one of them was not measured."""
+        there = [phase for name in phases if (phase := (self.phases or {}).get(name))]
+        if len(there) != len(phases):
+            return None
+        if len(there) == 1:
+            return there[0]
+        sums: dict[str, list[float] | None] = {}
+        for name in (f"{arm}_ms" for arm in ARMS):
+            lists = [getattr(phase, name) for phase in there]
+            sums[name] = [sum(times) for times in zip(*lists, strict=True)] if all(lists) else None
+        return Phase.model_construct(None, **sums)
 
     @property
     def own_phases(self) -> list[str]:

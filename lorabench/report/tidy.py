@@ -192,7 +192,7 @@ def _shares(records: Sequence[Record], devices: Sequence[str], contrasts: Contra
     found: dict[str, Any] = {}
     shares = Shares(records, devices, contrasts)
     for column in columns(kinds_of(records)):
-        values = [shares.of(r, column) or (*UNKNOWN, None) for r in records]
+        values = [(*s.contrast.speedup, s.paired) if (s := shares.of(r, column)) else (*UNKNOWN, None) for r in records]
         found |= {f"{column.column}{field}": [v[i] for v in values] for i, field in enumerate(SHARE_FIELDS)}
     return found
 
