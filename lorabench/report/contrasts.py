@@ -76,7 +76,7 @@ class Contrasts:
     def beside(self, record: Record, other: Record, phases: Phases = WHOLE) -> Beside | None:
         """The time of the other's candidate / the record's, in the sessions in which both were measured together; of
         two families as far as can be said. None where one of them has no time."""
-        if found := self._shared(record, other, phases):
+        if found := self.shared(record, other, phases):
             return found
         ours, theirs = self.of(record, phases), self.of(other, phases)
         if record is other or ours is None or theirs is None:
@@ -84,7 +84,7 @@ class Contrasts:
         made, paired = across((record, ours), (other, theirs), phases)
         return made and Beside(made, THROUGH if paired else UNPAIRED)
 
-    def _shared(self, record: Record, other: Record, phases: Phases) -> Beside | None:
+    def shared(self, record: Record, other: Record, phases: Phases = WHOLE) -> Beside | None:
         """Over the rounds that both had; None where they never shared one."""
         others = {place_of(r): r for r in self._measured(other)}
         made: list[Record] = []

@@ -43,16 +43,18 @@ class Shares:
         self._least: dict[Any, Record] = {}
         for record in records:
             if not record.is_candidate and record.status == "ok":
-                self._least.setdefault((record.kind, *self._place(record)), record)
+                for place in self._places(record):
+                    self._least.setdefault((record.kind, *place), record)
 
-    def _place(self, record: Record) -> tuple[str, str, str, str | frozenset[str]]:
-        """What a record and what bounds it have in common: the family, or in schemas 1 and 2 the reference."""
-        together = record.family or frozenset(record.reference)
-        return self._device[id(record)], record.model, record.workload, together
+    def _places(self, record: Record) -> list[tuple[str, str, str, Any]]:
+        """What a record and what bounds it have in common: the family, or else the reference."""
+        place = self._device[id(record)], record.model, record.workload
+        return [(*place, together) for together in (record.family, frozenset(record.reference)) if together]
 
     def of(self, record: Record, share: ShareOf) -> Beside | None:
         """None for a record without times and for one that nothing bounds."""
-        least = self._least.get((share.kind.name, *self._place(record)))
+        found = (self._least.get((share.kind.name, *place)) for place in self._places(record))
+        least = next(filter(None, found), None)
         if least is None or not record.is_candidate or record.status != "ok":
             return None
         return self._contrasts.beside(record, least, share.phases)

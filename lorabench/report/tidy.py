@@ -119,8 +119,7 @@ def _row(record: Record, label: str, device: str, took: dict[str, float]) -> dic
 def _processes(record: Record) -> str | None:
     """How many the reference and the candidate had, where they were separate."""
     found = record.trials_by_process
-    said = "" if record.processes else " (assumed)"
-    return " and ".join(str(len(sizes)) for sizes in found) + said if found else None
+    return " and ".join(str(len(sizes)) for sizes in found) if found else None
 
 
 def _least_kinds() -> list[str]:

@@ -15,9 +15,11 @@ from lorabench.record.pairs import pairs
 from lorabench.report import __main__ as report
 from lorabench.report import attribution, tables
 from lorabench.report.analysis import Analysis
+from lorabench.report.page import page
 from lorabench.report.rerun import rerun
 from lorabench.report.shares import ShareOf, Shares
 from lorabench.report.shown import show
+from lorabench.report.words import ratio
 
 WAITS = {"forward": {"label": "host-bound", "device_busy_ms": 5.0}, "backward": {"label": "host-bound"}}
 
@@ -145,6 +147,20 @@ def test_the_report_against_another_arm(folder):
     assert [row["toggle"] for row in first.rows] == ["b", "reference", "frozen_limit"]
 
 
+def test_a_page_has_every_ratio_of_a_family_for_whichever_row_is_clicked(folder, cells_of):
+    """As `against=` shows them, from the same rounds and with the same intervals."""
+    analysis = Analysis.read(folder)
+    cells = cells_of(page(analysis, show(analysis)))
+    found = {one["title"]: {cells[int(n)]["title"]: said for n, said in one["over"].items()} for one in cells}
+    assert found["a"]["b"].endswith("] between") and found["a"]["reference again (A/A)"].endswith("] within")
+    assert not any("c" in own for own in found.values()) and not found["c"], "it failed"
+    over = Analysis.read(folder, against="a")
+    wanted = over.speedup(named(over, "b"))
+    assert found["a"]["b"].startswith(f"{ratio(*wanted)} ")
+    older = [r.model_copy(update={"family": None}) for r in pairs([Simulated().arm(), Simulated().arm(["a"])])]
+    assert not any(cell["over"] for cell in cells_of(page(Analysis(older), show(Analysis(older)))))
+
+
 @pytest.mark.parametrize("command", ["report", "compare"])
 def test_a_wrong_name_costs_one_line_with_the_nearest_and_exit_code_2(folder, command, capsys):
     written(folder.parent / "other", [])
@@ -171,9 +187,9 @@ def test_rows_over_references_of_their_own_have_a_share_of_the_family_s_limit():
     assert row["of_limit"] == pytest.approx(1.8 / 2.0, rel=0.01) and row["family"] == "f"
 
 
-def test_older_records_cannot_be_held_against_another_arm(tmp_path, folder, capsys):
+def test_older_records_cannot_be_held_against_another_arm(tmp_path, capsys):
     made = Simulated()
-    older = [r.model_copy(update={"family": None}) for r in pairs([made.arm(), made.arm(["a"])])]
+    older = pairs([made.arm(numerics=None), made.arm(["a"])])
     assert report.main([str(written(tmp_path / "older", older)), "against=a"]) == 2
     assert "records of schemas 1 and 2 are pairs" in capsys.readouterr().err
 
