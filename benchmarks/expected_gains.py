@@ -44,7 +44,7 @@ def found() -> dict[str, dict[str, list[Seen]]]:
         analysis = Analysis.read(path.parent)
         groups: dict[Any, list[Record]] = defaultdict(list)
         for record in analysis.records:
-            if record.kind == "train" and record.status == "ok" and not record.versus:
+            if record.kind == "train" and record.status == "ok":
                 groups[record.model, record.workload, frozenset(record.reference)].append(record)
         for (name, _, _), records in groups.items():
             for toggle, seen in _of_group(analysis, records, str(path.parent.relative_to(RESULTS))):

@@ -34,10 +34,8 @@ from lorabench.report.attribution_tables import (
 )
 from lorabench.report.claim_tables import claims_frame, judged, ours
 from lorabench.report.claims import AS_RATIO, Claim, Match, Source, load_claims, measured
-from lorabench.report.contrasts import WHOLE
 from lorabench.report.groups import Group
 from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
-from lorabench.report.shares import ratio_of_ratios
 from lorabench.report.shown import show
 from lorabench.report.tables import md
 from lorabench.report.words import interval, number, ratio
@@ -295,9 +293,9 @@ def _duel(analysis: Analysis, folder: str, model: str, workload: str) -> list[st
     mine, others = ([r for r in here if (OURS in r.ablations) == own] for own in (True, False))
     # Of peers that are level the one with the larger ratio: the choice is not to be in our favour.
     ours, peer = fastest(mine, analysis)[0], max(others, key=lambda r: analysis.row(r)["total_speedup"])
-    found = ratio_of_ratios(ours, peer, WHOLE, analysis.contrasts)
+    found = analysis.contrasts.beside(ours, peer)
     assert found is not None
-    faster = f"**{ratio(found.centre, found.low, found.high)} ×**" + ("" if found.paired else " unpaired")
+    faster = f"**{ratio(*found.contrast.speedup)} ×**" + ("" if found.paired else " unpaired")
     base = " in NF4" if "nf4_base" in ours.reference else ""
     where = f"[{model}{base}, {workload.replace('x', ' × ')}](results/{folder}/summary.md)"
     rows = [analysis.row(r) for r in (peer, ours)]

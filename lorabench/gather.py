@@ -20,40 +20,30 @@ if __name__ == "__main__":  # as in sweep.py
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lorabench.contract.names import one_line
 from lorabench.record.schema import ArmRecord
 
-if TYPE_CHECKING:
-    from lorabench.record.store import Line
 
-
-def gathered(here: Sequence[Line], more: Sequence[Line]) -> Iterator[Line]:
-    """What `here` lacks of `more`, which come from one folder. A session of a family (in schemas 1 and 2: of a cell)
-    that `here` has already of another run becomes the next one."""
-    known = {(r.session, *_question(r)) for r in here}
-    became = {(_question(r)[0], r.session): r.replicate for r in here}
+def gathered(here: Sequence[ArmRecord], more: Sequence[ArmRecord]) -> Iterator[ArmRecord]:
+    """What `here` lacks of `more`, which come from one folder. A session of a family that `here` has already of another
+    run becomes the next one."""
+    known = {(r.session, r.family, r.arm) for r in here}
+    became = {(r.family, r.session): r.replicate for r in here}
     taken: dict[str, set[int]] = {}
-    for (question, _), replicate in became.items():
-        taken.setdefault(question, set()).add(replicate)
+    for (family, _), replicate in became.items():
+        taken.setdefault(family, set()).add(replicate)
     places: dict[tuple[str, int], int] = {}
     for record in more:
-        question, arm = _question(record)
-        if (record.session, question, arm) in known:
+        if (record.session, record.family, record.arm) in known:
             continue
-        own = taken.setdefault(question, set())
-        place = question, record.replicate
+        own = taken.setdefault(record.family, set())
+        place = record.family, record.replicate
         if place not in places:
             free = record.replicate if record.replicate not in own else max(own) + 1
-            places[place] = became.get((question, record.session), free)
+            places[place] = became.get((record.family, record.session), free)
             own.add(places[place])
         yield record.model_copy(update={"replicate": places[place]})
-
-
-def _question(record: Line) -> tuple[str, str]:
-    """What is measured again in every session, and which part of it the record is."""
-    return (record.family, record.arm) if isinstance(record, ArmRecord) else (record.key, "")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,12 +52,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folders", type=Path, metavar="FROM", nargs="+", help="a results folder that is read")
     options = parser.parse_args(arguments)
 
-    from lorabench.record.store import RecordError, Store, StoreError, read_lines, read_sessions
+    from lorabench.record.store import RecordError, Store, StoreError, read_arms, read_sessions
 
     try:
-        found = [(folder, read_lines(folder), read_sessions(folder)) for folder in options.folders]
+        found = [(folder, read_arms(folder), read_sessions(folder)) for folder in options.folders]
         with Store(options.into) as store:
-            here = read_lines(options.into)
+            here = read_arms(options.into)
             for folder, records, sessions in found:
                 new = list(gathered(here, records))
                 named = {record.session for record in new}

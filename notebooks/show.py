@@ -59,16 +59,9 @@ def measured_figure(runs: Mapping[str, Analysis], suite: str, name: str) -> None
 
 
 def panels_that(analysis: Analysis, wanted: Callable[[Mark], bool]) -> list[Panel]:
-    """The panels of an analysis with the rows that are wanted; a panel without any is left out. So are the tables of
-    stacks head to head, whose rows have no common reference."""
-    every = [panel for panel in panels_of(analysis) if not isinstance(panel.marks[0].row.get("versus"), str)]
-    kept = [panel._replace(marks=[mark for mark in panel.marks if wanted(mark)]) for panel in every]
+    """The panels of an analysis with the rows that are wanted; a panel without any is left out."""
+    kept = [panel._replace(marks=[mark for mark in panel.marks if wanted(mark)]) for panel in panels_of(analysis)]
     return [panel for panel in kept if panel.marks]
-
-
-def against_reference(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a tidy table without those head to head, each of which has a reference of its own."""
-    return rows[rows["versus"].isna()] if "versus" in rows else rows
 
 
 def _text(value: Any, digits: int) -> str:

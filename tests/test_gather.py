@@ -12,17 +12,17 @@ from lorabench.record.store import Store, read_arms, read_records, read_sessions
 
 def folder(path, session, *keys, replicates=(0,)):
     """A results folder with a record of each key in each session of a run."""
+    names = {f"{session}{replicate or ''}": replicate for replicate in replicates}
+    written(path, [
+        Record(
+            kind="train", key=key, session=name, replicate=replicate, model="m", workload="w", design="solo",
+            reference=[], candidate=[], ablations=[], status="unsupported", reason="why",
+        )
+        for name, replicate in names.items() for key in keys
+    ])  # fmt: skip
     with Store(path) as store:
-        for replicate in replicates:
-            name = f"{session}{replicate or ''}"
+        for name in names:
             store.add_session({"id": name, "commit": "c"})
-            for key in keys:
-                store.append(
-                    Record(
-                        kind="train", key=key, session=name, replicate=replicate, model="m", workload="w",
-                        design="solo", reference=[], candidate=[], ablations=[], status="unsupported", reason="why",
-                    )
-                )  # fmt: skip
     return path
 
 

@@ -238,6 +238,3 @@ def test_what_the_notebooks_show():
         show.table(pd.DataFrame({"a": []}))
         show.figure(None, "Nothing.")
     assert shown == ["| a\\|b | ms |\n| --- | --- |\n| x\\_y | 1.23 |\n|  |  |", "*No row.*", "Nothing."]
-    rows = pd.DataFrame({"toggles": ["a", "a versus b"], "versus": [math.nan, "b"]})
-    assert show.against_reference(rows)["toggles"].tolist() == ["a"]
-    assert len(show.against_reference(rows[["toggles"]])) == 2

@@ -9,16 +9,15 @@ from typing import Any
 
 from lorabench.contract.machine import Machine
 from lorabench.plan.estimate import Seen
-from lorabench.record.schema import TOTAL, ArmRecord
-from lorabench.record.store import Line, read_lines, read_sessions
+from lorabench.record.schema import ArmRecord
+from lorabench.record.store import read_arms, read_sessions
 
 
 def seen_on(machine: Machine, folders: Iterable[Path]) -> Iterator[Seen]:
-    """What was measured in these results folders by sessions on such a machine: by arm, and in records of schemas 1 and
-    2 by pair. Raises RecordError."""
+    """What was measured in these results folders by sessions on such a machine. Raises RecordError."""
     for folder in folders:
         here = {s["id"] for s in read_sessions(folder) if _same(machine, s.get("machine"))}
-        yield from (seen for line in read_lines(folder) if line.session in here and (seen := _seen(line)))
+        yield from (seen for arm in read_arms(folder) if arm.session in here and (seen := _seen(arm)))
 
 
 def trials_share(arms: Iterable[ArmRecord]) -> tuple[float, float]:
@@ -33,16 +32,8 @@ def _same(machine: Machine, other: Any) -> bool:
     return isinstance(other, dict) and all(other.get(fact) == getattr(machine, fact) for fact in facts)
 
 
-def _seen(line: Line) -> Seen | None:
-    if isinstance(line, ArmRecord):
-        toggles, separate, trials = line.toggles, 0 not in line.seats, len(line.rounds)
-    else:
-        total = (line.phases or {}).get(TOTAL)
-        both = total is not None and total.reference_ms and total.candidate_ms
-        toggles, separate, trials = line.candidate, line.separate, len(both or ())
-    if line.cost is None or not trials:
+def _seen(arm: ArmRecord) -> Seen | None:
+    if arm.cost is None or not arm.rounds:
         return None
-    cost = line.cost
-    return Seen(
-        line.kind, line.model, line.workload, frozenset(toggles), separate, cost.wall, cost.trials, trials
-    )  # fmt: skip
+    own, separate, cost = frozenset(arm.toggles), 0 not in arm.seats, arm.cost
+    return Seen(arm.kind, arm.model, arm.workload, own, separate, cost.wall, cost.trials, len(arm.rounds))

@@ -1,4 +1,4 @@
-"""Pairs of arms, made on reading from the lines of schema 3: one record for each contrast that a design shows.
+"""Pairs of arms, made on reading from the arms of a folder: one record for each contrast that a design shows.
 
 All arms of a family share their rounds, so any two of them can be held together. Two that had turns in one process are
 paired in it, round by round. Two that sat apart are paired round by round between processes, and then the process is
@@ -17,6 +17,7 @@ from lorabench.contract.kind import kind
 from lorabench.contract.names import NameUnknown, nearest
 from lorabench.record.schema import (
     ARMS,
+    REFERENCE,
     TOTAL,
     ArmJob,
     ArmName,
@@ -31,7 +32,6 @@ from lorabench.record.schema import (
     Tokens,
 )  # fmt: skip
 
-REFERENCE = "reference"
 AGAINST = "against"  # the design of a record that shows an arm against one that was chosen on reading
 Place = tuple[str, str, int]  # family, session and replicate
 
@@ -111,15 +111,16 @@ class Siblings:
         return self._measured(shown, reference, candidate, self._together(reference, candidate))
 
     def _others(self, base: ArmRecord) -> list[ArmRecord]:
-        """What was measured of another stack than the base's; the twin adds nothing to the reference."""
-        stack = set(base.toggles)
-        return [a for a in self.arms if a.status == "ok" and a is not self.twin and set(a.toggles) != stack]
+        """What was measured, and judged, of another stack than the base's; the twin adds nothing to the reference."""
+        others = (a for a in self.arms if a.status == "ok" and a is not self.twin)
+        others = (a for a in others if set(a.toggles) != set(base.toggles))
+        return [a for a in others if self._numerics(a) or "numerics" not in kind(a.kind).carries]
 
     def _over(self, base: ArmRecord, arm: ArmRecord) -> Shown:
         """An arm whose toggles are all in the base too is under test by its name."""
         own = [toggle for toggle in arm.toggles if toggle not in base.toggles] or [arm.arm]
         key = _key(arm.family, *sorted(arm.toggles), AGAINST, *sorted(base.toggles))
-        return Shown(key=key, design=AGAINST, rung=None, ablations=own, against=base.toggles, versus=None)
+        return Shown(key=key, design=AGAINST, rung=None, ablations=own, against=base.toggles)
 
     def _floor_between(self, arm: ArmRecord, shown: Shown) -> Record | None:
         """The noise floor between processes: the twin's own seats over the reference in the seat that both share."""
@@ -155,14 +156,12 @@ class Siblings:
 
     def _measured(self, shown: Shown, reference: ArmRecord, candidate: ArmRecord, found: Together) -> Record:
         both = {"reference": reference, "candidate": candidate}
-        told = [*(both.values() if shown.versus else [candidate])]
         return Record(
             **_contents(shown, candidate), **_of_both(both), status="ok", pairing=found.pairing,
             processes=found.processes, phases=_phases(candidate.kind, found.reference, found.candidate),
             tokens=_tokens(reference.tokens, candidate.tokens), jobs=_jobs(reference, candidate),
-            applied={name: sites for arm in told for name, sites in (arm.applied or {}).items()},
-            notes={name: note for arm in told for name, note in arm.notes.items()}
-            | {name: arm.said for name, arm in both.items() if arm.said},
+            applied=candidate.applied or {},
+            notes=candidate.notes | {name: arm.said for name, arm in both.items() if arm.said},
             numerics=self._numerics(candidate), telemetry=candidate.telemetry,
         )  # fmt: skip
 
@@ -186,6 +185,7 @@ class Siblings:
             times = {"phases": phases, "pairing": "paired"}
         return Record(
             **_contents(shown, candidate), **times, **_of_both(both), status=failed.status, reason=failed.reason,
+            tokens=_tokens(*(own and own.tokens for own in (reference, candidate))) if times else None,
             arm=name, rank=failed.rank, notes=candidate.notes, numerics=failed.numerics,
             telemetry=candidate.telemetry, log=failed.log,
         )  # fmt: skip
@@ -222,11 +222,14 @@ def pairs(arms: Iterable[ArmRecord], against: str | None = None) -> list[Record]
     family without such an arm has no records then. Raises NameUnknown (a ValueError) where no family has it.
     """
     families = by_place(arms).values()
-    if against not in (None, REFERENCE) and not families:
-        raise NameUnknown(f"no arm named {against!r}: records of schemas 1 and 2 are pairs, without any other arm")
-    if against not in (None, REFERENCE) and not any(family.named(against) for family in families):
+    named = [family for family in families if against and family.named(against)]
+    if against not in (None, REFERENCE) and not named:
         raise nearest("arm", against, {REFERENCE, *(arm.arm for family in families for arm in family.arms)})
-    return [record for family in families for record in family.records(against)]
+    made = [record for family in families for record in family.records(against)]
+    if not made and sum(arm.status == "ok" for family in named for arm in family.arms) > len(named):
+        why = "records of schemas 1 and 2 are pairs, whose reference was not judged"
+        raise NameUnknown(f"nothing was measured that can be held against {against!r}: {why}")
+    return made
 
 
 def _parts(name: str) -> frozenset[str]:
@@ -271,7 +274,7 @@ def _contents(shown: Shown, candidate: ArmRecord) -> dict[str, Any]:
         "family": candidate.family, "kind": candidate.kind, "session": candidate.session,
         "replicate": candidate.replicate, "model": candidate.model, "workload": candidate.workload,
         "key": shown.key, "design": shown.design, "rung": shown.rung, "ablations": shown.ablations,
-        "versus": shown.versus, "reference": shown.against, "candidate": candidate.toggles,
+        "reference": shown.against, "candidate": candidate.toggles,
     }  # fmt: skip
 
 
@@ -291,6 +294,8 @@ def _phases(name: str, reference: Side | None, candidate: Side | None) -> dict[s
 
 
 def _total(side: Side, phases: Iterable[str]) -> list[float]:
+    if older := side.times(TOTAL):
+        return older
     there = [times for phase in phases if (times := side.times(phase)) is not None]
     return [math.fsum(turn) for turn in zip(*there, strict=True)]
 

@@ -7,6 +7,7 @@ What a record with status `ok` must carry beside its times, its kind says.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,7 +16,8 @@ from lorabench.contract.kind import kind
 from lorabench.contract.names import NameUnknown
 
 SCHEMA = 3  # of what is written: a line an arm and session
-PAIRS = 2  # of what is shown: two arms held together. Records of schemas 1 and 2 were written so
+PAIRS = 2  # the last schema of which a line was two arms held together
+REFERENCE = "reference"  # the arm's name
 TOTAL = "total"  # the sum of a kind's phases, beside them in `phases`
 
 Status = Literal[
@@ -210,7 +212,6 @@ class Shown(Strict):
     rung: int | None = Field(None, ge=1)  # of a ladder, from 1
     ablations: list[str]  # the toggles under test; empty: the reference against itself
     against: list[str]  # the toggles of the arm that it is held against
-    versus: list[str] | None = Field(None, min_length=1)  # head to head: the other side, named as `ablations` are
 
 
 class ArmTokens(Strict):
@@ -256,7 +257,8 @@ class ArmRecord(Strict):
     rank: int | None = None  # which of an arm's ranks it was
     rounds: list[int] = Field(default_factory=list)
     seats: list[int] = Field(default_factory=list)
-    phases: dict[str, list[Milliseconds]] = Field(default_factory=dict)  # by the kind's phases, in order; no total
+    # By the kind's phases, in order; no total, but in what was made of an older line.
+    phases: dict[str, list[Milliseconds]] = Field(default_factory=dict)
     trials: int = Field(1, ge=1)
     tokens: ArmTokens | None = None
     memory: ArmMemory | None = None
@@ -284,7 +286,7 @@ class ArmRecord(Strict):
             raise ValueError(f"status {self.status} needs a reason")
         if self.status != "ok" and self.phases:
             raise ValueError(f"status {self.status} must not carry times")
-        if strange := [p for p in self.phases if p not in of_kind.phases]:
+        if strange := [p for p in self.phases if p not in (*of_kind.phases, TOTAL)]:
             raise ValueError(f"kind {self.kind} has no phase {strange[0]!r}; it has {', '.join(of_kind.phases)}")
         if any(len(turns) != len(self.rounds) for turns in (self.seats, *self.phases.values())):
             raise ValueError("rounds, seats and phases need lists of one length")
@@ -294,12 +296,10 @@ class ArmRecord(Strict):
 
 
 class Record(Strict):
-    """Two arms held together: an arm of a family beside another, over the rounds that both had; or a line of schema 1
-    or 2, which was written so. `ablations` are the toggles under test; `reference` and `candidate` the complete lists
-    of each arm."""
+    """Two arms of a family held together, over the rounds that both had: made on reading, see pairs.py. `ablations` are
+    the toggles under test; `reference` and `candidate` the complete lists of each arm."""
 
-    schema_: Literal[2] = Field(PAIRS, alias="schema")
-    family: str | None = None  # of arms of schema 3: the family of both
+    family: str | None = None
     kind: str
     key: str  # of the cell's content: resume finds it by this
     session: str  # the sweep run that measured it; environment.json says on which machine
@@ -311,11 +311,10 @@ class Record(Strict):
     reference: list[str]
     candidate: list[str]
     ablations: list[str]  # empty: the reference against itself, the noise floor
-    versus: list[str] | None = Field(None, min_length=1)  # head to head: the reference's side, named as `ablations` are
     status: Status
     reason: str | None = None  # in words a user understands; required unless ok
     arm: ArmName | None = None  # which arm ran out of memory, hung or crashed, where that is known
-    # In one process, trial by trial; in processes of their own round by round; or (older records) A B B A.
+    # In one process, trial by trial; in processes of their own round by round; or in no common round (A B B A).
     pairing: Literal["paired", "turns", "abba"] | None = None
     # Of separate ones: how many trials each made, in their order. Of turns: how many each pair of processes made, and
     # one number where an arm was in a single process throughout.
@@ -328,7 +327,7 @@ class Record(Strict):
     numerics: Numerics | None = None  # of several jobs the one nearest to its limit
     jobs: dict[str, JobRecord] | None = None  # where there are several
     ranks: dict[ArmName, RankSpread] | None = None  # of the arms that step on several
-    applied: dict[str, int] | None = None  # sites changed, per toggle of the candidate (head to head: of both)
+    applied: dict[str, int] | None = None  # sites changed, per toggle of the candidate
     notes: dict[str, Any] = Field(default_factory=dict)  # what a toggle says of itself: backend, versions, graph breaks
     roofline: dict[ArmName, dict[str, PhaseRoofline]] | None = None
     telemetry: Telemetry | None = None
@@ -355,16 +354,22 @@ class Record(Strict):
     @property
     def trials_by_process(self) -> tuple[list[int], list[int]] | None:
         """How many trials each process of the reference and of the candidate made; None where they shared one process
-        or one of them was not measured. Records that do not say had two blocks an arm, with half of the trials each."""
-        total = (self.phases or {}).get(TOTAL)
-        if not self.separate or total is None or not total.reference_ms or not total.candidate_ms:
-            return None
+        or one of them was not measured."""
         said: dict[Any, list[int]] = dict(self.processes or {})
-        of_reference, of_candidate = (
-            said.get(arm) or _halves(len(ms))
-            for arm, ms in zip(ARMS, (total.reference_ms, total.candidate_ms), strict=True)
-        )
-        return of_reference, of_candidate
+        return (said["reference"], said["candidate"]) if len(said) == len(ARMS) else None
+
+    def trials(self, phases: Sequence[str]) -> Phase | None:
+        """The trials of a phase, or the sums of several, trial by trial; None where one of them was not measured."""
+        there = [phase for name in phases if (phase := (self.phases or {}).get(name))]
+        if len(there) != len(phases):
+            return None
+        if len(there) == 1:
+            return there[0]
+        sums: dict[str, list[float] | None] = {}
+        for name in (f"{arm}_ms" for arm in ARMS):
+            lists = [getattr(phase, name) for phase in there]
+            sums[name] = [sum(times) for times in zip(*lists, strict=True)] if all(lists) else None
+        return Phase.model_construct(None, **sums)
 
     @property
     def own_phases(self) -> list[str]:
@@ -372,35 +377,18 @@ class Record(Strict):
         return [p for p in self.phases or {} if p != TOTAL]
 
     @model_validator(mode="after")
-    def _fields_follow_status(self) -> Record:
-        try:
-            of_kind = kind(self.kind)
-        except NameUnknown as error:  # a third party's kind, whose package is not here
-            raise ValueError(f"{error}; install the package that brings this kind") from None
+    def _fields_follow_kind(self) -> Record:
+        """What a kind asks of a pair; all else its arms have been held to."""
         if self.status == "ok":
-            missing = [f for f in ("phases", "applied", "pairing", *of_kind.carries) if getattr(self, f) is None]
-            if missing or (self.numerics and not self.numerics.passed):
-                raise ValueError(f"status ok needs {missing or 'numerics that passed'}")
-            if strange := [p for p in self.own_phases if p not in of_kind.phases]:
-                raise ValueError(f"kind {self.kind} has no phase {strange[0]!r}; it has {', '.join(of_kind.phases)}")
-        elif not self.reason:
-            raise ValueError(f"status {self.status} needs a reason")
-        if self.pairing in ("paired", "turns") and self.status == "ok":
+            missing = [
+                f for f in ("phases", "applied", "pairing", *kind(self.kind).carries) if getattr(self, f) is None
+            ]
+            if missing:
+                raise ValueError(f"status ok needs {missing}")
+        if self.status == "ok" and self.pairing != "abba":
             for name, phase in (self.phases or {}).items():
-                if name in of_kind.optional and None in (phase.reference_ms, phase.candidate_ms):
+                if name in kind(self.kind).optional and None in (phase.reference_ms, phase.candidate_ms):
                     continue
                 if len(phase.reference_ms or ()) != len(phase.candidate_ms or ()):
                     raise ValueError(f"{name}: paired trials need lists of one length")
-        for arm, sizes in (self.processes or {}).items():
-            for name, phase in (self.phases or {}).items():
-                if (times := getattr(phase, f"{arm}_ms")) is not None and len(times) != sum(sizes):
-                    raise ValueError(
-                        f"{name}: the {arm}'s processes made {sum(sizes)} trials, its list has {len(times)}"
-                    )
-        if self.phases is not None and self.status not in ("ok", "oom"):
-            raise ValueError(f"status {self.status} must not carry times")
         return self
-
-
-def _halves(trials: int) -> list[int]:
-    return [half for half in (math.ceil(trials / 2), trials // 2) if half]

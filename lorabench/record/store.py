@@ -16,16 +16,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lorabench.record import older
 from lorabench.record.environment import Environment
-from lorabench.record.older import upgraded
-from lorabench.record.pairs import REFERENCE, pairs
-from lorabench.record.schema import PAIRS, SCHEMA, ArmRecord, Record
+from lorabench.record.pairs import pairs
+from lorabench.record.schema import SCHEMA, ArmRecord, Record
 
 RECORDS = "records.jsonl"
 ENVIRONMENT = "environment.json"
-Line = ArmRecord | Record  # the latter in folders of schemas 1 and 2
-# What `append` writes: read without a detour through Python's dictionaries.
-_FORMS: dict[bytes, type[Line]] = {b'{"schema":%d,' % PAIRS: Record, b'{"schema":%d,' % SCHEMA: ArmRecord}
+TODAYS = b'{"schema":%d,' % SCHEMA  # how a line begins that `append` wrote
 
 
 class RecordError(ValueError):
@@ -40,31 +38,21 @@ def read_records(path: Path, against: str | None = None) -> list[Record]:
     """The pairs of arms in a folder (or in a records.jsonl): a cell that was measured in several sessions has several.
 
     against: the name of an arm over which all others of its family are shown, see `pairs`. Raises NameUnknown where
-    there is none, and RecordError as `read_lines` does.
+    there is none, and RecordError as `read_arms` does.
     """
-    return records_of(read_lines(path), against)
+    return records_of(read_arms(path), against)
 
 
-def records_of(lines: Sequence[Line], against: str | None = None) -> list[Record]:
-    """The pairs of arms in these lines. A line that is a pair already is one; it cannot be shown over another arm."""
+def records_of(arms: Sequence[ArmRecord], against: str | None = None) -> list[Record]:
+    """The pairs of these arms."""
     try:
-        made = pairs(arms_of(lines), against)
-    except ValidationError as error:  # each line is right by itself, and lacks what its kind asks of a pair
+        return pairs(arms, against)
+    except ValidationError as error:  # each arm is right by itself, and lacks what its kind asks of a pair
         raise RecordError(f"two arms do not make a pair: {_first(error, 'the pair')}") from None
-    return made if against not in (None, REFERENCE) else [*(r for r in lines if isinstance(r, Record)), *made]
-
-
-def arms_of(lines: Sequence[Line]) -> list[ArmRecord]:
-    return [line for line in lines if isinstance(line, ArmRecord)]
 
 
 def read_arms(path: Path) -> list[ArmRecord]:
-    """The arms in a folder; lines of schemas 1 and 2 are none. Raises RecordError as `read_lines` does."""
-    return arms_of(read_lines(path))
-
-
-def read_lines(path: Path) -> list[Line]:
-    """All lines of a folder (or of a records.jsonl), as they were written.
+    """All arms of a folder (or of a records.jsonl), in the order of its lines; one of schema 1 or 2 has two.
 
     Raises RecordError for a line that is no record. A last line without its newline is a write that was cut off:
     it is left out here and repaired by `Store`.
@@ -74,7 +62,7 @@ def read_lines(path: Path) -> list[Line]:
         found = "no regular file" if path.exists() else "no such file"
         raise RecordError(f"{path}: {found}; expected the {RECORDS} that a sweep writes into its output")
     lines = path.read_bytes().split(b"\n")[:-1]
-    return [_parse(line, path, number) for number, line in enumerate(lines, start=1)]
+    return [arm for number, line in enumerate(lines, start=1) for arm in _parse(line, path, number)]
 
 
 def read_sessions(folder: Path) -> list[dict[str, Any]]:
@@ -98,15 +86,12 @@ def _first(error: ValidationError, otherwise: str) -> str:
     return f"{where}: {first['msg']}"
 
 
-def _parse(line: bytes, path: Path, number: int) -> Line:
+def _parse(line: bytes, path: Path, number: int) -> list[ArmRecord]:
     try:
-        if form := next((form for start, form in _FORMS.items() if line.startswith(start)), None):
-            return form.model_validate_json(line)
-        other = _other(line)
-        if other is None:
-            return ArmRecord.model_validate_json(line)
-        if (schema := other.get("schema", SCHEMA)) in (PAIRS, SCHEMA):
-            return (Record if schema == PAIRS else ArmRecord).model_validate(other)
+        if line.startswith(TODAYS) or (other := _other(line)) is None:
+            return [ArmRecord.model_validate_json(line)]
+        if (schema := other[0].get("schema", SCHEMA)) == SCHEMA:
+            return [ArmRecord.model_validate(arm) for arm in other]
         wrong = f"schema {schema}: this lorabench reads schemas 1 to {SCHEMA}"
     except ValidationError as error:
         wrong = _first(error, "the line")
@@ -116,30 +101,29 @@ def _parse(line: bytes, path: Path, number: int) -> Line:
     )
 
 
-def _other(line: bytes) -> dict[str, Any] | None:
-    """A record of schema 1 as one of schema 2, and one that another program wrote as it is; None where the line is
-    none, which the schema then says."""
+def _other(line: bytes) -> list[dict[str, Any]] | None:
+    """The arms of an older line, and one that another program wrote as it is; None where the line is none, which the
+    schema then says."""
     try:
         found = json.loads(line)
-        return upgraded(found) if isinstance(found, dict) else None
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        return older.arms(found) if isinstance(found, dict) else None
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
 
 
-def _encoded(record: Line) -> bytes:
+def _encoded(record: ArmRecord) -> bytes:
     """The record's line, proved to be readable: a toggle's notes may hold what JSON cannot."""
-    form = type(record)
     try:
         line = record.model_dump_json(by_alias=True, exclude_none=True).encode()
-        form.model_validate_json(line)
+        ArmRecord.model_validate_json(line)
         return line
     except (ValueError, TypeError, RecursionError) as error:  # pydantic's and Unicode's errors are ValueErrors
-        own = ["replicate", *(name for name, field in form.model_fields.items() if field.is_required())]
+        own = ["replicate", *(name for name, field in ArmRecord.model_fields.items() if field.is_required())]
         words = " ".join(str(error).split())[:300].encode(errors="replace").decode()
         reason = f"it was measured, but its record cannot be written as JSON (its notes?): {words}"
         fields: dict[str, Any] = {name: getattr(record, name) for name in own}
         fields |= {"status": "crash", "reason": reason}
-        crash = form(**fields)
+        crash = ArmRecord(**fields)
         return crash.model_dump_json(by_alias=True, exclude_none=True).encode()
 
 
@@ -203,9 +187,9 @@ class Store:
     def arms(self) -> list[ArmRecord]:
         return read_arms(self.folder)
 
-    def append(self, record: Line) -> None:
+    def append(self, record: ArmRecord) -> None:
         """Add one line and wait until it is on the disk. On failure the file is cut back to what it was. A record that
-        could not be read again is stored as a crash that says so. A pair comes from an older folder (gather)."""
+        could not be read again is stored as a crash that says so."""
         line = _encoded(record) + b"\n"
         path = self.folder / RECORDS
         size = None
@@ -219,7 +203,7 @@ class Store:
             if size is not None:
                 os.truncate(path, size)
             raise StoreError(
-                f"{path} cannot be written: {error.strerror}; the {len(read_lines(self.folder))} records in it are "
+                f"{path} cannot be written: {error.strerror}; the {len(self.arms())} records in it are "
                 f"safe, run the same command again to continue"
             ) from None
 

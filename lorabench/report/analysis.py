@@ -14,7 +14,7 @@ import pandas as pd
 from lorabench.contract.names import NameUnknown
 from lorabench.record.contrast import Speedup
 from lorabench.record.schema import ArmRecord, Record
-from lorabench.record.store import arms_of, read_lines, read_sessions, records_of
+from lorabench.record.store import read_arms, read_sessions, records_of
 from lorabench.report.claims import Match, match
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.groups import Group, groups
@@ -52,12 +52,12 @@ class Analysis:
         """Of a results folder, see `read_records`. Raises RecordError where it cannot be read, and NameUnknown where no
         arm is called `against`; both are ValueErrors."""
         with collector_paused():
-            lines = read_lines(Path(folder))
+            arms = read_arms(Path(folder))
             try:
-                records = records_of(lines, against)
+                records = records_of(arms, against)
             except NameUnknown as error:
                 raise NameUnknown(f"{folder}: {error}") from None
-            return cls(records, read_sessions(Path(folder)), salt, arms_of(lines), against)
+            return cls(records, read_sessions(Path(folder)), salt, arms, against)
 
     @cached_property
     def devices(self) -> list[str]:

@@ -9,36 +9,32 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lorabench.record.contrast import Contrast, Speedup, combined, contrast
+from lorabench.record.contrast import Contrast, Speedup, combined
 from lorabench.record.schema import ARMS, DID_NOT_APPLY, TOTAL, ArmMemory, Record
-from lorabench.report.contrasts import Contrasts, toggles
-from lorabench.report.shares import reference_waits
+from lorabench.report.contrasts import Beside, Contrasts, how, toggles
 
 Subset = frozenset[str]
 
 
 class Rung(NamedTuple):
-    """One step of a ladder. `below`: the rung that it stands on, None for the reference. increment: this rung against
-    that one; None where either has no time. base: the toggles of the ladder's start; cumulative: this rung against it.
-    step, whole: what these two were measured by; None where they are made of other cells' ratios. unpaired: the
-    increment is the ratio of two cells' own times. start, before, after: milliseconds of the ladder's start, of the
-    rung below and of this one; NaN where unknown. trials: of the cells that these numbers are of, in the one that has
-    the fewest."""
+    """One step of a ladder. `record`: of all so far over the ladder's start. `below`: the rung that it stands on, None
+    for the start. cumulative: this rung against the start; increment: against the one below; None where either has no
+    time. step: the record that the increment is of; None where no design shows it. unpaired: the increment is the ratio
+    of two rungs' own times. start, before, after: milliseconds of the ladder's start, of the rung below and of this
+    one; NaN where unknown. trials: of the contrasts, in the one that has the fewest."""
 
     added: str
     record: Record
     below: Record | None
-    base: list[str]
     cumulative: Speedup | None
     increment: Speedup | None
     step: Record | None
-    whole: Record | None
     unpaired: bool
     start: float
     before: float
@@ -80,62 +76,39 @@ class Shapley(NamedTuple):
 def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
     """The rungs of a ladder from the lowest, failed ones included; [] without one.
 
-    A rung was measured against the reference, against the rung below it, or both. What
-    was not measured is made of the other: an increment is then the ratio of two cumulative ratios, and a cumulative
-    ratio the product of the increments. Milliseconds are those of the reference beside the highest stack that was
-    measured over it, divided by each rung's own ratio: so they add up, whatever the machine did between two cells.
-
-    Rungs of one family shared rounds: an increment is then their contrast over these, whether the design shows it or
-    not. In records of schemas 1 and 2 a start that waits for its host would bring the host's noise into every increment
-    twice. There an increment is the ratio of the two cells' own times, unpaired, and milliseconds are the medians of
-    these.
+    Each rung was measured over the start. Its increment is its contrast with the rung below, whether the design shows
+    that or not. Milliseconds are those of the start beside the highest rung, divided by each rung's own ratio: so they
+    add up. Where rungs did not share rounds and have only their own times, these are the milliseconds.
     """
-    steps = _steps(records)
-    wholes = _wholes(records, steps)
-    numbers = sorted(wholes.keys() | steps.keys())
-    start = _start([*(wholes[n] for n in numbers[::-1] if n in wholes), *(steps[n] for n in numbers[:1] if n in steps)])
-    base = (steps.get(numbers[0]) or wholes[numbers[0]]).reference if numbers else []
-    waits = any(map(_start_waits, wholes.values()))
+    wholes = {r.rung or len(r.ablations): r for r in records if r.design == "ladder" and r.ablations}
+    steps, found = _steps(records), list[tuple[Record, Record | None, Beside | None]]()
+    for n, whole in sorted(wholes.items()):
+        below = _below([lower for lower, _, _ in found])
+        shown = contrasts.of(steps[n]) if n in steps else None
+        if n in steps:
+            step = shown and Beside(shown, how(steps[n]))
+        else:
+            step = contrasts.beside(whole, below) if below else None
+        found.append((whole, below, step))
+    start = next(
+        (ms for whole, _, _ in reversed(found) if math.isfinite(ms := _median(whole, "reference_ms"))), math.nan
+    )
+    unpaired = any(step and not step.paired for _, _, step in found)
+    after: dict[int, float] = {}  # by the identity of a rung's record
     rungs: list[Rung] = []
-    reached: dict[int, Contrast | None] = {}  # over the reference, by the identity of a rung's record
-    for n in numbers:
-        record, whole = steps.get(n) or wholes[n], wholes.get(n)
-        lower = _below(rungs, record)
-        below = lower.record if lower else None
-        under = reached[id(below)] if below else None
-        own = contrasts.of(whole) if whole else None
-        shared = contrasts.beside(whole, lower.whole) if whole and lower and lower.whole and n not in steps else None
-        step = contrasts.of(steps[n]) if n in steps else shared and shared.contrast
-        paired = True
-        if lower is None:  # the start is what it stands on
-            own = step = own or step
-        elif under and step and not own:
-            own = under.product(step)
-        elif under and own and whole and not step:
-            direct = _direct(lower.whole, whole) if waits and lower.whole else None
-            step, paired = direct or own.difference(under), direct is None
-        reached[id(record)] = own
-        after = start / own.centre if own else math.nan
-        if own and whole and waits and not steps:
-            after = _median(whole, "candidate_ms")
-        added = " + ".join(a for a in record.ablations if below is None or a not in below.candidate) or toggles(record)
-        trials = min((c.trials for c in (own, step) if c), default=0)
+    for n, (whole, below, step) in zip(sorted(wholes), found, strict=True):
+        own = contrasts.of(whole)
+        increment = step.contrast if step else own if below is None else None
+        after[id(whole)] = _median(whole, "candidate_ms") if unpaired else start / own.centre if own else math.nan
+        before = after[id(below)] if below else start
+        added = " + ".join(a for a in whole.ablations if below is None or a not in below.candidate) or toggles(whole)
+        trials = min((c.trials for c in (own, increment) if c), default=0)
         rungs.append(
-            Rung(added, record, below, base, own and own.speedup, step and step.speedup,
-                 steps.get(n) or (None if below else whole), whole or (None if below else steps.get(n)),
-                 not paired, start, lower.after if lower else start, after, trials)
+            Rung(added, whole, below, own and own.speedup, increment and increment.speedup,
+                 whole if below is None else steps.get(n), bool(step and not step.paired), start, before,
+                 after[id(whole)], trials)
         )  # fmt: skip
     return rungs
-
-
-def _wholes(records: Sequence[Record], steps: Mapping[int, Record]) -> dict[int, Record]:
-    """Stacks over the reference, by their rung; of steps that is the end alone, which stands on the highest."""
-    found = {r.rung or len(r.ablations): r for r in records if r.design == "ladder" and r.ablations}
-    for record in records:
-        if record.design == "steps" and record.rung is None and record.ablations:
-            same = [n for n, r in steps.items() if set(r.candidate) == set(record.candidate)]
-            found |= dict.fromkeys(same[-1:], record)
-    return found
 
 
 def _steps(records: Sequence[Record]) -> dict[int, Record]:
@@ -143,42 +116,14 @@ def _steps(records: Sequence[Record]) -> dict[int, Record]:
     return {r.rung: r for r in records if r.design == "steps" and r.rung is not None}
 
 
-def _start(cells: Sequence[Record]) -> float:
-    """Milliseconds of the reference in the first of the cells that has any."""
-    return next((ms for r in cells if math.isfinite(ms := _median(r, "reference_ms"))), math.nan)
+def _below(lower: Sequence[Record]) -> Record | None:
+    """The nearest lower rung that did apply: one that did not is no part of those above it."""
+    return next((r for r in reversed(lower) if r.status not in DID_NOT_APPLY), None)
 
 
-def _direct(below: Record, record: Record) -> Contrast | None:
-    """The ratio of two cells' own times."""
-    before, after = (_times(r, "candidate_ms") for r in (below, record))
-    return contrast(before, after, paired=False) if before and after else None
-
-
-def _start_waits(record: Record) -> bool:
-    """Whether the reference spends most of its time in phases that wait for the host: a short one does
-    on any machine."""
-    whole = _median(record, "reference_ms")
-    mine = [p for p in record.phases or {} if reference_waits(record, (p,))]
-    return sum(_median(record, "reference_ms", p) for p in mine) > whole / 2
-
-
-def _median(record: Record, name: str, phase: str = TOTAL) -> float:
-    ms = _times(record, name, phase)
+def _median(record: Record, name: str) -> float:
+    ms = getattr((record.phases or {}).get(TOTAL), name, None)
     return float(np.median(ms)) if ms else math.nan
-
-
-def _times(record: Record, name: str, phase: str = TOTAL) -> list[float]:
-    """[] where there are none."""
-    return getattr((record.phases or {}).get(phase), name, None) or []
-
-
-def _below(lower: Sequence[Rung], record: Record) -> Rung | None:
-    """The nearest lower rung that did apply. One that did not is no part of those above it, as older records, which do
-    not say their rung, show by the toggles that they have."""
-    stood = [r for r in lower if r.record.status not in DID_NOT_APPLY]
-    if record.rung is None:
-        stood = [r for r in lower if set(r.record.ablations) < set(record.ablations)]
-    return stood[-1] if stood else None
 
 
 def leave_one_out(records: Sequence[Record], contrasts: Contrasts) -> list[LeftOut]:
@@ -193,7 +138,7 @@ def leave_one_out(records: Sequence[Record], contrasts: Contrasts) -> list[LeftO
 
 def _lattice(records: Sequence[Record]) -> dict[Subset, Record]:
     """Cells by their set of toggles, of the reference that most of them share (leave-one-out has others)."""
-    plain = [r for r in records if r.ablations and r.design != "leave_one_out" and not r.versus]
+    plain = [r for r in records if r.ablations and r.design != "leave_one_out"]
     bases = [frozenset(r.reference) for r in plain]
     common = max(bases, key=bases.count, default=None)
     return {frozenset(r.ablations): r for r, base in zip(plain, bases, strict=True) if base == common}

@@ -106,7 +106,7 @@ def increment_is_clear(rung: Rung, analysis: Analysis) -> bool:
 
 def cumulative(rung: Rung, analysis: Analysis) -> str:
     """What a rung is over the start, in words; '' without a time."""
-    return told(rung.cumulative, rung.trials, _verdict(rung.whole, analysis))
+    return told(rung.cumulative, rung.trials, _verdict(rung.record, analysis))
 
 
 def _of_row(record: Record, analysis: Analysis) -> str:
@@ -138,8 +138,8 @@ def _of_time(found: Sequence[Match]) -> list[Match]:
 def published(rung: Rung) -> str:
     """The claims about a rung: about its toggle over what it stands on, or about all so far over the start. Where none
     has this baseline, those of another one, which do not compare. '' without any."""
-    stack = [a for a in rung.record.candidate if a not in rung.base]
-    so_far = _of_time(claims.about(rung.record, stack, rung.base))
+    stack = [a for a in rung.record.candidate if a not in rung.record.reference]
+    so_far = _of_time(claims.about(rung.record, stack, rung.record.reference))
     ratios = [(m, rung.increment) for m in claimed_of(rung)] + [(m, rung.cumulative) for m in so_far]
     same = [(m, ours) for m, ours in ratios if not m.differs]
     return "; ".join(dict.fromkeys(_claim(m, ours) for m, ours in same or ratios))

@@ -11,7 +11,6 @@ from lorabench.record.schema import ARMS, TOTAL, UNCHECKED, Record
 from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT, direction, without_figure
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution_tables import AnyTable, attribution_tables
-from lorabench.report.contrasts import side, versus
 from lorabench.report.groups import Group
 from lorabench.report.shares import ShareOf, columns
 from lorabench.report.tidy import kinds_of, phases_of
@@ -19,7 +18,6 @@ from lorabench.report.words import arrow, bounds, interval, noise, number, perce
 
 # The columns, by their headings. Beside these there is one a phase, one a share and one for each kind's throughput.
 TOGGLE = "toggle"
-AGAINST = "reference"
 WHOLE = f"{TOTAL} × [95 %]"
 HOST = "host-bound: ms (host's share), ref → cand"
 SESSIONS = "interval is of"
@@ -54,22 +52,17 @@ class TextGroup(NamedTuple):
 def text_groups(analysis: Analysis) -> list[TextGroup]:
     """The human table of all records, a group a model @ workload (and kind, and reference)."""
     made: list[TextGroup] = []
-    # By kind, and whether head to head, the columns that hold anything: they are the same in all such groups.
-    holds: dict[tuple[str, bool], set[str]] = {}
+    holds: dict[str, set[str]] = {}  # by kind, the columns that hold anything: they are the same in all such groups
     shares = columns(kinds_of(analysis.records))
     for group in analysis.groups:
         records = analysis.ordered(group)
         rows = [_cells(analysis.row(r), r, group, shares) for r in records]
-        filled = holds.setdefault(_layout(group), set(ALWAYS))
+        filled = holds.setdefault(group.kind.name, set(ALWAYS))
         filled |= {c for row in rows for c, text in row.items() if text}
         own = _headings([group.kind], shares)
         made.append(TextGroup(group.title, own, rows, records, attribution_tables(group.records, analysis)))
-    layouts = map(_layout, analysis.groups)
-    return [g._replace(columns=[c for c in g.columns if c in holds[k]]) for g, k in zip(made, layouts, strict=True)]
-
-
-def _layout(group: Group) -> tuple[str, bool]:
-    return group.kind.name, group.head_to_head
+    kinds = [group.kind.name for group in analysis.groups]
+    return [g._replace(columns=[c for c in g.columns if c in holds[k]]) for g, k in zip(made, kinds, strict=True)]
 
 
 def all_columns(found: Sequence[TextGroup], records: Sequence[Record]) -> list[str]:
@@ -92,7 +85,7 @@ def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:
     phases = dict.fromkeys(p for k in kinds for p in k.phases)
     bounded = [s.heading for s in reversed(shares) if set(s.kind.phases) <= set(phases)]
     return [
-        TOGGLE, AGAINST, *map(times, phases), WHOLE, HOST, SESSIONS, *bounded, TIME, MEMORY, THROUGHPUT, ENERGY,
+        TOGGLE, *map(times, phases), WHOLE, HOST, SESSIONS, *bounded, TIME, MEMORY, THROUGHPUT, ENERGY,
         PADDING, BOUND, GRADIENT, UNEQUAL, VERDICT,
     ]  # fmt: skip
 
@@ -110,7 +103,6 @@ def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequenc
     memory = arrow(*_both(row, "{}_peak_gib"))
     return cells | {
         TOGGLE: row["toggles"],
-        AGAINST: versus(record),
         WHOLE: whole(row),
         HOST: _host(row),
         SESSIONS: _sessions(row),
@@ -207,8 +199,7 @@ def _gate(record: Record) -> dict[str, str]:
 def judgement(row: Mapping[Any, Any], record: Record, group: Group) -> str:
     """The last word on a row: verdict, or status and reason; for A/A, what the noise lets us see."""
     if fits_alone(row):
-        names = (versus(record), side(record)) if record.versus else ARMS
-        return "{} does not fit, {} does (oom): ".format(*names) + row["reason"]
+        return "{} does not fit, {} does (oom): ".format(*ARMS) + row["reason"]
     if record.status != "ok":
         return f"{row['status']}: {row['reason']}{_provenance(row)}"
     if not record.is_candidate:

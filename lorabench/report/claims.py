@@ -208,7 +208,7 @@ def match(records: Sequence[Record], sources: Sequence[Source] | None = None) ->
     """Every claim beside every record that tests the same toggles (and model, where the claim names one)."""
     found = []
     for record in records:
-        if not record.is_noise_floor and not record.versus:  # a claim is of toggles, and not of one stack over another
+        if not record.is_noise_floor:
             found += about(record, record.ablations, record.reference, sources)
     return found
 

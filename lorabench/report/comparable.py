@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lorabench.record.older import REFERENCES_APART
 from lorabench.record.pairs import AGAINST
 from lorabench.record.schema import TOTAL, Record
-from lorabench.report.shares import REFERENCES_APART
 from lorabench.report.words import number
 
 # Rows whose references have toggles of their own, by their design.

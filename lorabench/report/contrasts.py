@@ -7,59 +7,38 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lorabench.record.contrast import Contrast, Speedup, contrast, mean, over_sessions
+from lorabench.record.older import across
 from lorabench.record.pairs import by_place, place_of
-from lorabench.record.schema import ARMS, TOTAL, ArmRecord, Phase, Record
+from lorabench.record.schema import TOTAL, ArmRecord, Record
 from lorabench.record.store import RecordError
 from lorabench.report.replicates import Row
 
 Phases = tuple[str, ...]
 WHOLE: Phases = (TOTAL,)
 WITHIN, BETWEEN = "within", "between"  # one process, or processes
+THROUGH, UNPAIRED = "through the reference", "unpaired"  # of two families: see record/older.py
 
 
-class Direct(NamedTuple):
-    """Two arms of a family over the rounds that they shared, and whether that was within a process or between."""
+class Beside(NamedTuple):
+    """How many times as fast one row's candidate is as another's, and how the two met: over the rounds that they
+    shared, within a process or between; or not at all."""
 
     contrast: Contrast
     how: str
 
+    @property
+    def paired(self) -> bool:
+        return self.how != UNPAIRED
+
 
 def toggles(record: Record) -> str:
-    """The row's name: the toggles under test, of a head to head those of both sides."""
-    own, against = side(record), versus(record)
-    if own:
-        return f"{own} versus {against}" if against else own
-    return f"{against or 'reference'} again (A/A{', separate processes' if record.separate else ''})"
+    """The row's name: the toggles under test."""
+    return " + ".join(record.ablations) or f"reference again (A/A{', separate processes' if record.separate else ''})"
 
 
 def how(record: Record) -> str:
     """Whether two arms of a family met within a process or between processes; '' for a record of schemas 1 and 2."""
     return {"paired": WITHIN, "turns": BETWEEN}.get(record.pairing or "", "") if record.family else ""
-
-
-def side(record: Record) -> str:
-    """The toggles under test; '' for what is measured against itself."""
-    return " + ".join(record.ablations)
-
-
-def versus(record: Record) -> str:
-    """Of a head to head, the side that is the reference; else ''."""
-    return " + ".join(record.versus or ())
-
-
-def trials(record: Record, phases: Phases = WHOLE) -> Phase | None:
-    """The trials of a phase, or the sums of several, trial by trial; None where one of them was not measured."""
-    found = [(record.phases or {}).get(name) for name in phases]
-    there = [phase for phase in found if phase is not None]
-    if len(there) != len(found):
-        return None
-    if len(there) == 1:
-        return there[0]
-    sums: dict[str, list[float] | None] = {}
-    for name in (f"{arm}_ms" for arm in ARMS):
-        lists = [getattr(phase, name) for phase in there]
-        sums[name] = [sum(times) for times in zip(*lists, strict=True)] if all(lists) else None
-    return Phase.model_construct(None, **sums)
 
 
 class Contrasts:
@@ -94,9 +73,19 @@ class Contrasts:
         found = self.of(record, phases)
         return found and found.speedup
 
-    def beside(self, record: Record, other: Record, phases: Phases = WHOLE) -> Direct | None:
-        """The time of the other's candidate / the record's, in the sessions in which both were measured together; None
-        where they never shared a round."""
+    def beside(self, record: Record, other: Record, phases: Phases = WHOLE) -> Beside | None:
+        """The time of the other's candidate / the record's, in the sessions in which both were measured together; of
+        two families as far as can be said. None where one of them has no time."""
+        if found := self.shared(record, other, phases):
+            return found
+        ours, theirs = self.of(record, phases), self.of(other, phases)
+        if record is other or ours is None or theirs is None:
+            return None
+        made, paired = across((record, ours), (other, theirs), phases)
+        return made and Beside(made, THROUGH if paired else UNPAIRED)
+
+    def shared(self, record: Record, other: Record, phases: Phases = WHOLE) -> Beside | None:
+        """Over the rounds that both had; None where they never shared one."""
         others = {place_of(r): r for r in self._measured(other)}
         made: list[Record] = []
         for r in self._measured(record):
@@ -107,7 +96,7 @@ class Contrasts:
             made += [pair] if pair and how(pair) else []
         found = [c for pair in made if (c := self._make(pair, phases))]
         said = BETWEEN if any(how(pair) == BETWEEN for pair in made) else WITHIN
-        return Direct(over_sessions(found), said) if found else None
+        return Beside(over_sessions(found), said) if found else None
 
     def _measured(self, record: Record) -> list[Record]:
         return self._rows.get(id(record), [record])
@@ -118,7 +107,7 @@ class Contrasts:
         return mean(found) if found and len(found) == len(records) else None
 
     def _make(self, record: Record, phases: Phases) -> Contrast | None:
-        found = trials(record, phases)
+        found = record.trials(phases)
         if found is None or not found.reference_ms or not found.candidate_ms:
             return None
         seed = zlib.crc32(f"{self._salt}{record.key}{record.replicate}{record.session}".encode())

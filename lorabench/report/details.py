@@ -7,7 +7,6 @@ from typing import Any
 
 from lorabench.record.schema import ARMS, Energy, JobRecord, Numerics, Phase, RankSpread, Record, Telemetry
 from lorabench.report.analysis import Row
-from lorabench.report.contrasts import versus
 from lorabench.report.rerun import rerun
 from lorabench.report.tidy import GIB, gate_of
 from lorabench.report.words import number, percent, ratio
@@ -23,7 +22,6 @@ def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequen
     facts: dict[str, Fact | None] = {
         "status": f"{record.status}: {record.reason}" if record.reason else record.status,
         "kind": record.kind,
-        "versus": versus(record),
         "reference": " + ".join(record.reference) or "plain",
         "candidate": " + ".join(record.candidate) or "plain",
         "pairing": record.pairing,
@@ -52,7 +50,7 @@ def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequen
         "model": record.model,
         "workload": record.workload,
         "status": record.status,
-        "toggles": [*record.ablations, *(record.versus or ())],
+        "toggles": record.ablations,
         "facts": {name: fact for name, fact in facts.items() if fact},
         "trials": [_trials(r) for r in measured if r.phases],
         "log": record.log or "",

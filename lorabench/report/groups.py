@@ -1,4 +1,4 @@
-"""Records that stand in one table: of one model, workload, kind and reference, or of a head to head against one side.
+"""Records that stand in one table: of one model, workload, kind and reference.
 
 The least work of a kind (a record that is no candidate) stands with the rows that it bounds.
 """
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from lorabench.contract.kind import kind
 from lorabench.record.pairs import REFERENCE
 from lorabench.record.schema import Record
-from lorabench.report.contrasts import versus
 
 
 class Group(NamedTuple):
@@ -21,10 +20,6 @@ class Group(NamedTuple):
     title: str
     kind: Any
     records: list[Record]
-
-    @property
-    def head_to_head(self) -> bool:
-        return self.records[0].versus is not None
 
 
 def groups(records: Iterable[Record], against: str | None = None) -> list[Group]:
@@ -38,10 +33,7 @@ def groups(records: Iterable[Record], against: str | None = None) -> list[Group]
         for name in kinds:
             own = [r for r, home in zip(together, homes, strict=True) if home == name]
             suffix = f", {name}" if len(kinds) > 1 else ""
-            for side in dict.fromkeys(versus(r) for r in own):  # '': what is no head to head
-                head = f", against {side}" if side else chosen
-                members = [r for r in own if versus(r) == side]
-                found += _by_reference(f"{model} @ {workload}{suffix}{head}", name, members)
+            found += _by_reference(f"{model} @ {workload}{suffix}{chosen}", name, own)
     return found
 
 
@@ -94,13 +86,12 @@ class Home(NamedTuple):
     model: str
     workload: str
     kind: str
-    stack: frozenset[str]  # of a head to head the whole reference: no other stack's noise is that of this one
 
 
 def homes(records: Sequence[Record]) -> dict[int, Home]:
     """id(record) → its home, for all records of a folder."""
     return {
-        id(record): Home(model, workload, name, frozenset(record.reference if record.versus else ()))
+        id(record): Home(model, workload, name)
         for (model, workload), members in _alike(records).items()
         for record, name in zip(members, home_kinds(members), strict=True)
     }

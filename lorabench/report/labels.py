@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lorabench.record.schema import Record
-from lorabench.report.contrasts import toggles, versus
+from lorabench.report.contrasts import toggles
 
 
 def labels(records: Sequence[Record], sessions: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -36,7 +36,7 @@ def _alike(records: Sequence[Record], names: Sequence[str]) -> list[list[int]]:
     """Places of the records of one table that have one name."""
     found: dict[Any, list[int]] = {}
     for n, (record, name) in enumerate(zip(records, names, strict=True)):
-        table = record.kind, record.model, record.workload, frozenset(record.reference), versus(record)
+        table = record.kind, record.model, record.workload, frozenset(record.reference)
         found.setdefault((table, name), []).append(n)
     return list(found.values())
 

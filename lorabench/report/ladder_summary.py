@@ -79,7 +79,7 @@ def start_to_end(analysis: Analysis) -> AnyTable:
 
 
 def _ends(own: Ladder, last: Rung, epoch: Epoch | None, analysis: Analysis) -> list[str]:
-    row = analysis.row(last.whole) if last.whole else {}
+    row = analysis.row(last.record)
     before, after = (row.get(f"{arm}_host_share", math.nan) for arm in ARMS)
     ends = [own.title, arrow(last.start, last.after), arrow(before, after, _percent), cumulative(last, analysis)]
     ends.append(arrow(peak(own.rungs[0].record, "reference"), peak(last.record, "candidate")))

@@ -58,7 +58,7 @@ def cases(analysis: Analysis) -> list[Case]:
     note of this name that is none belongs to somebody else's toggle."""
     found = []
     for record in analysis.records:
-        if record.status != "ok" or record.versus or len(record.ablations) != 1 or NOTE not in record.notes:
+        if record.status != "ok" or len(record.ablations) != 1 or NOTE not in record.notes:
             continue
         try:
             layout = Layout.model_validate(record.notes[NOTE])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -46,9 +47,9 @@ from lorabench.report.plots import Drawn
 from lorabench.report.recommendation import Recommendation
 from lorabench.report.shares import columns
 from lorabench.report.shown import Shown
-from lorabench.report.tidy import GIB, kinds_of, overhead_share, phases_of
+from lorabench.report.tidy import GIB, kinds_of, phases_of
 from lorabench.report.tradeoff import GID
-from lorabench.report.words import number
+from lorabench.report.words import number, ratio
 
 CAPTIONS = {
     "tradeoff": "Time against memory: down and to the left is better. What lies on the dashed line no other beats in "
@@ -95,13 +96,12 @@ GLOSSARY = {
     "detects": "the smallest true speed-up that as many trials would call faster 4 times out of 5",
     "speed-up": "reference time / candidate time: Hodges–Lehmann centre of the log ratios of paired trials, with a "
     "95 % interval of as many rounds as their autocorrelation leaves; throughput gain is the same and is not repeated",
-    "versus": "two stacks measured against each other, without a third between them: the reference is the side that is "
-    "named last, and the noise floor that of its own A/A",
     "J per 1000 real tokens": "what the whole GPU took while each arm stepped alone for some seconds after the trials",
     "abba": "the arms did not fit together, or a patch reaches beyond its model: separate processes, in A B B A order, "
     "and an interval of the spread between them",
     "turns": "a patch of an arm reaches beyond its model, so it sat in processes of its own: round by round between "
     "processes, and an interval of the spread between them",
+    "÷": "a click on it shows the group over that row, by the rounds that both had; another click, over the reference",
     "within, between": "two arms over the rounds that they shared, within one process or between processes",
 }
 
@@ -114,12 +114,12 @@ def page(
 ) -> str:
     """The page as text. plots: by name. Everything shown is escaped."""
     records, sessions = analysis.records, analysis.sessions
-    share = overhead_share(records)
     commands = {s["id"]: s.get("command") or [] for s in sessions}
     rows = {id(row.shown): row for row in analysis.rows}
     listed = [record for group in shown.groups for record in group.records]
     place = {id(record): n for n, record in enumerate(listed)}
     marks = {f"{GID}{r.kind}-{r.key}": (place[id(r)], _point(r, analysis.row(r))) for r in listed}
+    over = _over(shown, analysis, place)
     of = CAPTIONS | ({"speedup": CAPTIONS["map"]} if len(analysis.groups) > MANY else {})
     figures = {name: _figure(name, drawn, of[name], marks) for name, drawn in (plots or {}).items()}
     layouts = _layouts(shown)
@@ -141,9 +141,7 @@ def page(
         sessions=[_session(s) for s in sessions],
         counts=_counts(records),
         recommendation=recommendation,
-        overhead=f"{100 * share:.0f} %" if math.isfinite(share) else "",
         trials=shown.trials,
-        wall=number(sum(r.cost.wall for r in records if r.cost) / 60),
         where=_where(sessions),
         answers=[(answer, place[id(answer.record)] if answer.record else None) for answer in answers(analysis)],
         published=published_answer(analysis),
@@ -153,11 +151,11 @@ def page(
         choices=_choices(records),
         tone=_tone,
         details=[
-            detail(r, analysis.row(r), rows[id(r)].measured, commands.get(r.session, [])) for r in listed
+            detail(r, analysis.row(r), rows[id(r)].measured, commands.get(r.session, [])) | {"over": over.get(n, {})}
+            for n, r in enumerate(listed)
         ],
         first=[figures[name] for name in FIRST if name in figures],
         figures=[figure for name, figure in figures.items() if name not in FIRST],
-        head_to_head=shown.head_to_head,
         predicted=shown.predicted,
         claims=shown.claims,
         sources=load_claims(),
@@ -258,13 +256,24 @@ def _sorted_by(analysis: Analysis) -> dict[str, str]:
     }  # fmt: skip
 
 
+def _over(shown: Shown, analysis: Analysis, place: Mapping[int, int]) -> dict[int, dict[int, str]]:
+    """Row → row → how many times as fast the second is as the first, over the rounds that both had, and how they met:
+    what a group shows when its first one is chosen. Of rows that were not measured together there is nothing."""
+    found: dict[int, dict[int, str]] = {}
+    for base, record in (pair for group in shown.groups for pair in itertools.permutations(group.records, 2)):
+        if together := analysis.contrasts.shared(record, base):
+            said = f"{ratio(*together.contrast.speedup)} {together.how}"
+            found.setdefault(place[id(base)], {})[place[id(record)]] = said
+    return found
+
+
 def _choices(records: Sequence[Record]) -> dict[str, list[str]]:
     """What the table can be filtered by."""
     return {
         "model": list(dict.fromkeys(r.model for r in records)),
         "workload": list(dict.fromkeys(r.workload for r in records)),
         "status": list(dict.fromkeys(r.status for r in records)),
-        "toggle": sorted({name for r in records for name in (*r.ablations, *(r.versus or ()))}),
+        "toggle": sorted({name for r in records for name in r.ablations}),
     }
 
 

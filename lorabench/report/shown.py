@@ -15,9 +15,8 @@ from lorabench.plan.estimate import duration
 from lorabench.record.costs import trials_share
 from lorabench.report import comparable
 from lorabench.report.analysis import Analysis
-from lorabench.report.cells import AGAINST, TIME, TOGGLE, AnyTable, TextGroup, all_columns, giving_way, text_groups
+from lorabench.report.cells import TIME, TOGGLE, AnyTable, TextGroup, all_columns, giving_way, text_groups
 from lorabench.report.claim_tables import claim_tables
-from lorabench.report.head_to_head import matrices
 from lorabench.report.packing import packing_tables
 from lorabench.report.words import percent
 
@@ -32,7 +31,6 @@ class Shown(NamedTuple):
     groups: list[TextGroup]
     columns: list[str]
     giving_way: list[str]
-    head_to_head: list[AnyTable]
     predicted: list[AnyTable]
     claims: list[AnyTable]
     trials: str = ""
@@ -42,7 +40,7 @@ def show(analysis: Analysis) -> Shown:
     found, records = text_groups(analysis), analysis.records
     groups = [part for group in found for part in parts(group, analysis)]
     columns = time_first(all_columns(found, records))
-    beside = matrices(analysis), packing_tables(analysis), claim_tables(analysis)
+    beside = packing_tables(analysis), claim_tables(analysis)
     return Shown(groups, columns, giving_way(records), *beside, _trials(analysis))
 
 
@@ -64,7 +62,7 @@ def in_groups(shown: Shown, analysis: Analysis) -> pd.DataFrame:
 
 def time_first(columns: Sequence[str]) -> list[str]:
     """Milliseconds stand before every ratio of them: they say what they are without a reference."""
-    first = (TOGGLE, AGAINST, TIME)
+    first = (TOGGLE, TIME)
     return [c for c in first if c in columns] + [c for c in columns if c not in first]
 
 

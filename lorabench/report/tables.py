@@ -25,7 +25,7 @@ def markdown(shown: Shown) -> str:
         parts += [f"## {md(group.title)}", _md_table(headings, rows)]
         for caption, headings, more in group.tables:
             parts += [f"### {md(caption)}", _md_table(headings, more)]
-    for caption, headings, rows in [*shown.head_to_head, *shown.predicted, *shown.claims]:
+    for caption, headings, rows in [*shown.predicted, *shown.claims]:
         parts += [f"## {md(caption)}", _md_table(list(map(md, headings)), rows)]
     return "\n\n".join([*parts, *([md(shown.trials)] if shown.trials else [])]) + "\n"
 
@@ -61,7 +61,7 @@ def latex(shown: Shown) -> str:
         for caption, headings, rows in [group.table(), *group.tables]:
             title = f"{group.title}: {caption}" if caption else group.title
             parts.append(_tex_table(title, headings, rows))
-    parts += [_tex_table(*table) for table in [*shown.head_to_head, *shown.predicted, *shown.claims]]
+    parts += [_tex_table(*table) for table in [*shown.predicted, *shown.claims]]
     return "\n\n".join(parts) + "\n"
 
 

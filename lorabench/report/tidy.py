@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lorabench.contract.kind import kind, registered
 from lorabench.record import stats
 from lorabench.record.schema import ARMS, TOTAL, ArmMemory, JobRecord, Phase, PhaseRoofline, Record
-from lorabench.report.contrasts import Contrasts, side, versus
+from lorabench.report.contrasts import Contrasts
 from lorabench.report.labels import labels
 from lorabench.report.noise import NoiseFloors
 from lorabench.report.replicates import Row
@@ -53,8 +53,7 @@ def tidy(
     {arm}_host_share: of the time in which the device waited.
     of_limit, _low, _high, _paired: limit's time / candidate's time, both of the limit's phases, and of_limit_forward of
     forward alone (see `shares`). limit: least work, no candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only
-    where a record has several jobs or ranks. side, versus: of a head to head, the sides that are candidate and
-    reference; only where there is one. family: of both arms, only in records that were made of such.
+    where a record has several jobs or ranks. family: of both arms, only in records that were made of such.
     device: from environment.json.
     """
     records = [row.shown for row in rows]
@@ -99,7 +98,6 @@ def _row(record: Record, label: str, device: str, took: dict[str, float]) -> dic
         "workload": record.workload,
         "design": record.design,
         "toggles": label,
-        **({"side": side(record) or None, "versus": versus(record)} if record.versus else {}),
         "reference": " + ".join(record.reference),
         "candidate": " + ".join(record.candidate),
         "noise_record": record.is_noise_floor,
@@ -121,8 +119,7 @@ def _row(record: Record, label: str, device: str, took: dict[str, float]) -> dic
 def _processes(record: Record) -> str | None:
     """How many the reference and the candidate had, where they were separate."""
     found = record.trials_by_process
-    said = "" if record.processes else " (assumed)"
-    return " and ".join(str(len(sizes)) for sizes in found) + said if found else None
+    return " and ".join(str(len(sizes)) for sizes in found) if found else None
 
 
 def _least_kinds() -> list[str]:
@@ -194,7 +191,7 @@ def _shares(records: Sequence[Record], devices: Sequence[str], contrasts: Contra
     found: dict[str, Any] = {}
     shares = Shares(records, devices, contrasts)
     for column in columns(kinds_of(records)):
-        values = [shares.of(r, column) or (*UNKNOWN, None) for r in records]
+        values = [(*s.contrast.speedup, s.paired) if (s := shares.of(r, column)) else (*UNKNOWN, None) for r in records]
         found |= {f"{column.column}{field}": [v[i] for v in values] for i, field in enumerate(SHARE_FIELDS)}
     return found
 
@@ -314,7 +311,7 @@ def overhead_share(records: Sequence[Record]) -> float:
 
 _ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
 _WHERE_PRESENT = {
-    *("family", "side", "versus", "unequal", "jobs", "job_tokens", "job_r", "job_gate"),
+    *("family", "unequal", "jobs", "job_tokens", "job_r", "job_gate"),
     *_ARMS_OF("ranks", "rank_spread", "j_per_ktok"),
 }  # fmt: skip
 
@@ -327,7 +324,7 @@ def _order(records: Sequence[Record]) -> list[str]:
     times = [f"{arm}_{c}" for arm in ARMS for c in ("ms", "ms_low", "ms_high")]
     phases = [TOTAL, *reversed(phases_of(records))]
     return [
-        *("model", "workload", "toggles", "side", "versus", "status", "verdict", "reason"),
+        *("model", "workload", "toggles", "status", "verdict", "reason"),
         *(f"{p}_{c}" for p in phases for c in (*times, "speedup", "low", "high")),
         *(f"{share.column}{field}" for share in columns(kinds_of(records)) for field in SHARE_FIELDS),
         *("sessions", "sessions_tried", "session_low", "session_high", "session_ratios", "reference_moved"),

@@ -210,7 +210,7 @@ def charge(record: ArmRecord, seconds: float) -> None:
 def shown(cell: Cell) -> Shown:
     return Shown(
         key=cell.key, design=cell.design, rung=cell.rung, ablations=[a.label for a in cell.toggles],
-        against=[a.label for a in cell.reference], versus=None,
+        against=[a.label for a in cell.reference],
     )  # fmt: skip
 
 

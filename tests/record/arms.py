@@ -106,11 +106,16 @@ def ladder(simulated: Simulated, speeds: dict[str, float]) -> list[ArmRecord]:
     return made
 
 
+def line_of(one: Any) -> dict[str, Any]:
+    """As it stands in records.jsonl: an arm as it is, a pair as schema 2 had it."""
+    made = json.loads(one.model_dump_json(by_alias=True, exclude_none=True))
+    return made if "schema" in made else {"schema": 2, **{k: v for k, v in made.items() if k != "family"}}
+
+
 def written(folder: Path, arms: Sequence[Any], session: dict[str, Any] | None = None) -> Path:
     """A results folder with these lines; of pairs they are of schema 2, as older sweeps wrote them."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [arm.model_dump_json(by_alias=True, exclude_none=True) for arm in arms]
-    (folder / "records.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "records.jsonl").write_text("".join(f"{json.dumps(line_of(arm))}\n" for arm in arms))
     environment = {"schema": 1, "sessions": [session or {"id": "s1", "commit": "c"}]}
     (folder / "environment.json").write_text(json.dumps(environment))
     return folder

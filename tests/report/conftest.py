@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from record.arms import line_of
 
 from lorabench.record.schema import ARMS, Record
 
@@ -40,7 +41,7 @@ def build_record(
     ablations = list(ablations)
     both = [*reference, *ablations]
     fields = {
-        "schema": 2, "kind": kind, "session": "s1",
+        "kind": kind, "session": "s1",
         "key": f"{model}|{workload}|{design}|{'+'.join(both)}|{'+'.join(ablations)}",
         "model": model, "workload": workload, "design": design, "reference": list(reference), "candidate": both,
         "ablations": ablations, "status": status,
@@ -81,7 +82,7 @@ def faster_host(record, by=2.0):
 
 def as_schema_1(record):
     """A record as the first lorabench wrote it: a limit was a flag, with the reference's step in its total."""
-    old = json.loads(record.model_dump_json(by_alias=True, exclude_none=True)) | {"schema": 1}
+    old = line_of(record) | {"schema": 1}
     if old.pop("kind") == "limit":
         old["limit"] = True
         total = old["phases"]["total"]
@@ -130,8 +131,7 @@ def build_session(session="s1", device="NVIDIA H200", **machine):
 
 def build_folder(folder: Path, records, sessions=None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [r.model_dump_json(by_alias=True, exclude_none=True) for r in records]
-    (folder / "records.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "records.jsonl").write_text("".join(f"{json.dumps(line_of(r))}\n" for r in records))
     environment = {"schema": 1, "sessions": [build_session()] if sessions is None else sessions}
     (folder / "environment.json").write_text(json.dumps(environment))
     return folder

@@ -5,8 +5,12 @@ import math
 
 import numpy as np
 import pytest
+from record.arms import Simulated
+from record.arms import ladder as ladder_of
 
+from lorabench.record.pairs import pairs
 from lorabench.report import attribution
+from lorabench.report.analysis import Analysis
 from lorabench.report.contrasts import Contrasts
 
 
@@ -96,15 +100,23 @@ def test_a_rung_in_the_slot_of_the_one_below_stands_on_it_and_one_that_did_not_a
     assert rungs[3].before == rungs[1].after and math.isnan(rungs[2].after)
 
 
-def test_milliseconds_of_a_ladder_add_up_on_a_machine_that_changes_its_pace(record, on_a_faster_host):
-    steps = [
-        record(list("abc"[: n + 1]), speedup=s, design="ladder", rung=n + 1) for n, s in enumerate((1.2, 2.0, 4.0))
-    ]
-    rungs = attribution.ladder([steps[0], on_a_faster_host(steps[1]), steps[2]], Contrasts())
+def test_milliseconds_of_a_ladder_add_up_on_a_machine_that_changes_its_pace():
+    made = Simulated()
+    made._drift[15:] /= 2  # in the middle of the rounds, which all rungs share
+    arms = ladder_of(made, {"a": 1.2, "b": 2.0, "c": 4.0})
+    analysis = Analysis(pairs(arms), arms=arms)
+    rungs = attribution.ladder(analysis.groups[0].records, analysis.contrasts)
     start = rungs[0].before
     assert start + sum(r.after - r.before for r in rungs) == pytest.approx(rungs[-1].after)
     assert start / rungs[1].after == pytest.approx(2.0, rel=0.02)
     assert not rungs[1].unpaired and rungs[1].increment.centre == pytest.approx(2.0 / 1.2, rel=0.02)
+
+
+def test_rungs_that_shared_no_rounds_on_machines_of_another_pace_have_their_own_times(record, on_a_faster_host):
+    steps = [record(list("ab"[: n + 1]), speedup=s, design="ladder", rung=n + 1) for n, s in enumerate((1.2, 2.0))]
+    rungs = attribution.ladder([steps[0], on_a_faster_host(steps[1])], Contrasts())
+    assert rungs[1].unpaired and rungs[1].increment.centre == pytest.approx(2 * 2.0 / 1.2, rel=0.03)
+    assert rungs[0].before + sum(r.after - r.before for r in rungs) == pytest.approx(rungs[-1].after)
 
 
 def test_shapley_finds_the_cells_that_another_design_has_measured(record):

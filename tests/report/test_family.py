@@ -13,11 +13,13 @@ from lorabench.contract.kind import kind
 from lorabench.record.contrast import contrast
 from lorabench.record.pairs import pairs
 from lorabench.report import __main__ as report
-from lorabench.report import attribution, duels, head_to_head, tables
+from lorabench.report import attribution, tables
 from lorabench.report.analysis import Analysis
+from lorabench.report.page import page
 from lorabench.report.rerun import rerun
 from lorabench.report.shares import ShareOf, Shares
 from lorabench.report.shown import show
+from lorabench.report.words import ratio
 
 WAITS = {"forward": {"label": "host-bound", "device_busy_ms": 5.0}, "backward": {"label": "host-bound"}}
 
@@ -34,7 +36,7 @@ def named(analysis, *own):
     return next(r for r in analysis.records if r.ablations == list(own))
 
 
-# -- ladders, shares and duels ----------------------------------------------------------------------------------------
+# -- ladders, shares, any two of a family ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["in the design", "not in the design"])
@@ -48,7 +50,7 @@ def test_an_increment_is_measured_over_the_rounds_of_both_rungs(listed):
     wanted = contrast(totals(arms[2]), totals(arms[3]), paired=True).speedup
     assert second.increment == pytest.approx(wanted) and not second.unpaired
     assert first.increment.centre == pytest.approx(1.2, rel=0.03)
-    by_way_of_the_start = analysis.contrasts.of(second.whole).difference(analysis.contrasts.of(first.whole)).speedup
+    by_way_of_the_start = analysis.contrasts.of(second.record).difference(analysis.contrasts.of(first.record)).speedup
     assert second.increment.high / second.increment.low < by_way_of_the_start.high / by_way_of_the_start.low
 
 
@@ -72,7 +74,7 @@ def test_the_share_of_the_limit_is_over_the_rounds_that_both_had():
     for phases in (both, forward):
         found = shares.of(named(analysis, "a"), ShareOf(kind("limit"), phases))
         wanted = contrast(totals(arms[3], phases), totals(arms[2], phases), paired=True).speedup
-        assert found[:3] == pytest.approx(wanted)
+        assert found.contrast.speedup == pytest.approx(wanted)
         assert found.paired and found.how == "within"
     assert "unpaired" not in tables.markdown(show(analysis))
 
@@ -82,18 +84,14 @@ def test_two_stacks_of_a_family_meet_within_a_process_or_between_processes():
     arms = [made.arm(), made.twin(alone=True), made.arm(["a"], 1.5), made.arm(["b"], 1.2)]
     arms += [made.arm(["c"], 1.3, alone=True)]
     analysis = analysed(arms)
-    found = {(d.first, d.second): d for d in duels.each_against_each(analysis.groups[0].records, analysis)}
-    assert {pair: d.how for pair, d in found.items()} == {
-        ("reference", "a"): "within", ("reference", "b"): "within", ("reference", "c"): "between",
-        ("a", "b"): "within", ("a", "c"): "between", ("b", "c"): "between",
-    }  # fmt: skip
+    found = {
+        pair: analysis.contrasts.beside(*(named(analysis, name) for name in pair))
+        for pair in (("a", "b"), ("a", "c"), ("b", "c"))
+    }
+    assert {"".join(pair): d.how for pair, d in found.items()} == {"ab": "within", "ac": "between", "bc": "between"}
     wanted = contrast(totals(arms[3]), totals(arms[2]), paired=True).speedup
-    assert found["a", "b"].ratio == pytest.approx(wanted)
-    assert found["a", "c"].ratio.low < 1.5 / 1.3 < found["a", "c"].ratio.high
-    said = " ".join(
-        text.get_text() for text in duels.matrix(list(found.values())).findobj() if hasattr(text, "get_text")
-    )
-    assert "within one process" in said
+    assert found["a", "b"].contrast.speedup == pytest.approx(wanted)
+    assert found["a", "c"].contrast.low < 1.5 / 1.3 < found["a", "c"].contrast.high
 
 
 def test_sessions_of_a_family_are_combined_and_a_session_without_one_of_the_two_is_not():
@@ -105,17 +103,6 @@ def test_sessions_of_a_family_are_combined_and_a_session_without_one_of_the_two_
     both = analysed(arms)
     assert both.contrasts.beside(named(both, "b"), named(both, "a")).contrast.centre == pytest.approx(1.25, rel=0.01)
     assert both.contrasts.beside(named(both, "a"), named(both, "a")) is None
-
-
-def test_each_number_of_a_head_to_head_says_how_the_two_met():
-    made = Simulated(process=0.01)
-    a, b, c = made.arm(["a"], 1.5, shown=[]), made.arm(["b"], 1.2), made.arm(["c"], 1.1, alone=True)
-    b.shown = [shown(["b"], [*BASE, "a"], versus=["a"])]
-    c.shown = [shown(["c"], [*BASE, own], versus=[own]) for own in ("a", "b")]
-    ((_, headings, rows),) = head_to_head.matrices(analysed([made.arm(), made.twin(alone=True), a, b, c]))
-    cells = {(row[0], name): cell for row in rows for name, cell in zip(headings[1:], row[1:], strict=True)}
-    assert cells["b", "a"].endswith(", within") and cells["a", "b"].endswith(", within")
-    assert cells["c", "b"].endswith(", between")
 
 
 # -- the whole report -------------------------------------------------------------------------------------------------
@@ -160,6 +147,20 @@ def test_the_report_against_another_arm(folder):
     assert [row["toggle"] for row in first.rows] == ["b", "reference", "frozen_limit"]
 
 
+def test_a_page_has_every_ratio_of_a_family_for_whichever_row_is_clicked(folder, cells_of):
+    """As `against=` shows them, from the same rounds and with the same intervals."""
+    analysis = Analysis.read(folder)
+    cells = cells_of(page(analysis, show(analysis)))
+    found = {one["title"]: {cells[int(n)]["title"]: said for n, said in one["over"].items()} for one in cells}
+    assert found["a"]["b"].endswith("] between") and found["a"]["reference again (A/A)"].endswith("] within")
+    assert not any("c" in own for own in found.values()) and not found["c"], "it failed"
+    over = Analysis.read(folder, against="a")
+    wanted = over.speedup(named(over, "b"))
+    assert found["a"]["b"].startswith(f"{ratio(*wanted)} ")
+    older = [r.model_copy(update={"family": None}) for r in pairs([Simulated().arm(), Simulated().arm(["a"])])]
+    assert not any(cell["over"] for cell in cells_of(page(Analysis(older), show(Analysis(older)))))
+
+
 @pytest.mark.parametrize("command", ["report", "compare"])
 def test_a_wrong_name_costs_one_line_with_the_nearest_and_exit_code_2(folder, command, capsys):
     written(folder.parent / "other", [])
@@ -186,9 +187,9 @@ def test_rows_over_references_of_their_own_have_a_share_of_the_family_s_limit():
     assert row["of_limit"] == pytest.approx(1.8 / 2.0, rel=0.01) and row["family"] == "f"
 
 
-def test_older_records_cannot_be_held_against_another_arm(tmp_path, folder, capsys):
+def test_older_records_cannot_be_held_against_another_arm(tmp_path, capsys):
     made = Simulated()
-    older = [r.model_copy(update={"family": None}) for r in pairs([made.arm(), made.arm(["a"])])]
+    older = pairs([made.arm(numerics=None), made.arm(["a"])])
     assert report.main([str(written(tmp_path / "older", older)), "against=a"]) == 2
     assert "records of schemas 1 and 2 are pairs" in capsys.readouterr().err
 

@@ -1,6 +1,9 @@
 """The sweeps below a folder, by name."""
 
+import json
+
 import pytest
+from record.arms import line_of
 
 from lorabench.contract.names import NameUnknown
 from lorabench.record.store import RecordError
@@ -9,9 +12,7 @@ from lorabench.report.folders import analyses, sweeps
 
 def write(folder, *records):
     folder.mkdir(parents=True)
-    (folder / "records.jsonl").write_text(
-        "".join(r.model_dump_json(by_alias=True, exclude_none=True) + "\n" for r in records)
-    )
+    (folder / "records.jsonl").write_text("".join(json.dumps(line_of(r)) + "\n" for r in records))
 
 
 @pytest.fixture

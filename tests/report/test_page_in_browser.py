@@ -11,6 +11,7 @@ import shutil
 import numpy as np
 import pytest
 from PIL import Image
+from record.arms import Simulated, written
 
 from lorabench.report import write_report
 
@@ -237,3 +238,22 @@ def test_without_scripts_the_table_and_figures_are_there(opened):
     assert not heading(page, "padding").is_visible()
     page.locator("#more").check()
     assert heading(page, "padding").is_visible()
+
+
+def test_a_click_on_a_row_shows_its_group_over_that_row_and_another_one_over_the_reference(browser, tmp_path):
+    made = Simulated()
+    run = written(tmp_path / "family", [made.arm(), made.twin(), made.arm(["a"], 1.5), made.arm(["b"], 1.2)])
+    write_report(run)
+    page = browser.new_page()
+    page.goto((run / "report.html").as_uri())
+    before, title = column(page, WHOLE), page.locator("tr.group th").first
+    row_a = page.locator("tr[data-cell]").filter(has=page.get_by_role("button", name=re.compile("^a$"))).first
+    over = row_a.locator("button.over")
+    over.click()
+    assert title.inner_text() == "smollm2-135m @ alpaca, over a" and over.get_attribute("aria-pressed") == "true"
+    shown = column(page, WHOLE)
+    assert "1" in shown and any(text.startswith("0.80") and text.endswith("] within") for text in shown), "b over a"
+    assert not any(column(page, "verdict"))
+    over.click()
+    assert column(page, WHOLE) == before and title.inner_text() == "smollm2-135m @ alpaca"
+    page.close()

@@ -127,6 +127,40 @@
   }));
   document.querySelectorAll("svg [data-cell]").forEach(mark => mark.addEventListener("click", () => reveal(mark.dataset.cell)));
 
+  // -- a group over one of its rows: ratios that were computed with the records ------------------------------------------
+
+  const chosen = new Map(); // of a group's body, the row that it is shown over
+  const show = (cell, text) => {
+    cell.before_ ??= [cell.textContent, cell.dataset.value];
+    const [words, number] = text === null ? cell.before_ : [text, String(parseFloat(text))];
+    cell.textContent = words;
+    if (number === undefined || number === "NaN") delete cell.dataset.value; else cell.dataset.value = number;
+  };
+  const over = (body, row) => {
+    const base = row && chosen.get(body) !== row ? row : null;
+    base ? chosen.set(body, base) : chosen.delete(body);
+    const heads = [...body.closest("table").tHead.rows[0].cells];
+    for (const line of [...body.rows].filter(line => line.dataset.cell)) {
+      line.querySelector("button.over")?.setAttribute("aria-pressed", String(line === base));
+      const ratio = line === base ? "1" : base ? cells[base.dataset.cell].over[line.dataset.cell] ?? "" : "";
+      heads.forEach((head, i) => {
+        const name = head.textContent, whole = name === "total × [95 %]"; // what else is over the reference is not shown
+        if (whole || name === "verdict" || name.endsWith(" ×")) show(line.cells[i], base ? (whole ? ratio : "") : null);
+      });
+    }
+    const title = body.rows[0].cells[0];
+    title.before_ ??= title.textContent;
+    title.textContent = title.before_ + (base ? ", over " + cells[base.dataset.cell].title : "");
+  };
+  rows.filter(row => Object.keys(cells[row.dataset.cell].over).length).forEach(row => {
+    const button = add(row.cells[0], "button", "÷");
+    button.type = "button";
+    button.className = "over";
+    button.title = "show this group over this row";
+    button.setAttribute("aria-pressed", "false");
+    button.addEventListener("click", () => over(row.closest("tbody"), row));
+  });
+
   // -- sorting: each group by itself, for rows of two groups do not compare ---------------------------------------------
 
   const original = new Map(rows.map((row, i) => [row, i]));
