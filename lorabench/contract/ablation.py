@@ -149,6 +149,7 @@ class Ablation:
     own_dropout_masks: ClassVar[bool] = False  # draws masks that the gate cannot share: gated at dropout 0
     recomputes: ClassVar[Recomputed | None] = None  # what backward computes again: counted apart from useful work
     global_patch: ClassVar[bool] = False  # changes more than its own model: measured in separate processes
+    switches: ClassVar[tuple[str, ...]] = ()  # torch's own that it sets for its process (contract/switches.py)
     parallel: ClassVar[bool] = False  # its arm steps on `world_size` processes, one a GPU
     tolerance: ClassVar[Tolerance | None] = None
     rank: ClassVar[int] = 0  # `step` wrappers of a higher rank go further outside
