@@ -17,7 +17,7 @@ from lorabench.contract.settings import Code, Settings, Worth
 from lorabench.contract.workload import Workload
 from lorabench_ablations.batching import layout, lengths_of, own_batches, padded_batches, positive
 
-NO_CAPTURE = {"cuda_graph": "packed rows have lengths of their own, and a captured step has one shape"}
+NO_CAPTURE = {"cuda_graph": "packed rows have lengths of their own at every step, and each length would be a graph"}
 FLATTENED = Settings(
     sft={"padding_free": True, "max_length": None},  # TRL refuses a max_length that it would not enforce
     collator=Code("DataCollatorWithFlattening()"),

@@ -291,8 +291,7 @@ def duels(results: Results) -> str:
 def _duel(analysis: Analysis, folder: str, model: str, workload: str) -> list[str]:
     here = _rows(analysis, model, workload)
     mine, others = ([r for r in here if (OURS in r.ablations) == own] for own in (True, False))
-    # Of peers that are level the one with the larger ratio: the choice is not to be in our favour.
-    ours, peer = fastest(mine, analysis)[0], max(others, key=lambda r: analysis.row(r)["total_speedup"])
+    ours, peer = (fastest(some, analysis)[0] for some in (mine, others))
     found = analysis.contrasts.beside(ours, peer)
     assert found is not None
     faster = f"**{ratio(*found.contrast.speedup)} ×**" + ("" if found.paired else " unpaired")

@@ -173,6 +173,7 @@ class Seat:
         """Judge the arm on a shallow model, build it, take its first trial under the audit, warm it up, measure its
         memory. `gate`: whether this process judges it at all; `offered`: another seat's base, for the first arm."""
         self.stacks[name], into, self.idle = stack, Ready(), None
+        self.guard.declare(stack.ablations)
         if offered is not None:
             self.base = Base.opened(offered)
         of_kind: Kind = kind(stack.kind)

@@ -4,11 +4,13 @@ import gc
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import PEFT, arm
 
+from lorabench.contract.switches import SWITCHES
 from lorabench.measure import certificate, fairness, trial
 from lorabench.measure.fairness import Guard, Untrusted
 
@@ -47,6 +49,31 @@ def test_what_would_run_between_the_rounds_where_garbage_is_collected_is_named(a
     monkeypatch.setattr(gc, "callbacks", [*gc.callbacks, print])
     with pytest.raises(Untrusted, match=r"changed gc\.callbacks for the whole process"):
         guard.check()
+
+
+@pytest.mark.parametrize("declared", [(), ("torch.set_float32_matmul_precision",), ("torch.set_flush_denormal",)])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_switch_of_torch_s_is_its_toggle_s_alone_where_it_declares_it(declared, alone):
+    guard, before = Guard(alone), torch.get_float32_matmul_precision()
+    guard.declare([SimpleNamespace(switches=declared)])  # type: ignore[list-item]
+    torch.set_float32_matmul_precision("medium")
+    try:
+        if alone and "torch.set_float32_matmul_precision" in declared:
+            guard.check_all()
+            torch.set_default_dtype(torch.float64)
+            with pytest.raises(Untrusted, match=r"changed torch.s default dtype for the whole process$"):
+                guard.check()
+        else:
+            says = r"switches = \('torch.set_float32_matmul_precision',\)" if alone else "global_patch = True"
+            with pytest.raises(Untrusted, match=f"matmul_precision for the whole process; one that has to says {says}"):
+                guard.check()
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_a_switch_sets_is_watched():
+    assert {name for sets in SWITCHES.values() for name in sets} <= fairness.settings().keys()
 
 
 @pytest.mark.parametrize(
