@@ -1,0 +1,259 @@
+"""Several jobs in one pass: each has the loss and the gradients that it has alone, whatever it is batched with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import InProcess, cells, config, gate_of
+
+from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, conflict
+from lorabench.contract.batch import IGNORE
+from lorabench.contract.kind import kind
+from lorabench.measure.kind import request_of
+from lorabench.measure.machine import describe
+from lorabench.measure.numerics import one_step, share_masks
+from lorabench.measure.seat import WrongNumerics
+from lorabench.measure.trial import run_trial
+from lorabench.plan.compose import plan
+from lorabench.plan.registry import ablation
+from lorabench.run.runner import Runner
+from lorabench_ablations import joint_linears
+
+TOGETHER = ["batched", "batched_packed"]
+NAN_SAFE = ["batched"]  # where rows are packed, SDPA multiplies what its mask leaves out by zero, which NaN survives
+CPU = torch.device("cpu")
+# Ranks, alphas and lengths of their own, padding inside a job, and a job that has fewer micro-batches than another.
+UNEQUAL = (
+    "workload={glue: {samples: 4, batch_size: 2, jobs: ["
+    "{name: few, lora: {r: 3, lora_alpha: 8}, workload: {samples: 2, seq_len: 24}, seed: 4, learning_rate: 3.0e-4}, "
+    "{name: many, lora: {r: 8}, seed: 7}, {name: thin, lora: {r: 1}, workload: {seq_len: 40}}]}}"
+)
+ONE_LENGTH = (
+    "workload={2x16: {jobs: [{name: first, lora: {r: 4}}, {name: second, workload: {batch_size: 1}, seed: 3}]}}"
+)
+
+
+def request(*toggles, workload=UNEQUAL, dropout=0.0):
+    names = ",".join(toggles)
+    made = cells(workload, "dtype=float32", f"lora.lora_dropout={dropout}", f"ablations=[[{names}]]")
+    return request_of(made[-1], "candidate", torch.float32, CPU)
+
+
+def build(wanted):
+    return kind("train").build(wanted)
+
+
+def outcomes(wanted, shared=True):
+    arm = build(wanted)
+    if shared:
+        share_masks(arm.model)
+    return [one_step(arm, step) for step in arm.steps]
+
+
+def alone(wanted):
+    """Each job by plain PEFT, as the only one on its base."""
+    found = []
+    for index in range(len(wanted.jobs)):
+        arm = build(plain(wanted.only(index)))
+        share_masks(arm.model)
+        found.append(one_step(arm))
+    return found
+
+
+def plain(wanted):
+    return replace(wanted, ablations=tuple(ablation(name) for name in ("sdpa", "adamw_foreach", "padding")))
+
+
+def same(got, wanted):
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.gradients.keys() == theirs.gradients.keys()
+        for name, gradient in theirs.gradients.items():
+            torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-3, atol=1e-6)
+        assert ours.update_error is not None and ours.update_error < 1e-3
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("others", [(), ("gradient_checkpointing",), ("group_by_length",), ("save_on_cpu",)], ids=str)
+def test_every_job_is_as_it_is_alone(name, others):
+    wanted = request(name, *others)
+    same(outcomes(wanted), alone(wanted))
+
+
+@pytest.mark.parametrize(
+    ("name", "workload"), [("batched", UNEQUAL), ("batched", ONE_LENGTH), ("batched_packed", ONE_LENGTH)]
+)
+def test_every_job_is_as_it_is_alone_under_one_dropout_mask(name, workload):
+    wanted = request(name, workload=workload, dropout=0.3)
+    same(outcomes(wanted), alone(wanted))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_the_trial_that_is_timed_steps_every_job_as_alone(name):
+    wanted = request(name)
+    arm, others = build(wanted), [build(plain(wanted.only(i))) for i in range(3)]
+    for number in range(3):
+        together = run_trial(arm, number=number)
+        losses = [run_trial(other, number=number).loss for other in others]
+        assert list(together.losses.values()) == pytest.approx(losses, rel=1e-4)
+    assert set(together.device_ms) == {"forward", "backward", "step"}
+    for step, other in zip(arm.steps, others, strict=True):
+        after = dict(other.adapters())
+        for name, parameter in arm.adapters(step):
+            torch.testing.assert_close(parameter, after[name], rtol=1e-3, atol=2e-5)
+    assert [s.optimizer.param_groups[0]["lr"] for s in arm.steps] == [3e-4, 1e-4, 1e-4]
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_an_adapter_without_rows_has_no_gradient_at_all(name):
+    """Zeros would do harm: Adam moves what has a gradient of zero."""
+    arm = build(request(name))
+    (turn,) = arm.turns
+    assert turn.innermost.count == 2 and [len(s.batches) for s in arm.steps] == [1, 2, 2]
+    losses = turn.forward(turn.innermost.micro_batch(1))
+    turn.backward(losses)
+    few, many, thin = ([p.grad for _, p in arm.adapters(step)] for step in arm.steps)
+    assert losses[0] == 0 and all(g is None for g in few)
+    assert all(g is not None and g.abs().sum() > 0 for g in (*many, *thin))
+
+
+@pytest.mark.parametrize("name", NAN_SAFE)
+@pytest.mark.parametrize("where", ["lora_A", "lora_B"])
+def test_a_job_that_is_nan_leaves_the_others_bitwise_alone(name, where):
+    def one(spoilt):
+        arm = build(request(name))
+        if spoilt:
+            with torch.no_grad():
+                for n, p in arm.adapters(arm.steps[1]):
+                    if where in n:
+                        p.fill_(float("nan"))
+        losses = run_trial(arm).losses
+        left = {s.name: {n: (p.detach().clone(), p.grad.clone()) for n, p in arm.adapters(s)} for s in arm.steps}
+        return losses, left
+
+    (losses, left), (wanted, usual) = one(True), one(False)
+    assert losses["many"] != losses["many"]
+    for job in ("few", "thin"):
+        assert losses[job] == wanted[job]
+        assert all(torch.equal(a, b) for n in usual[job] for a, b in zip(left[job][n], usual[job][n], strict=True))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_no_token_sees_another_job_s_or_sample_s(name):
+    arm = build(request(name))
+    (turn,) = arm.turns
+
+    def losses():
+        return turn.forward(turn.innermost.micro_batch(0)).detach()
+
+    before = losses()
+    for step, others in ((0, [1, 2]), (1, [0, 2]), (2, [0, 1])):
+        ids = arm.steps[step].batches[0].inputs["input_ids"]
+        kept = ids.clone()
+        ids.copy_((kept + 1) % 250)
+        after = losses()
+        assert after[step] != before[step] and torch.equal(after[others], before[others])
+        ids.copy_(kept)
+
+
+def test_packed_rows_have_no_padding_and_lengths_that_are_equal_lie_side_by_side():
+    arm = build(request("batched_packed"))
+    assert arm.padded == 0 and all(b.inputs["input_ids"].shape[0] == 1 for b in arm.micro_batches)
+    arm = build(request("batched_packed", workload=ONE_LENGTH))
+    (batch,) = arm.micro_batches
+    assert batch.inputs["input_ids"].shape == (3, 16) and "position_ids" not in batch.inputs
+    assert batch.real == 48 and batch.trained == 45
+
+
+def test_padding_is_counted_for_the_job_whose_rows_are_padded():
+    arm = build(request("batched"))
+    for batch in arm.micro_batches:
+        assert batch.real + batch.padded == batch.inputs["input_ids"].numel()
+        assert int(batch.inputs["attention_mask"].sum()) == batch.real
+        assert int((batch.inputs["labels"][:, 1:] != IGNORE).sum()) == batch.trained
+    counts = kind("train").counts(arm)
+    assert sum(c.padded for c in counts.values()) == arm.padded > build(request("sequential")).padded
+
+
+def test_sequential_is_plain_peft():
+    wanted = request("sequential")
+    for one, other in zip(outcomes(wanted), alone(wanted), strict=True):
+        assert one.loss == other.loss
+        assert all(torch.equal(g, other.gradients[n]) for n, g in one.gradients.items())
+
+
+def audited(name, wanted):
+    arm = build(wanted)
+    toggle = ablation(name)
+    return toggle.audit(Evidence(arm, arm.patched[name], {})), toggle.notes(Evidence(arm, arm.patched[name], {}))
+
+
+def test_what_the_audit_says():
+    assert audited("sequential", request("sequential"))[0] == 3
+    sites, notes = audited("batched", request("batched"))
+    assert sites == 3 * 7 and len(notes["joint_batches"]) == 2
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_workload_without_jobs_is_refused(name):
+    with pytest.raises(Unsupported, match="workload has no jobs of its own; expected one with `jobs`"):
+        build(request(name, workload="workload=2x16"))
+
+
+def test_sequential_without_jobs_does_nothing():
+    with pytest.raises(NotApplied, match="no jobs of its own"):
+        audited("sequential", request("sequential", workload="workload=2x16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "says"),
+    [
+        ("batched", "sequential", "both fill the slot jobs"),
+        ("batched", "lora_kernels", "one adapter at a time"),
+        ("batched_packed", "lora_mlp_kernel", "one adapter at a time"),
+        ("batched_packed", "cuda_graph", "one job"),
+        ("batched", "auto_batch_size", "one job alone"),
+        ("batched", "fused_linear_cross_entropy", "one loss for all rows"),
+        ("batched", "ddp", "one job"),
+    ],
+)
+def test_what_cannot_be_combined_is_said_in_one_line(name, other, says):
+    assert says in (conflict([ablation(name), ablation(other)]) or "")
+
+
+def test_packed_rows_cannot_be_padded():
+    with pytest.raises(Unsupported, match="take batched_packed"):
+        build(request("batched", "packing"))
+
+
+@pytest.mark.parametrize("lora", ["use_dora=true", "bias=lora_only"])
+def test_other_adapters_are_refused(lora):
+    with pytest.raises(Exception, match=r"variant of LoRA|bias"):
+        made = plan(config("models=[tiny-llama]", f"lora.{lora}", UNEQUAL, "ablations=[batched]"), "cpu").cells
+        build(request_of(made[-1], "candidate", torch.float32, CPU))
+
+
+def test_the_gate_catches_a_pass_that_gives_rows_another_job_s_adapter(monkeypatch):
+    added = joint_linears._added
+
+    def swapped(linear, part, x):
+        other = {"few": "thin", "thin": "few"}.get(part.adapter, part.adapter)
+        return added(linear, part._replace(adapter=other), x)
+
+    monkeypatch.setattr(joint_linears, "_added", swapped)
+    cell = cells(UNEQUAL, "dtype=float32", "ablations=[batched]")[-1]
+    with pytest.raises(WrongNumerics, match="job few"):
+        gate_of(cell, Path())
+
+
+def test_a_sweep_has_them_in_one_table(tmp_path):
+    chosen = cells("workload=two_jobs", "dtype=float32", f"ablations=[{','.join(TOGETHER)}]")
+    with Runner(InProcess(), describe(), None, "test", 60, tmp_path) as runner:
+        records = [runner.measure(c) for c in chosen]
+    assert {(r.status, r.reason) for r in records} == {("ok", None)}
+    for record in records[1:]:
+        assert all(job.numerics.passed and job.numerics.tensors == 28 for job in record.jobs.values())
+        assert record.tokens.real == 128
