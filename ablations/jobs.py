@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.step import Step
+from lorabench_ablations.batching import positive
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +38,11 @@ class Sequential(Ablation):
 
 @dataclass(frozen=True, kw_only=True)
 class Together(Ablation):
-    """Base: one pass for the rows of all jobs. `packed`: in which layout, see `JointStep`."""
+    """Base: one pass for the rows of several jobs. `packed`: in which layout, see `JointStep`.
+
+    tokens: the jobs' samples are shared out anew over micro-batches of at most so many positions, padding counted;
+    None: as the workload has them. at_a_time: so many jobs go together, in their order; None: all.
+    """
 
     slot: ClassVar[str] = "jobs"
     packed: ClassVar[bool]
@@ -49,17 +54,29 @@ class Together(Ablation):
         "loss": "it gives one loss for all rows, and here each job has its own",
     }
 
+    tokens: int | None = None
+    at_a_time: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, what in (("tokens", self.tokens, "positions"), ("at_a_time", self.at_a_time, "jobs")):
+            if value is not None:
+                positive(name, value, what)
+
     def patch(self, model: nn.Module) -> int:
         from .joint_linears import route
 
         return route(model, MARK)
 
     def join(self, steps: Sequence[Step]) -> list[Step]:
-        from .joint_step import JointStep
-
         if not all(step.name for step in steps):
             raise Unsupported(f"{self.name}: {ONE_JOB}")
-        return [JointStep(steps, getattr(steps[0].model, MARK), packed=self.packed)]
+        router, size = getattr(steps[0].model, MARK), self.at_a_time or len(steps)
+        return [self.joint(steps[i : i + size], router) for i in range(0, len(steps), size)]
+
+    def joint(self, steps: Sequence[Step], router: Any) -> Step:
+        from .joint_step import JointStep
+
+        return JointStep(steps, router, packed=self.packed, tokens=self.tokens)
 
     def audit(self, evidence: Evidence) -> int:
         """The linears in which rows met their own adapters."""
@@ -80,6 +97,11 @@ class Batched(Together):
     summary: ClassVar[str] = "all jobs' rows in one batch, padded to the longest (m-LoRA's BatchLoRA)"
     packed: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens is not None:  # the masks are of micro-batches that the job does not have alone
+            object.__setattr__(self, "own_dropout_masks", True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchedPacked(Together):
@@ -90,6 +112,37 @@ class BatchedPacked(Together):
     packed: ClassVar[bool] = True
     decides: ClassVar[tuple[str, ...]] = ("batching",)
     own_dropout_masks: ClassVar[bool] = True  # of a sample that has no padding beside it
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedMultiLora(BatchedPacked):
+    """lorakernels' `apply_multi` in the same layout: S, dS, dA and dB of all adapters in one launch each, whatever
+    their ranks. chunked_head: each job's loss by our chunked head, where the family's logits are its plain product."""
+
+    name: ClassVar[str] = "fused_multi_lora"
+    summary: ClassVar[str] = "ours: rows of several adapters in one batch, without padding, and a chunked head a job"
+    decides: ClassVar[tuple[str, ...]] = ("batching",)
+    requires: ClassVar[Requires] = Requires(
+        packages={"lorakernels": "pip install lorakernels (in a checkout: pip install ./kernels)"}
+    )
+
+    chunked_head: bool = True
+
+    def patch(self, model: nn.Module) -> int:
+        from .joint_kernels import KernelRouter
+
+        router = KernelRouter(model)
+        setattr(model, MARK, router)
+        return router.linears
+
+    def joint(self, steps: Sequence[Step], router: Any) -> Step:
+        from .joint_kernels import KernelStep
+
+        return KernelStep(steps, router, packed=self.packed, tokens=self.tokens, chunked_head=self.chunked_head)
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        chunked = evidence.arm.turns[0].innermost.chunked  # type: ignore[attr-defined]
+        return super().notes(evidence) | {"loss_of_each_job": "chunked head" if chunked else "of the whole logits"}
 
 
 def _of_jobs(evidence: Evidence) -> int:

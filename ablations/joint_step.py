@@ -6,18 +6,16 @@ A module of its own because it is torch throughout: a list of toggles is to be h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import IGNORE, Batch
 from lorabench.contract.joint import Joint
 from lorabench.contract.step import Step
-
-OWN_WIDTH = "own_width"  # of a job's batch that was padded further: what its longest sample has
+from lorabench_ablations.joint_batches import OWN_WIDTH, flat, shared_out, widened
 
 
 class Part(NamedTuple):
@@ -43,21 +41,27 @@ class Router(Protocol):
 
 class JointStep(Joint):
     """Packed: samples end to end in one row, positions starting again at each, which keeps attention inside a sample;
-    samples that are all of one length lie side by side instead. Else every row is padded to the longest of all."""
+    samples that are all of one length lie side by side instead. Else every row is padded to the longest of all. With
+    `tokens` the samples are shared out anew over micro-batches of at most so many positions."""
 
-    def __init__(self, steps: Sequence[Step], router: Router, *, packed: bool) -> None:
+    def __init__(self, steps: Sequence[Step], router: Router, *, packed: bool, tokens: int | None = None) -> None:
         super().__init__(steps)
-        self.router, self.packed = router, packed
+        self.router, self.packed, self.tokens = router, packed, tokens
         self._items: Tensor | None = None
 
     def lay_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
-        made: list[list[Batch]] = [[] for _ in batches]
-        for number in range(max(map(len, batches))):
-            there = [i for i, own in enumerate(batches) if number < len(own)]
-            laid = (_flat if self.packed else _widened)([batches[i][number] for i in there])
-            for i, batch in zip(there, laid, strict=True):
-                made[i].append(batch)
-        return made
+        own: Sequence[Sequence[Batch]] = batches
+        if self.tokens is not None:
+            own, self.places = shared_out(batches, self.tokens, self.packed)
+        places = self.places or [list(range(len(mine))) for mine in own]
+        there = [dict(zip(at, mine, strict=True)) for at, mine in zip(places, own, strict=True)]
+        made: list[dict[int, Batch]] = [{} for _ in own]
+        for number in sorted({place for at in places for place in at}):
+            jobs = [job for job, mine in enumerate(there) if number in mine]
+            laid = (flat if self.packed else widened)([there[job][number] for job in jobs])
+            for job, batch in zip(jobs, laid, strict=True):
+                made[job][number] = batch
+        return [list(mine.values()) for mine in made]
 
     def joined(self, batches: Sequence[Batch | None]) -> Batch:
         there = [(i, batch) for i, batch in enumerate(batches) if batch is not None]
@@ -86,43 +90,3 @@ class JointStep(Joint):
         if self._items is None:
             self._items = each.new_tensor([step.items for step in self.steps])
         return torch.stack([sums.get(job, nothing) for job in range(len(self.steps))]) / self._items
-
-
-def _widened(batches: Sequence[Batch]) -> list[Batch]:
-    """Batches of several jobs, all as wide as the widest of them."""
-    if any("position_ids" in batch.inputs for batch in batches):
-        raise Unsupported("the jobs' rows are packed, so there is nothing to pad; take batched_packed")
-    width = max(batch.inputs["input_ids"].shape[1] for batch in batches)
-    whole = all(not batch.padded and batch.inputs["input_ids"].shape[1] == width for batch in batches)
-    return [batch if whole else _padded(batch, width) for batch in batches]
-
-
-def _padded(batch: Batch, width: int) -> Batch:
-    ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
-    rows, own = ids.shape
-    mask = batch.inputs.get("attention_mask", torch.ones_like(ids))
-    more = (0, width - own)
-    inputs = {
-        "input_ids": F.pad(ids, more), "labels": F.pad(labels, more, value=IGNORE),
-        "attention_mask": F.pad(mask, more), OWN_WIDTH: own,
-    }  # fmt: skip
-    return Batch(inputs, batch.real, rows * width - batch.real, batch.trained)
-
-
-def _flat(batches: Sequence[Batch]) -> list[Batch]:
-    """Batches of several jobs without padding: each one row, or as they are where all samples have one length."""
-    shapes = [batch.inputs["input_ids"].shape for batch in batches]
-    packed = ["position_ids" in batch.inputs for batch in batches]
-    if not any(packed) and not any(batch.padded for batch in batches) and len({width for _, width in shapes}) == 1:
-        return list(batches)
-    return [batch if done else _row(batch) for batch, done in zip(batches, packed, strict=True)]
-
-
-def _row(batch: Batch) -> Batch:
-    """A padded batch as one row: its real tokens, sample after sample."""
-    ids, labels = batch.inputs["input_ids"], batch.inputs["labels"].clone()
-    real = batch.inputs.get("attention_mask", torch.ones_like(ids)).bool()
-    labels[:, 0] = IGNORE  # in a row it would be predicted from the sample before
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    inputs: dict[str, Any] = {"input_ids": ids[real], "labels": labels[real], "position_ids": positions[real]}
-    return Batch({name: x[None] for name, x in inputs.items()}, batch.real, 0, batch.trained)

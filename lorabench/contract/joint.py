@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # as in step.py
 
 
 class Joint(Step):
-    """One step of several jobs. Their batches of one number are one micro-batch; a job that has fewer batches is not in
-    the later ones. Override `lay_out`, `joined` and `forward`.
+    """One step of several jobs. Override `lay_out`, `joined` and `forward`.
 
-    `steps` are the jobs' own, each with its batches, optimizer and trained tokens; `collated` holds, by micro-batch,
-    what the toggles' `collate` has added to it.
+    `steps` are the jobs' own, each with its batches, optimizer and trained tokens. `places` says of each job in which
+    micro-batch each of its batches is, in ascending order; by default those of one number are one. `collated` holds, by
+    micro-batch, what the toggles' `collate` has added to it.
     """
 
     def __init__(self, steps: Sequence[Step]) -> None:
@@ -30,16 +30,20 @@ class Joint(Step):
         super().__init__(first.model, first.optimizer, (), samples=samples, items=sum(s.items for s in steps))
         self.steps = list(steps)
         self.collated: list[dict[str, Any]] = []
+        self.places: list[list[int]] = []
         self._scales: Tensor | None = None
 
     @property
     def count(self) -> int:
         """Micro-batches of the step."""
-        return max(len(step.batches) for step in self.steps)
+        return 1 + max(max(places) for places in self._places())
+
+    def _places(self) -> list[list[int]]:
+        return self.places or [list(range(len(step.batches))) for step in self.steps]
 
     def lay_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
-        """Each job's batches, on the host, as they are to lie in the joint ones: padded further, or packed. Counts of
-        real and trained tokens stay."""
+        """Each job's batches, on the host, as they are to lie in the joint ones: padded further, packed, or of other
+        samples of the job, with `places` set. A job's real and trained tokens stay. It goes by lengths alone."""
         return [list(own) for own in batches]
 
     def joined(self, batches: Sequence[Batch | None]) -> Batch:
@@ -48,8 +52,13 @@ class Joint(Step):
 
     def micro_batch(self, number: int) -> Batch:
         """The joint batch of this number from 0, of the tokens that the jobs' batches hold now."""
-        made = self.joined([step.batches[number] if number < len(step.batches) else None for step in self.steps])
+        own = (dict(zip(places, s.batches, strict=True)) for places, s in zip(self._places(), self.steps, strict=True))
+        made = self.joined([batches.get(number) for batches in own])
         return replace(made, inputs=made.inputs | self.collated[number]) if number < len(self.collated) else made
+
+    def place(self, index: int, number: int) -> int:
+        """The micro-batch that a job's batch of this number is in."""
+        return self._places()[index][number]
 
     def forward(self, batch: Batch) -> Tensor:
         """(jobs,) losses, each over its own job's trained tokens of the step; of a job without rows 0."""
@@ -75,7 +84,7 @@ class Joint(Step):
 
     def losses_of(self, index: int, outs: Sequence[Tensor]) -> list[Tensor]:
         """Of what `forward` returned for each micro-batch, the losses of one job, one of each of its batches."""
-        return [out[index] for out in outs[: len(self.steps[index].batches)]]
+        return [outs[place][index] for place in self._places()[index]]
 
 
 class Share(Step):
@@ -94,9 +103,9 @@ class Share(Step):
 
     def forward(self, batch: Batch) -> Tensor:
         together: Any = self.joint.innermost
-        number = next(i for i, own in enumerate(self.batches) if own is batch)
-        self._outs = self.joint.forward(together.micro_batch(number))
-        return self._outs[together.steps.index(self.own)]
+        index, number = together.steps.index(self.own), next(i for i, b in enumerate(self.batches) if b is batch)
+        self._outs = self.joint.forward(together.micro_batch(together.place(index, number)))
+        return self._outs[index]
 
     def backward(self, loss: Tensor) -> None:
         assert self._outs is not None  # forward comes first

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import InProcess, cells, config, gate_of
+from helpers import InProcess, cells, config, gate_of, random_samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, conflict
-from lorabench.contract.batch import IGNORE
+from lorabench.contract.batch import IGNORE, pad
 from lorabench.contract.kind import kind
 from lorabench.measure.kind import request_of
 from lorabench.measure.machine import describe
@@ -21,8 +23,9 @@ from lorabench.plan.compose import plan
 from lorabench.plan.registry import ablation
 from lorabench.run.runner import Runner
 from lorabench_ablations import joint_linears
+from lorabench_ablations.joint_batches import shared_out
 
-TOGETHER = ["batched", "batched_packed"]
+TOGETHER = ["batched", "batched_packed", "fused_multi_lora"]
 NAN_SAFE = ["batched"]  # where rows are packed, SDPA multiplies what its mask leaves out by zero, which NaN survives
 CPU = torch.device("cpu")
 # Ranks, alphas and lengths of their own, padding inside a job, and a job that has fewer micro-batches than another.
@@ -257,3 +260,75 @@ def test_a_sweep_has_them_in_one_table(tmp_path):
     for record in records[1:]:
         assert all(job.numerics.passed and job.numerics.tensors == 28 for job in record.jobs.values())
         assert record.tokens.real == 128
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("more", [{"tokens": 150}, {"at_a_time": 2}, {"at_a_time": 1, "tokens": 170}], ids=str)
+def test_micro_batches_of_a_token_budget_and_groups_of_jobs(name, more):
+    words = ",".join(f"{key}:{value}" for key, value in more.items())
+    wanted = request(f"{{{name}:{{{words}}}}}")
+    same(outcomes(wanted), alone(wanted))
+    arm = build(wanted)
+    assert len(arm.turns) == {None: 1, 2: 2, 1: 3}[more.get("at_a_time")]
+    if "tokens" in more:
+        assert len(arm.micro_batches) > 1
+        assert all(b.inputs["input_ids"].numel() <= more["tokens"] for b in arm.micro_batches)
+    assert arm.real == sum(len(s.tokens) for s in arm.samples)
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(2, 30), min_size=1, max_size=6), min_size=1, max_size=4),
+    tokens=st.integers(25, 200),
+    packed=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_sample_is_in_one_micro_batch_and_none_is_too_large(lengths, tokens, packed):
+    jobs = [pad(random_samples(own, seed=i), 2) for i, own in enumerate(lengths)]
+    longest = max(max(own) for own in lengths)
+    if longest > tokens:
+        with pytest.raises(Unsupported, match=f"a sample of {longest} tokens does not fit a micro-batch of {tokens}"):
+            shared_out(jobs, tokens, packed)
+        return
+    made, places = shared_out(jobs, tokens, packed)
+    rows: dict[int, list[int]] = {}
+    for own, at, before in zip(made, places, lengths, strict=True):
+        assert sorted(n for b in own for n in masks(b).sum(1).tolist()) == sorted(before) and at == sorted(set(at))
+        for batch, place in zip(own, at, strict=True):
+            rows.setdefault(place, []).extend(masks(batch).sum(1).tolist())
+    assert sorted(rows) == list(range(len(rows)))
+    assert all((sum(own) if packed else len(own) * max(own)) <= tokens for own in rows.values())
+    if packed:
+        assert len(rows) <= 2 * -(-sum(map(sum, lengths)) // tokens)
+
+
+def masks(batch):
+    return batch.inputs.get("attention_mask", torch.ones_like(batch.inputs["input_ids"]))
+
+
+@pytest.mark.parametrize("given", [{"tokens": 0}, {"at_a_time": "two"}], ids=str)
+def test_a_wrong_parameter_is_one_line(given):
+    with pytest.raises(ValueError, match=r"expected a number of (positions|jobs) above 0"):
+        ablation({"batched": given})
+
+
+def test_a_budget_that_a_sample_exceeds_is_refused():
+    with pytest.raises(Unsupported, match="tokens does not fit a micro-batch of 20"):
+        build(request("{batched_packed:{tokens:20}}"))
+
+
+def test_our_kernels_hold_no_logits_where_the_head_is_plain_and_go_with_norms_and_rope():
+    wanted = request("fused_multi_lora", "fused_rms_norm", "fused_rope")
+    same(outcomes(wanted), alone(wanted))
+    _, notes = audited("fused_multi_lora", wanted)
+    assert notes["loss_of_each_job"] == "chunked head"
+    whole = request("{fused_multi_lora:{chunked_head:false}}")
+    same(outcomes(whole), alone(whole))
+
+
+def test_logits_that_are_capped_are_made_whole():
+    made = plan(config("models=[tiny-gemma2]", "dtype=float32", UNEQUAL, "ablations=[fused_multi_lora]"), "cpu").cells
+    wanted = request_of(made[-1], "candidate", torch.float32, CPU)
+    wanted = replace(wanted, ablations=tuple(ablation(n) for n in ("eager", "adamw_foreach", "fused_multi_lora")))
+    assert audited("fused_multi_lora", wanted)[1]["loss_of_each_job"] == "of the whole logits"
+    eager = [replace(wanted.only(i), ablations=wanted.ablations[:2]) for i in range(3)]
+    same(outcomes(wanted), [one_step(build(one)) for one in eager])
