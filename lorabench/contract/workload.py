@@ -44,7 +44,7 @@ class JobSpec(BaseModel):
 
 def copied(jobs: Any) -> Any:
     """A list of jobs in which each entry with `copies: N` stands for N jobs, NAME_1 to NAME_N, with seeds from its own
-    on. Raises ValueError for a number of copies that is none."""
+    on (from 0, where it has none). Raises ValueError for a number of copies that is none."""
     if not isinstance(jobs, list):
         return jobs
     made = []
@@ -55,8 +55,8 @@ def copied(jobs: Any) -> Any:
         count, seed = job["copies"], job.get("seed") or 0
         if not isinstance(count, int) or not 1 <= count <= MOST_JOBS:
             raise ValueError(f"copies={count!r}: expected a number of jobs from 1 to {MOST_JOBS}")
-        rest = {name: value for name, value in job.items() if name != "copies"}
-        made += [rest | {"name": f"{job.get('name')}_{i + 1}", "seed": seed + i} for i in range(count)]
+        rest, name = {key: value for key, value in job.items() if key != "copies"}, job.get("name", "job")
+        made += [rest | {"name": f"{name}_{i + 1}", "seed": seed + i} for i in range(count)]
     return made
 
 
