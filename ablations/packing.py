@@ -39,6 +39,7 @@ class Packing(Ablation):
     slot: ClassVar[str] = "batching"
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     summary: ClassVar[str] = "samples end to end instead of padding; no attention across samples"
+    own_dropout_masks: ClassVar[bool] = True  # of rows without padding, which plain PEFT does not have
     worth_trying: ClassVar[Worth | None] = "time"
     excludes: ClassVar[dict[str, str]] = NO_CAPTURE
 
@@ -102,6 +103,7 @@ class PaddingFree(Ablation):
     slot: ClassVar[str] = "batching"
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     summary: ClassVar[str] = "each micro-batch as one row without padding; no attention across samples"
+    own_dropout_masks: ClassVar[bool] = True  # of rows without padding, which plain PEFT does not have
     excludes: ClassVar[dict[str, str]] = NO_CAPTURE
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:

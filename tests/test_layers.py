@@ -181,6 +181,8 @@ OTHER_MEANINGS = {
     ("lorabench/doctor.py", "load"): "the machine's load average",
     ("lorabench/report/plots.py", "o"): "matplotlib's circle",
 }
+# Slots that have the name of a field of workloads and records, which is what every file means by the word.
+FIELDS_TOO = {"jobs"}
 
 
 def names_of_kinds() -> set[str]:
@@ -193,7 +195,7 @@ def names_of_kinds() -> set[str]:
     classes = [ablation_class(name) for name in toggles() if ":" in toggles()[name].value]
     slots = {c.slot for c in classes}
     families = {f for c in classes for f in c.requires.families or ()}
-    return own | slots | families
+    return (own | slots | families) - FIELDS_TOO
 
 
 def decided(tree: ast.AST, names: set[str]) -> Iterator[tuple[str, int]]:

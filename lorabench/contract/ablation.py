@@ -2,9 +2,9 @@
 
 A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
 and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
-load, adapt, prepare, build, patch, shard, batch, collate, optimize, step, size (or form and read, or text_metrics and
-generate, in the kinds that load weights or evaluate a checkpoint); `audit` then proves that the toggle engaged.
-docs/add-an-ablation.md walks through one.
+load, adapt, prepare, build, patch, shard, batch, collate, optimize, join, step, size (or form and read, or
+text_metrics and generate, in the kinds that load weights or evaluate a checkpoint); `audit` then proves that the toggle
+engaged. docs/add-an-ablation.md walks through one.
 """
 
 from __future__ import annotations
@@ -192,6 +192,11 @@ class Ablation:
 
     def optimize(self, params: list[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer | None:
         """Adapter parameters -> optimizer. None: leave it to another toggle or to torch's AdamW."""
+        return None
+
+    def join(self, steps: Sequence[Step]) -> list[Step] | None:
+        """Of several jobs the steps of a trial, in order: each a job's own, or a `Joint` (contract/joint.py) of some of
+        them. None: leave it to another toggle, or one job after the other."""
         return None
 
     def step(self, step: Step) -> Step:

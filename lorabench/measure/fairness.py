@@ -197,6 +197,8 @@ def of_arm(arm: Arm) -> dict[str, Any]:
             {n: Same(x) if isinstance(x, torch.Tensor) else x for n, x in group.items() if n != "params"}
             for group in optimizer.param_groups
         ]
+    for number, turn in enumerate(arm.turns, 1):
+        found[f"what is stepped in turn {number}"] = Same(turn), type(turn.innermost), _callables(turn.innermost)
     return found
 
 
