@@ -38,7 +38,7 @@ class Arm:
     sizings: list[Sizing | None] = field(default_factory=list)  # by step: what a toggle's `size` found
     feeds: list[Callable[[int], None]] = field(default_factory=list)  # by step: puts a trial's tokens into its batches
     outs: Any = None  # what the last trial returned, until it is cleared
-    witnesses: list[Any] = field(default_factory=list)  # measure/witness.py's, by step
+    witnesses: list[Any] = field(default_factory=list)  # measure/judging/witness.py's, by step
 
     @property
     def step(self) -> Step:
