@@ -28,7 +28,7 @@ from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.workload import Workload
-from lorabench.measure import numerics
+from lorabench.measure.judging import numerics
 from lorabench.measure.kind import Request
 from lorabench.measure.seat import Ready, Seat, Seating
 from lorabench.plan import registry

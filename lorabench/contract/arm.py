@@ -40,7 +40,7 @@ class Arm:
     feeds: list[Callable[[int], None]] = field(default_factory=list)  # by step: puts a trial's tokens into its batches
     outs: Any = None  # what the last trial returned, until it is cleared
     turns: list[Step] = field(default_factory=list)
-    witnesses: list[Any] = field(default_factory=list)  # measure/witness.py's, by step
+    witnesses: list[Any] = field(default_factory=list)  # measure/judging/witness.py's, by step
 
     @property
     def step(self) -> Step:

@@ -18,12 +18,12 @@ from lorabench.contract.arm import Arm, bytes_of
 from lorabench.contract.cell import Cell
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
-from lorabench.measure import depth_noise, gold_cache, numerics
-from lorabench.measure.certificate import certify
 from lorabench.measure.fairness import Untrusted
+from lorabench.measure.judging import depth_noise, gold_cache, numerics
+from lorabench.measure.judging.certificate import certify
+from lorabench.measure.judging.witness import Glimpse, Last, Look, Seen, Witness, without_dropout
 from lorabench.measure.kind import EVIDENCE, GateRequest, JobCounts, Kind, Request, Verdicts
 from lorabench.measure.memory import out_of_memory
-from lorabench.measure.witness import Glimpse, Last, Look, Seen, Witness, without_dropout
 from lorabench.record.schema import Numerics
 
 

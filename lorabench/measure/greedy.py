@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorabench.measure.depth_noise import other_rounding
+from lorabench.measure.judging.depth_noise import other_rounding
 from lorabench.record.schema import Check
 
 TOP = 16  # of a position's tokens, the likeliest: no more are ever near enough to the best

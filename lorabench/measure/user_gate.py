@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lorabench.contract.ablation import Ablation, Tolerance
 from lorabench.contract.arm import Arm
 from lorabench.contract.step import Step, Wrapped
-from lorabench.measure import numerics
-from lorabench.measure.numerics import Outcome, SharedMask
+from lorabench.measure.judging import numerics
+from lorabench.measure.judging.numerics import Outcome, SharedMask
 from lorabench.record.schema import Numerics
 
 # A reference that is off by this share of the whole gradient is no measure of anything: without a gradient it is 1.

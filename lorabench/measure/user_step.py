@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Batch
 from lorabench.contract.step import Step
+from lorabench.measure.judging.limits import FLOOR
 from lorabench.measure.kind import Begin, Kind
 from lorabench.measure.kinds.train import Train
-from lorabench.measure.numerics import FLOOR
 from lorabench.record.schema import TOTAL
 
 

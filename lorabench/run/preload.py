@@ -12,7 +12,7 @@ import torch.profiler
 import transformers  # noqa: F401
 
 import lorabench.measure.build
-import lorabench.measure.gold_cache
+import lorabench.measure.judging.gold_cache
 import lorabench.measure.kinds.train
 import lorabench.measure.seat
 import lorabench.plan.compose  # with the next lines: what lorabench.sweep imports, which a worker imports anew

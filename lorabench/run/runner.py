@@ -16,7 +16,7 @@ from lorabench.contract.family import Family, Stack
 from lorabench.contract.hooks import described, printable
 from lorabench.contract.machine import Machine
 from lorabench.measure import fairness
-from lorabench.measure.numerics import share_of_allowance
+from lorabench.measure.judging.numerics import share_of_allowance
 from lorabench.plan.design import refusal
 from lorabench.record.pairs import pairs
 from lorabench.record.schema import (

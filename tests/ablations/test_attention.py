@@ -12,7 +12,7 @@ from helpers import arm, cells
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
 from lorabench.contract.workload import Workload
-from lorabench.measure.numerics import one_step
+from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.profile import traced
 from lorabench.measure.trial import run_trial
 from lorabench.plan import registry

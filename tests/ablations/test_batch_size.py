@@ -17,7 +17,7 @@ from lorabench.contract.hooks import HookError, asked
 from lorabench.contract.kind import kind
 from lorabench.contract.rehearsal import Reading, Sizing
 from lorabench.contract.workload import Workload
-from lorabench.measure.numerics import one_step
+from lorabench.measure.judging.numerics import one_step
 from lorabench.plan import registry
 from lorabench_ablations.batch_fit import Fit, Load, fit, largest, on_a_line
 from lorabench_ablations.batch_size import GIB, AutoBatchSize, DoublingBatchSize, FindExecutableBatchSize

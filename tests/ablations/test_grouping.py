@@ -10,7 +10,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
 from lorabench.contract.batch import pad
 from lorabench.contract.workload import Workload
-from lorabench.measure.numerics import one_step
+from lorabench.measure.judging.numerics import one_step
 from lorabench.plan.registry import ablation
 from lorabench_ablations.grouping import GroupByLength, TokenBudget, budgeted, grouped
 

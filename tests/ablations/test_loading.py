@@ -12,7 +12,7 @@ from torch import nn
 
 from lorabench.contract.ablation import Evidence, conflict
 from lorabench.measure.gradient_kind import GradientKind
-from lorabench.measure.numerics import one_step
+from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.seat import Ready, WrongNumerics
 from lorabench_ablations.loading import Nf4Base, quantized_weights
 

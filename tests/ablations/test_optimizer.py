@@ -6,7 +6,7 @@ import torch
 from helpers import arm
 
 from lorabench.contract.ablation import Evidence
-from lorabench.measure.numerics import one_step
+from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.profile import traced
 from lorabench.measure.trial import run_trial
 from lorabench_ablations.optimizer import NoOptimizer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
 from lorabench.contract.batch import IGNORE, pad
 from lorabench.contract.workload import Workload
-from lorabench.measure.numerics import one_step
+from lorabench.measure.judging.numerics import one_step
 from lorabench.plan.registry import ablation
 from lorabench_ablations.packing import (
     STRATEGIES,

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, conflict
 from lorabench.contract.cell import Cell
+from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.kind import Kind
-from lorabench.measure.numerics import one_step
 from lorabench.plan import registry
 from lorabench_ablations import peers
 from lorabench_ablations.liger import apply_liger

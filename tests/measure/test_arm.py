@@ -8,9 +8,9 @@ from helpers import PEFT, arm, random_samples
 
 from lorabench.contract.ranks import ONE
 from lorabench.contract.workload import Workload
-from lorabench.measure.numerics import one_step
+from lorabench.measure.judging.numerics import one_step
+from lorabench.measure.judging.witness import Witness
 from lorabench.measure.trial import Trial, of_turn, run_rounds, run_trial, trials_a_turn, warm_up
-from lorabench.measure.witness import Witness
 
 
 def tensors(made):

@@ -7,8 +7,9 @@ from helpers import MACHINE, InProcess, arm, cells, config
 from lorabench.contract.batch import Sample
 from lorabench.contract.kind import kind
 from lorabench.contract.workload import Workload
-from lorabench.measure import numerics, trial
+from lorabench.measure import trial
 from lorabench.measure.feed import marked
+from lorabench.measure.judging import numerics
 from lorabench.measure.kinds.operations.attention import COMPARED, exact
 from lorabench.measure.machine import describe
 from lorabench.plan.compose import ConfigError, plan

@@ -20,9 +20,9 @@ from lorabench.contract.ablation import Ablation
 from lorabench.contract.kind import kind
 from lorabench.contract.model import Lora
 from lorabench.contract.ranks import Ranks
-from lorabench.measure import numerics
 from lorabench.measure.base import WORDS, Base, recipe
 from lorabench.measure.build import causal_lm
+from lorabench.measure.judging import numerics
 from lorabench.measure.memory import growth
 from lorabench.measure.trial import run_trial
 from lorabench.plan.compose import load_config, model

@@ -11,11 +11,12 @@ from helpers import PEFT, arm, request
 from peft.tuners.lora import Linear
 
 from lorabench.contract.ablation import Tolerance
-from lorabench.measure import depth_noise, numerics, witness
-from lorabench.measure.certificate import MOST, certify
+from lorabench.measure.judging import depth_noise, numerics, witness
+from lorabench.measure.judging.certificate import certify
+from lorabench.measure.judging.limits import MOST
+from lorabench.measure.judging.witness import BLOCK, SKETCH, Look, Witness, sketch
 from lorabench.measure.kind import TURN
 from lorabench.measure.trial import run_trial
-from lorabench.measure.witness import BLOCK, SKETCH, Look, Witness, sketch
 
 
 def evidence(made, folder, rounds=4, spoil=lambda made, number: None, turn=1):

@@ -11,8 +11,9 @@ import torch
 from helpers import PEFT, arm
 
 from lorabench.contract.switches import SWITCHES
-from lorabench.measure import certificate, fairness, trial
+from lorabench.measure import fairness, trial
 from lorabench.measure.fairness import Guard, Untrusted
+from lorabench.measure.judging import limits
 
 
 def done(ms, wall=None, began=0.0, host=None, late=0.0):
@@ -208,8 +209,8 @@ def test_of_six_rounds_every_trial_after_the_other_arm_s_has_to_be_faster():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda patch: patch.setattr(certificate, "MOST", 1e9), "certificate.MOST"),
-        (lambda patch: patch.setitem(certificate.UPDATE, False, 1e9), "certificate.UPDATE"),
+        (lambda patch: patch.setattr(limits, "MOST", 1e9), "judging.limits.MOST"),
+        (lambda patch: patch.setitem(limits.UPDATE, False, 1e9), "judging.limits.UPDATE"),
     ],
 )
 def test_another_limit_of_this_harness_is_named(change, named, alone, monkeypatch):

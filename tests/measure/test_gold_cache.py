@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers import arm, cells, seat_of, shared_step
 
-from lorabench.measure import gold_cache, numerics
 from lorabench.measure.gradient_kind import GradientKind
+from lorabench.measure.judging import gold_cache, numerics
 
 DEVICE = torch.device("cpu")
 

@@ -9,9 +9,9 @@ import torch
 from helpers import PEFT, InProcess, cells, seat_of
 
 from lorabench.contract.kind import kind
+from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.kind import request_of
 from lorabench.measure.machine import describe
-from lorabench.measure.numerics import one_step
 from lorabench.measure.seat import Ready, WrongNumerics
 from lorabench.measure.trial import run_trial
 from lorabench.plan import registry

@@ -9,8 +9,8 @@ import torch
 from helpers import PEFT, arm, shared_step
 
 from lorabench.contract.ablation import Tolerance
-from lorabench.measure import numerics
-from lorabench.measure.numerics import explain, judge, share_masks, with_checks
+from lorabench.measure.judging import numerics
+from lorabench.measure.judging.numerics import explain, judge, share_masks, with_checks
 from lorabench.plan import registry
 from lorabench.record.schema import Check, Numerics
 

@@ -5,7 +5,8 @@ import torch
 from helpers import InProcess, arm, cells, config, shared_step
 
 from lorabench.contract.ablation import Evidence, NotApplied
-from lorabench.measure import numerics, trial
+from lorabench.measure import trial
+from lorabench.measure.judging import numerics
 from lorabench.measure.machine import describe
 from lorabench.measure.profile import traced
 from lorabench.plan import registry

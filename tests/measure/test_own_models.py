@@ -11,7 +11,7 @@ from helpers import MACHINE, InProcess, cells, request, sweep
 from own_models import FAMILIES, LLAMA, chats, saved
 
 from lorabench.contract.kind import kind
-from lorabench.measure.numerics import one_step
+from lorabench.measure.judging.numerics import one_step
 from lorabench.plan.compose import load_config, plan
 from lorabench.record.store import Store
 from lorabench.run.runner import Runner

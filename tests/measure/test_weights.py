@@ -9,7 +9,7 @@ import torch
 from helpers import arm
 from safetensors.torch import save_file
 
-from lorabench.measure.numerics import one_step
+from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.trial import run_trial
 from lorabench.plan.compose import ConfigError, load_config, model, workload
 from lorabench.plan.samples import draw

@@ -11,9 +11,9 @@ from helpers import MACHINE
 
 from lorabench.contract.family import Stack
 from lorabench.contract.machine import Machine
+from lorabench.measure.judging.witness import Seen
 from lorabench.measure.seat import Ended, Failed, Made, Ready
 from lorabench.measure.trial import Trial
-from lorabench.measure.witness import Seen
 from lorabench.record.schema import ArmMemory
 from lorabench.record.store import read_sessions
 from lorabench.run.local_queue import LocalQueue

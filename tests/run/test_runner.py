@@ -13,12 +13,12 @@ from helpers import MACHINE, cells
 from run.scripted import Script
 
 from lorabench.contract.family import REFERENCE, families
-from lorabench.measure.depth_noise import DepthNoise
 from lorabench.measure.fairness import check_clock
+from lorabench.measure.judging.depth_noise import DepthNoise
+from lorabench.measure.judging.witness import Seen, Testimony
 from lorabench.measure.kind import JobCounts
 from lorabench.measure.seat import Failed, Made, Ready
 from lorabench.measure.trial import Trial
-from lorabench.measure.witness import Seen, Testimony
 from lorabench.record.pairs import pairs
 from lorabench.record.schema import Numerics
 from lorabench.run.messages import Garbled

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lorabench.measure.judging.witness import Seen, Witness
 from lorabench.measure.seat import Seat
-from lorabench.measure.witness import Seen, Witness
 from zoo.cheat import Cheat, Turns, called_by
 
 
@@ -40,7 +40,7 @@ class JudgeAlwaysPasses(Tampers):
     summary = "the gate's verdict is always that it passed; there is no backward but in the step that is audited"
 
     def tamper(self) -> None:
-        from lorabench.measure import numerics
+        from lorabench.measure.judging import numerics
 
         judge, with_checks = numerics.judge, numerics.with_checks
         numerics.judge = lambda *args: judge(*args).model_copy(update={"passed": True})
@@ -57,7 +57,7 @@ class NothingDiffers(Tampers):
     summary = "the relative error of anything is zero"
 
     def tamper(self) -> None:
-        from lorabench.measure import certificate, depth_noise, numerics
+        from lorabench.measure.judging import certificate, depth_noise, numerics
 
         for module in (depth_noise, numerics, certificate):
             module.distance = lambda *args: depth_noise.Distance(0.0, 0.0)
@@ -68,13 +68,13 @@ class LimitsLifted(Tampers):
     summary = "what the certificate allows is made infinite: its numbers, not its functions"
 
     def tamper(self) -> None:
-        from lorabench.measure import certificate
+        from lorabench.measure.judging import limits
 
-        for table in (certificate.GRADIENT, certificate.LOSS, certificate.UNKNOWN, certificate.UPDATE):
+        for table in (limits.GRADIENT, limits.LOSS, limits.UNKNOWN, limits.UPDATE):
             for key in table:
                 table[key] = 1e9
-        for name in ("MOST", "MOST_SCALE", "MOST_MASKED", "SCALE", "MOVED", "MOVED_SCALE"):
-            setattr(certificate, name, 1e9)
+        for name in ("MOST", "MOST_SCALE", "MOST_MASKED", "SCALE"):
+            setattr(limits, name, 1e9)
 
 
 class NoiseRewritten(Cheat):
@@ -179,7 +179,8 @@ class CheckerLeftOut(Tampers):
 
     def tamper(self) -> None:
         import lorabench.measure as package
-        from lorabench.measure import gradient_kind, numerics, seat, trial
+        from lorabench.measure import gradient_kind, seat, trial
+        from lorabench.measure.judging import numerics
 
         words = ("check", "compare", "verify", "refer", "agree", "watch")
         for module in (package, gradient_kind, numerics, seat, trial):

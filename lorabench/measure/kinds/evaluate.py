@@ -31,10 +31,10 @@ from lorabench.contract.text_metrics import LOSS_ONLY, TextMetrics
 from lorabench.contract.work import Work
 from lorabench.measure import flops, greedy
 from lorabench.measure.answers import SETS, Decode, Question, answer, decoder, questions
-from lorabench.measure.certificate import LOSS
-from lorabench.measure.depth_noise import off
 from lorabench.measure.feed import fresh_samples
 from lorabench.measure.hooks import Hooks
+from lorabench.measure.judging.depth_noise import off
+from lorabench.measure.judging.limits import LOSS
 from lorabench.measure.kind import Begin, JobCounts, Kind, Request
 from lorabench.plan.samples import TEXT
 from lorabench.record.schema import Check, Numerics

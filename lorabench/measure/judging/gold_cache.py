@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Workload
-from lorabench.measure.numerics import Outcome
+from lorabench.measure.judging.numerics import Outcome
 
 
 def path(

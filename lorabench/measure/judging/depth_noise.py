@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lorabench.contract.arm import Arm
-from lorabench.measure.witness import without_dropout
+from lorabench.measure.judging.witness import without_dropout
 
 RUNS = 2  # with other rounding, of which the worse counts: one run may be near the other by chance
 SKIPPED = ("lm_head",)  # moving each of a vocabulary's logits would cost more memory than the model has

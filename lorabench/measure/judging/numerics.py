@@ -19,20 +19,14 @@ from lorabench.contract.ablation import Ablation, Tolerance
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.step import Step
-from lorabench.measure.certificate import ALONG, tolerated
-from lorabench.measure.depth_noise import RUNS, distance, nine_tenths, off, other_rounding
-from lorabench.measure.witness import learning_rate
+from lorabench.measure.judging import limits
+from lorabench.measure.judging.depth_noise import RUNS, distance, nine_tenths, off, other_rounding
+from lorabench.measure.judging.witness import learning_rate
 from lorabench.record.schema import Check, Numerics, share
 
 GATE_LAYERS = 2
 GATE_SAMPLES = 8  # of the workload's samples: enough for every path, cheap in float32
 GATE_TOKENS = 256  # of each sample, where memory does not allow it whole
-MULTIPLE = 3.0  # a candidate's error may be this multiple of plain PEFT's own
-SCALE = 0.005  # of the projection of a gradient on the gold's: rounding turns a tensor, and hardly scales a large one
-SCALE_MULTIPLE = 2.0  # a projection may be off by this multiple of what runs of plain PEFT are
-# Where plain PEFT happens to make no error (float32 against float32), this much is still rounding.
-FLOOR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-UPDATE = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True)
@@ -159,13 +153,14 @@ def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablatio
     errors = {n: (d.error, _limit(max(plain[n].error, typical), dtype, declared)) for n, d in found.items()}
     own = {n: max(abs(d.scale), low.scales.get(n, 0.0)) for n, d in plain.items()}
     common = nine_tenths(own.values())
-    scales = {n: (abs(d.scale), _scale_limit(max(own[n], common), d.error, declared)) for n, d in found.items()}
+    own = {n: limits.SCALE_MULTIPLE * max(scale, common) for n, scale in own.items()}
+    scales = {n: (abs(d.scale), limits.scaled(own[n], d.error, declared)) for n, d in found.items()}
     worst, turned = (max(pairs, key=lambda n: share(*pairs[n])) for pairs in (errors, scales))
     (error, allowed), (scale_error, scale_allowed) = errors[worst], scales[turned]
     loss_error = off(got.loss, gold.loss)
-    loss_allowed = max(MULTIPLE * off(low.loss, gold.loss), FLOOR[dtype] / 2, extra_loss)
+    loss_allowed = max(limits.MULTIPLE * off(low.loss, gold.loss), limits.FLOOR[dtype] / 2, extra_loss)
     update_error = got.update_error
-    update_right = update_error is None or update_error <= max(UPDATE[dtype], extra_update)
+    update_right = update_error is None or update_error <= max(limits.FIRST_UPDATE[dtype], extra_update)
     plain_worst = max(plain, key=lambda n: plain[n].error)
     plain_error = plain[plain_worst].error
     return Numerics(
@@ -179,13 +174,7 @@ def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablatio
 
 def _limit(own: float, dtype: torch.dtype, declared: Sequence[Tolerance]) -> float:
     """What a tensor may be off by in which plain PEFT is off by `own`."""
-    return tolerated(max(MULTIPLE * own, FLOOR[dtype]), own, dtype, declared)
-
-
-def _scale_limit(own: float, error: float, declared: Sequence[Tolerance]) -> float:
-    """What a tensor's projection may be off by, where plain PEFT's is off by `own` and the tensor by `error`. Of what a
-    declared rounding puts it off by, a part may lie along it; of a wrong factor all of it does."""
-    return max(SCALE, SCALE_MULTIPLE * own, ALONG * error if any(t.grad for t in declared) else 0.0)
+    return limits.tolerated(max(limits.MULTIPLE * own, limits.FLOOR[dtype]), own, dtype, declared)
 
 
 def _mismatch(gold: Outcome, got: Outcome) -> Numerics:

@@ -17,31 +17,11 @@ import torch
 from safetensors import safe_open
 
 from lorabench.contract.ablation import Tolerance
-from lorabench.measure.depth_noise import DepthNoise, Distance, distance, nine_tenths, off
+from lorabench.measure.judging import limits
+from lorabench.measure.judging.depth_noise import DepthNoise, Distance, distance, nine_tenths, off
+from lorabench.measure.judging.witness import SKETCH, Testimony
 from lorabench.measure.kind import ROUNDS, TURN
-from lorabench.measure.witness import SKETCH, Testimony
 from lorabench.record.schema import Check, share
-
-MULTIPLE = 3.0  # two arms may be this many times as far apart as two right runs
-# Where two right runs happen to be equal (float32 on a CPU), this much is still rounding.
-GRADIENT = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-LOSS = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-SCALE = 0.005  # of a projection on the other arm's gradient
-# Of a model whose noise could not be measured, because two plain runs did not fit the device.
-UNKNOWN = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-MOST = 0.5  # with any noise and any tolerance: an arm without a gradient is off by 1, and must never pass
-MOST_MASKED = 0.9  # the same where the arms draw dropout masks of their own
-MOST_SCALE = 0.25
-# Trials of a turn after its first one begin where the arms' own updates led. By how much a gradient then differs, for
-# each step's length between their parameters. Of a gradient that is right to a share e, AdamW's first step (of one
-# length, whatever the gradient's) has the sign of about e of its elements wrong: sqrt(e) of a step. An adapter in 16
-# bits may stay where it is.
-STEP, STEP_LOSS = 0.1, 2e-3
-BEHIND = 0.3  # steps that an adapter in 16 bits may fall behind in each
-LOSS_MASKED = 10.0  # multiple of the noise that the masks make: thirty trials draw thirty pairs of them
-UPDATE = {False: 1e-3, True: 0.5}  # of each tensor, by whether it is held in fewer than 32 bits
-ALONG = 0.6  # share of a declared rounding's error that may lie along the gradient; of a factor's all of it does
-SPREAD = (0.4, 2.5)  # of two runs under dropout: the candidate's distance over the reference's
 
 
 def certify(
@@ -79,46 +59,40 @@ class _Allowed:
         self.dtype, self.declared, self.masked = dtype, declared, masked
         known = (noise.masks if masked and noise.masks else noise) if noise else None
         self.noise = known.tensors if known else {}
-        self.turned = known.scale if known else UNKNOWN[dtype] / 10
+        self.turned = known.scale if known else limits.UNKNOWN[dtype] / 10
         errors = [error for error, _ in self.noise.values()]
         self.middle = statistics.median(errors) if errors else 0.0
         self.typical_scale = nine_tenths(scale for _, scale in self.noise.values())
         own = known.loss if known else 0.0
-        self.loss = max([LOSS[dtype], (LOSS_MASKED if masked else MULTIPLE) * own, *(t.loss for t in declared)])
-        self.most = MOST_MASKED if masked else MOST
+        self.loss = max(
+            [limits.LOSS[dtype], (limits.LOSS_MASKED if masked else limits.MULTIPLE) * own, *(t.loss for t in declared)]
+        )
+        self.most = limits.MOST_MASKED if masked else limits.MOST
 
     def error(self, name: str) -> float:
         """Relative error of a tensor."""
         if not self.noise:
-            limit = UNKNOWN[self.dtype]
+            limit = limits.UNKNOWN[self.dtype]
             return min(self.most, max([limit, *(t.grad for t in self.declared)]))
         own = max(self.noise.get(name, (0.0, 0.0))[0], self.middle)
-        return min(self.most, tolerated(max(MULTIPLE * own, GRADIENT[self.dtype]), own, self.dtype, self.declared))
+        return min(
+            self.most,
+            limits.tolerated(max(limits.MULTIPLE * own, limits.GRADIENT[self.dtype]), own, self.dtype, self.declared),
+        )
 
     def scale(self, name: str, error: float) -> float:
-        """|projection - 1| of a tensor that was found to be off by `error`. What a declared rounding puts it off by may
-        lie along it in part: of a wrong factor all of it does."""
+        """|projection - 1| of a tensor that was found to be off by `error`."""
         own = max(self.noise.get(name, (0.0, 0.0))[1], self.typical_scale)
         if not self.noise:
-            own = UNKNOWN[self.dtype] / 10
-        along = ALONG * error if any(t.grad for t in self.declared) else 0.0
-        return min(MOST_SCALE if not self.masked else MOST_MASKED, max(SCALE, MULTIPLE * own, along))
+            own = limits.UNKNOWN[self.dtype] / 10
+        most = limits.MOST_SCALE if not self.masked else limits.MOST_MASKED
+        return min(most, limits.scaled(limits.MULTIPLE * own, error, self.declared))
 
     def typical(self, errors: Sequence[float]) -> float:
         """|projection - 1| of the middle one of all tensors, which are off by these `errors`."""
-        along = ALONG * statistics.median(errors) if any(t.grad for t in self.declared) else 0.0
-        return min(MOST_SCALE, max(SCALE, MULTIPLE * self.turned, along))
-
-
-def tolerated(limit: float, own: float, dtype: torch.dtype, declared: Sequence[Tolerance]) -> float:
-    """`limit`, widened by what is declared, of a tensor in which plain runs are off by `own`."""
-    for t in declared:
-        # In float32 plain PEFT is the gold: there is no error of its own to multiply.
-        if t.eps is None or dtype == torch.float32:
-            limit = max(limit, t.grad)
-        else:
-            limit = max(limit, min(t.grad, t.eps / torch.finfo(dtype).eps * own))
-    return limit
+        return min(
+            limits.MOST_SCALE, limits.scaled(limits.MULTIPLE * self.turned, statistics.median(errors), self.declared)
+        )
 
 
 def _check(name: str, found: float, allowed: float, where: str = "") -> Check:
@@ -181,21 +155,21 @@ def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> It
         yield _check("gradients that only one arm has in the trials", len(odd), 0, odd[0])
         return
     for n in sorted(reference.sketches.keys() & candidate.sketches.keys()):
-        behind = BEHIND * (n % TURN) if low else 0.0
+        behind = limits.BEHIND * (n % TURN) if low else 0.0
         for name, error, scale in zip(
             reference.names, *_of_sketches(reference.sketches[n], candidate.sketches[n][rows]), strict=True
         ):
             limit = allowed.error(name)
-            drift = STEP * (limit**0.5 + behind) if n % TURN else 0.0  # which may lie along the gradient, too
+            drift = limits.STEP * (limit**0.5 + behind) if n % TURN else 0.0  # which may lie along the gradient, too
             most = min(allowed.most * 1.5, (limit + drift) * (1 + 4 / SKETCH**0.5))
             gradients[f"{name}, {_trial(n)}"] = error, most
-            most = min(MOST_MASKED, allowed.scale(name, error) + drift + 5 * error / SKETCH**0.5)
+            most = min(limits.MOST_MASKED, allowed.scale(name, error) + drift + 5 * error / SKETCH**0.5)
             scales[f"{name}, {_trial(n)}"] = scale, most
     if gradients:
         yield _worst("each gradient of each trial", gradients)
         yield _worst("the scale of each gradient of each trial", scales)
     for n in sorted(reference.losses.keys() & candidate.losses.keys()):
-        drift = STEP_LOSS * BEHIND * (n % TURN) if low else 0.0
+        drift = limits.STEP_LOSS * limits.BEHIND * (n % TURN) if low else 0.0
         losses[_trial(n)] = off(candidate.losses[n], reference.losses[n]), allowed.loss + drift
     yield _worst("the loss of each trial", losses)
 
@@ -218,7 +192,7 @@ def _of_sketches(reference: np.ndarray, candidate: np.ndarray) -> tuple[list[flo
 
 
 def _updates(arm: str, testimony: Testimony, declared: Sequence[Tolerance]) -> Check:
-    limit = max([UPDATE[testimony.low_precision], *(t.update for t in declared)])
+    limit = max([limits.UPDATE[testimony.low_precision], *(t.update for t in declared)])
     found = {f"{name}, {_trial(n)}": (error, limit) for n, (error, name) in testimony.update_errors.items()}
     return _worst(f"the {arm}'s update against AdamW on its own gradients", found)
 
@@ -226,6 +200,6 @@ def _updates(arm: str, testimony: Testimony, declared: Sequence[Tolerance]) -> C
 def _spread(reference: float, candidate: float) -> Check:
     """How far dropout moves the gradients of two runs: an arm that leaves it out does not move at all."""
     ratio = candidate / max(reference, 1e-30)
-    low, high = SPREAD
+    low, high = limits.SPREAD
     off = max(low / max(ratio, 1e-30), ratio / high)
     return _check("how far dropout moves the gradients, against the reference", off, 1.0)
