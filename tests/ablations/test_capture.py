@@ -15,8 +15,8 @@ from lorakernels.capturing.graph import CudaGraphs
 from lorabench.contract.ablation import Evidence, Unsupported
 from lorabench.contract.batch import Batch, pad
 from lorabench.contract.workload import Workload
-from lorabench.measure import numerics
-from lorabench.measure.numerics import one_pass
+from lorabench.measure.judging import numerics
+from lorabench.measure.judging.numerics import one_pass
 from lorabench.measure.trial import run_trial
 from lorabench.plan import registry
 from lorabench_ablations.captured_step import CapturedStep, Layout, SameMasks

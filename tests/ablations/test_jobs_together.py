@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, conflict
 from lorabench.contract.batch import IGNORE, pad
 from lorabench.contract.kind import kind
+from lorabench.measure.judging.numerics import one_step, share_masks
 from lorabench.measure.kind import request_of
 from lorabench.measure.machine import describe
-from lorabench.measure.numerics import one_step, share_masks
 from lorabench.measure.seat import WrongNumerics
 from lorabench.measure.trial import run_trial
 from lorabench.plan.compose import plan
