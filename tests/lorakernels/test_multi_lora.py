@@ -13,6 +13,7 @@ from lorakernels.ops.multi_lora import (
     AdapterTable,
     down,
     gradients,
+    mask_of,
     multi_lora_reference,
     up,
 )
@@ -38,12 +39,17 @@ def draw(rows, width, dtype, device):
 
 
 def masked(x, rows, adapters, seeds):
-    """dropout(X) by the kernel that one adapter has, row for row."""
-    out = x.float().clone()
+    """dropout(X) by the mask that one adapter has, row for row: the kernel's, or the torch path's where that is taken
+    (float32 on a GPU)."""
+    out, takes = x.float().clone(), AdapterTable(adapters).takes(x)
     for job in rows.present:
         if adapters[job] is not None and seeds is not None:
             where = rows.of(job).to(x.device)
-            out[where] = dropped(x[where].contiguous().float(), seeds[job], adapters[job].dropout)
+            own = x[where].contiguous().float()
+            if takes:
+                out[where] = dropped(own, seeds[job], adapters[job].dropout)
+            else:
+                out[where] = own * mask_of(rows, job, x.shape[1], adapters[job], seeds, x.device, torch.float32)
     return out
 
 

@@ -111,5 +111,6 @@ def trial_on(device: torch.device) -> Iterator[None]:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             with contextlib.suppress(torch.OutOfMemoryError):  # torch can only forget a peak, so the old one is made
-                torch.empty(peak - torch.cuda.memory_allocated(), dtype=torch.uint8, device=device)
+                missing = max(0, peak - torch.cuda.memory_allocated())  # none, where the trial's results are kept
+                torch.empty(missing, dtype=torch.uint8, device=device)
             torch.cuda.empty_cache()
