@@ -78,6 +78,7 @@ class Claim(Strict):
     equivalents: list[list[str]] = Field(default_factory=list)  # toggles that stand for those which the candidate adds
     may_hold: list[str] = Field(default_factory=list)  # toggles of a record's reference that change nothing about it
     model: str | None = None  # only records of this model, or of models like this pattern (*, ?)
+    workload: str | None = None  # likewise of workloads
     over: list[str] = Field(default_factory=list)  # models over whose cells it is the average or the maximum
     note: str | None = None  # how we read an ambiguous wording
     caveat: str | None = None  # where the source disagrees with itself or with its own data
@@ -225,7 +226,7 @@ def about(
 
 def _is_about(claim: Claim, record: Record) -> bool:
     named = claim.over or ([claim.model] if claim.model else [])
-    if claim.kind != record.kind:
+    if claim.kind != record.kind or (claim.workload and not fnmatchcase(record.workload.lower(), claim.workload)):
         return False
     return not named or any(fnmatchcase(record.model.lower(), pattern) for pattern in named)
 
