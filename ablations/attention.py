@@ -88,7 +88,7 @@ class Attention(Ablation):
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         """Which backend torch picks depends on what it is asked to leave out, so that is told, too."""
-        asked = sorted({what_is_masked(b) for step in evidence.arm.steps for b in step.batches})
+        asked = sorted({what_is_masked(b) for b in evidence.arm.micro_batches})
         return {
             "attention_backend": self.ran(evidence.ops) or self.implementation,
             **({"attention_mask": " and ".join(asked)} if asked else {}),
@@ -109,7 +109,7 @@ class Fused(Attention):
         """Every layer of every batch has to have run it, and none SDPA."""
         if found := backends(evidence.ops):
             raise NotApplied(f"attention still ran in SDPA's {', '.join(found)}")
-        expected = layers(evidence) * sum(len(step.batches) for step in evidence.arm.steps)
+        expected = layers(evidence) * len(evidence.arm.micro_batches)
         if (calls := sum(self.ran(evidence.ops).values())) < expected:
             raise NotApplied(f"its operator ran {calls} times; attention runs {expected} times in a step")
         return layers(evidence)

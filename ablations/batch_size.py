@@ -39,7 +39,6 @@ class BatchSize(Ablation):
 
     slot: ClassVar[str] = "batch_size"
     excludes: ClassVar[dict[str, str]] = {
-        "capture": f"a captured step has one shape, and every size that is tried has its own; {SHAPES}",
         "compilation": f"it would compile anew for every size that is tried; {SHAPES}",
         "parallel": "every rank would find a size of its own, and the others would wait for micro-batches it has not",
         "limit": "the limit runs no part of the model",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
+from lorabench.contract.ablation import Ablation, Evidence, Requires
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step
 
@@ -21,14 +21,11 @@ class CudaGraph(Ablation):
     rank: ClassVar[int] = 100  # outermost: it captures whatever the other toggles made of the step
 
     def step(self, step: Step) -> Step:
+        from lorakernels.capturing.graph import CudaGraphs
+
         from .captured_step import CapturedStep
 
-        if len(step.batches) != 1:
-            raise Unsupported(
-                f"cuda_graph captures one batch of one shape a step; this workload has {len(step.batches)} a step: "
-                "give it a batch_size of all its samples (lorakernels.captured(trainer) takes both in training)"
-            )
-        return CapturedStep(step)
+        return CapturedStep(step, CudaGraphs(next(step.model.parameters()).device))
 
     def audit(self, evidence: Evidence) -> int:
         step: Any = evidence.arm.step
@@ -36,7 +33,9 @@ class CudaGraph(Ablation):
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         step: Any = evidence.arm.step
-        return {"cuda_graph": {"captured": sorted(step.graphs), "masks_left_out": sum(step.masks.left_out)}}
+        left_out = sum(sum(layout.masks.left_out) for layout in step.layouts)
+        captured = {"captured": sorted(set(step.graphs)), "shapes": len(step.layouts), "masks_left_out": left_out}
+        return {"cuda_graph": captured}
 
     def settings(self) -> Settings:
         """TRL's own loss picks the trained tokens with a mask, for which the host waits; `lorakernels.apply` puts

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from lorakernels.capturing.graph import CudaGraphs, NotCaptured, Recording
+from lorakernels.capturing.state import Gradients
 from torch import Tensor
 
 from lorabench.contract.ablation import Unsupported
@@ -18,6 +21,7 @@ from lorabench.contract.batch import Batch
 from lorabench.contract.step import Step, Wrapped
 
 WARM_UP = 3  # eager steps on the side stream before the capture: lazy states, cuBLAS workspaces, autotuning
+MOST_SHAPES = 24  # each has its launches, megabytes of a small model, and takes about as long as an eager step
 
 
 class SameMasks:
@@ -26,7 +30,7 @@ class SameMasks:
     transformers makes no causal mask where SDPA can be told `is_causal`, and torch then picks a fused causal kernel.
     But it takes a capturing stream for tracing: it cannot look whether samples are packed or padded, for that would
     wait for the device, and makes the mask. SDPA with a mask is another, slower kernel: the 8B's captured step took
-    0.93 x. A captured step has one batch, and for that batch the last eager step of the warm-up has looked.
+    0.93 x. A captured step has known micro-batches, and at each the last eager step of the warm-up has looked.
     """
 
     def __init__(self) -> None:
@@ -73,20 +77,51 @@ def _sdpa_masks(through: Callable[..., Tensor | None]) -> Iterator[None]:
 FED = ("input_ids", "labels")
 
 
-def feed(into: Batch, batch: Batch) -> None:
-    """The next batch into the tensors that a graph reads; part of every step, as in training.
+class Layout:
+    """Micro-batches of one shape: the tensors that their graphs read, and the forward and the backward as graphs."""
 
-    Only tokens and labels: what is padded or packed where decided which masks were captured. ValueError where that, or
-    a shape, is not the captured batch's.
-    """
-    for name in into.inputs.keys() | batch.inputs.keys():
-        old: Any = into.inputs.get(name)
-        new: Any = batch.inputs.get(name)
-        tensors = isinstance(old, Tensor) and isinstance(new, Tensor)
-        if name in FED and tensors and old.shape == new.shape:
-            old.copy_(new)
-        elif old is not new and not (torch.equal(old, new) if tensors else old == new):
-            raise ValueError(f"cuda_graph captured another {name}: {_told(old)}, this batch has {_told(new)}")
+    def __init__(self, batch: Batch, masks: SameMasks) -> None:
+        self.inputs = {n: x.clone() if isinstance(x, Tensor) else x for n, x in batch.inputs.items()}
+        self.holds, self.masks = batch, masks
+        self.loss: Tensor | None = None  # of the forward before its backward
+        self.graphs: dict[str, Recording] = {}
+
+    def takes(self, batch: Batch, masks: SameMasks) -> bool:
+        """Whether a micro-batch can be put into these tensors, and its forward is made of the same operations."""
+        return (
+            self.masks.left_out == masks.left_out
+            and self.inputs.keys() == batch.inputs.keys()
+            and all(_alike(x, batch.inputs[n]) for n, x in self.inputs.items())
+        )
+
+    def feed(self, captured: Batch, batch: Batch) -> None:
+        """The next micro-batch into the tensors that the graphs read; part of every step, as in training.
+
+        Its tokens and labels are new. All else is of the micro-batch that was `captured` in its place: what is padded
+        or packed where decided which masks were captured. ValueError where that, or a shape, is another.
+        """
+        for name in captured.inputs.keys() | batch.inputs.keys():
+            old, new = captured.inputs.get(name), batch.inputs.get(name)
+            if name in FED and isinstance(new, Tensor) and _alike(old, new):
+                self.inputs[name].copy_(new)
+            elif old is not new and not _equal(old, new):
+                raise ValueError(f"cuda_graph captured another {name}: {_told(old)}, this batch has {_told(new)}")
+            elif isinstance(old, Tensor) and self.holds is not captured:
+                self.inputs[name].copy_(old)
+        self.holds = captured
+
+
+def _alike(old: Any, new: Any) -> bool:
+    """Whether one is the other, or both are tensors of one form."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return old.shape == new.shape and old.dtype == new.dtype
+    return not isinstance(old, Tensor) and not isinstance(new, Tensor) and (old is new or bool(old == new))
+
+
+def _equal(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return _alike(old, new) and torch.equal(old, new)
+    return _alike(old, new)
 
 
 def _told(x: Any) -> str:
@@ -94,82 +129,147 @@ def _told(x: Any) -> str:
 
 
 class CapturedStep(Wrapped):
-    """Forward, backward and update each captured in a graph, in one memory pool, and replayed one after the other.
+    """Forward and backward of each shape of micro-batch, and the update, each captured in a graph, in one memory pool.
 
-    Three graphs instead of one, so that the phases can still be timed apart; nothing runs between them.
+    Graphs of their own, so that the phases can still be timed apart; nothing runs between them. Of one micro-batch a
+    step the backward writes the gradients where the optimizer's graph reads them. Of several it adds them to buffers,
+    in a few launches: the parameters' `.grad`, and zero where that was dropped, as at the start of a step.
     `AccumulateGrad` remembers the stream on which a parameter was first used, so every eager step must have run on the
-    side stream too: the arm's very first `forward` warms up and captures before it replays.
+    side stream too: the first `forward` of a micro-batch of the step warms up and captures before it replays.
 
     The optimizer stays the arm's own, made `capturable`: its step count is kept on the device, and AdamW's bias
     corrections are computed there too. For `adamw_foreach` these are kernels of their own (8B: 3.8 ms instead of 1.5,
     of an 890 ms step). That is what capturing this optimizer costs, so it stays in; `adamw_fused` has it in one kernel.
     """
 
-    def __init__(self, inner: Step) -> None:
+    def __init__(self, inner: Step, recorder: CudaGraphs) -> None:
         super().__init__(inner)
-        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        self.loss: Tensor | None = None
-        self.fed: Batch | None = None  # the tensors that the graphs read
-        self.masks = SameMasks()
+        self.recorder = recorder
+        self.layouts: list[Layout] = []
+        self.captured: list[tuple[Batch, Layout]] = []  # by place in the step: the micro-batch that was captured
+        self.gradients: Gradients | None = None  # None: of one micro-batch, the backward's own
+        self.trained: list[torch.nn.Parameter] = []  # those that get gradients
+        self.now: Layout | None = None  # of the micro-batch whose forward was the last; None: it ran uncaptured
+        self.graph_of_update: Recording | None = None
         for group in self.optimizer.param_groups:
-            group["capturable"] = True  # keeps the step count on the device
+            group["capturable"] = all(p.is_cuda for p in group["params"])  # keeps the step count on the device
 
     def clear(self) -> None:
-        """Nothing to clear: a replayed backward writes the gradients, it does not add to them."""
-        if not self.graphs:
+        """Nothing where a replayed backward writes the gradients and does not add to them."""
+        if not self.keeps_gradients:
             self.inner.clear()
 
     def forward(self, batch: Batch) -> Tensor:
-        if self.fed is None:
-            self.fed = replace(
-                batch, inputs=batch.inputs | {n: batch.inputs[n].clone() for n in FED if n in batch.inputs}
-            )
-            self._capture(self.fed)
-        feed(self.fed, batch)
-        self.graphs["forward"].replay()
-        assert self.loss is not None
-        return self.loss
+        """A micro-batch that is not the step's, before anything is captured, is another toggle's that looks for a size:
+        it runs as it is."""
+        place = next((i for i, own in enumerate(self.batches) if own is batch), None)
+        if place is None and not self.captured:
+            with self.recorder.aside():
+                return self.inner.forward(batch)
+        if not self.captured:
+            self._capture()
+        if place is None or place >= len(self.captured):
+            raise ValueError(f"cuda_graph captured {len(self.captured)} micro-batches, and this is none of them")
+        captured, self.now = self.captured[place]
+        self.now.feed(captured, batch)
+        loss = self.now.graphs["forward"].replay()["loss"]
+        return loss.clone() if self.gradients else loss  # the next micro-batch of this shape overwrites it
 
     def backward(self, loss: Tensor) -> None:
-        self.graphs["backward"].replay()
+        if self.now is None:
+            with self.recorder.aside():
+                self.inner.backward(loss)
+            return
+        if self.gradients:
+            self.gradients.attach()
+        self.now.graphs["backward"].replay()
 
     def update(self) -> None:
-        self.graphs["step"].replay()
+        if self.graph_of_update is None:
+            with self.recorder.aside():
+                self.inner.update()
+        else:
+            self.graph_of_update.replay()
 
-    def _capture(self, batch: Batch) -> None:
+    @property
+    def graphs(self) -> list[str]:
+        """The phase of each graph."""
+        return [phase for layout in self.layouts for phase in layout.graphs] + ["step"] * bool(self.graph_of_update)
+
+    def _capture(self) -> None:
         before = self._snapshot()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        masks: list[SameMasks] = []
+        with self.recorder.aside():
             for _ in range(WARM_UP):
                 self.inner.clear()
-                with self.masks.noted():
-                    loss = self.inner.forward(batch)
-                self.inner.backward(loss)
-                del loss
+                masks = [self._uncaptured(batch) for batch in self.batches]
                 self.inner.update()
+            self.trained = [p for p in self._params() if p.grad is not None]
             self.inner.clear()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
+        for batch, own in zip(self.batches, masks, strict=True):
+            layout = next((one for one in self.layouts if one.takes(batch, own)), None)
+            if layout is None:
+                self.layouts.append(layout := Layout(batch, own))
+            self.captured.append((batch, layout))
+        if len(self.layouts) > MOST_SHAPES:
+            raise Unsupported(
+                f"cuda_graph captures at most {MOST_SHAPES} shapes a step, and these micro-batches have "
+                f"{len(self.layouts)}: give the workload another batch_size"
+            )
         try:
-            self._record(batch, side)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise Unsupported(f"cuda_graph: the step cannot be captured: {_first_line(error)}") from error
+            self._record()
+        except NotCaptured as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise error.__cause__ from None
+            raise Unsupported(f"cuda_graph: the step cannot be captured: {error}") from error
         self._restore(before)
 
-    def _record(self, batch: Batch, side: torch.cuda.Stream) -> None:
-        graphs = {phase: torch.cuda.CUDAGraph() for phase in ("forward", "backward", "step")}
-        pool = torch.cuda.graph_pool_handle()
-        with self.masks.repeated(), torch.cuda.graph(graphs["forward"], pool=pool, stream=side):
+    def _uncaptured(self, batch: Batch) -> SameMasks:
+        """Forward and backward as they are; which masks they went without."""
+        masks = SameMasks()
+        with masks.noted():
             loss = self.inner.forward(batch)
-        with torch.cuda.graph(graphs["backward"], pool=pool, stream=side):
-            self.inner.backward(loss)
-        with torch.cuda.graph(graphs["step"], pool=pool, stream=side):
-            self.inner.update()
-        self.loss, self.graphs = loss.detach(), graphs
-        self.keeps_gradients = True  # a replayed backward writes into the buffers that it was captured with
+        self.inner.backward(loss)
+        return masks
+
+    def _record(self) -> None:
+        several = len(self.batches) > 1
+        self.gradients = Gradients(self.trained) if several else None
+        for layout in self.layouts:
+            layout.graphs["forward"] = self.recorder.record(partial(self._forward, layout))
+            layout.graphs["backward"] = backward = self.recorder.record(partial(self._backward, layout))
+            layout.loss = None  # what its forward saved goes back to the pool, for the next shape
+            if self.gradients is None:
+                for param, gradient in zip(self.trained, backward.outputs.values(), strict=True):
+                    param.grad = gradient
+        if self.gradients:
+            self.inner.clear()
+            self.gradients.attach()
+        self.graph_of_update = self.recorder.record(self._update)
+        self.keeps_gradients = not several  # a replayed backward writes into the buffers that it was captured with
+        self.clear()
+
+    def _forward(self, layout: Layout) -> dict[str, Tensor]:
+        with layout.masks.repeated():
+            layout.loss = self.inner.forward(replace(layout.holds, inputs=layout.inputs))
+        return {"loss": layout.loss.detach()}
+
+    def _backward(self, layout: Layout) -> dict[str, Tensor]:
+        assert layout.loss is not None
+        for param in self.trained:
+            param.grad = None
+        self.inner.backward(layout.loss)
+        found = {str(i): param.grad for i, param in enumerate(self.trained) if param.grad is not None}
+        if len(found) != len(self.trained):
+            raise RuntimeError("micro-batches of different shapes give gradients to different parameters")
+        if self.gradients is None:
+            return found
+        self.gradients.collect(self.trained)
+        return {}
+
+    def _update(self) -> dict[str, Tensor]:
+        self.inner.update()
+        return {}
 
     def _snapshot(self) -> list[Tensor]:
         """The trained parameters, before the eager steps of the warm-up change them."""
@@ -187,10 +287,3 @@ class CapturedStep(Wrapped):
                 for tensor in state.values():
                     if isinstance(tensor, Tensor):
                         tensor.zero_()
-
-
-def _first_line(error: BaseException) -> str:
-    cause: BaseException = error
-    while cause.__context__ is not None:  # what stopped the capture; ending the broken capture raises once more
-        cause = cause.__context__
-    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]

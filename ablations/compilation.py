@@ -19,6 +19,7 @@ class TorchCompile(Ablation):
     name: ClassVar[str] = "torch_compile"
     slot: ClassVar[str] = "compilation"
     summary: ClassVar[str] = "torch.compile of the whole PEFT model"
+    slow_start: ClassVar[bool] = True  # 131 s for 30 layers on an H200's host
     worth_trying: ClassVar[Worth | None] = "time"
 
     mode: str = "default"

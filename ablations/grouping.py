@@ -13,7 +13,9 @@ from lorabench.contract.settings import Settings
 from lorabench.contract.workload import Workload
 from lorabench_ablations.batching import layout, lengths_of, own_batches, padded_batches, positive
 
-NO_CAPTURE = {"cuda_graph": "grouped micro-batches have widths of their own, and a captured step has one shape"}
+NO_CAPTURE = {
+    "cuda_graph": "grouped micro-batches have widths of their own at every step, and each width would be a graph"
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ from lorabench.report.tables import md
 from lorabench.report.words import interval, number, ratio
 
 sys.path.insert(0, str(Path(__file__).parent))
+import bubble_tables
 import markers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,6 +98,7 @@ class Results:
     """All folders of results/ that hold records, by their place below it."""
 
     def __init__(self, folder: Path = ROOT / "results") -> None:
+        self.place = folder
         places = sorted(path.parent for path in folder.rglob("records.jsonl"))
         self.folders = {place.relative_to(folder).as_posix(): Analysis.read(place) for place in places}
 
@@ -231,6 +233,9 @@ def standing(claim: Claim, results: Results) -> list[str]:
     """What was measured, against which baseline, where; or why nothing was. Three cells of Markdown."""
     if claim.same_as:
         return [f"says the same as {claim.same_as}", "", ""]
+    if claim.open and claim.simulated:
+        said, where = bubble_tables.beside(claim.simulated, claim.unit, results.place)
+        return [f"{md(said)}; open: {md(claim.open)}", "", where]
     if claim.open:
         return [f"open: {md(claim.open)}", "", ""]
     found = beside(claim, results)
@@ -286,8 +291,7 @@ def duels(results: Results) -> str:
 def _duel(analysis: Analysis, folder: str, model: str, workload: str) -> list[str]:
     here = _rows(analysis, model, workload)
     mine, others = ([r for r in here if (OURS in r.ablations) == own] for own in (True, False))
-    # Of peers that are level the one with the larger ratio: the choice is not to be in our favour.
-    ours, peer = fastest(mine, analysis)[0], max(others, key=lambda r: analysis.row(r)["total_speedup"])
+    ours, peer = (fastest(some, analysis)[0] for some in (mine, others))
     found = analysis.contrasts.beside(ours, peer)
     assert found is not None
     faster = f"**{ratio(*found.contrast.speedup)} ×**" + ("" if found.paired else " unpaired")
@@ -501,6 +505,10 @@ def machines(results: Results) -> str:
     return _markdown(("", headings, rows)) or "*Not measured yet*: results/ has no folder of a second machine."
 
 
+def of_bubbles(column: str, figure: str, most: bool) -> Callable[[Results], str]:
+    return lambda results: grid(*bubble_tables.of(results.place, column, figure, most))
+
+
 # -- into the files ---------------------------------------------------------------------------------------------------
 
 
@@ -519,6 +527,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder, split": of_ladder(_split),
     "ladder, today": of_ladder(lambda analysis: "\n".join(f"- {said}" for said in conclusions(analysis))),
     "two machines": machines,
+    **{name: of_bubbles(*shown) for name, shown in bubble_tables.SHOWN.items()},
     **{f"suite {name}": of_suite(name) for name in SUITES},
 }
 

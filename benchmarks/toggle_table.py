@@ -35,6 +35,7 @@ PAGES = {
     "fp8_base": "../kernels/README.md#fp8",
     "generation": "evaluation.md",
     "text_metrics": "evaluation.md",
+    "jobs": "several-adapters.md",
     "limit": "methodology.md#the-limit",
     "loading": "toggles.md#weights-in-4-bits",
     "quantizing": "loading.md",

@@ -54,6 +54,9 @@ COMMANDS = {
     "report": Command("lorabench.report.__main__", "tables, plots and page again, from a results folder"),
     "compare": Command("lorabench.compare", "two results folders against each other"),
     "gather": Command("lorabench.gather", "records of several results folders into one"),
+    "simulate": Command(
+        "lorabench.simulate", "how long a pipeline's stages wait when several adapters train on one base"
+    ),
     "doctor": Command("lorabench.doctor", "what this machine can run, and why not the rest"),
     "log": Command("lorabench.log_command", "run a command; keep its output and the environment it ran in"),
 }

@@ -305,7 +305,7 @@ def _report(config: Any, console: Console) -> int:
 
     report = Report.of(config.output)
     written = report.write()
-    console.print(report.terminal(console.width))
+    report.show(console)
     pictures = [p for p in written if p.name in ("speedup.png", "report.html")]
     console.print("look at " + " and ".join(map(str, pictures or written)), highlight=False, soft_wrap=True)
     return 0

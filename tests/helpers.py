@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sweep_server import Server
 
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
@@ -145,10 +147,20 @@ def word_model(folder: Path, hidden: int = 32, intermediate: int = 48) -> tuple[
     return folder / "model", folder / "text.jsonl"
 
 
-def sweep(*overrides: str, cwd: Path, timeout: float = 240, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """Run `python -m lorabench.sweep` as a user would."""
+def sweep(
+    *overrides: str, cwd: Path, timeout: float = 240, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`python -m lorabench.sweep`, from a process that has imported what it needs."""
+    environment = dict(os.environ if env is None else env)
+    if (server := _sweep_server()).can(environment):
+        return server.run(overrides, cwd, environment, timeout)
     command = [sys.executable, "-m", "lorabench.sweep", *overrides]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, **kwargs)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, env=env)
+
+
+@functools.cache
+def _sweep_server() -> Server:
+    return Server()
 
 
 def installed(folder: Path, package: str, files: Mapping[str, Path], points: Mapping[str, str]) -> dict[str, str]:

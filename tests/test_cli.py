@@ -21,7 +21,7 @@ def python(code: str) -> str:
 def test_help_names_every_subcommand(arguments, capsys):
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
-    for name in ("sweep", "recommend", "list", "report", "compare", "gather", "doctor", "log"):
+    for name in ("sweep", "recommend", "list", "report", "compare", "gather", "simulate", "doctor", "log"):
         assert f"\n  {name} " in text
 
 

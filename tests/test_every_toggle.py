@@ -54,6 +54,10 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
         for name in ("auto_batch_size", "doubling_batch_size", "find_executable_batch_size")
     }),
     "padding": ([LENGTHS, "reference=[eager,adamw_fused,packing]"], plain("padding", "sdpa")),
+    "jobs": (["workload=two_jobs"], plain("batched", "batched_packed", "fused_multi_lora")),
+    "jobs one by one": (
+        ["workload=two_jobs", "reference=[sdpa,adamw_fused,padding,batched]"], plain("sequential"),
+    ),
     "loading": (["kind=load", "workload=warm_cache", "reference=[quantize_at_load]"], {
         **plain("prequantized_loading", "parallel_reading", "transformers_loading"),
         "fastsafetensors": "[prequantized_loading,fastsafetensors]",

@@ -45,8 +45,9 @@ def _settings(ablation: Ablation) -> Settings:
 
 def apart(ablations: Sequence[Ablation]) -> str | None:
     """Why no trainer can have these together, though a step can be measured with them, or None: what changes the
-    trainer itself goes with no other trainer, and with no model that this one compiles."""
-    own = {a: _settings(a) for a in sorted(ablations, key=lambda a: a.name)}
+    trainer itself goes with no other trainer, and with no model that this one compiles. What finds the samples of a
+    micro-batch is there as the number that it found."""
+    own = {a: _settings(a) for a in sorted(ablations, key=lambda a: a.name) if not sizes(a)}
     for changing in (a for a, s in own.items() if code([s], of_trainer=True)):
         for other, said in own.items():
             if said.trainer.get("torch_compile"):
@@ -54,6 +55,11 @@ def apart(ablations: Sequence[Ablation]) -> str | None:
             if said.note and said in (Settings(note=said.note), Settings(note=said.note, axolotl=said.axolotl)):
                 return f"{changing.label} needs a trainer of transformers or TRL, which {other.label} does not speak of"
     return None
+
+
+def sizes(toggle: Ablation) -> bool:
+    """Whether it says how many samples go into a micro-batch."""
+    return type(toggle).size is not Ablation.size
 
 
 def joined(settings: Sequence[Settings], piece: str) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from lorabench.advice.expected import Toggles
 from lorabench.advice.known import Choice, Known, makes_it_fit, named
-from lorabench.advice.paste import blocks
+from lorabench.advice.paste import blocks, sizes
 from lorabench.advice.search import more
-from lorabench.contract.ablation import Ablation
 from lorabench.plan.compose import RecommendConfig
 from lorabench.plan.estimate import duration
 from lorabench.record.contrast import Speedup
@@ -174,15 +173,10 @@ def _batch(known: Known) -> Batch:
     load = known.question.itself.workload
     found = _chosen(known)
     notes = found[1].notes if found else {}
-    sizes = [notes.get(t.name) for t in known.choice.toggles if _sizes(t)]
-    size = next((int(note["batch_size"]) for note in sizes if note and "batch_size" in note), load.batch_size)
+    found_by = [notes.get(t.name) for t in known.choice.toggles if sizes(t)]
+    size = next((int(note["batch_size"]) for note in found_by if note and "batch_size" in note), load.batch_size)
     size = min(size, load.count)
     return Batch(size, -(-load.count // size))
-
-
-def _sizes(toggle: Ablation) -> bool:
-    """Whether it says how many samples go into a micro-batch."""
-    return type(toggle).size is not Ablation.size
 
 
 def _code(known: Known) -> list[tuple[str, str, str]]:
@@ -190,7 +184,7 @@ def _code(known: Known) -> list[tuple[str, str, str]]:
     own, machine = known.question, known.question.machine
     cell = own.cell(known.choice.toggles)
     load = cell.workload.model_copy(update={"batch_size": _batch(known).size, "samples": cell.workload.count})
-    kept = tuple(a for a in cell.candidate if not _sizes(a))
+    kept = tuple(a for a in cell.candidate if not sizes(a))
     return blocks(replace(cell, workload=load, candidate=kept), machine.dtype(cell.model.dtype))
 
 

@@ -2,9 +2,9 @@
 
 A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
 and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
-load, adapt, prepare, build, patch, shard, batch, collate, optimize, step, size (or form and read, or text_metrics and
-generate, in the kinds that load weights or evaluate a checkpoint); `audit` then proves that the toggle engaged.
-docs/add-an-ablation.md walks through one.
+load, adapt, prepare, build, patch, shard, batch, collate, optimize, join, step, size (or form and read, or
+text_metrics and generate, in the kinds that load weights or evaluate a checkpoint); `audit` then proves that the toggle
+engaged. docs/add-an-ablation.md walks through one.
 """
 
 from __future__ import annotations
@@ -149,6 +149,8 @@ class Ablation:
     own_dropout_masks: ClassVar[bool] = False  # draws masks that the gate cannot share: gated at dropout 0
     recomputes: ClassVar[Recomputed | None] = None  # what backward computes again: counted apart from useful work
     global_patch: ClassVar[bool] = False  # changes more than its own model: measured in separate processes
+    slow_start: ClassVar[bool] = False  # the host compiles for minutes before its first trial: prepared last
+    switches: ClassVar[tuple[str, ...]] = ()  # torch's own that it sets for its process (contract/switches.py)
     parallel: ClassVar[bool] = False  # its arm steps on `world_size` processes, one a GPU
     tolerance: ClassVar[Tolerance | None] = None
     rank: ClassVar[int] = 0  # `step` wrappers of a higher rank go further outside
@@ -190,6 +192,11 @@ class Ablation:
 
     def optimize(self, params: list[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer | None:
         """Adapter parameters -> optimizer. None: leave it to another toggle or to torch's AdamW."""
+        return None
+
+    def join(self, steps: Sequence[Step]) -> list[Step] | None:
+        """Of several jobs the steps of a trial, in order: each a job's own, or a `Joint` (contract/joint.py) of some of
+        them. None: leave it to another toggle, or one job after the other."""
         return None
 
     def step(self, step: Step) -> Step:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lorabench.contract.batch import Sample
+from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.job import ADAPTER
+from lorabench.contract.joint import Joint
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.step import Step
@@ -21,8 +22,8 @@ if TYPE_CHECKING:  # as in step.py
 class Arm:
     """An arm, built. `ablations` are its toggles, `patched` is what each one's `patch` returned.
 
-    `steps` holds one Step a job, in the order in which they are trained. A kind whose trial is no optimizer step
-    subclasses this and leaves them empty.
+    `steps` holds one Step a job. `turns` are what a trial steps, in order: these, or a Joint of several; empty: these.
+    A kind whose trial is no optimizer step subclasses this and leaves both empty.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Arm:
     sizings: list[Sizing | None] = field(default_factory=list)  # by step: what a toggle's `size` found
     feeds: list[Callable[[int], None]] = field(default_factory=list)  # by step: puts a trial's tokens into its batches
     outs: Any = None  # what the last trial returned, until it is cleared
+    turns: list[Step] = field(default_factory=list)
     witnesses: list[Any] = field(default_factory=list)  # measure/judging/witness.py's, by step
 
     @property
@@ -66,6 +68,15 @@ class Arm:
             return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
         mine = f".{step.adapter}."  # PEFT trains what belongs to the active adapter: another job's may be active now
         return ((own_name(n, step.adapter), p) for n, p in self.model.named_parameters() if mine in n)
+
+    @property
+    def micro_batches(self) -> list[Batch]:
+        """What the forwards of a trial are given, one each."""
+        made = []
+        for turn in self.turns or self.steps:
+            inner = turn.innermost
+            made += map(inner.micro_batch, range(inner.count)) if isinstance(inner, Joint) else turn.batches
+        return made
 
     def parameter_bytes(self) -> dict[str, int]:
         """Bytes of the frozen weights and of every job's adapter, by these names."""

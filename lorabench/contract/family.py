@@ -56,6 +56,11 @@ class Stack:
         return any(a.global_patch for a in self.ablations)
 
     @property
+    def slow_start(self) -> bool:
+        """Whether the host compiles for minutes before its first trial."""
+        return any(a.slow_start for a in self.ablations)
+
+    @property
     def ranks(self) -> int:
         """How many processes it steps on: one, unless a toggle steps on several."""
         return self.cell.ranks_of("candidate")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from lorabench.contract.names import nearest
 
 LEARNING_RATE = 1e-4
+MOST_JOBS = 1024
 MOST_TOKENS = 1 << 26  # of one step: 67 million; a step of a large run has some four
 
 
@@ -39,6 +40,24 @@ class JobSpec(BaseModel):
     optimizer: str | dict[str, Any] | None = None  # a toggle of its own for the update; None: the arm's
     learning_rate: float = Field(default=LEARNING_RATE, gt=0)
     seed: int | None = None  # of samples and adapter; None: the sweep's
+
+
+def copied(jobs: Any) -> Any:
+    """A list of jobs in which each entry with `copies: N` stands for N jobs, NAME_1 to NAME_N, with seeds from its own
+    on (from 0, where it has none). Raises ValueError for a number of copies that is none."""
+    if not isinstance(jobs, list):
+        return jobs
+    made = []
+    for job in jobs:
+        if not isinstance(job, dict) or "copies" not in job:
+            made.append(job)
+            continue
+        count, seed = job["copies"], job.get("seed") or 0
+        if not isinstance(count, int) or not 1 <= count <= MOST_JOBS:
+            raise ValueError(f"copies={count!r}: expected a number of jobs from 1 to {MOST_JOBS}")
+        rest, name = {key: value for key, value in job.items() if key != "copies"}, job.get("name", "job")
+        made += [rest | {"name": f"{name}_{i + 1}", "seed": seed + i} for i in range(count)]
+    return made
 
 
 class Drawn(BaseModel):
@@ -75,7 +94,8 @@ class Workload(BaseModel):
     `fingerprint`: of the rows and the chat template, so that another content under the same name is another
     measurement. `drawn`: which rows, once they have been chosen (plan/samples.py).
 
-    `jobs`: several fine-tuning jobs on one base, each with what it changes of the fields above and of the adapter.
+    `jobs`: several fine-tuning jobs on one base, each with what it changes of the fields above and of the adapter; one
+    with `copies: N` stands for N of them.
     None: the workload is the one job.
     """
 
@@ -100,6 +120,11 @@ class Workload(BaseModel):
     seed: int | None = None  # of the draw, where the workload is to be the same under every seed of the sweep
     page_cache: Literal["warm", "cold"] | None = None
     jobs: list[JobSpec] = []
+
+    @field_validator("jobs", mode="before")
+    @classmethod
+    def _copied(cls, value: Any) -> Any:
+        return copied(value)
 
     @field_validator("distribution")
     @classmethod

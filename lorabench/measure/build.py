@@ -20,6 +20,7 @@ from lorabench.contract.arm import Arm, own_name
 from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.hooks import first_line
 from lorabench.contract.job import ADAPTER, Job
+from lorabench.contract.joint import Joint, Share
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.step import Step
@@ -56,13 +57,14 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
     _part(request, model)  # PEFT trains the biases where it is asked to
     patched = hooks.each(Ablation.patch, model)
     _part(request, model)
-    steps = [
+    own = [
         _step(request, hooks, model, job, samples, make_step)
         for job, samples in zip(request.jobs, request.samples, strict=True)
     ]
+    steps, turns = _turns(request, hooks, own)
     arm = Arm(
         request.name, request.ablations, model, steps, request.dtype, request.device, kind, patched, hooks.touched,
-        request.ranks, sizings=[None] * len(steps),
+        request.ranks, sizings=[None] * len(steps), turns=turns,
     )  # fmt: skip
     if request.layers is None:  # the memory of a shallow model says nothing of the whole one's
         for index in range(len(steps)):
@@ -72,20 +74,25 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
 
 def feeds(request: Request, arm: Arm, vocabulary: int) -> list[Feed]:
     """Of each job what puts a trial's fresh tokens into its batches. Raises Unsupported where they cannot take any."""
-    made = []
-    for job, samples, step, sizing in zip(request.jobs, request.samples, arm.steps, arm.sizings, strict=True):
-        layout = laid_out(request, Hooks(request.ablations), job, marked(samples), sizing)
-        random = job.workload.kind != "text"
-        made.append(Feed(step.batches, layout, samples, vocabulary, random, job.seed))
-    return made
+    layouts = [
+        laid_out(request, Hooks(request.ablations), job, marked(samples), sizing)
+        for job, samples, sizing in zip(request.jobs, request.samples, arm.sizings, strict=True)
+    ]
+    for joint in _joints(arm.turns):
+        _lay_out_together(joint, [step.name for step in arm.steps], layouts)
+    return [
+        Feed(step.batches, layout, samples, vocabulary, job.workload.kind != "text", job.seed)
+        for job, samples, step, layout in zip(request.jobs, request.samples, arm.steps, layouts, strict=True)
+    ]
 
 
 def laid_out(
     request: Request, hooks: Hooks, job: Job, samples: Sequence[Sample], sizing: Sizing | None = None,
+    collate: bool = True,
 ) -> list[Batch]:  # fmt: skip
     """This rank's batches of a job's samples, as the toggles make them, on the host. `sizing`: the micro-batches that a
-    toggle found for the job. Raises what the hooks raise, and Unsupported where the samples' tokens are not all there.
-    """
+    toggle found for the job; not `collate`: what is added to each batch is left to the joint ones. Raises what the
+    hooks raise, and Unsupported where the samples' tokens are not all there."""
     workload = job.workload
     if sizing is not None:
         workload = workload.model_copy(update={"batch_size": sizing.batch_size})
@@ -94,11 +101,16 @@ def laid_out(
     mine = samples if share is None else share
     made = hooks.first(Ablation.batch, mine, workload)
     batches = pad(mine, workload.batch_size) if made is None else made
-    batches = [hooks.through(Ablation.collate, batch) for batch in batches]
-    said, there = sum(b.real for b in batches), sum(len(s.tokens) for s in mine)
-    if request.ranks.size == 1 and said != there:  # of several, each may have its part of a sample
-        raise Unsupported(f"its batches count {said} real tokens; the samples have {there}")
+    if collate:
+        batches = [hooks.through(Ablation.collate, batch) for batch in batches]
+    if request.ranks.size == 1:  # of several, each may have its part of a sample
+        _check_real(batches, sum(len(s.tokens) for s in mine))
     return batches
+
+
+def _check_real(batches: Sequence[Batch], there: int) -> None:
+    if (said := sum(b.real for b in batches)) != there:
+        raise Unsupported(f"its batches count {said} real tokens; the samples have {there}")
 
 
 def _size(request: Request, hooks: Hooks, arm: Arm, index: int, held: int, room: int) -> None:
@@ -190,14 +202,60 @@ def _with_adapters(base: Any, jobs: Sequence[Job], adapters: Sequence[dict[str, 
 def _step(
     request: Request, hooks: Hooks, model: nn.Module, job: Job, samples: list[Sample], make_step: MakeStep,
 ) -> Step:  # fmt: skip
-    """One job's step: its batches, its optimizer, and what the toggles wrap around both."""
+    """One job's step: its batches and its optimizer."""
     batches = laid_out(request, hooks, job, samples)
     params = [p for n, p in model.named_parameters() if (p.requires_grad if not job.name else f".{job.adapter}." in n)]
     own = [registry.ablation(job.optimizer)] if job.optimizer else []
     optimizer = hooks.first(Ablation.optimize, params, job.learning_rate, among=[*own, *hooks.ordered])
     if optimizer is None:
         optimizer = torch.optim.AdamW([{"params": params}], lr=job.learning_rate)  # of which there may be none
-    return hooks.wrapped(Ablation.step, make_step(model, optimizer, batches, job, samples))
+    return make_step(model, optimizer, batches, job, samples)
+
+
+def _turns(request: Request, hooks: Hooks, own: list[Step]) -> tuple[list[Step], list[Step]]:
+    """(the step of each job, what a trial steps, in order), with what the toggles wrap around them."""
+    turns = hooks.first(Ablation.join, own) or own
+    for joint in _joints(turns):
+        _put_together(request, hooks, joint)
+    wrapped = [hooks.wrapped(Ablation.step, turn) for turn in turns]
+    steps = {}
+    for turn, outer in zip(turns, wrapped, strict=True):
+        members = turn.steps if isinstance(turn, Joint) else []
+        steps |= {s.name: Share(s, outer) for s in members} or {turn.name: outer}
+    if sorted(steps) != sorted(step.name for step in own):
+        raise Unsupported(f"its trial steps the jobs {', '.join(steps)}; expected each of them once")
+    return [steps[step.name] for step in own], wrapped
+
+
+def _joints(turns: Sequence[Step]) -> list[Joint]:
+    return [inner for turn in turns if isinstance(inner := turn.innermost, Joint)]
+
+
+def _put_together(request: Request, hooks: Hooks, joint: Joint) -> None:
+    """Lay the jobs' batches out as the joint step wants them, with what the toggles' `collate` adds to the joint ones:
+    where samples begin is known of a whole row only."""
+    names = [step.name for step in joint.steps]
+    members = [(job, own) for job, own in zip(request.jobs, request.samples, strict=True) if job.name in names]
+    layouts = [laid_out(request, hooks, job, own, collate=False) for job, own in members]
+    _lay_out_together(joint, [job.name for job, _ in members], layouts)
+    layout = dict(zip((job.name for job, _ in members), layouts, strict=True))
+    for step in joint.steps:
+        step.batches[:] = layout[step.name]
+    for plain in map(joint.micro_batch, range(joint.count)):
+        inputs = hooks.through(Ablation.collate, plain).inputs
+        added = replace(plain, inputs={name: x for name, x in inputs.items() if name not in plain.inputs})
+        joint.collated.append(to_device(added, request.device).inputs)
+    for step in joint.steps:
+        step.batches[:] = [to_device(batch, request.device) for batch in step.batches]
+
+
+def _lay_out_together(joint: Joint, names: Sequence[str], layouts: list[list[Batch]]) -> None:
+    """Replace in `layouts`, each of the job of that name, those of a joint step's jobs."""
+    places = [names.index(step.name) for step in joint.steps]
+    together = joint.lay_out([layouts[place] for place in places])
+    for place, batches in zip(places, together, strict=True):
+        _check_real(batches, sum(b.real for b in layouts[place]))
+        layouts[place] = batches
 
 
 def float16_scale(trained: int) -> float:

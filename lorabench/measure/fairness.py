@@ -25,7 +25,9 @@ from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
+from lorabench.contract.switches import SWITCHES
 from lorabench.measure.trial import Trial
 
 # The wall clock may see this much more of a GPU's trial than its events do: launching the first kernel, waking up.
@@ -195,6 +197,8 @@ def of_arm(arm: Arm) -> dict[str, Any]:
             {n: Same(x) if isinstance(x, torch.Tensor) else x for n, x in group.items() if n != "params"}
             for group in optimizer.param_groups
         ]
+    for number, turn in enumerate(arm.turns, 1):
+        found[f"what is stepped in turn {number}"] = Same(turn), type(turn.innermost), _callables(turn.innermost)
     return found
 
 
@@ -237,8 +241,8 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
     return next((name for name, value in before.items() if name not in after or after[name] != value), None)
 
 
-# What no toggle may change, not even one that has its processes to itself: what is counted, in which precision, what
-# runs between the trials.
+# What no toggle may change, not even one that has its processes to itself: what is counted, what runs between the
+# trials, and, unless it declares torch's own switch for that, in which precision.
 NEVER = (
     "time.",
     "gc.callbacks",
@@ -257,6 +261,7 @@ class Guard:
     def __init__(self, alone: bool) -> None:
         """`alone`: this process measures one arm, whose toggles may patch what is the whole process's."""
         self.alone = alone
+        self.declared: set[str] = set()  # settings that this one arm's toggles say they set
         # What torch's compiler wraps for the whole process when it is first used (optimizers' methods, the construction
         # of modules) it wraps here: some seconds, of a process that measures only.
         torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
@@ -274,11 +279,17 @@ class Guard:
         """The arm has left."""
         self.arms.pop(name, None)
 
+    def declare(self, toggles: Sequence[Ablation]) -> None:
+        """The toggles of the arm that is built next, which say what they set of a process that is theirs alone."""
+        if self.alone:
+            self.declared |= {name for t in toggles for switch in t.switches for name in SWITCHES[switch]}
+
     def check(self) -> None:
         """After every trial: raises Untrusted where a setting of the process has changed."""
-        before = {n: v for n, v in self.settings.items() if not self.alone or n.startswith(NEVER)}
+        held = [n for n in self.settings if n not in self.declared and (not self.alone or n.startswith(NEVER))]
+        before = {n: self.settings[n] for n in held}
         if changed := difference(before, settings()):
-            raise Untrusted(f"a toggle changed {changed} for the whole process{self._instead()}")
+            raise Untrusted(f"a toggle changed {changed} for the whole process{self._undeclared(changed)}")
 
     def check_all(self) -> None:
         """Before and after the trials: what takes some milliseconds to look through, too. Raises Untrusted."""
@@ -292,6 +303,11 @@ class Guard:
 
     def _instead(self) -> str:
         return "" if self.alone else "; one that has to says global_patch = True"
+
+    def _undeclared(self, setting: str) -> str:
+        """What a toggle has to say that sets it on purpose."""
+        switch = next((name for name, sets in SWITCHES.items() if setting in sets), None)
+        return f"; one that has to says switches = ({switch!r},)" if switch and self.alone else self._instead()
 
     def busy(self) -> Iterator[tuple[str, float]]:
         """(what, seconds computed so far) of each Python thread and each child process that came after this guard. Not
@@ -319,10 +335,9 @@ def backward_threads(device: torch.device) -> set[int]:
     return met
 
 
-def check_busy(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> None:
-    """Raises Untrusted where a thread or a child of the candidate's computed while the trials ran."""
-    for name, spent in after.items():
-        used = spent - before.get(name, 0.0)
+def check_busy(beside: Mapping[str, float], seconds: float) -> None:
+    """Raises Untrusted where a thread or a child of the candidate's computed while the trials ran, for `seconds`."""
+    for name, used in beside.items():
         if used > BUSY * seconds and used > TICKS_S:
             raise Untrusted(f"{name} computed for {used:.2g} s of the trials' {seconds:.2g} s beside the arms")
 

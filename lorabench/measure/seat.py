@@ -124,6 +124,7 @@ class Seat:
         self.base = Base(Path(seating.scratch))
         self.written = ""  # checksum of the base when the first arm was ready
         self.turned = ""  # whose turn was the last
+        self.idle: dict[str, float] | None = None  # what computed beside the arms before the first turn, in seconds
         self.now = "starting"
 
     def call(self, what: str, *arguments: Any) -> Answer:
@@ -171,7 +172,8 @@ class Seat:
     def prepare(self, name: str, stack: Stack, gate: bool = True, offered: bytes | None = None) -> Ready:
         """Judge the arm on a shallow model, build it, take its first trial under the audit, warm it up, measure its
         memory. `gate`: whether this process judges it at all; `offered`: another seat's base, for the first arm."""
-        self.stacks[name], into = stack, Ready()
+        self.stacks[name], into, self.idle = stack, Ready(), None
+        self.guard.declare(stack.ablations)
         if offered is not None:
             self.base = Base.opened(offered)
         of_kind: Kind = kind(stack.kind)
@@ -214,6 +216,8 @@ class Seat:
         self._check_base()
         self.guard.watch(name, arm)
         self.arms[name], self.before[name], self.host[name] = arm, fairness.of_arm(arm), []
+        if self.seating.alone:  # what its preparation left behind is in the way of the other processes
+            self.give_back()
         return into
 
     def _gate(self, stack: Stack, into: Ready) -> None:
@@ -251,6 +255,8 @@ class Seat:
         is. Not `each`: the turn has one trial, whose update is looked at where it is picked. The last one's results
         stay until they were sketched. The garbage collector runs between turns."""
         arm, of_kind = self.arms[name], self._kind(name)
+        if self.idle is None:  # what an arm's compiler computed while arms were prepared is no work beside the trials
+            self.idle = dict(self.guard.busy())
         made = []
         gc.disable()
         try:
@@ -331,10 +337,12 @@ class Seat:
         return self._kind(name).cross(other, arm) if other else None
 
     def closing(self) -> dict[str, float]:
-        """After the last turn: what was computed beside the trials, and that nothing else was changed."""
+        """After the last turn: seconds computed beside the arms since the first one, by whom; and that nothing else was
+        changed."""
         self.guard.check_all()
         self._check_base()
-        return dict(self.guard.busy())
+        before = self.idle or {}
+        return {name: spent - before.get(name, 0.0) for name, spent in self.guard.busy()}
 
     def _check_base(self) -> None:
         """Raises Untrusted where the weights that all arms share are not what they were."""

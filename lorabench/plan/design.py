@@ -14,6 +14,7 @@ from lorabench.contract.hooks import Faulty, asked, asked_requires, contained, d
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.switches import switch_fault
 from lorabench.contract.workload import Workload
 
 Toggles = tuple[Ablation, ...]  # one item of `ablations=`: mostly one toggle, or several that make one candidate
@@ -241,9 +242,10 @@ def refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
         return "crash", described(error)
 
 
-def _tolerance_fault(cell: Cell) -> str | None:
+def _wrongly_declared(cell: Cell) -> str | None:
     for toggle in (*cell.reference, *cell.candidate):
-        if toggle.tolerance and (fault := toggle.tolerance.fault(toggle.changes_weights)):
+        fault = toggle.tolerance.fault(toggle.changes_weights) if toggle.tolerance else None
+        if fault := fault or switch_fault(toggle.switches, toggle.global_patch):
             return f"{toggle.name} {fault}"
     return None
 
@@ -255,7 +257,7 @@ def _refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
     for arm in (cell.reference, cell.candidate):
         if reason := conflict(arm):
             return "conflict", reason
-    if reason := _unsupported(cell, machine) or _tolerance_fault(cell):
+    if reason := _unsupported(cell, machine) or _wrongly_declared(cell):
         return "unsupported", reason
     for toggle in cell.toggles:
         if toggle in cell.reference:

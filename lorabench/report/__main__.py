@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:  # RecordError is a ValueError, StoreError an OSError
         print(one_line(error), file=sys.stderr)
         return 2
-    console.print(report.terminal(console.width))
+    report.show(console)
     print("\n".join(str(path) for path in written))
     return 0
 

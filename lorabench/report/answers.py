@@ -1,7 +1,7 @@
 """What a reader wants to know first: of each model and workload the fastest, what it buys, and how sure that is.
 
-Where the milliseconds of several stacks are not told apart, the one with the fewest toggles is named. README.md's
-tables go by the same rule.
+The fastest is the one with the fewest milliseconds; those that are not told apart from it are named beside it.
+README.md's tables go by the same rule.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from lorabench.record.schema import ARMS, TOTAL, Record
 from lorabench.report.analysis import Analysis, Row
+from lorabench.report.attribution_tables import outcomes
 from lorabench.report.cells import host_bound, moved, whole
 from lorabench.report.comparable import references, spans
 from lorabench.report.groups import Group
+from lorabench.report.ladder_summary import ladders
 from lorabench.report.published import compared
 from lorabench.report.words import arrow, number, percent
 
@@ -57,11 +59,10 @@ def _answer(group: Group, tried: Sequence[Record], analysis: Analysis) -> Answer
 
 def fastest(records: Sequence[Record], analysis: Analysis) -> list[Record]:
     """Of records that have times the fastest and all that are level with it: whose milliseconds lie within the noise
-    floor of its own, or whose intervals meet. The one with the fewest toggles comes first, then the faster."""
-    rows = sorted((analysis.row(record)[MS], n) for n, record in enumerate(records))
-    first = analysis.row(records[rows[0][1]])
-    level = [records[n] for _, n in rows if _level(first, analysis.row(records[n]))]
-    return sorted(level, key=lambda record: len(record.ablations))
+    floor of its own, or whose intervals meet. The fastest comes first, then those with the fewest toggles."""
+    first, *others = sorted(records, key=lambda record: analysis.row(record)[MS])
+    level = [record for record in others if _level(analysis.row(first), analysis.row(record))]
+    return [first, *sorted(level, key=lambda record: len(record.ablations))]
 
 
 def _level(first: Row, other: Row) -> bool:
@@ -111,10 +112,21 @@ def _doubts(best: Record, level: Sequence[Record], timed: Sequence[Record], anal
 
 
 def published_answer(analysis: Analysis) -> str:
-    """How the published numbers fared that were measured here against their own baseline; '' where none was."""
-    outcomes = [row["outcome"] for row in compared(analysis)]
-    if not outcomes:
-        return ""
-    counted = ", ".join(f"{outcomes.count(word)} {word}" for word in ("above", "within", "below"))
-    numbers = "number was" if len(outcomes) == 1 else "numbers were"
-    return f"{len(outcomes)} published {numbers} measured here against the same baseline: ours {counted}."
+    """How the published numbers fared that have the baseline of one measured here: the rows' own, and those of a
+    ladder's steps over the rungs below them, as the tables have both; '' where there are none."""
+    rows = [row["outcome"] for row in compared(analysis)]
+    steps = [word for own in ladders(analysis) for rung in own.rungs for word in outcomes(rung)]
+    said = []
+    if rows:
+        numbers = "number was" if len(rows) == 1 else "numbers were"
+        said.append(f"{len(rows)} published {numbers} measured here against the same baseline: ours {_counted(rows)}.")
+    if steps:
+        have = "step has" if len(steps) == 1 else "steps have"
+        said.append(
+            f"{len(steps)} of the ladder's {have} a published number over the rung below: ours {_counted(steps)}."
+        )
+    return " ".join(said)
+
+
+def _counted(words: Sequence[str]) -> str:
+    return ", ".join(f"{words.count(word)} {word}" for word in ("above", "within", "below"))

@@ -136,13 +136,23 @@ def _of_time(found: Sequence[Match]) -> list[Match]:
 
 
 def published(rung: Rung) -> str:
-    """The claims about a rung: about its toggle over what it stands on, or about all so far over the start. Where none
-    has this baseline, those of another one, which do not compare. '' without any."""
+    """The claims about a rung, in words; '' without any."""
+    return "; ".join(dict.fromkeys(_claim(m, ours) for m, ours in _claimed(rung)))
+
+
+def outcomes(rung: Rung) -> list[str]:
+    """Of each of these that has this baseline: whether ours is above, within or below."""
+    same = {_claim(m, ours): claims.against(m, *ours) for m, ours in _claimed(rung) if ours and not m.differs}
+    return list(same.values())
+
+
+def _claimed(rung: Rung) -> list[tuple[Match, Speedup | None]]:
+    """The claims about a rung's toggle over what it stands on, or about all so far over the start, with our numbers.
+    Where none has this baseline, those of another one, which do not compare."""
     stack = [a for a in rung.record.candidate if a not in rung.record.reference]
     so_far = _of_time(claims.about(rung.record, stack, rung.record.reference))
     ratios = [(m, rung.increment) for m in claimed_of(rung)] + [(m, rung.cumulative) for m in so_far]
-    same = [(m, ours) for m, ours in ratios if not m.differs]
-    return "; ".join(dict.fromkeys(_claim(m, ours) for m, ours in same or ratios))
+    return [(m, ours) for m, ours in ratios if not m.differs] or ratios
 
 
 def _claim(match: Match, ours: Speedup | None) -> str:

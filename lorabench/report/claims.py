@@ -9,12 +9,14 @@ nothing can stand beside is `open`, with the reason.
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -49,6 +51,15 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class Simulated(Strict):
+    """Which numbers of a published simulation are what an open claim says: shown as simulated, never as measured."""
+
+    table: str  # a CSV file below results/
+    column: str
+    where: dict[str, str]  # column → value of the rows that are meant: their range is shown
+    rests_on: str  # what was not measured, in words
+
+
 class Claim(Strict):
     """One published number, or a range of two, in the source's own words, and what would have to be measured for it."""
 
@@ -72,6 +83,7 @@ class Claim(Strict):
     caveat: str | None = None  # where the source disagrees with itself or with its own data
     same_as: str | None = None  # id of a claim of the source that states the same in another unit
     open: str | None = None  # why no record can stand beside it (yet)
+    simulated: Simulated | None = None  # what a simulation says meanwhile
 
     @model_validator(mode="after")
     def _check(self) -> Claim:
@@ -83,6 +95,8 @@ class Claim(Strict):
             )
         if self.over and (self.statistic not in TOGETHER or self.measure != SPEEDUP):
             raise ValueError(f"`over` is for a speedup that is one of {', '.join(TOGETHER)}, not {self.statistic}")
+        if self.simulated and not self.open:
+            raise ValueError("`simulated` is for a claim that is open: what is measured needs no simulation beside it")
         if self.measure == SPEEDUP and self.unit not in AS_RATIO:
             raise ValueError(f"{self.quantity} in {self.unit!r}: a ratio is printed in {', '.join(AS_RATIO)}")
         return self
@@ -275,6 +289,16 @@ def said(record: Record, claim: Claim) -> Mapping[str, Any]:
     """What the kind says of the claim's quantity: `value`, and `how` it came to be; empty where it says nothing."""
     arms = [note for arm in ARMS if isinstance(note := record.notes.get(arm), Mapping)]
     return next((q[claim.quantity] for note in arms if claim.quantity in (q := note.get("quantities", {}))), {})
+
+
+def simulated(found: Simulated, results: Path) -> list[float]:
+    """The numbers, from the folder `results`. Raises OSError for a table that is not there, ValueError where no row is
+    meant."""
+    with open(results / found.table, encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if found.where.items() <= row.items()]
+    if not rows:
+        raise ValueError(f"{found.table} has no row of {found.where}")
+    return [float(row[found.column]) for row in rows]
 
 
 def _bytes(held: ArmMemory | None, phase: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The tables: summary.csv (everything), summary.md and summary.tex (for reading), and one for the console.
+"""The tables: summary.csv (everything), summary.md and summary.tex (for reading). `terminal.py` has one for a console.
 
 A group a model @ workload, in parts where the references of its rows took times that differ by over a tenth: the
 reference against itself first, then the toggles from the fastest, then the rows that failed, with status and reason,
@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pandas as pd
-from rich.table import Table
-from rich.text import Text
 
-from lorabench.report.cells import HOST, TIME, TOGGLE, VERDICT, WHOLE
 from lorabench.report.shown import Shown
 
 
@@ -77,50 +74,3 @@ def _tex_table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[st
 def csv(table: pd.DataFrame) -> str:
     """summary.csv: every column of such a table, full precision."""
     return table.to_csv(index=False, lineterminator="\n")
-
-
-_STYLE = {"faster": "green", "slower": "red", "same": "dim", "unclear": "yellow", "noise": "dim"}
-
-
-def terminal_table(shown: Shown, width: int = 120) -> Table:
-    """The table for a terminal `width` columns wide: less important columns give way, long reasons are shortened."""
-    longest = max(36, width // 3)
-    groups = [(group.title, [_narrow(row, longest) for row in group.rows]) for group in shown.groups]
-    columns = _that_fit(shown, [row for _, rows in groups for row in rows], width)
-    table = Table(show_lines=False, caption=shown.trials or None, caption_justify="left")
-    for column in columns:
-        table.add_column(Text(column), overflow="fold", no_wrap=column == WHOLE)
-    for title, rows in groups:
-        table.add_section()
-        table.add_row(Text(title, style="bold"), *[""] * (len(columns) - 1))
-        for row in rows:
-            table.add_row(*(Text(row.get(c, ""), style=_style(row) if c == VERDICT else "") for c in columns))
-    return table
-
-
-def _narrow(row: dict[str, str], longest: int) -> dict[str, str]:
-    """A row for a terminal: long reasons shortened, and a host's share beside the milliseconds that it is of."""
-    made = {c: x if c == TOGGLE else _short(x, longest) for c, x in row.items()}
-    return made | {TIME: f"host-bound: {made[HOST]}"} if made.get(HOST) else made
-
-
-def _that_fit(shown: Shown, rows: Sequence[dict[str, str]], width: int) -> list[str]:
-    """The columns of all groups, without those that a narrow terminal has no room for."""
-    wants = {c: max([len(c) // 2, *(len(row.get(c, "")) for row in rows)]) for c in shown.columns}
-    wants[TOGGLE] = min(wants[TOGGLE], 32)
-    kept = [c for c in shown.columns if c != HOST]
-    for column in shown.giving_way:
-        if sum(wants[c] + 3 for c in kept) + 1 > width and column in kept:
-            kept.remove(column)
-    return kept
-
-
-def _style(row: dict[str, str]) -> str:
-    """Of a verdict; what is no candidate has none, and what failed is red."""
-    word = row[VERDICT].split()[0].rstrip(",")
-    return "cyan" if word.endswith(":") and row[WHOLE] else _STYLE.get(word, "red")
-
-
-def _short(text: str, longest: int) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= longest else text[: longest - 1] + "…"

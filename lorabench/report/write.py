@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.table import Table
+from rich.console import Console
 
 from lorabench.record.store import write_atomically
-from lorabench.report import page, plots, recommendation, tables
+from lorabench.report import page, plots, recommendation, tables, terminal
 from lorabench.report.analysis import Analysis, collector_paused
 from lorabench.report.shown import Shown, in_groups, show
 
@@ -42,6 +42,6 @@ class Report:
                 (self.folder / "plots" / f"{name}{suffix}").unlink(missing_ok=True)
         return [write_atomically(self.folder / name, content) for name, content in files.items()]
 
-    def terminal(self, width: int) -> Table:
-        """The table for a terminal that is `width` characters wide."""
-        return tables.terminal_table(self.shown, width)
+    def show(self, console: Console) -> None:
+        """The table on a terminal, or in a pipe."""
+        terminal.print_table(self.shown, console)

@@ -100,11 +100,11 @@ class Seated:
     number: int
     desk: Desk
     alone: bool
+    opened: bool = False  # it has imported what it needs
     active: bool = True  # it takes part in the rounds now
     warm: bool = False  # its arms had a turn that does not count
     names: list[str] = field(default_factory=list)
     evidence: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    busy: dict[str, float] = field(default_factory=dict)
     again: Seated | None = None  # what was started in its place
 
     @property

@@ -13,6 +13,8 @@ from lorabench.contract.family import Family
 from lorabench.record.contrast import speedup
 from lorabench.record.schema import TOTAL, Record
 
+# What is done, of which a log has a line; a round each is too much for it.
+TOLD = ("preparing", "another block", "each arm apart", "once more", "round 1 of", "certifying")
 STYLE = {"ok": "green", "unsupported": "dim", "not_applied": "dim", "conflict": "yellow"}
 
 
@@ -48,7 +50,7 @@ class Display:
         self.bar.update(self.task, family=escape(title), phase="starting", expected=self._expected())
 
     def phase(self, text: str) -> None:
-        if not self.console.is_terminal and text.startswith("preparing"):
+        if not self.console.is_terminal and text.startswith(TOLD):
             seconds = time.monotonic() - self.began
             self.console.print(f"{seconds:6.1f} s: {escape(text)}", highlight=False, style="dim", soft_wrap=True)
         self.bar.update(self.task, phase=escape(text))

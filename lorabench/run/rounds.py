@@ -36,7 +36,7 @@ from lorabench.run.entries import (
 from lorabench.run.journal import Turn
 from lorabench.run.process import Doubtful, Lost
 from lorabench.run.ranks import slowest, spread_of
-from lorabench.run.seats import Seats
+from lorabench.run.seats import Generations, Seats
 
 SKETCHED = 12  # rounds whose gradients are compared beside the losses of all, picked when they are there
 LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
@@ -71,15 +71,17 @@ class Rounds(Seats):
         alone = [e for e in self.entries.values() if e.stack.alone]
         if alone and all(e.stack.role == "reference" for e in shared):
             shared = []  # it sits alone too, and nobody shares a seat with it
+        slow = [e for e in shared if e.stack.slow_start] if alone else []
         first = self._open(alone=False) if shared else None  # seat 0: what it holds most rows are of
         for _ in range(min(self.machine.cores - 1, PROCESSES * (len(alone) + 1)) if alone else 0):
             self._spare()
-        waiting = self._sit_together(shared, first)
+        waiting = self._sit_together([e for e in shared if e not in slow], first)
+        generations = self._sit_beside(slow, alone, waiting) if alone else []
         while True:
-            self._play(alone)
+            self._play(generations)
             for seat in list(self.seats):
                 self._close(seat)
-            alone, self.spare = [], []
+            generations, self.spare = [], []
             waiting = [e for e in (*waiting, *self.crowded_out) if e.ok and not self._late(e)]
             self.crowded_out = []
             if not waiting or self.stopped:
@@ -103,9 +105,19 @@ class Rounds(Seats):
 
     # ---- rounds
 
-    def _play(self, alone: Sequence[Entry]) -> None:
+    def _sit_beside(self, slow: list[Entry], alone: list[Entry], waiting: list[Entry]) -> Generations:
+        """Seat those that sit alone, and meanwhile, with the others, those for which the host compiles."""
         self._make_room(alone)
-        generations = self._sit_alone(alone, min(PROCESSES, self.family.rounds)) if alone else [[]]
+        shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
+        return self._sit_alone(
+            alone, min(PROCESSES, self.family.rounds), lambda: waiting.extend(self._sit_together(slow, shared))
+        )
+
+    def _play(self, generations: Generations) -> None:
+        """The rounds of who is seated. `generations`: who sits alone, one after the other for a part of the rounds."""
+        if not generations:
+            self._make_room([])
+            generations = [[]]
         own = [seat for entry, seat in generations[0] if self._seated(entry, seat)]
         everyone = self._ready()
         if not everyone:
@@ -402,7 +414,7 @@ class Rounds(Seats):
                 if isinstance(answer, Failed):
                     raise fairness.Untrusted(answer.reason)
                 spent = sum(t.ended - t.began for n in seat.names for t in self.entries[n].trials)
-                fairness.check_busy(seat.busy, answer, spent)
+                fairness.check_busy(answer, spent)
             self._slowed(seat)
         except Lost as lost:
             self._suspect(here, "crash", f"{lost} at the end")

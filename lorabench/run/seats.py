@@ -32,6 +32,7 @@ from lorabench.run.journal import Journal
 from lorabench.run.process import Lost, Workers
 from lorabench.run.ranks import whole_batch
 
+Generations = list[list[tuple[Entry, Seated]]]
 CONTEXT, ROOMY = 0.7e9, 0.9  # bytes that a process takes on a GPU for itself; share of its memory that may be used
 
 
@@ -139,9 +140,12 @@ class Seats:
 
     def _opened(self, seat: Seated) -> Lost | None:
         """Wait until the seat's process has imported what it needs."""
+        if seat.opened:
+            return None
         began = time.perf_counter()
         try:
             seat.desk.answers(ranks=self.family.ranks)
+            seat.opened = True
         except Lost as lost:
             return lost
         finally:
@@ -172,6 +176,8 @@ class Seats:
             entry.spent(part, seconds)
             took -= seconds
         entry.spent("build", took)
+        if failed and any(entry.name in other.names for other in self.seats if other is not seat):
+            return failed  # its rounds in the other seat stay
         if failed:
             rank = answers.index(failed) if len(answers) > 1 and failed.status == "oom" else None
             reason = failed.reason if rank is None else f"rank {rank}: {failed.reason}"
@@ -216,10 +222,10 @@ class Seats:
         except Lost:
             self._again(seat)
 
-    def _sit_alone(self, alone: Sequence[Entry], generations: int) -> list[list[tuple[Entry, Seated]]]:
+    def _sit_alone(self, alone: Sequence[Entry], generations: int, meanwhile: Callable[[], None]) -> Generations:
         """Fresh processes for each arm that sits alone, and for the reference again: one in each generation, of which
         one after the other takes its part of the rounds. All are prepared side by side where the device has room for
-        it; else each generation when its turn comes."""
+        it, and `meanwhile` that which takes the host long; else each generation when its turn comes."""
         beside = self.entries.get(TWIN) or self.entries[REFERENCE]
         entries = [e for e in (beside, *alone) if e.ok and not self._late(e)]
         for seat in [s for s in self.seats if s.names]:
@@ -236,24 +242,33 @@ class Seats:
         like_the_reference = [[self.entries[REFERENCE]] for _ in every]
         known = self.entries[REFERENCE].ready is not None
         if known and self._bytes([self._ready(), *like_the_reference]) <= self._room:
-            self._side_by_side(every)
+            self._side_by_side(every, meanwhile)
+        else:
+            meanwhile()
+            for seat in [s for s in self.seats if s.names]:
+                seat.desk.ask("give_back")
         return made
 
-    def _side_by_side(self, pairs: Sequence[tuple[Entry, Seated]]) -> None:
-        """Prepare these arms at once, as many as the cores carry. Their seconds are then parts of one wall time."""
-        began, before = time.perf_counter(), {e.name: dict(e.seconds) for e, _ in pairs}
+    def _side_by_side(self, pairs: Sequence[tuple[Entry, Seated]], meanwhile: Callable[[], None]) -> None:
+        """Prepare these arms at once, as many as the cores carry. All seconds are then parts of one wall time."""
+        began, before = time.perf_counter(), {name: dict(e.seconds) for name, e in self.entries.items()}
         judged: set[str] = set()
         todo = []
         for entry, seat in pairs:
             todo.append((seat, entry, entry.ready is None and entry.name not in judged, self._offered()))
             judged.add(entry.name)
         with ThreadPoolExecutor(max(1, self.machine.cores - 1)) as pool:
-            list(pool.map(lambda arguments: self._prepare(*arguments), todo))
-        entries = {e.name: e for e, _ in pairs}
-        spent = {(n, part): s - before[n].get(part, 0.0) for n, e in entries.items() for part, s in e.seconds.items()}
+            started = [pool.submit(self._prepare, *arguments) for arguments in todo]
+            meanwhile()
+            for one in started:
+                one.result()
+        spent = {
+            (entry.name, part): seconds - before.get(entry.name, {}).get(part, 0.0)
+            for entry in self.entries.values() for part, seconds in entry.seconds.items()
+        }  # fmt: skip
         share = min(1.0, (time.perf_counter() - began) / max(sum(spent.values()), 1e-9))
         for (name, part), seconds in spent.items():
-            entries[name].seconds[part] -= seconds * (1 - share)
+            self.entries[name].seconds[part] -= seconds * (1 - share)
 
     def _seated(self, entry: Entry, seat: Seated) -> bool:
         """Prepare an arm in its seat, where that is not done; whether it sits there."""
@@ -337,6 +352,6 @@ class Seats:
 
 
 def _above(ready: Ready) -> int:
-    """Bytes of an arm's step above what it holds between two."""
+    """Bytes that an arm's step takes of the device above what it holds between two, unusable pieces included."""
     memory = ready.memory
-    return max(0, (memory.peak or 0) - (memory.static or 0)) if memory else 0
+    return max(0, max(memory.peak or 0, memory.reserved or 0) - (memory.static or 0)) if memory else 0

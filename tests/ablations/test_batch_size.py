@@ -245,7 +245,7 @@ def test_wrong_values_cost_one_line(toggle, given, words):
         registry.ablation({toggle: given})
 
 
-@pytest.mark.parametrize("other", ["cuda_graph", "torch_compile", "ddp", "frozen_limit"])
+@pytest.mark.parametrize("other", ["torch_compile", "ddp", "frozen_limit"])
 def test_what_cannot_go_with_a_search_is_a_conflict(other):
     assert "auto_batch_size" in (conflict([registry.ablation("auto_batch_size"), registry.ablation(other)]) or "")
 

@@ -1,16 +1,25 @@
-"""The captured step's attention gets the mask that the uncaptured one gets. On a CPU capturing is pretended:
-transformers asks `is_cuda_stream_capturing`, and what SDPA is then given is what counts."""
+"""The captured step's attention gets the mask that the uncaptured one gets, and its losses, gradients and updates are
+those of the uncaptured one. On a CPU capturing is pretended: transformers asks `is_cuda_stream_capturing`, and what
+SDPA is then given is what counts; the graphs are `fake_graphs.py`'s."""
 
+from collections import Counter
 from contextlib import nullcontext
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
+from fake_graphs import FakeGraphs
 from helpers import PEFT, arm, random_samples
+from lorakernels.capturing.graph import CudaGraphs
 
-from lorabench.contract.ablation import Unsupported
+from lorabench.contract.ablation import Evidence, Unsupported
+from lorabench.contract.batch import Batch, pad
+from lorabench.contract.workload import Workload
+from lorabench.measure.judging import numerics
+from lorabench.measure.judging.numerics import one_pass
+from lorabench.measure.trial import run_trial
 from lorabench.plan import registry
-from lorabench_ablations.captured_step import SameMasks
+from lorabench_ablations.captured_step import CapturedStep, Layout, SameMasks
 
 FAMILIES = ["llama", "mistral", "qwen2", "gemma"]
 
@@ -99,6 +108,163 @@ def test_transformers_table_is_as_before():
         assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
 
 
-def test_several_micro_batches_are_refused_with_what_to_do():
-    with pytest.raises(Unsupported, match="this workload has 2 a step: give it a batch_size of all its samples"):
-        registry.ablation("cuda_graph").step(SimpleNamespace(batches=[None, None]))
+# -- the step itself ------------------------------------------------------------------------------------------------
+
+SHAPES = {  # lengths of a step's samples, two a micro-batch -> how many shapes are captured
+    "one": ((16, 16), 1),
+    "alike": ((16, 16, 16, 16, 16, 16), 1),
+    "several": ((16, 16, 12, 12, 16, 16), 2),
+    "padded": ((16, 9, 16, 16, 16, 5), 2),  # the first and the last have masks of one shape
+}
+
+
+def stepping(lengths, **kwargs):
+    workload = Workload(name="test", kind="fixed", batch_size=2, seq_len=16)
+    return arm(*PEFT, samples=random_samples(list(lengths)), workload=workload, **kwargs)
+
+
+def captured_here(lengths):
+    """An arm whose step is captured by a recorder that keeps a CUDA graph's promises on a CPU."""
+    made = stepping(lengths)
+    made.steps[0] = CapturedStep(made.step, FakeGraphs([p for _, p in made.adapters()]))  # type: ignore[arg-type]
+    return made
+
+
+def fresh(made, trial):
+    """Other tokens in the same places, as the harness feeds them before every trial."""
+    own = made.step.batches
+    turned = [{n: x.roll(trial, -1) if n == "input_ids" else x for n, x in b.inputs.items()} for b in own]
+    own[:] = [replace(b, inputs=inputs) for b, inputs in zip(own, turned, strict=True)]
+
+
+def trials(made, count=4):
+    """(loss, gradients and parameters afterwards) of as many steps on fresh tokens."""
+    found = []
+    for trial in range(count):
+        fresh(made, trial)
+        loss, gradients = one_pass(made, made.step)
+        made.step.update()
+        found.append((loss, gradients, {n: p.detach().clone() for n, p in made.adapters()}))
+    return found
+
+
+def assert_same_trials(ours, plain, rtol=1e-5):
+    """Tensors by their norms: Adam moves a parameter whose gradient is nearly nothing by the sign of its rounding."""
+    assert len({loss for loss, *_ in ours}) == len(ours), "every trial has tokens of its own"
+    for (loss, *found), (wanted, *other) in zip(ours, plain, strict=True):
+        assert loss == pytest.approx(wanted, rel=rtol)
+        for tensors, expected in zip(found, other, strict=True):
+            assert tensors.keys() == expected.keys()
+            for name, tensor in tensors.items():
+                assert (tensor - expected[name]).norm() <= rtol * expected[name].norm(), name
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_a_step_of_several_micro_batches_is_the_uncaptured_one(shapes):
+    lengths, layouts = SHAPES[shapes]
+    made = captured_here(lengths)
+    assert_same_trials(trials(made), trials(stepping(lengths)))
+    assert len(made.step.layouts) == layouts and len(made.step.graphs) == 2 * layouts + 1
+    assert made.step.keeps_gradients == (len(made.step.batches) == 1)
+    notes = registry.ablation("cuda_graph").notes(Evidence(made, None, Counter()))["cuda_graph"]
+    assert notes == {
+        "captured": ["backward", "forward", "step"],
+        "shapes": layouts,
+        "masks_left_out": notes["masks_left_out"],
+    }
+
+
+def test_a_pass_without_an_update_starts_from_nothing():
+    made, plain = captured_here(SHAPES["alike"][0]), stepping(SHAPES["alike"][0])
+    one_pass(made, made.step)
+    loss, gradients = one_pass(made, made.step)
+    wanted, others = one_pass(plain, plain.step)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], rtol=1e-5, atol=1e-7)
+
+
+def test_the_next_batch_goes_where_a_graph_reads_it():
+    mask = torch.ones(1, 4)
+    own = Batch({"input_ids": torch.zeros(1, 4).long(), "max_length": 4, "attention_mask": mask}, 4, 0, 3)
+    layout = Layout(own, SameMasks())
+    place = layout.inputs["input_ids"].data_ptr()
+    layout.feed(
+        own, replace(own, inputs=own.inputs | {"input_ids": torch.arange(4)[None], "attention_mask": mask.clone()})
+    )
+    assert layout.inputs["input_ids"].tolist() == [[0, 1, 2, 3]]
+    assert layout.inputs["input_ids"].data_ptr() == place
+    padded = torch.tensor([[1.0, 1, 1, 0]])
+    others = [{"input_ids": torch.zeros(1, 5)}, {"max_length": 5}, {"position_ids": mask}, {"attention_mask": padded}]
+    for other in others:
+        with pytest.raises(ValueError, match=f"cuda_graph captured another {next(iter(other))}:"):
+            layout.feed(own, replace(own, inputs=own.inputs | other))
+
+
+def test_sizes_that_are_tried_before_are_not_captured():
+    made = captured_here((16, 16, 16, 16))
+    tried = pad(random_samples([16, 12, 9]), 3)[0]
+    before = {n: p.detach().clone() for n, p in made.adapters()}
+    made.step.backward(made.step.forward(tried))
+    assert not made.step.graphs and all(p.grad is not None for _, p in made.adapters())
+    numerics.clear(made, made.step)
+    assert_same_trials(trials(made), trials(stepping((16, 16, 16, 16))))
+    assert made.step.graphs and any(not torch.equal(p, before[n]) for n, p in made.adapters())
+    with pytest.raises(ValueError, match="captured 2 micro-batches, and this is none of them"):
+        made.step.forward(tried)
+
+
+def test_too_many_shapes_and_what_cannot_be_captured_are_unsupported(monkeypatch):
+    monkeypatch.setattr("lorabench_ablations.captured_step.MOST_SHAPES", 1)
+    made = captured_here(SHAPES["several"][0])
+    with pytest.raises(Unsupported, match="at most 1 shapes a step, and these micro-batches have 2: give the workload"):
+        one_pass(made, made.step)
+    made = captured_here(SHAPES["one"][0])
+    made.step.recorder.fails = "it waits for the device"
+    with pytest.raises(Unsupported, match=r"^cuda_graph: the step cannot be captured: it waits for the device$"):
+        one_pass(made, made.step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_on_a_gpu_losses_gradients_and_updates_are_the_uncaptured_step_s(shapes):
+    lengths, layouts = SHAPES[shapes]
+    made = {n: stepping(lengths, device="cuda") for n in ("plain", "captured")}
+    device = next(made["captured"].model.parameters()).device
+    step = made["captured"].steps[0] = CapturedStep(made["captured"].step, CudaGraphs(device))
+    found = {n: trials(one) for n, one in made.items()}
+    assert_same_trials(found["captured"], found["plain"], rtol=1e-3)
+    assert len(step.layouts) == layouts and len(step.graphs) == 2 * layouts + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beside", ["lora_kernels", "auto_batch_size", "gradient_checkpointing", "adamw_fused"])
+def test_on_a_gpu_several_micro_batches_go_with_other_toggles(beside, tmp_path):
+    workload = Workload(name="t", kind="lengths", distribution="gsm8k", batch_size=1, seq_len=64, samples=6)
+    given = {"workload": workload, "device": "cuda", "scratch": tmp_path}
+    base = [name for name in PEFT if (name, beside) != ("adamw_foreach", "adamw_fused")]
+    made = [arm(*base, beside, *own, **given) for own in ((), ("cuda_graph",))]
+    plain, ours = (trials(one) for one in made)
+    assert_same_trials(ours, plain, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_reads_every_new_batch():
+    made = {n: arm(*PEFT, *extra, device="cuda") for n, extra in (("plain", ()), ("captured", ("cuda_graph",)))}
+    losses: dict[str, list[float]] = {n: [] for n in made}
+    for n, a in made.items():
+        first = a.step.batches[0]
+        for shift in range(4):
+            rolled = {k: x.roll(shift, -1) if k in ("input_ids", "labels") else x for k, x in first.inputs.items()}
+            a.step.batches[:] = [replace(first, inputs=rolled)]
+            losses[n].append(run_trial(a).loss)
+    assert losses["captured"] == pytest.approx(losses["plain"], rel=1e-4)
+    assert len(set(losses["captured"])) == 4
+
+
+@pytest.mark.gpu
+def test_a_captured_step_has_the_uncaptured_one_s_losses():
+    made = {n: arm(*PEFT, *extra, device="cuda") for n, extra in (("plain", ()), ("captured", ("cuda_graph",)))}
+    losses = {n: [run_trial(a).loss for _ in range(4)] for n, a in made.items()}
+    assert losses["captured"] == pytest.approx(losses["plain"], rel=1e-4)
+    assert losses["captured"][3] != losses["captured"][0]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import arm, random_samples
+from helpers import arm, cells, gate_of, random_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -199,3 +199,10 @@ def test_settings_name_the_strategy_where_the_trainers_have_one():
     assert PaddingFree().settings().sft["padding_free"] and PaddingFree().settings().axolotl == {
         "batch_flattening": True
     }
+
+
+@pytest.mark.parametrize("toggle", ["packing", "padding_free"])
+def test_under_dropout_it_is_gated_without(toggle, tmp_path):
+    """The gate's masks go by a tensor's shape, and plain PEFT has none of a packed row's."""
+    cell = cells("workload=short_samples", "dtype=float32", "lora.lora_dropout=0.1", f"ablations=[{toggle}]")[-1]
+    assert gate_of(cell, tmp_path).numerics[""].passed

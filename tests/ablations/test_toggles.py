@@ -1,6 +1,5 @@
 """Each toggle engages, says how often, and notices when it did not."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from helpers import PEFT, arm
 
 from lorabench.contract.ablation import Evidence, NotApplied
-from lorabench.contract.batch import Batch
 from lorabench.measure.profile import traced
 from lorabench.measure.trial import run_trial
 from lorabench.plan import registry
@@ -85,44 +83,6 @@ def test_a_toggle_that_patches_nothing_has_to_say_how_it_engaged():
 
     with pytest.raises(NotImplementedError):
         Ablation().audit(Evidence(arm(*PEFT), None, None))
-
-
-def test_the_next_batch_goes_where_a_graph_reads_it():
-    from lorabench_ablations.captured_step import feed
-
-    mask = torch.ones(1, 4)
-    into = Batch({"input_ids": torch.zeros(1, 4).long(), "max_length": 4, "attention_mask": mask}, 4, 0, 3)
-    place = into.inputs["input_ids"].data_ptr()
-    feed(into, replace(into, inputs=into.inputs | {"input_ids": torch.arange(4)[None], "attention_mask": mask.clone()}))
-    assert into.inputs["input_ids"].tolist() == [[0, 1, 2, 3]]
-    assert into.inputs["input_ids"].data_ptr() == place
-    padded = torch.tensor([[1.0, 1, 1, 0]])
-    others = [{"input_ids": torch.zeros(1, 5)}, {"max_length": 5}, {"position_ids": mask}, {"attention_mask": padded}]
-    for other in others:
-        with pytest.raises(ValueError, match=f"cuda_graph captured another {next(iter(other))}:"):
-            feed(into, replace(into, inputs=into.inputs | other))
-
-
-@pytest.mark.gpu
-def test_a_captured_step_reads_every_new_batch():
-    made = {n: arm(*PEFT, *extra, device="cuda") for n, extra in (("plain", ()), ("captured", ("cuda_graph",)))}
-    losses: dict[str, list[float]] = {n: [] for n in made}
-    for n, a in made.items():
-        first = a.step.batches[0]
-        for shift in range(4):
-            rolled = {k: x.roll(shift, -1) if k in ("input_ids", "labels") else x for k, x in first.inputs.items()}
-            a.step.batches[:] = [replace(first, inputs=rolled)]
-            losses[n].append(run_trial(a).loss)
-    assert losses["captured"] == pytest.approx(losses["plain"], rel=1e-4)
-    assert len(set(losses["captured"])) == 4
-
-
-@pytest.mark.gpu
-def test_a_captured_step_has_the_uncaptured_one_s_losses():
-    made = {n: arm(*PEFT, *extra, device="cuda") for n, extra in (("plain", ()), ("captured", ("cuda_graph",)))}
-    losses = {n: [run_trial(a).loss for _ in range(4)] for n, a in made.items()}
-    assert losses["captured"] == pytest.approx(losses["plain"], rel=1e-4)
-    assert losses["captured"][3] != losses["captured"][0]
 
 
 def test_kernels_that_left_everything_say_the_commonest_reason():

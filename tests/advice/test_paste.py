@@ -174,7 +174,7 @@ def test_a_captured_trainer_is_told_after_it_is_built_and_its_model_is_patched_o
         ("axolotl", "cuda_graph needs a trainer of transformers or TRL, which axolotl does not speak of"),
         ("unsloth", "cuda_graph needs a trainer of transformers or TRL, which unsloth does not speak of"),
         ("lora_kernels", None), ("adamw_fused", None), ("adapters_in_compute_dtype", None), ("nf4_base", None),
-        ("gradient_checkpointing", None),
+        ("gradient_checkpointing", None), ("auto_batch_size", None),
     ],
 )  # fmt: skip
 def test_what_no_trainer_can_have_together_is_told(other, says):

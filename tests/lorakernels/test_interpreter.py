@@ -29,6 +29,8 @@ FILES = [
     "deterministic",
     "linear",
     "side_stream",
+    "multi_lora",
+    "multi_linear",
 ]
 
 

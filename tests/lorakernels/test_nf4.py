@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_close, poisoned, quantized
+from kernel_checks import DTYPES, assert_close, exhaustive_in_interpreter, poisoned, quantized
 from lorakernels.ops.nf4 import dequantize, dequantize_into, dequantize_reference, is_repacked
 from tiny_models import batch, build, step, worst
 
@@ -84,7 +84,7 @@ def test_repacked_for_a_cpu(nested):
 def nf4_model():
     """A tiny model of NF4 linears in bfloat16 that compute in float32, with LoRA."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
-    model = build("llama", sizes={"hidden_size": 64, "intermediate_size": 128, "head_dim": 16})
+    model = build("llama", sizes={"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 1})
     for module in list(model.modules()):
         if hasattr(module, "base_layer"):
             old = module.base_layer
@@ -106,7 +106,10 @@ def repack(model):
             weight.data, weight.quant_state = _convert_weight_packed_for_cpu(weight.data, weight.quant_state)
 
 
-@pytest.mark.parametrize("when", ["before", "after", "between forward and backward"])
+@pytest.mark.parametrize(
+    "when",
+    [exhaustive_in_interpreter("before"), exhaustive_in_interpreter("after"), "between forward and backward"],
+)
 def test_weights_that_are_repacked_for_a_cpu(when):
     """Repacking rounds the scales to bfloat16, so that is how far the results may move."""
     model = nf4_model()

@@ -107,8 +107,11 @@ def test_a_large_node_has_none(log):
     assert not SideStream(device, side_stream.MAX_ELEMENTS + 1).active
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("form", [None, "plain", "addmm", "with_a", "whole"])
+FORMS = [(family, form) for family in ("llama", "qwen3") for form in (None, "plain", "addmm", "with_a", "whole")]
+IN_THE_INTERPRETER = [("qwen3", "whole"), exhaustive_in_interpreter("llama", None)]  # it is slow
+
+
+@pytest.mark.parametrize(("family", "form"), IN_THE_INTERPRETER if INTERPRET else FORMS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -121,8 +124,6 @@ def test_a_large_node_has_none(log):
 def test_what_a_capture_computes(family, form, options, monkeypatch):
     """With the side stream taken (dB beside dS, an accumulator that the main stream leaves alone) the gradients stay
     the same. In float64 and, under Triton's interpreter, by the kernels, in float16."""
-    if INTERPRET and (family, form) not in (("llama", None), ("qwen3", "whole")):
-        pytest.skip("the interpreter is slow")
     joined = []
 
     class Taken(SideStream):

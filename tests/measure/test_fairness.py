@@ -4,11 +4,13 @@ import gc
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import PEFT, arm
 
+from lorabench.contract.switches import SWITCHES
 from lorabench.measure import fairness, trial
 from lorabench.measure.fairness import Guard, Untrusted
 from lorabench.measure.judging import limits
@@ -48,6 +50,31 @@ def test_what_would_run_between_the_rounds_where_garbage_is_collected_is_named(a
     monkeypatch.setattr(gc, "callbacks", [*gc.callbacks, print])
     with pytest.raises(Untrusted, match=r"changed gc\.callbacks for the whole process"):
         guard.check()
+
+
+@pytest.mark.parametrize("declared", [(), ("torch.set_float32_matmul_precision",), ("torch.set_flush_denormal",)])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_switch_of_torch_s_is_its_toggle_s_alone_where_it_declares_it(declared, alone):
+    guard, before = Guard(alone), torch.get_float32_matmul_precision()
+    guard.declare([SimpleNamespace(switches=declared)])  # type: ignore[list-item]
+    torch.set_float32_matmul_precision("medium")
+    try:
+        if alone and "torch.set_float32_matmul_precision" in declared:
+            guard.check_all()
+            torch.set_default_dtype(torch.float64)
+            with pytest.raises(Untrusted, match=r"changed torch.s default dtype for the whole process$"):
+                guard.check()
+        else:
+            says = r"switches = \('torch.set_float32_matmul_precision',\)" if alone else "global_patch = True"
+            with pytest.raises(Untrusted, match=f"matmul_precision for the whole process; one that has to says {says}"):
+                guard.check()
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_a_switch_sets_is_watched():
+    assert {name for sets in SWITCHES.values() for name in sets} <= fairness.settings().keys()
 
 
 @pytest.mark.parametrize(
@@ -115,8 +142,8 @@ def test_a_thread_of_the_candidate_s_that_computes_is_named():
         before = dict(guard.busy())
         time.sleep(0.5)
         with pytest.raises(Untrusted, match="the thread burner computed"):
-            fairness.check_busy(before, dict(guard.busy()), 0.5)
-        fairness.check_busy(before, before, 0.5)
+            fairness.check_busy({name: spent - before[name] for name, spent in guard.busy()}, 0.5)
+        fairness.check_busy(dict.fromkeys(before, 0.0), 0.5)
     finally:
         stop.set()
         thread.join()

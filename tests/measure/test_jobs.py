@@ -138,11 +138,21 @@ def test_the_gate_names_the_job_that_is_wrong(tmp_path, monkeypatch):
         ("{name: a, workload: {seq_length: 3}}", "no field named 'seq_length'; did you mean seq_len."),
         ("{name: a, learning_rate: 0}", "greater than 0"),
         ("{name: a}, {name: a}", "two jobs are named 'a'"),
+        ("{name: a, copies: 0}", "copies=0: expected a number of jobs from 1 to 1024"),
+        ("{name: a, copies: 2}, {name: a_2}", "two jobs are named 'a_2'"),
     ],
 )
 def test_a_wrong_job_is_one_line_before_a_start(job, says):
     with pytest.raises(ConfigError, match=says):
         cells(f"workload={{2x16: {{jobs: [{job}]}}}}")
+
+
+def test_copies_of_a_job_are_jobs_with_names_and_seeds_of_their_own():
+    (cell,) = cells("workload={2x16: {jobs: [{name: many, copies: 3, seed: 5, lora: {r: 4}}, {name: one}]}}")[:1]
+    assert [(j.name, j.seed, j.lora.r) for j in cell.jobs] == [
+        ("many_1", 5, 4), ("many_2", 6, 4), ("many_3", 7, 4), ("one", 0, 16),
+    ]  # fmt: skip
+    assert [len(j.workload.jobs) for j in cell.jobs] == [0] * 4
 
 
 def test_without_jobs_a_workload_s_key_is_what_it_was():

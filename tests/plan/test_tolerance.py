@@ -3,6 +3,7 @@
 import pytest
 
 from lorabench.contract.ablation import Tolerance
+from lorabench.contract.switches import switch_fault
 from lorabench.plan import registry
 
 E4M3 = 2**-3
@@ -32,3 +33,19 @@ def test_our_own_toggles_stay_below_their_ceilings():
     assert len(declared) >= 4 and not [
         a.tolerance.fault(a.changes_weights) for a in declared if a.tolerance.fault(a.changes_weights)
     ]
+
+
+@pytest.mark.parametrize(
+    ("switches", "global_patch", "says"),
+    [
+        (("torch.set_num_thread",), True, "declares the switch 'torch.set_num_thread'; those that can be declared are"),
+        (("torch.set_default_dtype",), True, "those that can be declared are torch.set_float32_matmul_precision, "),
+        (("torch.set_flush_denormal",), False, "one for the whole process, and not global_patch = True"),
+    ],
+)
+def test_a_switch_that_cannot_be_declared_is_named(switches, global_patch, says):
+    assert says in switch_fault(switches, global_patch)
+
+
+def test_a_switch_that_can_be_declared_is_no_fault():
+    assert switch_fault(("torch.set_flush_denormal",), True) is None and switch_fault((), False) is None

@@ -128,6 +128,28 @@ def test_every_claim_has_a_direction_and_is_open_or_has_both_arms():
             assert bool(claim.open) != bool(claim.reference and claim.candidate)
 
 
+def test_a_newer_source_stands_among_the_claims_and_is_none_of_the_five_texts():
+    (source,) = [s for s in claims.load_claims() if s.id == "tlora"]
+    assert source not in QUOTED and all(c.open for c in source.claims)
+    for claim in source.claims:
+        assert {f"{n:g}" for n in claim.printed} <= set(re.findall(r"\d+(?:\.\d+)?", claim.wording))
+
+
+def test_what_is_simulated_is_of_an_open_claim_and_of_rows_that_are_there(tmp_path):
+    table = "cpu/bubbles/bubbles.csv"
+    found = claims.Simulated(table=table, column="bubble_pct", where={"adapters": "4"}, rests_on="nothing")
+    (tmp_path / table).parent.mkdir(parents=True)
+    (tmp_path / table).write_text("workload,adapters,bubble_pct\na,4,11.5\nb,4,9.25\na,1,50\n")
+    assert claims.simulated(found, tmp_path) == [11.5, 9.25]
+    with pytest.raises(ValueError, match="has no row"):
+        claims.simulated(found.model_copy(update={"where": {"adapters": "9"}}), tmp_path)
+    bubble = a_claim(quantity="pipeline_bubble_pct", unit="%", open="no suite", simulated=found)
+    assert claims.Claim.model_validate(bubble).simulated == found
+    with pytest.raises(ValidationError, match="for a claim that is open"):
+        claims.Claim.model_validate(bubble | {"open": None})
+    assert claims.standing(claims.Claim.model_validate(bubble), []) == "open: no suite"
+
+
 # -- beside records ---------------------------------------------------------------------------------------------------
 
 

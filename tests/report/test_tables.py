@@ -18,6 +18,7 @@ from lorabench.report.analysis import Analysis
 from lorabench.report.cells import judgement
 from lorabench.report.page import page
 from lorabench.report.shown import in_groups, show
+from lorabench.report.terminal import print_table, terminal_table
 
 
 def frame(records, sessions=()):
@@ -34,7 +35,7 @@ def latex(records):
 
 def console(records, width):
     out = io.StringIO()
-    Console(file=out, width=width).print(tables.terminal_table(show(Analysis(records)), width))
+    Console(file=out, width=width).print(terminal_table(show(Analysis(records)), width))
     return out.getvalue()
 
 
@@ -188,6 +189,33 @@ def test_console_fits_its_width_and_keeps_the_total(sweep, width):
     assert max(map(len, text.splitlines())) <= width
     assert re.search(r"1\.\d\d\d \[1\.\d\d\d, 1\.\d\d\d\]", text)
     assert "wrong_numerics" in re.sub(r"\s*│\s*|\s*\n\s*", "", text)
+
+
+LONG = ["lora_kernels", "adapters_in_compute_dtype", "selective_checkpointing(save=attention)"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_every_name_is_whole_on_a_narrow_terminal(record, width):
+    lines = console([record([]), record(LONG, speedup=1.4), record(["torch_compile"], speedup=1.2)], width)
+    assert max(map(len, lines.splitlines())) <= width
+    names = {word for line in lines.splitlines() for word in line.split()}
+    assert {*LONG, "torch_compile", "alpaca"} <= names
+    assert re.search(r"1\.\d+ \[1\.\d+, 1\.\d+\]", lines)
+
+
+def test_in_a_pipe_a_row_is_a_line(record, monkeypatch):
+    reason = "no plain LoRA linear has its adapters in the dtype of its weight; " * 3
+    shown = show(Analysis([record(LONG, speedup=1.4), record(["b"], status="crash", reason=reason)]))
+
+    def printed():
+        out = io.StringIO()
+        print_table(shown, Console(file=out, width=80))
+        return out.getvalue()
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert " + ".join(LONG) in printed() and reason.strip() in printed()
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, printed().splitlines())) <= 80
 
 
 def test_number_keeps_three_digits_and_no_false_zero():

@@ -8,9 +8,9 @@ import pytest
 from helpers import installed
 
 NAMES = {
-    "polite": "Polite", "leaky": "Leaky", "grumpy": "Grumpy", "greedy": "Greedy", "hang": "Hang", "killed": "Killed",
-    "raises": "Raises", "wrong": "Wrong", "deep_wrong": "DeepWrong", "nothing": "Nothing", "refuses": "Refuses",
-    "absent": "Absent", "broken": "DoesNotExist",
+    "polite": "Polite", "compiles": "Compiles", "leaky": "Leaky", "grumpy": "Grumpy", "greedy": "Greedy",
+    "hang": "Hang", "killed": "Killed", "raises": "Raises", "wrong": "Wrong", "deep_wrong": "DeepWrong",
+    "nothing": "Nothing", "refuses": "Refuses", "absent": "Absent", "broken": "DoesNotExist",
     "rank_raises": "RankRaises", "rank_hangs": "RankHangs", "rank_killed": "RankKilled", "rank_greedy": "RankGreedy",
     "rank_hangs_early": "RankHangsEarly", "unsummed": "Unsummed", "not_a_number": "NotANumber",
     "killed_later": "KilledLater", "odd_notes": "OddNotes",

@@ -86,14 +86,14 @@ def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
 
 def test_a_toggle_that_kills_its_process_in_a_round_costs_the_others_nothing(plugin, tmp_path):
     """resume=true leaves its record alone, resume=failed measures it again."""
-    args = [*ARGS[:2], "trials=8", "warmup=3", "ablations=[eager,killed_later]", f"output={tmp_path}"]
+    args = [*ARGS[:2], "trials=20", "warmup=3", "ablations=[eager,killed_later]", f"output={tmp_path}"]
     done = sweep(*args, cwd=tmp_path, env=plugin)
     assert done.returncode == 0, done.stderr
     found = {" + ".join(r.ablations): r for r in read_records(tmp_path)}
     assert found["killed_later"].status == "crash" and "killed by SIGKILL" in found["killed_later"].reason
     assert found["eager"].status == "ok"
     arms = {arm.arm: arm for arm in read_arms(tmp_path)}
-    assert arms["eager"].rounds == arms["reference"].rounds == list(range(8))
+    assert arms["eager"].rounds == arms["reference"].rounds == list(range(20))
     assert arms["eager"].seats[-1] > 0, "the process in which the others sit is another one now"
     before = (tmp_path / "records.jsonl").read_bytes()
     again = sweep(*args, "resume=failed", cwd=tmp_path, env=plugin)

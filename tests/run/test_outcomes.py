@@ -11,7 +11,7 @@ from lorabench.record.store import read_records
 
 TOGGLES = (
     "polite,leaky,grumpy,greedy,hang,killed,raises,wrong,deep_wrong,nothing,refuses,absent,not_a_number,odd_notes,"
-    "frozen_limit,{polite:{times:2}}"
+    "frozen_limit,{polite:{times:2}},compiles"
 )  # fmt: skip
 COMMON = ("models=[tiny-llama]", "workload=2x16", "trials=4", "warmup=1", "timeout_s=12")
 
@@ -27,7 +27,7 @@ def outcomes(plugin, tmp_path_factory):
 
 def test_a_failing_cell_never_stops_the_sweep(outcomes):
     done, records, folder = outcomes
-    assert len(records) == 17
+    assert len(records) == 18
     assert (folder / "report.html").exists() and (folder / "summary.md").exists()
     assert "Traceback" not in done.stderr
 
@@ -38,6 +38,11 @@ def test_a_third_party_s_toggle_is_measured_like_ours(outcomes):
     assert record.applied["polite"] == 21
     assert len(record.phases["total"].candidate_ms) == 4
     assert outcomes[1]["polite(times=2)"].applied["polite"] == 42
+
+
+def test_what_an_arm_s_children_computed_before_the_rounds_is_held_against_nobody(outcomes):
+    record = outcomes[1]["compiles"]
+    assert record.status == "ok", record.reason
 
 
 def test_a_limit_has_fewer_phases_than_were_told_trial_by_trial(outcomes):

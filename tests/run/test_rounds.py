@@ -188,6 +188,46 @@ def test_arms_that_patch_classes_sit_alone_in_turns_with_the_others(tmp_path):
     assert set(found["adamw"].seats) == {0}
 
 
+def test_what_the_host_compiles_for_is_prepared_last_beside_those_that_sit_alone(tmp_path):
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "adamw", "flex_attention", "torch_compile"), 150.0))
+    with runner(script, tmp_path) as running:
+        rounds = Rounds(
+            family("ablations=[torch_compile,adamw,flex_attention]"), MACHINE, script, None, tmp_path,  # type: ignore[arg-type]
+            tmp_path / "log", 9.0, print,
+        )  # fmt: skip
+        rounds.run()
+        found = {record.arm: record for record in running.drafts(rounds)}
+    prepared = [(seat, rest[0]) for seat, what, *rest in script.heard if what == "prepare"]
+    assert prepared[:3] == [(1, REFERENCE), (1, TWIN), (1, "adamw")]
+    assert (1, "torch_compile") in prepared[3:] and len(prepared) == 3 + 1 + 4 * 2
+    asked = [what for seat, what, *_ in script.heard if seat == 1]
+    compiled = script.heard.index((1, "prepare", "torch_compile"))
+    assert "offer" in asked and (1, "offer") not in script.heard[compiled:], (
+        "that seat answers nobody while it compiles"
+    )
+    assert {record.status for record in found.values()} == {"ok"}
+    assert set(found["torch_compile"].seats) == {0} and found["torch_compile"].rounds == list(range(12))
+
+
+def test_a_reference_again_that_does_not_fit_alone_beside_the_others_keeps_its_first_place(tmp_path):
+    asked = Counter[str]()
+
+    def refuses(stack: Any) -> Failed | None:
+        asked[stack.name] += 1
+        beside = stack.name == TWIN and asked[TWIN] > 1
+        return Failed("oom", "it ran out of memory") if beside else None
+
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "flex_attention"), 150.0), refuses=refuses)
+    with runner(script, tmp_path) as running:
+        rounds = Rounds(
+            family("ablations=[flex_attention]"), MACHINE, script, None, tmp_path, tmp_path / "log", 9.0, print,  # type: ignore[arg-type]
+        )  # fmt: skip
+        rounds.run()
+        found = {record.arm: record for record in running.drafts(rounds)}
+    assert {name: record.status for name, record in found.items()} == dict.fromkeys(found, "ok")
+    assert set(found[TWIN].seats) == {0} and len(set(found["flex_attention"].seats)) == 4
+
+
 def test_where_every_candidate_patches_classes_the_reference_sits_alone_as_they_do(tmp_path):
     script = Script(ms=dict.fromkeys((REFERENCE, "flex_attention"), 150.0))
     with runner(script, tmp_path) as running:

@@ -29,11 +29,11 @@ class Recording:
     """A captured function: `replay` repeats its device work and gives the tensors that it returned, overwritten."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Outputs):
-        self._graph, self._outputs = graph, outputs
+        self._graph, self.outputs = graph, outputs
 
     def replay(self) -> Outputs:
         self._graph.replay()
-        return self._outputs
+        return self.outputs
 
 
 class CudaGraphs:

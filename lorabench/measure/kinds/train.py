@@ -14,6 +14,7 @@ from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.cell import Cell
 from lorabench.contract.job import Job
+from lorabench.contract.joint import Joint
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
@@ -75,7 +76,14 @@ class Train(GradientKind):
             feed(number)
 
     def trial(self, arm: Arm, begin: Begin) -> list[list[torch.Tensor]]:
-        return [_one_step(step, begin) for step in arm.steps]
+        found: dict[str, list[torch.Tensor]] = {}
+        for turn in arm.turns or arm.steps:
+            joint = turn.innermost
+            if isinstance(joint, Joint):
+                found |= _joint_step(turn, joint, begin)
+            else:
+                found[turn.name] = _one_step(turn, begin)
+        return [found[step.name] for step in arm.steps]
 
 
 def _work(shape: flops.Shape, samples: Sequence[Sample], again: Sequence[Recomputed]) -> Work:
@@ -109,3 +117,18 @@ def _one_step(step: Step, begin: Begin) -> list[torch.Tensor]:
         begin(STEP)
         step.update()
     return outs
+
+
+def _joint_step(turn: Step, joint: Joint, begin: Begin) -> dict[str, list[torch.Tensor]]:
+    """The losses of each job's batches, by its name. The joint batches are made while the forward is timed."""
+    outs = []
+    for number in range(joint.count):
+        begin(FORWARD)
+        out = turn.forward(joint.micro_batch(number))
+        begin(BACKWARD)
+        turn.backward(out)
+        outs.append(out.detach())
+    if turn.updates:
+        begin(STEP)
+        turn.update()
+    return {step.name: joint.losses_of(index, outs) for index, step in enumerate(joint.steps)}

@@ -1,0 +1,133 @@
+"""How the batches of several jobs are laid out to go through a model together: padded to one width, packed into one
+row, or shared out anew over micro-batches of a budget. Everything here is on the host and goes by lengths alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from lorabench.contract.ablation import Unsupported
+from lorabench.contract.batch import IGNORE, Batch
+
+OWN_WIDTH = "own_width"  # of a job's batch that was padded further: what its longest sample has
+
+
+def shared_out(
+    batches: Sequence[Sequence[Batch]], tokens: int, packed: bool
+) -> tuple[list[list[Batch]], list[list[int]]]:
+    """(each job's batches, in which micro-batch each of them is): the samples of all jobs over few micro-batches of at
+    most so many positions each, whoever's they are. Packed, the longest sample first, each to where the fewest tokens
+    are; else samples of like length, because they are padded. Raises Unsupported for a sample that is longer."""
+    samples = [(job, one) for job, own in enumerate(batches) for batch in own for one in _samples(batch)]
+    samples.sort(key=lambda pair: -pair[1].real)
+    if (longest := samples[0][1].real) > tokens:
+        raise Unsupported(f"a sample of {longest} tokens does not fit a micro-batch of {tokens}")
+    bins = _even(samples, tokens) if packed else _alike(samples, tokens)
+    made: list[list[Batch]] = [[] for _ in batches]
+    places: list[list[int]] = [[] for _ in batches]
+    for place, bin in enumerate(bins):
+        for job in sorted({job for job, _ in bin}):
+            made[job].append(_side_by_side([sample for owner, sample in bin if owner == job]))
+            places[job].append(place)
+    return made, places
+
+
+Owned = tuple[int, Batch]  # a job and one sample of it
+
+
+def _even(samples: Sequence[Owned], tokens: int) -> list[list[Owned]]:
+    """The longest first, each into the bin that has the fewest tokens so far; as few bins as hold them so."""
+    count = max(1, -(-sum(sample.real for _, sample in samples) // tokens))
+    while True:
+        bins, filled = [list[Owned]() for _ in range(count)], [0] * count
+        for owned in samples:
+            where = filled.index(min(filled))
+            bins[where].append(owned)
+            filled[where] += owned[1].real
+        if max(filled) <= tokens:
+            return [bin for bin in bins if bin]
+        count += 1
+
+
+def _alike(samples: Sequence[Owned], tokens: int) -> list[list[Owned]]:
+    """Neighbours in the order of their length, the longest first: as many as fit when they are as long as the first."""
+    bins: list[list[Owned]] = []
+    for owned in samples:
+        if not bins or (len(bins[-1]) + 1) * bins[-1][0][1].real > tokens:
+            bins.append([])
+        bins[-1].append(owned)
+    return bins
+
+
+def _samples(batch: Batch) -> list[Batch]:
+    """A batch's samples, each a batch of its own without padding."""
+    ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
+    if (positions := batch.inputs.get("position_ids")) is not None:
+        starts = [*(positions[0] == 0).nonzero().flatten().tolist(), ids.shape[1]]
+        cuts = [(0, slice(a, b)) for a, b in itertools.pairwise(starts)]
+    else:
+        mask = batch.inputs.get("attention_mask", torch.ones_like(ids))
+        cuts = [(row, slice(0, length)) for row, length in enumerate(mask.sum(1).tolist())]
+    made = []
+    for row, cut in cuts:
+        own = {"input_ids": ids[row : row + 1, cut], "labels": labels[row : row + 1, cut]}
+        trained = int((own["labels"][:, 1:] != IGNORE).sum())
+        made.append(Batch(own, own["input_ids"].shape[1], 0, trained))
+    return made
+
+
+def _side_by_side(samples: Sequence[Batch]) -> Batch:
+    """Batches of one sample each as one, padded to the longest."""
+    width = max(sample.real for sample in samples)
+    rows = [sample if sample.real == width else _padded(sample, width) for sample in samples]
+    whole = all(row is sample for row, sample in zip(rows, samples, strict=True))
+    names = ["input_ids", "labels", *(["attention_mask"] if not whole else [])]
+    inputs = {
+        n: torch.cat([row.inputs.get(n, torch.ones_like(row.inputs["input_ids"])) for row in rows]) for n in names
+    }
+    return Batch(inputs, *(sum(getattr(row, n) for row in rows) for n in ("real", "padded", "trained")))
+
+
+def widened(batches: Sequence[Batch]) -> list[Batch]:
+    """Batches of several jobs, all as wide as the widest of them."""
+    if any("position_ids" in batch.inputs for batch in batches):
+        raise Unsupported("the jobs' rows are packed, so there is nothing to pad; take batched_packed")
+    width = max(batch.inputs["input_ids"].shape[1] for batch in batches)
+    whole = all(not batch.padded and batch.inputs["input_ids"].shape[1] == width for batch in batches)
+    return [batch if whole else _padded(batch, width) for batch in batches]
+
+
+def _padded(batch: Batch, width: int) -> Batch:
+    ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
+    rows, own = ids.shape
+    mask = batch.inputs.get("attention_mask", torch.ones_like(ids))
+    more = (0, width - own)
+    inputs = {
+        "input_ids": F.pad(ids, more), "labels": F.pad(labels, more, value=IGNORE),
+        "attention_mask": F.pad(mask, more), OWN_WIDTH: own,
+    }  # fmt: skip
+    return Batch(inputs, batch.real, rows * width - batch.real, batch.trained)
+
+
+def flat(batches: Sequence[Batch]) -> list[Batch]:
+    """Batches of several jobs without padding: each one row, or as they are where all samples have one length."""
+    shapes = [batch.inputs["input_ids"].shape for batch in batches]
+    packed = ["position_ids" in batch.inputs for batch in batches]
+    if not any(packed) and not any(batch.padded for batch in batches) and len({width for _, width in shapes}) == 1:
+        return list(batches)
+    return [batch if done else _row(batch) for batch, done in zip(batches, packed, strict=True)]
+
+
+def _row(batch: Batch) -> Batch:
+    """A padded batch as one row: its real tokens, sample after sample."""
+    ids, labels = batch.inputs["input_ids"], batch.inputs["labels"].clone()
+    real = batch.inputs.get("attention_mask", torch.ones_like(ids)).bool()
+    labels[:, 0] = IGNORE  # in a row it would be predicted from the sample before
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    inputs: dict[str, Any] = {"input_ids": ids[real], "labels": labels[real], "position_ids": positions[real]}
+    return Batch({name: x[None] for name, x in inputs.items()}, batch.real, 0, batch.trained)

@@ -1,0 +1,92 @@
+"""The joint step of several jobs: their rows in one batch, one loss each.
+
+A module of its own because it is torch throughout: a list of toggles is to be had without importing torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lorabench.contract.batch import IGNORE, Batch
+from lorabench.contract.joint import Joint
+from lorabench.contract.step import Step
+from lorabench_ablations.joint_batches import OWN_WIDTH, flat, shared_out, widened
+
+
+class Part(NamedTuple):
+    """One job's rows of a joint batch, which lie one below the other: (rows, width) positions, of which the first
+    `own_width` of each row may hold tokens."""
+
+    job: int
+    adapter: str
+    rows: int
+    width: int
+    own_width: int
+
+    @property
+    def positions(self) -> int:
+        return self.rows * self.width
+
+
+class Router(Protocol):
+    """Says to the model's linears which adapter the rows of the batches to come have."""
+
+    def set(self, parts: Sequence[Part]) -> None: ...
+
+
+class JointStep(Joint):
+    """Packed: samples end to end in one row, positions starting again at each, which keeps attention inside a sample;
+    samples that are all of one length lie side by side instead. Else every row is padded to the longest of all. With
+    `tokens` the samples are shared out anew over micro-batches of at most so many positions."""
+
+    def __init__(self, steps: Sequence[Step], router: Router, *, packed: bool, tokens: int | None = None) -> None:
+        super().__init__(steps)
+        self.router, self.packed, self.tokens = router, packed, tokens
+        self._items: Tensor | None = None
+
+    def lay_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
+        own: Sequence[Sequence[Batch]] = batches
+        if self.tokens is not None:
+            own, self.places = shared_out(batches, self.tokens, self.packed)
+        places = self.places or [list(range(len(mine))) for mine in own]
+        there = [dict(zip(at, mine, strict=True)) for at, mine in zip(places, own, strict=True)]
+        made: list[dict[int, Batch]] = [{} for _ in own]
+        for number in sorted({place for at in places for place in at}):
+            jobs = [job for job, mine in enumerate(there) if number in mine]
+            laid = (flat if self.packed else widened)([there[job][number] for job in jobs])
+            for job, batch in zip(jobs, laid, strict=True):
+                made[job][number] = batch
+        return [list(mine.values()) for mine in made]
+
+    def joined(self, batches: Sequence[Batch | None]) -> Batch:
+        there = [(i, batch) for i, batch in enumerate(batches) if batch is not None]
+        parts, inputs = [], [dict(batch.inputs) for _, batch in there]
+        for (i, _), own in zip(there, inputs, strict=True):
+            rows, width = own["input_ids"].shape
+            parts.append(Part(i, self.steps[i].adapter, rows, width, own.pop(OWN_WIDTH, width)))
+        along = 1 if "position_ids" in inputs[0] else 0
+        together = {name: torch.cat([own[name] for own in inputs], along) for name in inputs[0]}
+        counts = [sum(getattr(batch, name) for _, batch in there) for name in ("real", "padded", "trained")]
+        return Batch(together | {"parts": tuple(parts)}, *counts)
+
+    def forward(self, batch: Batch) -> Tensor:
+        inputs = dict(batch.inputs)
+        parts, labels = inputs.pop("parts"), inputs.pop("labels")
+        self.router.set(parts)
+        return self.losses(self.call(**inputs).logits, labels, parts)
+
+    def losses(self, logits: Tensor, labels: Tensor, parts: Sequence[Part]) -> Tensor:
+        """(jobs,) of logits (B, S, V) and labels (B, S): transformers' loss, summed up for each job. No sum goes over
+        rows of two jobs, so that a NaN stays with its own."""
+        following = F.pad(labels, (0, 1), value=IGNORE)[:, 1:].flatten()
+        each = F.cross_entropy(logits.flatten(0, 1).float(), following, ignore_index=IGNORE, reduction="none")
+        sums = {p.job: own.sum() for p, own in zip(parts, each.split([p.positions for p in parts]), strict=True)}
+        nothing = each.new_zeros(())
+        if self._items is None:
+            self._items = each.new_tensor([step.items for step in self.steps])
+        return torch.stack([sums.get(job, nothing) for job in range(len(self.steps))]) / self._items

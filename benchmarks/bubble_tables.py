@@ -1,0 +1,56 @@
+"""Tables of the pipeline that was simulated, from results/cpu/bubbles: for docs/scheduling.md and beside open claims.
+
+readme_tables.py writes them. Nothing in them is measured, and each says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lorabench.report.claims import Simulated, simulated
+
+TABLE = "cpu/bubbles/bubbles.csv"
+# Of each table the column, a figure with its unit, and whether only a method's row of most adapters is shown.
+SHOWN = {
+    "bubbles, simulated": ("bubble_pct", "{:.1f} %", False),
+    "tokens a second, simulated": ("tokens_s", "{:.0f}", True),
+}
+
+
+def of(results: Path, column: str, figure: str, most: bool) -> tuple[list[str], list[list[str]]]:
+    """(headings, rows): a row a method and number of adapters, a column a workload; of bubbles one more, published."""
+    table = pd.read_csv(results / TABLE, keep_default_na=False)
+    if most:
+        table = table[table.adapters == table.groupby("method").adapters.transform("max")]
+    workloads = list(dict.fromkeys(table.workload))
+    bubbles = column == "bubble_pct"
+    heads = ["schedule", "adapters", *(f"{name} ({_lengths(table, name)})" for name in workloads)]
+    rows = []
+    for (method, adapters), own in table.groupby(["method", "adapters"], sort=False):
+        found = {row["workload"]: row for row in own.to_dict("records")}
+        figures = [figure.format(float(found[name][column])) for name in workloads]
+        rows.append([f"`{method}`", str(adapters), *figures, *([_published(found[workloads[0]])] if bubbles else [])])
+    return [*heads, *(["published"] if bubbles else [])], rows
+
+
+def _published(row: Mapping[Hashable, Any]) -> str:
+    if not row["published_pct"]:
+        return ""
+    return f"{float(row['published_pct']):.2f} %" + (f" ({row['published_note']})" if row["published_note"] else "")
+
+
+def _lengths(table: pd.DataFrame, workload: str) -> str:
+    (said,) = set(table[table.workload == workload].lengths)
+    return str(said)
+
+
+def beside(found: Simulated, unit: str, results: Path) -> tuple[str, str]:
+    """(what the simulation says, a link to it) of a claim that nothing measures, as Markdown."""
+    numbers, table = simulated(found, results), Path(found.table)
+    span = " to ".join(dict.fromkeys(f"{n:.1f}" for n in (min(numbers), max(numbers))))
+    said = f"simulated, not measured: {span} {unit} ({found.rests_on})"
+    return said, f"[{table.stem}](RESULTS/{table.with_suffix('.md').as_posix()})"

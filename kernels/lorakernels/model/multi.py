@@ -1,0 +1,175 @@
+"""Several adapters of a PEFT model trained at once, each on its own rows of a batch:
+
+    jobs = lorakernels.apply_multi(model, ["one", "two"])     # adapters that PEFT has put on the model
+    jobs.set([0, 0, 1])                                       # samples 0 and 1 are of `one`, sample 2 of `two`
+    losses = …                                                # model(**batch), and a loss for each job
+    jobs.remove()
+
+PEFT's own `adapter_names` say the same, and PEFT refuses them in training. Whoever trains keeps its adapters, losses
+and optimizers: an adapter without rows gets no gradient, and each is saved and loaded by PEFT as if it were alone.
+Between two calls of `set` the rows stay, also for a layer that a checkpoint runs again in the backward. What is no
+plain LoRA on a linear is refused by `apply_multi`, because its rows would silently have the active adapter. Run:
+python -m pytest tests/lorakernels/test_multi.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..nodes.multi_linear import multi_linear
+from ..ops.job_rows import JobRows
+from ..ops.multi_lora import Adapter, AdapterTable
+from .lora_modules import is_lora
+from .module_checks import is_library_function, is_unhooked
+
+MARK = "_lorakernels_multi"
+
+
+class _Linear:
+    """One linear with LoRA: its jobs' adapters, read anew on each forward."""
+
+    def __init__(self, module: Any, jobs: MultiAdapters) -> None:
+        self.jobs, self.base = jobs, module.base_layer
+        own = [name if name in module.lora_A else None for name in jobs.adapters]
+        self.parts = [
+            None if name is None else (module.lora_A[name], module.lora_B[name], module.lora_dropout[name], name)
+            for name in own
+        ]
+        self.table = AdapterTable(self.read(module))
+        plain = type(self.base) is nn.Linear and is_library_function(nn.Linear.forward, "torch")
+        self.plain = plain and is_unhooked(self.base)
+
+    def read(self, module: Any) -> list[Adapter | None]:
+        """By job; PEFT changes scales in place, and parameters may be put in others' places."""
+        return [
+            None if part is None else Adapter(part[0].weight, part[1].weight, module.scaling[part[3]], _p(part[2]))
+            for part in self.parts
+        ]
+
+    def forward(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        if module._disable_adapters or module.merged_adapters:
+            state = "disabled" if module._disable_adapters else "merged"
+            raise RuntimeError(f"the adapters are {state}; expected set(None) on what apply_multi returned before that")
+        self.table = table = self.table.still(self.read(module))
+        rows = self.jobs.rows_of(x)
+        if self.plain and not self.base.weight.requires_grad:
+            return multi_linear(x, self.base.weight, table, rows, self.base.bias)
+        base = self.base(x)
+        return multi_linear(x, None, table, rows, base=base).to(base.dtype)
+
+
+def _p(dropout: Any) -> float:
+    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+
+
+def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Bound to an instance of PEFT's LoRA linear: (…, N) of x (…, K)."""
+    linear: _Linear = self.__dict__[MARK]
+    if not linear.jobs.on:
+        return type(self).forward(self, x, *args, **kwargs)
+    if args or kwargs:
+        raise RuntimeError(
+            "a linear was called with more than its input (adapter_names); `set` says the rows' adapters"
+        )
+    return linear.forward(self, x)
+
+
+class MultiAdapters:
+    """What `apply_multi` returns. adapters: the jobs' adapters, a job being its place among them; linears: how many
+    linears have rows of several adapters."""
+
+    def __init__(self, model: nn.Module, adapters: Sequence[str]) -> None:
+        self.model, self.adapters, self.linears = model, tuple(adapters), 0
+        self.on = False
+        self._job: JobRows = JobRows([])
+        self._known: dict[tuple[int, torch.device], JobRows] = {}
+        self._trained: dict[str, bool] = {}
+
+    def set(self, job: Sequence[int] | torch.Tensor | JobRows | None) -> None:
+        """Which job the rows of the batches to come are of: for each sample (B,), or for each position (B, S) or
+        (B · S,); give it on the host. None: PEFT's own forward, with its active adapter, until the next call."""
+        self.on, self._known = job is not None, {}
+        if job is None:
+            return
+        self._job = job if isinstance(job, JobRows) else JobRows.each(job)
+        if self._job.present and self._job.present[-1] >= len(self.adapters):
+            raise ValueError(f"job {self._job.present[-1]}: expected one of the {len(self.adapters)} from 0")
+
+    def rows_of(self, x: torch.Tensor) -> JobRows:
+        """The jobs of the rows of x (…, K). Raises ValueError where `set` has said another number of them."""
+        count = x.numel() // max(1, x.shape[-1])
+        key = count, x.device
+        if key not in self._known:
+            said = self._job.rows
+            times = count // said if said and count % said == 0 else 0
+            if count != said and (x.dim() != 3 or x.shape[0] != said):
+                raise ValueError(f"a linear has {count} rows {tuple(x.shape)}; the jobs were set for {said}")
+            self._known[key] = JobRows([(job, own * times) for job, own in self._job.runs], x.device)
+        return self._known[key]
+
+    def remove(self) -> None:
+        """Give PEFT's linears their own forwards back, and to each parameter whether it is trained."""
+        for module in self.model.modules():
+            if getattr(module.__dict__.get(MARK), "jobs", None) is self:
+                del module.__dict__[MARK], module.__dict__["forward"]
+        for name, parameter in self.model.named_parameters():
+            if name in self._trained:
+                parameter.requires_grad_(self._trained[name])
+
+
+def apply_multi(model: nn.Module, adapters: Sequence[str] | None = None) -> MultiAdapters:
+    """Give every LoRA linear of a PEFT model, in place, rows of several adapters; these are then all trained, where
+    PEFT trains the active one.
+
+    adapters: their names, a job being a place among them; None: all that are on the model. Raises ValueError for a name
+    that is not there, and for a layer that is no plain LoRA on a linear.
+    """
+    found: dict[str, Any] = {name: module for name, module in model.named_modules() if is_lora(module)}
+    there = list(dict.fromkeys(name for module in found.values() for name in module.lora_A))
+    names = there if adapters is None else list(adapters)
+    if not names or not set(names) <= set(there) or len(set(names)) < len(names):
+        raise ValueError(
+            f"adapters {', '.join(names) or 'none'}: expected some of {', '.join(there) or 'none'}, each once"
+        )
+    jobs = MultiAdapters(model, names)
+    for name, module in found.items():
+        if reason := _why_not(module, names):
+            raise ValueError(f"{name}: {reason}; expected plain LoRA on a linear, so that each row has its own adapter")
+    for module in found.values():
+        if any(name in module.lora_A for name in names):
+            module.__dict__[MARK] = _Linear(module, jobs)
+            module.forward = MethodType(_forward, module)
+            jobs.linears += 1
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name and any(f".{adapter}." in name for adapter in names):
+            jobs._trained[name] = parameter.requires_grad
+            parameter.requires_grad_(True)
+    return jobs
+
+
+def _why_not(module: Any, names: Sequence[str]) -> str | None:
+    """Why the rows of a layer with LoRA cannot have an adapter each, or None."""
+    if not type(module).__module__.startswith("peft.tuners.lora") or not hasattr(module, "lora_dropout"):
+        return f"{type(module).__name__} is not PEFT's LoRA linear"
+    if not is_unhooked(module):
+        return "it has hooks or a replaced forward"
+    if module.merged_adapters:
+        return "its adapters are merged"
+    if any(name in module.lora_embedding_A for name in names):
+        return "it adapts an embedding"
+    if any(name in getattr(module, "lora_variant", {}) for name in names):
+        return "an adapter is a variant of LoRA (DoRA, say)"
+    own = [part[name] for part in (module.lora_A, module.lora_B) for name in names if name in part]
+    if any(type(part) is not nn.Linear or part.bias is not None for part in own):
+        return "its lora_A or lora_B is no Linear without a bias"
+    if any(parameter.requires_grad for parameter in module.base_layer.parameters()):
+        return "its base weight or bias is trained, which the jobs would share"
+    odd = [module.lora_dropout[name] for name in names if name in module.lora_dropout]
+    if kinds := [type(drop).__name__ for drop in odd if type(drop) not in (nn.Identity, nn.Dropout)]:
+        return f"its dropout is a {kinds[0]}"
+    return None

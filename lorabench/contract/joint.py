@@ -1,0 +1,119 @@
+"""A joint step: several jobs' rows go through the model together, and each job still has its own loss, gradients,
+optimizer and data. A toggle's `join` makes one; how rows are put together and how they meet their adapters is the
+toggle's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lorabench.contract.batch import Batch
+from lorabench.contract.step import Step
+
+if TYPE_CHECKING:  # as in step.py
+    from torch import Tensor
+
+
+class Joint(Step):
+    """One step of several jobs. Override `lay_out`, `joined` and `forward`.
+
+    `steps` are the jobs' own, each with its batches, optimizer and trained tokens. `places` says of each job in which
+    micro-batch each of its batches is, in ascending order; by default those of one number are one. `collated` holds, by
+    micro-batch, what the toggles' `collate` has added to it.
+    """
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        first = steps[0]
+        samples = [sample for step in steps for sample in step.samples]
+        super().__init__(first.model, first.optimizer, (), samples=samples, items=sum(s.items for s in steps))
+        self.steps = list(steps)
+        self.collated: list[dict[str, Any]] = []
+        self.places: list[list[int]] = []
+        self._scales: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of the step."""
+        return 1 + max(max(places) for places in self._places())
+
+    def _places(self) -> list[list[int]]:
+        return self.places or [list(range(len(step.batches))) for step in self.steps]
+
+    def lay_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
+        """Each job's batches, on the host, as they are to lie in the joint ones: padded further, packed, or of other
+        samples of the job, with `places` set. A job's real and trained tokens stay. It goes by lengths alone."""
+        return [list(own) for own in batches]
+
+    def joined(self, batches: Sequence[Batch | None]) -> Batch:
+        """One micro-batch of the jobs' own, laid out and in the jobs' order; None: a job that has none."""
+        raise NotImplementedError
+
+    def micro_batch(self, number: int) -> Batch:
+        """The joint batch of this number from 0, of the tokens that the jobs' batches hold now."""
+        own = (dict(zip(places, s.batches, strict=True)) for places, s in zip(self._places(), self.steps, strict=True))
+        made = self.joined([batches.get(number) for batches in own])
+        return replace(made, inputs=made.inputs | self.collated[number]) if number < len(self.collated) else made
+
+    def place(self, index: int, number: int) -> int:
+        """The micro-batch that a job's batch of this number is in."""
+        return self._places()[index][number]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """(jobs,) losses, each over its own job's trained tokens of the step; of a job without rows 0."""
+        raise NotImplementedError
+
+    def backward(self, loss: Tensor) -> None:
+        """Every job's loss at once, each times its own scale."""
+        if self._scales is None:
+            self._scales = loss.new_tensor([step.loss_scale for step in self.steps])
+        loss.backward(self._scales)
+
+    def update(self) -> None:
+        for step in self.steps:
+            step.update()
+
+    def clear(self) -> None:
+        for step in self.steps:
+            step.clear()
+
+    def cleared(self) -> None:
+        for step in self.steps:
+            step.cleared()
+
+    def losses_of(self, index: int, outs: Sequence[Tensor]) -> list[Tensor]:
+        """Of what `forward` returned for each micro-batch, the losses of one job, one of each of its batches."""
+        return [outs[place][index] for place in self._places()[index]]
+
+
+class Share(Step):
+    """One job's part of a joint step, for whoever asks job by job: each forward and backward is that of all jobs, and
+    the update that of this one."""
+
+    def __init__(self, own: Step, joint: Step) -> None:
+        """`joint`: with what toggles have wrapped around it."""
+        super().__init__(
+            own.model, own.optimizer, (), own.loss_scale, job=own.job, samples=own.samples, items=own.items
+        )
+        self.batches = own.batches  # the list itself: a feed fills it, and the joint step reads it
+        self.own, self.joint = own, joint
+        self.updates, self.keeps_gradients = joint.updates, joint.keeps_gradients
+        self._outs: Tensor | None = None
+
+    def forward(self, batch: Batch) -> Tensor:
+        together: Any = self.joint.innermost
+        index, number = together.steps.index(self.own), next(i for i, b in enumerate(self.batches) if b is batch)
+        self._outs = self.joint.forward(together.micro_batch(together.place(index, number)))
+        return self._outs[index]
+
+    def backward(self, loss: Tensor) -> None:
+        assert self._outs is not None  # forward comes first
+        self.joint.backward(self._outs)
+        self._outs = None
+
+    def update(self) -> None:
+        self.own.update()
+
+    def cleared(self) -> None:
+        self.own.cleared()
