@@ -60,8 +60,8 @@ def read_arms(path: Path) -> list[ArmRecord]:
     """
     path = path / RECORDS if path.is_dir() else path
     if not path.is_file():  # a pipe of that name would be waited for
-        found = "no regular file" if path.exists() else "no such file"
-        raise RecordError(f"{path}: {found}; expected the {RECORDS} that a sweep writes into its output")
+        there = "no regular file" if path.exists() else "no such file"
+        raise RecordError(f"{path}: {there}; expected the {RECORDS} that a sweep writes into its output")
     lines = path.read_bytes().split(b"\n")[:-1]
     found: list[ArmRecord] = []
     measured: Counter[Place] = Counter()  # older lines of one cell and session: none replaces another
