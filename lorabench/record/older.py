@@ -50,6 +50,15 @@ def _reference_waits(record: Record) -> bool:
     )
 
 
+class NoPair(ValueError):
+    """An older line whose arms do not go together; the message says what."""
+
+
+def is_made_of(family: str) -> bool:
+    """Whether a family is an older line's: today's are named by a hash."""
+    return " " in family
+
+
 def arms(line: dict[str, Any]) -> list[dict[str, Any]]:
     """The arms of a line, by today's fields: of schemas 1 and 2 a reference, as far as anything is known of it, and a
     candidate, or the reference again. What is of neither stays with the candidate, for the schema to judge."""
@@ -92,6 +101,11 @@ def _turns(pair: dict[str, Any]) -> dict[str, dict[str, Any]]:
     that do not say how many those were had two of each arm."""
     phases, sizes = pair.pop("phases", None) or {}, pair.pop("processes", None) or {}
     together = pair.pop("pairing", None) != "abba"
+    for name, phase in phases.items() if together and pair["status"] == "ok" else ():
+        times = [phase.get(f"{arm}_ms") for arm in ARMS]
+        alone = None in times and pair["kind"] in registered() and name in kind(pair["kind"]).optional
+        if not alone and len({len(ms or ()) for ms in times}) > 1:
+            raise NoPair(f"{name}: paired trials need lists of one length")
     found: dict[str, dict[str, Any]] = {}
     for n, arm in enumerate(ARMS):
         own = {name: phase[f"{arm}_ms"] for name, phase in phases.items() if phase.get(f"{arm}_ms")}

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 
 from lorabench.record import older
 from lorabench.record.environment import Environment
-from lorabench.record.pairs import pairs
+from lorabench.record.pairs import Place, pairs, place_of
 from lorabench.record.schema import SCHEMA, ArmRecord, Record
 
 RECORDS = "records.jsonl"
@@ -59,10 +60,20 @@ def read_arms(path: Path) -> list[ArmRecord]:
     """
     path = path / RECORDS if path.is_dir() else path
     if not path.is_file():  # a pipe of that name would be waited for
-        found = "no regular file" if path.exists() else "no such file"
-        raise RecordError(f"{path}: {found}; expected the {RECORDS} that a sweep writes into its output")
+        there = "no regular file" if path.exists() else "no such file"
+        raise RecordError(f"{path}: {there}; expected the {RECORDS} that a sweep writes into its output")
     lines = path.read_bytes().split(b"\n")[:-1]
-    return [arm for number, line in enumerate(lines, start=1) for arm in _parse(line, path, number)]
+    found: list[ArmRecord] = []
+    measured: Counter[Place] = Counter()  # older lines of one cell and session: none replaces another
+    for number, line in enumerate(lines, start=1):
+        arms = _parse(line, path, number)
+        if not line.startswith(TODAYS) and older.is_made_of(arms[0].family):
+            place = place_of(arms[0])
+            if again := measured[place]:
+                arms = [arm.model_copy(update={"family": f"{arm.family}, again {again}"}) for arm in arms]
+            measured[place] += 1
+        found += arms
+    return found
 
 
 def read_sessions(folder: Path) -> list[dict[str, Any]]:
@@ -95,6 +106,8 @@ def _parse(line: bytes, path: Path, number: int) -> list[ArmRecord]:
         wrong = f"schema {schema}: this lorabench reads schemas 1 to {SCHEMA}"
     except ValidationError as error:
         wrong = _first(error, "the line")
+    except older.NoPair as error:
+        wrong = str(error)
     raise RecordError(
         f"{path} line {number} is not a record: {wrong}; expected one JSON record a line "
         f"(repair or remove that line; nothing was changed)"
@@ -107,6 +120,8 @@ def _other(line: bytes) -> list[dict[str, Any]] | None:
     try:
         found = json.loads(line)
         return older.arms(found) if isinstance(found, dict) else None
+    except older.NoPair:
+        raise
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
 

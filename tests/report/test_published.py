@@ -9,7 +9,7 @@ import pytest
 from helpers import md_rows
 
 from lorabench.contract.kind import kind
-from lorabench.record.store import read_arms, read_records
+from lorabench.record.store import RecordError, read_arms, read_records
 from lorabench.report import tables
 from lorabench.report.analysis import Analysis
 from lorabench.report.page import page
@@ -99,3 +99,11 @@ def test_a_record_of_schema_1_is_read_as_todays(record, older, tmp_path):
     assert read.phases["total"].speedup is None  # computed from these times, and not what stood there
     found = Analysis([read]).speedup(read)
     assert found.centre == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.parametrize("missing", [None, [1.0]], ids=["none", "too few"])
+def test_an_older_line_whose_arms_do_not_go_together_is_named(record, older, tmp_path, missing):
+    line = older(record(["a"]))
+    line["phases"]["backward"]["candidate_ms"] = missing
+    with pytest.raises(RecordError, match="line 1 is not a record: backward: paired trials need lists of one length"):
+        read_again(tmp_path, line)

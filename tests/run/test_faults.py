@@ -22,7 +22,7 @@ from helpers import MACHINE, cells, sweep, workers_in
 from lorabench import cli
 from lorabench.contract.family import Family
 from lorabench.measure.seat import Seating
-from lorabench.record.schema import ArmRecord, Numerics, Record
+from lorabench.record.schema import ArmRecord, Numerics
 from lorabench.record.store import RecordError, Store, StoreError, read_arms, read_records
 from lorabench.run import leftovers, worker
 from lorabench.run.journal import JOURNAL
@@ -33,10 +33,11 @@ from lorabench.sweep import check_output
 ARGS = ("models=[tiny-llama]", "workload=2x16", "trials=2", "warmup=1", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
 
 
-def record(key: str = "k", **fields) -> Record:
-    named = {"kind": "train", "key": key, "session": "s", "model": "m", "workload": "w", "design": "solo"}
-    base = {**named, "reference": [], "candidate": [], "ablations": ["a"]}
-    return Record(**{**base, "status": "unsupported", "reason": "why", **fields})
+def record(key: str = "k", **fields) -> ArmRecord:
+    named = {"family": key, "kind": "train", "session": "s", "model": "m", "workload": "w", "arm": "a"}
+    shown = {"key": key, "design": "solo", "ablations": ["a"], "against": []}
+    base = {**named, "role": "candidate", "toggles": ["a"], "shown": [shown]}
+    return ArmRecord(**{**base, "status": "unsupported", "reason": "why", **fields})
 
 
 def rounds_of(arms) -> dict[str, int]:
@@ -368,10 +369,10 @@ def test_a_record_of_a_newer_lorabench_says_which_ones_can_be_read(tmp_path):
 
 
 def test_no_record_replaces_another(tmp_path):
-    with Store(tmp_path) as store:
-        store.append(record("k", reason="first"))
-        store.append(record("other"))
-        store.append(record("k", reason="second"))
+    named = {"schema": 2, "kind": "train", "session": "s", "model": "m", "workload": "w", "design": "solo"}
+    base = {**named, "reference": [], "candidate": [], "ablations": ["a"], "status": "unsupported"}
+    made = [base | {"key": key, "reason": why} for key, why in (("k", "first"), ("other", "why"), ("k", "second"))]
+    (tmp_path / "records.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in made))
     found = [(r.key, r.reason) for r in read_records(tmp_path)]
     assert found == [("k", "first"), ("other", "why"), ("k", "second")]
 
@@ -381,24 +382,25 @@ def test_no_record_replaces_another(tmp_path):
     [
         ({"status": "ok", "reason": None}, "status ok needs"),
         ({"status": "crash", "reason": None}, "needs a reason"),
-        ({"status": "wrong_numerics", "phases": {}}, "must not carry times"),
+        ({"status": "wrong_numerics", "rounds": [1], "seats": [0], "phases": {"step": [1.0]}}, "must not carry times"),
         ({"status": "faster"}, "Input should be"),
         ({"speed": 2}, "Extra inputs"),
-        ({"schema": 4}, "Input should be 2"),
+        ({"schema": 4}, "Input should be 3"),
         ({"kind": "trian"}, "no kind named 'trian'; did you mean train"),
         (
             {
                 "status": "ok",
-                "phases": {"read": {}},
+                "rounds": [1],
+                "seats": [0],
+                "phases": {"read": [1.0]},
                 "applied": {},
-                "pairing": "abba",
-                "tokens": {"real": 1, "trained": 1, "reference_padded": 0, "candidate_padded": 0},
+                "tokens": {"real": 1, "trained": 1, "padded": 0},
                 "numerics": {"passed": True, "worst": "", "tensors": 1},
                 "reason": None,
             },
             "kind train has no phase 'read'",
         ),
-        ({"status": "oom", "phases": {"total": {"reference_ms": [float("nan")]}}}, "finite"),
+        ({"status": "ok", "rounds": [1], "seats": [0], "phases": {"step": [float("nan")]}}, "finite"),
     ],
 )
 def test_the_status_decides_which_fields_exist(fields, says):
