@@ -36,7 +36,9 @@ def test_every_record_is_read_and_loses_nothing(published):
         arms = [json.loads(arm.model_dump_json(by_alias=True, exclude_none=True)) for arm in read_arms(folder)]
         for arm, line in zip(arms, lines, strict=True):
             assert {name: value for name, value in arm.items() if name in line} == line
-        assert {r.key for r in analysis.records} == {shown["key"] for line in lines for shown in line["shown"]}
+        # The noise floor between processes is no contrast that the plan had asked for.
+        asked = [r for r in analysis.records if not (r.is_noise_floor and r.pairing == "turns")]
+        assert {r.key for r in asked} == {shown["key"] for line in lines for shown in line["shown"]}
         return
     records = read_records(folder)  # a cell of several sessions has a record in each
     assert {r.key for r in analysis.records} == {line["key"] for line in lines} and len(records) == len(lines)

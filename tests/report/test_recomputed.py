@@ -37,7 +37,9 @@ def lines(folder):
 
 
 def pairs(line, found):
-    """A line of two arms as it is; of one arm (schema 3) its pairs, over the turns that both had in one process."""
+    """A line of two arms as it is; of one arm (schema 3) its pairs, over the turns that both had in one process. Beside
+    an arm that sat alone stands the reference again where that sat alone, round by round; and this one itself, where it
+    sat alone, is held against the reference as well."""
     if line["schema"] != 3:
         return [line]
     family = [x for x in found if (x.get("family"), x["session"]) == (line["family"], line["session"])]
@@ -54,21 +56,63 @@ def pairs(line, found):
         if "tokens" in line:
             own["tokens"] = {"real": line["tokens"]["real"], "trained": line["tokens"]["trained"]}
             own["tokens"] |= {f"{arm}_padded": x["tokens"]["padded"] for arm, x in both.items()}
-        if line["status"] == "ok":
-            turns = {arm: list(zip(x["rounds"], x["seats"], strict=True)) for arm, x in both.items()}
-            common = sorted(set(turns["reference"]) & set(turns["candidate"]))
-            own["pairing"], own["phases"] = "paired", {}
-            for phase in line["phases"]:
-                own["phases"][phase] = {
-                    f"{arm}_ms": [x["phases"][phase][turns[arm].index(turn)] for turn in common]
-                    for arm, x in both.items()
-                }
-            each = own["phases"].values()
-            own["phases"]["total"] = {
-                f"{arm}_ms": [float(sum(ms)) for ms in zip(*(p[f"{arm}_ms"] for p in each), strict=True)]
-                for arm in both
-            }
-        made.append(own)
+        if line["status"] != "ok":
+            made.append(own)
+            continue
+        if together(base, line):
+            made.append(timed(own, base, line, together(base, line)))
+        else:
+            made.append(timed(own, *beside(family, base, line)))
+        if line["role"] == "twin" and (alone := outside(line, base)):
+            apart = own | {"key": f"{own['key']} between processes"}
+            made.append(timed(apart, base, alone, by_round(base, alone)))
+    return made
+
+
+def together(a, b):
+    """(place in a, place in b, process) of each turn that two arms had in one process."""
+    first, second = ({turn: n for n, turn in enumerate(zip(x["rounds"], x["seats"], strict=True))} for x in (a, b))
+    return [(first[turn], second[turn], 0) for turn in sorted(first.keys() & second.keys())]
+
+
+def by_round(a, b):
+    """The same of two arms that sat apart, by the process in which b sat."""
+    first, second = ({number: n for n, number in enumerate(x["rounds"])} for x in (a, b))
+    found = [(first[number], second[number], b["seats"][second[number]]) for number in first.keys() & second.keys()]
+    return sorted(found, key=lambda turn: (turn[2], turn[1]))
+
+
+def outside(arm, other):
+    """The arm with its turns in processes in which the other never sat; None where it had none."""
+    kept = [n for n, seat in enumerate(arm["seats"]) if seat not in other["seats"]]
+    if not kept:
+        return None
+    phases = {p: [ms[n] for n in kept] for p, ms in arm["phases"].items()}
+    return arm | {k: [arm[k][n] for n in kept] for k in ("rounds", "seats")} | {"phases": phases}
+
+
+def beside(family, base, line):
+    twin = next(x for x in family if x["role"] == "twin")
+    alone = outside(twin, base)
+    return alone, line, by_round(alone, line)
+
+
+def timed(own, base, line, turns):
+    """The pair with the times of these turns."""
+    apart = len({process for *_, process in turns}) > 1
+    made = own | {"pairing": "turns" if apart else "paired", "phases": {}}
+    made["raw"] = base if line["role"] == "twin" else line  # what is shown of the limit's share is the reference's
+    made["turns_of"] = [process for *_, process in turns]
+    for phase in line["phases"]:
+        made["phases"][phase] = {
+            "reference_ms": [base["phases"][phase][first] for first, *_ in turns],
+            "candidate_ms": [line["phases"][phase][second] for _, second, _ in turns],
+        }
+    each = made["phases"].values()
+    made["phases"]["total"] = {
+        arm: [float(sum(ms)) for ms in zip(*(p[arm] for p in each), strict=True)]
+        for arm in ("reference_ms", "candidate_ms")
+    }
     return made
 
 
@@ -108,6 +152,12 @@ def unpaired(a, b, processes=None):
     return np.exp([np.median(np.subtract.outer(a, b)), middle(a) - middle(b), apart])
 
 
+def of_processes(logs, process):
+    """The mean of the processes' centres."""
+    parts = [logs[np.array(process) == one] for one in sorted(set(process))]
+    return np.repeat(np.exp(np.mean([middle(part) for part in parts])), 3)
+
+
 def middle(logs):
     """Hodges–Lehmann's centre: the median of the means of two."""
     i, j = np.triu_indices(logs.size)
@@ -124,6 +174,8 @@ def of_session(line, phases=None):
     before, after = (trials(line, arm, phases) for arm in ("reference", "candidate"))
     if line.get("pairing") == "abba":
         return unpaired(before, after, line.get("processes"))
+    if line.get("pairing") == "turns" and "turns_of" in line:
+        return of_processes(np.log(before / after), line["turns_of"])
     return np.repeat(np.exp(middle(np.log(before / after))), 3)
 
 
@@ -137,6 +189,14 @@ def share(folder, line, phases, paired):
     """The limit's time over the row's, by each centre."""
     place = lambda x: (x["model"], x["workload"], sorted(x["reference"]))  # noqa: E731
     *_, least = [x for x in lines(folder) if is_limit(x) and x["status"] == "ok" and place(x) == place(line)]
+    if "raw" in line:  # arms of one family are held together themselves
+        arms = least["raw"], line["raw"]
+        turns = together(*arms) or by_round(*arms)
+        first, second = (
+            np.sum([arm["phases"][p] for p in phases], axis=0)[[turn[n] for turn in turns]]
+            for n, arm in enumerate(arms)
+        )
+        return of_processes(np.log(first / second), [turn[2] for turn in turns])
     if paired:
         return speedup(line, phases) / speedup(least, phases)
     return unpaired(trials(least, "candidate", phases), trials(line, "candidate", phases))
