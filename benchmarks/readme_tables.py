@@ -59,7 +59,7 @@ SHOWN = (
     ("lorafusion", "over-megatron-average"),
     ("predibase_ladder", "step-3-batch-size"),
     ("predibase_ladder", "step-9-kernels"),
-    ("mlora", "faster-than-side-by-side"),
+    ("mlora", "faster-than-one-after-the-other"),
 )
 # The stacks that README lists, by the toggles of their rows, and where: results folder, model, workload.
 STACKS = (
@@ -90,7 +90,7 @@ DUELS = (
     ("h200/qlora", "llama-3.1-8b", "4x2048"),
     ("h200/peers", "smollm2-1.7b", "4x2048"),
     ("h200/peers", "smollm2-135m", "4x2048"),
-    ("h200/peers", "smollm2-135m", "1x512"),
+    ("h200/peers_rounds", "smollm2-135m", "1x512"),
 )
 
 
@@ -433,6 +433,7 @@ SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
     "auto_batch_size": (cells.TIME, cells.WHOLE, cells.MEMORY),
     "checkpointing": (cells.TIME, cells.WHOLE, cells.MEMORY),
+    "mlora": (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING),
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     "packing": (cells.TIME, cells.WHOLE, cells.MEMORY),
     "prequantized_loading": (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND),
