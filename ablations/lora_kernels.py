@@ -42,7 +42,7 @@ class Kernel(Ablation):
         if before:
             lorakernels.remove(model)
         report = lorakernels.apply(model, **{part: part in parts for part in PARTS}, fp8=fp8, **self.options())
-        setattr(model, MARK, {"parts": parts, "fp8": fp8, "report": report})
+        setattr(model, MARK, {"parts": parts, "fp8": fp8, "report": report, "others": _others(model)})
         return sum(report.counts.get(part, 0) for part in self.parts)
 
     def options(self) -> dict[str, Any]:
@@ -61,9 +61,17 @@ class Kernel(Ablation):
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         from lorakernels import tune
 
-        report = getattr(evidence.arm.model, MARK)["report"]
+        mark = getattr(evidence.arm.model, MARK)
+        report, others = mark["report"], mark["others"]
         left = sorted({f"{site.part}: {site.reason}" for site in report.left})
+        if others:
+            left.append(f"the adapters {', '.join(others)}: PEFT computes them; fused_multi_lora serves several")
         return {"lorakernels": {"changed": dict(report.counts), "left": left, "picked": str(tune.choices())}}
+
+
+def _others(model: Any) -> list[str]:
+    """The adapters that are not active while the kernels are put on, which serve one."""
+    return sorted(set(getattr(model, "peft_config", {})) - set(getattr(model, "active_adapters", ())))
 
 
 @dataclass(frozen=True, kw_only=True)

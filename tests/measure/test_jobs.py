@@ -106,6 +106,8 @@ def test_two_jobs_become_a_record_with_a_gate_of_each(tmp_path):
         assert all(j.numerics.passed and j.numerics.tensors == 28 for j in record.jobs.values())
         assert all(len(j.numerics.checks) > 10 for j in record.jobs.values())
         assert all(j.tflop["backward"] > 0 for j in record.jobs.values())
+    left = records[2].notes["lorakernels"]["left"]
+    assert left[-1] == "the adapters long: PEFT computes them; fused_multi_lora serves several"
     again = records[1]
     assert Record.model_validate_json(again.model_dump_json(by_alias=True, exclude_none=True)) == again
 
