@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lorabench.contract.kind import kind, registered
-from lorabench.record.contrast import Contrast, contrast
 from lorabench.record.schema import ARMS, PAIRS, REFERENCE, SCHEMA, Record
+
+if TYPE_CHECKING:
+    from lorabench.record.contrast import Contrast
 
 # Two families whose references are further apart than this were measured on machines too unlike for what follows.
 REFERENCES_APART = 0.10
@@ -30,6 +32,8 @@ def across(
     GPUs or their clocks. Where a reference waits for its host, or took a tenth longer in one of the two, it would bring
     in what differs between the hosts instead; then it is the ratio of the two times as they are, not paired.
     """
+    from lorabench.record.contrast import contrast  # scipy, which takes longer than all that reads records
+
     (record, ours), (beside, theirs) = one, other
     mine, its = record.trials(phases), beside.trials(phases)
     assert mine and its and mine.reference_ms and its.reference_ms and mine.candidate_ms and its.candidate_ms

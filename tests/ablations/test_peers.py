@@ -199,8 +199,9 @@ def test_every_peer_has_processes_and_the_slot_of_the_others(name):
 def test_what_decides_a_slot_excludes_all_of_it_but_the_default():
     every = [registry.ablation(name) for name in registry.registered()]
     decided = [(one, slot) for one in every for slot in one.decides]
-    assert [(one.name, slot) for one, slot in decided] == [("unsloth", "attention")]
-    for one, slot in decided:
+    packed = [("batched_packed", "batching"), ("fused_multi_lora", "batching")]
+    assert [(one.name, slot) for one, slot in decided] == [*packed, ("unsloth", "attention")]
+    for one, slot in decided[len(packed) :]:
         allowed = {a.name for a in every if a.slot == slot and not conflict([one, a])}
         assert allowed == {"sdpa"}, "any other would stand in a record without having been looked for"
 

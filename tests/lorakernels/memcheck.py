@@ -32,6 +32,7 @@ from lorakernels.ops.glu import (
     gated,
     whole_fits,
 )
+from lorakernels.ops.job_rows import JobRows
 from lorakernels.ops.linear_cross_entropy import linear_cross_entropy
 from lorakernels.ops.linear_log_probs import linear_log_probs
 from lorakernels.ops.lora_grad import A_TILES, B_TILES, AdapterColumns, a_gradient, b_gradient, ds_and_db, fitting_tiles
@@ -105,6 +106,16 @@ def kernels(dtype: torch.dtype) -> None:
             factors = NormFactors(torch.rand(M, device=DEVICE), new(K), Norm(1e-6))
             a_gradient(new(M, P), new(M, K), factors, tile)
             a_gradient(new(M, P), new(M, K), tile=tile, seed=seed, dropout=0.3)
+    rows = JobRows([(1, 20), (0, 3), (1, M - 23)], DEVICE)
+    adapters = [multi_lora.Adapter(new(3, K), new(N, 3), 0.5), multi_lora.Adapter(new(P, K), new(N, P), 2.0, 0.3)]
+    table = multi_lora.AdapterTable(adapters)
+    for seeds in (None, torch.arange(2, device=DEVICE)):
+        x, dy = new(M, K), new(M, N)
+        s, ds = multi_lora.down(x, table, rows, seeds=seeds), multi_lora.down(dy, table, rows, of_b=True)
+        multi_lora.up(s, table, rows, new(M, N))
+        multi_lora.up(ds, table, rows, new(M, K), of_b=False, seeds=seeds)
+        multi_lora.gradients(x, ds, table, rows, seeds=seeds)
+        multi_lora.gradients(dy, s, table, rows, of_b=True)
     items = []
     for n, r in ((N, 3), (K, 7)):
         buffer = new(n + r, K + r)
