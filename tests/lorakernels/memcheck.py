@@ -18,6 +18,7 @@ import lorakernels
 import torch
 from kernel_checks import quantized
 from lorakernels import tune
+from lorakernels.ops import multi_lora
 from lorakernels.ops.adapter import Loader, load_adapter, raised_b
 from lorakernels.ops.concat_operand import LoraColumns, ScaledS, concat_operand_into, s_into
 from lorakernels.ops.dropout import add_product_into, draw_seed, dropout_into, product_into
