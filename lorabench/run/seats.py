@@ -176,8 +176,9 @@ class Seats:
             entry.spent(part, seconds)
             took -= seconds
         entry.spent("build", took)
-        if failed and any(entry.name in other.names for other in self.seats if other is not seat):
-            return failed  # its rounds in the other seat stay
+        elsewhere = any(entry.name in other.names for other in self.seats if other is not seat)
+        if failed and failed.status == "oom" and elsewhere:
+            return failed  # its rounds in the other seat stay; whatever else fails is the arm's, in any seat
         if failed:
             rank = answers.index(failed) if len(answers) > 1 and failed.status == "oom" else None
             reason = failed.reason if rank is None else f"rank {rank}: {failed.reason}"
