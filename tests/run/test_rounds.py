@@ -228,6 +228,25 @@ def test_a_reference_again_that_does_not_fit_alone_beside_the_others_keeps_its_f
     assert set(found[TWIN].seats) == {0} and len(set(found["flex_attention"].seats)) == 4
 
 
+def test_an_arm_that_is_wrong_in_one_of_its_processes_leaves_though_it_sits_in_another(tmp_path):
+    asked = Counter[str]()
+
+    def refuses(stack: Any) -> Failed | None:
+        asked[stack.name] += 1
+        wrong = stack.name == "flex_attention" and asked[stack.name] > 1
+        return Failed("wrong_numerics", "its gradients are others") if wrong else None
+
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "flex_attention"), 150.0), refuses=refuses)
+    with runner(script, tmp_path) as running:
+        rounds = Rounds(
+            family("ablations=[flex_attention]"), MACHINE, script, None, tmp_path, tmp_path / "log", 9.0, print,  # type: ignore[arg-type]
+        )  # fmt: skip
+        rounds.run()
+        found = {record.arm: record for record in running.drafts(rounds)}
+    assert found["flex_attention"].status == "wrong_numerics"
+    assert found[REFERENCE].status == found[TWIN].status == "ok"
+
+
 def test_where_every_candidate_patches_classes_the_reference_sits_alone_as_they_do(tmp_path):
     script = Script(ms=dict.fromkeys((REFERENCE, "flex_attention"), 150.0))
     with runner(script, tmp_path) as running:
