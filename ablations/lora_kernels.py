@@ -150,7 +150,7 @@ class LoraKernels(Kernel):
             report = apply_linears(model, one_gemm=self.one_gemm)
         else:
             report = apply_normed(base, one_gemm=self.one_gemm)
-        setattr(model, MARK, {"report": report})
+        setattr(model, MARK, {"report": report, "others": _others(model)})
         return report.total
 
     def step(self, step: Step) -> Step:
