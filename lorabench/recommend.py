@@ -136,7 +136,7 @@ def _show(config: RecommendConfig, console: Console) -> None:
     )  # fmt: skip
     if question.in_need:
         names = ", ".join(t.name for toggles in question.in_need for t in toggles)
-        console.print(f"tried only where the reference does not fit: {names}", highlight=False, soft_wrap=True)
+        console.print(f"tried only where memory asks for it: {names}", highlight=False, soft_wrap=True)
 
 
 def _question(config: RecommendConfig, machine: Machine, console: Console | None = None) -> Question:

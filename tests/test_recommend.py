@@ -197,7 +197,7 @@ def test_a_dry_run_shows_what_it_would_try_and_measures_nothing(here, monkeypatc
     rows = {line.split("│")[3].strip(): line for line in said.out.splitlines() if line.count("│") == 5}
     assert "(computed, rough)" in rows["awake"] and "(computed, rough)" in rows["reference against itself"]
     assert "unsupported: absent needs the package no_such_package" in rows["absent"]
-    assert "useless" not in rows and last == "tried only where the reference does not fit: useless"
+    assert "useless" not in rows and last == "tried only where memory asks for it: useless"
     assert third.startswith("all of these in one family") and third.endswith("budget_minutes=3")
 
     code, said, folder = here("dry_run=true", "ablations=[useless]")

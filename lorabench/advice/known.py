@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from lorabench.advice.expected import Toggles
-from lorabench.advice.paste import apart
+from lorabench.advice.paste import apart, found_size
 from lorabench.contract.ablation import combine, conflict
 from lorabench.contract.cell import Cell
 from lorabench.contract.machine import Machine
@@ -34,8 +34,8 @@ def named(toggles: Toggles) -> str:
 @dataclass(frozen=True)
 class Question:
     """`itself`: the reference against itself. `contenders`: the best first, by what is expected of them. `in_need`:
-    those that are tried only where the reference does not fit. `size`: of the model, in parameters. `rounds`: of the
-    contenders alone; more go to what decides."""
+    those that are tried only where the reference does not fit, or where the samples of a step do not at once. `size`:
+    of the model, in parameters. `rounds`: of the contenders alone; more go to what decides."""
 
     itself: Cell
     contenders: Sequence[Toggles]
@@ -272,9 +272,33 @@ class Known:
         """What is measured together: the best alone, the best two, and so on, and the whole without each member."""
         members = self.members
         grown = [members[:n] for n in range(1, len(members) + 1)]
+        roomier = [[*members, saving] for saving in self._saving]
         without = [[m for m in members if m is not one] for one in members if one != self.ground]
-        found = {self.question.labels(joined(own)): joined(own) for own in (*grown, *without) if own}
+        found = {self.question.labels(joined(own)): joined(own) for own in (*grown, *roomier, *without) if own}
         return list(found.values())
+
+    @property
+    def _saving(self) -> list[Toggles]:
+        """What saves memory and may go with the whole, where the whole has a toggle that found room for fewer samples
+        than a step has: with more room a step may be faster."""
+        count = self.question.itself.workload.count
+        found = ((own, self.record(own)) for own in self.members)
+        sizes = [found_size(own, record.notes) for own, record in found if record and record.status == "ok"]
+        if not self.fits or not any(size and size < count for size in sizes):
+            return []
+        reference, whole = self.question.itself.reference, self.whole
+        filled = {toggle.slot for toggle in whole}
+        free = [own for own in self.question.in_need if filled.isdisjoint(toggle.slot for toggle in own)]
+        return [
+            own for own in free if not conflict(together := combine(reference, [*whole, *own])) and not apart(together)
+        ]
+
+    def with_more_room(self, toggles: Toggles) -> Speedup | None:
+        """What saves memory, on top of the whole; None where that was not measured."""
+        told, labels = self.deciding, self.question.labels
+        if told is None or toggles not in self._saving:
+            return None
+        return told.beside(labels((*self.whole, *toggles)), labels(self.whole))
 
     @property
     def whole(self) -> Toggles:
@@ -282,8 +306,11 @@ class Known:
 
     @property
     def is_put_together(self) -> bool:
-        whole = self.question.labels(self.whole)
-        return len(self.members) < 2 or whole in self.lost or any(told.finished(whole) for told in self.families)
+        """Whether the whole was measured, and with more room."""
+        wholes = [self.whole] if len(self.members) > 1 else []
+        wholes += [joined((self.whole, saving)) for saving in self._saving]
+        labels = [self.question.labels(whole) for whole in wholes]
+        return all(one in self.lost or any(told.finished(one) for told in self.families) for one in labels)
 
     @cached_property
     def deciding(self) -> Told | None:

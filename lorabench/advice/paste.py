@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import yaml
@@ -60,6 +60,12 @@ def apart(ablations: Sequence[Ablation]) -> str | None:
 def sizes(toggle: Ablation) -> bool:
     """Whether it says how many samples go into a micro-batch."""
     return type(toggle).size is not Ablation.size
+
+
+def found_size(toggles: Iterable[Ablation], notes: Mapping[str, Any]) -> int | None:
+    """How many samples one of these toggles put into a micro-batch, by the notes of its arm; None where none looked."""
+    found = (notes.get(toggle.name) for toggle in toggles if sizes(toggle))
+    return next((int(note["batch_size"]) for note in found if note and "batch_size" in note), None)
 
 
 def joined(settings: Sequence[Settings], piece: str) -> dict[str, Any]:

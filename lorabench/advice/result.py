@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lorabench.advice.expected import Toggles
 from lorabench.advice.known import Choice, Known, makes_it_fit, named
-from lorabench.advice.paste import blocks, sizes
+from lorabench.advice.paste import blocks, found_size, sizes
 from lorabench.advice.search import more
 from lorabench.plan.compose import RecommendConfig
 from lorabench.plan.estimate import duration
@@ -172,10 +172,8 @@ def _batch(known: Known) -> Batch:
     """As what is recommended found it, else as the workload has it."""
     load = known.question.itself.workload
     found = _chosen(known)
-    notes = found[1].notes if found else {}
-    found_by = [notes.get(t.name) for t in known.choice.toggles if sizes(t)]
-    size = next((int(note["batch_size"]) for note in found_by if note and "batch_size" in note), load.batch_size)
-    size = min(size, load.count)
+    size = found_size(known.choice.toggles, found[1].notes) if found else None
+    size = min(size or load.batch_size, load.count)
     return Batch(size, -(-load.count // size))
 
 
@@ -193,6 +191,12 @@ def _tried(toggles: Toggles, known: Known) -> Tried:
     name, told = named(toggles), known.decided_alone(toggles)
     record = told and told.record(known.question.labels(toggles))
     if record is None or told is None:
+        if on_top := known.with_more_room(toggles):
+            outcome = "faster" if on_top.low > 1 else "slower" if on_top.high < 1 else "unclear"
+            outcome = KEPT if set(toggles) <= set(known.choice.toggles) else outcome
+            return Tried(
+                toggles=name, outcome=outcome, why=f"on top of {named(known.whole)} {speedup(on_top)} × as fast"
+            )
         if toggles not in known.wanted:
             return Tried(toggles=name, outcome=UNTRIED, why="it saves memory, and the reference fits")
         why = known.lost.get(known.question.labels(toggles), "there was no time")

@@ -139,7 +139,8 @@ def more(known: Known) -> tuple[str, float]:
         parts.append("measure " + ", ".join(" + ".join(t.label for t in c) for c in left))
         seconds += pace.seconds(left, FEWEST)
     if not known.is_put_together:
-        parts.append("put " + ", ".join(t.label for t in known.whole) + " together")
+        saving = " with what saves memory" if len(known.members) < 2 else ""
+        parts.append("put " + ", ".join(t.label for t in known.whole) + f" together{saving}")
         seconds += pace.seconds([known.whole], FEWEST)
     elif known.contested:
         names = [" + ".join(t.label for t in s) or "the reference" for s in known.contested]

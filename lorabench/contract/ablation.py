@@ -154,7 +154,7 @@ class Ablation:
     parallel: ClassVar[bool] = False  # its arm steps on `world_size` processes, one a GPU
     tolerance: ClassVar[Tolerance | None] = None
     rank: ClassVar[int] = 0  # `step` wrappers of a higher rank go further outside
-    # Whether `lorabench recommend` tries it unasked: always ("time"), where the reference does not fit ("memory"), no.
+    # Whether `lorabench recommend` tries it unasked: always ("time"), where memory asks for it ("memory"), no.
     worth_trying: ClassVar[Worth | None] = None
 
     def load(self, kwargs: dict[str, Any]) -> None:

@@ -222,6 +222,24 @@ def test_the_batch_size_that_was_found_is_a_setting():
     assert "A micro-batch has 2 samples: per_device_train_batch_size=2, gradient_accumulation_steps=8." in kept
 
 
+@pytest.mark.parametrize(("by", "outcome"), [(1.6, "switch on"), (0.6, "slower")])
+def test_where_memory_bounds_the_batch_what_saves_memory_is_tried_on_top(by, outcome):
+    """Of 16 samples 8 fit; with checkpointing more do, which may be worth the work that is done again."""
+    sizing, memory = toggle("sizing", 3.0), toggle("checkpoints", by)
+    for name, value in (("size", lambda self, rehearsal: None), ("found", 8)):
+        setattr(type(sizing), name, value)
+    load = "workload={short_samples:{samples:16,batch_size:2}}"
+    done = Simulation(sizing, toggle("other", 1.5), memory, in_need=[memory], overrides=load)
+    assert done.titles[0] == ["sizing", "other"] and "sizing+other+checkpoints" in done.titles[1]
+    assert outcomes(done)["checkpoints"][0] == outcome
+    assert re.match(r"on top of sizing\(by=3.0\) \+ other\(by=1.5\) [10]\.[56]", outcomes(done)["checkpoints"][1])
+    assert ("checkpoints" in done.stack) == (outcome == "switch on")
+
+    alone = Simulation(sizing, memory, in_need=[memory], overrides=load)
+    assert alone.titles[1] == ["sizing", "sizing+checkpoints"]
+    assert ("checkpoints" in alone.stack) == (outcome == "switch on") and not more(alone.known)[0]
+
+
 def test_nothing_makes_it_fit():
     done = Simulation(toggle("much", 2.0), large=True)
     assert done.stack == [] and "nothing that was tried makes it fit" in answer(done).paragraph
