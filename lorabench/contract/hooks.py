@@ -56,7 +56,7 @@ def asked(ablation: Ablation, hook: Hook, *args: Any, **kwargs: Any) -> Any:
         with contained(whose):
             answer = getattr(ablation, hook.__name__)(*args, **kwargs)
     except (Unsupported, NotApplied) as error:
-        if said(error):
+        if message_of(error):
             raise
         raise type(error)(f"{whose} gave no reason") from error
     except BaseException as error:
@@ -156,7 +156,7 @@ def described(error: BaseException) -> str:
     return f"{whose} raised {what}" if whose else what
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """An exception's message. Its words are a toggle's code too, and may raise."""
     try:
         return str(error).strip()
@@ -168,7 +168,7 @@ def said(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, at most 500 characters, in what UTF-8 can hold."""
-    return printable((said(error).splitlines() or ["no message"])[0][:500])
+    return printable((message_of(error).splitlines() or ["no message"])[0][:500])
 
 
 def printable(text: str) -> str:

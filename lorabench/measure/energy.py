@@ -106,8 +106,8 @@ def _moved(step: Callable[[], object], read: Callable[[], int], now: Callable[[]
     while True:
         step()
         steps += 1
-        said, at = read(), now()
-        if said != before:
-            return Reading(said, at, steps)
+        mj, at = read(), now()
+        if mj != before:
+            return Reading(mj, at, steps)
         if at - began > STILL_S:
             return None

@@ -21,7 +21,7 @@ from lorabench.contract.step import Step
 from lorabench.measure.fairness import Untrusted
 from lorabench.measure.judging import depth_noise, gold_cache, numerics
 from lorabench.measure.judging.certificate import certify
-from lorabench.measure.judging.witness import Glimpse, Last, Look, Seen, Witness, without_dropout
+from lorabench.measure.judging.witness import Glimpse, Last, Look, Observed, Witness, without_dropout
 from lorabench.measure.kind import EVIDENCE, GateRequest, JobCounts, Kind, Request, Verdicts
 from lorabench.measure.memory import out_of_memory
 from lorabench.record.schema import Numerics
@@ -135,14 +135,14 @@ class GradientKind(Kind):
             verdict = numerics.judge(gold, low, got, wanted.dtype, judged)
             yield name, job, verdict.model_copy(update={"shallow_tokens": longest})
 
-    def first(self, arm: Arm, run: Callable[[], Any], request: Request) -> dict[str, Any]:
+    def first_trial(self, arm: Arm, run: Callable[[], Any], request: Request) -> dict[str, Any]:
         held = replace(request, ablations=request.cell.held_weights)
         arm.witnesses = [Witness(arm, step, request.scratch / EVIDENCE) for step in arm.steps]
         trial = run()
         for i, (witness, outs) in enumerate(zip(arm.witnesses, arm.outs, strict=True)):
             witness.testimony.phases = tuple(trial.device_ms)
             witness.testimony.noise = depth_noise.read(_noise_file(held, i))
-            witness.first(arm.ranks.total(trial.losses[witness.step.name]), outs)
+            witness.first_trial(arm.ranks.total(trial.losses[witness.step.name]), outs)
         return {w.step.name: w.testimony for w in arm.witnesses}
 
     def settle(self, arm: Arm, run: Callable[[], Any]) -> None:
@@ -165,24 +165,24 @@ class GradientKind(Kind):
             for witness, outs in zip(arm.witnesses, arm.outs, strict=True)
         ]
 
-    def begin(self, arm: Arm, number: int = 0, each: bool = True) -> None:
+    def begin_turn(self, arm: Arm, number: int = 0, each: bool = True) -> None:
         for witness in arm.witnesses:
-            witness.begin(number, each)
+            witness.begin_turn(number, each)
 
-    def seen(self, arm: Arm, number: int, losses: dict[str, float]) -> dict[str, Seen]:
-        return {w.step.name: w.seen(arm.ranks.total(losses[w.step.name])) for w in arm.witnesses}
+    def observe(self, arm: Arm, number: int, losses: dict[str, float]) -> dict[str, Observed]:
+        return {w.step.name: w.observe(arm.ranks.total(losses[w.step.name])) for w in arm.witnesses}
 
-    def sketched(self, arm: Arm, number: int) -> dict[str, Look]:
+    def look(self, arm: Arm, number: int) -> dict[str, Look]:
         return {w.step.name: w.look(outs) for w, outs in zip(arm.witnesses, arm.outs, strict=True)}
 
-    def last(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Last]:
+    def last_trial(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Last]:
         for witness in arm.witnesses:
             witness.end()
         off = all(witness.testimony.masks_off for witness in arm.witnesses)
         with without_dropout(arm.model) if off else contextlib.nullcontext():
             trial = run()
         return {
-            w.step.name: w.last(arm.ranks.total(trial.losses[w.step.name]), outs)
+            w.step.name: w.last_trial(arm.ranks.total(trial.losses[w.step.name]), outs)
             for w, outs in zip(arm.witnesses, arm.outs, strict=True)
         }
 

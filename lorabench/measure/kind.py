@@ -158,56 +158,56 @@ class Kind(KindSpec):
         """Put the data of trial `number` into the arm: the same in all arms, other data in every trial; 0 is the
         workload's own. Nothing: the kind's data is the same in every trial."""
 
-    # The evidence that arms are judged by. An arm answers trial by trial, in its own process (`first` to `last`); the
-    # runner, which no toggle can reach, adds the answers together (`take`, `finish`) and judges (`agree`). All answers
-    # are by job and cross a process's boundary: numbers, strings, paths and numpy's arrays. A kind without evidence
-    # overrides none of these.
+    # The evidence that arms are judged by. An arm answers trial by trial, in its own process (`first_trial` to
+    # `last_trial`); the runner, which no toggle can reach, adds the answers together (`take`, `finish`) and judges
+    # (`agree`). All answers are by job and cross a process's boundary: numbers, strings, paths and numpy's arrays. A
+    # kind without evidence overrides none of these.
 
-    def first(self, arm: Arm, run: Callable[[], Any], request: Request) -> dict[str, Any]:
-        """Run the first full trial by `run()`, and open the evidence of each job: objects with `add(number, seen)`,
-        `add_sketch(number, sketch)` and `finish(last)`, as far as the kind gives what they take. `settle` completes
+    def first_trial(self, arm: Arm, run: Callable[[], Any], request: Request) -> dict[str, Any]:
+        """Run the first full trial by `run()`, and open the evidence of each job: objects with `add(number, observed)`,
+        `add_sketch(number, look)` and `finish(last)`, as far as the kind gives what they take. `settle` completes
         them in place, so they are sent after it."""
         run()
         return {}
 
     def settle(self, arm: Arm, run: Callable[[], Any]) -> None:
-        """Right after `first`, without any trace: what else has to be known of the arm before it is warmed up."""
+        """Right after `first_trial`, without any trace: what else has to be known of the arm before it is warmed up."""
 
-    def begin(self, arm: Arm, number: int = 0, each: bool = True) -> None:
+    def begin_turn(self, arm: Arm, number: int = 0, each: bool = True) -> None:
         """Before each turn, whose first trial is `number`; not `each`: it has no other, so what costs time may wait
         until the trial is picked. To a place that follows from the number alone, the same in
         all arms. What it needs on the device is put there by the first call, which comes after the arm's memory has
         been measured."""
 
-    def seen(self, arm: Arm, number: int, losses: dict[str, float]) -> dict[str, Any]:
+    def observe(self, arm: Arm, number: int, losses: dict[str, float]) -> dict[str, Any]:
         """After each timed trial, before it is cleared: what there is to say of it. Cheap. `number` is the one that
         its data was fed by."""
         return {}
 
-    def sketched(self, arm: Arm, number: int) -> dict[str, Any]:
-        """After `seen`, of the trials that the runner picks: a sketch of what the trial left."""
+    def look(self, arm: Arm, number: int) -> dict[str, Any]:
+        """After `observe`, of the trials that the runner picks: a sketch of what the trial left."""
         return {}
 
-    def last(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Any]:
+    def last_trial(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Any]:
         """After the timed trials, of which none comes after it: run one more by `run()`, and say what there is to say
         of it."""
         return {}
 
     def cross(self, reference: Arm, candidate: Arm) -> dict[str, Any]:
-        """After the `last` of both, where they are in one process: what the reference's model says of the candidate.
-        `finish` adds it to the candidate's evidence."""
+        """After the `last_trial` of both, where they are in one process: what the reference's model says of the
+        candidate. `finish` adds it to the candidate's evidence."""
         return {}
 
-    def take(self, evidence: dict[str, Any], number: int, seen: dict[str, Any], sketched: dict[str, Any]) -> None:
+    def take(self, evidence: dict[str, Any], number: int, observed: dict[str, Any], looks: dict[str, Any]) -> None:
         """In the runner: add a trial's answers to the evidence. Raises KeyError, TypeError or ValueError where they
-        are not what this kind's arms say. `sketched`: {} of a trial that was not picked."""
+        are not what this kind's arms say. `looks`: {} of a trial that was not picked."""
         for job, own in evidence.items():
-            own.add(number, seen[job])
-            if sketched:
-                own.add_sketch(number, sketched[job])
+            own.add(number, observed[job])
+            if looks:
+                own.add_sketch(number, looks[job])
 
     def finish(self, evidence: dict[str, Any], last: dict[str, Any]) -> None:
-        """In the runner: add the answer of `last` or of `cross` to the evidence. Raises as `take` does."""
+        """In the runner: add the answer of `last_trial` or of `cross` to the evidence. Raises as `take` does."""
         for job, found in last.items():
             evidence[job].finish(found)
 

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lorabench.contract.arm import Arm
-from lorabench.contract.hooks import said
+from lorabench.contract.hooks import message_of
 from lorabench.measure.trial import run_trial, synchronize
 from lorabench.record.schema import ArmMemory
 
@@ -118,7 +118,7 @@ def out_of_memory(error: BaseException) -> bool:
     """torch's own exception on a GPU; on a CPU its allocator raises a RuntimeError that only its text tells apart."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    text = said(error)
+    text = message_of(error)
     return isinstance(error, RuntimeError) and any(
         words in text for words in ("DefaultCPUAllocator", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     )

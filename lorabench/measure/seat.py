@@ -22,7 +22,7 @@ import torch
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.arm import Arm
 from lorabench.contract.family import Family, Stack
-from lorabench.contract.hooks import asked, first_line, noted, printable, said
+from lorabench.contract.hooks import asked, first_line, message_of, noted, printable
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
@@ -71,10 +71,10 @@ class Ready:
 
 @dataclass
 class Made:
-    """One timed trial, and what was seen of it."""
+    """One timed trial, and what was observed of it."""
 
     trial: trial.Trial
-    seen: Any = None
+    observed: Any = None
 
 
 @dataclass
@@ -102,8 +102,8 @@ class Failed:
 
 
 Answer = Any  # what the called method returns, or Failed
-CALLS = ("open", "prepare", "turn", "sketched", "end", "cross", "drop", "give_back", "closing", "offer")
-Told = Callable[[str, float | None], None]  # before each timed trial (name, None), and after it (name, milliseconds)
+CALLS = ("open", "prepare", "turn", "look", "end", "cross", "drop", "give_back", "closing", "offer")
+OnTrial = Callable[[str, float | None], None]  # before each timed trial (name, None), and after it (name, milliseconds)
 
 
 class Seat:
@@ -111,10 +111,10 @@ class Seat:
 
     def __init__(
         self, seating: Seating, tell: Callable[[str], None], ranks: Ranks = ONE, device: torch.device | None = None,
-        timed: Told = lambda name, ms: None,
+        on_trial: OnTrial = lambda name, ms: None,
     ) -> None:  # fmt: skip
         """`tell` is called with what is being done, in words. `device`: this rank's; None: the machine's first."""
-        self.seating, self.family, self.tell, self.ranks, self.timed = seating, seating.family, tell, ranks, timed
+        self.seating, self.family, self.tell, self.ranks, self.on_trial = seating, seating.family, tell, ranks, on_trial
         self.stacks: dict[str, Stack] = {}
         self.device = device or torch.device(seating.machine.device)
         self.dtype = getattr(torch, seating.machine.dtype(self.family.reference.model.dtype))
@@ -137,9 +137,9 @@ class Seat:
             disturbed = isinstance(error, fairness.Disturbed)
             return self._failed("untrusted", str(error), disturbed=disturbed, spoilt=not disturbed)
         except Unsupported as error:
-            return self._failed("unsupported", said(error))
+            return self._failed("unsupported", message_of(error))
         except NotApplied as error:
-            return self._failed("not_applied", said(error))
+            return self._failed("not_applied", message_of(error))
         except WrongNumerics as error:
             return self._failed("wrong_numerics", str(error), numerics=error.numerics)
         except Exception as error:
@@ -197,7 +197,7 @@ class Seat:
                 into.phases = tuple(done.device_ms)
                 return done
 
-            into.evidence = of_kind.first(arm, traced, request)
+            into.evidence = of_kind.first_trial(arm, traced, request)
             self._audit(stack, arm, ops, into)
             of_kind.settle(arm, lambda: trial.run_trial(arm))
             into.warm_ms = [done.total_ms for done in trial.warm_up(arm, stack.cell.warmup)]
@@ -253,7 +253,7 @@ class Seat:
     def turn(self, name: str, numbers: Sequence[int], on: bool = False, each: bool = True) -> list[Made]:
         """Timed trials on the data of these numbers, from where the first full trial began; `on`: from where the arm
         is. Not `each`: the turn has one trial, whose update is looked at where it is picked. The last one's results
-        stay until they were sketched. The garbage collector runs between turns."""
+        stay until they were looked at. The garbage collector runs between turns."""
         arm, of_kind = self.arms[name], self._kind(name)
         if self.idle is None:  # what an arm's compiler computed while arms were prepared is no work beside the trials
             self.idle = dict(self.guard.busy())
@@ -263,13 +263,13 @@ class Seat:
             if not on:
                 self._forget_turn()
                 self.turned = name
-                self._begin(name, numbers[0], each)
+                of_kind.begin_turn(arm, numbers[0], each)
             for number in numbers:
-                self.timed(name, None)
+                self.on_trial(name, None)
                 done = trial.run_trial(arm, number=number)
-                self.timed(name, done.total_ms)
+                self.on_trial(name, done.total_ms)
                 self.host[name].append(done)
-                made.append(Made(done, of_kind.seen(arm, number, done.losses)))
+                made.append(Made(done, of_kind.observe(arm, number, done.losses)))
                 self.guard.check()
         finally:
             gc.enable()
@@ -280,20 +280,15 @@ class Seat:
         """What the last arm has made of this round's tokens, which another one could take for its own."""
         if before := self.arms.get(self.turned):
             before.kind.clear(before)
-            self._kind(self.turned).begin(before, each=False)
+            self._kind(self.turned).begin_turn(before, each=False)
 
-    def sketched(self, name: str, number: int) -> Any:
+    def look(self, name: str, number: int) -> Any:
         """What the last trial left, which had this number."""
-        return self._kind(name).sketched(self.arms[name], number)
+        return self._kind(name).look(self.arms[name], number)
 
     def _kind(self, name: str) -> Kind:
         """What of an arm is recorded and held against another: of a limit less than the arm's own kind would."""
         return kind(self.stacks[name].kind)
-
-    def _begin(self, name: str, number: int, each: bool) -> None:
-        arm = self.arms[name]
-        arm.kind.clear(arm)
-        self._kind(name).begin(arm, number, each)
 
     def end(self, name: str, number: int, usual_ms: float, measure_energy: bool) -> Ended:
         """One more trial from the start, whole; then energy, and where the time goes."""
@@ -304,7 +299,7 @@ class Seat:
                 raise fairness.Disturbed(f"the {name} was changed while it was timed: {changed}")
             self.tell(f"certifying {name}")
             arm.kind.clear(arm)
-            into.last = of_kind.last(arm, partial(trial.run_trial, arm, number=number))
+            into.last = of_kind.last_trial(arm, partial(trial.run_trial, arm, number=number))
             if timed := self.host[name]:  # none, where the process was started again after the last round
                 into.said = of_kind.said(arm, {p: [t.device_ms[p] for t in timed] for p in timed[0].device_ms})
             arm.kind.clear(arm)

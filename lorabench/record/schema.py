@@ -37,7 +37,7 @@ class Strict(BaseModel):
 
 LONGEST_MS = 1e10  # some months
 INTERRUPTED = "rounds_until_the_sweep_was_ended"  # in the notes of a record: by its budget, or from outside
-UNCHECKED = "ended_before_its_last_checks"  # in the notes of a record, with the number of rounds: from outside
+UNCHECKED = "ended_before_its_last_checks"  # in the notes of a record: it was from outside
 # Of a trial: from a nanosecond on, below which no clock here tells anything.
 Milliseconds = Annotated[float, Field(ge=1e-6, le=LONGEST_MS, allow_inf_nan=False)]
 

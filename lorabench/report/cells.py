@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lorabench.contract.kind import kind
-from lorabench.record.schema import ARMS, TOTAL, UNCHECKED, Record
+from lorabench.record.schema import ARMS, INTERRUPTED, TOTAL, UNCHECKED, Record
 from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT, direction, without_figure
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution_tables import AnyTable, attribution_tables
@@ -212,8 +212,8 @@ def judgement(row: Mapping[Any, Any], record: Record, group: Group) -> str:
     few = 0 < row["trials"] < MIN_TRIALS_FOR_VERDICT
     said = row["verdict"] if isinstance(row["verdict"], str) else "too few trials"
     needs = f" ({row['trials']} trials, a figure needs {MIN_TRIALS_FOR_VERDICT})" if few else ""
-    if rounds := record.notes.get(UNCHECKED):
-        flags += f" (ended from outside after {rounds} rounds, before its last checks)"
+    if UNCHECKED in record.notes:
+        flags += f" (ended from outside after {record.notes[INTERRUPTED]} rounds, before its last checks)"
     return said + (needs or _doubt(row)) + flags + _other_floor(row) + _provenance(row)
 
 

@@ -81,7 +81,7 @@ class Journal:
         for name, arm in arms.items():
             whole = before[name] >= lines[0]["planned"]  # in a block before
             if len(arm.get("rounds", [])) > before[name] and not whole:
-                arm["notes"] = {**arm.get("notes", {}), INTERRUPTED: len(rounds), UNCHECKED: len(rounds)}
+                arm["notes"] = {**arm.get("notes", {}), INTERRUPTED: len(rounds), UNCHECKED: True}
         found = [arm for arm in arms.values() if arm.get("rounds") or arm["status"] != "ok"]
         return [ArmRecord.model_validate(arm) for arm in found]
 

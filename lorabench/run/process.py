@@ -178,16 +178,16 @@ class Desk:
         """What was sent for; where a rank has failed, nothing (None) of those that wait for it in a collective, and in
         which nothing can be asked any more. Raises Lost."""
         asked = self.ranks[:ranks]
-        deadline, said, given_up = time.monotonic() + self.timeout_s, "", math.inf
+        deadline, phase, given_up = time.monotonic() + self.timeout_s, "", math.inf
         while not all(rank.answers for rank in asked):
             wait([rank.inbox.pipe for rank in asked if not rank.ended and not rank.answers], POLL_S)
             for rank in asked:
                 rank.hear()
             if any(rank.ended for rank in asked):
                 raise self._lost(asked)
-            if asked[0].phase != said:
-                said = asked[0].phase
-                self.tell(said)
+            if asked[0].phase != phase:
+                phase = asked[0].phase
+                self.tell(phase)
             if given_up == math.inf and any(isinstance(a, Failed) for rank in asked for a in rank.answers):
                 given_up = time.monotonic() + GRACE_S
             if time.monotonic() > given_up:
@@ -201,7 +201,7 @@ class Desk:
         """What each rank made of a turn, where it is what was told trial by trial, in a time in which that can have
         happened. Raises Doubtful; returns what is no turn (a failure) as it is. Raises Lost."""
         for rank in self.ranks[:ranks]:
-            rank.told, rank.elapsed = [], 0.0
+            rank.trial_ms, rank.elapsed = [], 0.0
         answers = self.ask("turn", name, list(numbers), on, each, ranks=ranks)
         if not any(isinstance(answer, Failed) for answer in answers):
             for rank, answer in zip(self.ranks, answers, strict=False):
@@ -267,7 +267,7 @@ class _Rank:
     answers: list[Any] = field(default_factory=list)
     failed: tuple[float, str] | None = None  # when it raised, and what
     died: str | None = None  # without a word
-    told: list[float] = field(default_factory=list)  # milliseconds of each trial of the present turn
+    trial_ms: list[float] = field(default_factory=list)  # milliseconds of each trial of the present turn
     elapsed: float = 0.0  # seconds that these took by our own clock
     began: float = 0.0
 
@@ -310,7 +310,7 @@ class _Rank:
             case ("trial", float(), (str(), None)):
                 self.began = time.monotonic()
             case ("trial", float(), (str(), float() as ms)):
-                self.told.append(ms)
+                self.trial_ms.append(ms)
                 self.elapsed += time.monotonic() - self.began
             case _:
                 raise Garbled(f"a {type(message).__name__} in place of a message")
@@ -318,9 +318,9 @@ class _Rank:
 
 def _check_believable(name: str, rank: _Rank, made: Sequence[Made], trials: int) -> None:
     given = [one.trial.total_ms for one in made]
-    if len(rank.told) != trials or len(given) != trials:
-        raise Doubtful(f"the answer came after {len(rank.told)} of {trials} trials of {name}, and has {len(given)}")
-    if any(abs(ours - theirs) > 1e-6 * ours for ours, theirs in zip(rank.told, given, strict=True)):
+    if len(rank.trial_ms) != trials or len(given) != trials:
+        raise Doubtful(f"the answer came after {len(rank.trial_ms)} of {trials} trials of {name}, and has {len(given)}")
+    if any(abs(ours - theirs) > 1e-6 * ours for ours, theirs in zip(rank.trial_ms, given, strict=True)):
         raise Doubtful(f"the answer's times of {name} are not those that were told trial by trial")
     if rank.elapsed > 2 * sum(given) / 1000 + SLACK_S * trials:
         raise Doubtful(

@@ -236,16 +236,16 @@ class Rounds(Seats):
         return turn
 
     def _made(self, seat: Seated, entry: Entry, number: int, on: bool, sketch: bool) -> list[Trial]:
-        """One trial, of the slowest rank; what was seen of it goes to the evidence. `on`: its turn has begun before;
+        """One trial, of the slowest rank; what was observed goes to the evidence. `on`: its turn has begun before;
         `sketch`: its gradients are looked at, which it does not know before. Raises Left."""
         ranks = entry.stack.ranks
         answers = self._tried(seat, entry, number, on)
-        sketches: list[Any] = [{}] * ranks
+        looks: list[Any] = [{}] * ranks
         if sketch:
-            sketches = self._asked(seat, entry, "sketched", entry.name, number)
+            looks = self._asked(seat, entry, "look", entry.name, number)
         try:
-            for evidence, (one,), sketched in zip(seat.evidence[entry.name], answers, sketches, strict=True):
-                kind(entry.stack.kind).take(evidence, number, one.seen, sketched)
+            for evidence, (one,), look in zip(seat.evidence[entry.name], answers, looks, strict=True):
+                kind(entry.stack.kind).take(evidence, number, one.observed, look)
         except NO_EVIDENCE as error:
             self._gone(seat, entry, "untrusted", f"its evidence is none: {described(error)}", spoilt=True)
             raise Left from None

@@ -229,8 +229,7 @@ class Seats:
         it, and `meanwhile` that which takes the host long; else each generation when its turn comes."""
         beside = self.entries.get(TWIN) or self.entries[REFERENCE]
         entries = [e for e in (beside, *alone) if e.ok and not self._late(e)]
-        for seat in [s for s in self.seats if s.names]:
-            seat.desk.ask("give_back")
+        self._all_give_back()
         while len(self.spare) < generations * len(entries):
             self._spare()
         for seat in list(self.spare):
@@ -246,8 +245,7 @@ class Seats:
             self._side_by_side(every, meanwhile)
         else:
             meanwhile()
-            for seat in [s for s in self.seats if s.names]:
-                seat.desk.ask("give_back")
+            self._all_give_back()
         return made
 
     def _side_by_side(self, pairs: Sequence[tuple[Entry, Seated]], meanwhile: Callable[[], None]) -> None:
@@ -340,6 +338,10 @@ class Seats:
             began = time.perf_counter()
             seat.desk.ask("give_back", False)
             self._over("other", time.perf_counter() - began)
+
+    def _all_give_back(self) -> None:
+        for seat in [s for s in self.seats if s.names]:
+            seat.desk.ask("give_back")
 
     def _late(self, entry: Entry) -> bool:
         """Whether there is no time left to seat it. One that never sat leaves."""

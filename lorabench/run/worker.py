@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from lorabench.contract.hooks import described
-from lorabench.measure.seat import Seat, Seating, Told
+from lorabench.measure.seat import OnTrial, Seat, Seating
 from lorabench.run.messages import send
 from lorabench.run.ranks import Place, joined
 from lorabench.run.signals import has_ended
@@ -62,11 +62,11 @@ def main(seating: Seating, place: Place, pipes: Pipes) -> None:
 
 
 def _seat(seating: Seating, place: Place, connection: Connection) -> Seat:
-    tell, timed = _teller(place, connection), _timer(connection)
+    tell, on_trial = _teller(place, connection), _trial_teller(connection)
     if place.size == 1:
-        return Seat(seating, tell, timed=timed)
+        return Seat(seating, tell, on_trial=on_trial)
     ranks, device = joined(place, seating.machine.device, lambda: _beat(place))
-    return Seat(seating, tell, ranks, device, timed)
+    return Seat(seating, tell, ranks, device, on_trial)
 
 
 def _teller(place: Place, connection: Connection) -> Callable[[str], None]:
@@ -77,13 +77,13 @@ def _teller(place: Place, connection: Connection) -> Callable[[str], None]:
     return tell
 
 
-def _timer(connection: Connection) -> Told:
+def _trial_teller(connection: Connection) -> OnTrial:
     """Tells of each trial where it begins, and how long it took where it ends: the runner has a clock of its own."""
 
-    def timed(name: str, ms: float | None) -> None:
+    def on_trial(name: str, ms: float | None) -> None:
         send(connection, ("trial", time.time(), (name, ms)))
 
-    return timed
+    return on_trial
 
 
 def _beat(place: Place) -> None:

@@ -22,18 +22,18 @@ from lorabench.measure.trial import run_trial
 def evidence(made, folder, rounds=4, spoil=lambda made, number: None, turn=1):
     """One arm's testimony over these rounds, as the runner assembles it; `spoil` is called before each round."""
     kind = made.kind
-    found = kind.first(made, lambda: run_trial(made), replace(request(), scratch=folder))
+    found = kind.first_trial(made, lambda: run_trial(made), replace(request(), scratch=folder))
     for round_ in range(rounds):
         spoil(made, round_)
-        kind.begin(made, round_ * TURN)
+        kind.begin_turn(made, round_ * TURN)
         for number in range(round_ * TURN, round_ * TURN + turn):
             kind.feed(made, number)
             done = run_trial(made)
-            seen, sketched = kind.seen(made, number, done.losses), kind.sketched(made, number)
-            kind.take(found, number, *ForkingPickler.loads(ForkingPickler.dumps((seen, sketched))))
+            observed, look = kind.observe(made, number, done.losses), kind.look(made, number)
+            kind.take(found, number, *ForkingPickler.loads(ForkingPickler.dumps((observed, look))))
             kind.clear(made)
     kind.feed(made, rounds * TURN)
-    kind.finish(found, kind.last(made, lambda: run_trial(made)))
+    kind.finish(found, kind.last_trial(made, lambda: run_trial(made)))
     return found[""]
 
 
@@ -274,13 +274,13 @@ def test_a_sketch_of_other_tensors_is_refused(reference):
 def test_all_turns_of_all_arms_start_at_a_place_that_follows_from_the_number(tmp_path):
     def place(names, number, trials):
         made = arm(*names)
-        made.kind.first(made, lambda: run_trial(made), replace(request(), scratch=tmp_path))
+        made.kind.first_trial(made, lambda: run_trial(made), replace(request(), scratch=tmp_path))
         optimizer = made.step.optimizer
         once = [t.clone() for s in optimizer.state.values() for t in s.values()]
         where = [t.data_ptr() for s in optimizer.state.values() for t in s.values()]
         for _ in range(trials):
             run_trial(made)
-        made.kind.begin(made, number)
+        made.kind.begin_turn(made, number)
         again = [t for s in optimizer.state.values() for t in s.values()]
         assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
         assert where == [t.data_ptr() for t in again]

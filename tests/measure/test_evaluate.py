@@ -45,10 +45,10 @@ def built(cell, name="candidate", dtype=torch.float32):
 def evidence(arm):
     """Of the workload's own samples and of one timed trial."""
     own = kind("evaluate")
-    found = own.first(arm, lambda: run_trial(arm), None)
+    found = own.first_trial(arm, lambda: run_trial(arm), None)
     own.settle(arm, lambda: run_trial(arm))
     own.feed(arm, 1)
-    own.take(found, 1, own.seen(arm, 1, run_trial(arm).losses), {})
+    own.take(found, 1, own.observe(arm, 1, run_trial(arm).losses), {})
     return found[""]
 
 

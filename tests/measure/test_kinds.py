@@ -97,8 +97,8 @@ def test_one_bit_that_differs_is_no_speed(tmp_path, spoil, says):
         arm.loaded = {n: t.clone() for n, t in arm.loaded.items()}
         spoil(arm.loaded, name)
 
-    found = own.first(arm, run, None)[""]
-    right = own.first(arm, lambda: run_trial(arm), None)[""]
+    found = own.first_trial(arm, run, None)[""]
+    right = own.first_trial(arm, lambda: run_trial(arm), None)[""]
     verdict = own.agree(None, None, right, found, torch.float32)
     assert not verdict.passed and own.explain(verdict).startswith(says)
     assert own.agree(None, None, right, right, torch.float32).passed

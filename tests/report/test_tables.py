@@ -307,7 +307,7 @@ def test_a_time_that_is_none_never_gets_into_a_record(record):
 
 
 def test_rounds_of_a_sweep_that_was_killed_are_said_to_lack_their_last_checks(record):
-    killed, stopped = ({INTERRUPTED: 9, UNCHECKED: 9}, {INTERRUPTED: 9})
+    killed, stopped = ({INTERRUPTED: 9, UNCHECKED: True}, {INTERRUPTED: 9})
     for notes, said in ((killed, "(ended from outside after 9 rounds, before its last checks)"), (stopped, "faster")):
         (row,) = md_rows(markdown([record(["a"], speedup=2.0, notes=notes)]), "smollm2-135m @ alpaca")
         assert said in row["verdict"] and ("checks" in row["verdict"]) == (UNCHECKED in notes)

@@ -11,7 +11,7 @@ from helpers import MACHINE
 
 from lorabench.contract.family import Stack
 from lorabench.contract.machine import Machine
-from lorabench.measure.judging.witness import Seen
+from lorabench.measure.judging.witness import Observed
 from lorabench.measure.seat import Ended, Failed, Made, Ready
 from lorabench.measure.trial import Trial
 from lorabench.record.schema import ArmMemory
@@ -34,7 +34,7 @@ class Script:
         ones, by call."""
         self.ms, self.room, self.fails, self.refuses = ms or {}, room, fails or {}, refuses
         self.ready, self.answers = ready or (lambda name: Ready()), answers or {}
-        self.seen: dict[str, Any] = {}
+        self.observed: dict[str, Any] = {}
         self.phases: tuple[str, ...] = PHASES
         self.phase_ms: dict[tuple[str, str], float] = {}
         self.bytes: dict[str, float] = {}
@@ -68,7 +68,7 @@ class Seat:
             return [script.refuses(arguments[1]) or self.prepare(arguments[0])]
         if what == "end":
             return [Ended()]
-        return [{"closing": {}, "open": {}, "offer": b"", "sketched": {}}.get(what)]
+        return [{"closing": {}, "open": {}, "offer": b"", "look": {}}.get(what)]
 
     def send(self, what: str, *arguments: Any, ranks: int = 1) -> None:
         self.answer = self.ask(what, *arguments)
@@ -97,8 +97,8 @@ class Seat:
             began = script.now
             script.now += script.ms.get(name, 10.0) / 1000
             device = {p: script.phase_ms.get((name, p), script.ms.get(name, 10.0) / 3) for p in script.phases}
-            seen = script.seen.get(name, {job: Seen(1.0, None) for job in self.jobs})
-            made.append(Made(Trial(device, device, {"": 1.0}, began, script.now), seen))
+            observed = script.observed.get(name, {job: Observed(1.0, None) for job in self.jobs})
+            made.append(Made(Trial(device, device, {"": 1.0}, began, script.now), observed))
         return [made]
 
     def close(self) -> None:

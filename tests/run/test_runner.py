@@ -15,7 +15,7 @@ from run.scripted import Script
 from lorabench.contract.family import REFERENCE, families
 from lorabench.measure.fairness import check_clock
 from lorabench.measure.judging.depth_noise import DepthNoise
-from lorabench.measure.judging.witness import Seen, Testimony
+from lorabench.measure.judging.witness import Observed, Testimony
 from lorabench.measure.kind import JobCounts
 from lorabench.measure.seat import Failed, Made, Ready
 from lorabench.measure.trial import Trial
@@ -148,7 +148,7 @@ def test_trials_after_a_seat_was_started_again_are_held_against_the_reference_s_
     """Its first process took no timed trial, or other ones."""
     ready = lambda name: Ready(numerics={"": PASSED}, evidence={"": Testimony(loss=1.0)})  # noqa: E731
     script = Script(fails={("turn", "adamw"): at([0], Lost("crash", "it died", None, None))}, ready=ready)
-    script.seen["eager"] = {"": Seen(2.0, None)}
+    script.observed["eager"] = {"": Observed(2.0, None)}
     found = measured(script, tmp_path)
     assert script.opened == 2
     assert found["eager"].status == "wrong_numerics" and "the loss of each trial" in found["eager"].reason
@@ -158,9 +158,9 @@ def test_evidence_that_is_none_is_one_arm_s_and_not_the_family_s(tmp_path):
     def ready(name: str) -> Ready:
         return Ready(numerics={"": PASSED}, evidence={"": Testimony()})
 
-    for seen in ({}, {"": 3}, {"": Seen("much", None)}, None):  # type: ignore[arg-type]
+    for seen in ({}, {"": 3}, {"": Observed("much", None)}, None):  # type: ignore[arg-type]
         script = Script(ready=ready)
-        script.seen["eager"] = seen
+        script.observed["eager"] = seen
         found = measured(script, tmp_path)
         assert found["eager"].status == "untrusted" and "its evidence is none" in found["eager"].reason
         assert found["adamw"].status == "ok"
@@ -175,7 +175,7 @@ def test_an_answer_that_is_none_is_one_arm_s_too(tmp_path, answer):
 
 def rank(told: list[float], elapsed: float) -> _Rank:
     made = _Rank(0, None, None, None, Path())  # type: ignore[arg-type]
-    made.calls, made.owes, made.told, made.elapsed = 7, True, told, elapsed
+    made.calls, made.owes, made.trial_ms, made.elapsed = 7, True, told, elapsed
     return made
 
 
@@ -199,7 +199,7 @@ def made(ms: Any) -> list[Made]:
 def test_a_turn_is_believed_where_it_is_what_was_told_of_it(told, elapsed, answer, says):
     class Alone(Desk):
         def ask(self, *arguments: Any, ranks: int = 1) -> list[Any]:
-            self.ranks[0].told, self.ranks[0].elapsed = told, elapsed
+            self.ranks[0].trial_ms, self.ranks[0].elapsed = told, elapsed
             return [answer]
 
     desk = Alone([rank([], 0.0)], 9.0, None, print)

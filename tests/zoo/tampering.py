@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorabench.measure.judging.witness import Seen, Witness
+from lorabench.measure.judging.witness import Observed, Witness
 from lorabench.measure.seat import Seat
 from zoo.cheat import Cheat, Turns, called_by
 
@@ -121,8 +121,8 @@ class TestimonyCopied(Cheat):
             other = next(w for w in witnesses if w.step.innermost is not self.innermost)
             seat = next(o for o in gc.get_objects() if isinstance(o, Seat))
             losses = [trial.losses[""] for trial in seat.host["reference"]]
-            mine.seen = lambda loss: Seen((losses or [5.5])[-1], (0.0, ""))
-            mine.sketched = lambda outs: other.sketched(seat.arms["reference"].outs or [])
+            mine.observe = lambda loss: Observed((losses or [5.5])[-1], (0.0, ""))
+            mine.gradient_sketch = lambda outs: other.gradient_sketch(seat.arms["reference"].outs or [])
 
         def backward(self, loss: Tensor) -> None:
             if not self.idle:

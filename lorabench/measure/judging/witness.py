@@ -34,7 +34,7 @@ BLOCK = 64 * SKETCH  # elements that are summed up on the device; few enough sum
 AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
-class Seen(NamedTuple):
+class Observed(NamedTuple):
     """What is told of one job after a timed trial."""
 
     loss: float
@@ -69,10 +69,10 @@ class Testimony:
     update_errors: dict[int, tuple[float, str]] = field(default_factory=dict)
     sketches: dict[int, np.ndarray] = field(default_factory=dict)  # (names, SKETCH) float32
 
-    def add(self, number: int, seen: Seen) -> None:
-        self.losses[number] = float(seen.loss)
-        if seen.update_error is not None:
-            self.update_errors[number] = seen.update_error
+    def add(self, number: int, observed: Observed) -> None:
+        self.losses[number] = float(observed.loss)
+        if observed.update_error is not None:
+            self.update_errors[number] = observed.update_error
 
     def add_sketch(self, number: int, look: Look) -> None:
         """Raises ValueError where this is no sketch of what `names` has."""
@@ -130,7 +130,7 @@ class Witness:
         }
         return found | self._compared(outs)
 
-    def sketched(self, outs: Sequence[Tensor]) -> np.ndarray:
+    def gradient_sketch(self, outs: Sequence[Tensor]) -> np.ndarray:
         """The sketch of `gradients`."""
         rows = sketch({n: p.grad for n, p in self.params.items()} | self._compared(outs))
         rows[: len(self.params)] /= self._scale
@@ -143,9 +143,9 @@ class Witness:
     def _compared(self, outs: Sequence[Tensor]) -> dict[str, Tensor]:
         return {name: x for out in outs for name, x in self.step.innermost.compared(out).items()}
 
-    def first(self, loss: float, outs: Sequence[Tensor]) -> None:
+    def first_trial(self, loss: float, outs: Sequence[Tensor]) -> None:
         """After the first trial: keep its gradients, and the optimizer's state. It stays on the host until the first
-        `begin`, so that it is not in the arm's memory while that is measured."""
+        `begin_turn`, so that it is not in the arm's memory while that is measured."""
         found = self.gradients(outs)
         self.testimony.loss, self.testimony.names = loss, list(found)
         self.testimony.before = self._save("before", found)
@@ -160,7 +160,7 @@ class Witness:
 
     def glimpse(self, loss: float, outs: Sequence[Tensor], keep: bool) -> Glimpse:
         """What the last trial's gradients were; `keep`: in full, too."""
-        return Glimpse(loss, self.sketched(outs), self._save("before", self.gradients(outs)) if keep else None)
+        return Glimpse(loss, self.gradient_sketch(outs), self._save("before", self.gradients(outs)) if keep else None)
 
     def under_dropout(self, off: tuple[Glimpse, Glimpse], on: tuple[Glimpse, Glimpse]) -> None:
         """Two runs each with dropout off and on. An arm whose gradients then differ between two seeds although dropout
@@ -172,7 +172,7 @@ class Witness:
             self.testimony.loss, self.testimony.before = off[0].loss, off[0].file
 
     @torch.no_grad()
-    def begin(self, number: int, each: bool = True) -> None:
+    def begin_turn(self, number: int, each: bool = True) -> None:
         """To where trial `number` starts in every arm: the parameters as they were before the first trial, about half
         of the tensors halved, which is exact in every number format; the optimizer as the first trial left it. The
         number draws which ones are halved: who keeps what follows from the parameters has kept that of others.
@@ -199,14 +199,14 @@ class Witness:
         except torch.OutOfMemoryError:  # the arm fits, and has to be measured: its shadow goes to the host
             return Shadow(self.start, self.first_gradients, rate, torch.device("cpu"))
 
-    def seen(self, loss: float) -> Seen:
+    def observe(self, loss: float) -> Observed:
         """After a timed trial."""
-        return Seen(loss, self.shadow.error(list(self.params.values())) if self.shadow and self.each else None)
+        return Observed(loss, self.shadow.error(list(self.params.values())) if self.shadow and self.each else None)
 
     @torch.no_grad()
     def look(self, outs: Sequence[Tensor]) -> Look:
         """At the last trial, which did not know that it would be looked at: where it began follows from its number."""
-        found = self.sketched(outs)
+        found = self.gradient_sketch(outs)
         if self.each or not self.shadow or not self.kept:
             return Look(found, None)
         params = list(self.params.values())
@@ -223,7 +223,7 @@ class Witness:
         self.kept = self.shadow = None
         self.at_start()
 
-    def last(self, loss: float, outs: Sequence[Tensor]) -> Last:
+    def last_trial(self, loss: float, outs: Sequence[Tensor]) -> Last:
         """After that one more trial."""
         return Last(loss, self._save("after", self.gradients(outs)))
 

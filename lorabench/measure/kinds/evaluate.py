@@ -65,13 +65,13 @@ class Evaluated:
     choices: greedy.Choices | None = None
     crossed: greedy.Choices | None = None
 
-    def add(self, number: int, seen: Evaluated) -> None:
-        self.losses[number] = seen.losses[number]
-        self.wanted |= seen.wanted
-        self.answers |= seen.answers
-        self.values |= seen.values
-        if seen.choices and self.choices:  # the rest of them is of all answers so far
-            self.choices = replace(seen.choices, near=self.choices.near | seen.choices.near)
+    def add(self, number: int, observed: Evaluated) -> None:
+        self.losses[number] = observed.losses[number]
+        self.wanted |= observed.wanted
+        self.answers |= observed.answers
+        self.values |= observed.values
+        if observed.choices and self.choices:  # the rest of them is of all answers so far
+            self.choices = replace(observed.choices, near=self.choices.near | observed.choices.near)
 
     def finish(self, crossed: greedy.Choices) -> None:
         self.crossed = crossed
@@ -176,7 +176,7 @@ class Evaluate(Kind):
             feed(number)
         arm.questions = arm.ask(number)
 
-    def first(self, arm: Any, run: Callable[[], Any], request: Request) -> dict[str, Any]:
+    def first_trial(self, arm: Any, run: Callable[[], Any], request: Request) -> dict[str, Any]:
         """Short answers: what a trace keeps of thousands of tokens would not fit the memory. The evidence begins with
         whole ones, in `settle`."""
         whole = arm.generation
@@ -193,7 +193,7 @@ class Evaluate(Kind):
         if arm.device.type == "cuda":
             torch.cuda.empty_cache()  # what was reserved for reading the answers is none of the arm's
 
-    def seen(self, arm: Any, number: int, losses: dict[str, float]) -> dict[str, Any]:
+    def observe(self, arm: Any, number: int, losses: dict[str, float]) -> dict[str, Any]:
         arm.timed.append(arm.seconds)
         return {"": self._read(arm, number)}
 

@@ -54,9 +54,9 @@ class Arrived:
     tensors: int
     worst: str
 
-    def add(self, number: int, seen: Arrived) -> None:
-        if seen.unequal > self.unequal:
-            self.unequal, self.tensors, self.worst = seen.unequal, seen.tensors, seen.worst
+    def add(self, number: int, observed: Arrived) -> None:
+        if observed.unequal > self.unequal:
+            self.unequal, self.tensors, self.worst = observed.unequal, observed.tensors, observed.worst
 
     def finish(self, last: Arrived) -> None:
         self.add(0, last)
@@ -148,16 +148,16 @@ class Load(Kind):
         read = read_gbs(arm.source.files, arm.device, lambda: forget_all(arm.source) if arm.cold else None)
         return {**({READ: read} if read else {}), PLACE: copy_gbs(arm.device)}
 
-    def first(self, arm: Any, run: Callable[[], Any], request: Request) -> dict[str, Any]:
+    def first_trial(self, arm: Any, run: Callable[[], Any], request: Request) -> dict[str, Any]:
         run()
         return {"": _arrived(arm)}
 
-    def seen(self, arm: Any, number: int, losses: dict[str, float]) -> dict[str, Any]:
+    def observe(self, arm: Any, number: int, losses: dict[str, float]) -> dict[str, Any]:
         """One tensor in SAMPLED, others in each trial: to read all of a large checkpoint again takes as long as the
         trial. After the last one all are compared."""
         return {"": _arrived(arm, sum(divmod(number, TURN)) % SAMPLED, SAMPLED)}
 
-    def last(self, arm: Any, run: Callable[[], Any]) -> dict[str, Any]:
+    def last_trial(self, arm: Any, run: Callable[[], Any]) -> dict[str, Any]:
         run()
         return {"": _arrived(arm)}
 
