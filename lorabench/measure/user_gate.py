@@ -18,7 +18,7 @@ from lorabench.contract.ablation import Ablation, Tolerance
 from lorabench.contract.arm import Arm
 from lorabench.contract.step import Step, Wrapped
 from lorabench.measure.judging import numerics
-from lorabench.measure.judging.numerics import Outcome, SharedMask
+from lorabench.measure.judging.numerics import Outcome, SharedMask, moved_off
 from lorabench.record.schema import Numerics
 
 # A reference that is off by this share of the whole gradient is no measure of anything: without a gradient it is 1.
@@ -140,13 +140,11 @@ def _update_error(gold: Arm, candidate: Arm, gradients: dict[str, Tensor]) -> fl
         p.grad = None if n in without else (gradients[n] * gold.step.loss_scale).to(p.dtype)
     candidate.step.update()
     gold.step.update()
-    wrong = moved = 0.0
     after = dict(gold.adapters())
-    for n, p in candidate.adapters():
-        expected = (before[n] + (after[n].detach() - start[n])).to(p.dtype).float() - before[n].float()
-        wrong += float((p.detach().float() - before[n].float() - expected).square().sum())
-        moved += float(expected.square().sum())
-    return (wrong / max(moved, 1e-30)) ** 0.5
+    wanted = {n: (before[n] + (after[n].detach() - start[n])).to(p.dtype).float() for n, p in candidate.adapters()}
+    return moved_off(
+        (p.detach().float() - before[n].float(), wanted[n] - before[n].float()) for n, p in candidate.adapters()
+    )
 
 
 def _check_reference(gold: Outcome, own: Outcome, verdict: Numerics) -> None:

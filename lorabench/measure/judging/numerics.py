@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -132,10 +132,17 @@ def _update_error(arm: Arm, step: Step, before: dict[str, Tensor], gradients: di
     for n, p in plain.items():
         p.grad = gradients[n].to(p.dtype)
     torch.optim.AdamW(plain.values(), lr=learning_rate(step), foreach=False, fused=False).step()
-    moved = wrong = 0.0
-    for n, p in arm.adapters(step):
-        expected = plain[n].detach().float() - before[n].float()
-        wrong += float((p.detach().float() - before[n].float() - expected).square().sum())
+    return moved_off(
+        (p.detach().float() - before[n].float(), plain[n].detach().float() - before[n].float())
+        for n, p in arm.adapters(step)
+    )
+
+
+def moved_off(updates: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Relative error of an update over all of its tensors, each (what it moved by, what it was to move by)."""
+    wrong = moved = 0.0
+    for found, expected in updates:
+        wrong += float((found - expected).square().sum())
         moved += float(expected.square().sum())
     return (wrong / max(moved, 1e-30)) ** 0.5
 
