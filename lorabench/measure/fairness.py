@@ -20,7 +20,6 @@ from typing import Any
 
 import psutil
 import torch
-from scipy import stats
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -35,9 +34,6 @@ OUTSIDE_SHARE, OUTSIDE_MS = 1.25, 2.0
 # For so long the device may work behind the last mark (asking it takes some hundredths); in that share of the trials it
 # may be longer, because the host was interrupted between two questions.
 LATE_SHARE, LATE_MS, LATE_TRIALS = 0.02, 0.1, 0.25
-SLOWED = {"cuda": 1.3, "cpu": 2.0}  # the reference's fastest trial beside the candidate, over its slowest alone
-ORDER_RATIO, ORDER_P = 1.25, 1e-3  # of a candidate's trials that came first and second in a round
-ORDER_TRIALS, ORDER_FEW = 6, 12  # of fewer than the second no test can be so sure: every one of them has to be apart
 TICKS_S = 0.02  # what the kernel counts of a process comes in ticks of 10 ms
 BUSY = 0.05  # share of the trials' time that another thread or a child may compute
 OURS = "lorabench."
@@ -361,31 +357,3 @@ def check_clock(name: str, trials: Sequence[Trial]) -> None:
             f"the device worked for {ms:.2g} ms after the end of the {name}'s trials of {total:.3g} ms, on a stream "
             "that nothing waits for: work outside the clock"
         )
-
-
-def check_slowed(alone_ms: Sequence[float], beside: Sequence[Trial], device: str) -> None:
-    """Raises Disturbed where the reference is much slower beside the others than it was before there was one."""
-    if len(alone_ms) < 2 or not beside:
-        return
-    before, after = max(alone_ms), min(t.total_ms for t in beside)
-    if after > SLOWED[device] * before:
-        raise Disturbed(
-            f"the reference took {after:.3g} ms at best beside the candidate and {before:.3g} ms at worst before the "
-            "candidate was built: the candidate slows it down, or the machine became busy"
-        )
-
-
-def check_order(name: str, first: Sequence[Trial], second: Sequence[Trial]) -> None:
-    """Raises Disturbed where an arm is much faster in the rounds in which it came second: it then uses what the other
-    arm has done."""
-    count = len(first) + len(second)
-    if count < ORDER_TRIALS or min(len(first), len(second)) < ORDER_TRIALS // 2:
-        return
-    early, late = ([t.total_ms for t in trials] for trials in (first, second))
-    ratio = statistics.median(early) / statistics.median(late)
-    if count < ORDER_FEW:
-        apart = min(early) > ORDER_RATIO * max(late)
-    else:
-        apart = ratio > ORDER_RATIO and stats.mannwhitneyu(early, late).pvalue < ORDER_P
-    if apart:
-        raise Disturbed(f"the {name} is {ratio:.2g} times as fast after the other arm's trial as before it")

@@ -61,7 +61,6 @@ class Entry:
     turns: list[Turn] = field(default_factory=list)
     stopped_after: int | None = None  # rounds, where the time was up before the last one
     trials: list[Trial] = field(default_factory=list)  # those that count
-    first_trials: dict[int, Trial] = field(default_factory=dict)  # of each round the first, by the round's number
     slowest_rank: list[int] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)
     ended: Ended | None = None

@@ -228,7 +228,6 @@ class Rounds(Seats):
         entry.spent("evidence", took - inside)
         counted, medians = of_turn(made)
         entry.trials += counted
-        entry.first_trials[number] = counted[0]
         if energy is not None and after is not None:
             entry.millijoules.append((after - energy, took, len(made)))
         turn = Turn(number, seat.number, {phase: round(ms, DIGITS) for phase, ms in medians.items()})
@@ -415,7 +414,6 @@ class Rounds(Seats):
                     raise fairness.Untrusted(answer.reason)
                 spent = sum(t.ended - t.began for n in seat.names for t in self.entries[n].trials)
                 fairness.check_busy(answer, spent)
-            self._slowed(seat)
         except Lost as lost:
             self._suspect(here, "crash", f"{lost} at the end")
         except fairness.Untrusted as error:
@@ -432,25 +430,11 @@ class Rounds(Seats):
         """Whether the arm's own times are what they seem; it leaves where they are not."""
         if not entry.ok or not entry.trials or entry.stack.is_reference:
             return
-        reference = self.entries[REFERENCE]
         try:
             fairness.check_clock(entry.name, entry.trials)
-            both = [
-                (t, reference.first_trials[n]) for n, t in entry.first_trials.items() if n in reference.first_trials
-            ]
-            early = [mine for mine, theirs in both if mine.began < theirs.began]
-            late = [mine for mine, theirs in both if mine.began > theirs.began]
-            if not entry.stack.alone:
-                fairness.check_order(entry.name, early, late)
         except fairness.Disturbed as error:
             entry.leave("untrusted", str(error))
             entry.disturbed = True
-
-    def _slowed(self, seat: Seated) -> None:
-        reference = self.entries[REFERENCE]
-        if REFERENCE in seat.names and reference.ready and reference.trials:
-            warm = reference.ready.warm_ms
-            fairness.check_slowed(warm, reference.trials, self.machine.device)
 
 
 def _alike(reference: Sequence[dict[str, Any]], mine: dict[str, Any]) -> Sequence[dict[str, Any]]:

@@ -181,30 +181,6 @@ def test_work_on_a_stream_that_nothing_waits_for_is_seen():
         fairness.check_clock("candidate", 6 * [done(10.0)] + 4 * [done(10.0, late=0.5)])
 
 
-def test_a_reference_that_became_slower_is_seen():
-    alone = [11.0, 10.0, 12.0]
-    fairness.check_slowed(alone, [done(14.0), done(40.0)], "cuda")
-    with pytest.raises(Untrusted, match="slows it down"):
-        fairness.check_slowed(alone, [done(16.0), done(17.0)], "cuda")
-    fairness.check_slowed(alone[:1], [done(99.0)], "cuda")
-
-
-def test_an_arm_that_is_faster_after_the_other_one_is_seen():
-    early, late = [done(10.0 + i / 10) for i in range(8)], [done(5.0 + i / 10) for i in range(8)]
-    with pytest.raises(Untrusted, match="as fast after the other arm's trial"):
-        fairness.check_order("candidate", early, late)
-    fairness.check_order("candidate", late, early)
-
-
-def test_of_six_rounds_every_trial_after_the_other_arm_s_has_to_be_faster():
-    early, late = [done(ms) for ms in (10.0, 11.0, 12.0)], [done(ms) for ms in (4.0, 5.0, 7.9)]
-    with pytest.raises(Untrusted, match="as fast after the other arm's trial"):
-        fairness.check_order("candidate", early, late)
-    fairness.check_order("candidate", early, [*late[:2], done(8.1)])
-    fairness.check_order("candidate", early, late[:2])
-    fairness.check_order("candidate", late, early)
-
-
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(
     ("change", "named"),

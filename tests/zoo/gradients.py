@@ -447,7 +447,7 @@ class StolenBehindTheOptimizer(Stolen):
 class StolenFromTheMoments(Cheat):
     name = "stolen_from_the_moments"
     summary = "where the reference ran before in the round, its gradients follow from what its optimizer keeps"
-    caught = "as fast after the other arm's trial | each gradient"
+    caught = "each gradient"
     command = ("trials=12", "workload=16x256")  # a turn of one trial: of several only the last is still there
 
     class Wrapper(Turns):
