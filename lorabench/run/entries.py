@@ -58,6 +58,7 @@ class Entry:
     ready: Ready | None = None
     numerics: dict[str, Numerics] = field(default_factory=dict)
     evidence: list[dict[str, Any]] = field(default_factory=list)  # of each process and rank, by job
+    cramped: bool = False  # it did not fit beside the reference alone
     turns: list[Turn] = field(default_factory=list)
     stopped_after: int | None = None  # rounds, where the time was up before the last one
     trials: list[Trial] = field(default_factory=list)  # those that count

@@ -75,43 +75,46 @@ class Rounds(Seats):
         first = self._open(alone=False) if shared else None  # seat 0: what it holds most rows are of
         for _ in range(min(self.machine.cores - 1, PROCESSES * (len(alone) + 1)) if alone else 0):
             self._spare()
-        waiting = self._sit_together([e for e in shared if e not in slow], first)
-        generations = self._sit_beside(slow, alone, waiting) if alone else []
+        self._sit_together([e for e in shared if e not in slow], first)
+        generations = self._sit_beside(slow, alone) if alone else []
         while True:
             self._play(generations)
             for seat in list(self.seats):
                 self._close(seat)
-            generations, self.spare = [], []
-            waiting = [e for e in (*waiting, *self.crowded_out) if e.ok and not self._late(e)]
+            self.spare = []
+            waiting = [e for e in self.crowded_out if e.ok and not e.turns and not self._late(e)]
             self.crowded_out = []
             if not waiting or self.stopped:
                 break
-            waiting = self._next_block(waiting)
+            generations = self._next_block(waiting)
         for entry in self.entries.values():
             if entry.ok and not entry.turns:
                 entry.leave("timeout", NO_TIME)
 
-    def _next_block(self, waiting: list[Entry]) -> list[Entry]:
-        """Arms that did not fit beside the others: with the reference alone, or each alone with the base."""
-        self.tell(f"another block: {', '.join(e.name for e in waiting)}")
+    def _next_block(self, waiting: list[Entry]) -> Generations:
+        """Arms that did not fit beside the others: with the reference, or one of them alone with the base. Those that
+        sit in processes of their own come last, one after the other. What has no place here waits on."""
         both = [self.entries[n] for n in (REFERENCE, TWIN) if n in self.entries and self.entries[n].ok]
-        left = self._sit_together([*both, *waiting])
-        if [e.name for e in left] == [e.name for e in waiting]:  # not one of them fits beside the reference
-            for seat in list(self.seats):
-                self._close(seat, judged=False)
-            first, *left = left
-            self._sit_together([first], only=True)
-        return left
+        together = [e for e in waiting if not e.stack.alone and not e.cramped]
+        now = together or [next((e for e in waiting if e.cramped), waiting[0])]
+        self.crowded_out = [e for e in waiting if e not in now]
+        self.tell(f"another block: {', '.join(e.name for e in now)}")
+        (first, *_), beside = now, not now[0].cramped
+        if beside:
+            self._sit_together([*both, *(e for e in together if e not in both)])
+        if first.stack.alone:
+            return self._sit_alone(now, min(PROCESSES, self.family.rounds), beside=beside)
+        if not beside:
+            self._sit_together([first])
+        return []
 
     # ---- rounds
 
-    def _sit_beside(self, slow: list[Entry], alone: list[Entry], waiting: list[Entry]) -> Generations:
+    def _sit_beside(self, slow: list[Entry], alone: list[Entry]) -> Generations:
         """Seat those that sit alone, and meanwhile, with the others, those for which the host compiles."""
         self._make_room(alone)
         shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
-        return self._sit_alone(
-            alone, min(PROCESSES, self.family.rounds), lambda: waiting.extend(self._sit_together(slow, shared))
-        )
+        return self._sit_alone(alone, min(PROCESSES, self.family.rounds), lambda: self._sit_together(slow, shared))
 
     def _play(self, generations: Generations) -> None:
         """The rounds of who is seated. `generations`: who sits alone, one after the other for a part of the rounds."""
@@ -120,7 +123,7 @@ class Rounds(Seats):
             generations = [[]]
         own = [seat for entry, seat in generations[0] if self._seated(entry, seat)]
         everyone = self._ready()
-        if not everyone:
+        if not everyone or (self.begun and generations[0] and all(e.stack.is_reference for e in everyone)):
             return
         self.trials_a_turn = self._trials()
         # Numbers of their own in each block: what was not in one round must not look as if it were.
@@ -280,11 +283,12 @@ class Rounds(Seats):
 
     def _look_for_failure(self, seat: Seated, entry: Entry, answers: Sequence[Any]) -> None:
         failed = next((a for a in answers if isinstance(a, Failed)), None)
-        if failed is not None and failed.status == "oom" and not seat.alone and len(seat.names) > 1:
-            seat.names.remove(entry.name)  # beside others: alone it may fit
+        if failed is not None and failed.status == "oom" and self._is_beside(seat, entry):
+            seat.names.remove(entry.name)
             entry.turns = [turn for turn in entry.turns if turn.seat != seat.number]
-            if not entry.turns:
-                self.crowded_out.append(entry)
+            self._crowd_out(entry)
+            if seat.alone:
+                self._close(seat, judged=False)
             raise Left
         if failed is not None:
             entry.disturbed = failed.disturbed
@@ -335,6 +339,8 @@ class Rounds(Seats):
 
     def _close(self, seat: Seated, judged: bool = True) -> None:
         """After its last round: what is still to be seen of its arms, and whether anything went on beside them."""
+        if seat not in self.seats:
+            return  # that was done
         if judged:
             for name in list(seat.names):
                 if self.entries[name].ok and self.entries[name].turns:

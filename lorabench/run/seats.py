@@ -91,19 +91,18 @@ class Seats:
         self.seats.append(seat)
         return seat
 
-    def _sit_together(self, entries: Sequence[Entry], seat: Seated | None = None, only: bool = False) -> list[Entry]:
-        """One seat for all of them; returns those that ran out of memory beside others. `only`: the one that is asked
-        for is alone with the base, so out of memory is its status."""
+    def _sit_together(self, entries: Sequence[Entry], seat: Seated | None = None) -> None:
+        """One seat for all of them; those that run out of memory beside others wait for a later block."""
         entries = [e for e in entries if e.ok and not self._late(e)]
         if not entries:
-            return []
-        seat, waiting = seat or self._open(alone=False), []
+            return
+        seat = seat or self._open(alone=False)
         lost = self._opened(seat)
         if lost:
             for entry in entries:
                 entry.leave(lost.status, str(lost), lost.rank, lost.log)
             self._close(seat, judged=False)
-            return []
+            return
         todo = list(entries)
         while todo:
             entry = todo.pop(0)
@@ -112,15 +111,22 @@ class Seats:
             failed = self._prepare(seat, entry, gate=entry.ready is None)
             if failed is None:
                 continue
-            if failed.status == "oom" and seat.names and not only:
-                entry.status, entry.reason = "ok", None
-                waiting.append(entry)
-                seat = self._again(seat) if failed.spoilt else seat
-                continue
             if failed.spoilt:
                 seat = self._again(seat)
-            todo = self._planned_now(entry, todo)
-        return waiting
+            if not entry.ok:
+                todo = self._planned_now(entry, todo)
+
+    def _is_beside(self, seat: Seated, entry: Entry) -> bool:
+        """Whether anything else has a place on the device beside an arm in this seat."""
+        return any(name != entry.name for name in seat.names) or any(s.names for s in self.seats if s is not seat)
+
+    def _crowd_out(self, entry: Entry) -> None:
+        """An arm that ran out of memory beside others comes in a later block, without the reference if nobody else was
+        there, unless it has had turns elsewhere."""
+        beside = {name for seat in self.seats for name in seat.names} - {entry.name}
+        entry.cramped = all(self.entries[name].stack.is_reference for name in beside)
+        if entry not in self.crowded_out:
+            self.crowded_out.append(entry)
 
     def _planned_now(self, failed: Entry, todo: Sequence[Entry]) -> list[Entry]:
         """Who is still to be seated, where a design goes on without what did not apply: some need not be, others come
@@ -177,8 +183,10 @@ class Seats:
             took -= seconds
         entry.spent("build", took)
         elsewhere = any(entry.name in other.names for other in self.seats if other is not seat)
-        if failed and failed.status == "oom" and elsewhere:
-            return failed  # its rounds in the other seat stay; whatever else fails is the arm's, in any seat
+        if failed and failed.status == "oom" and self._is_beside(seat, entry):
+            if gate or not elsewhere:  # else its rounds in the other seats stay
+                self._crowd_out(entry)
+            return failed  # whatever else fails is the arm's, in any seat
         if failed:
             rank = answers.index(failed) if len(answers) > 1 and failed.status == "oom" else None
             reason = failed.reason if rank is None else f"rank {rank}: {failed.reason}"
@@ -223,12 +231,15 @@ class Seats:
         except Lost:
             self._again(seat)
 
-    def _sit_alone(self, alone: Sequence[Entry], generations: int, meanwhile: Callable[[], None]) -> Generations:
-        """Fresh processes for each arm that sits alone, and for the reference again: one in each generation, of which
-        one after the other takes its part of the rounds. All are prepared side by side where the device has room for
-        it, and `meanwhile` that which takes the host long; else each generation when its turn comes."""
-        beside = self.entries.get(TWIN) or self.entries[REFERENCE]
-        entries = [e for e in (beside, *alone) if e.ok and not self._late(e)]
+    def _sit_alone(
+        self, alone: Sequence[Entry], generations: int, meanwhile: Callable[[], None] = lambda: None,
+        beside: bool = True,
+    ) -> Generations:  # fmt: skip
+        """Fresh processes for each arm that sits alone, and (`beside`) for the reference again: one in each generation,
+        of which one after the other takes its part of the rounds. All are prepared side by side where the device has
+        room for it, and `meanwhile` that which takes the host long; else each generation when its turn comes."""
+        again = [self.entries.get(TWIN) or self.entries[REFERENCE]] if beside else []
+        entries = [e for e in (*again, *alone) if e.ok and not self._late(e)]
         self._all_give_back()
         while len(self.spare) < generations * len(entries):
             self._spare()
@@ -241,7 +252,7 @@ class Seats:
         every = [pair for generation in made for pair in generation]
         like_the_reference = [[self.entries[REFERENCE]] for _ in every]
         known = self.entries[REFERENCE].ready is not None
-        if known and self._bytes([self._ready(), *like_the_reference]) <= self._room:
+        if known and beside and self._bytes([self._ready(), *like_the_reference]) <= self._room:
             self._side_by_side(every, meanwhile)
         else:
             meanwhile()
@@ -261,6 +272,13 @@ class Seats:
             meanwhile()
             for one in started:
                 one.result()
+        everyone = {e.name for e, _ in pairs} | {name for seat in self.seats for name in seat.names}
+        candidates = {name for name in everyone if not self.entries[name].stack.is_reference}
+        for entry, seat in pairs:
+            if entry in self.crowded_out:  # in one of its processes: all of them come later, and are judged then
+                self._close(seat, judged=False)
+                seat.names, entry.ready, entry.evidence = [], None, []
+                entry.cramped = candidates == {entry.name}
         spent = {
             (entry.name, part): seconds - before.get(entry.name, {}).get(part, 0.0)
             for entry in self.entries.values() for part, seconds in entry.seconds.items()
@@ -271,7 +289,7 @@ class Seats:
 
     def _seated(self, entry: Entry, seat: Seated) -> bool:
         """Prepare an arm in its seat, where that is not done; whether it sits there."""
-        if entry.ok and not seat.names:
+        if entry.ok and not seat.names and entry not in self.crowded_out:
             self._prepare(seat, entry, entry.ready is None, self._offered())
             self._give_back(seat)
         if not (entry.ok and seat.names):

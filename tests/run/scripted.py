@@ -40,12 +40,14 @@ class Script:
         self.bytes: dict[str, float] = {}
         self.heard: list[tuple[Any, ...]] = []
         self.opened = 0
+        self.seats: list[Seat] = []
         self.now = 0.0
         self.given: dict[str, float | None] = {}  # seconds that an arm's preparation might take
 
     def open(self, seating: Any, timeout_s: float, tell: Any, log: Path) -> Seat:
         self.opened += 1
-        return Seat(self, self.opened)
+        self.seats.append(Seat(self, self.opened))
+        return self.seats[-1]
 
 
 class Seat:

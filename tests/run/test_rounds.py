@@ -228,6 +228,45 @@ def test_a_reference_again_that_does_not_fit_alone_beside_the_others_keeps_its_f
     assert set(found[TWIN].seats) == {0} and len(set(found["flex_attention"].seats)) == 4
 
 
+def alone_in_rounds(script, folder, *candidates):
+    """A family of these and of one arm that sits alone, in rounds."""
+    with runner(script, folder) as running:
+        rounds = Rounds(
+            family(f"ablations=[{','.join([*candidates, 'flex_attention'])}]"), MACHINE, script, None, folder,  # type: ignore[arg-type]
+            folder / "log", 9.0, print,
+        )  # fmt: skip
+        rounds.run()
+        return {record.arm: record for record in running.drafts(rounds)}
+
+
+@pytest.mark.parametrize("beside", ["others", "the reference"])
+def test_what_sits_alone_and_does_not_fit_beside_others_is_measured_in_a_later_block(tmp_path, beside):
+    """Beside the reference where there is room for both; else beside nobody."""
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "flex_attention"), 150.0))
+
+    def refuses(stack: Any) -> Failed | None:
+        names = {name for seat in script.seats if not seat.closed for name in seat.held}
+        full = bool(names & ({"eager"} if beside == "others" else {REFERENCE, TWIN, "eager"}))
+        return Failed("oom", "it ran out of memory") if stack.name == "flex_attention" and full else None
+
+    script.refuses = refuses
+    found = alone_in_rounds(script, tmp_path, "eager")
+    assert {name: record.status for name, record in found.items()} == dict.fromkeys(found, "ok")
+    alone, reference = found["flex_attention"], found[REFERENCE]
+    assert len(set(alone.seats)) == 4 and len(alone.rounds) == 12 and alone.numerics == found["eager"].numerics
+    assert not set(alone.rounds) & set(found["eager"].rounds) and len(found["eager"].rounds) == 12
+    assert (set(alone.rounds) <= set(reference.rounds)) == (beside == "others")
+
+
+def test_out_of_memory_is_the_status_of_what_had_the_device_for_itself(tmp_path):
+    refuses = lambda stack: Failed("oom", "it ran out") if stack.name == "flex_attention" else None  # noqa: E731
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "flex_attention"), 150.0), refuses=refuses)
+    found = alone_in_rounds(script, tmp_path, "eager")
+    assert found["flex_attention"].status == "oom"
+    assert {found[name].status for name in (REFERENCE, TWIN, "eager")} == {"ok"}
+    assert {len(found[name].rounds) for name in (REFERENCE, "eager")} == {12}  # nobody had rounds for nothing
+
+
 def test_an_arm_that_is_wrong_in_one_of_its_processes_leaves_though_it_sits_in_another(tmp_path):
     asked = Counter[str]()
 
