@@ -120,16 +120,17 @@ class Runner:
         return made
 
     def _apart(self, tell: Tell, reason: str, rounds: Rounds) -> list[ArmRecord]:
-        """Each cell with nobody beside it: then it is known who did it."""
+        """In halves, and those in halves, until it is known who did it: the others keep their rounds together."""
         family = rounds.family
         if len(family.cells) == 1:
             for entry in rounds.entries.values():
                 if entry.stack.role == "candidate" or len(rounds.entries) <= 2:
                     entry.leave("untrusted", reason)
             return self.drafts(rounds)
-        tell(f"each arm apart: {reason}")
-        alone = [replace(family, cells=(cell,)) for cell in family.cells]
-        return [record for one in alone for record in self.family(one, tell)]
+        tell(f"again in halves: {reason}")
+        middle = (len(family.cells) + 1) // 2
+        halves = family.cells[:middle], family.cells[middle:]
+        return [record for cells in halves for record in self.family(replace(family, cells=cells), tell)]
 
     def _forget_logs(self, family: Family) -> None:
         for rank in range(family.ranks):

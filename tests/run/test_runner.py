@@ -105,8 +105,8 @@ def test_what_all_arms_cost_is_what_the_family_took(tmp_path, fails):
         assert sum(parts.values()) == pytest.approx(record.cost.wall, abs=0.01)
 
 
-def test_a_reference_that_somebody_spoils_has_each_cell_measured_apart(tmp_path):
-    """And then whose fault it is is known: here it happens beside `eager` alone."""
+def test_where_somebody_spoils_the_reference_halves_of_the_family_say_who_did(tmp_path):
+    """Here it happens beside `eager` alone; the others of the clean half keep their rounds together."""
     beside: list[str] = []
 
     class Spoilt(Script):
@@ -117,10 +117,13 @@ def test_a_reference_that_somebody_spoils_has_each_cell_measured_apart(tmp_path)
     bad = Failed("untrusted", "the reference was changed", spoilt=True)
     ready = lambda name: Ready(numerics={"": PASSED}, jobs={"": JobCounts(1, 0, 1)})  # noqa: E731
     script = Spoilt(fails={("turn", REFERENCE): lambda: bad if "eager" in beside else None}, ready=ready)
-    (family,) = families(cells("trials=12", TWO))
+    (family,) = families(cells("trials=12", "ablations=[eager,adamw,adamw_fused,packing]"))
     with runner(script, tmp_path) as running:
         found = {record.ablations[0]: record for record in pairs(running.family(family)) if record.ablations}
-    assert (found["eager"].status, found["adamw"].status) == ("untrusted", "ok")
+    assert {name: record.status for name, record in found.items()} == {
+        "eager": "untrusted", "adamw": "ok", "adamw_fused": "ok", "packing": "ok",
+    }  # fmt: skip
+    assert found["adamw_fused"].family == found["packing"].family != found["eager"].family
 
 
 @pytest.mark.parametrize(("off", "told", "passes"), [(0.0, 0.0, True), (0.1, 0.0, False), (0.1, 0.2, True)])
