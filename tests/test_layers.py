@@ -175,6 +175,7 @@ OTHER_MEANINGS = {
     ("lorabench/plan/samples.py", "batch_size"): "a field of a workload",
     ("lorabench/measure/build.py", "batch_size"): "a field of a workload",
     ("lorabench/advice/result.py", "batch_size"): "a field of a workload",
+    ("lorabench/advice/paste.py", "batch_size"): "a field of a workload",
     ("lorabench/measure/judging/depth_noise.py", "loss"): "a field of the noise",
     ("lorabench/measure/fairness.py", "forward"): "the method of a module",
     ("lorabench/measure/gradient_kind.py", "optimizer"): "a field of ArmMemory",
