@@ -111,3 +111,31 @@ def test_in_another_dtype_they_are_rounded_once(made):
     assert wide.dtype == torch.float32 and not made
     assert torch.equal(wide + 0, wanted.float())
     assert torch.autograd.grad(wide.sum(), leaves[0])[0].dtype == torch.float16
+
+
+@pytest.mark.parametrize("num_items", [None, 7])
+def test_the_loss_has_a_gradient_by_the_logits(made, num_items):
+    """As plain PEFT's does; and whoever trains neither makes them nor feels that edge."""
+    ours, plain = pair()
+    inputs = batch() | ({} if num_items is None else {"num_items_in_batch": num_items})
+    got, wanted = (m(**inputs, use_cache=False) for m in (ours, plain))
+    torch.testing.assert_close(
+        torch.autograd.grad(got.loss, got.logits, retain_graph=True)[0],
+        torch.autograd.grad(wanted.loss, wanted.logits, retain_graph=True)[0],
+    )  # fmt: skip
+    made.clear()
+    got.loss.backward()
+    wanted.loss.backward()
+    like = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    for n, p in ours.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad, like[n], rtol=1e-4, atol=1e-6)
+    assert not made
+
+    again = ours(**inputs, use_cache=False)
+    trained = [p for p in ours.parameters() if p.requires_grad]
+    for found, p in zip(torch.autograd.grad(again.loss, trained, retain_graph=True), trained, strict=True):
+        torch.testing.assert_close(found, p.grad)
+    (d_logits,) = torch.autograd.grad(again.loss, again.logits, retain_graph=True)
+    for found, p in zip(torch.autograd.grad(again.logits, trained, d_logits), trained, strict=True):
+        torch.testing.assert_close(found, p.grad, rtol=1e-4, atol=1e-6)

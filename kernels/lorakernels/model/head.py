@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..runtime import compute_dtype
 from .forwards import unless
-from .lazy_logits import lazy_logits
+from .lazy_logits import lazy_logits, loss_of
 from .module_checks import GLOBAL_HOOKS, NotFused, check_library, check_weight, hooked_globally, is_unhooked
 from .proofs import (
     NARROW,
@@ -295,16 +295,20 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     out = plan.outputs(self, kwargs)
     hidden = out.last_hidden_state
     shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:] if shifted is None else shifted.reshape(hidden.shape[:-1])
+    shifted = shifted.to(hidden.device)
     softcap = plan.cap(self)
     dtype = compute_dtype(hidden, self.lm_head.weight.dtype)
     head = self.lm_head
     bias = None if head.bias is None else head.bias.to(dtype)
     hidden, weight = plan.scaled(self, hidden.to(dtype)), head.weight.to(dtype)
     loss = linear_cross_entropy(
-        hidden, weight, shifted.to(hidden.device), bias, ignore_index=ignore, num_items=num_items, softcap=softcap
+        hidden, weight, shifted, bias, ignore_index=ignore, num_items=num_items, softcap=softcap
     )
     rest = {name: getattr(out, name, None) for name in plan.fields}
     logits = lazy_logits(hidden, weight, bias, softcap)
-    result = plan.output(loss=loss, logits=logits.float() if plan.in_float32 else logits, **rest)
+    logits = logits.float() if plan.in_float32 else logits
+    if loss.requires_grad:
+        loss = loss_of(loss, logits, shifted, num_items, ignore)
+    result = plan.output(loss=loss, logits=logits, **rest)
     wanted = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
     return result if wanted else result.to_tuple()

@@ -110,6 +110,7 @@ class _MakeLogits(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
     ) -> LazyLogits:
         ctx.save_for_backward(hidden, weight, bias)
+        ctx.set_materialize_grads(False)  # zeros (…, V) where nobody used the logits
         ctx.softcap = softcap
         version = weight._version if weight.requires_grad else None
         bias = None if bias is None else bias.detach()
@@ -117,7 +118,9 @@ class _MakeLogits(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
         hidden, weight, bias = ctx.saved_tensors
         needs = ctx.needs_input_grad
         with no_autocast(hidden.device):
@@ -136,3 +139,40 @@ def lazy_logits(
     """The logits (…, V) of hidden (…, H), weight (V, H) and bias (V,) of one dtype, which are made when somebody looks
     at them; softcap: cap · tanh(z / cap)."""
     return _MakeLogits.apply(hidden, weight, bias, softcap)
+
+
+class _LossOf(torch.autograd.Function):
+    """The loss, as it is, with an edge to the logits: who asks for its gradient by them alone gets it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, logits: torch.Tensor, made_by: Any, target: torch.Tensor,
+        num_items: int | torch.Tensor | None, ignore_index: int,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.logits, ctx.made_by, ctx.target = logits.detach(), made_by, target
+        ctx.num_items, ctx.ignore_index = num_items, ignore_index
+        ctx.mark_dirty(loss)  # it is the same tensor, and no view: trainers divide it in place
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # In any backward to what is trained the chunked head's own gradient is the one that flows.
+        if torch._C._will_engine_execute_node(ctx.made_by):  # pyright: ignore[reportAttributeAccessIssue]
+            return grad, None, None, None, None, None
+        z, target = ctx.logits.materialize(), ctx.target
+        kept = target != ctx.ignore_index
+        count = kept.sum() if ctx.num_items is None else ctx.num_items
+        wanted = F.one_hot(target.where(kept, 0), z.shape[-1])
+        d_logits = (z.float().softmax(-1) - wanted) * kept[..., None] * (grad / count)
+        return None, d_logits.to(z.dtype), None, None, None, None
+
+
+def loss_of(
+    loss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, num_items: int | torch.Tensor | None,
+    ignore_index: int,
+) -> torch.Tensor:  # fmt: skip
+    """The loss (a scalar) that a chunked head made beside lazy logits (…, V) for target (…), so that
+    `torch.autograd.grad(loss, logits)` has an answer: the gradient by the mean over num_items. Beside other inputs
+    that lead to the hidden states it has none."""
+    return _LossOf.apply(loss, logits, loss.grad_fn, target, num_items, ignore_index)
