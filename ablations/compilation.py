@@ -33,7 +33,7 @@ class TorchCompile(Ablation):
     def step(self, step: Step) -> Step:
         import torch
 
-        if not torch.cuda.is_available() and not _compiler():
+        if not torch.cuda.is_available() and not has_compiler():
             raise Unsupported("torch_compile needs a C++ compiler on a CPU: install g++ or clang")
         torch._dynamo.utils.counters.clear()
         step.model.compile(mode=None if self.mode == "default" else self.mode, dynamic=False, fullgraph=self.fullgraph)
@@ -56,7 +56,7 @@ class TorchCompile(Ablation):
         return Settings(trainer=switches, axolotl=switches)
 
 
-def _compiler() -> bool:
+def has_compiler() -> bool:
     import shutil
 
     return any(shutil.which(name) for name in ("g++", "clang++", "c++"))

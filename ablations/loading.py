@@ -1,5 +1,5 @@
-"""Slot `loading`: how the frozen weights are held: in 4 bits, as QLoRA has them. reading.py has how they come from
-the disk.
+"""Slot `loading`: how the frozen weights are held: in 4 or 8 bits, as bitsandbytes has them. `quantized.py` has other
+packages' forms, reading.py how weights come from the disk.
 
     pip install 'lorabench[gpu]'
     python -m lorabench.sweep suite=qlora output=results/h200/qlora
@@ -22,7 +22,47 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nf4Base(Ablation):
+class QuantizedLinears(Ablation):
+    """Base: every frozen linear but the head is quantized where it lies, before PEFT puts its layers on.
+
+    `quantized` makes it of a linear, `dense` are the very numbers that it then multiplies with. The gate's gold holds
+    these in plain linears, so what is compared is the arithmetic; a base whose backward drops dX cannot pass.
+    """
+
+    slot: ClassVar[str] = "loading"
+    kinds: ClassVar[tuple[str, ...]] = ("train",)
+    changes_weights: ClassVar[bool] = True
+    excludes: ClassVar[dict[str, str]] = {
+        "fp8_base": "it rounds dense weights to 8 bits, and these are quantized already",
+        "limit": "the limit is that of dense weights",
+    }
+    mark: ClassVar[str] = ""  # the attribute by which PEFT knows such a model; transformers' loader sets it
+
+    def prepare(self, base: nn.Module, *, upcast: bool) -> None:
+        import torch
+
+        for name in list(linears(base)):  # the dense weight of each goes before the next is quantized
+            linear = base.get_submodule(name)
+            quantized = self.quantized(linear)
+            if upcast:
+                with torch.no_grad():
+                    linear.weight.copy_(self.dense(quantized))  # pyright: ignore[reportArgumentType, reportCallIssue]
+            else:
+                base.set_submodule(name, quantized)
+        if self.mark:
+            setattr(base, self.mark, not upcast)
+
+    def quantized(self, linear: Any) -> Any:
+        """A module in the linear's place. The linear stays as it is."""
+        raise NotImplementedError
+
+    def dense(self, quantized: Any) -> torch.Tensor:
+        """(out_features, in_features): what the module multiplies with, in the dtype that it does so in."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nf4Base(QuantizedLinears):
     """transformers' `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", …)`, in the arm's compute dtype.
 
     Every linear but the head becomes one of bitsandbytes, as transformers makes it, and PEFT puts its own layer for
@@ -32,34 +72,18 @@ class Nf4Base(Ablation):
     """
 
     name: ClassVar[str] = "nf4_base"
-    slot: ClassVar[str] = "loading"
     kinds: ClassVar[tuple[str, ...]] = ("train", "evaluate")
-    changes_weights: ClassVar[bool] = True
     summary: ClassVar[str] = "frozen linears in 4 bits (bitsandbytes NF4), as QLoRA has them"
     worth_trying: ClassVar[Worth | None] = "memory"
     requires: ClassVar[Requires] = Requires(packages={"bitsandbytes": "pip install 'lorabench[gpu]'"})
-    excludes: ClassVar[dict[str, str]] = {
-        "fp8_base": "it rounds dense weights to 8 bits, and these are in 4 already",
-        "limit": "the limit is that of dense weights",
-    }
+    mark: ClassVar[str] = "is_loaded_in_4bit"
     # Against dense weights. Measured on two layers of tiny models (dtype does not matter): a gradient is off by 0.2, in
     # Gemma2 by 0.41, the loss by 1e-3 at most; of SmolLM2-135M's real weights by 0.28 and 0.016.
     tolerance: ClassVar[Tolerance] = Tolerance(words="frozen weights in 4 bits", grad=0.5, loss=0.05)
 
     bnb_4bit_use_double_quant: bool = True  # the blocks' scales in 8 bits: 0.37 bits a weight less
 
-    def prepare(self, base: nn.Module, *, upcast: bool) -> None:
-        for name in list(linears(base)):  # the dense weight of each goes before the next is quantized
-            linear = base.get_submodule(name)
-            quantized = self._quantized(linear)
-            if upcast:
-                dequantize(linear, quantized)
-            else:
-                base.set_submodule(name, quantized)
-        # By this PEFT knows; transformers' loader sets it.
-        base.is_loaded_in_4bit = not upcast  # pyright: ignore[reportArgumentType]  # torch's stub: tensors and modules
-
-    def _quantized(self, linear: Any) -> Any:
+    def quantized(self, linear: Any) -> Any:
         from bitsandbytes.nn import Linear4bit
 
         double = self.bnb_4bit_use_double_quant
@@ -70,6 +94,11 @@ class Nf4Base(Ablation):
         made.weight = as_nf4(linear.weight.data, double, made)
         made.bias = linear.bias
         return made
+
+    def dense(self, quantized: Any) -> torch.Tensor:
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(quantized.weight.data, quantized.weight.quant_state)
 
     def audit(self, evidence: Evidence) -> int:
         return len(quantized_weights(evidence.arm.model))
@@ -89,6 +118,60 @@ class Nf4Base(Ablation):
             model={"quantization_config": Code(config)},
             imports=("from transformers import BitsAndBytesConfig",),
             axolotl={"adapter": "qlora", "load_in_4bit": True} if double else None,  # its default, without a key
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadIn8bit(QuantizedLinears):
+    """transformers' `BitsAndBytesConfig(load_in_8bit=True)`: LLM.int8. Weights in int8 with a scale a row, inputs too.
+
+    `llm_int8_threshold`: columns of an input that hold a value beyond it are multiplied in the compute dtype, for which
+    every linear looks for them; 0 looks for none. On a GPU the products of float32 inputs are made in float16.
+    """
+
+    name: ClassVar[str] = "load_in_8bit"
+    summary: ClassVar[str] = "frozen linears in 8 bits (bitsandbytes LLM.int8)"
+    requires: ClassVar[Requires] = Requires(packages={"bitsandbytes": "pip install 'lorabench[gpu]'"})
+    mark: ClassVar[str] = "is_loaded_in_8bit"
+    # Against dense weights a gradient of tiny models is off by at most 0.04, the loss by 1e-4.
+    tolerance: ClassVar[Tolerance] = Tolerance(words="frozen weights and their inputs in 8 bits", grad=0.2, loss=0.02)
+
+    llm_int8_threshold: float = 6.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.llm_int8_threshold:
+            raise ValueError(f"llm_int8_threshold={self.llm_int8_threshold!r}: expected a number of 0 or more")
+
+    def quantized(self, linear: Any) -> Any:
+        from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+        made: Any = Linear8bitLt(
+            linear.in_features, linear.out_features, bias=False, has_fp16_weights=False,
+            threshold=self.llm_int8_threshold, device="meta",
+        )  # fmt: skip
+        weight = linear.weight.data
+        made.weight = Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(weight.device)
+        made.bias = linear.bias
+        return made
+
+    def dense(self, quantized: Any) -> torch.Tensor:
+        weight = quantized.weight
+        return weight.CB * (weight.SCB / 127).unsqueeze(1)  # a row's scale is its largest magnitude
+
+    def audit(self, evidence: Evidence) -> int:
+        from bitsandbytes.nn import Linear8bitLt
+
+        return sum(isinstance(m, Linear8bitLt) and m.state.CB is not None for m in evidence.arm.model.modules())
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        return {self.name: {"bitsandbytes": version("bitsandbytes"), "linears": self.audit(evidence)}}
+
+    def settings(self) -> Settings:
+        config = f"BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold={self.llm_int8_threshold})"
+        return Settings(
+            model={"quantization_config": Code(config)},
+            imports=("from transformers import BitsAndBytesConfig",),
+            axolotl={"adapter": "lora", "load_in_8bit": True} if self == LoadIn8bit() else None,
         )
 
 
@@ -112,13 +195,3 @@ def as_nf4(weight: torch.Tensor, double: bool, module: Any = None) -> Any:
 def quantized_weights(model: nn.Module) -> list[Any]:
     """The weights that lie in 4 bits."""
     return [p for p in model.parameters() if getattr(p, "quant_state", None) is not None]
-
-
-def dequantize(linear: Any, quantized: Any) -> None:
-    """Into a plain linear the very numbers that the quantized one multiplies with, rounded to its dtype as there."""
-    import torch
-    from bitsandbytes.functional import dequantize_4bit
-
-    weight = quantized.weight
-    with torch.no_grad():
-        linear.weight.copy_(dequantize_4bit(weight.data, weight.quant_state))

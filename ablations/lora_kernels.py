@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
+from lorabench.contract.machine import Machine
+from lorabench.contract.model import ModelSpec
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step
 
@@ -174,12 +176,24 @@ class LoraKernels(Kernel):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8Products(Requires):
+    """A GPU that multiplies in FP8. A CPU emulates it, for the numbers alone."""
+
+    def unmet(self, machine: Machine, model: ModelSpec | None = None) -> str | None:
+        if machine.device == "cuda" and (machine.capability or (0, 0)) < (8, 9):
+            have = ".".join(map(str, machine.capability or (0, 0)))
+            return f"needs a GPU with FP8, CUDA capability 8.9 or newer; this one has {have}"
+        return super().unmet(machine, model)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fp8Base(LoraKernels):
     """Rounds the frozen weights and the activations of their GEMMs to e4m3, scaled by rows."""
 
     name: ClassVar[str] = "fp8_base"
     summary: ClassVar[str] = "ours: every kernel, with the frozen weights' GEMMs in FP8"
     fp8: ClassVar[bool] = True
+    requires: ClassVar[Requires] = Fp8Products(packages=Kernel.requires.packages)
     kinds: ClassVar[tuple[str, ...]] = ("train",)
     worth_trying: ClassVar[Worth | None] = None  # it rounds more: for whoever asks for it
     # Three bits of mantissa (eps 2⁻³): 16 times as coarse as bfloat16, 128 times as float16. Measured, over plain

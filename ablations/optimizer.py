@@ -1,11 +1,12 @@
-"""Slot `optimizer`: torch's three AdamW implementations, bitsandbytes' 8-bit and paged ones, and none at all."""
+"""Slot `optimizer`: torch's three AdamW implementations, bitsandbytes' 8-bit and paged ones, torchao's 8-bit one, LoRA+,
+and none at all."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, Unsupported
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step, Wrapped
 
@@ -159,3 +160,83 @@ class PagedAdamW8bit(BitsAndBytes):
     cls: ClassVar[str] = "PagedAdamW8bit"
     pages: ClassVar[bool] = True
     tolerance: ClassVar[Tolerance] = Tolerance(words="optimizer states are rounded to 8 bits", update=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchaoAdamW8bit(Ablation):
+    """`torchao.optim.AdamW8bit`: the update of each parameter compiled, states in 8 bits from 4096 elements on."""
+
+    name: ClassVar[str] = "torchao_adamw_8bit"
+    slot: ClassVar[str] = "optimizer"
+    summary: ClassVar[str] = "torchao AdamW with blockwise 8-bit states, compiled"
+    requires: ClassVar[Requires] = Requires(packages={"torchao": "pip install 'lorabench[torchao]'"})
+    excludes: ClassVar[dict[str, str]] = {"capture": "it compiles its update when it first runs"}
+    slow_start: ClassVar[bool] = True
+    tolerance: ClassVar[Tolerance] = Tolerance(words="optimizer states are rounded to 8 bits", update=0.1)
+
+    def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        import torch
+        from torchao.optim import AdamW8bit
+
+        from .compilation import has_compiler
+
+        if not torch.cuda.is_available() and not has_compiler():
+            raise Unsupported("torchao_adamw_8bit needs a C++ compiler on a CPU: install g++ or clang")
+        return AdamW8bit(params, lr=lr, weight_decay=0.01)
+
+    def audit(self, evidence: Evidence) -> int:
+        eight = self._in_8_bits(evidence)
+        if not eight:
+            raise NotApplied("no adapter is large enough: torchao holds states of 4096 elements and more in 8 bits")
+        return eight
+
+    def _in_8_bits(self, evidence: Evidence) -> int:
+        states = evidence.arm.step.optimizer.state.values()
+        return sum(type(state["exp_avg"]).__name__ == "OptimState8bit" for state in states)
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        states = len(evidence.arm.step.optimizer.state)
+        return {"optimizer_states": {"tensors": states, "in 8 bits": self._in_8_bits(evidence)}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraPlus(Ablation):
+    """LoRA+ (arXiv 2402.12354) as PEFT's `create_loraplus_optimizer` makes it: lora_B in a group of its own.
+
+    What it costs is the second group; the ratio is a number in it. Every update is held to AdamW's at the job's rate,
+    so a row has ratio 1, and another ratio would be another training.
+    """
+
+    name: ClassVar[str] = "loraplus"
+    slot: ClassVar[str] = "optimizer"
+    summary: ClassVar[str] = "LoRA+: lora_B in a group of its own, for a rate of its own"
+
+    loraplus_lr_ratio: float = 1.0
+
+    def patch(self, model: nn.Module) -> int:
+        if self.loraplus_lr_ratio != 1:
+            raise Unsupported(
+                f"loraplus_lr_ratio={self.loraplus_lr_ratio:g} is another training, which no update can be held to; "
+                "with ratio 1 a step takes as long"
+            )
+        of_b = [p for name, p in model.named_parameters() if "lora_B" in name]
+        for parameter in of_b:
+            parameter._lorabench_of_b = True  # pyright: ignore[reportAttributeAccessIssue]  # `optimize` sees no names
+        return len(of_b)
+
+    def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        import torch
+
+        of_b = [p for p in params if hasattr(p, "_lorabench_of_b")]
+        others = [p for p in params if not hasattr(p, "_lorabench_of_b")]
+        groups = [{"params": others, "lr": lr}, {"params": of_b, "lr": lr * self.loraplus_lr_ratio}]
+        return torch.optim.AdamW(groups, foreach=True)
+
+    def audit(self, evidence: Evidence) -> int:
+        groups = [len(group["params"]) for group in evidence.arm.step.optimizer.param_groups]
+        if len(groups) != 2 or not all(groups):
+            raise NotApplied(f"the optimizer has groups of {groups} tensors; expected two")
+        return groups[1]
+
+    def settings(self) -> Settings:
+        return Settings(axolotl={"loraplus_lr_ratio": 16}, note="16 is the ratio of its authors")

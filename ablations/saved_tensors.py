@@ -15,6 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lorabench.contract.ablation import NotApplied
+from lorabench.contract.arm import inside
 from lorabench.contract.batch import Batch
 from lorabench.contract.step import Step, Wrapped
 
@@ -32,7 +33,7 @@ class Moved:
 
     @classmethod
     def of(cls, model: nn.Module) -> Moved:
-        return cls({p.untyped_storage().data_ptr() for p in model.parameters()})
+        return cls({part.untyped_storage().data_ptr() for p in model.parameters() for part in inside(p)})
 
     def went(self, tensor: Tensor) -> None:
         self.tensors += 1

@@ -104,4 +104,15 @@ def own_name(name: str, adapter: str) -> str:
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
     """Bytes of the distinct storages: tied weights and views into one buffer count once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    held = [part.untyped_storage() for tensor in tensors for part in inside(tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+
+
+def inside(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold its numbers: itself, or those inside a wrapper such as a quantized weight of torchao's,
+    which has no storage."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # pyright: ignore[reportAttributeAccessIssue]
+        yield from inside(getattr(tensor, name))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lorabench.contract.ablation import Ablation
+from lorabench.contract.arm import inside
 from lorabench.contract.model import ModelSpec
 from lorabench.measure.safetensors_file import DTYPES, LENGTH, entries
 
@@ -222,7 +223,7 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return next(inside(tensor)).untyped_storage().data_ptr()
 
 
 def _factors(device: torch.device, count: int) -> Tensor:

@@ -1,0 +1,169 @@
+"""Slot `precision`: in what format the frozen linears multiply, their weights kept as they are: torchao's float8 training
+and its quantization-aware training. Slot `float32_matmul`: TF32.
+
+    pip install 'lorabench[torchao]'
+    python -m lorabench.sweep 'models=[tiny-llama]' 'ablations=[{float8_training:{emulate:true}},qat]'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
+from lorabench.contract.settings import Settings
+from lorabench_ablations.lora_kernels import SLOTS
+from lorabench_ablations.quantized import TORCHAO
+
+if TYPE_CHECKING:
+    from torch import nn
+
+OWN_PRODUCTS = "it multiplies with the frozen weights itself"
+QUANTIZED = "the frozen weights are quantized already"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasePrecision(Ablation):
+    """Base: the frozen linears below PEFT's layers become linears of torchao's over the same weights."""
+
+    slot: ClassVar[str] = "precision"
+    excludes: ClassVar[dict[str, str]] = {
+        **dict.fromkeys((*SLOTS[:3], "fused_kernels", "lora_linear", "limit"), OWN_PRODUCTS), "loading": QUANTIZED,
+    }  # fmt: skip
+    made: ClassVar[str]  # the class of torchao's that stands in a linear's place
+
+    def convert(self, model: nn.Module, fits: Callable[[nn.Module, str], bool]) -> None:
+        raise NotImplementedError
+
+    def patch(self, model: nn.Module) -> int:
+        from torch import nn
+
+        def fits(module: nn.Module, name: str) -> bool:  # float8's products want sizes divisible by 16
+            return name.endswith("base_layer") and type(module) is nn.Linear and not any(
+                size % 16 for size in module.weight.shape
+            )  # fmt: skip
+
+        self.convert(model, fits)
+        return sum(type(module).__name__ == self.made for module in model.modules())
+
+    def audit(self, evidence: Evidence) -> int:
+        if not evidence.patched:
+            raise NotApplied("no frozen linear below an adapter has sizes divisible by 16")
+        return evidence.patched
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        return {self.name: {"torchao": version("torchao"), "linears": evidence.patched}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Training(BasePrecision):
+    """torchao's `convert_to_float8_training`: weights, inputs and gradients are rounded to e4m3 for each product.
+
+    Eagerly it also computes the gradient of the frozen weights and keeps their inputs for it; only the compiler drops
+    both, so put `torch_compile` beside it. `emulate` rounds likewise and multiplies in the compute dtype, anywhere.
+    """
+
+    name: ClassVar[str] = "float8_training"
+    summary: ClassVar[str] = "the frozen linears' products in FP8 (torchao's float8 training)"
+    made: ClassVar[str] = "Float8Linear"
+    # Two bits of mantissa less than bfloat16's own eighth: as coarse as fp8_base, which see for the reasons.
+    tolerance: ClassVar[Tolerance] = Tolerance(
+        words="frozen weights, their inputs and gradients in e4m3", grad=0.5, eps=2**-3, loss=0.02
+    )
+
+    recipe: str = "rowwise"
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recipe not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+            raise ValueError(f"recipe={self.recipe!r}: expected tensorwise, rowwise or rowwise_with_gw_hp")
+
+    @property
+    def requires(self) -> Requires:  # type: ignore[override]
+        packages = {"torchao": TORCHAO}
+        if self.emulate:
+            return Requires(packages=packages)
+        return Requires(device="cuda", capability=(8, 9), dtypes=("bfloat16",), packages=packages)
+
+    def convert(self, model: nn.Module, fits: Callable[[nn.Module, str], bool]) -> None:
+        from dataclasses import replace
+
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
+        convert_to_float8_training(model, config=config, module_filter_fn=fits)
+
+    def settings(self) -> Settings:
+        return Settings(axolotl={"fp8": True, "torch_compile": True}, note="put torch_compile beside it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qat(BasePrecision):
+    """torchao's `QATConfig(…, step="prepare")`: inputs are rounded to 8 bits a token and weights to 4 bits a group, in
+    the compute dtype. It prepares for a quantized model later; it saves nothing while it trains."""
+
+    name: ClassVar[str] = "qat"
+    summary: ClassVar[str] = "quantization-aware training: int8 inputs, int4 weights, simulated (torchao)"
+    made: ClassVar[str] = "FakeQuantizedLinear"
+    requires: ClassVar[Requires] = Requires(packages={"torchao": TORCHAO})
+    # Against dense weights a gradient of tiny models is off by at most 0.3.
+    tolerance: ClassVar[Tolerance] = Tolerance(
+        words="simulated int4 weights and int8 inputs", grad=0.5, eps=2**-3, loss=0.05
+    )
+
+    group_size: int = 32
+
+    def __post_init__(self) -> None:
+        if self.group_size < 16 or self.group_size % 16:
+            raise ValueError(f"group_size={self.group_size!r}: expected a multiple of 16")
+
+    def convert(self, model: nn.Module, fits: Callable[[nn.Module, str], bool]) -> None:
+        import torch
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+        inputs = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+        weights = IntxFakeQuantizeConfig(torch.int4, group_size=self.group_size)
+        config = QATConfig(activation_config=inputs, weight_config=weights, step="prepare")
+        quantize_(model, config, lambda m, name: fits(m, name) and m.in_features % self.group_size == 0)
+
+    def settings(self) -> Settings:
+        keys = {"activation_dtype": "int8", "weight_dtype": "int4", "group_size": self.group_size}
+        return Settings(axolotl={"qat": keys})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tf32(Ablation):
+    """`torch.set_float32_matmul_precision("high")`. Only what multiplies in float32 has it: PEFT's float32 adapters, and
+    a model in float32; a step all in bfloat16 has nothing of the kind."""
+
+    name: ClassVar[str] = "tf32"
+    slot: ClassVar[str] = "float32_matmul"
+    summary: ClassVar[str] = "float32 products in TF32, which has ten bits of mantissa"
+    requires: ClassVar[Requires] = Requires(device="cuda", capability=(8, 0))
+    global_patch: ClassVar[bool] = True
+    switches: ClassVar[tuple[str, ...]] = ("torch.set_float32_matmul_precision",)
+    tolerance: ClassVar[Tolerance | None] = Tolerance(words="float32 products in TF32", grad=2**-8, eps=2**-10)
+
+    def patch(self, model: nn.Module) -> int:
+        import torch
+
+        torch.set_float32_matmul_precision("high")
+        linears = (m for m in model.modules() if type(m) is torch.nn.Linear)
+        return sum(m.weight.dtype == torch.float32 for m in linears)
+
+    def audit(self, evidence: Evidence) -> int:
+        import torch
+
+        if not evidence.patched:
+            raise NotApplied("no linear holds float32")
+        return evidence.patched if torch.get_float32_matmul_precision() == "high" else 0
+
+    def without_effect(self, reference: Sequence[Ablation], dtype: str) -> str | None:
+        low = any(a.slot == "adapter_dtype" for a in reference)
+        return f"nothing is multiplied in float32: the adapters are in {dtype}" if low and dtype != "float32" else None
+
+    def settings(self) -> Settings:
+        return Settings(trainer={"tf32": True}, axolotl={"tf32": True})
