@@ -91,6 +91,7 @@ class NoGradientCheckpointing(Ablation):
 
     name: ClassVar[str] = "no_gradient_checkpointing"
     slot: ClassVar[str] = SLOT
+    clears: ClassVar[bool] = True
     summary: ClassVar[str] = "switch the reference's gradient checkpointing off: keep every activation"
     worth_trying: ClassVar[Worth | None] = "time"
 

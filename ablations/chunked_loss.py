@@ -9,6 +9,7 @@ divided by those of the whole step: a mean of means would be another gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -157,3 +158,24 @@ class CutCrossEntropy(ChunkedLoss):
     def settings(self) -> Settings | None:
         keys = {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"], "cut_cross_entropy": True}
         return Settings(axolotl=keys) if self.filter_eps == "high" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersLoss(Ablation):
+    """Takes the place of what a reference has in this slot: the loss is again the model's own, over whole logits, or that
+    of the kernels beside it."""
+
+    name: ClassVar[str] = "transformers_loss"
+    slot: ClassVar[str] = "loss"
+    clears: ClassVar[bool] = True
+    summary: ClassVar[str] = "switch the reference's chunked loss off: whole logits, as transformers makes them"
+
+    def audit(self, evidence: Evidence) -> int:
+        if hasattr(evidence.arm.model, CALLS):
+            raise NotApplied("another toggle computes the loss")
+        return 1
+
+    def without_effect(self, reference: Sequence[Ablation], dtype: str) -> str | None:
+        if any(a.slot == self.slot and a.name != self.name for a in reference):
+            return None
+        return "the reference has transformers' loss already; put tiled_loss into reference="

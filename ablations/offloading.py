@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, Requires
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.settings import Settings
 from lorabench.contract.step import Step
+from lorabench.contract.work import Recomputed
 
-from .checkpointing import MARK, NO_CAPTURE, SLOT
+from .checkpointing import MARK, NO_CAPTURE, SLOT, enable, ran_again
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,3 +77,41 @@ class ActivationOffloading(Offloading):
         if self != type(self)():  # no trainer takes the parameters
             return None
         return Settings(sft={"activation_offloading": True}, axolotl={"activation_offloading": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnslothCheckpointing(Ablation):
+    """unsloth_zoo's `Unsloth_Offloaded_Gradient_Checkpointer` in transformers' layers, without Unsloth's kernels.
+
+    Each layer runs again in backward, and its input waits in host memory. No state of the random numbers is kept: with
+    `lora_dropout` its backward would draw other masks than its forward, so it refuses dropout.
+    """
+
+    name: ClassVar[str] = "unsloth_checkpointing"
+    slot: ClassVar[str] = SLOT
+    summary: ClassVar[str] = "Unsloth's checkpointing: each layer's input waits in host memory"
+    requires: ClassVar[Requires] = Requires(
+        device="cuda", packages={"unsloth_zoo": "pip install 'lorabench[unsloth]'"}
+    )
+    excludes: ClassVar[Mapping[str, str]] = NO_CAPTURE | {"unsloth": "it brings the same checkpointing itself"}
+    recomputes: ClassVar[Recomputed | None] = Recomputed(linears=1, attention=1)
+
+    def patch(self, model: nn.Module) -> int:
+        from unsloth_zoo.gradient_checkpointing import Unsloth_Offloaded_Gradient_Checkpointer
+
+        if any(config.lora_dropout for config in model.peft_config.values()):  # type: ignore[union-attr,operator]
+            raise Unsupported(
+                "unsloth_checkpointing draws other dropout masks in backward than in forward; give it lora_dropout=0"
+            )
+        layers = enable(model, use_reentrant=True)
+        for layer in layers:
+            layer._gradient_checkpointing_func = Unsloth_Offloaded_Gradient_Checkpointer.apply
+        return len(layers)
+
+    def audit(self, evidence: Evidence) -> int:
+        if ran_again(evidence) == 0:
+            raise NotApplied("no layer ran again in backward: attention ran no more often than its own backward")
+        return super().audit(evidence)
+
+    def settings(self) -> Settings:
+        return Settings(note="unsloth's get_peft_model(use_gradient_checkpointing='unsloth') has it")

@@ -143,6 +143,7 @@ class Ablation:
     requires: ClassVar[Requires] = Requires()
     excludes: ClassVar[Mapping[str, str]] = {}  # name or slot of another toggle -> why both cannot be on
     decides: ClassVar[tuple[str, ...]] = ()  # slots in which it does as it sees fit, whatever the reference has there
+    clears: ClassVar[bool] = False  # takes what the reference has in its slot away and puts nothing there
     kinds: ClassVar[tuple[str, ...]] = ("train",)  # the kinds of cell that know this toggle (measure/kinds)
     bounds: ClassVar[str | None] = None  # no way to train, but the least work of a cell of that kind
     changes_weights: ClassVar[bool] = False  # how frozen weights are held: in both arms alike it is part of the model
@@ -270,7 +271,8 @@ def conflict(ablations: Sequence[Ablation]) -> str | None:
         by_slot[ablation.slot] = ablation.name
     for ablation in ordered:
         for other in ordered:
-            reason = ablation.excludes.get(other.name, ablation.excludes.get(other.slot))
+            of_slot = None if other.clears else ablation.excludes.get(other.slot)
+            reason = ablation.excludes.get(other.name, of_slot)
             if other is not ablation and reason is not None:
                 return f"{ablation.name} excludes {other.name}: {reason or 'it does not say why'}"
     return None

@@ -11,6 +11,7 @@ from lorabench.contract.names import nearest
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Fields of a model that came after the first published records: unset, they leave the keys as they were.
 LATER = ("location", "fingerprint")
+LATER_OF_LORA = ("use_dora",)  # likewise of its adapter
 # In the names of the numbers by which a base model is random in training.
 RANDOM_IN_TRAINING = ("drop", "jitter", "noise")
 
@@ -25,6 +26,7 @@ class Lora(BaseModel):
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     bias: Literal["none", "all", "lora_only"] = "none"
     use_rslora: bool = False
+    use_dora: bool = False
     target_modules: list[str] | str = [
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     ]  # fmt: skip
@@ -95,7 +97,9 @@ class ModelSpec(BaseModel):
 
     def content(self) -> dict[str, Any]:
         """What makes it this model and no other."""
-        return {k: v for k, v in self.model_dump(mode="json").items() if k not in LATER or v}
+        dumped = self.model_dump(mode="json")
+        dumped["lora"] = {k: v for k, v in dumped["lora"].items() if k not in LATER_OF_LORA or v}
+        return {k: v for k, v in dumped.items() if k not in LATER or v}
 
     def with_lora(self, lora: Lora) -> ModelSpec:
         return self.model_copy(update={"lora": lora})

@@ -43,7 +43,7 @@ OR_ELSE = {MODELS: "a folder, a config.json or ORG/NAME", "workloads": "BATCHxLE
 LORA = "lora"  # the key under which the adapter's fields stand
 # PEFT's other fields, of which users ask; PEFT is not imported for a word, it takes seconds.
 NOT_MEASURED = frozenset((
-    "use_dora", "modules_to_save", "init_lora_weights", "rank_pattern", "alpha_pattern", "layers_to_transform",
+    "modules_to_save", "init_lora_weights", "rank_pattern", "alpha_pattern", "layers_to_transform",
     "layers_pattern", "exclude_modules", "target_parameters", "lora_bias", "fan_in_fan_out", "trainable_token_indices",
     "loftq_config", "eva_config", "corda_config", "layer_replication", "megatron_config",
 ))  # fmt: skip
