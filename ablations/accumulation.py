@@ -1,4 +1,4 @@
-"""Slot `batch_size`, the plain way: a step's samples in so many micro-batches. `batch_size.py` has those that search."""
+"""Slot `batch_size`, the plain way: a step's samples in so many micro-batches. `batch_size.py` has the searches."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Slot `loss`: head and cross-entropy together, so that the logits are never there as a whole: what other packages offer.
+"""Slot `loss`: head and cross-entropy together, so that the logits are never there as a whole; from other packages.
 
     python -m lorabench.sweep 'models=[tiny-llama]' 'ablations=[tiled_loss,trl_fused_lm_head]'
 
-`lora_kernels.py` has ours, `fused_linear_cross_entropy`. transformers holds 6 bytes a token and entry of the vocabulary,
-156 GiB at 131,072 tokens of a vocabulary of 128,256. Each of these returns the sum over the trained tokens, which is
+`lora_kernels.py` has ours, `fused_linear_cross_entropy`. transformers holds 6 bytes for each token and each entry of
+the vocabulary, and 4 more at the peak of backward. Each of these returns the sum over the trained tokens, which is
 divided by those of the whole step: a mean of means would be another gradient.
 """
 
@@ -162,8 +162,8 @@ class CutCrossEntropy(ChunkedLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersLoss(Ablation):
-    """Takes the place of what a reference has in this slot: the loss is again the model's own, over whole logits, or that
-    of the kernels beside it."""
+    """Takes the place of what a reference has in this slot: the loss is again the model's own, over whole logits, or
+    that of the kernels beside it."""
 
     name: ClassVar[str] = "transformers_loss"
     slot: ClassVar[str] = "loss"

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires
 from lorabench.contract.settings import Settings
 
-from .lora_kernels import SLOTS
+from .lora_kernels import MULTIPLY
 
 if TYPE_CHECKING:
     from torch import nn
 
-OWN_PRODUCTS = "it multiplies with the frozen weights itself"
 MARK = "_lorabench_streamed"  # on the model: what the toggle counts there
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOffloading(Ablation):
-    """What Axolotl calls `layer_offloading`, for each frozen linear below an adapter: it is copied from pinned host memory
-    for its product in forward, again in backward, and kept in neither. Nothing is fetched ahead: the copies are on the
-    compute stream, so a step is longer by twice the weights over PCIe, and the more tokens it has the less that matters.
+    """What Axolotl calls `layer_offloading`, for each frozen linear below an adapter.
+
+    It is copied from pinned host memory for its product in forward, again in backward, and kept in neither. Nothing is
+    fetched ahead: the copies are on the compute stream, so a step is longer by twice the weights over PCIe.
     """
 
     name: ClassVar[str] = "layer_offloading"
@@ -29,7 +29,7 @@ class LayerOffloading(Ablation):
     summary: ClassVar[str] = "frozen linears wait in host memory, each on the device for its product alone"
     requires: ClassVar[Requires] = Requires(device="cuda")
     excludes: ClassVar[dict[str, str]] = {
-        **dict.fromkeys((*SLOTS[:3], "fused_kernels", "lora_linear", "precision", "limit"), OWN_PRODUCTS),
+        **dict.fromkeys((*MULTIPLY, "precision"), "it multiplies with the frozen weights itself"),
         "loading": "quantized weights are no plain linears",
         "compilation": "the compiler would keep each copy for backward",
     }

@@ -139,18 +139,19 @@ class LoadIn8bit(QuantizedLinears):
     llm_int8_threshold: float = 6.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.llm_int8_threshold:
+        if not self.llm_int8_threshold >= 0:
             raise ValueError(f"llm_int8_threshold={self.llm_int8_threshold!r}: expected a number of 0 or more")
 
     def quantized(self, linear: Any) -> Any:
-        from bitsandbytes.nn import Int8Params, Linear8bitLt
+        from bitsandbytes import nn
 
-        made: Any = Linear8bitLt(
+        params: Any = nn.Int8Params  # its annotations take `to` for a module's
+        made: Any = nn.Linear8bitLt(
             linear.in_features, linear.out_features, bias=False, has_fp16_weights=False,
             threshold=self.llm_int8_threshold, device="meta",
         )  # fmt: skip
         weight = linear.weight.data
-        made.weight = Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(weight.device)
+        made.weight = params(weight, requires_grad=False, has_fp16_weights=False).to(weight.device)
         made.bias = linear.bias
         return made
 
@@ -159,9 +160,11 @@ class LoadIn8bit(QuantizedLinears):
         return weight.CB * (weight.SCB / 127).unsqueeze(1)  # a row's scale is its largest magnitude
 
     def audit(self, evidence: Evidence) -> int:
+        import torch
         from bitsandbytes.nn import Linear8bitLt
 
-        return sum(isinstance(m, Linear8bitLt) and m.state.CB is not None for m in evidence.arm.model.modules())
+        made = (m for m in evidence.arm.model.modules() if isinstance(m, Linear8bitLt))
+        return sum(linear.weight.dtype == torch.int8 for linear in made)
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         return {self.name: {"bitsandbytes": version("bitsandbytes"), "linears": self.audit(evidence)}}

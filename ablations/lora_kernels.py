@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy", "linear")
 SLOTS = ("mlp", "qkv", "o", "norm", "rope", "loss")  # of the parts, as toggles of their own
+MULTIPLY = (  # toggles that multiply with the frozen weights themselves, and so pass by what stands in a linear's place
+    "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_kernels", "fp8_base", "lora_addmm", "axolotl",
+    "axolotl_liger", "unsloth", "limit",
+)  # fmt: skip
 MARK = "_lorabench_lorakernels"  # on the model: the switches that are on, and the last report
 
 
@@ -180,7 +184,7 @@ class Fp8Products(Requires):
     """A GPU that multiplies in FP8. A CPU emulates it, for the numbers alone."""
 
     def unmet(self, machine: Machine, model: ModelSpec | None = None) -> str | None:
-        if machine.device == "cuda" and (machine.capability or (0, 0)) < (8, 9):
+        if machine.device == "cuda" and not (machine.capability and machine.capability >= (8, 9)):
             have = ".".join(map(str, machine.capability or (0, 0)))
             return f"needs a GPU with FP8, CUDA capability 8.9 or newer; this one has {have}"
         return super().unmet(machine, model)

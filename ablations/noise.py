@@ -11,6 +11,8 @@ from lorabench.contract.settings import Settings
 if TYPE_CHECKING:
     from torch import nn
 
+MARK = "_lorabench_noisy"  # on the model: how often its embeddings ran in training
+
 
 @dataclass(frozen=True, kw_only=True)
 class Neftune(Ablation):
@@ -24,7 +26,9 @@ class Neftune(Ablation):
     name: ClassVar[str] = "neftune"
     slot: ClassVar[str] = "noise"
     summary: ClassVar[str] = "NEFTune: uniform noise on the embeddings in training"
-    tolerance: ClassVar[Tolerance] = Tolerance(words="noise on the embeddings, other in every step", grad=0.1, loss=0.05)
+    tolerance: ClassVar[Tolerance] = Tolerance(
+        words="noise on the embeddings, other in every step", grad=0.1, loss=0.05
+    )
     excludes: ClassVar[dict[str, str]] = {"limit": "the limit has no embeddings"}
 
     neftune_noise_alpha: float = 5.0
@@ -39,11 +43,18 @@ class Neftune(Ablation):
         embeddings: Any = model.get_base_model().get_input_embeddings()  # type: ignore[operator]
         embeddings.neftune_noise_alpha = self.neftune_noise_alpha
         embeddings.register_forward_hook(neftune_post_forward_hook)
+        noisy: list[int] = [0]
+        setattr(model, MARK, noisy)
+
+        def count(module: Any, given: Any, out: Any) -> None:
+            noisy[0] += module.training
+
+        embeddings.register_forward_hook(count)
         return 1
 
     def audit(self, evidence: Evidence) -> int:
-        if not any(op.startswith("aten::uniform") for op in evidence.ops):
-            raise NotApplied("no uniform noise was drawn in a training step")
+        if not getattr(evidence.arm.model, MARK)[0]:
+            raise NotApplied("the embeddings were not asked in a training step")
         return super().audit(evidence)
 
     def settings(self) -> Settings:

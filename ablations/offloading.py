@@ -90,9 +90,7 @@ class UnslothCheckpointing(Ablation):
     name: ClassVar[str] = "unsloth_checkpointing"
     slot: ClassVar[str] = SLOT
     summary: ClassVar[str] = "Unsloth's checkpointing: each layer's input waits in host memory"
-    requires: ClassVar[Requires] = Requires(
-        device="cuda", packages={"unsloth_zoo": "pip install 'lorabench[unsloth]'"}
-    )
+    requires: ClassVar[Requires] = Requires(device="cuda", packages={"unsloth_zoo": "pip install 'lorabench[unsloth]'"})
     excludes: ClassVar[Mapping[str, str]] = NO_CAPTURE | {"unsloth": "it brings the same checkpointing itself"}
     recomputes: ClassVar[Recomputed | None] = Recomputed(linears=1, attention=1)
 

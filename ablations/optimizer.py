@@ -1,5 +1,5 @@
-"""Slot `optimizer`: torch's three AdamW implementations, bitsandbytes' 8-bit and paged ones, torchao's 8-bit one, LoRA+,
-and none at all."""
+"""Slot `optimizer`: torch's three AdamW implementations, bitsandbytes' 8-bit and paged ones, torchao's 8-bit one,
+LoRA+, and none at all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Slot `precision`: in what format the frozen linears multiply, their weights kept as they are: torchao's float8 training
-and its quantization-aware training. Slot `float32_matmul`: TF32.
+"""Slot `precision`: in what format the frozen linears multiply, their weights kept as they are: torchao's float8 and
+quantization-aware training. Slot `float32_matmul`: TF32.
 
     pip install 'lorabench[torchao]'
     python -m lorabench.sweep 'models=[tiny-llama]' 'ablations=[{float8_training:{emulate:true}},qat]'
@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
 from lorabench.contract.settings import Settings
-from lorabench_ablations.lora_kernels import SLOTS
+from lorabench_ablations.lora_kernels import MULTIPLY
 from lorabench_ablations.quantized import TORCHAO
 
 if TYPE_CHECKING:
     from torch import nn
-
-OWN_PRODUCTS = "it multiplies with the frozen weights itself"
-QUANTIZED = "the frozen weights are quantized already"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +27,9 @@ class BasePrecision(Ablation):
 
     slot: ClassVar[str] = "precision"
     excludes: ClassVar[dict[str, str]] = {
-        **dict.fromkeys((*SLOTS[:3], "fused_kernels", "lora_linear", "limit"), OWN_PRODUCTS), "loading": QUANTIZED,
-    }  # fmt: skip
+        **dict.fromkeys(MULTIPLY, "it multiplies with the frozen weights itself"),
+        "loading": "the frozen weights are quantized already",
+    }
     made: ClassVar[str]  # the class of torchao's that stands in a linear's place
 
     def convert(self, model: nn.Module, fits: Callable[[nn.Module, str], bool]) -> None:
@@ -123,11 +121,15 @@ class Qat(BasePrecision):
         import torch
         from torchao.quantization import quantize_
         from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+        from torchao.quantization.qat.api import QATStep
+
+        def has_groups(module: Any, name: str) -> bool:
+            return fits(module, name) and module.in_features % self.group_size == 0
 
         inputs = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
-        weights = IntxFakeQuantizeConfig(torch.int4, group_size=self.group_size)
-        config = QATConfig(activation_config=inputs, weight_config=weights, step="prepare")
-        quantize_(model, config, lambda m, name: fits(m, name) and m.in_features % self.group_size == 0)
+        weights = IntxFakeQuantizeConfig(torch.int4, group_size=self.group_size)  # pyright: ignore
+        config = QATConfig(activation_config=inputs, weight_config=weights, step=QATStep.PREPARE)
+        quantize_(model, config, has_groups)
 
     def settings(self) -> Settings:
         keys = {"activation_dtype": "int8", "weight_dtype": "int4", "group_size": self.group_size}
@@ -136,8 +138,8 @@ class Qat(BasePrecision):
 
 @dataclass(frozen=True, kw_only=True)
 class Tf32(Ablation):
-    """`torch.set_float32_matmul_precision("high")`. Only what multiplies in float32 has it: PEFT's float32 adapters, and
-    a model in float32; a step all in bfloat16 has nothing of the kind."""
+    """`torch.set_float32_matmul_precision("high")`. Only what multiplies in float32 has it: PEFT's float32 adapters,
+    and a model in float32. A step all in bfloat16 has nothing of the kind."""
 
     name: ClassVar[str] = "tf32"
     slot: ClassVar[str] = "float32_matmul"

@@ -44,7 +44,7 @@ def pinned(tensor: Tensor) -> Tensor:
         return tensor.pin_memory()
     except RuntimeError as error:
         raise Unsupported(
-            f"{tensor.nbytes / 2**30:.2g} GiB of host memory cannot be pinned, without which offloading waits for every "
+            f"{tensor.nbytes / 2**30:.2g} GiB of host memory cannot be pinned, without which offloading waits for each "
             f"copy: {first_line(error)}"
         ) from error
 

@@ -2,8 +2,8 @@
 
     python -m lorabench.sweep 'models=[tiny-llama]' 'ablations=[{tiled_mlp:{shards:4}}]' lora.lora_dropout=0.1
 
-The tiles of DeepSpeed, Liger and Axolotl keep no state of the random numbers: with `lora_dropout` above 0 their backward
-draws other masks than their forward did, and the gradients are wrong while the loss looks right. Here the state is kept.
+The tiles of DeepSpeed, Liger and Axolotl keep no state of the random numbers. With `lora_dropout` above 0 their
+backward draws other masks than their forward did: the gradients are wrong, and the loss looks right. Here it is kept.
 """
 
 from __future__ import annotations

@@ -40,13 +40,23 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
         "liger", "lora_addmm", "lora_kernels", "lora_mlp_kernel", "lora_o_kernel", "lora_qkv_kernel", "nf4_base",
         "paged_adamw_32bit", "paged_adamw_8bit", "save_on_cpu", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash",
         "sdpa_math", "selective_checkpointing", "torch_compile", "unsloth", "varlen", "xformers",
+        "cut_cross_entropy", "gradient_accumulation", "hqq", "layer_offloading", "liger_fused_linear_cross_entropy",
+        "load_in_8bit", "loraplus", "qat", "tf32", "torchao_adamw_8bit", "torchao_fp8", "torchao_int8",
+        "trl_fused_lm_head", "unsloth_checkpointing",
     ) | {
+        "float8_training": "float8_training" if torch.cuda.is_available() else "{float8_training:{emulate:true}}",
+        "neftune": "{neftune:{neftune_noise_alpha:0.02}}",
+        "tiled_loss": "{tiled_loss:{rows:32}}",
+        "tiled_mlp": "{tiled_mlp:{shards:4}}",
         "adapters_in_compute_dtype": "[adapters_in_compute_dtype,adamw]",
         "lora_addmm": "[adapters_in_compute_dtype,lora_addmm]" if torch.cuda.is_available() else "lora_addmm",
     }),
     "without checkpointing": (
         ["workload=4x64", "reference=[sdpa,adamw_fused,padding,gradient_checkpointing]"],
         plain("adamw_foreach", "no_gradient_checkpointing"),
+    ),
+    "without tiles": (
+        ["workload=4x64", "reference=[sdpa,adamw_fused,padding,tiled_loss]"], plain("transformers_loss"),
     ),
     "batches": ([LENGTHS], plain("group_by_length", "packing", "padding_free", "token_budget")),
     "sizes": (["workload={gsm8k_singly:{samples:4}}"], {
@@ -74,8 +84,9 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
     ),
     "linears": (["kind=op", "models=[linear-256x256]"], plain("bare_linear")),
 }  # fmt: skip
-# `ddp` wants a process a GPU (tests/measure/test_ranks.py); `no_optimizer` is for references.
-ELSEWHERE = {"ddp", "no_optimizer"}
+# `ddp` wants a process a GPU (tests/measure/test_ranks.py); `no_optimizer` is for references; of the last two there is a
+# row with a reason (tests/ablations/test_quantized.py).
+ELSEWHERE = {"ddp", "no_optimizer", "gptq", "awq"}
 DTYPE = [] if torch.cuda.is_available() else ["dtype=float32"]  # some CPUs would compute in bfloat16, and some not
 ON_A_CPU = {"adapters_in_compute_dtype": "not_applied"}  # float32, which adapters are in anyway
 # Ludwig's search ends where the rate falls, which it may from one sample to two beside other work on the machine.

@@ -68,8 +68,8 @@ LINES = {
     "suite=null": "no suite named 'null'", "suite=": "no suite named ''", "suite=../model": "no suite named",
     "dtype=bf16": "did you mean bfloat16?", "dtype=fp16": "did you mean float16?", "dtype=[a]": "dtype",
     "lora.rank=8": "no key named 'rank' in lora; did you mean r?", "+lora.rank=8": "did you mean r?",
-    "lora.use_dora=true": "PEFT's use_dora is not measured; expected of lora: r, lora_alpha, lora_dropout",
-    "models=[{tiny-llama:{use_dora:true}}]": "PEFT's use_dora is not measured", "lora.use_rslor=1": "use_rslora?",
+    "lora.lora_bias=true": "PEFT's lora_bias is not measured; expected of lora: r, lora_alpha, lora_dropout",
+    "models=[{tiny-llama:{lora_bias:true}}]": "PEFT's lora_bias is not measured", "lora.use_rslor=1": "use_rslora?",
     "lora.dropout=0.1": "did you mean lora_dropout?", "lora=5": "lora", "~lora": "lora", "lora.r=null": "lora.r",
     "lora.lora_alpha=nan": "finite", "lora.lora_dropout=nan": "lora_dropout",
     "lora.target_modules=[q_prj]": "no module named 'q_prj' in the model tiny-llama for lora.target_modules; "
