@@ -2,7 +2,7 @@
 quantization-aware training. Slot `float32_matmul`: TF32.
 
     pip install 'lorabench[torchao]'
-    python -m lorabench.sweep 'models=[tiny-llama]' 'ablations=[{float8_training:{emulate:true}},qat]'
+    python -m lorabench.sweep 'models=[tiny-llama]' 'ablations=[float8_training,qat]'
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, Unsupported
 from lorabench.contract.settings import Settings
-from lorabench_ablations.lora_kernels import MULTIPLY
+from lorabench_ablations.lora_kernels import MULTIPLY, Fp8Products
 from lorabench_ablations.quantized import TORCHAO
 
 if TYPE_CHECKING:
@@ -60,37 +60,34 @@ class Float8Training(BasePrecision):
     """torchao's `convert_to_float8_training`: weights, inputs and gradients are rounded to e4m3 for each product.
 
     Eagerly it also computes the gradient of the frozen weights and keeps their inputs for it; only the compiler drops
-    both, so put `torch_compile` beside it. `emulate` rounds likewise and multiplies in the compute dtype, anywhere.
+    both, so put `torch_compile` beside it. A CPU rounds likewise and multiplies in the compute dtype.
     """
 
     name: ClassVar[str] = "float8_training"
     summary: ClassVar[str] = "the frozen linears' products in FP8 (torchao's float8 training)"
     made: ClassVar[str] = "Float8Linear"
+    requires: ClassVar[Requires] = Fp8Products(packages={"torchao": TORCHAO})
     # Two bits of mantissa less than bfloat16's own eighth: as coarse as fp8_base, which see for the reasons.
     tolerance: ClassVar[Tolerance] = Tolerance(
         words="frozen weights, their inputs and gradients in e4m3", grad=0.5, eps=2**-3, loss=0.02
     )
 
     recipe: str = "rowwise"
-    emulate: bool = False
 
     def __post_init__(self) -> None:
         if self.recipe not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
             raise ValueError(f"recipe={self.recipe!r}: expected tensorwise, rowwise or rowwise_with_gw_hp")
 
-    @property
-    def requires(self) -> Requires:  # type: ignore[override]
-        packages = {"torchao": TORCHAO}
-        if self.emulate:
-            return Requires(packages=packages)
-        return Requires(device="cuda", capability=(8, 9), dtypes=("bfloat16",), packages=packages)
-
     def convert(self, model: nn.Module, fits: Callable[[nn.Module, str], bool]) -> None:
         from dataclasses import replace
 
+        import torch
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
+        weight = next(p for p in model.parameters() if not p.requires_grad)
+        if weight.is_cuda and weight.dtype != torch.bfloat16:
+            raise Unsupported(f"float8_training multiplies beside bfloat16; this model computes in {weight.dtype}")
+        config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=not weight.is_cuda)
         convert_to_float8_training(model, config=config, module_filter_fn=fits)
 
     def settings(self) -> Settings:

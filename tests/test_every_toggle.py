@@ -40,11 +40,10 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
         "liger", "lora_addmm", "lora_kernels", "lora_mlp_kernel", "lora_o_kernel", "lora_qkv_kernel", "nf4_base",
         "paged_adamw_32bit", "paged_adamw_8bit", "save_on_cpu", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash",
         "sdpa_math", "selective_checkpointing", "torch_compile", "unsloth", "varlen", "xformers",
-        "cut_cross_entropy", "gradient_accumulation", "hqq", "layer_offloading", "liger_fused_linear_cross_entropy",
+        "cut_cross_entropy", "float8_training", "gradient_accumulation", "hqq", "layer_offloading", "liger_fused_linear_cross_entropy",
         "load_in_8bit", "loraplus", "qat", "tf32", "torchao_adamw_8bit", "torchao_fp8", "torchao_int8",
         "trl_fused_lm_head", "unsloth_checkpointing",
     ) | {
-        "float8_training": "float8_training" if torch.cuda.is_available() else "{float8_training:{emulate:true}}",
         "neftune": "{neftune:{neftune_noise_alpha:0.02}}",
         "tiled_loss": "{tiled_loss:{rows:32}}",
         "tiled_mlp": "{tiled_mlp:{shards:4}}",
@@ -84,8 +83,8 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
     ),
     "linears": (["kind=op", "models=[linear-256x256]"], plain("bare_linear")),
 }  # fmt: skip
-# `ddp` wants a process a GPU (tests/measure/test_ranks.py); `no_optimizer` is for references; of the last two there is a
-# row with a reason (tests/ablations/test_quantized.py).
+# `ddp` wants a process a GPU (tests/measure/test_ranks.py); `no_optimizer` is for references; the last two are only
+# rows with a reason (tests/ablations/test_quantized.py).
 ELSEWHERE = {"ddp", "no_optimizer", "gptq", "awq"}
 DTYPE = [] if torch.cuda.is_available() else ["dtype=float32"]  # some CPUs would compute in bfloat16, and some not
 ON_A_CPU = {"adapters_in_compute_dtype": "not_applied"}  # float32, which adapters are in anyway

@@ -43,6 +43,14 @@ def test_every_link_leads_to_a_heading(page):
             assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, link
 
 
+def test_every_pitfall_of_the_page_has_a_test_that_is_there():
+    text = (DOCS / "toggles.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) == 15
+    for file, test in named:
+        assert f"def {test}(" in (DOCS.parent / file).read_text(encoding="utf-8"), test
+
+
 def test_needs_names_the_device_and_each_command_once(script):
     both = {"one": "pip install x", "other": "pip install x"}
     assert script.needs(Requires(device="cuda", capability=(9, 0), packages=both)) == (

@@ -17,7 +17,6 @@ from lorabench_ablations.precision import Float8Training, Qat, Tf32
 
 LINEARS = 3 * 7  # tiny-llama: three layers, seven linears
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs the package torchao")
-EMULATED = {"float8_training": {"emulate": True}}
 ON_A_GPU = MACHINE.model_copy(update={"device": "cuda", "gpus": 1, "capability": (9, 0)})
 
 
@@ -26,7 +25,7 @@ def toggle(made):
 
 
 @needs_torchao
-@pytest.mark.parametrize("way", [EMULATED, {"float8_training": {"emulate": True, "recipe": "tensorwise"}}, "qat"])
+@pytest.mark.parametrize("way", ["float8_training", {"float8_training": {"recipe": "tensorwise"}}, "qat"])
 def test_every_frozen_linear_rounds_and_adapters_do_not(way):
     dense, made = one_step(arm(*PEFT)), arm(*PEFT, way)
     assert toggle(made).audit(Evidence(made, made.patched[toggle(made).name], None)) == LINEARS
@@ -41,7 +40,7 @@ def test_every_frozen_linear_rounds_and_adapters_do_not(way):
 
 @needs_torchao
 def test_an_adapter_of_a_rank_that_is_not_divisible_is_let_alone():
-    made = arm(*PEFT, EMULATED, overrides=("lora.r=5",))
+    made = arm(*PEFT, "float8_training", overrides=("lora.r=5",))
     assert made.patched["float8_training"] == LINEARS
     assert one_step(made).loss > 0
 
@@ -55,14 +54,14 @@ def test_float8_computes_the_gradient_of_frozen_weights_where_it_is_not_compiled
         ops: Counter = traced(lambda: run_trial(made))[1]
         return ops["aten::mm"] + ops["aten::addmm"] + ops["aten::_scaled_mm"]
 
-    assert products(EMULATED) > products()
+    assert products("float8_training") > products()
 
 
 def test_what_it_needs_is_said():
-    assert "needs a CUDA device" in str(Float8Training().requires.unmet(MACHINE))
     old = ON_A_GPU.model_copy(update={"capability": (8, 0)})
-    assert "needs CUDA capability 8.9 or newer" in str(Float8Training().requires.unmet(old))
-    assert Float8Training(emulate=True).requires.device is None
+    assert "CUDA capability 8.9 or newer; this one has 8.0" in str(Float8Training.requires.unmet(old))
+    lacking = [Float8Training.requires.unmet(machine) for machine in (ON_A_GPU, MACHINE)]
+    assert all(reason is None or "the package torchao" in reason for reason in lacking)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_wrong_input_is_one_line(given, expected):
         registry.ablation(given)
 
 
-@pytest.mark.parametrize("made", [Float8Training(emulate=True), Qat()])
+@pytest.mark.parametrize("made", [Float8Training(), Qat()])
 @pytest.mark.parametrize("other", ["lora_kernels", "fp8_base", "lora_qkv_kernel", "nf4_base", "axolotl"])
 def test_what_multiplies_itself_or_is_quantized_cannot_go_with_it(made, other):
     assert conflict([made, registry.ablation(other)])

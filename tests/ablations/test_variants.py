@@ -60,9 +60,14 @@ def test_dynamic_rope_remembers_the_longest_row_and_yarn_does_not():
         torch.manual_seed(0)
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-                max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, **rope},
-            )  # fmt: skip
+                vocab_size=64,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                max_position_embeddings=64,
+                rope_parameters={"rope_theta": 1e4, **rope},
+            )
         ).eval()
         row, longer, between = (torch.arange(n)[None] % 64 for n in (16, 200, 100))
         with torch.no_grad():
