@@ -1,4 +1,4 @@
-"""Slot `weights`: the frozen weights wait in host memory, and each is on the device while it multiplies."""
+"""Slot `weight_placement`: the frozen weights wait in host memory, and each is on the device while it multiplies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LayerOffloading(Ablation):
     """
 
     name: ClassVar[str] = "layer_offloading"
-    slot: ClassVar[str] = "weights"
+    slot: ClassVar[str] = "weight_placement"
     summary: ClassVar[str] = "frozen linears wait in host memory, each on the device for its product alone"
     requires: ClassVar[Requires] = Requires(device="cuda")
     excludes: ClassVar[dict[str, str]] = {

@@ -1,4 +1,4 @@
-"""Slot `noise`: NEFTune (arXiv 2310.05914), uniform noise on the embeddings in training."""
+"""Slot `embedding_noise`: NEFTune (arXiv 2310.05914), uniform noise on the embeddings in training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Neftune(Ablation):
     """
 
     name: ClassVar[str] = "neftune"
-    slot: ClassVar[str] = "noise"
+    slot: ClassVar[str] = "embedding_noise"
     summary: ClassVar[str] = "NEFTune: uniform noise on the embeddings in training"
     tolerance: ClassVar[Tolerance] = Tolerance(
         words="noise on the embeddings, other in every step", grad=0.1, loss=0.05

@@ -1,4 +1,4 @@
-"""The tables of docs/guide.md: Axolotl's guide entry by entry, with its wording beside what was measured, and what fits.
+"""The tables of docs/guide.md: Axolotl's guide entry by entry, its wording beside what was measured, and what fits.
 
     python benchmarks/guide_table.py            # writes them into the page
     python benchmarks/guide_table.py --print    # shows them

@@ -40,7 +40,8 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
         "liger", "lora_addmm", "lora_kernels", "lora_mlp_kernel", "lora_o_kernel", "lora_qkv_kernel", "nf4_base",
         "paged_adamw_32bit", "paged_adamw_8bit", "save_on_cpu", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash",
         "sdpa_math", "selective_checkpointing", "torch_compile", "unsloth", "varlen", "xformers",
-        "cut_cross_entropy", "float8_training", "gradient_accumulation", "hqq", "layer_offloading", "liger_fused_linear_cross_entropy",
+        "cut_cross_entropy", "float8_training", "gradient_accumulation", "hqq", "layer_offloading",
+        "liger_fused_linear_cross_entropy",
         "load_in_8bit", "loraplus", "qat", "tf32", "torchao_adamw_8bit", "torchao_fp8", "torchao_int8",
         "trl_fused_lm_head", "unsloth_checkpointing",
     ) | {
