@@ -29,7 +29,7 @@ class LayerOffloading(Ablation):
     summary: ClassVar[str] = "frozen linears wait in host memory, each on the device for its product alone"
     requires: ClassVar[Requires] = Requires(device="cuda")
     excludes: ClassVar[dict[str, str]] = {
-        **dict.fromkeys((*MULTIPLY, "precision"), "it multiplies with the frozen weights itself"),
+        **dict.fromkeys((*MULTIPLY, "base_precision"), "it multiplies with the frozen weights itself"),
         "loading": "quantized weights are no plain linears",
         "compilation": "the compiler would keep each copy for backward",
     }

@@ -1,4 +1,4 @@
-"""Slot `precision`: in what format the frozen linears multiply, their weights kept as they are: torchao's float8 and
+"""Slot `base_precision`: in what format the frozen linears multiply, their weights kept as they are: torchao's float8 and
 quantization-aware training. Slot `float32_matmul`: TF32.
 
     pip install 'lorabench[torchao]'
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class BasePrecision(Ablation):
     """Base: the frozen linears below PEFT's layers become linears of torchao's over the same weights."""
 
-    slot: ClassVar[str] = "precision"
+    slot: ClassVar[str] = "base_precision"
     excludes: ClassVar[dict[str, str]] = {
         **dict.fromkeys(MULTIPLY, "it multiplies with the frozen weights itself"),
         "loading": "the frozen weights are quantized already",

@@ -39,7 +39,7 @@ PAGES = {
     "limit": "methodology.md#the-limit",
     "loading": "toggles.md#frozen-weights-in-few-bits",
     "nf4_base": "toggles.md#weights-in-4-bits",
-    "precision": "toggles.md#products-in-another-precision",
+    "base_precision": "toggles.md#products-in-another-precision",
     "float32_matmul": "toggles.md#products-in-another-precision",
     "weight_placement": "toggles.md#long-context",
     "tiled_mlp": "toggles.md#long-context",
