@@ -85,7 +85,7 @@ def test_no_package_imports_one_above_it(package):
 
 # The flow of the data through lorabench: each folder imports only from those before it (and any file at the top, such
 # as sweep.py, from all of them). Nothing in a folder imports a file at the top.
-FLOW = ("contract", "schedule", "plan", "record", "measure", "run", "report", "advice")
+FLOW = ("contract", "schedule", "plan", "record", "measure", "train", "run", "report", "advice")
 
 
 def modules() -> dict[str, Path]:
@@ -156,6 +156,7 @@ COMMON = (
     "sweep.py",
     "recommend.py",
     "simulate.py",
+    "jobs.py",
     "compare.py",
     "doctor.py",
     "cli.py",
