@@ -161,15 +161,15 @@ def verdict(curves: Mapping[Run, Sequence[float]], window: int, times: float) ->
         }  # fmt: skip
     return {
         "passed": all(job["passed"] for job in jobs.values()),
-        "criterion": f"mean and largest distance of each job's curves (moving average over {window} steps), together "
-        f"to alone, at most {times:g} times what the same job alone differs by with its samples in micro-batches of one",
+        "criterion": f"mean and largest distance of each job's curves (moving average over {window} steps), together to "
+        f"alone, at most {times:g} times what the job alone differs by with its samples in micro-batches of one",
         "window": window,
         "jobs": jobs,
     }
 
 
 def draw(folder: Path, curves: Mapping[Run, Sequence[float]], window: int) -> None:
-    """A column a job. Above, together and alone; below, on a linear axis, what they differ by, and what rounding does."""
+    """A column a job. Above, together and alone; below, on a linear axis, what they differ by, and rounding."""
     figure = Figure(figsize=(11, 5.2), dpi=150, layout="constrained")
     axes: Any = figure.subplots(2, len(JOBS), sharex=True, height_ratios=(3, 2), squeeze=False)
     for (above, below), job in zip(axes.T, JOBS, strict=True):
