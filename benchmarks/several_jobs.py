@@ -161,8 +161,8 @@ def verdict(curves: Mapping[Run, Sequence[float]], window: int, times: float) ->
         }  # fmt: skip
     return {
         "passed": all(job["passed"] for job in jobs.values()),
-        "criterion": f"mean and largest distance of each job's curves (moving average over {window} steps), together to "
-        f"alone, at most {times:g} times what the job alone differs by with its samples in micro-batches of one",
+        "criterion": f"mean and largest distance of each job's curves (moving average over {window} steps), together "
+        f"to alone, at most {times:g} times what the job alone differs by with its samples in micro-batches of one",
         "window": window,
         "jobs": jobs,
     }
