@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from lorabench.contract.ablation import Place, Unsupported
+from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import IGNORE, Batch
+from lorabench.contract.joint import Place
 
 OWN_WIDTH = "own_width"  # of a job's batch that was padded further: what its longest sample has
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lorabench.contract.ablation import Place, Unsupported
+from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import IGNORE, Batch
-from lorabench.contract.joint import Joint
+from lorabench.contract.joint import Joint, Place
 from lorabench.contract.step import Step
 from lorabench_ablations.joint_batches import OWN_WIDTH, evenly, flat, samples_of, shared_out, widened
 

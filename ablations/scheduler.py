@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Place, Unsupported
-from lorabench.contract.joint import Joint
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
+from lorabench.contract.joint import Joint, Place
 from lorabench.schedule import SCHEDULERS, Budget
 from lorabench_ablations.batching import positive
 

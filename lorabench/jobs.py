@@ -41,7 +41,7 @@ SCHEDULER = "fast_fit"  # where the file names none: it holds every job's sample
 HELP = """\
 lorabench jobs: trains several LoRA adapters on one base, together where that is faster.
 
-usage: lorabench jobs FILE.yaml [key=value ...]      keys: {keys}
+usage: python -m lorabench.jobs FILE.yaml [key=value ...]      the same as lorabench jobs; keys: {keys}
 
 FILE.yaml
   model: ORG/NAME            a folder, a config.json, ORG/NAME on the hub, or a named one with weights:

@@ -30,10 +30,8 @@ if TYPE_CHECKING:  # these import torch, which a list of toggles can do without
     import torch
 
     from lorabench.contract.arm import Arm
+    from lorabench.contract.joint import Place
     from lorabench.contract.step import Step
-
-
-Place = tuple[int, int]  # a sample of several jobs': (number of the job, number of the sample in it), both from 0
 
 
 class Unsupported(Exception):

@@ -15,10 +15,9 @@ from lorabench.contract.step import Step
 if TYPE_CHECKING:  # as in step.py
     from torch import Tensor
 
-    from lorabench.contract.ablation import Place
-
-    # What the toggles answer to `schedule`: (lengths by job and sample, padded) → micro-batches.
-    Schedule = Callable[[Sequence[Sequence[int]], bool], list[list[Place]] | None]
+Place = tuple[int, int]  # a sample of several jobs': (number of the job, number of the sample in it), both from 0
+# What the toggles answer to `schedule`: (lengths by job and sample, padded) → micro-batches.
+Schedule = Callable[[Sequence[Sequence[int]], bool], list[list[Place]] | None]
 
 
 class Joint(Step):
