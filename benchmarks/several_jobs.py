@@ -42,8 +42,8 @@ from loss_curve import WINDOW, read, save, smooth
 JOBS: dict[str, dict[str, Any]] = {
     "small": {"lora": {"r": 4, "lora_alpha": 8}, "learning_rate": 5e-4, "batch_size": 2, "seed": 1},
     "usual": {"lora": {"r": 16, "lora_alpha": 32}, "learning_rate": 2e-4, "batch_size": 2, "seed": 2},
-    "large": {"lora": {"r": 64, "lora_alpha": 64}, "learning_rate": 1e-4, "batch_size": 3, "schedule": "cosine"},
-    "odd": {"lora": {"r": 7, "lora_alpha": 20}, "learning_rate": 3e-4, "batch_size": 4, "schedule": "linear"},
+    "large": {"lora": {"r": 64, "lora_alpha": 64}, "learning_rate": 1e-4, "batch_size": 2, "schedule": "cosine"},
+    "odd": {"lora": {"r": 7, "lora_alpha": 20}, "learning_rate": 3e-4, "batch_size": 3, "schedule": "linear"},
 }
 TOGETHER, ALONE, AGAIN = "together", "alone", "alone again"
 ONE_AFTER_THE_OTHER = "sequential"
@@ -131,15 +131,21 @@ def trained(
     changes = {"fields": ["question", "answer"], "seq_len": options.seq_len}
     size = {"micro_batch_size": 1} if how == AGAIN else {}
     jobs = [
-        {"name": name, "data": {str(files[name]): changes}, "steps": options.steps, **job, **size}
+        {
+            "name": name,
+            "data": {str(files[name]): changes},
+            "steps": options.steps,
+            "epochs": options.steps,
+            **job,
+            **size,
+        }
         for name, job in JOBS.items()
     ]
     shared = {"model": options.model, "weights": options.weights, "dtype": options.dtype, "way": way, "output": folder}
     file = JobsFile.model_validate(shared | {"jobs": jobs})
     folder.mkdir()
     trainer = Setup(file, describe()).trainer(toggles(file, way), lambda text: print(f"{how}: {text}"))
-    trainer.run(lambda now: print(f"\r{how}: step {now.tick}", end="", flush=True))
-    print()
+    trainer.run(lambda now: print(f"{how}: step {now.tick}", *(f"{j.name} {j.progress.loss:.4f}" for j in now.jobs)))
     found: dict[str, list[float]] = {name: [] for name in JOBS}
     for line in (folder / LOSSES).read_text().splitlines():
         row = json.loads(line)
