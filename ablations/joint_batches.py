@@ -13,58 +13,68 @@ from torch.nn import functional as F
 
 from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import IGNORE, Batch
+from lorabench.contract.joint import Place
 
 OWN_WIDTH = "own_width"  # of a job's batch that was padded further: what its longest sample has
 
 
 def shared_out(
-    batches: Sequence[Sequence[Batch]], tokens: int, packed: bool
+    batches: Sequence[Sequence[Batch]], together: Sequence[Sequence[Place]]
 ) -> tuple[list[list[Batch]], list[list[int]]]:
-    """(each job's batches, in which micro-batch each of them is): the samples of all jobs over few micro-batches of at
-    most so many positions each, whoever's they are. Packed, the longest sample first, each to where the fewest tokens
-    are; else samples of like length, because they are padded. Raises Unsupported for a sample that is longer."""
-    samples = [(job, one) for job, own in enumerate(batches) for batch in own for one in _samples(batch)]
-    samples.sort(key=lambda pair: -pair[1].real)
-    if (longest := samples[0][1].real) > tokens:
-        raise Unsupported(f"a sample of {longest} tokens does not fit a micro-batch of {tokens}")
-    bins = _even(samples, tokens) if packed else _alike(samples, tokens)
+    """(each job's batches, in which micro-batch each of them is) where these of their samples go together. Raises
+    Unsupported unless each sample is in one micro-batch."""
+    samples = [[sample for batch in own for sample in samples_of(batch)] for own in batches]
+    every = sorted((job, place) for job, own in enumerate(samples) for place in range(len(own)))
+    if sorted(place for held in together for place in held) != every:
+        raise Unsupported("the schedule has a sample twice or not at all; expected each of them in one micro-batch")
     made: list[list[Batch]] = [[] for _ in batches]
     places: list[list[int]] = [[] for _ in batches]
-    for place, bin in enumerate(bins):
-        for job in sorted({job for job, _ in bin}):
-            made[job].append(_side_by_side([sample for owner, sample in bin if owner == job]))
-            places[job].append(place)
+    for number, held in enumerate(filter(None, together)):
+        for job in sorted({job for job, _ in held}):
+            made[job].append(_side_by_side([samples[owner][place] for owner, place in held if owner == job]))
+            places[job].append(number)
     return made, places
 
 
-Owned = tuple[int, Batch]  # a job and one sample of it
+def evenly(lengths: Sequence[Sequence[int]], tokens: int, packed: bool) -> list[list[Place]]:
+    """The samples of all jobs over few micro-batches of at most so many positions each, whoever's they are. Packed, the
+    longest sample first, each to where the fewest tokens are; else samples of like length, because they are padded.
+    Raises Unsupported for a sample that is longer."""
+    samples = [(length, (job, place)) for job, own in enumerate(lengths) for place, length in enumerate(own)]
+    samples.sort(key=lambda sample: -sample[0])
+    if (longest := samples[0][0]) > tokens:
+        raise Unsupported(f"a sample of {longest} tokens does not fit a micro-batch of {tokens}")
+    return [[place for _, place in held] for held in (_even(samples, tokens) if packed else _alike(samples, tokens))]
 
 
-def _even(samples: Sequence[Owned], tokens: int) -> list[list[Owned]]:
+Long = tuple[int, Place]  # tokens of a sample, and whose it is
+
+
+def _even(samples: Sequence[Long], tokens: int) -> list[list[Long]]:
     """The longest first, each into the bin that has the fewest tokens so far; as few bins as hold them so."""
-    count = max(1, -(-sum(sample.real for _, sample in samples) // tokens))
+    count = max(1, -(-sum(length for length, _ in samples) // tokens))
     while True:
-        bins, filled = [list[Owned]() for _ in range(count)], [0] * count
-        for owned in samples:
+        bins, filled = [list[Long]() for _ in range(count)], [0] * count
+        for sample in samples:
             where = filled.index(min(filled))
-            bins[where].append(owned)
-            filled[where] += owned[1].real
+            bins[where].append(sample)
+            filled[where] += sample[0]
         if max(filled) <= tokens:
-            return [bin for bin in bins if bin]
+            return [held for held in bins if held]
         count += 1
 
 
-def _alike(samples: Sequence[Owned], tokens: int) -> list[list[Owned]]:
+def _alike(samples: Sequence[Long], tokens: int) -> list[list[Long]]:
     """Neighbours in the order of their length, the longest first: as many as fit when they are as long as the first."""
-    bins: list[list[Owned]] = []
-    for owned in samples:
-        if not bins or (len(bins[-1]) + 1) * bins[-1][0][1].real > tokens:
+    bins: list[list[Long]] = []
+    for sample in samples:
+        if not bins or (len(bins[-1]) + 1) * bins[-1][0][0] > tokens:
             bins.append([])
-        bins[-1].append(owned)
+        bins[-1].append(sample)
     return bins
 
 
-def _samples(batch: Batch) -> list[Batch]:
+def samples_of(batch: Batch) -> list[Batch]:
     """A batch's samples, each a batch of its own without padding."""
     ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
     if (positions := batch.inputs.get("position_ids")) is not None:

@@ -30,6 +30,9 @@ class KernelRouter:
         except ValueError as error:
             raise Unsupported(f"fused_multi_lora: {error}") from None
         self.linears = self.jobs.linears
+        base: Any = model.get_base_model()  # pyright: ignore[reportCallIssue]
+        self.body, self.head = base.base_model, base.get_output_embeddings()
+        self.plain_head = _is_product(base, self.body, self.head)  # now, while the linears have no rows set
 
     def set(self, parts: Sequence[Part]) -> None:
         from lorakernels.ops.job_rows import JobRows
@@ -44,9 +47,8 @@ class KernelStep(JointStep):
         self, steps: Sequence[Step], router: Any, *, packed: bool, tokens: int | None, chunked_head: bool
     ) -> None:
         super().__init__(steps, router, packed=packed, tokens=tokens)
-        base: Any = self.model.get_base_model()
-        self.body, self.head = base.base_model, base.get_output_embeddings()
-        self.chunked = chunked_head and _is_product(base, self.body, self.head)
+        self.body, self.head = router.body, router.head
+        self.chunked = chunked_head and router.plain_head
 
     def forward(self, batch: Batch) -> Tensor:
         if not self.chunked:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import IGNORE, Batch
-from lorabench.contract.joint import Joint
+from lorabench.contract.joint import Joint, Place
 from lorabench.contract.step import Step
-from lorabench_ablations.joint_batches import OWN_WIDTH, flat, shared_out, widened
+from lorabench_ablations.joint_batches import OWN_WIDTH, evenly, flat, samples_of, shared_out, widened
 
 
 class Part(NamedTuple):
@@ -51,8 +52,10 @@ class JointStep(Joint):
 
     def lay_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
         own: Sequence[Sequence[Batch]] = batches
-        if self.tokens is not None:
-            own, self.places = shared_out(batches, self.tokens, self.packed)
+        self._items = None  # of another step's samples, where these are laid out anew
+        together = self._schedule([[sample.real for batch in mine for sample in samples_of(batch)] for mine in batches])
+        if together is not None:
+            own, self.places = shared_out(batches, together)
         places = self.places or [list(range(len(mine))) for mine in own]
         there = [dict(zip(at, mine, strict=True)) for at, mine in zip(places, own, strict=True)]
         made: list[dict[int, Batch]] = [{} for _ in own]
@@ -62,6 +65,14 @@ class JointStep(Joint):
             for job, batch in zip(jobs, laid, strict=True):
                 made[job][number] = batch
         return [list(mine.values()) for mine in made]
+
+    def _schedule(self, lengths: Sequence[Sequence[int]]) -> list[list[Place]] | None:
+        found = self.schedule(lengths, not self.packed)
+        if self.tokens is None:
+            return found
+        if found is not None:
+            raise Unsupported(f"tokens={self.tokens} and a scheduler both say which samples go together; leave one out")
+        return evenly(lengths, self.tokens, self.packed)
 
     def joined(self, batches: Sequence[Batch | None]) -> Batch:
         there = [(i, batch) for i, batch in enumerate(batches) if batch is not None]

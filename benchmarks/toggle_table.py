@@ -36,6 +36,7 @@ PAGES = {
     "generation": "evaluation.md",
     "text_metrics": "evaluation.md",
     "jobs": "several-adapters.md",
+    "scheduler": "several-adapters.md#who-shares-a-micro-batch",
     "limit": "methodology.md#the-limit",
     "loading": "toggles.md#frozen-weights-in-few-bits",
     "nf4_base": "toggles.md#weights-in-4-bits",

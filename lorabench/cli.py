@@ -48,6 +48,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "sweep": Command("lorabench.sweep", "measure optimizations, each against its reference, and write the report"),
     "recommend": Command("lorabench.recommend", "which few of them to switch on, for a model, data and this machine"),
+    "jobs": Command("lorabench.jobs", "train several adapters on one base, each from its own data"),
     "list": Command(
         "lorabench.sweep", "the optimizations, and what each lacks on this machine", ("list=true",), LIST_HELP
     ),

@@ -65,6 +65,10 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
     }),
     "padding": ([LENGTHS, "reference=[eager,adamw_fused,packing]"], plain("padding", "sdpa")),
     "jobs": (["workload=two_jobs"], plain("batched", "batched_packed", "fused_multi_lora")),
+    "schedulers": (["workload=two_jobs", "reference=[sdpa,adamw_fused,padding,batched_packed]"], {
+        name: f"{{{name}:{{tokens:64}}}}"
+        for name in ("fifo", "fast_fit", "optimal_fit", "residual_capacity", "lorafusion")
+    }),
     "jobs one by one": (
         ["workload=two_jobs", "reference=[sdpa,adamw_fused,padding,batched]"], plain("sequential"),
     ),

@@ -85,7 +85,7 @@ def test_no_package_imports_one_above_it(package):
 
 # The flow of the data through lorabench: each folder imports only from those before it (and any file at the top, such
 # as sweep.py, from all of them). Nothing in a folder imports a file at the top.
-FLOW = ("contract", "schedule", "plan", "record", "measure", "run", "report", "advice")
+FLOW = ("contract", "schedule", "plan", "record", "measure", "train", "run", "report", "advice")
 
 
 def modules() -> dict[str, Path]:
@@ -156,6 +156,7 @@ COMMON = (
     "sweep.py",
     "recommend.py",
     "simulate.py",
+    "jobs.py",
     "compare.py",
     "doctor.py",
     "cli.py",
@@ -179,6 +180,15 @@ OTHER_MEANINGS = {
     ("lorabench/measure/judging/depth_noise.py", "loss"): "a field of the noise",
     ("lorabench/measure/fairness.py", "forward"): "the method of a module",
     ("lorabench/measure/gradient_kind.py", "optimizer"): "a field of ArmMemory",
+    ("lorabench/plan/jobs_file.py", "linear"): "a schedule of the learning rate",
+    ("lorabench/plan/jobs_file.py", "batch_size"): "a field of a workload",
+    ("lorabench/train/crew.py", "batch_size"): "a field of a workload",
+    ("lorabench/train/state.py", "step"): "how many steps a job has made",
+    ("lorabench/train/trainer.py", "step"): "how many steps a job has made",
+    ("lorabench/train/trainer.py", "loss"): "a field of losses.jsonl",
+    ("lorabench/plan/jobs_file.py", "scheduler"): "a key of the file, as way is",
+    ("lorabench/jobs.py", "scheduler"): "a key of the file, as way is",
+    ("lorabench/jobs.py", "loss"): "a column of the table",
     ("lorabench/doctor.py", "load"): "the machine's load average",
     ("lorabench/report/plots.py", "o"): "matplotlib's circle",
 }

@@ -33,7 +33,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         "lorabench list -h",
         "lorabench.recommend --help", "lorabench recommend -h",
         "lorabench.doctor --help", "lorabench doctor -h", "lorabench compare -h", "lorabench report -h",
-        "lorabench log -h", "lorabench.simulate --help", "lorabench simulate -h",
+        "lorabench log -h", "lorabench.simulate --help", "lorabench simulate -h", "lorabench jobs -h",
     ],
 )  # fmt: skip
 def test_help_and_the_list_import_nothing_heavy(command):

@@ -2,7 +2,7 @@
 
 A class says its name, its slot, what it needs and what it excludes; its parameters are keyword-only dataclass fields;
 and it overrides only the hooks it needs. The hooks are called in the order in which a training run lives:
-load, adapt, prepare, build, patch, shard, batch, collate, optimize, join, step, size (or form and read, or
+load, adapt, prepare, build, patch, shard, batch, collate, optimize, join, schedule, step, size (or form and read, or
 text_metrics and generate, in the kinds that load weights or evaluate a checkpoint); `audit` then proves that the toggle
 engaged. docs/add-an-ablation.md walks through one.
 """
@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # these import torch, which a list of toggles can do without
     import torch
 
     from lorabench.contract.arm import Arm
+    from lorabench.contract.joint import Place
     from lorabench.contract.step import Step
 
 
@@ -198,6 +199,12 @@ class Ablation:
     def join(self, steps: Sequence[Step]) -> list[Step] | None:
         """Of several jobs the steps of a trial, in order: each a job's own, or a `Joint` (contract/joint.py) of some of
         them. None: leave it to another toggle, or one job after the other."""
+        return None
+
+    def schedule(self, lengths: Sequence[Sequence[int]], padded: bool) -> list[list[Place]] | None:
+        """Of the jobs that a `Joint` trains together: which of their samples go into which micro-batch, each sample in
+        one. `lengths` are the tokens of each job's samples of one step; `padded`: samples of a micro-batch are as wide
+        as the longest. It goes by lengths alone. None: leave it to another toggle, or to what the workload says."""
         return None
 
     def step(self, step: Step) -> Step:

@@ -126,6 +126,7 @@ EXPECTED: dict[Hook, Answer] = {
     Ablation.collate: Answer("a Batch", lambda answer: isinstance(answer, Batch)),
     Ablation.optimize: Answer("an optimizer, or None", _or_none(lambda answer: hasattr(answer, "param_groups"))),
     Ablation.join: Answer("a list of steps, or None", _or_none(_is_filled_list)),
+    Ablation.schedule: Answer("a list of micro-batches, or None", _or_none(_is_filled_list)),
     Ablation.step: Answer("a Step", lambda answer: hasattr(answer, "innermost")),
     Ablation.size: Answer("a Sizing, or None", _or_none(lambda answer: isinstance(answer, Sizing))),
     Ablation.read: Answer("a WeightsReader, or None", _or_none(lambda answer: isinstance(answer, WeightsReader))),

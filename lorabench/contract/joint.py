@@ -5,7 +5,7 @@ toggle's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,18 @@ from lorabench.contract.step import Step
 if TYPE_CHECKING:  # as in step.py
     from torch import Tensor
 
+Place = tuple[int, int]  # a sample of several jobs': (number of the job, number of the sample in it), both from 0
+# What the toggles answer to `schedule`: (lengths by job and sample, padded) → micro-batches.
+Schedule = Callable[[Sequence[Sequence[int]], bool], list[list[Place]] | None]
+
 
 class Joint(Step):
     """One step of several jobs. Override `lay_out`, `joined` and `forward`.
 
     `steps` are the jobs' own, each with its batches, optimizer and trained tokens. `places` says of each job in which
     micro-batch each of its batches is, in ascending order; by default those of one number are one. `collated` holds, by
-    micro-batch, what the toggles' `collate` has added to it.
+    micro-batch, what the toggles' `collate` has added to it. `schedule` asks the toggles which samples of all jobs go
+    together; `lay_out` may call it.
     """
 
     def __init__(self, steps: Sequence[Step]) -> None:
@@ -31,6 +36,7 @@ class Joint(Step):
         self.steps = list(steps)
         self.collated: list[dict[str, Any]] = []
         self.places: list[list[int]] = []
+        self.schedule: Schedule = lambda lengths, padded: None
         self._scales: Tensor | None = None
 
     @property

@@ -78,7 +78,7 @@ def feeds(request: Request, arm: Arm, vocabulary: int) -> list[Feed]:
         laid_out(request, Hooks(request.ablations), job, marked(samples), sizing)
         for job, samples, sizing in zip(request.jobs, request.samples, arm.sizings, strict=True)
     ]
-    for joint in _joints(arm.turns):
+    for joint in joints(arm.turns):
         _lay_out_together(joint, [step.name for step in arm.steps], layouts)
     return [
         Feed(step.batches, layout, samples, vocabulary, job.workload.kind != "text", job.seed)
@@ -215,7 +215,7 @@ def _step(
 def _turns(request: Request, hooks: Hooks, own: list[Step]) -> tuple[list[Step], list[Step]]:
     """(the step of each job, what a trial steps, in order), with what the toggles wrap around them."""
     turns = hooks.first(Ablation.join, own) or own
-    for joint in _joints(turns):
+    for joint in joints(turns):
         _put_together(request, hooks, joint)
     wrapped = [hooks.wrapped(Ablation.step, turn) for turn in turns]
     steps = {}
@@ -227,26 +227,33 @@ def _turns(request: Request, hooks: Hooks, own: list[Step]) -> tuple[list[Step],
     return [steps[step.name] for step in own], wrapped
 
 
-def _joints(turns: Sequence[Step]) -> list[Joint]:
+def joints(turns: Sequence[Step]) -> list[Joint]:
     return [inner for turn in turns if isinstance(inner := turn.innermost, Joint)]
 
 
 def _put_together(request: Request, hooks: Hooks, joint: Joint) -> None:
-    """Lay the jobs' batches out as the joint step wants them, with what the toggles' `collate` adds to the joint ones:
-    where samples begin is known of a whole row only."""
     names = [step.name for step in joint.steps]
     members = [(job, own) for job, own in zip(request.jobs, request.samples, strict=True) if job.name in names]
     layouts = [laid_out(request, hooks, job, own, collate=False) for job, own in members]
-    _lay_out_together(joint, [job.name for job, _ in members], layouts)
-    layout = dict(zip((job.name for job, _ in members), layouts, strict=True))
+    put_together(hooks, joint, [job.name for job, _ in members], layouts, request.device)
+
+
+def put_together(
+    hooks: Hooks, joint: Joint, names: Sequence[str], layouts: list[list[Batch]], device: torch.device
+) -> None:
+    """Lay the batches of the jobs of these names out as the joint step wants them, with what the toggles' `collate`
+    adds to the joint ones: where samples begin is known of a whole row only."""
+    joint.schedule, joint.collated, joint.places = partial(hooks.first, Ablation.schedule), [], []
+    _lay_out_together(joint, names, layouts)
+    layout = dict(zip(names, layouts, strict=True))
     for step in joint.steps:
         step.batches[:] = layout[step.name]
     for plain in map(joint.micro_batch, range(joint.count)):
         inputs = hooks.through(Ablation.collate, plain).inputs
         added = replace(plain, inputs={name: x for name, x in inputs.items() if name not in plain.inputs})
-        joint.collated.append(to_device(added, request.device).inputs)
+        joint.collated.append(to_device(added, device).inputs)
     for step in joint.steps:
-        step.batches[:] = [to_device(batch, request.device) for batch in step.batches]
+        step.batches[:] = [to_device(batch, device) for batch in step.batches]
 
 
 def _lay_out_together(joint: Joint, names: Sequence[str], layouts: list[list[Batch]]) -> None:

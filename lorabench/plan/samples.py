@@ -72,6 +72,26 @@ def draw(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
     return samples
 
 
+def every(workload: Workload, spec: ModelSpec) -> list[Sample]:
+    """All rows of a text of which something is trained within seq_len, in their order. Raises WorkloadError."""
+    rows, config = rows_of(workload), spec.hf_config()
+    fields, form = find(rows, workload.fields)
+    most = getattr(config, "max_position_embeddings", None) or workload.seq_len
+    found = {"fields": fields, "format": workload.format or form, "seq_len": min(workload.seq_len, most)}
+    whole = workload.model_copy(update=found | {"tokenizer": workload.tokenizer or _own(spec)})
+    tokenizer = load_tokenizer(whole.tokenizer or "")
+    read = (_tokenize(whole, rows[index], rows.place(index), tokenizer) for index in range(len(rows)))
+    samples = [sample for sample in read if sample.trained]
+    if not samples:
+        where = f"{rows.source}: none of the {len(rows)} rows has anything to train on within seq_len {whole.seq_len}"
+        raise WorkloadError(where + _roles(whole, rows[0]))
+    if max(max(sample.tokens) for sample in samples) >= config.vocab_size:
+        raise WorkloadError(
+            f"the tokenizer {whole.tokenizer} has tokens above the model's vocabulary {config.vocab_size}"
+        )
+    return samples
+
+
 def check_file(workload: Workload) -> None:
     """Whether the rows of a workload's own file are what they have to be. Raises WorkloadError."""
     if workload.path is not None:

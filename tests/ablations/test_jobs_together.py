@@ -10,11 +10,12 @@ import torch
 from helpers import InProcess, cells, config, gate_of, random_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from several_jobs import CPU, ONE_LENGTH, UNEQUAL, alone, audited, build, outcomes, plain, request, same
 
-from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, conflict
+from lorabench.contract.ablation import NotApplied, Unsupported, conflict
 from lorabench.contract.batch import IGNORE, pad
 from lorabench.contract.kind import kind
-from lorabench.measure.judging.numerics import one_step, share_masks
+from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.kind import request_of
 from lorabench.measure.machine import describe
 from lorabench.measure.seat import WrongNumerics
@@ -23,61 +24,11 @@ from lorabench.plan.compose import plan
 from lorabench.plan.registry import ablation
 from lorabench.run.runner import Runner
 from lorabench_ablations import joint_linears
-from lorabench_ablations.joint_batches import shared_out
+from lorabench_ablations.joint_batches import evenly, shared_out
 
 TOGETHER = ["batched", "batched_packed", "fused_multi_lora"]
 # Where rows are packed, SDPA multiplies what its mask leaves out by zero, which NaN survives: there only side by side.
 NAN_SAFE = [("batched", 0), ("batched", 1), ("batched_packed", 1), ("fused_multi_lora", 1)]
-CPU = torch.device("cpu")
-# Ranks, alphas and lengths of their own, padding inside a job, and a job that has fewer micro-batches than another.
-UNEQUAL = (
-    "workload={glue: {samples: 4, batch_size: 2, jobs: ["
-    "{name: few, lora: {r: 3, lora_alpha: 8}, workload: {samples: 2, seq_len: 24}, seed: 4, learning_rate: 3.0e-4}, "
-    "{name: many, lora: {r: 8}, seed: 7}, {name: thin, lora: {r: 1}, workload: {seq_len: 40}}]}}"
-)
-ONE_LENGTH = (
-    "workload={2x16: {jobs: [{name: first, lora: {r: 4}}, {name: second, workload: {batch_size: 1}, seed: 3}]}}"
-)
-
-
-def request(*toggles, workload=UNEQUAL, dropout=0.0):
-    names = ",".join(toggles)
-    made = cells(workload, "dtype=float32", f"lora.lora_dropout={dropout}", f"ablations=[[{names}]]")
-    return request_of(made[-1], "candidate", torch.float32, CPU)
-
-
-def build(wanted):
-    return kind("train").build(wanted)
-
-
-def outcomes(wanted, shared=True):
-    arm = build(wanted)
-    if shared:
-        share_masks(arm.model)
-    return [one_step(arm, step) for step in arm.steps]
-
-
-def alone(wanted):
-    """Each job by plain PEFT, as the only one on its base."""
-    found = []
-    for index in range(len(wanted.jobs)):
-        arm = build(plain(wanted.only(index)))
-        share_masks(arm.model)
-        found.append(one_step(arm))
-    return found
-
-
-def plain(wanted):
-    return replace(wanted, ablations=tuple(ablation(name) for name in ("sdpa", "adamw_foreach", "padding")))
-
-
-def same(got, wanted):
-    for ours, theirs in zip(got, wanted, strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
-        assert ours.gradients.keys() == theirs.gradients.keys()
-        for name, gradient in theirs.gradients.items():
-            torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-3, atol=1e-6)
-        assert ours.update_error is not None and ours.update_error < 1e-3
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -212,12 +163,6 @@ def test_sequential_is_plain_peft():
         assert all(torch.equal(g, other.gradients[n]) for n, g in one.gradients.items())
 
 
-def audited(name, wanted):
-    arm = build(wanted)
-    toggle = ablation(name)
-    return toggle.audit(Evidence(arm, arm.patched[name], {})), toggle.notes(Evidence(arm, arm.patched[name], {}))
-
-
 def test_what_the_audit_says():
     assert audited("sequential", request("sequential"))[0] == 3
     sites, notes = audited("batched", request("batched"))
@@ -311,9 +256,9 @@ def test_every_sample_is_in_one_micro_batch_and_none_is_too_large(lengths, token
     longest = max(max(own) for own in lengths)
     if longest > tokens:
         with pytest.raises(Unsupported, match=f"a sample of {longest} tokens does not fit a micro-batch of {tokens}"):
-            shared_out(jobs, tokens, packed)
+            evenly(lengths, tokens, packed)
         return
-    made, places = shared_out(jobs, tokens, packed)
+    made, places = shared_out(jobs, evenly(lengths, tokens, packed))
     rows: dict[int, list[int]] = {}
     for own, at, before in zip(made, places, lengths, strict=True):
         assert sorted(n for b in own for n in masks(b).sum(1).tolist()) == sorted(before) and at == sorted(set(at))

@@ -1,0 +1,223 @@
+"""Several fine-tuning jobs on one base, trained for their adapters: `lorabench jobs jobs.yaml`.
+
+    lorabench jobs jobs.yaml output=output/mine
+    lorabench jobs --help
+
+Thin: read, choose the way, train, say what became of each job.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":  # as in sweep.py
+    from lorabench.cli import main as entry
+
+    raise SystemExit(entry(["jobs", *sys.argv[1:]]))
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lorabench.cli import exit_code
+from lorabench.contract.names import nearest, one_line
+
+if TYPE_CHECKING:  # these import torch, or what takes as long
+    from lorabench.contract.ablation import Ablation
+    from lorabench.plan.jobs_file import JobsFile
+    from lorabench.train.setup import Setup
+    from lorabench.train.trainer import Trainer
+
+CHANGED = ("output", "way", "scheduler", "weights", "dtype")  # keys that the command line may change
+EVERY_S = 2.0  # between two lines of progress
+SCHEDULER = "fast_fit"  # where the file names none: it holds every job's samples to its budget, and needs no solver
+
+HELP = """\
+lorabench jobs: trains several LoRA adapters on one base, together where that is faster.
+
+usage: python -m lorabench.jobs FILE.yaml [key=value ...]      the same as lorabench jobs; keys: {keys}
+
+FILE.yaml
+  model: ORG/NAME            a folder, a config.json, ORG/NAME on the hub, or a named one with weights:
+  weights: auto              auto (the model's own), a folder, ORG/NAME, smollm2-135m-instruct, random
+  dtype: auto                auto, float32, bfloat16
+  output: output/jobs        adapters/NAME (PEFT's save_pretrained), losses.jsonl, state.safetensors
+  way: auto                  how the jobs are trained: auto (the fastest by published results), or one of
+                             {ways}
+  scheduler: auto            who shares a micro-batch: {{fast_fit: {{tokens: 4096}}}}, or another (lorabench list)
+  ablations: [sdpa, adamw_foreach]     what else is switched on
+  save_every: 100            steps
+  seed: 0                    of a base of random weights
+  jobs:
+    - name: short            also the adapter's name
+      data: FILE.jsonl       messages, prompt and completion, or text; ORG/DATASET; {{either: {{fields: [a, b]}}}}
+      lora: {{r: 16, lora_alpha: 32, lora_dropout: 0.0}}     PEFT's names
+      learning_rate: 1.0e-4
+      schedule: constant     constant, linear, cosine;  warmup_steps: 0
+      batch_size: 8          samples of one optimizer step;  micro_batch_size: of one pass (all)
+      epochs: 1              steps: at most so many
+      early_stop: {{held_out: 0.1, every: 50, patience: 3, min_delta: 0}}      none, where it is left out
+      seed: 0                of its adapter and the order of its rows
+      arrives_after: 0       steps that the others make before it begins
+
+Jobs end one by one, and the others go on. A job whose loss is no number ends alone. The same command goes on where it
+was stopped, also with more jobs in the file.
+
+exit code: 0 when every job has its adapter; 1 when one has none, or writing fails; 2 for bad input.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help", "help"} & set(arguments) or not arguments:
+        from lorabench.plan.jobs_file import ways
+
+        print(
+            HELP.format(keys=", ".join(CHANGED), ways=", ".join(ways())), file=sys.stdout if arguments else sys.stderr
+        )
+        return 0 if arguments else 2
+    console = Console()
+    _say(console, f"lorabench {version('lorabench')}: reading {arguments[0]}")
+    from lorabench.contract.ablation import Unsupported
+    from lorabench.record.store import StoreError
+
+    try:
+        return _train(_file(arguments), console)
+    except (ValueError, Unsupported) as error:  # of files, names, models, weights, rows
+        return _complain(error, 2)
+    except StoreError as error:
+        return _complain(error, 1)
+    except MemoryError as error:
+        return _complain(error, 1)
+    except RuntimeError as error:
+        from lorabench.measure.memory import out_of_memory
+
+        if not out_of_memory(error):
+            raise
+        return _complain(error, 1)
+    except KeyboardInterrupt as stop:
+        return _complain("stopped; the same command continues where its state was saved last", exit_code(stop))
+
+
+def _complain(error: object, code: int) -> int:
+    print(f"lorabench: {one_line(error)}", file=sys.stderr)
+    return code
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _file(arguments: Sequence[str]) -> JobsFile:
+    """The file with the command line's changes. Raises ValueError."""
+    from lorabench.plan.jobs_file import read
+
+    changes: dict[str, Any] = {}
+    for argument in arguments[1:]:
+        key, equals, value = argument.partition("=")
+        if key not in CHANGED:
+            raise nearest("key", key, CHANGED, where=" of lorabench jobs")
+        if not equals:
+            raise ValueError(f"{argument!r} is not understood: expected {key}=VALUE")
+        changes[key] = value
+    return read(Path(arguments[0]), changes)
+
+
+def _train(file: JobsFile, console: Console) -> int:
+    from lorabench.run.signals import uninterrupted
+    from lorabench.sweep import check_output
+
+    check_output(file.output)
+    with uninterrupted():  # an exception in the middle of its C++ would abort the process
+        import torch  # noqa: F401
+    from lorabench.measure.machine import describe
+    from lorabench.train.setup import Setup, first_that_can
+    from lorabench.train.state import locked
+
+    setup = Setup(file, describe())
+    tries = _tries(setup)
+    with locked(file.output):
+        trainer, refused = first_that_can(setup, tries, lambda text: _say(console, text))
+        for toggles, reason in refused.items():
+            _say(console, f"not {toggles}: {reason}")
+        _say(console, f"{len(file.jobs)} jobs on {setup.spec.name} in {setup.dtype}: {_way(setup, trainer.toggles)}")
+        if trainer.tick:
+            _say(console, f"going on after step {trainer.tick}")
+        trainer.run(_Progress(console))
+    return _became(trainer, console)
+
+
+def _tries(setup: Setup) -> list[tuple[Ablation, ...]]:
+    """The lists of toggles to try, the first that the machine and the jobs can have is taken. Raises ValueError."""
+    from lorabench.advice.expected import in_order, parameters
+    from lorabench.plan.jobs_file import AUTO, joins, toggles, ways
+
+    file = setup.file
+    if file.way != AUTO:
+        return [_scheduled(setup, toggles(file, file.way))]
+    if len(file.jobs) == 1:
+        return [toggles(file, None)]
+    best = in_order(((joins(name),) for name in ways()), parameters(setup.spec))
+    return [_scheduled(setup, toggles(file, way.name)) for (way,) in best]
+
+
+def _scheduled(setup: Setup, toggles: tuple[Ablation, ...]) -> tuple[Ablation, ...]:
+    """The same with a scheduler, where the file leaves that to us and jobs train together without a budget."""
+    from lorabench.contract.ablation import conflict
+    from lorabench.plan.jobs_file import AUTO
+    from lorabench.plan.registry import ablation
+
+    own: Any = ablation(SCHEDULER)
+    own = replace(own, tokens=max(own.tokens, setup.longest))
+    has_budget = any(getattr(toggle, "tokens", None) for toggle in toggles)
+    if setup.file.scheduler != AUTO or has_budget or conflict((*toggles, own)):
+        return toggles
+    return (*toggles, own)
+
+
+def _way(setup: Setup, toggles: Sequence[Ablation]) -> str:
+    from lorabench.advice.expected import expected, parameters
+    from lorabench.plan.jobs_file import AUTO
+
+    named = " + ".join(toggle.label for toggle in toggles)
+    gain = expected(toggles, parameters(setup.spec)).speedup
+    if setup.file.way != AUTO or len(setup.file.jobs) == 1:
+        return named
+    return f"{named} ({gain:.2f} × one job after the other, by published results on the model nearest in size)"
+
+
+class _Progress:
+    """A line every few seconds, and at the first tick."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.last, self.tokens = console, 0.0, 0
+
+    def __call__(self, trainer: Trainer) -> None:
+        now = time.monotonic()
+        if self.last and now - self.last < EVERY_S:
+            return
+        rate = f", {(trainer.tokens - self.tokens) / (now - self.last):.0f} tokens/s" if self.last else ""
+        self.last, self.tokens = now, trainer.tokens
+        jobs = [f"{j.name} {j.progress.step}/{j.steps} loss {j.progress.loss:.4f}"
+                for j in trainer.jobs if not j.ended and j.progress.loss is not None]  # fmt: skip
+        if jobs:
+            _say(self.console, f"step {trainer.tick}{rate}: " + " · ".join(jobs))
+
+
+def _became(trainer: Trainer, console: Console) -> int:
+    from lorabench.train.job import NAN
+
+    table = Table("job", "steps", "loss", "held-out loss", "ended", "adapter")
+    for job in trainer.jobs:
+        mine = job.progress
+        numbers = ["" if value is None else f"{value:.4f}" for value in (mine.loss, mine.held_out)]
+        where = "" if mine.status == NAN else str(trainer.folder / "adapters" / job.name)
+        table.add_row(job.name, f"{mine.step}/{job.steps}", *numbers, mine.status, where)
+    console.print(table)
+    return 1 if any(job.progress.status == NAN for job in trainer.jobs) else 0

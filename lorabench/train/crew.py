@@ -1,0 +1,72 @@
+"""Jobs that step together: what the toggles make of their next samples, and one forward and backward of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lorabench.contract.ablation import Ablation
+from lorabench.contract.batch import Sample, pad
+from lorabench.contract.joint import Joint
+from lorabench.contract.step import Step
+from lorabench.measure.build import joints, put_together, to_device
+from lorabench.measure.hooks import Hooks
+from lorabench.train.job import Training
+
+
+class Crew:
+    """The steps of some jobs, joined as the toggles say. It stays as long as the same jobs go on."""
+
+    def __init__(self, hooks: Hooks, model: Any, jobs: Sequence[Training], device: torch.device) -> None:
+        self.hooks, self.jobs, self.device = hooks, list(jobs), device
+        self.own = {job.name: Step(model, job.optimizer, (), job=job.job, items=1) for job in jobs}
+        turns: list[Step] = hooks.first(Ablation.join, list(self.own.values())) or list(self.own.values())
+        self.turns = [hooks.wrapped(Ablation.step, turn) for turn in turns]
+
+    def fill(self, samples: Mapping[str, Sequence[Sample]]) -> None:
+        """Lay these samples of each job out. Raises Unsupported where they cannot go together."""
+        layouts = {}
+        for job in self.jobs:
+            step, own = self.own[job.name], list(samples[job.name])
+            step.samples, step.items = own, sum(sample.trained for sample in own)
+            workload = job.job.workload.model_copy(update={"batch_size": job.micro_batch_size})
+            layouts[job.name] = self.hooks.first(Ablation.batch, own, workload) or pad(own, job.micro_batch_size)
+        together = [step.name for joint in joints(self.turns) for step in joint.steps]
+        for joint in joints(self.turns):
+            names = [step.name for step in joint.steps]
+            put_together(self.hooks, joint, names, [layouts[name] for name in names], self.device)
+        for name, batches in layouts.items():
+            if name not in together:
+                made = [self.hooks.through(Ablation.collate, batch) for batch in batches]
+                self.own[name].batches[:] = [to_device(batch, self.device) for batch in made]
+
+    def losses(self, backward: bool = True) -> dict[str, float]:
+        """Each job's loss over what it has been filled with, its gradients left in its parameters."""
+        found: dict[str, torch.Tensor] = {}
+        for turn in self.turns:
+            joint = turn.innermost
+            if isinstance(joint, Joint):
+                outs = [_one(turn, joint.micro_batch(number), backward) for number in range(joint.count)]
+                found |= {s.name: torch.stack(joint.losses_of(i, outs)).sum() for i, s in enumerate(joint.steps)}
+            else:
+                found[turn.innermost.name] = torch.stack([_one(turn, b, backward) for b in turn.batches]).sum()
+        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+
+    def update(self) -> None:
+        for turn in self.turns:
+            turn.update()
+
+    def clear(self) -> None:
+        for step in self.own.values():
+            step.clear()
+        for turn in self.turns:
+            turn.innermost.cleared()
+
+
+def _one(turn: Step, batch: Any, backward: bool) -> torch.Tensor:
+    out = turn.forward(batch)
+    if backward:
+        turn.backward(out)
+    return out.detach().float()

@@ -1,0 +1,98 @@
+"""From the file of `lorabench jobs` to a trainer: everything that can be wrong is said here, before a step is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lorabench.contract.ablation import Ablation, Unsupported
+from lorabench.contract.batch import Sample
+from lorabench.contract.hooks import asked_requires
+from lorabench.contract.job import Job
+from lorabench.contract.machine import Machine
+from lorabench.contract.model import ModelSpec
+from lorabench.measure.hooks import Hooks
+from lorabench.plan import architecture, samples, weights
+from lorabench.plan.jobs_file import Entry, JobsFile, JobsFileError, text_of
+from lorabench.train import base, state
+from lorabench.train.job import Training, parted
+from lorabench.train.trainer import Told, Trainer
+
+Parted = tuple[list[Sample], list[Sample]]
+
+
+class Setup:
+    """A file, read and checked. Raises ValueError, each error in one line."""
+
+    def __init__(self, file: JobsFile, machine: Machine) -> None:
+        self.file, self.machine, self.spec = file, machine, file.spec
+        self.adapted = {entry.name: file.adapted(entry) for entry in file.jobs}
+        architecture.check(self.spec, [own.lora for own in self.adapted.values()])
+        weights.check(self.spec)
+        self.samples: dict[str, Parted] = {entry.name: self._samples(entry) for entry in file.jobs}
+        self.dtype = machine.dtype(file.dtype)
+        self.base = {
+            "model": self.spec.name, "weights": self.spec.weights, "files": self.spec.fingerprint, "dtype": self.dtype,
+        }  # fmt: skip
+        self.saved = state.read(file.output)
+        if self.saved is not None:
+            state.check(self.saved, self.base, {e.name: e.model_dump(mode="json") for e in file.jobs})
+
+    def _samples(self, entry: Entry) -> Parted:
+        try:
+            torch.nn.ModuleDict({entry.name: torch.nn.Identity()})  # by which PEFT holds an adapter
+            return parted(samples.every(text_of(entry), self.spec), entry)
+        except (KeyError, ValueError) as error:
+            what = f"the name is one of torch's own: {error}" if isinstance(error, KeyError) else error
+            raise JobsFileError(f"job {entry.name}: {what}") from None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample of any job."""
+        return max(len(s.tokens) for own in self.samples.values() for part in own for s in part)
+
+    def unmet(self, toggles: Sequence[Ablation]) -> str | None:
+        """Why this machine or model cannot have one of these toggles, or None."""
+        found = ((toggle, asked_requires(toggle, self.machine, self.spec)) for toggle in toggles)
+        return next((f"{toggle.name} {reason}" for toggle, reason in found if reason), None)
+
+    def trainer(self, toggles: Sequence[Ablation], tell: Told) -> Trainer:
+        """Raises Unsupported where the toggles cannot train these jobs, WeightsError, out-of-memory errors."""
+        device, hooks, file = torch.device(self.machine.device), Hooks(toggles), self.file
+        seeds = {entry.name: entry.seed for entry in file.jobs}
+        model = base.with_adapters(
+            self.spec, self.adapted, seeds, hooks, getattr(torch, self.dtype), device, file.seed
+        )  # fmt: skip
+        jobs = [self._training(model, hooks, entry, self.adapted[entry.name]) for entry in file.jobs]
+        made = Trainer(model, jobs, toggles, device, file.output, self.base, file.save_every, tell)
+        made.resume(self.saved)
+        return made
+
+    def _training(self, model: Any, hooks: Hooks, entry: Entry, spec: ModelSpec) -> Training:
+        parameters = list(base.parameters(model, entry.name).values())
+        optimizer = hooks.first(Ablation.optimize, parameters, entry.learning_rate)
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(parameters, lr=entry.learning_rate)
+        job = Job(entry.name, entry.name, text_of(entry), spec.lora, entry.learning_rate, entry.seed)
+        train, held_out = self.samples[entry.name]
+        size = entry.micro_batch_size or entry.batch_size
+        return Training(entry, job, train, held_out, parameters, optimizer, size)
+
+
+def first_that_can(
+    setup: Setup, tries: Sequence[tuple[Ablation, ...]], tell: Told
+) -> tuple[Trainer, Mapping[str, str]]:
+    """(a trainer with the first of these lists of toggles that can train the jobs, why those before it cannot). Raises
+    Unsupported where none can."""
+    refused: dict[str, str] = {}
+    for toggles in tries:
+        named = " + ".join(toggle.label for toggle in toggles)
+        try:
+            if reason := setup.unmet(toggles):
+                raise Unsupported(reason)
+            return setup.trainer(toggles, tell), refused
+        except Unsupported as error:
+            refused[named] = str(error)
+    raise Unsupported("; ".join(refused.values()))

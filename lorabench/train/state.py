@@ -1,0 +1,161 @@
+"""What a killed training goes on from: one safetensors file with every job's adapter and optimizer, and in its header,
+as JSON, how far each has come. It is written whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorabench.contract.hooks import first_line
+from lorabench.record.store import StoreError, write_atomically
+from lorabench.train.job import Progress, Training
+
+STATE, LOSSES = "state.safetensors", "losses.jsonl"
+MAY_CHANGE = ("arrives_after",)  # of a job's entry, once it has begun
+RANDOM = "random"
+
+
+class StateError(ValueError):
+    """A state that is not of this file; the message is one line."""
+
+
+@dataclass
+class Saved:
+    """What a state file holds. `tick`: steps that the trainer had made; `jobs`: by name, what `save` wrote."""
+
+    tick: int
+    base: dict[str, Any]
+    jobs: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The folder is this process's alone: a sweep takes the same lock. Raises StoreError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")  # noqa: SIM115 (closed below, which releases the lock)
+    except OSError as error:
+        raise StoreError(f"output {folder} cannot be written: {error.strerror}; name another folder") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StoreError(f"another process is writing into {folder}; wait for it or name another output") from None
+        yield
+
+
+def save(
+    folder: Path, tick: int, base: Mapping[str, Any], jobs: Sequence[Training], random: Sequence[torch.Tensor]
+) -> None:
+    """Raises StoreError."""
+    from safetensors.torch import save as encoded
+
+    tensors = {f"{RANDOM}.{i}": state for i, state in enumerate(random)}
+    told: dict[str, Any] = {}
+    for job in jobs:
+        state = job.optimizer.state_dict()
+        plain: dict[str, dict[str, Any]] = {}
+        for index, parameter in enumerate(job.parameters):
+            tensors[f"{job.name}.{index}.parameter"] = parameter.detach()
+            for key, value in state["state"].get(index, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{job.name}.{index}.{key}"] = value
+                else:
+                    plain.setdefault(str(index), {})[key] = value
+        told[job.name] = {
+            "entry": job.entry.model_dump(mode="json"), "progress": asdict(job.progress),
+            "rate": job.rate.state_dict(), "rates": job.rate.get_last_lr(), "plain": plain,
+        }  # fmt: skip
+    header = {"lorabench": json.dumps({"schema": 1, "tick": tick, "base": dict(base), "jobs": told})}
+    write_atomically(
+        folder / STATE, encoded({n: t.detach().cpu().clone().contiguous() for n, t in tensors.items()}, header)
+    )
+
+
+def read(folder: Path) -> Saved | None:
+    """None where nothing was saved. Raises StateError for a file that is no state."""
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / STATE
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as opened:
+            told = json.loads(opened.metadata()["lorabench"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+        return Saved(told["tick"], told["base"], told["jobs"], tensors)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{path} cannot be read: {first_line(error)}; expected what lorabench jobs wrote") from None
+
+
+def check(saved: Saved, base: Mapping[str, Any], jobs: Mapping[str, Any]) -> None:
+    """Whether these jobs (their entries, by name) can go on from it. Raises StateError."""
+    if saved.base != dict(base):
+        key = next(key for key in base if saved.base.get(key) != base[key])
+        raise StateError(
+            f"the jobs in output were trained with {key} {saved.base.get(key)}, not {base[key]}; expected another "
+            "output"
+        )
+    for name, entry in jobs.items():
+        if (before := saved.jobs.get(name)) is None or not before["progress"]["step"]:
+            continue
+        changed = [key for key in entry if key not in MAY_CHANGE and before["entry"].get(key) != entry[key]]
+        if changed:
+            key, steps = changed[0], before["progress"]["step"]
+            raise StateError(
+                f"job {name} has made {steps} steps with {key} {before['entry'].get(key)}, not {entry[key]}; expected "
+                "the entry as it was, another name or another output"
+            )
+
+
+def restore(saved: Saved, job: Training) -> None:
+    """Put a job back to where it was; one that the state does not have stays as it is."""
+    if (told := saved.jobs.get(job.name)) is None:
+        return
+    states: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(job.parameters):
+        before = f"{job.name}.{index}."
+        own = {n.removeprefix(before): t for n, t in saved.tensors.items() if n.startswith(before)}
+        with torch.no_grad():
+            parameter.copy_(own.pop("parameter"))
+        if own := own | told["plain"].get(str(index), {}):
+            states[index] = own
+    groups = job.optimizer.state_dict()["param_groups"]
+    for group, rate in zip(groups, told["rates"], strict=True):
+        group["lr"] = rate
+    job.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    job.rate.load_state_dict(told["rate"])
+    job.progress = Progress(**told["progress"])
+
+
+def cut(folder: Path, tick: int) -> None:
+    """Leave in losses.jsonl only what belongs to the state. Raises StoreError."""
+    path = folder / LOSSES
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if json.loads(line)["tick"] <= tick:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            break  # cut off while it was written
+    write_atomically(path, b"".join(kept))
+
+
+def append(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises StoreError."""
+    path = folder / LOSSES
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,72 @@
+"""Arms of several jobs on one base, and each job alone, for the tests of what trains them together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import cells
+
+from lorabench.contract.ablation import Evidence
+from lorabench.contract.kind import kind
+from lorabench.measure.judging.numerics import one_step, share_masks
+from lorabench.measure.kind import request_of
+from lorabench.plan.registry import ablation
+
+CPU = torch.device("cpu")
+# Ranks, alphas and lengths of their own, padding inside a job, and a job that has fewer micro-batches than another.
+UNEQUAL = (
+    "workload={glue: {samples: 4, batch_size: 2, jobs: ["
+    "{name: few, lora: {r: 3, lora_alpha: 8}, workload: {samples: 2, seq_len: 24}, seed: 4, learning_rate: 3.0e-4}, "
+    "{name: many, lora: {r: 8}, seed: 7}, {name: thin, lora: {r: 1}, workload: {seq_len: 40}}]}}"
+)
+ONE_LENGTH = (
+    "workload={2x16: {jobs: [{name: first, lora: {r: 4}}, {name: second, workload: {batch_size: 1}, seed: 3}]}}"
+)
+
+
+def request(*toggles, workload=UNEQUAL, dropout=0.0):
+    names = ",".join(toggles)
+    made = cells(workload, "dtype=float32", f"lora.lora_dropout={dropout}", f"ablations=[[{names}]]")
+    return request_of(made[-1], "candidate", torch.float32, CPU)
+
+
+def build(wanted):
+    return kind("train").build(wanted)
+
+
+def outcomes(wanted, shared=True):
+    arm = build(wanted)
+    if shared:
+        share_masks(arm.model)
+    return [one_step(arm, step) for step in arm.steps]
+
+
+def alone(wanted):
+    """Each job by plain PEFT, as the only one on its base."""
+    found = []
+    for index in range(len(wanted.jobs)):
+        arm = build(plain(wanted.only(index)))
+        share_masks(arm.model)
+        found.append(one_step(arm))
+    return found
+
+
+def plain(wanted):
+    return replace(wanted, ablations=tuple(ablation(name) for name in ("sdpa", "adamw_foreach", "padding")))
+
+
+def same(got, wanted):
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.gradients.keys() == theirs.gradients.keys()
+        for name, gradient in theirs.gradients.items():
+            torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-3, atol=1e-6)
+        assert ours.update_error is not None and ours.update_error < 1e-3
+
+
+def audited(name, wanted):
+    arm = build(wanted)
+    toggle = ablation(name)
+    return toggle.audit(Evidence(arm, arm.patched[name], {})), toggle.notes(Evidence(arm, arm.patched[name], {}))
