@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from lorabench.advice.expected import Toggles
-from lorabench.advice.paste import apart, found_size
+from lorabench.report.paste import apart, found_size
 from lorabench.contract.ablation import combine, conflict
 from lorabench.contract.cell import Cell
 from lorabench.contract.machine import Machine

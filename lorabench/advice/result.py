@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lorabench.advice.expected import Toggles
 from lorabench.advice.known import Choice, Known, makes_it_fit, named
-from lorabench.advice.paste import blocks, found_size, sizes
+from lorabench.report.paste import blocks, found_size, sizes
 from lorabench.advice.search import more
 from lorabench.plan.compose import RecommendConfig
 from lorabench.plan.estimate import duration

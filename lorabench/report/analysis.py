@@ -65,6 +65,14 @@ class Analysis:
         names = {s["id"]: _device(s.get("machine") or {}) for s in self.sessions}
         return [names.get(r.session, "") for r in self.records]
 
+    def device(self, record: Record) -> str:
+        """That of one record."""
+        return self.devices[self._place_of[id(record)]]
+
+    @cached_property
+    def _place_of(self) -> dict[int, int]:
+        return {id(record): place for place, record in enumerate(self.records)}
+
     @cached_property
     def floors(self) -> NoiseFloors:
         return NoiseFloors(self.records, self.contrasts)

@@ -11,7 +11,7 @@ import torch
 import yaml
 from helpers import cells
 
-from lorabench.advice.paste import MODEL, apart, blocks
+from lorabench.report.paste import MODEL, apart, blocks
 from lorabench.contract.ablation import Ablation, combine
 from lorabench.contract.settings import Settings
 from lorabench.measure.machine import describe
