@@ -115,8 +115,8 @@ def took(arm: Arm) -> dict[str, list[float | None]]:
     """Phase → median ms with its 95 % interval: of several sessions the median of their medians, from the lowest of
     their bounds to the highest. The sum of all phases is TOTAL."""
     found: dict[str, list[float | None]] = {}
-    for phase in [*(p for p in kind(arm.own[-1].kind).phases if any(p in own.phases for own in arm.timed)), TOTAL]:
-        lists = [totals(own) if phase == TOTAL else own.phases[phase] for own in arm.timed if phase in (*own.phases, TOTAL)]
+    for phase in (*kind(arm.own[-1].kind).phases, TOTAL):
+        lists = [times for own in arm.timed if (times := totals(own) if phase == TOTAL else own.phases.get(phase))]
         if lists:
             each = stats.median_intervals(lists)
             found[phase] = [rounded(np.median(each[:, 0])), rounded(each[:, 1].min()), rounded(each[:, 2].max())]

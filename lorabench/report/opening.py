@@ -112,7 +112,7 @@ def _doubts(best: Record, level: Sequence[Record], analysis: Analysis) -> list[s
     said = [f"Level with {' and with '.join(analysis.row(r)['toggles'] for r in level)}."] if level else []
     waits = max(row["reference_host_share"], row["candidate_host_share"])
     if waits >= HOST_BOUND:
-        said.append(f"The GPU waits for its host up to {100 * waits:.0f} % of the step: on another host the ratio differs.")
+        said.append(f"The GPU waits for its host up to {100 * waits:.0f} % of the step: the ratio is of this host.")
     if row["dirty"]:
         said.append("Measured with uncommitted changes.")
     count = row["sessions"]
@@ -130,7 +130,7 @@ def _baselines() -> Mapping[str, list[list[str]]]:
 
 
 def reference_name(toggles: Sequence[str]) -> str:
-    """`peft_low` of the toggles that make it; toggles that have no name together stand for themselves, if they are few."""
+    """`peft_low` of the toggles that make it; toggles that have no name together stand for themselves, if few."""
     for name, places in _baselines().items():
         if len(places) == len(toggles) and all(any(t in toggles for t in place) for place in places):
             return name

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page, the answer first, then what can be seen, then the table and all that is behind it.
+"""report.html: one self-contained page, the answer first, then what can be seen, then the table.
 
 It needs no network. Its drawings and its table are made in the browser of the data that page_data.py takes from the
 records; without scripts the tables stand there as text. A Content-Security-Policy allows the page's own scripts and
@@ -30,7 +30,7 @@ from lorabench.report.words import number
 
 # In this order: each uses what stands in those before it.
 SCRIPTS = ("state", "words", "drawing", "race", "tradeoff", "ladder", "trials", "table", "page")
-# The style sheet that Plot puts into each of its drawings (src/plot.js of 0.6.17). A browser test fails where it differs.
+# What Plot puts into each of its drawings (src/plot.js of 0.6.17). A browser test fails where it differs.
 STYLE_OF_PLOT = """:where(.plot-d6a7b5) {
   --plot-background: white;
   display: block;
@@ -109,7 +109,8 @@ def _where(sessions: Sequence[Session]) -> str:
     commit = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}" if commits else ""
     if len(commits) > 3:
         commit = f"{len(commits)} commits"
-    return ", ".join(filter(None, (" and ".join(names), " to ".join({dates[0]: 0, dates[-1]: 0}) if dates else "", torch, commit)))
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
+    return ", ".join(filter(None, (" and ".join(names), when, torch, commit)))
 
 
 def _session(session: Session) -> dict[str, str]:

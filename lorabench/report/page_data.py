@@ -12,9 +12,9 @@ from typing import Any
 
 from lorabench.contract.kind import kind
 from lorabench.record.older import is_made_of
-from lorabench.record.schema import ARMS, TOTAL, Record
+from lorabench.record.schema import TOTAL, Record
 from lorabench.report.analysis import Analysis
-from lorabench.report.arms import CANDIDATE, REFERENCE, Arm, arms_of, held, rounded, took, trials, used
+from lorabench.report.arms import CANDIDATE, REFERENCE, TWIN, Arm, arms_of, held, rounded, took, trials, used
 from lorabench.report.attribution import ladder
 from lorabench.report.attribution_tables import increment, increment_is_clear
 from lorabench.report.cells import HOST_BOUND, judgement
@@ -47,7 +47,7 @@ def _family(group: Group, analysis: Analysis, commands: Mapping[str, Sequence[ob
         "phases": phases,
         "total": group.kind.total,
         "rounds": not is_made_of(first.family or ""),
-        "floor": rounded(max((f for r in group.records if math.isfinite(f := analysis.row(r)["noise_floor"])), default=0)),
+        "floor": rounded(max(f for r in group.records if math.isfinite(f := analysis.row(r)["noise_floor"]))),
         "opening": _opening(said, arms),
         "arms": [_arm(arm, name, group, analysis, commands) for arm, name in zip(arms, short_names(arms), strict=True)],
         **held_together(arms, phases, analysis)._asdict(),
@@ -73,11 +73,20 @@ def _arm(
         "padding": rounded(row.get(f"{arm.side}_padded_share")), "bound": _text(row.get(f"{arm.side}_bound")),
         "ceiling": rounded(row.get(f"{arm.side}_of_ceiling")), "trials": trials(arm),
     }  # fmt: skip
-    if arm.role in (CANDIDATE, REFERENCE) and arm.record:
-        found |= {"shares": _shares(row, analysis)} if arm.role == CANDIDATE else {}
+    if arm.role == CANDIDATE and arm.record:
+        found |= {"shares": _shares(row, analysis)}
     if arm.role != REFERENCE and arm.record:
         found |= {"gradient": _share_of_allowed(row), "claims": _claims(arm.record, analysis)}
+        found |= _beside(arm, analysis)
     return found | _facts(arm, analysis, commands)
+
+
+def _beside(arm: Arm, analysis: Analysis) -> dict[str, Any]:
+    """The trials of a reference of its own, which each arm had before there were rounds."""
+    if arm.record is None or arm.role == TWIN or not is_made_of(arm.record.family or ""):
+        return {}
+    own = analysis.contrasts.arms(arm.record, arm.record.reference)
+    return {"beside": trials(Arm(REFERENCE, REFERENCE, own, arm.record))}
 
 
 def _said(arm: Arm, group: Group, analysis: Analysis) -> str:
@@ -167,6 +176,3 @@ def work(records: Sequence[Record]) -> dict[str, str]:
                 f"the {own.name}'s time / the row's, over the phases named: 1 would be all else for nothing"
             )
     return found
-
-
-assert ARMS == ("reference", "candidate")  # the sides of `Arm.side`

@@ -79,7 +79,8 @@ def _verdicts(
         other = j if i == base else i if j == base else None
         if other is not None and arms[other].role in (CANDIDATE, REFERENCE):
             ratio = contrast.speedup if i == base else _inverse(contrast.speedup)
-            against[other] = contrast, ratio, floors.get(PAIRING.get(how), max(floors.values(), default=stats.MIN_FLOOR))
+            floor = floors.get(PAIRING.get(how), max(floors.values(), default=stats.MIN_FLOOR))
+            against[other] = contrast, ratio, floor
     holm = stats.holm([contrast.p_value() for contrast, _, _ in against.values()])
     said = [""] * len(arms)
     for corrected, (other, (contrast, ratio, floor)) in zip(holm, against.items(), strict=True):

@@ -12,11 +12,11 @@ const partsOf = (arm, value) => {
   const still = Math.min(arm.static ?? 0, value);
   return [{ className: "memory", from: 0, to: still }, { className: "memory2", from: still, to: value }];
 };
-const noteOf = (arm, value) => {
+const noteOf = (arm, value, brief) => {
   const unit = { ms: " ms", ratio: " ×", tokens: "", joules: "", memory: " GiB" }[shown.unit];
   if (shown.unit === "ratio") return arm.n === shown.base ? "baseline" : times(units.ratio.of(arm), verdictOf(arm.n));
   const ratio = arm.n !== shown.base && ["ms", "tokens"].includes(shown.unit) ? times(ratioOf(arm.n), verdictOf(arm.n)) : "";
-  return `${number(value)}${unit}${ratio ? " · " + ratio : arm.n === shown.base ? " · baseline" : ""}`;
+  return brief ? number(value) + unit : `${number(value)}${unit}${ratio ? " · " + ratio : arm.n === shown.base ? " · baseline" : ""}`;
 };
 const drawRace = () => {
   const unit = units[shown.unit], place = $("#race .chart"), { family } = shown;
@@ -26,7 +26,7 @@ const drawRace = () => {
   const bound = limit && (shown.unit === "tokens" ? 1000 * (family.arms.find(arm => arm.tokens)?.tokens ?? NaN) / limit.ms.total[0] : unit.of(limit)?.[0]);
   const rows = runners.map(arm => {
     const [value, low, high] = unit.of(arm);
-    return { id: arm.n, name: arm.name, note: noteOf(arm, value), parts: partsOf(arm, value), ends: [low, high], at: value, chosen: arm.n === shown.base, told: told(arm).replaceAll("\n", "; ") };
+    return { id: arm.n, name: arm.name, note: noteOf(arm, value, narrow(place)), parts: partsOf(arm, value), ends: [low, high], at: value, chosen: arm.n === shown.base, told: told(arm).replaceAll("\n", "; ") };
   });
   rows.push(...failed.map(arm => ({ id: arm.n, name: arm.name, note: `${arm.status.replace("_", " ")}: ${arm.reason ?? ""}`, faint: true, told: told(arm) })));
   const marks = [], most = Math.max(...rows.map(row => row.ends?.[1] ?? 0));
@@ -47,7 +47,7 @@ const drawRace = () => {
   const tones = [...new Set(runners.filter(arm => arm.n !== shown.base).map(arm => toneOf(arm)))].filter(tone => signs[tone]);
   legend($("#race .legend"), [
     ...(legends[shown.unit] ?? tones.map(tone => [tone, signs[tone][1]])),
-    ...(["ms", "ratio", "tokens"].includes(shown.unit) ? [["baseline", "95 % interval", "line"]] : []),
+    ...(["ms", "ratio", "tokens"].includes(shown.unit) ? [["ink", "95 % interval", "line"]] : []),
     ...(marks.length && limit ? [["limit", `${limit.name}: no step can be faster`, "line"]] : []),
     ...(shown.unit === "ratio" ? [["baseline", `noise floor ±${percent(family.floor)}`]] : []),
   ]);

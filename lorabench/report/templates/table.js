@@ -11,7 +11,7 @@ const columnsOf = () => {
     { ...ratio("total"), key: "×" },
     ...family.phases.map(phase => ({ ...ratio(phase), roomy: true })),
     { key: "GiB", value: arm => arm.peak, text: arm => number(arm.peak) },
-    ...shares.map(name => ({ key: name, value: arm => arm.shares?.[name]?.[0], text: arm => arm.shares?.[name] ? spread(arm.shares[name]) : "", roomy: true, more: shares.indexOf(name) > 0 })),
+    ...shares.map(name => ({ key: name, value: arm => arm.shares?.[name]?.[0], text: arm => percent(arm.shares?.[name]?.[0]), roomy: true, more: shares.indexOf(name) > 0, title: arm => arm.shares?.[name] && spread(arm.shares[name]) })),
     { key: "real tokens/s", value: arm => units.tokens.of(arm)?.[0], text: arm => number(units.tokens.of(arm)?.[0], 4), roomy: true },
     { key: "tokens/J", value: arm => units.joules.of(arm)?.[0], text: arm => number(units.joules.of(arm)?.[0]), roomy: true },
     { key: "padding", value: arm => arm.padding, text: arm => percent(arm.padding), more: true },
@@ -43,7 +43,7 @@ const bar = (cell, three, tone, scale) => {
 };
 const fill = (cell, column, arm, scale) => {
   cell.className = `number ${column.roomy ? "roomy" : ""} ${column.more ? "more" : ""}`;
-  if (!column.ratio) { cell.textContent = column.text(arm); return; }
+  if (!column.ratio) { cell.textContent = column.text(arm); cell.title = column.title?.(arm) ?? ""; return; }
   const three = column.three(arm), verdict = verdictOf(arm.n);
   if (!three) return;
   cell.textContent = arm.n === shown.base ? "1" : times(three, verdict);
@@ -59,7 +59,7 @@ const nameCell = (row, arm) => {
   if (signs[tone]) add(verdict, "span", signs[tone][0] + " ").setAttribute("aria-hidden", "true");
   verdict.append(arm.status !== "ok" ? arm.status.replace("_", " ") : arm.n === shown.base ? "baseline" : { twin: "noise floor", limit: "no candidate" }[arm.role] ?? (verdictOf(arm.n) || (arm.role === "reference" ? "reference" : "")));
   if (arm.ms.total && arm.n !== shown.base && arm.role !== "limit") {
-    const base = add(verdict, "button", "make it the baseline");
+    const base = add(verdict, "button", "as baseline");
     base.type = "button";
     base.setAttribute("aria-label", `make ${arm.name} the baseline`);
     base.addEventListener("click", () => rebase(arm.n, "#results"));
@@ -74,15 +74,16 @@ const drawTable = () => {
   head.replaceChildren();
   const line = add(head, "tr");
   [{ key: "stack and verdict" }, ...columns].forEach(column => {
-    const th = add(line, "th", undefined, column.value ? `number ${column.roomy ? "roomy" : ""} ${column.more ? "more" : ""}` : ""), button = add(th, "button", column.key);
+    const th = add(line, "th", undefined, column.value ? `number ${column.roomy ? "roomy" : ""} ${column.more ? "more" : ""}` : ""), button = add(th, "button", column.key.replace(" [95 %]", ""));
     th.scope = "col";
     button.type = "button";
     th.setAttribute("aria-sort", sorting.column === column.key ? (sorting.down ? "descending" : "ascending") : "none");
     button.addEventListener("click", () => { Object.assign(sorting, sorting.column === column.key ? { down: !sorting.down } : { column: column.key, down: false }); drawTable(); head.rows[0].cells[th.cellIndex].firstChild.focus(); });
   });
   const by = columns.find(column => column.key === sorting.column), sign = sorting.down ? -1 : 1;
-  // What has no number stands below, either way.
+  // What has no number stands below, either way, and below that the least work, which no stack can be.
   const order = (a, b) => {
+    if ((a.role === "limit") !== (b.role === "limit")) return (a.role === "limit") - (b.role === "limit");
     if (!by) return sign * a.name.localeCompare(b.name);
     const [x, y] = [by.value(a) ?? null, by.value(b) ?? null];
     return x === null || y === null ? (x === null) - (y === null) : sign * (x - y);

@@ -8,8 +8,8 @@ const frontOf = (points, less) => {
   return kept;
 };
 // The nearest of some places about each point in which its name meets neither a point nor another name.
-const labelled = (points, width, height) => {
-  const taken = points.map(p => [p.px - 5, p.py - 5, p.px + 5, p.py + 5]);
+const labelled = (points, width, height, lines) => {
+  const taken = [...lines, ...points.map(p => [p.px - 5, p.py - 5, p.px + 5, p.py + 5])];
   const meets = ([a, b, c, d]) => taken.some(([e, f, g, h]) => a < g && e < c && b < h && f < d);
   return points.flatMap(point => {
     const long = point.label.length * LETTER;
@@ -45,7 +45,9 @@ const drawTradeoff = () => {
   const scales = Plot.plot({ ...settings, marks: [] });
   points.forEach(p => { p.px = scales.scale("x").apply(p.x); p.py = scales.scale("y").apply(p.y); });
   const order = [...front, ...points.filter(p => !front.includes(p))].sort((a, b) => b.chosen - a.chosen);
-  const labels = labelled(order, width, height);
+  const corners = steps.map(p => [scales.scale("x").apply(p.x), scales.scale("y").apply(p.y)]);
+  const lines = corners.slice(1).map(([x, y], n) => [Math.min(x, corners[n][0]) - 1, Math.min(y, corners[n][1]) - 1, Math.max(x, corners[n][0]) + 1, Math.max(y, corners[n][1]) + 1]);
+  const labels = labelled(order, width, height, lines);
   const drawing = Plot.plot({
     ...settings,
     marks: [
@@ -55,7 +57,7 @@ const drawTradeoff = () => {
       ...[true, false].map(waits => Plot.dot(points.filter(p => Boolean(shown.family.arms[p.id].hostBound) === waits), { x: "x", y: "y", r: 5, stroke: p => `var(--${p.tone})`, strokeWidth: 2, fill: waits ? "var(--paper)" : p => `var(--${p.tone})` })),
       Plot.text(labels, { x: "x", y: "y", text: "label", textAnchor: "start", frameAnchor: "middle", fill: "var(--ink)", fontSize: 11.5, className: "labels" }),
       Plot.dot(points, { x: "x", y: "y", r: 12, fill: "transparent", className: "pick" }),
-      Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: "told", fontSize: 12.5, lineWidth: Math.min(40, letters(place, .8)) })),
+      Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: "told", fontSize: 12.5, lineHeight: 1.35, lineWidth: Math.min(40, letters(place, .8)) })),
     ],
   });
   put(place, drawing, `${unit.axis} against peak GiB of ${points.length} stacks`);

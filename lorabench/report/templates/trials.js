@@ -1,6 +1,8 @@
 // Two arms, trial by trial: noise, drift and pairing can be seen. The first is the baseline unless another is picked.
 const picks = { first: null, second: null, phase: "total" };
-const turnsOf = (arm, phase) => shown.family.arms[arm].trials.flatMap((session, s) => (session.ms[phase] ?? []).map((ms, n) => ({ ms, session: s, round: session.rounds[n], seat: session.seats[n], name: session.session })));
+// Before there were rounds every stack had a reference of its own, whose trials stand beside it.
+const trialsOf = (arm, other) => (shown.family.arms[arm].role === "reference" && shown.family.arms[other].beside) || shown.family.arms[arm].trials;
+const turnsOf = (arm, other, phase) => trialsOf(arm, other).flatMap((session, s) => (session.ms[phase] ?? []).map((ms, n) => ({ ms, session: s, round: session.rounds[n], seat: session.seats[n], name: session.session })));
 const timedArms = () => armsWith(arm => arm.trials.length);
 const chooseTrials = () => {
   const arms = timedArms(), best = shown.family.opening.best, form = $("#trials form");
@@ -20,10 +22,11 @@ const drawTrials = () => {
   if ($("#trials").hidden) return;
   chooseTrials();
   const looks = [[picks.first, "phase2", "circle"], [picks.second, "phase1", "triangle"]], { arms } = shown.family;
-  const sessions = [...new Set(looks.flatMap(([arm]) => arms[arm].trials.map(t => t.session)))];
-  const together = looks.map(([arm]) => turnsOf(arm, picks.phase));
-  const longest = Math.max(...together.flat().map(t => t.round), 0) + 1;
-  const at = turn => sessions.indexOf(turn.name) * (longest + 2) + turn.round + 1;
+  const both = [[picks.first, picks.second], [picks.second, picks.first]];
+  const sessions = [...new Set(both.flatMap(([arm, other]) => trialsOf(arm, other).map(t => t.session)))];
+  const together = both.map(([arm, other]) => turnsOf(arm, other, picks.phase));
+  const longest = Math.max(...together.flat().map(t => t.round), 0) + 3;
+  const at = turn => sessions.indexOf(turn.name) * longest + turn.round + 1;
   const shared = together[0].flatMap(a => together[1].filter(b => b.name === a.name && b.round === a.round).map(b => ({ x: at(a), ratio: a.ms / b.ms, a, b })));
   // Two arms that never shared a round are still shown, each by its own: older folders have a reference for every row.
   const place = $("#trials .chart"), said = (arm, t) => `${arms[arm].name}\nround ${t.round + 1}, process ${t.seat}: ${number(t.ms, 4)} ms`;
@@ -36,7 +39,7 @@ const drawTrials = () => {
         const own = points.filter(p => p.look === look);
         return [Plot.line(own, { x: "x", y: "y", z: "session", stroke: `var(--${look})`, strokeOpacity: .45, sort: "x" }), Plot.dot(own, { x: "x", y: "y", r: 3.5, symbol, fill: `var(--${look})` })];
       }),
-      Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: "told", fontSize: 12.5 })),
+      Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: "told", fontSize: 12.5, lineHeight: 1.35 })),
     ],
   });
   put(place, drawing, `${picks.phase} of ${arms[picks.first].name} and ${arms[picks.second].name} by round, ms`);
@@ -49,7 +52,7 @@ const drawTrials = () => {
       marks: [
         Plot.rect([ratio], { y1: r => r[1], y2: r => r[2], fill: "var(--phase1)", fillOpacity: .18 }), Plot.ruleY([ratio[0]], { stroke: "var(--phase1)", strokeWidth: 2 }),
         Plot.ruleY([1], { stroke: "var(--soft)", strokeDasharray: "3 3" }), Plot.dot(shared, { x: "x", y: "ratio", r: 3, fill: "var(--ink)" }),
-        Plot.tip(shared, Plot.pointer({ x: "x", y: "ratio", title: p => `round ${p.a.round + 1}: ${number(p.a.ms, 4)} / ${number(p.b.ms, 4)} ms = ${number(p.ratio, 4)}`, fontSize: 12.5 })),
+        Plot.tip(shared, Plot.pointer({ x: "x", y: "ratio", title: p => `round ${p.a.round + 1}: ${number(p.a.ms, 4)} / ${number(p.b.ms, 4)} ms = ${number(p.ratio, 4)}`, fontSize: 12.5, lineHeight: 1.35 })),
       ],
     }), `ratio of the two by round, ${spread(ratio)}`);
   }
