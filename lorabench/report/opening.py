@@ -49,7 +49,7 @@ def opening(group: Group, arms: Sequence[Arm], analysis: Analysis) -> Opening:
         return _none(f"{here}, for {group.title},", tried, arms, analysis)
     best, *level = fastest(faster, analysis)
     row = analysis.row(best)
-    buys = f"{_times(row)} × {reference_name(best.reference)}"
+    buys = f"{times(row)} × {reference_name(best.reference)}"
     parts = [f"{number(row[MS])} ms for {group.kind.total}, {buys}", _memory(row)]
     sentence = f"{here} the fastest way to run {group.title} is {row['toggles']}: {', '.join(filter(None, parts))}"
     changes = _changes(best)
@@ -57,7 +57,7 @@ def opening(group: Group, arms: Sequence[Arm], analysis: Analysis) -> Opening:
     return Opening(sentence, _doubts(best, level, analysis), settings(best.candidate), over[id(best)])
 
 
-def _times(row: Row) -> str:
+def times(row: Row) -> str:
     """The ratio without its interval, which the table has; without a figure the interval's ends, and of a reference
     that moved between its sessions the range of their ratios."""
     if moved(row):
