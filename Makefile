@@ -45,7 +45,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 # results/, or below RESULTS=FOLDER; then docs/*.md, README.md, kernels/README.md and a page for each results folder.
 docs: site
 site: $(VENV)/.installed-docs
-	$(VENV)/bin/mkdocs build --strict $(ARGS)
+	RESULTS=$(RESULTS) $(VENV)/bin/mkdocs build --strict $(ARGS)
 
 clean:
 	rm -rf $(VENV) output site build dist .pytest_cache .ruff_cache

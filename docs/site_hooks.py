@@ -3,8 +3,8 @@
 The first page is the leaderboard, made of every results folder below results/ (or below the folder that the environment
 variable RESULTS names), and each of these folders has its report's page there, made anew from its records.
 
-Beside these the site is README.md, docs/ and all that is linked from there, and from what is linked: a page where it is Markdown, a
-copy where it is not. A README.md is its folder's page. A folder without one stays a name without a link.
+Beside these the site is README.md, docs/ and all that is linked from there, and from what is linked: a page where it is
+Markdown, a copy where it is not. A README.md is its folder's page. A folder without one stays a name without a link.
 """
 
 from __future__ import annotations

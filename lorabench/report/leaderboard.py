@@ -26,8 +26,8 @@ HEADINGS = ("model @ workload", "fastest stacks", "ms", "× its reference", "pea
 
 
 class Entry(NamedTuple):
-    """The fastest stack of one family; `asked` is its model and workload. `ms` of its total. `page`: from the results folder's root, with the place of the
-    family in that page."""
+    """The fastest stack of one family; `asked` is its model and workload. `ms` of its total. `page`: from the results
+    folder's root, with the place of the family in that page."""
 
     device: str
     kind: str
@@ -77,20 +77,20 @@ def markdown(made: Sequence[Entry], pages: str = "results/") -> str:
     """A table a GPU and kind, and before them, where there are several machines, one with a column for each. `pages`:
     where the results folders lie, from the page that this is."""
     devices = list(dict.fromkeys(entry.device for entry in made))
-    parts = ["# What is fastest", INTRODUCTION]
+    parts = ["---\nhide: [toc]\n---", "# What is fastest", INTRODUCTION]
     if len(devices) > 1:
         parts += ["## Every machine", _side_by_side(made, devices, pages)]
     for device in devices:
         own = [entry for entry in made if entry.device == device]
         for name in dict.fromkeys(entry.kind for entry in own):
-            parts.append(f"## {device}: {kind(name).summary}")
+            parts.append(f"## {md(device)}: {kind(name).summary}")
             parts.append(_table([entry for entry in own if entry.kind == name], pages))
     return "\n\n".join(parts) + "\n"
 
 
 INTRODUCTION = (
-    "For each GPU and model the fastest stacks that were measured and judged, each with the page of its family: the race, "
-    "time against memory, every trial, and the command that measures it again. Two rows of one model and workload come "
+    "For each GPU and model the fastest stacks that were measured and judged, each with the page of its family: the "
+    "race, time against memory, every trial, and the command that measures it again. Two rows of one model and workload come "
     "from families that shared no rounds. `lorabench gather` adds somebody else's machine."
 )
 

@@ -40,9 +40,9 @@ class Opening(NamedTuple):
 
 
 def opening(group: Group, arms: Sequence[Arm], analysis: Analysis) -> Opening:
-    tried = [arm for arm in arms if arm.role == CANDIDATE and arm.record]
-    over = {id(arm.record): arm for arm in tried if frozenset(arm.record.reference) == _base(arms)}
-    faster = [arm.record for arm in over.values() if arm.record and _verdict(arm, analysis).startswith("faster")]
+    tried = [arm for arm in arms if arm.role == CANDIDATE]
+    over = {id(r): (r, arm) for arm in tried if (r := arm.record) and frozenset(r.reference) == _base(arms)}
+    faster = [r for r, _ in over.values() if str(analysis.row(r)["verdict"]).startswith("faster")]
     where = analysis.device(group.records[0])
     here = f"On this {where}" if where and where != "cpu" else "On this machine"
     if not faster:
@@ -54,7 +54,7 @@ def opening(group: Group, arms: Sequence[Arm], analysis: Analysis) -> Opening:
     sentence = f"{here} the fastest way to run {group.title} is {row['toggles']}: {', '.join(filter(None, parts))}"
     changes = _changes(best)
     sentence += f"; {changes}." if changes else "."
-    return Opening(sentence, _doubts(best, level, analysis), settings(best.candidate), over[id(best)])
+    return Opening(sentence, _doubts(best, level, analysis), settings(best.candidate), over[id(best)][1])
 
 
 def times(row: Row) -> str:

@@ -19,7 +19,6 @@ from lorabench.report.page import page
 from lorabench.report.rerun import rerun
 from lorabench.report.shares import ShareOf, Shares
 from lorabench.report.shown import show
-from lorabench.report.words import ratio
 
 WAITS = {"forward": {"label": "host-bound", "device_busy_ms": 5.0}, "backward": {"label": "host-bound"}}
 

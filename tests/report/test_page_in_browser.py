@@ -1,5 +1,5 @@
-"""The page in a real Chromium: another baseline changes everything, it sorts, filters, switches, opens, obeys keys, fits a
-phone, is dark, prints, and runs and asks for nothing else.
+"""The page in a real Chromium: another baseline changes everything, it sorts, filters, switches, opens, obeys keys,
+fits a phone, is dark, prints, and runs and asks for nothing else.
 
 Needs the package playwright, of which only the driver is used, and a Chromium of the system (Debian's `chromium`).
 """

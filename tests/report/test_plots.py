@@ -145,8 +145,9 @@ def test_the_key_names_every_stack_once_by_a_look_of_its_own(record, rows, model
     ]
     figure, _ = figures(Analysis(made))["tradeoff"]
     assert overlapping(figure) == ([], [])
-    key = {t.get_text(): (h.get_color(), h.get_marker()) for t, h in zip(
-        figure.legends[0].get_texts(), figure.legends[0].legend_handles, strict=True) if "every_n" in t.get_text()}  # fmt: skip
+    (key_of,) = figure.legends
+    handles = {str(h.get_label()): (h.get_color(), h.get_marker()) for h in key_of.legend_handles}
+    key = {name: look for name, look in handles.items() if "every_n" in name}
     assert len(key) == len(set(key.values())) == rows - 1
     assert [text for text, _, _ in texts(figure)].count("peak GiB") == 1
 
