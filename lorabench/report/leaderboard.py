@@ -90,8 +90,8 @@ def markdown(made: Sequence[Entry], pages: str = "results/") -> str:
 
 INTRODUCTION = (
     "For each GPU and model the fastest stacks that were measured and judged, each with the page of its family: the "
-    "race, time against memory, every trial, and the command that measures it again. Two rows of one model and workload come "
-    "from families that shared no rounds. `lorabench gather` adds somebody else's machine."
+    "race, time against memory, every trial, and the command that measures it again. Two rows of one model and "
+    "workload come from families that shared no rounds. `lorabench gather` adds somebody else's machine."
 )
 
 

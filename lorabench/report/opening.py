@@ -45,13 +45,14 @@ def opening(group: Group, arms: Sequence[Arm], analysis: Analysis) -> Opening:
     faster = [r for r, _ in over.values() if str(analysis.row(r)["verdict"]).startswith("faster")]
     where = analysis.device(group.records[0])
     here = f"On this {where}" if where and where != "cpu" else "On this machine"
+    what = group.title.removesuffix(f", on {where}").replace(" @ ", " at ", 1)
     if not faster:
-        return _none(f"{here}, for {group.title},", tried, arms, analysis)
+        return _none(f"{here}, for {what},", tried, arms, analysis)
     best, *level = fastest(faster, analysis)
     row = analysis.row(best)
     buys = f"{times(row)} × {reference_name(best.reference)}"
     parts = [f"{number(row[MS])} ms for {group.kind.total}, {buys}", _memory(row)]
-    sentence = f"{here} the fastest way to run {group.title} is {row['toggles']}: {', '.join(filter(None, parts))}"
+    sentence = f"{here} the fastest way to run {what} is {row['toggles']}: {', '.join(filter(None, parts))}"
     changes = _changes(best)
     sentence += f"; {changes}." if changes else "."
     return Opening(sentence, _doubts(best, level, analysis), settings(best.candidate), over[id(best)][1])

@@ -232,7 +232,7 @@ def test_the_first_sentence_names_the_fastest_what_it_buys_and_what_it_costs(rec
     said = family["opening"]["sentence"]
     assert html.index(said.split(":")[0]) < html.index('id="race"')
     assert re.fullmatch(
-        r"On this NVIDIA H200 the fastest way to run smollm2-135m @ alpaca is lora_kernels: [\d.]+ ms for forward \+ "
+        r"On this NVIDIA H200 the fastest way to run smollm2-135m at alpaca is lora_kernels: [\d.]+ ms for forward \+ "
         r"backward \+ step, 1\.\d+ × sdpa \+ adamw_fused, 2\.00 of 8\.00 GiB; nothing was lost but rounding\.", said,
     )  # fmt: skip
     assert family["arms"][family["opening"]["best"]]["name"] == "lora_kernels"

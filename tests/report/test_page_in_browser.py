@@ -227,7 +227,7 @@ def test_another_model_is_a_choice_away(older):
     assert "smollm2-135m" in page.locator("h1").inner_text()
     page.locator("#family").select_option(label="other @ alpaca")
     assert names(page) == ["lora_kernels", "reference", "reference again"] or "lora_kernels" in names(page)
-    assert "fastest way to run other @ alpaca is lora_kernels" in page.locator("h1").inner_text()
+    assert "fastest way to run other at alpaca is lora_kernels" in page.locator("h1").inner_text()
     page.locator("#places").get_by_role("button", name="smollm2-135m @ alpaca").click()
     assert "smollm2-135m" in page.locator("h1").inner_text()
 

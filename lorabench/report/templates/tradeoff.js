@@ -19,7 +19,7 @@ const labelled = (points, width, height, lines) => {
         const top = point.py + sy * away - RISE / 2, box = [left, top, left + long, top + RISE];
         if (left < 2 || box[2] > width - 2 || top < 2 || box[3] > height - 30 || meets(box)) continue;
         taken.push(box);
-        return [{ ...point, lx: left, ly: top + RISE / 2 }];
+        return [{ ...point, lx: left, ly: top + RISE / 2, far: away > 18, ex: Math.min(Math.max(point.px, left), left + long) }];
       }
     }
     return [];
@@ -38,7 +38,7 @@ const drawTradeoff = () => {
   const longest = width < 600 ? 22 : 44;
   points.forEach(p => { if (p.label.length > longest) p.label = p.label.slice(0, longest - 1) + "…"; });
   const settings = {
-    ...common(place), height, marginLeft: 48, marginBottom: 40, marginTop: 22, marginRight: 12,
+    ...common(place), height, marginLeft: 58, marginBottom: 40, marginTop: 22, marginRight: 12,
     x: { domain: [0, 1.04 * Math.max(...points.map(p => p.x))], label: "peak GiB, less is better", labelAnchor: "right", labelArrow: "none" },
     y: { domain: [0, 1.04 * Math.max(...points.map(p => p.high))], label: `${unit.axis}, ${unit.less ? "less" : "more"} is better`, labelArrow: "none" },
   };
@@ -48,11 +48,15 @@ const drawTradeoff = () => {
   const corners = steps.map(p => [scales.scale("x").apply(p.x), scales.scale("y").apply(p.y)]);
   const lines = corners.slice(1).map(([x, y], n) => [Math.min(x, corners[n][0]) - 1, Math.min(y, corners[n][1]) - 1, Math.max(x, corners[n][0]) + 1, Math.max(y, corners[n][1]) + 1]);
   const labels = labelled(order, width, height, lines);
+  // A name that stands far from its point has a line to it.
+  const back = (axis, at) => scales.scale(axis).invert(at);
+  const leaders = labels.filter(l => l.far).flatMap(l => [{ id: l.id, x: l.x, y: l.y }, { id: l.id, x: back("x", l.ex), y: back("y", l.ly + Math.sign(l.py - l.ly) * 6) }]);
   const drawing = Plot.plot({
     ...settings,
     marks: [
       Plot.gridX({ stroke: "var(--line)", strokeOpacity: 1 }),
       Plot.line(steps, { x: "x", y: "y", stroke: "var(--soft)", strokeDasharray: "5 4" }),
+      Plot.line(leaders, { x: "x", y: "y", z: "id", stroke: "var(--soft)", strokeWidth: .8 }),
       Plot.ruleX(points, { x: "x", y1: "low", y2: "high", stroke: p => `var(--${p.tone})`, strokeWidth: 1.5 }),
       ...[true, false].map(waits => Plot.dot(points.filter(p => Boolean(shown.family.arms[p.id].hostBound) === waits), { x: "x", y: "y", r: 5, stroke: p => `var(--${p.tone})`, strokeWidth: 2, fill: waits ? "var(--paper)" : p => `var(--${p.tone})` })),
       Plot.text(labels, { x: "x", y: "y", text: "label", textAnchor: "start", frameAnchor: "middle", fill: "var(--ink)", fontSize: 11.5, className: "labels" }),
