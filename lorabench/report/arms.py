@@ -21,7 +21,7 @@ from lorabench.report.contrasts import toggles
 from lorabench.report.groups import Group
 from lorabench.report.tidy import GIB
 
-REFERENCE, TWIN, CANDIDATE, LIMIT = "reference", "twin", "candidate", "limit"  # what an arm is in its group
+REFERENCE, TWIN, CANDIDATE, LEAST = "reference", "twin", "candidate", "least"  # what an arm is in its group
 
 
 class Arm(NamedTuple):
@@ -99,7 +99,7 @@ def _name(record: Record, analysis: Analysis) -> str:
 
 
 def _role(record: Record) -> str:
-    return TWIN if record.is_noise_floor else CANDIDATE if record.is_candidate else LIMIT
+    return TWIN if record.is_noise_floor else CANDIDATE if record.is_candidate else LEAST
 
 
 # -- what an arm took, held and used ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from lorabench.contract.kind import kind
 from lorabench.record.older import is_made_of
 from lorabench.record.schema import TOTAL, Record
 from lorabench.report.analysis import Analysis
-from lorabench.report.arms import CANDIDATE, REFERENCE, TWIN, Arm, arms_of, held, rounded, took, trials, used
+from lorabench.report.arms import CANDIDATE, LEAST, REFERENCE, TWIN, Arm, arms_of, held, rounded, took, trials, used
 from lorabench.report.attribution import ladder
 from lorabench.report.attribution_tables import increment, increment_is_clear
 from lorabench.report.cells import HOST_BOUND, judgement
@@ -41,7 +41,7 @@ def _family(group: Group, analysis: Analysis, commands: Mapping[str, Sequence[ob
     said = opening(group, arms, analysis)
     return {
         "title": group.title,
-        "place": f"{first.model} @ {first.workload}",
+        "asked": f"{first.model} @ {first.workload}",
         "device": analysis.device(first),
         "model": first.model,
         "phases": phases,
@@ -68,7 +68,7 @@ def _arm(
     found = {
         "name": arm.name, "short": short, "role": arm.role, "toggles": own.toggles, "status": arm.status,
         "reason": own.reason if arm.status != "ok" else None, "said": _said(arm, group, analysis),
-        "ms": took(arm), **held(arm), **(used(arm) if arm.role != "limit" else {}),
+        "ms": took(arm), **held(arm), **(used(arm) if arm.role != LEAST else {}),
         "host": rounded(host), "hostBound": bool(host >= HOST_BOUND),
         "padding": rounded(row.get(f"{arm.side}_padded_share")), "bound": _text(row.get(f"{arm.side}_bound")),
         "ceiling": rounded(row.get(f"{arm.side}_of_ceiling")), "trials": trials(arm),

@@ -48,7 +48,7 @@ def test_a_gathered_machine_is_a_group_of_its_own_and_nothing_is_averaged(both):
 
 def test_the_page_has_what_its_column_of_another_machine_needs(both):
     one, two = families(Analysis.read(both))
-    assert one["place"] == two["place"] and (one["device"], two["device"]) == ("GPU One", "GPU Two")
+    assert one["asked"] == two["asked"] and (one["device"], two["device"]) == ("GPU One", "GPU Two")
     assert [arm["toggles"] for arm in one["arms"]] != [] and {tuple(arm["toggles"]) for arm in one["arms"]} == {
         tuple(arm["toggles"]) for arm in two["arms"]
     }

@@ -13,7 +13,7 @@ from record.arms import Simulated, written
 
 from lorabench.report.analysis import Analysis
 from lorabench.report.answers import fastest, published_answer
-from lorabench.report.arms import LIMIT, REFERENCE, TWIN, arms_of
+from lorabench.report.arms import LEAST, REFERENCE, TWIN, arms_of
 from lorabench.report.opening import reference_name, settings
 from lorabench.report.page import page
 from lorabench.report.page_data import families
@@ -136,7 +136,7 @@ def test_over_the_reference_the_page_says_what_the_table_says(folder):
             if three and arm.role != TWIN:  # the twin has a row for every way to pair it
                 expected = [row[f"total_{end}"] for end in ("speedup", "low", "high")]
                 assert three == pytest.approx(expected, rel=1e-3), arm.name
-            said = row["verdict"] if isinstance(row["verdict"], str) and arm.role not in (TWIN, LIMIT) else ""
+            said = row["verdict"] if isinstance(row["verdict"], str) and arm.role not in (TWIN, LEAST) else ""
             assert family["verdicts"][0][n + 1] == said
 
 

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 from record.arms import Simulated, written
 
+from lorabench import gather
 from lorabench.report import write_report
 
 driver = pytest.importorskip("playwright.sync_api", reason="needs the package playwright; it is not installed")
@@ -230,6 +231,21 @@ def test_another_model_is_a_choice_away(older):
     assert "fastest way to run other at alpaca is lora_kernels" in page.locator("h1").inner_text()
     page.locator("#places").get_by_role("button", name="smollm2-135m @ alpaca").click()
     assert "smollm2-135m" in page.locator("h1").inner_text()
+
+
+def test_another_machine_is_a_column_of_its_own(tmp_path, opener):
+    for n, name in enumerate(("GPU One", "GPU Two")):
+        made = Simulated(session=f"s{n}", seed=n)
+        arms = [made.arm(), made.twin(), made.arm(["a"], 1.5 + n)]
+        written(tmp_path / name, arms, {"id": f"s{n}", "commit": "c", "machine": {"name": name}})
+    run = tmp_path / "both"
+    assert gather.main([str(run), str(tmp_path / "GPU One"), str(tmp_path / "GPU Two")]) == 0
+    write_report(run)
+    page = opener(run / "report.html")
+    here, there = (float(cell(page, "a", column)) for column in ("ms", "ms on GPU Two"))
+    assert here / there == pytest.approx(2.5 / 1.5, rel=0.05)
+    page.locator("#family").select_option(index=1)
+    assert float(cell(page, "a", "ms on GPU One")) == pytest.approx(here)
 
 
 def test_a_row_opens_to_its_numerics_and_command(older):

@@ -26,7 +26,7 @@ const drawUnits = () => {
 };
 const showFamily = (n, base) => {
   const family = families[n] ?? families[0], { opening } = family;
-  const timed = family.arms.map((arm, i) => (arm.ms.total && arm.role !== "limit" ? i : -1)).filter(i => i >= 0);
+  const timed = family.arms.map((arm, i) => (arm.ms.total && arm.role !== "least" ? i : -1)).filter(i => i >= 0);
   shown.family = family;
   shown.base = timed.includes(base) ? base : timed[0] ?? 0;
   Object.assign(picks, { first: null, second: null });

@@ -20,9 +20,9 @@ const noteOf = (arm, value, brief) => {
 };
 const drawRace = () => {
   const unit = units[shown.unit], place = $("#race .chart"), { family } = shown;
-  const runners = rankBy(shown.unit, armsWith(arm => !["twin", "limit"].includes(arm.role) && unit.of(arm)));
-  const failed = armsWith(arm => !arm.ms.total && arm.role !== "twin" && arm.role !== "limit");
-  const limit = ["ms", "ratio", "tokens"].includes(shown.unit) ? armsWith(arm => arm.role === "limit" && arm.ms.total)[0] : null;
+  const runners = rankBy(shown.unit, armsWith(arm => !["twin", "least"].includes(arm.role) && unit.of(arm)));
+  const failed = armsWith(arm => !arm.ms.total && arm.role !== "twin" && arm.role !== "least");
+  const limit = ["ms", "ratio", "tokens"].includes(shown.unit) ? armsWith(arm => arm.role === "least" && arm.ms.total)[0] : null;
   const bound = limit && (shown.unit === "tokens" ? 1000 * (family.arms.find(arm => arm.tokens)?.tokens ?? NaN) / limit.ms.total[0] : unit.of(limit)?.[0]);
   const rows = runners.map(arm => {
     const [value, low, high] = unit.of(arm);

@@ -34,4 +34,4 @@ const units = {
   joules: { label: "tokens / joule", axis: "real tokens / joule", less: false, of: arm => arm.joules && arm.ms.total ? Array(3).fill(1000 / arm.joules) : null },
   memory: { label: "peak memory", axis: "GiB", less: true, of: arm => arm.peak && arm.ms.total ? Array(3).fill(arm.peak) : null },
 };
-const unitsThere = () => Object.keys(units).filter(name => armsWith(arm => arm.role !== "limit" && units[name].of(arm)).length);
+const unitsThere = () => Object.keys(units).filter(name => armsWith(arm => arm.role !== "least" && units[name].of(arm)).length);

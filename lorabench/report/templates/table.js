@@ -24,14 +24,14 @@ const columnsOf = () => {
 };
 const published = arm => (arm.claims ?? []).filter(claim => claim.ends || /speedup/.test(claim.what)).slice(0, 2).map(claim => claim.said + (claim.differs ? " *" : "")).join(", ") || (arm.claims?.length ? "in the row" : "");
 // The same question on another machine, as `lorabench gather` brings it: a column of its own.
-const others = () => families.filter(family => family !== shown.family && family.place === shown.family.place && family.device !== shown.family.device);
+const others = () => families.filter(family => family !== shown.family && family.asked === shown.family.asked && family.device !== shown.family.device);
 const twinOn = (family, arm) => family.arms.find(other => other.role === arm.role && other.toggles.join() === arm.toggles.join());
 const abroad = (family, arm) => {
   const other = twinOn(family, arm);
   return other ? (other.ms.total ? number(other.ms.total[0], 4) : other.status) : "";
 };
 const scaleOf = columns => {
-  const every = columns.filter(column => column.ratio).flatMap(column => armsWith(arm => arm.role !== "limit").flatMap(arm => column.three(arm) ?? [])).filter(x => x > 0);
+  const every = columns.filter(column => column.ratio).flatMap(column => armsWith(arm => arm.role !== "least").flatMap(arm => column.three(arm) ?? [])).filter(x => x > 0);
   const low = Math.log(Math.min(1, ...every)), high = Math.log(Math.max(1.02, ...every));
   return value => 100 * (Math.log(value) - low) / (high - low);
 };
@@ -48,7 +48,7 @@ const fill = (cell, column, arm, scale) => {
   if (!three) return;
   cell.textContent = arm.n === shown.base ? "1" : times(three, verdict);
   cell.title = spread(three, " ×");
-  if (arm.n !== shown.base && arm.role !== "limit") bar(cell, three, toneOf(arm) || "same", scale);
+  if (arm.n !== shown.base && arm.role !== "least") bar(cell, three, toneOf(arm) || "same", scale);
 };
 const nameCell = (row, arm) => {
   const cell = add(row, "td"), button = add(cell, "button", arm.name, "open"), tone = toneOf(arm);
@@ -57,8 +57,8 @@ const nameCell = (row, arm) => {
   button.addEventListener("click", () => toggleRow(arm.n));
   const verdict = add(cell, "span", "", `verdict ${tone}`);
   if (signs[tone]) add(verdict, "span", signs[tone][0] + " ").setAttribute("aria-hidden", "true");
-  verdict.append(arm.status !== "ok" ? arm.status.replace("_", " ") : arm.n === shown.base ? "baseline" : { twin: "noise floor", limit: "no candidate" }[arm.role] ?? (verdictOf(arm.n) || (arm.role === "reference" ? "reference" : "")));
-  if (arm.ms.total && arm.n !== shown.base && arm.role !== "limit") {
+  verdict.append(arm.status !== "ok" ? arm.status.replace("_", " ") : arm.n === shown.base ? "baseline" : { twin: "noise floor", least: "no candidate" }[arm.role] ?? (verdictOf(arm.n) || (arm.role === "reference" ? "reference" : "")));
+  if (arm.ms.total && arm.n !== shown.base && arm.role !== "least") {
     const base = add(verdict, "button", "as baseline");
     base.type = "button";
     base.setAttribute("aria-label", `make ${arm.name} the baseline`);
@@ -83,7 +83,7 @@ const drawTable = () => {
   const by = columns.find(column => column.key === sorting.column), sign = sorting.down ? -1 : 1;
   // What has no number stands below, either way, and below that the least work, which no stack can be.
   const order = (a, b) => {
-    if ((a.role === "limit") !== (b.role === "limit")) return (a.role === "limit") - (b.role === "limit");
+    if ((a.role === "least") !== (b.role === "least")) return (a.role === "least") - (b.role === "least");
     if (!by) return sign * a.name.localeCompare(b.name);
     const [x, y] = [by.value(a) ?? null, by.value(b) ?? null];
     return x === null || y === null ? (x === null) - (y === null) : sign * (x - y);

@@ -27,7 +27,7 @@ const labelled = (points, width, height, lines) => {
 };
 const drawTradeoff = () => {
   const name = shown.unit === "memory" ? "ms" : shown.unit, unit = units[name], place = $("#tradeoff .chart");
-  const points = armsWith(arm => arm.peak && unit.of(arm) && !["twin", "limit"].includes(arm.role)).map(arm => {
+  const points = armsWith(arm => arm.peak && unit.of(arm) && !["twin", "least"].includes(arm.role)).map(arm => {
     const [y, low, high] = unit.of(arm);
     return { id: arm.n, x: arm.peak, y, low, high, name: arm.name, label: arm.n === shown.base ? `${arm.short} (baseline)` : arm.short, tone: arm.n === shown.base ? "soft" : toneOf(arm) || "same", told: told(arm), chosen: arm.n === shown.base };
   });
