@@ -42,9 +42,10 @@ const showFamily = (n, base) => {
   for (const [title, , text] of opening.code) {
     add(place, "h3", title);
     add(place, "pre", text).tabIndex = 0;
+    if (!navigator.clipboard) continue; // an old browser: the text can still be selected
     const copy = add(place, "button", "copy");
     copy.type = "button";
-    copy.addEventListener("click", async () => { await navigator.clipboard?.writeText(text); copy.textContent = "copied"; });
+    copy.addEventListener("click", async () => { await navigator.clipboard.writeText(text); copy.textContent = "copied"; });
   }
   drawUnits();
   fillFilters();
