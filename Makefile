@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-.PHONY: sweep test test-all lint docs clean
+.PHONY: sweep test test-all lint site docs clean
 
 sweep: $(VENV)/.installed
 	$(VENV)/bin/python -m lorabench.sweep $(ARGS)
@@ -41,9 +41,11 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(VENV)/bin/pip install -q -e ./kernels -e '.[docs]'
 	touch $@
 
-# The site, into site/: from files alone, without a network. docs/*.md, README.md and kernels/README.md are its pages.
-docs: $(VENV)/.installed-docs
-	$(VENV)/bin/mkdocs build --strict $(ARGS)
+# The site, into site/: from files alone, without a network. Its first page is the leaderboard of all that lies below
+# results/, or below RESULTS=FOLDER; then docs/*.md, README.md, kernels/README.md and a page for each results folder.
+docs: site
+site: $(VENV)/.installed-docs
+	RESULTS=$(RESULTS) $(VENV)/bin/mkdocs build --strict $(ARGS)
 
 clean:
 	rm -rf $(VENV) output site build dist .pytest_cache .ruff_cache

@@ -5,7 +5,8 @@
 
 The first folder takes the records of the others; it need not exist. A cell that it has already from another session is
 kept beside it, as another session of that cell. A record that it has already is left where it is, so the same command
-may be run again. Nothing is written unless every folder can be read. Exit code 0; 2 for bad input.
+may be run again. Nothing is written unless every folder can be read. What another machine measured stands in the report
+beside the same stacks, in a column of its own. Exit code 0; 2 for bad input.
 """
 
 from __future__ import annotations

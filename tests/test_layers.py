@@ -191,6 +191,7 @@ OTHER_MEANINGS = {
     ("lorabench/jobs.py", "loss"): "a column of the table",
     ("lorabench/doctor.py", "load"): "the machine's load average",
     ("lorabench/report/plots.py", "o"): "matplotlib's circle",
+    ("lorabench/report/paste.py", "batch_size"): "a toggle's note of what it found",
 }
 # Slots that have the name of a field of workloads and records, which is what every file means by the word.
 FIELDS_TOO = {"jobs"}

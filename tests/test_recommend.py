@@ -106,7 +106,7 @@ def test_from_one_command_to_what_to_switch_on(here, monkeypatch):
     text = (folder / "recommendation.md").read_text()
     assert found.paragraph in text and "```yaml" in text and "| absent | unsupported here |" in text
     page = (folder / "report.html").read_text()
-    assert page.index("What to switch on") < page.index("Every cell") and "Switch on awake" in page
+    assert page.index("What to switch on") < page.index("Every stack") and "Switch on awake" in page
     session = json.loads((folder / "environment.json").read_text())["sessions"][0]
     assert session["command"][:3] == ["python", "-m", "lorabench.recommend"] and session["wall_s"] > 0
 

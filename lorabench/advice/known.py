@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from lorabench.advice.expected import Toggles
-from lorabench.advice.paste import apart, found_size
 from lorabench.contract.ablation import combine, conflict
 from lorabench.contract.cell import Cell
 from lorabench.contract.machine import Machine
@@ -20,6 +19,7 @@ from lorabench.record.pairs import Siblings, by_place
 from lorabench.record.schema import TOTAL, ArmRecord, Record
 from lorabench.record.stats import MIN_FLOOR, MIN_TRIALS_FOR_VERDICT, without_figure
 from lorabench.report.analysis import Analysis, Row, Session
+from lorabench.report.paste import apart, found_size
 
 ALONE, TOGETHER, DECIDING = "solo", "together", "deciding"  # the designs of the families' cells
 Labels = frozenset[str]  # of all toggles of an arm

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from lorabench.advice.expected import Toggles
 from lorabench.advice.known import Choice, Known, makes_it_fit, named
-from lorabench.advice.paste import blocks, found_size, sizes
 from lorabench.advice.search import more
 from lorabench.plan.compose import RecommendConfig
 from lorabench.plan.estimate import duration
@@ -21,6 +20,7 @@ from lorabench.record.words import TOO_NOISY
 from lorabench.report.analysis import Row
 from lorabench.report.answers import buys
 from lorabench.report.cells import whole
+from lorabench.report.paste import blocks, found_size, sizes
 from lorabench.report.recommendation import Recommendation, Tried
 from lorabench.report.words import arrow, number, percent, speedup
 

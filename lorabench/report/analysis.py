@@ -19,7 +19,7 @@ from lorabench.report.claims import Match, match
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.groups import Group, groups
 from lorabench.report.noise import NoiseFloors
-from lorabench.report.replicates import rows
+from lorabench.report.replicates import device_of, rows
 from lorabench.report.tidy import tidy
 
 Session = dict[str, Any]
@@ -62,12 +62,20 @@ class Analysis:
     @cached_property
     def devices(self) -> list[str]:
         """The device of each record, '' where environment.json does not say."""
-        names = {s["id"]: _device(s.get("machine") or {}) for s in self.sessions}
+        names = {s["id"]: device_of(s) for s in self.sessions}
         return [names.get(r.session, "") for r in self.records]
+
+    def device(self, record: Record) -> str:
+        """That of one record."""
+        return self.devices[self._place_of[id(record)]]
+
+    @cached_property
+    def _place_of(self) -> dict[int, int]:
+        return {id(record): place for place, record in enumerate(self.records)}
 
     @cached_property
     def floors(self) -> NoiseFloors:
-        return NoiseFloors(self.records, self.contrasts)
+        return NoiseFloors(self.records, self.contrasts, self.devices)
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -77,7 +85,7 @@ class Analysis:
 
     @cached_property
     def groups(self) -> list[Group]:
-        return groups(self.records, self.against)
+        return groups(self.records, self.against, self.devices)
 
     @cached_property
     def _row_of(self) -> dict[int, Row]:
@@ -110,10 +118,6 @@ def load_results(folder: str | Path, against: str | None = None) -> pd.DataFrame
     """The tidy table of one results folder (see `tidy`). Raises RecordError where it cannot be read."""
     with collector_paused():  # until the records are gone again
         return Analysis.read(folder, against=against).table
-
-
-def _device(machine: dict[str, Any]) -> str:
-    return str(machine.get("name") or machine.get("device") or "")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a reader wants to know first: of each model and workload the fastest, what it buys, and how sure that is.
+"""What a reader wants to know first: which records are the fastest, what one buys, and how published numbers fared.
 
 The fastest is the one with the fewest milliseconds; those that are not told apart from it are named beside it.
 README.md's tables go by the same rule.
@@ -8,53 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from lorabench.record.schema import ARMS, TOTAL, Record
+from lorabench.record.schema import TOTAL, Record
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.attribution_tables import outcomes
-from lorabench.report.cells import host_bound, moved, whole
-from lorabench.report.comparable import references, spans
-from lorabench.report.groups import Group
+from lorabench.report.cells import host_bound, whole
 from lorabench.report.ladder_summary import ladders
 from lorabench.report.published import compared
-from lorabench.report.words import arrow, number, percent
+from lorabench.report.words import number, percent
 
 MS = f"{TOTAL}_candidate_ms"
-
-
-class Answer(NamedTuple):
-    """A line of the first table. `record` is None where nothing was clearly faster than its reference."""
-
-    place: str
-    fastest: str
-    time: str
-    buys: str
-    sure: str
-    record: Record | None
-
-
-def answers(analysis: Analysis) -> list[Answer]:
-    """One for each group in which anything was tried, in the groups' order."""
-    return [_answer(group, tried, analysis) for group in analysis.groups if (tried := _tried(group))]
-
-
-def _tried(group: Group) -> list[Record]:
-    return [record for record in group.records if record.is_candidate and not record.is_noise_floor]
-
-
-def _answer(group: Group, tried: Sequence[Record], analysis: Analysis) -> Answer:
-    timed = [record for record in tried if record.status == "ok"]
-    faster = [record for record in timed if str(analysis.row(record)["verdict"]).startswith("faster")]
-    if not faster:
-        unclear = sum(analysis.row(r)["verdict"] == "unclear" for r in timed)
-        said = f"{len(timed)} of {len(tried)} measured, {unclear} of them unclear"
-        return Answer(group.title, "none is clearly faster", "", "", said, None)
-    best, *level = fastest(faster, analysis)
-    row = analysis.row(best)
-    took = arrow(*(row[f"{TOTAL}_{arm}_ms"] for arm in ARMS))
-    sure = "; ".join(_doubts(best, level, timed, analysis))
-    return Answer(group.title, row["toggles"], f"{took} ms", buys(row), sure, best)
 
 
 def fastest(records: Sequence[Record], analysis: Analysis) -> list[Record]:
@@ -82,33 +45,6 @@ def buys(row: Row) -> str:
     if math.isfinite(saved := row["memory_saved_pct"]):
         said.append(f"{number(abs(saved))} % {'less' if saved >= 0 else 'more'} memory")
     return ", ".join(said)
-
-
-def _doubts(best: Record, level: Sequence[Record], timed: Sequence[Record], analysis: Analysis) -> list[str]:
-    """What stands for and against the answer, the weightiest first."""
-    row = analysis.row(best)
-    took = references([analysis.row(r) for r in timed])
-    said = []
-    if len(spans(took)) > 1:
-        said.append(f"no ranking: the references took {number(min(took))} to {number(max(took))} ms")
-    elif level:
-        said.append("level with " + " and with ".join(analysis.row(r)["toggles"] for r in level))
-    if host_bound(row):
-        waits = max(row[f"{arm}_host_share"] for arm in ARMS)
-        said.append(f"host-bound: the device waits {100 * waits:.0f} % of the step")
-    if moved(row):
-        said.append(f"the reference moved {100 * row['reference_moved']:.0f} % between sessions")
-    alone = "one session, whose interval knows nothing of the next"
-    said.append(alone if row["sessions"] == 1 else f"{row['sessions']} sessions")
-    own = row[MS]
-    if doubtful := [
-        analysis.row(r)["toggles"] for r in timed
-        if analysis.row(r)["verdict"] == "unclear" and analysis.row(r)[f"{MS}_low"] < own
-    ]:  # fmt: skip
-        said.append(f"unclear and perhaps faster: {', '.join(doubtful)}")
-    if row["dirty"]:
-        said.append("uncommitted changes")
-    return said
 
 
 def published_answer(analysis: Analysis) -> str:

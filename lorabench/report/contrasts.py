@@ -50,7 +50,7 @@ class Contrasts:
     """
 
     def __init__(self, salt: str = "", rows: Iterable[Row] = (), arms: Iterable[ArmRecord] = ()) -> None:
-        self._salt, self._siblings = salt, by_place(arms)
+        self._salt, self.siblings = salt, by_place(arms)
         self._rows = {id(row.shown): row.measured for row in rows}
         # By identity: two records may have one key. The record is kept, so that its id stays its own.
         self._made: dict[tuple[int, Phases], tuple[Record, Contrast | None]] = {}
@@ -65,7 +65,7 @@ class Contrasts:
 
     def sessions(self, record: Record, phases: Phases = WHOLE) -> list[Contrast]:
         """The contrast of each session that has one."""
-        return [c for r in self._measured(record) if (c := self._make(r, phases))]
+        return [c for r in self.measured(record) if (c := self._make(r, phases))]
 
     def speedup(self, record: Record, phases: Phases = WHOLE) -> Speedup | None:
         """The ratio with its interval, computed from the trials: what stands in a record is of the code that wrote it,
@@ -86,19 +86,28 @@ class Contrasts:
 
     def shared(self, record: Record, other: Record, phases: Phases = WHOLE) -> Beside | None:
         """Over the rounds that both had; None where they never shared one."""
-        others = {place_of(r): r for r in self._measured(other)}
-        made: list[Record] = []
-        for r in self._measured(record):
-            siblings, second = self._siblings.get(place_of(r)), others.get(place_of(r))
-            pair = (
-                siblings and second and siblings.between(siblings.stack(r.candidate), siblings.stack(second.candidate))
-            )
-            made += [pair] if pair and how(pair) else []
-        found = [c for pair in made if (c := self._make(pair, phases))]
-        said = BETWEEN if any(how(pair) == BETWEEN for pair in made) else WITHIN
+        found = (self.arms(r, r.candidate) for r in (record, other))
+        return self.over(self.pairs(*found), phases)
+
+    def arms(self, record: Record, toggles: Sequence[str]) -> list[ArmRecord]:
+        """The arm with these toggles in each session of the record's row."""
+        found = [own for r in self.measured(record) if (own := self.siblings.get(place_of(r)))]
+        return [arm for own in found if (arm := own.stack(toggles))]
+
+    def pairs(self, candidate: Sequence[ArmRecord], reference: Sequence[ArmRecord]) -> list[Record]:
+        """The two arms, given as a record a session, held together in each session in which they shared rounds."""
+        others = {place_of(arm): arm for arm in reference}
+        made = (self.siblings[place_of(arm)].between(arm, others.get(place_of(arm))) for arm in candidate)
+        return [pair for pair in made if pair and how(pair)]
+
+    def over(self, pairs: Sequence[Record], phases: Phases = WHOLE) -> Beside | None:
+        """What several sessions' pairs of two arms say together; None where none of them has these phases."""
+        found = [c for pair in pairs if (c := self._make(pair, phases))]
+        said = BETWEEN if any(how(pair) == BETWEEN for pair in pairs) else WITHIN
         return Beside(over_sessions(found), said) if found else None
 
-    def _measured(self, record: Record) -> list[Record]:
+    def measured(self, record: Record) -> list[Record]:
+        """The records of all sessions of its row that were measured."""
         return self._rows.get(id(record), [record])
 
     def mean(self, records: Sequence[Record], phases: Phases = WHOLE) -> Contrast | None:

@@ -14,11 +14,10 @@ from lorabench.report.words import number, percent, ratio
 Fact = str | list[list[str]]  # text, or a table: headings, then rows
 
 
-def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequence[object]) -> dict[str, Any]:
-    """All of one row: `title`, `model`, `workload`, `status`, `toggles` (what the page filters by), `facts` (name →
-    text or table), `trials` (a session each: its name, and by phase the arms' ms) and `log`.
+def detail(record: Record, row: Row, command: Sequence[object]) -> dict[str, Any]:
+    """All of one row: `facts` (name → text or table) and `log`.
 
-    row: that of the tidy table. measured: the records of all its sessions. command: that of the record's session."""
+    row: that of the tidy table. command: that of the record's session."""
     facts: dict[str, Fact | None] = {
         "status": f"{record.status}: {record.reason}" if record.reason else record.status,
         "kind": record.kind,
@@ -45,28 +44,7 @@ def detail(record: Record, row: Row, measured: Sequence[Record], command: Sequen
         "key": f"{record.key}, session {record.session}",
         "measure it again": rerun(record, command),
     }  # fmt: skip
-    return {
-        "title": row["toggles"],
-        "model": record.model,
-        "workload": record.workload,
-        "status": record.status,
-        "toggles": record.ablations,
-        "facts": {name: fact for name, fact in facts.items() if fact},
-        "trials": [_trials(r) for r in measured if r.phases],
-        "log": record.log or "",
-    }
-
-
-def _trials(record: Record) -> dict[str, Any]:
-    """Four digits of each: what a chart can show."""
-    phases = {
-        name: [_digits(getattr(phase, f"{arm}_ms")) for arm in ARMS] for name, phase in (record.phases or {}).items()
-    }
-    return {"session": record.session, "phases": phases}
-
-
-def _digits(ms: Sequence[float] | None) -> list[float]:
-    return [float(f"{x:.4g}") for x in ms or ()]
+    return {"facts": {name: fact for name, fact in facts.items() if fact}, "log": record.log or ""}
 
 
 def _patched(record: Record) -> list[list[str]] | None:

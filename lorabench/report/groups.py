@@ -6,7 +6,7 @@ The least work of a kind (a record that is no candidate) stands with the rows th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lorabench.contract.kind import kind
@@ -22,25 +22,27 @@ class Group(NamedTuple):
     records: list[Record]
 
 
-def groups(records: Iterable[Record], against: str | None = None) -> list[Group]:
+def groups(records: Sequence[Record], against: str | None = None, devices: Sequence[str] = ()) -> list[Group]:
     """Groups in order of first appearance: `model @ workload`, the kind where there are several, and against which
-    reference where the sweep had several (each has an A/A record of its own), or where one was chosen."""
+    reference where the sweep had several (each has an A/A record of its own), or where one was chosen. devices: of each
+    record; where there are several, a group has one."""
     chosen = f", against {against}" if against not in (None, REFERENCE) else ""
     found: list[Group] = []
-    for (model, workload), together in _alike(records).items():
-        homes = home_kinds(together)
+    several = len(set(devices)) > 1
+    for (model, workload, device), together in _alike(records, devices).items():
+        homes, where = home_kinds(together), f", on {device or 'an unknown machine'}"
         kinds = list(dict.fromkeys(homes))
         for name in kinds:
             own = [r for r, home in zip(together, homes, strict=True) if home == name]
-            suffix = f", {name}" if len(kinds) > 1 else ""
+            suffix = (f", {name}" if len(kinds) > 1 else "") + (where if several else "")
             found += _by_reference(f"{model} @ {workload}{suffix}{chosen}", name, own)
     return found
 
 
-def _alike(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    found: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        found.setdefault((record.model, record.workload), []).append(record)
+def _alike(records: Sequence[Record], devices: Sequence[str]) -> dict[tuple[str, str, str], list[Record]]:
+    found: dict[tuple[str, str, str], list[Record]] = {}
+    for record, device in zip(records, devices or [""] * len(records), strict=True):
+        found.setdefault((record.model, record.workload, device), []).append(record)
     return found
 
 
@@ -86,12 +88,13 @@ class Home(NamedTuple):
     model: str
     workload: str
     kind: str
+    device: str = ""
 
 
-def homes(records: Sequence[Record]) -> dict[int, Home]:
+def homes(records: Sequence[Record], devices: Sequence[str] = ()) -> dict[int, Home]:
     """id(record) → its home, for all records of a folder."""
     return {
-        id(record): Home(model, workload, name)
-        for (model, workload), members in _alike(records).items()
+        id(record): Home(model, workload, name, device)
+        for (model, workload, device), members in _alike(records, devices).items()
         for record, name in zip(members, home_kinds(members), strict=True)
     }

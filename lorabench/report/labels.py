@@ -11,11 +11,13 @@ from typing import Any
 
 from lorabench.record.schema import Record
 from lorabench.report.contrasts import toggles
+from lorabench.report.replicates import device_of
 
 
 def labels(records: Sequence[Record], sessions: Sequence[Mapping[str, Any]]) -> list[str]:
     """The label of each record, in their order."""
     names = [toggles(record) for record in records]
+    devices = {session["id"]: device_of(session) for session in sessions}
     seeds = {session["id"]: _seed(session.get("command") or []) for session in sessions}
     differences: list[Callable[[Record], str]] = [
         lambda r: "separate processes" if r.separate else "",
@@ -24,7 +26,7 @@ def labels(records: Sequence[Record], sessions: Sequence[Mapping[str, Any]]) -> 
         lambda r: f"cell {r.key[:6]}",
     ]
     for said in differences:
-        for same in _alike(records, names):
+        for same in _alike(records, names, devices):
             words = {n: said(records[n]) for n in same}
             if len(set(words.values())) > 1:
                 for n, word in words.items():
@@ -32,11 +34,12 @@ def labels(records: Sequence[Record], sessions: Sequence[Mapping[str, Any]]) -> 
     return names
 
 
-def _alike(records: Sequence[Record], names: Sequence[str]) -> list[list[int]]:
+def _alike(records: Sequence[Record], names: Sequence[str], devices: Mapping[str, str]) -> list[list[int]]:
     """Places of the records of one table that have one name."""
     found: dict[Any, list[int]] = {}
     for n, (record, name) in enumerate(zip(records, names, strict=True)):
-        table = record.kind, record.model, record.workload, frozenset(record.reference)
+        device = devices.get(record.session, "")
+        table = record.kind, record.model, record.workload, device, frozenset(record.reference)
         found.setdefault((table, name), []).append(n)
     return list(found.values())
 

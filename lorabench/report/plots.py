@@ -1,4 +1,4 @@
-"""The plots: speed-up, memory, phases, time against memory, published numbers, packing, ladder; each as PNG and as SVG.
+"""The plots: the race, speed-up, memory, time against memory, published numbers, packing, ladder; as PNG and as SVG.
 
 Drawn without pyplot's global state. One panel a group, stacked, so that a row stays readable at the width of a README;
 panels that belong together share their axis. Of many groups the speed-up is a heat map. What a figure leaves out it
@@ -7,18 +7,15 @@ says, and the tables have it.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from numpy.typing import NDArray
 
 from lorabench.record.schema import ARMS, TOTAL
 from lorabench.report.analysis import Analysis, Row
@@ -28,13 +25,10 @@ from lorabench.report.heatmap import heat_map
 from lorabench.report.packing import packing
 from lorabench.report.panels import (
     BLUE,
-    GREEN,
     GREY,
     LEAST,
     LOOK,
     MANY,
-    ORANGE,
-    PURPLE,
     VERMILLION,
     Figured,
     Panel,
@@ -46,27 +40,25 @@ from lorabench.report.panels import (
     with_any,
 )
 from lorabench.report.published import published
+from lorabench.report.race import race
 from lorabench.report.tradeoff import tradeoff
 from lorabench.report.waterfall import waterfall
-from lorabench.report.words import arrow, number
+from lorabench.report.words import arrow
 
-PHASE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, VERMILLION)  # by a phase's place in its kind
-NAMES = ("speedup", "memory", "phases", "tradeoff", "published", "packing", "ladder")
+NAMES = ("race", "speedup", "memory", "tradeoff", "published", "packing", "ladder")
 SUFFIXES = (".png", ".svg")
 
 
 class Drawn(NamedTuple):
-    """A plot, and in words what it leaves out ('' for nothing)."""
+    """A plot."""
 
     png: bytes
     svg: bytes
-    left_out: str
 
 
 def plots(analysis: Analysis) -> dict[str, Drawn]:
     """Name → plot, for every plot that these records have data for; {} where nothing was measured."""
-    found = figures(analysis)
-    return {name: Drawn(png(figure), svg(figure, name), left_out) for name, (figure, left_out) in found.items()}
+    return {name: Drawn(png(figure), svg(figure, name)) for name, (figure, _) in figures(analysis).items()}
 
 
 def figures(analysis: Analysis, panels: Sequence[Panel] | None = None) -> dict[str, tuple[Figure, str]]:
@@ -76,7 +68,7 @@ def figures(analysis: Analysis, panels: Sequence[Panel] | None = None) -> dict[s
     with rc_context({"text.parse_math": False}):  # a name is a name, whatever dollars it has
         speed = heat_map(panels) if len(panels) > MANY else _speedup(panels, analysis)
         made = (
-            speed, _memory(panels), _phases(panels), tradeoff(panels), published(analysis), packing(analysis),
+            race(panels), speed, _memory(panels), tradeoff(panels), published(analysis), packing(analysis),
             waterfall(analysis),
         )  # fmt: skip
     return {name: figured for name, figured in zip(NAMES, made, strict=True) if figured}
@@ -222,54 +214,3 @@ def _saves(row: Row) -> tuple[str, str]:
 def _peak_colour(row: Row) -> str:
     saved = row["memory_saved_pct"]
     return GREY if abs(saved) < 1 else BLUE if not saved < 0 else VERMILLION
-
-
-def _phases(panels: Sequence[Panel]) -> Figured:
-    shown, left_out = with_any(panels, lambda mark: mark.has(f"{TOTAL}_candidate_ms"))
-    if not shown:
-        return None
-    axis = "median of the candidate's total, ms, divided as the medians of its phases are"
-    figure, axes = rows_figure([_strip(p, _took, axis) for p in shown], left_out)
-    for ax, panel in zip(axes, shown, strict=True):
-        _bars(ax, panel)
-    _one_scale(axes, shown, lambda panel: (panel.marks[0].record.model, panel.marks[0].record.workload))
-    handles: list[Any] = [Patch(color=c, label=names) for c, names in _phase_colours(p.kind for p in shown).items()]
-    handles += [Line2D([], [], color="black", lw=1.6, label="its reference, total")]
-    legend(figure, [*handles, Line2D([], [], color="black", lw=0.8, marker="|", ms=5, label="95 % interval")])
-    return figure, left_out
-
-
-def _took(row: Row) -> tuple[str, str]:
-    took = row[f"{TOTAL}_candidate_ms"]
-    return (f"{number(took, 4)} ms", "black") if math.isfinite(took) else _failure(row)
-
-
-def _bars(ax: Axes, panel: Panel) -> None:
-    ys, left = np.array(panel.ys), np.zeros(len(panel.marks))
-    for widths, colour in zip(phase_widths(panel), itertools.cycle(PHASE_COLOURS), strict=False):
-        ax.barh(ys, widths, left=left, color=colour, height=0.6)
-        left += widths
-    rows = [mark.row for mark in panel.marks]
-    lows, highs = ([_number(row, f"{TOTAL}_candidate_ms_{end}") for row in rows] for end in ("low", "high"))
-    ax.hlines(ys, lows, highs, color="black", lw=0.8)
-    ax.plot([*lows, *highs], [*ys, *ys], "|", color="black", ms=4, mew=0.8)
-    before = [_number(row, f"{TOTAL}_reference_ms") for row in rows]
-    ax.vlines(before, ys - 0.42, ys + 0.42, color="black", lw=1.6)
-
-
-def phase_widths(panel: Panel) -> NDArray[np.float64]:
-    """ms, shape (phases, rows): the candidate's total, divided as the medians of its phases are. Those medians need not
-    add up to the total's, which is the median of the trials' sums: in results/h200/peers they miss it by up to 15 %."""
-    medians = np.array([[mark.row[f"{p}_candidate_ms"] for mark in panel.marks] for p in panel.kind.phases])
-    whole = np.array([mark.row[f"{TOTAL}_candidate_ms"] for mark in panel.marks])
-    medians = np.nan_to_num(medians)
-    return medians * np.nan_to_num(whole) / np.maximum(medians.sum(axis=0), 1e-9)  # a row without times has no bar
-
-
-def _phase_colours(kinds: Iterable[Any]) -> dict[str, str]:
-    """Colour → the phases that have it."""
-    found: dict[str, dict[str, None]] = {}
-    for of_kind in kinds:
-        for phase, colour in zip(of_kind.phases, itertools.cycle(PHASE_COLOURS), strict=False):
-            found.setdefault(colour, {})[phase] = None
-    return {colour: " / ".join(names) for colour, names in found.items()}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from lorabench.record.schema import Record
 
+Session = Mapping[str, Any]
 Code = tuple[Any, Any]  # commit and whether there were uncommitted changes, as far as environment.json says
 
 
@@ -26,12 +27,19 @@ class Row(NamedTuple):
     other_code: int
 
 
-def rows(records: Sequence[Record], sessions: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row a kind and key, in the order of first appearance."""
+def device_of(session: Session) -> str:
+    """Of a session of environment.json; '' where it does not say."""
+    machine = session.get("machine") or {}
+    return str(machine.get("name") or machine.get("device") or "")
+
+
+def rows(records: Sequence[Record], sessions: Sequence[Session]) -> list[Row]:
+    """A row a kind, key and device, in the order of first appearance: two machines are no two sessions of one."""
     codes = {s["id"]: (s.get("commit"), s.get("dirty")) for s in sessions}
-    found: dict[tuple[str, str], list[Record]] = {}
+    devices = {s["id"]: device_of(s) for s in sessions}
+    found: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        found.setdefault((record.kind, record.key), []).append(record)
+        found.setdefault((record.kind, record.key, devices.get(record.session, "")), []).append(record)
     return [_row(same, codes) for same in found.values()]
 
 

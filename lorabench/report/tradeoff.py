@@ -1,6 +1,7 @@
 """The figure of time against memory: a panel a group, each stack with a look of its own, and the Pareto front.
 
-Each point has the number of its stack, which a key explains: names would lie over one another, and over the front.
+A key names each stack: names in the panel would lie over one another, and over the front. The page, where there is room
+to point at one, names the points themselves.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,7 +20,7 @@ from matplotlib.lines import Line2D
 from lorabench.record.schema import TOTAL
 from lorabench.report.analysis import Row
 from lorabench.report.comparable import references, spans
-from lorabench.report.figure import SMALL, TWO_LINES, WIDTH, extent, short, size_of
+from lorabench.report.figure import SMALL, WIDTH, extent, short, size_of
 from lorabench.report.panels import (
     BLUE,
     CIRCLE,
@@ -35,7 +36,6 @@ from lorabench.report.panels import (
     Panel,
     that_fit,
 )
-from lorabench.report.placing import Box, Place, place
 from lorabench.report.words import number
 
 LEFT, RIGHT, GAP = 0.62, 0.2, 0.62  # inches beside a panel, and between two that lie one under the other
@@ -46,17 +46,14 @@ MS, GIB = f"{TOTAL}_candidate_ms", "candidate_peak_gib"
 COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, "#56B4E9", GREY)
 ITSELF, BLACK = "reference", "#000000"
 LETTERS_OF_NAME = 48  # on a line of the key
-GID = "cell-"  # then kind and key: the page finds the row of a point by it
-CROWDED = 40  # points of a panel: in more no number would be found
 FEW = 3  # points: where there are MANY panels, one of so few says nothing that its table does not
 
 
 class Look(NamedTuple):
-    """A stack's colour and marker, and its number in the key; the reference has none."""
+    """A stack's colour and marker."""
 
     colour: str
     marker: str
-    number: str
 
 
 class Point(NamedTuple):
@@ -119,7 +116,7 @@ class Grid(NamedTuple):
 
 def tradeoff(panels: Sequence[Panel]) -> Figured:
     """Down and to the left is better. A front is drawn through rows that compare: whose references took as long. Each
-    stack has a number, which a key above the panels explains."""
+    stack has a look of its own, which a key above the panels explains."""
     shown, left_out = _worth_drawing(panels)
     if not shown:
         return None
@@ -134,7 +131,6 @@ def tradeoff(panels: Sequence[Panel]) -> Figured:
     figure, axes = _laid_out(frames, grid, handles, left_out)
     for ax, frame in zip(axes, frames, strict=True):
         _draw(ax, frame, looks)
-        _write(ax, frame, looks, grid)
     return figure, left_out
 
 
@@ -160,15 +156,15 @@ def _name(mark: Mark) -> str:
 def _looks(marks: Sequence[Mark]) -> dict[str, Look]:
     """Toggles → look, the same in every panel. All references are one, as they come."""
     names = dict.fromkeys(_name(mark) for mark in marks if not mark.record.is_noise_floor)
-    found = {ITSELF: Look(BLACK, CIRCLE, "")} if any(mark.record.is_noise_floor for mark in marks) else {}
+    found = {ITSELF: Look(BLACK, CIRCLE)} if any(mark.record.is_noise_floor for mark in marks) else {}
     for n, name in enumerate(names):
-        found[name] = Look(COLOURS[n % len(COLOURS)], MARKERS[n // len(COLOURS) % len(MARKERS)], str(n + 1))
+        found[name] = Look(COLOURS[n % len(COLOURS)], MARKERS[n // len(COLOURS) % len(MARKERS)])
     return found
 
 
 def _handle(name: str, look: Look) -> Line2D:
-    fill = look.colour if look.number else "white"
-    label = f"{look.number}  {short(name, LETTERS_OF_NAME)}".lstrip()
+    fill = "white" if name == ITSELF else look.colour
+    label = short(name, LETTERS_OF_NAME)
     return Line2D([], [], color=look.colour, marker=look.marker, lw=0, ms=6, mfc=fill, label=label)
 
 
@@ -232,8 +228,7 @@ def _draw(ax: Axes, frame: Frame, looks: dict[str, Look]) -> None:
             ax.plot([point.gib] * 2, frame.took, "-", color=BLACK, alpha=0.3, lw=4, solid_capstyle="butt", zorder=1)
         ax.plot([point.gib] * 2, [row[f"{MS}_low"], row[f"{MS}_high"]], "-", color=look.colour, lw=1.2)
         fill = "white" if mark.host_bound or mark.record.is_noise_floor else look.colour
-        gid = f"{GID}{mark.record.kind}-{row['key']}"
-        ax.plot(point.gib, point.ms, look.marker, color=look.colour, mfc=fill, ms=6, gid=gid)
+        ax.plot(point.gib, point.ms, look.marker, color=look.colour, mfc=fill, ms=6)
     if frame.edge:
         ax.step(*zip(*frame.edge, strict=True), "--", where="post", color=GREY, lw=1, zorder=1)
     ax.set(xlim=(0, frame.right), ylim=(0, frame.top))
@@ -242,40 +237,3 @@ def _draw(ax: Axes, frame: Frame, looks: dict[str, Look]) -> None:
     ax.grid(color="#e6e6e6", lw=0.6)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-
-
-# -- numbers --------------------------------------------------------------------------------------------------------
-
-
-def _placed(frame: Frame, texts: Sequence[str], grid: Grid) -> list[Place] | None:
-    """Where the numbers lie in a panel of this size, in inches from its corner; None where they do not all find
-    room."""
-    if len(texts) > CROWDED:
-        return None
-    x, y = grid.width / frame.right, grid.height / frame.top
-    bars = [Box(p.gib * x, p.row[f"{MS}_low"] * y, p.gib * x, p.row[f"{MS}_high"] * y) for p in frame.points]
-    for mark, point in zip(frame.marks, frame.points, strict=True):
-        if mark.record.is_noise_floor and frame.took:
-            bars.append(Box(point.gib * x - 0.03, frame.took[0] * y, point.gib * x + 0.03, frame.took[1] * y))
-    points, panel = [(p.gib * x, p.ms * y) for p in frame.points], Box(0.03, 0.03, grid.width, grid.height)
-    sizes = [extent(text, TWO_LINES) if text else (0.0, 0.0) for text in texts]
-    corners = [(gib * x, ms * y) for gib, ms in frame.edge]  # from the right to the left, each step up at its end
-    steps = [box for (x0, y0), (x1, y1) in pairwise(corners) for box in (Box(x1, y0, x0, y0), Box(x1, y0, x1, y1))]
-    return place(points, sizes, panel, [*bars, *steps]) or place(points, sizes, panel, bars)
-
-
-def _write(ax: Axes, frame: Frame, looks: dict[str, Look], grid: Grid) -> None:
-    """Each point's number beside it; one that lies further off has a line to it. None where not all find room: colours
-    and markers tell the stacks apart as well."""
-    own = [looks[_name(mark)] for mark in frame.marks]
-    spots = _placed(frame, [look.number for look in own], grid)
-    for look, point, spot in zip(own, frame.points, spots, strict=True) if spots else ():
-        if not look.number:
-            continue
-        middle = (spot.box.x0 + spot.box.x1) / 2 / grid.width, (spot.box.y0 + spot.box.y1) / 2 / grid.height
-        style: dict[str, Any] = {"fontsize": TWO_LINES, "fontweight": "bold", "color": look.colour}
-        ax.text(*middle, look.number, transform=ax.transAxes, ha="center", va="center", **style)
-        if spot.line_to:
-            xs = [point.gib / frame.right, spot.line_to[0] / grid.width]
-            ys = [point.ms / frame.top, spot.line_to[1] / grid.height]
-            ax.plot(xs, ys, "-", color=look.colour, lw=0.7, zorder=1.5, transform=ax.transAxes)

@@ -35,7 +35,7 @@ class Report:
                 "summary.tex": tables.latex(self.shown).encode(),
                 **{f"plots/{name}.png": drawn.png for name, drawn in images.items()},
                 **{f"plots/{name}.svg": drawn.svg for name, drawn in images.items()},
-                "report.html": page.page(self.analysis, self.shown, images, recommendation.read(self.folder)).encode(),
+                "report.html": page.page(self.analysis, self.shown, recommendation.read(self.folder)).encode(),
             }
         for name in set(plots.NAMES) - set(images):
             for suffix in plots.SUFFIXES:

@@ -11,11 +11,11 @@ import torch
 import yaml
 from helpers import cells
 
-from lorabench.advice.paste import MODEL, apart, blocks
 from lorabench.contract.ablation import Ablation, combine
 from lorabench.contract.settings import Settings
 from lorabench.measure.machine import describe
 from lorabench.plan import registry
+from lorabench.report.paste import MODEL, apart, blocks
 from lorabench_ablations.loading import quantized_weights
 
 MACHINE = describe()

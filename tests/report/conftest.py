@@ -174,10 +174,10 @@ def tags():
 
 @pytest.fixture
 def cells_of():
-    """HTML of a page to the details of its cells."""
+    """HTML of a page to the families in it."""
 
     def read(html):
-        (data,) = re.findall(r'<script type="application/json" id="cells">(.*?)</script>', html, re.DOTALL)
+        (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
         return json.loads(data)
 
     return read

@@ -42,7 +42,7 @@ def test_kinds_of_one_model_and_workload_are_tables_of_their_own(record, folder,
     phases = [f"{phase} ×" for phase in PHASES["evaluate"]]
     assert list(md_rows(text, f"{TITLE}, evaluate")[0])[1:6] == ["median ms, ref → cand", *phases]
     run = folder(tmp_path, records)
-    assert {p.name for p in write_report(run)} >= {"speedup.png", "phases.png", "report.html"}
+    assert {p.name for p in write_report(run)} >= {"speedup.png", "race.png", "report.html"}
     page = (run / "report.html").read_text()
     assert "generate + decode + metrics + score" in page and "forward + backward + step" in page
 

@@ -2,7 +2,7 @@
 
 from lorabench.record.schema import ARMS
 from lorabench.report.analysis import Analysis
-from lorabench.report.answers import answers
+from lorabench.report.answers import fastest
 from lorabench.report.labels import labels
 from lorabench.report.shown import show
 
@@ -22,7 +22,7 @@ def test_rows_of_two_seeds_are_told_apart_in_every_table(record, session):
     floors = {row["toggle"] for row in group.rows[:2]}
     assert floors == {"reference again (A/A), seed 0", "reference again (A/A), seed 7"}
     assert {row["toggle"] for row in group.rows[2:]} == {"a, seed 0", "a, seed 7", "b"}
-    assert answers(analysis)[0].fastest == "a, seed 7"
+    assert analysis.row(fastest(analysis.records, analysis)[0])["toggles"] == "a, seed 7"
 
 
 def test_one_name_in_two_tables_is_no_clash(record):

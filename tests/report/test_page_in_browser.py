@@ -1,4 +1,5 @@
-"""The page in a real Chromium: it sorts, filters, opens, obeys keys, fits a phone, is dark, and runs nothing else.
+"""The page in a real Chromium: another baseline changes everything, it sorts, filters, switches, opens, obeys keys,
+fits a phone, is dark, prints, and runs and asks for nothing else.
 
 Needs the package playwright, of which only the driver is used, and a Chromium of the system (Debian's `chromium`).
 """
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 from record.arms import Simulated, written
 
+from lorabench import gather
 from lorabench.report import write_report
 
 driver = pytest.importorskip("playwright.sync_api", reason="needs the package playwright; it is not installed")
@@ -23,7 +25,6 @@ pytestmark = [
 ]
 
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\u2028<!-- ]]> $\\frac{"
-TIME, WHOLE = "median ms, ref → cand", "total × [95 %]"
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +37,11 @@ def browser():
 
 
 @pytest.fixture
-def report(tmp_path, record, sweep, folder):
-    """Two models, every failure, an unclear row, three groups by their references, and a hostile cell."""
-    unclear = record(["unclear_one"], speedup=1.02, sd=0.2)
-    other = [record([], model="other"), record(["lora_kernels"], speedup=2.0, model="other")]
-    bad = record([EVIL], speedup=1.1, model=EVIL, notes={EVIL: EVIL})
-    dead = record([f"b{EVIL}"], status="crash", reason=EVIL, log=EVIL, model=EVIL)
-    run = folder(tmp_path / "run", [*sweep(), unclear, *other, bad, dead])
-    write_report(run)
-    return run / "report.html"
-
-
-@pytest.fixture
-def opened(browser, report):
-    """Opens the page in a context of its own; whatever the browser says or asks for is an error in the end."""
+def opener(browser):
+    """Opens a page in a context of its own; whatever the browser says or asks for is an error in the end."""
     said, contexts = [], []
 
-    def open_page(**how):
+    def open_page(report, fragment="", **how):
         context = browser.new_context(**how)
         contexts.append(context)
         context.set_default_timeout(5000)
@@ -60,8 +49,8 @@ def opened(browser, report):
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("dialog", lambda dialog: said.append(f"a dialog: {dialog.message}"))
-        page.on("request", lambda request: request.url == report.as_uri() or said.append(request.url))
-        page.goto(report.as_uri())
+        page.on("request", lambda request: request.url.partition("#")[0] == report.as_uri() or said.append(request.url))
+        page.goto(report.as_uri() + fragment)
         return page
 
     yield open_page
@@ -70,105 +59,233 @@ def opened(browser, report):
     assert said == []
 
 
+@pytest.fixture
+def rounds(tmp_path, opener):
+    """A family that shared its rounds: a is the fastest, b is faster, c is slower, and d ran out of memory."""
+    made = Simulated()
+    arms = [made.arm(), made.twin(), made.arm(["a"], 1.5), made.arm(["b"], 1.2), made.arm(["c"], 0.8)]
+    run = written(tmp_path / "rounds", [*arms, made.arm(["d"], status="oom", reason="no room")])
+    write_report(run)
+    return lambda fragment="", **how: opener(run / "report.html", fragment, **how)
+
+
+@pytest.fixture
+def older(tmp_path, record, sweep, folder, opener):
+    """Pairs as older sweeps wrote them: two models, every failure, an unclear row and a hostile cell."""
+    unclear = record(["unclear_one"], speedup=1.02, sd=0.2)
+    other = [record([], model="other"), record(["lora_kernels"], speedup=2.0, model="other")]
+    bad = record([EVIL], speedup=1.1, model=EVIL, notes={EVIL: EVIL})
+    dead = record([f"b{EVIL}"], status="crash", reason=EVIL, log=EVIL, model=EVIL)
+    run = folder(tmp_path / "run", [*sweep(), unclear, *other, bad, dead])
+    write_report(run)
+    return lambda fragment="", **how: opener(run / "report.html", fragment, **how)
+
+
 def names(page):
-    """The toggles of the rows that are shown, from the top."""
-    return page.locator("tr[data-cell]:visible > td:first-child").all_inner_texts()
-
-
-def heading(page, text):
-    return page.locator("table.results th[scope=col]").filter(has_text=text).first
-
-
-def column(page, text):
-    """Of the first group, what a column shows."""
-    place = heading(page, text).evaluate("th => th.cellIndex")
-    rows = page.locator("table.results tbody").first.locator("tr[data-cell]")
-    return [row.locator("td").nth(place).inner_text() for row in rows.all()]
+    """The stacks of the table, from the top."""
+    return [" ".join(name.split()) for name in page.locator(".results button.open").all_inner_texts()]
 
 
 def row(page, name):
-    button = page.locator("td:first-child button").filter(has_text=re.compile(f"^{re.escape(name)}$"))
-    return page.locator("tr[data-cell]").filter(has=button).first
+    button = page.locator("button.open").filter(has_text=re.compile(f"^{re.escape(name)}$"))
+    return page.locator("tr[data-arm]").filter(has=button).first
 
 
-def test_a_heading_sorts_by_the_candidates_number_within_a_group(opened):
-    page = opened()
-    before = names(page)
-    order = heading(page, TIME)
-    took = lambda: [float(t.split(" → ")[1]) for t in column(page, TIME) if "none" not in t and t]  # noqa: E731
-    order.get_by_role("button").click()
-    assert order.get_attribute("aria-sort") == "ascending" and took() == sorted(took()) and len(took()) > 4
-    order.get_by_role("button").click()
-    assert order.get_attribute("aria-sort") == "descending" and took() == sorted(took(), reverse=True)
-    order.get_by_role("button").click()
-    assert order.get_attribute("aria-sort") == "none" and names(page) == before
-    heading(page, "verdict").get_by_role("button").click()
-    assert order.get_attribute("aria-sort") == "none"
-    assert page.locator("th[aria-sort=ascending]").count() == 1
-    titles = page.locator("tr.group th").all_inner_texts()
-    assert titles[0] == "smollm2-135m @ alpaca" and len(titles) == page.locator("table.results tbody").count()
+def heading(page, text):
+    return page.locator(".results thead th").filter(has_text=re.compile(f"^{re.escape(text)}$")).first
 
 
-def test_an_unclear_row_is_below_those_that_have_a_ratio_whichever_way(opened):
-    page = opened()
-    for _ in range(2):
-        heading(page, WHOLE).get_by_role("button").click()
-        shown = [text.startswith("unclear") for text in column(page, WHOLE) if text]
-        assert shown[-1] and not any(shown[:-1])
+def cell(page, name, column):
+    place = heading(page, column).evaluate("th => th.cellIndex")
+    return row(page, name).locator(":scope > td").nth(place).inner_text()
 
 
-def test_filters_by_model_workload_status_and_toggle(opened):
-    page = opened()
-    every = names(page)
-    count = page.locator(".filters output")
+def bars(page):
+    """What a reader of the race is told, bar by bar."""
+    return [bar.get_attribute("aria-label") for bar in page.locator("#race [role=button]").all()]
+
+
+def _colours(png):
+    """How many colours of some saturation a picture has."""
+    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).reshape(-1, 3).astype(int)
+    pixels = pixels[pixels.max(axis=1) - pixels.min(axis=1) > 60]
+    return len({tuple(p // 32) for p in pixels})
+
+
+# -- the race and the baseline ----------------------------------------------------------------------------------------
+
+
+def test_the_race_is_sorted_and_what_failed_stands_below_with_its_status(rounds):
+    page = rounds()
+    told = bars(page)
+    assert [text.split(";")[0] for text in told[:4]] == ["a", "b", "reference", "c"]
+    assert told[4].startswith("d") and "oom" in told[4]
+    assert page.locator("#race svg").get_by_text("oom: no room").is_visible()
+    assert _colours(page.locator("#race svg").screenshot()) >= 3  # forward, backward, step
+
+
+def test_a_click_makes_an_arm_the_baseline_of_everything(rounds):
+    page = rounds()
+    assert cell(page, "a", "×").startswith("1.5") and cell(page, "reference", "×").strip() == "1"
+    page.locator("#race [role=button]").nth(1).click()  # b
+    assert page.locator("#baseline option:checked").inner_text() == "b"
+    assert cell(page, "b", "×").strip() == "1" and cell(page, "a", "×").startswith("1.2")
+    assert cell(page, "reference", "×").startswith("0.8") and "slower" in row(page, "reference").inner_text()
+    assert cell(page, "a", "× backward").startswith("1.2")
+    assert "Everything is over b." in page.locator("#race .lead").inner_text()
+    assert page.locator("#trials select[name=first] option:checked").inner_text() == "b"
+    assert page.locator("#race [aria-pressed=true]").count() == 1
+    row(page, "c").get_by_role("button", name="make c the baseline").click()
+    assert page.locator("#baseline option:checked").inner_text() == "c" and cell(page, "c", "×").strip() == "1"
+    page.locator("#baseline").select_option(label="reference")
+    assert cell(page, "a", "×").startswith("1.5")
+    page.locator("#tradeoff [role=button]").first.click()
+    assert page.locator("#baseline option:checked").inner_text() != ""
+
+
+def test_the_address_keeps_what_is_chosen(rounds):
+    page = rounds()
+    page.locator("#baseline").select_option(label="b")
+    page.get_by_text("ratio", exact=True).click()
+    again = rounds(page.evaluate("location.hash"))
+    assert again.locator("#baseline option:checked").inner_text() == "b"
+    assert again.locator("input[name=unit]:checked").get_attribute("value") == "ratio"
+
+
+def test_units_are_switched_and_each_is_sorted_its_own_way(rounds):
+    page = rounds()
+    pictures = set()
+    units = page.locator("input[name=unit]")
+    there = [unit.get_attribute("value") for unit in units.all()]
+    assert there[:3] == ["ms", "ratio", "tokens"] and "memory" in there
+    for n, unit in enumerate(there):
+        page.locator("#units span").nth(n).click()
+        pictures.add(page.locator("#race svg").screenshot())
+        assert units.nth(n).is_checked()
+        if unit in ("ms", "ratio", "tokens"):
+            assert [text.split(";")[0] for text in bars(page)[:4]] == ["a", "b", "reference", "c"]
+    assert len(pictures) == len(there)
+    assert "GiB, less is better" in page.locator("#race svg").text_content()  # the last of them is memory
+
+
+def test_a_pointer_is_told_the_numbers(rounds):
+    page = rounds()
+    page.locator("#race [role=button]").first.hover()
+    tip = page.locator("#race svg [aria-label=tip]")
+    tip.get_by_text("tokens/s").first.wait_for()
+    assert re.search(r"[\d.]+ ms \[[\d.]+, [\d.]+\]", tip.text_content()) and "1.5" in tip.text_content()
+
+
+def test_trials_of_two_arms_are_drawn_by_round_and_phase(rounds):
+    page = rounds()
+    lead = page.locator("#trials .lead")
+    assert re.match(r"\d+ rounds in common, in one process, round by round\. The ratio is 1\.5", lead.inner_text())
+    before = page.locator("#trials svg").first.screenshot()
+    assert page.locator("#trials svg").count() == 2
+    page.locator("#trials select[name=phase]").select_option("step")
+    assert page.locator("#trials svg").first.screenshot() != before
+    page.locator("#trials select[name=second]").select_option(label="c")
+    assert "The ratio is 0.8" in lead.inner_text() and "step of reference and c" in page.locator(
+        "#trials svg"
+    ).first.get_attribute("aria-label")
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_a_heading_sorts_and_sorts_back(rounds):
+    page = rounds()
+    assert names(page)[0] == "a" and heading(page, "ms").get_attribute("aria-sort") == "ascending"
+    heading(page, "ms").get_by_role("button").click()
+    assert heading(page, "ms").get_attribute("aria-sort") == "descending" and names(page)[0] == "c"
+    assert names(page)[-1] == "d"  # what has no time stands below, either way
+    heading(page, "×").get_by_role("button").click()
+    assert names(page)[0] == "c" and page.locator("th[aria-sort=ascending]").count() == 1
+    heading(page, "stack and verdict").get_by_role("button").click()
+    assert names(page) == sorted(names(page))
+
+
+def test_an_unclear_row_has_an_interval_in_place_of_a_ratio(older):
+    page = older()
+    assert re.match(r"0\.\d+ to 1\.\d+ ×", cell(page, "unclear_one", "×"))
+    assert "unclear" in row(page, "unclear_one").inner_text()
+
+
+def test_filters_by_status_and_toggle(older):
+    page = older()
+    every, count = names(page), page.locator(".filters output")
     assert count.inner_text() == f"{len(every)} of {len(every)} rows"
-    page.locator("select[name=model]").select_option("other")
-    assert names(page) == ["reference again (A/A)", "lora_kernels"]
-    assert page.locator("tr.group:visible").count() == 1 and count.inner_text() == f"2 of {len(every)} rows"
+    page.locator("select[name=status]").select_option("crash")
+    assert names(page) == ["toggle_crash"] and count.inner_text() == f"1 of {len(every)} rows"
+    page.get_by_role("button", name="show all").click()
+    assert names(page) == every
     page.locator("select[name=toggle]").select_option("lora_kernels")
     assert names(page) == ["lora_kernels"]
-    assert page.locator("#tradeoff [data-cell].off").count() > 2
-    page.get_by_role("button", name="show all").click()
-    assert names(page) == every and page.locator("#tradeoff [data-cell].off").count() == 0
-    page.locator("select[name=status]").select_option("crash")
-    assert len(names(page)) == 2 and names(page)[0] == "toggle_crash"
-    page.locator("select[name=status]").select_option("")
-    page.locator("select[name=workload]").select_option("alpaca")
-    assert names(page) == every
 
 
-def test_a_row_opens_to_its_trials_numerics_and_command(opened):
-    page = opened()
-    button = row(page, "lora_kernels").get_by_role("button")
+def test_another_model_is_a_choice_away(older):
+    page = older()
+    assert "smollm2-135m" in page.locator("h1").inner_text()
+    page.locator("#family").select_option(label="other @ alpaca")
+    assert names(page) == ["lora_kernels", "reference", "reference again"] or "lora_kernels" in names(page)
+    assert "fastest way to run other at alpaca is lora_kernels" in page.locator("h1").inner_text()
+    page.locator("#places").get_by_role("button", name="smollm2-135m @ alpaca").click()
+    assert "smollm2-135m" in page.locator("h1").inner_text()
+
+
+def test_another_machine_is_a_column_of_its_own(tmp_path, opener):
+    for n, name in enumerate(("GPU One", "GPU Two")):
+        made = Simulated(session=f"s{n}", seed=n)
+        arms = [made.arm(), made.twin(), made.arm(["a"], 1.5 + n)]
+        written(tmp_path / name, arms, {"id": f"s{n}", "commit": "c", "machine": {"name": name}})
+    run = tmp_path / "both"
+    assert gather.main([str(run), str(tmp_path / "GPU One"), str(tmp_path / "GPU Two")]) == 0
+    write_report(run)
+    page = opener(run / "report.html")
+    here, there = (float(cell(page, "a", column)) for column in ("ms", "ms on GPU Two"))
+    assert here / there == pytest.approx(2.5 / 1.5, rel=0.05)
+    page.locator("#family").select_option(index=1)
+    assert float(cell(page, "a", "ms on GPU One")) == pytest.approx(here)
+
+
+def test_a_row_opens_to_its_numerics_and_command(older):
+    page = older()
+    button = row(page, "lora_kernels").locator("button.open")
     assert button.get_attribute("aria-expanded") == "false"
     button.click()
     detail = page.locator("tr.detail")
     assert button.get_attribute("aria-expanded") == "true" and detail.count() == 1
     for said in ("numerics", "adapter gradient", "what was patched", "python -m lorabench.sweep"):
         assert said in detail.inner_text()
-    chart = detail.locator("canvas")
-    assert _colours(chart.screenshot()) > 2  # both arms are drawn
-    before = chart.screenshot()
-    detail.get_by_role("combobox").select_option("step")
-    assert detail.locator("canvas").count() == 1 and detail.locator("canvas").screenshot() != before
-    detail.get_by_text("every trial, ms").click()
-    assert detail.get_by_text("backward, candidate").is_visible()
     button.click()
     assert page.locator("tr.detail").count() == 0 and button.get_attribute("aria-expanded") == "false"
 
 
-def _colours(png):
-    """How many colours of some saturation a picture has."""
-    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).reshape(-1, 3).astype(int)
-    return len({tuple(p // 16) for p in pixels})
+def test_all_columns_are_behind_a_checkbox(older):
+    page = older()
+    assert not heading(page, "padding").is_visible()
+    page.get_by_label("all columns").check()
+    assert heading(page, "padding").is_visible() and heading(page, "gradient error / allowed").is_visible()
 
 
-def test_keys_alone_sort_and_open(opened):
-    page = opened()
-    heading(page, WHOLE).get_by_role("button").focus()
+def test_the_settings_are_under_a_button(older):
+    page = older()
+    assert not page.locator("#settings pre").first.is_visible()
+    page.get_by_text("Settings to paste", exact=True).click()
+    assert "lorakernels.apply(model)" in page.locator("#settings pre").first.inner_text()
+
+
+def test_keys_alone_do_all_of_it(rounds):
+    page = rounds()
+    bar = page.locator("#race [role=button]").nth(1)
+    bar.focus()
     page.keyboard.press("Enter")
-    assert heading(page, WHOLE).get_attribute("aria-sort") == "ascending"
-    rows = page.locator("tr[data-cell] button")
+    assert page.locator("#baseline option:checked").inner_text() == "b"
+    assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"  # where one was
+    heading(page, "ms").get_by_role("button").focus()
+    page.keyboard.press("Enter")
+    assert heading(page, "ms").get_attribute("aria-sort") == "descending"
+    rows = page.locator(".results button.open")
     rows.first.focus()
     page.keyboard.press("ArrowDown")
     assert rows.nth(1).evaluate("button => button === document.activeElement")
@@ -176,84 +293,66 @@ def test_keys_alone_sort_and_open(opened):
     assert page.locator("tr.detail").count() == 1
     page.keyboard.press("ArrowUp")
     assert rows.first.evaluate("button => button === document.activeElement")
-    page.keyboard.press("Tab")  # from one row to the next, in the order of the page
-    assert rows.nth(1).evaluate("button => button === document.activeElement")
 
 
-def test_an_answer_and_a_point_of_a_figure_lead_to_their_row(opened):
-    page = opened()
-    page.locator("select[name=model]").select_option("other")
-    page.locator(".answers a").first.click()
-    assert row(page, "lora_kernels").get_by_role("button").get_attribute("aria-expanded") == "true"
-    assert names(page)[0] == "reference again (A/A)" and len(names(page)) > 2  # what hid it is off
-    page.reload()
-    point = page.locator("#tradeoff [data-cell]").first
-    assert "GiB" in point.locator("title").text_content()
-    point.dispatch_event("click")
-    assert page.locator("tr.detail").count() == 1
+# -- everywhere -------------------------------------------------------------------------------------------------------
 
 
-def test_a_phone_shows_the_columns_that_fit_and_nothing_hangs_over(opened):
-    page = opened(viewport={"width": 390, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    shown = [h for h in page.locator("table.results").first.locator("th[scope=col]").all() if h.is_visible()]
-    assert [h.inner_text() for h in shown] == ["toggle", TIME, WHOLE, "verdict"]
-    row(page, "lora_kernels").get_by_role("button").click()
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    page.get_by_label("all columns").check()
-    assert heading(page, "peak GiB").is_visible()
+@pytest.mark.parametrize("width", [360, 400, 1400])
+def test_nothing_hangs_over(older, width):
+    page = older(viewport={"width": width, "height": 800})
+    fits = "document.documentElement.scrollWidth <= innerWidth"
+    assert page.evaluate(fits)
+    row(page, "lora_kernels").locator("button.open").click()
+    for n in range(page.locator("#units span").count()):
+        page.locator("#units span").nth(n).click()
+        assert page.evaluate(fits)
+    page.get_by_text("Settings to paste", exact=True).click()
+    assert page.evaluate(fits)
+    if width < 700:
+        shown = [h.inner_text().removesuffix(" ▲") for h in page.locator(".results thead th").all() if h.is_visible()]
+        assert shown[:3] == ["stack and verdict", "ms", "×"] and len(shown) <= 4
 
 
-def test_figures_are_dark_in_a_dark_page(opened):
+def test_it_is_dark_where_the_reader_is(rounds):
     light, dark = (
-        np.asarray(
-            Image.open(io.BytesIO(opened(color_scheme=scheme).locator("#speedup svg").screenshot())).convert("L")
-        )
+        np.asarray(Image.open(io.BytesIO(rounds(color_scheme=scheme).locator("#race svg").screenshot())).convert("L"))
         for scheme in ("light", "dark")
     )
-    assert np.median(light) > 240 and np.median(dark) < 40
-    assert (dark > 200).mean() > 0.005  # its text is light
-    page = opened(color_scheme="dark")
-    ink = page.locator("#speedup svg text").first.evaluate("text => getComputedStyle(text).fill")
-    assert ink == "rgb(255, 255, 255)"
+    assert np.median(light) > 230 and np.median(dark) < 60
+    assert (dark > 150).mean() > 0.002  # its text is light
 
 
-def test_hostile_text_is_text(opened):
-    page = opened()
+def test_it_prints_without_what_one_can_only_click(rounds):
+    page = rounds()
+    page.emulate_media(media="print")
+    assert not page.locator("#controls").is_visible() and not page.locator(".filters").is_visible()
+    assert page.locator("#race svg").is_visible() and row(page, "a").is_visible()
+    assert page.pdf(format="A4")[:4] == b"%PDF"
+
+
+def test_the_first_screen_is_there_in_a_second(rounds):
+    page = rounds()
+    page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
+    took = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    assert took < 1000
+
+
+def test_hostile_text_is_text(older):
+    page = older()
+    page.locator("#family").select_option(index=2)
     assert page.locator("img").count() == 0 and page.locator("script").count() == 3
-    for button in page.locator("tr[data-cell] button").filter(has_text="alert('x')").all():
+    for button in page.locator("button.open").filter(has_text="alert('x')").all():
         button.click()
-    details = page.locator("tr.detail")
-    assert details.count() == 2 and page.locator("img").count() == 0
-    assert details.last.locator("pre").text_content() == EVIL
-    assert page.locator("#tradeoff svg text").filter(has_text="<script>").count() > 0
-    choices = page.locator("select[name=model]").locator("option").all_text_contents()
-    assert " ".join(EVIL.split()) in [" ".join(choice.split()) for choice in choices]
+    assert page.locator("tr.detail").count() == 2 and page.locator("img").count() == 0
+    assert page.locator("tr.detail pre").last.text_content() == EVIL
+    assert page.locator("#race svg text").filter(has_text="<script>").count() > 0
 
 
-def test_without_scripts_the_table_and_figures_are_there(opened):
-    page = opened(java_script_enabled=False)
-    assert page.locator("tr[data-cell]").first.is_visible() and page.locator("#tradeoff svg").is_visible()
-    assert not page.locator(".filters").is_visible()
-    assert not heading(page, "padding").is_visible()
-    page.locator("#more").check()
-    assert heading(page, "padding").is_visible()
-
-
-def test_a_click_on_a_row_shows_its_group_over_that_row_and_another_one_over_the_reference(browser, tmp_path):
-    made = Simulated()
-    run = written(tmp_path / "family", [made.arm(), made.twin(), made.arm(["a"], 1.5), made.arm(["b"], 1.2)])
-    write_report(run)
-    page = browser.new_page()
-    page.goto((run / "report.html").as_uri())
-    before, title = column(page, WHOLE), page.locator("tr.group th").first
-    row_a = page.locator("tr[data-cell]").filter(has=page.get_by_role("button", name=re.compile("^a$"))).first
-    over = row_a.locator("button.over")
-    over.click()
-    assert title.inner_text() == "smollm2-135m @ alpaca, over a" and over.get_attribute("aria-pressed") == "true"
-    shown = column(page, WHOLE)
-    assert "1" in shown and any(text.startswith("0.80") and text.endswith("] within") for text in shown), "b over a"
-    assert not any(column(page, "verdict"))
-    over.click()
-    assert column(page, WHOLE) == before and title.inner_text() == "smollm2-135m @ alpaca"
-    page.close()
+def test_without_scripts_the_answer_and_the_tables_are_there(older):
+    page = older(java_script_enabled=False)
+    assert "the fastest way to run" in page.locator("h1").inner_text()
+    assert (
+        page.locator("noscript td").filter(has_text="unclear_one").first.is_visible()
+        and not page.locator("#controls").is_visible()
+    )

@@ -79,8 +79,11 @@ def test_every_output_says_the_same_of_the_limit(cells_of):
     shown = show(analysis)
     (row,) = [r for r in md_rows(tables.markdown(shown), "smollm2-135m @ 1x512") if r["toggle"] == "frozen_limit"]
     assert row["total × [95 %]"].startswith(said)
-    (cell,) = [c for c in cells_of(page(analysis, shown)) if c["facts"]["key"].startswith(least.key)]
-    assert f"× {said} " in cell["facts"]["total"]
+    (family,) = [f for f in cells_of(page(analysis, shown)) if f["title"] == "smollm2-135m @ 1x512"]
+    (arm,) = [arm for arm in family["arms"] if arm["name"] == "frozen_limit"]
+    assert f"× {said} " in arm["facts"]["total"]
+    ratio = family["ratios"]["total"][0][family["arms"].index(arm) - 1][0]
+    assert f"{ratio:.2f}" == said
     assert f"{said} [" in tables.latex(shown).replace("{[}", "[")
 
 

@@ -1,7 +1,5 @@
 """The whole report: from records to files, with whatever records there are."""
 
-import re
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -10,6 +8,7 @@ from lorabench.report import load_results, panels, plots, write_report
 from lorabench.report.__main__ import main
 from lorabench.report.analysis import Analysis
 from lorabench.report.figure import short
+from lorabench.report.race import bars
 
 TEXTS = {"summary.csv", "summary.md", "summary.tex", "report.html"}
 DRAWN = set(plots.NAMES) - {"published", "packing"}  # no claim or layout is of what a simulated sweep measures
@@ -32,19 +31,17 @@ def test_full_sweep_writes_every_file_and_nothing_else(tmp_path, sweep, record, 
     assert (run / "records.jsonl").read_bytes() == before
     assert plt.get_fignums() == []  # pyplot never heard of our figures
     html = (run / "report.html").read_text()
-    # Nothing is fetched: figures are in the page, and every link leads to another part of it.
-    assert {"#where", "#cell-1"} <= set(tags(html).links) and all(link.startswith("#") for link in tags(html).links)
-    assert not re.search(r"url\((?!#)|@import", html)
-    assert html.count("<svg ") == html.count("<figure ") == len(DRAWN)
+    assert "#where" in tags(html).links and all(link.startswith("#") for link in tags(html).links)
     text = " ".join(tags(html).text.split())
     for said in (
         "python -m lorabench.sweep",
         "0123abcd with uncommitted changes",
         "680 TFLOP/s",
         "Trials were 26.7 % of",
+        "layers.0.q_proj.lora_A.weight",
+        "Traceback: the last line",
     ):
         assert said in text
-    assert "layers.0.q_proj.lora_A.weight" in text and "Traceback: the last line" in text
     assert len(load_results(run)) == len(sweep()) + 2
 
 
@@ -65,7 +62,7 @@ def test_any_records_will_do(case, tmp_path, record, folder, tags):
     assert ("No records yet." in html) == (not records)
     assert all(r.reason in html for r in records if r.reason)
     assert "None" not in tags(html).text and "nan" not in tags(html).text.split()
-    assert (run / "plots" / "phases.png").exists() == (case == "one ok on a CPU")
+    assert (run / "plots" / "race.png").exists() == (case == "one ok on a CPU")
     assert not (run / "plots" / "memory.png").exists()
 
 
@@ -115,10 +112,10 @@ def test_a_figure_of_many_groups_says_what_it_leaves_out(tmp_path, record, folde
     run = folder(tmp_path, cells)
     write_report(run)
     left_out = "2 of 5 rows, 2 of 5 groups"
-    html = (run / "report.html").read_text()
-    # In the caption, alternative text and figure of every plot that these cells have.
-    assert html.count(left_out) == 3 * 4
+    drawn = [path.read_text() for path in sorted((run / "plots").glob("*.svg"))]
+    assert len(drawn) == 4 and all(left_out in svg for svg in drawn)
     assert len(load_results(run)) == len(cells)
+    html = (run / "report.html").read_text()
     assert all(c.model in html for c in cells)
 
 
@@ -130,7 +127,8 @@ def test_a_bar_of_phases_is_as_long_as_its_total_says(record):
     phases = {name: {"reference_ms": ms, "candidate_ms": ms} for name, ms in times.items()}
     made = Analysis([record(["a"], phases=phases)])
     (panel,) = panels.panels_of(made)
-    widths = plots.phase_widths(panel)[:, 0]
+    bar = next(bar for bar in bars(panel) if bar.label == "a")
+    widths = np.array(bar.phases)
     assert made.row(made.records[0])["total_candidate_ms"] == np.median(times["total"]) == 51
     assert widths.sum() == pytest.approx(51)
     assert widths[0] == widths[1] == pytest.approx(40 * 51 / 81)

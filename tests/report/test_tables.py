@@ -16,7 +16,7 @@ from lorabench.record.store import read_records
 from lorabench.report import claim_tables, tables, words
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import judgement
-from lorabench.report.page import page
+from lorabench.report.details import detail
 from lorabench.report.shown import in_groups, show
 from lorabench.report.terminal import print_table, terminal_table
 
@@ -260,7 +260,7 @@ def test_no_records_at_all():
     assert "no records" in latex([])
 
 
-def test_energy_is_shown_where_it_was_counted_and_nowhere_else(record, cells_of):
+def test_energy_is_shown_where_it_was_counted_and_nowhere_else(record):
     counted = {
         "reference": {"joules": 800.0, "steps": 40, "seconds": 4.0},
         "candidate": {"joules": 1200.0, "steps": 100, "seconds": 4.0},
@@ -271,7 +271,7 @@ def test_energy_is_shown_where_it_was_counted_and_nowhere_else(record, cells_of)
     assert (row["reference_j_per_ktok"], row["candidate_j_per_ktok"]) == (5.0, 3.0)  # of 4000 real tokens a step
     rows = md_rows(markdown([made, other]), "smollm2-135m @ alpaca")
     assert [r["J per 1000 real tokens, ref → cand"] for r in rows] == ["5.00 → 3.00", ""]
-    facts = cells_of(page(analysis, show(analysis)))[0]["facts"]
+    facts = detail(made, row, [])["facts"]
     assert facts["energy, candidate"] == "1200 J in 100 steps alone, 4.00 s, 300 W"
     assert "J per 1000" not in markdown([other]) and "candidate_j_per_ktok" not in frame([other])
     without = record(["c"], tokens=None, kind="load", energy=counted)

@@ -93,6 +93,28 @@ def blocks(cell: Cell, dtype: str) -> list[tuple[str, str, str]]:
     ]
 
 
+def switches(ablations: Sequence[Ablation]) -> list[tuple[str, str, str]]:
+    """The same without a cell: what each call takes beside the user's own arguments, which stand as `**yours`."""
+    own = pieces(ablations)
+    lora = _call("LoraConfig", joined(own.settings, "lora"), "**your_lora")
+    load = {"dtype": Code("dtype")} | joined(own.settings, "model")
+    arguments = joined(own.settings, "trainer") | joined(own.settings, "sft")
+    lines = [
+        *map(_comment, own.by_hand),
+        *dict.fromkeys(line for s in own.settings for line in s.imports),
+        f"model = {_call('AutoModelForCausalLM.from_pretrained', load, repr(MODEL))}",
+        f"model = {_call('get_peft_model', joined(own.settings, 'peft'), 'model', lora)}",
+        *code(own.settings, of_trainer=False),
+        f"arguments = {_call('SFTConfig', arguments, '**your_arguments')}  # or transformers' TrainingArguments",
+        *code(own.settings, of_trainer=True),
+    ]
+    found = [("PEFT with TRL or transformers", "python", "\n".join(lines))]
+    if keys := joined(own.settings, "axolotl"):
+        said = [_comment(f"Axolotl has no key for {label}") for label in own.no_key]
+        found.append(("Axolotl", "yaml", "\n".join([*said, yaml.safe_dump(keys, sort_keys=False).rstrip()])))
+    return found
+
+
 def _model(cell: Cell, dtype: str, own: Pieces) -> str:
     settings = own.settings
     lora = cell.model.adapter() | joined(settings, "lora")
