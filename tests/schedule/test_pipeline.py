@@ -159,7 +159,7 @@ def test_tables_that_are_none(wrong):
 def test_no_stage_begins_a_global_batch_before_it_has_ended_the_jobs_last_one(jobs, stages, name):
     schedule = fill(SCHEDULERS[name](jobs, Budget(64), stages), stages)
     for stage in range(stages):
-        order = _order(range(len(schedule)), stages - 1 - stage)
+        order = _order("1f1b", range(len(schedule)), stage, stages, stages)
         ended = {}  # of each job the global batches whose last backward is done
         left = Counter((s.job, s.batch) for held in schedule for s in held)
         for work in order:
@@ -177,5 +177,5 @@ def test_one_empty_micro_batch_less_is_too_early():
     jobs, stages = [[[5], [5]]], 3
     filled = fill(SCHEDULERS["fifo"](jobs, Budget(5), stages), stages)
     assert [len(held) for held in filled] == [1, 0, 0, 1]
-    order = _order(range(3), stages - 1)  # with one less, the second micro-batch would be the third
-    assert order.index((2, False)) < order.index((0, True))
+    order = _order("1f1b", range(3), 0, stages, stages)  # with one less, the second micro-batch would be the third
+    assert order.index((2, False, 0)) < order.index((0, True, 0))
