@@ -165,7 +165,9 @@ class PipelineMultiAdapter(Pipelined):
     job's optimizer step as soon as its last micro-batch is through. A trial is one global batch of every job."""
 
     name: ClassVar[str] = "pipeline_multi_adapter"
-    summary: ClassVar[str] = "1F1B over several jobs' micro-batches without a flush between the jobs (LoRAFusion, mLoRA)"
+    summary: ClassVar[str] = (
+        "1F1B over several jobs' micro-batches without a flush between the jobs (LoRAFusion, mLoRA)"
+    )
     schedule: ClassVar[str] = "1f1b"
     excludes: ClassVar[dict[str, str]] = {
         **Pipelined.excludes,

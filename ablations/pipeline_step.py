@@ -291,4 +291,3 @@ def save_adapter(machinery: Machinery, folder: Path, adapter: str = "default") -
     whole = own | machinery.share.others(own)
     if dist.get_rank() == 0:
         machinery.model.save_pretrained(folder, state_dict=whole, selected_adapters=[adapter])
-

@@ -51,12 +51,12 @@ from lorabench import __version__
 from lorabench.contract.names import nearest, one_line
 from lorabench.plan.bubbles import FEEDS, METHODS, Row, Setting, rows
 from lorabench.record.words import number
-from lorabench.schedule import SCHEDULERS, Budget, fill, verify
+from lorabench.schedule import SCHEDULERS, Budget, Sample, fill, verify
 from lorabench.schedule.pipeline import Bubbles, ends_of_batches, flushed_bubble, pipeline, shared_bubble
 from lorabench.schedule.stage_times import PROFILES, StageTimes, profiled
 
 __all__ = [
-    "SCHEDULERS", "Bubbles", "Budget", "Row", "Setting", "StageTimes", "ends_of_batches", "fill", "flushed_bubble",
+    "SCHEDULERS", "Bubbles", "Budget", "Row", "Sample", "Setting", "StageTimes", "ends_of_batches", "fill", "flushed_bubble",
     "main", "markdown", "pipeline", "profiled", "read_measured", "read_times", "rows", "shared_bubble", "verify",
 ]  # fmt: skip
 

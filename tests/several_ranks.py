@@ -11,7 +11,9 @@ from typing import Any
 from lorabench.contract.ranks import Ranks
 
 
-def on_ranks(size: int, folder: Path, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
+def on_ranks(
+    size: int, folder: Path, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120
+) -> list[Any]:
     """What `function(ranks, *arguments)` returns on each rank, in their order; no tensors. Raises AssertionError with
     the traceback of a rank that raised, or says that one does not answer. No process stays."""
     context = multiprocessing.get_context("fork")  # torch and transformers are imported already

@@ -89,7 +89,6 @@ class Joint(Step):
         """Of what `forward` returned for each micro-batch, the losses of one job, one of each of its batches."""
         return [outs[place][index] for place in self._places()[index]]
 
-
     def compared_of(self, index: int, out: Tensor) -> dict[str, Tensor]:
         """`compared` of one job, under the names that it would have alone; `out` is one of its losses."""
         return {}

@@ -85,7 +85,9 @@ class GradientKind(Kind):
             mine = request.only(i)
             spec = mine.model.with_lora(job.lora)
             cut = max(len(s.tokens) for s in mine.samples[0])
-            file = gold_cache.path(request.scratch, spec, job.workload, job.seed, request.dtype, held, cut, request.layers)
+            file = gold_cache.path(
+                request.scratch, spec, job.workload, job.seed, request.dtype, held, cut, request.layers
+            )
             yield gold_cache.cached(file, request.device, partial(self._gold_and_plain, mine))
 
     def _measure_noise(self, gate: GateRequest) -> None:

@@ -16,13 +16,16 @@ LENGTHS = [16, 9, 12, 16, 3, 14, 7, 11]
 
 DEEP = "tiny-llama-8-layers"  # cut to as many as a test needs
 
+
 def plain(layers):
     made = arm(*PEFT, samples=random_samples(LENGTHS), workload=FEED, model=DEEP, layers=layers)
     return one_step(made)
 
 
 def stepped(ranks, toggles, layers):
-    made = arm(*PEFT[:2], *toggles, samples=random_samples(LENGTHS), workload=FEED, model=DEEP, layers=layers, ranks=ranks)
+    made = arm(
+        *PEFT[:2], *toggles, samples=random_samples(LENGTHS), workload=FEED, model=DEEP, layers=layers, ranks=ranks
+    )
     outcome = one_step(made)
     counts = [batch.real for batch in made.step.batches]
     names = [name for name, _ in made.adapters(made.step)]
