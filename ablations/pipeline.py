@@ -184,13 +184,24 @@ class PipelineMultiAdapter(Pipelined):
 
         return route(model, MARK)
 
+    def takes(self, count: int, ranks: int) -> bool:
+        return True  # all jobs together have to fill the pipeline, see `join`
+
     def join(self, steps: Sequence[Step]) -> list[Step]:
+        import torch.distributed as dist
+
         from .jobs import MARK, ONE_JOB
         from .pipeline_step import PipelineJoint
 
         if not all(step.name for step in steps):
             raise Unsupported(f"{self.name}: {ONE_JOB}")
-        _check([len(step.batches) for step in steps])
+        counts = [len(step.batches) for step in steps]
+        if sum(counts) < dist.get_world_size():
+            raise Unsupported(
+                f"{self.name} needs at least a micro-batch a rank; the jobs have {sum(counts)} together, "
+                f"and there are {dist.get_world_size()} ranks"
+            )
+        _check(counts)
         return [PipelineJoint(steps, getattr(steps[0].model, MARK), self.schedule, self._split())]
 
     def step(self, step: Step) -> Step:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
-from helpers import PEFT, arm, random_samples
+from helpers import PEFT, arm, config, random_samples
 from several_ranks import on_ranks
 
+from lorabench.contract.ranks import ONE
 from lorabench.contract.workload import Workload
-from lorabench.measure.judging.numerics import one_pass, one_step
+from lorabench.measure.judging.numerics import clear, one_step
+from lorabench.measure.kind import kind, request_of
+from lorabench.plan import registry
+from lorabench.plan.compose import plan
 
 FEED = Workload(name="test", kind="fixed", batch_size=2, seq_len=16)
 LENGTHS = [16, 9, 12, 16, 3, 14, 7, 11]
@@ -61,3 +68,48 @@ def test_loss_and_every_gradient_are_those_of_one_process(tmp_path, ranks, layer
     assert len(names) == len(set(names)) == layers * 7 * 2  # each tensor is on one rank
     split = answers[0][-1]
     assert sum(split) == layers and min(split) >= 1 and all(answer[-1] == split for answer in answers)
+
+
+# -- several jobs -----------------------------------------------------------------------------------------------------
+
+TWO_JOBS = ("workload=two_jobs", "reference=[sdpa,adamw_foreach,padding]")
+
+
+def jobs_arm(ranks, *toggles):
+    cell = plan(config(f"models=[{DEEP}]", *TWO_JOBS, "trials=3"), "cpu").cells[0]
+    names = [*PEFT[:2], *toggles]
+    made = request_of(cell, "reference", torch.float32, torch.device("cpu"), Path())
+    made = replace(made, ablations=tuple(map(registry.ablation, names)), layers=3, ranks=ranks)
+    return kind("train").build(made)
+
+
+def jobs_alone():
+    made = jobs_arm(ONE, "padding")
+    return {step.name: one_step(made, step) for step in made.steps}
+
+
+def jobs_stepped(ranks):
+    """What the gate asks, job by job; then a trial, in which each job's update comes within the schedule."""
+    made = jobs_arm(ranks, "pipeline_multi_adapter")
+    gate = {step.name: one_step(made, step) for step in made.steps}
+    found = {name: (o.loss, {n: x.numpy() for n, x in o.gradients.items()}, o.update_error) for name, o in gate.items()}
+    begun = []
+    for step in made.steps:
+        clear(made, step)
+    outs = kind("train").trial(made, begun.append)
+    losses = [ranks.total(sum(float(out) for out in own)) for own in outs]
+    return found, begun, losses, made.turns[0].said()["pipeline"]
+
+
+def test_several_jobs_without_a_flush_are_each_what_it_is_alone(tmp_path):
+    wanted = jobs_alone()
+    answers = on_ranks(2, tmp_path, jobs_stepped)
+    for found, begun, losses, said in answers:
+        assert found.keys() == wanted.keys()
+        for job, (loss, gradients, update_error) in found.items():
+            compare([(loss, gradients, update_error)], wanted[job])
+        # each job's step as soon as its last backward is through: the first one's before the last one's backward
+        assert begun.count("step") == 2 + 1 and begun.index("step") < len(begun) - 1 - begun[::-1].index("backward")
+        assert len(losses) == 2
+        assert said["micro_batches"] == 3 and 0 < said["bubble_pct"] < 100
+        assert said["predicted_bubble_pct"] < 100 and sum(said["layers_by_stage"]) == 3
