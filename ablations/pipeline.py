@@ -17,12 +17,13 @@ from lorabench.contract.step import Step
 from lorabench.contract.workload import Workload
 from lorabench.schedule import fill, verify
 from lorabench.schedule import Sample as Planned
-from lorabench_ablations.batching import positive
+from lorabench_ablations.batching import lengths_of, positive
+from lorabench_ablations.packing import first_fit_decreasing, row
 
 if TYPE_CHECKING:
     from torch import nn
 
-ONE_SHAPE = "a stage receives into buffers of one shape, and its micro-batches have several"
+ONE_SHAPE = "a stage receives into buffers of one shape, and its rows have many; tokens= of the pipeline packs as well"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,9 @@ class Pipelined(Ablation):
     """Base. Each rank keeps its own decoder layers; the first one has the embedding, the last one norm, head and loss.
 
     A step's samples go in micro-batches of one shape, as many as the workload's `batch_size` gives, and smaller ones
-    where the schedule needs more of them. layers: of each stage; None: as many that the slowest stage is as fast as can
-    be, by a measured layer and a measured head.
+    where the schedule needs more of them. tokens: samples end to end instead, in rows of so many tokens that are filled
+    up with padding; None: side by side, padded to the longest of the step. layers: of each stage; None: as many that
+    the slowest stage is as fast as can be, by a measured layer and a measured head.
     """
 
     slot: ClassVar[str] = "parallel"
@@ -44,13 +46,17 @@ class Pipelined(Ablation):
         "capture": "its sends and receives lie between the pieces that a graph would hold",
         "compilation": "it swaps the layers of the model that is compiled, stage by stage",
         "batch_size": "it tries micro-batches one by one, and here they are in the pipeline together",
+        "activation_offloading": "it keeps one forward and its backward in mind, and here others lie between the two",
         **dict.fromkeys(("packing", "padding_free", "group_by_length", "token_budget"), ONE_SHAPE),
     }
     schedule: ClassVar[str]
 
+    tokens: int | None = None
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.tokens is not None:
+            positive("tokens", self.tokens, "tokens a row")
         if self.layers is not None:
             for count in self.layers:
                 positive("layers", count, "layers a stage")
@@ -71,7 +77,10 @@ class Pipelined(Ablation):
         from .pipeline_step import alike
 
         ranks = dist.get_world_size()
-        made = alike(pad(samples, self._size(len(samples), workload.batch_size, ranks)))
+        if self.tokens is None:
+            made = alike(pad(samples, self._size(len(samples), workload.batch_size, ranks)))
+        else:
+            made = alike(self._rows(samples, self.tokens, ranks))
         if dist.get_rank() == 0:
             return made
         return [Batch(b.inputs, real=0, padded=0, trained=b.trained) for b in made]
@@ -82,6 +91,21 @@ class Pipelined(Ablation):
             if self.takes(-(-samples // size), ranks):
                 return size
         raise Unsupported(f"{self.name} needs at least {ranks} micro-batches on {ranks} ranks; a step has {samples}")
+
+    def _rows(self, samples: Sequence[Sample], tokens: int, ranks: int) -> list[Batch]:
+        """Rows of at most so many tokens; of fewer, where the schedule needs more rows."""
+        lengths = lengths_of(samples)
+        longest = max(lengths)
+        while True:
+            try:
+                found = first_fit_decreasing(lengths, tokens)
+            except ValueError as error:
+                raise Unsupported(f"{self.name}: {error}") from None
+            if self.takes(len(found), ranks):
+                return [row([samples[n] for n in fit]) for fit in found]
+            if tokens == longest:
+                raise Unsupported(f"{self.name} cannot make rows of {len(samples)} samples for {ranks} ranks")
+            tokens = max(longest, min(tokens, sum(lengths)) * 3 // 4)
 
     def takes(self, count: int, ranks: int) -> bool:
         """Whether the schedule can run so many micro-batches."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lorabench.contract.ablation import Unsupported
 from lorabench.contract.arm import own_name
 from lorabench.contract.batch import IGNORE, Batch
 from lorabench.contract.joint import Joint
@@ -31,10 +32,11 @@ RUNS = 32  # of which the times are kept
 
 def alike(batches: Sequence[Batch], rows: int = 0, width: int = 0) -> list[Batch]:
     """The batches with one shape, at least rows x width: a stage has one buffer for what it receives. Rows that are
-    added have no labels; everything added is counted as padding."""
+    added have no labels; what is added to a packed row is a sample of its own. All of it is counted as padding."""
     shapes = [b.inputs["input_ids"].shape for b in batches]
     rows, width = max([rows, *(r for r, _ in shapes)]), max([width, *(w for _, w in shapes)])
-    masked = any("attention_mask" in b.inputs for b in batches) or any(shape != (rows, width) for shape in shapes)
+    packed = any("position_ids" in b.inputs for b in batches)
+    masked = not packed and any("attention_mask" in b.inputs for b in batches) | any(s != (rows, width) for s in shapes)
     return [_filled(batch, rows, width, masked) for batch in batches]
 
 
@@ -42,6 +44,9 @@ def _filled(batch: Batch, rows: int, width: int, masked: bool) -> Batch:
     ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
     more = (0, width - ids.shape[1], 0, rows - ids.shape[0])
     inputs = batch.inputs | {"input_ids": F.pad(ids, more), "labels": F.pad(labels, more, value=IGNORE)}
+    if (positions := batch.inputs.get("position_ids")) is not None:
+        tail = torch.arange(more[1]).expand(len(positions), -1)
+        inputs["position_ids"] = torch.cat([positions, tail], 1)
     if masked:
         mask = F.pad(batch.inputs.get("attention_mask", torch.ones_like(ids)), more)
         mask[ids.shape[0] :, 0] = 1  # attention of a row without any token would be a division by zero
@@ -87,6 +92,7 @@ class Machinery:
         """`each`: stages a rank. `layers`: of each stage; None: as measured. `shapes`: the micro-batches."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         parts = Parts(model)
+        _check_checkpointing(model)
         self.model = model
         self.device: torch.device = shapes[0].inputs["input_ids"].device
         self.split = list(layers or measured_split(parts, shapes[0].inputs, ranks * each))
@@ -159,6 +165,17 @@ class Machinery:
             "predicted_bubble_pct": 100 * predicted.ratio, "forward_ms_by_stage": forward,
             "backward_ms_by_stage": backward, "micro_batches": count, "layers_by_stage": self.split,
         }  # fmt: skip
+
+
+def _check_checkpointing(model: nn.Module) -> None:
+    """Raises Unsupported where a layer is checkpointed in the reentrant way."""
+    for module in model.modules():
+        run_again = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(run_again, "keywords", {}).get("use_reentrant"):
+            raise Unsupported(
+                "a stage learns the shapes of its gradients by torch.autograd.grad, which reentrant checkpointing "
+                "refuses; give gradient_checkpointing(use_reentrant=false)"
+            )
 
 
 class PipelineStep(Step):
@@ -288,6 +305,7 @@ class PipelineJoint(Joint):
 def save_adapter(machinery: Machinery, folder: Path, adapter: str = "default") -> None:
     """PEFT's own save of the whole adapter, by rank 0. All ranks call it."""
     own = {n: p.detach() for n, p in machinery.model.named_parameters() if p.requires_grad}
-    whole = own | machinery.share.others(own)
+    # PEFT looks for tensors that share memory, and leaves them out.
+    whole = own | {name: x.clone() for name, x in machinery.share.others(own).items()}
     if dist.get_rank() == 0:
         machinery.model.save_pretrained(folder, state_dict=whole, selected_adapters=[adapter])

@@ -40,7 +40,7 @@ def of(results: Path, column: str, figure: str, most: bool) -> tuple[list[str], 
 def _published(row: Mapping[Hashable, Any]) -> str:
     if not row["published_pct"]:
         return ""
-    return f"{float(row['published_pct']):.2f} %" + (f" ({row['published_note']})" if row["published_note"] else "")
+    return f"{float(row['published_pct']):.2f} %"
 
 
 def _lengths(table: pd.DataFrame, workload: str) -> str:

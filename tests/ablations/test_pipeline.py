@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import PEFT, arm, config, random_samples
+from peft import PeftModel
 from several_ranks import on_ranks
 
+from lorabench.contract.ablation import Unsupported
 from lorabench.contract.ranks import ONE
 from lorabench.contract.workload import Workload
 from lorabench.measure.judging.numerics import clear, one_step
 from lorabench.measure.kind import kind, request_of
 from lorabench.plan import registry
 from lorabench.plan.compose import plan
+from lorabench_ablations.pipeline_step import save_adapter
 
 FEED = Workload(name="test", kind="fixed", batch_size=2, seq_len=16)
 LENGTHS = [16, 9, 12, 16, 3, 14, 7, 11]
@@ -54,6 +58,7 @@ def compare(answers, wanted):
     [
         (2, 3, "pipeline_gpipe"),
         (2, 3, "pipeline_1f1b"),
+        (2, 3, {"pipeline_1f1b": {"tokens": 32, "layers": [1, 2]}}),
         (2, 4, {"pipeline_interleaved": {"v": 2}}),
         pytest.param(4, 4, "pipeline_1f1b", marks=pytest.mark.exhaustive),
         pytest.param(4, 4, "pipeline_gpipe", marks=pytest.mark.exhaustive),
@@ -67,7 +72,64 @@ def test_loss_and_every_gradient_are_those_of_one_process(tmp_path, ranks, layer
     names = [name for *_, own, _ in answers for name in own]
     assert len(names) == len(set(names)) == layers * 7 * 2  # each tensor is on one rank
     split = answers[0][-1]
-    assert sum(split) == layers and min(split) >= 1 and all(answer[-1] == split for answer in answers)
+    assert sum(split) == layers and min(split) >= 1
+    assert toggle in ("pipeline_gpipe", "pipeline_1f1b") or "layers" not in str(toggle) or split == [1, 2]
+    assert all(answer[-1] == split for answer in answers)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "gradient_checkpointing",
+        "lora_kernels",
+        pytest.param("selective_checkpointing", marks=pytest.mark.exhaustive),
+        pytest.param("save_on_cpu", marks=pytest.mark.exhaustive),
+        pytest.param("adamw_fused", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_beside_other_toggles(tmp_path, beside):
+    answers = on_ranks(2, tmp_path, stepped, ("pipeline_1f1b", beside), 3)
+    compare(answers, plain(3))
+
+
+def refused(ranks, *toggles):
+    try:
+        stepped(ranks, toggles, 3)
+    except Unsupported as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("toggles", "reason"),
+    [
+        (("pipeline_1f1b", {"gradient_checkpointing": {"use_reentrant": True}}), "use_reentrant=false"),
+        (({"pipeline_1f1b": {"layers": [1, 1, 1]}},), "layers=[1, 1, 1]: expected 2 numbers, one a stage"),
+        (({"pipeline_1f1b": {"tokens": 8}},), "a sample of 16 tokens does not fit a row of 8"),
+    ],
+)
+def test_what_is_refused_on_every_rank(tmp_path, toggles, reason):
+    for said in on_ranks(2, tmp_path, refused, *toggles):
+        assert reason in said
+
+
+def saved(ranks, folder):
+    """PEFT's save by all ranks, of an adapter that has taken a step; the loss of the next forward."""
+    made = arm(*PEFT[:2], "pipeline_1f1b", samples=random_samples(LENGTHS), workload=FEED, ranks=ranks)
+    one_step(made)
+    save_adapter(made.step.innermost.machinery, folder)
+    dist.barrier()
+    return one_step(made).loss
+
+
+def test_what_peft_saves_has_the_same_loss_in_plain_peft(tmp_path):
+    losses = on_ranks(2, tmp_path, saved, tmp_path / "adapter")
+    made = arm(*PEFT, samples=random_samples(LENGTHS), workload=FEED)
+    before = one_step(made).loss
+    base = made.model.unload()
+    made.step.model = made.step.call = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with torch.no_grad():
+        loss = sum(float(made.step.forward(batch)) for batch in made.step.batches)
+    assert losses == pytest.approx([loss] * 2, rel=1e-6) and abs(loss - before) > 1e-4
 
 
 # -- several jobs -----------------------------------------------------------------------------------------------------

@@ -113,6 +113,7 @@ class Witness:
         folder.mkdir(parents=True, exist_ok=True)
         self.params = dict(arm.adapters(step))
         self.start = {n: p.detach().cpu().clone() for n, p in self.params.items()}
+        self.ordered = sorted(self.params)
         self.testimony = Testimony(
             updates=step.updates, low_precision=any(p.element_size() < 4 for p in self.params.values())
         )
@@ -182,20 +183,21 @@ class Witness:
             self.kept = Kept(params, list(self.start.values()))
             self.shadow = self._shadow() if self.state else None
         self.kept.into(params)
-        self.halved = self._halved(number)
-        if some := [self.params[name].data for name in self.halved]:
+        halved = self._drawn(number)
+        if some := [self.params[name].data for name, half in zip(self.ordered, halved, strict=True) if half]:
             torch._foreach_mul_(some, 0.5)
         if self.state and self.shadow:
             self.state.put_back()
             if each:
                 self.shadow.begin(params)
+            self.halved = halved
 
-    def _halved(self, number: int) -> list[str]:
-        """The parameters that are halved before a trial, drawn among all that are compared: this rank may hold a part of
-        them."""
-        ordered = sorted({*self.testimony.names, *self.params})
-        drawn = np.random.default_rng(number).integers(0, 2, len(ordered))
-        return [name for name, half in zip(ordered, drawn, strict=True) if half and name in self.params]
+    def _drawn(self, number: int) -> list[int]:
+        """Of each ordered parameter whether it is halved, drawn among all that is compared: of those, this rank may hold
+        a part."""
+        every = sorted({*self.testimony.names, *self.params})
+        drawn = dict(zip(every, np.random.default_rng(number).integers(0, 2, len(every)).tolist(), strict=True))
+        return [drawn[name] for name in self.ordered]
 
     def _shadow(self) -> Shadow:
         rate = learning_rate(self.step)
@@ -218,7 +220,7 @@ class Witness:
         began = [torch.empty_like(p) for p in params]
         self.kept.into(began)
         by_name = dict(zip(self.params, began, strict=True))
-        if some := [by_name[name] for name in self.halved]:
+        if some := [by_name[name] for name, half in zip(self.ordered, self.halved, strict=True) if half]:
             torch._foreach_mul_(some, 0.5)
         self.shadow.begin(began)
         return Look(found, self.shadow.error(params))
