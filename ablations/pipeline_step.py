@@ -302,10 +302,21 @@ class PipelineJoint(Joint):
         return {"pipeline": self.machinery.said()} if self.machinery else {}
 
 
-def save_adapter(machinery: Machinery, folder: Path, adapter: str = "default") -> None:
-    """PEFT's own save of the whole adapter, by rank 0. All ranks call it."""
-    own = {n: p.detach() for n, p in machinery.model.named_parameters() if p.requires_grad}
-    # PEFT looks for tensors that share memory, and leaves them out.
-    whole = own | {name: x.clone() for name, x in machinery.share.others(own).items()}
+def save_adapter(model: Any, folder: Path, adapter: str = "default") -> None:
+    """The whole adapter as PEFT saves it, of which each rank has what is in its stages. All ranks call it."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [folder / f"adapter_model.rank{rank}.safetensors" for rank in range(dist.get_world_size())]
+    own = get_peft_model_state_dict(model, adapter_name=adapter)
+    save_file({name: x.detach().cpu().contiguous() for name, x in own.items()}, parts[dist.get_rank()])
+    dist.barrier()
     if dist.get_rank() == 0:
-        machinery.model.save_pretrained(folder, state_dict=whole, selected_adapters=[adapter])
+        save_file(
+            {name: x for part in parts for name, x in load_file(part).items()}, folder / "adapter_model.safetensors"
+        )
+        model.peft_config[adapter].save_pretrained(folder)
+        for part in parts:
+            part.unlink()
+    dist.barrier()
