@@ -15,8 +15,8 @@ from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupporte
 from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.step import Step
 from lorabench.contract.workload import Workload
-from lorabench.schedule import fill, verify
 from lorabench.schedule import Sample as Planned
+from lorabench.schedule import fill, verify
 from lorabench_ablations.batching import lengths_of, positive
 from lorabench_ablations.packing import first_fit_decreasing, row
 
@@ -131,7 +131,7 @@ class Pipelined(Ablation):
         import torch.distributed as dist
 
         machinery: Any = (evidence.arm.turns or evidence.arm.steps)[0].innermost.machinery  # type: ignore[attr-defined]
-        ran = {stage for (_, stage) in machinery.pipeline.clock.runs[-1]}
+        ran = {stage for (_, stage) in machinery.clock.runs[-1]}
         return len(machinery.split) if len(ran) * dist.get_world_size() == len(machinery.split) else 0
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
@@ -186,7 +186,10 @@ class PipelineInterleaved(Pipelined):
 @dataclass(frozen=True, kw_only=True)
 class PipelineMultiAdapter(Pipelined):
     """LoRAFusion's and mLoRA's: 1F1B over the micro-batches of all jobs, one job after the other without a flush, each
-    job's optimizer step as soon as its last micro-batch is through. A trial is one global batch of every job."""
+    job's optimizer step as soon as its last micro-batch is through. A trial is one global batch of every job.
+
+    flush: the pipeline is emptied behind each job, as where the jobs are trained one after the other (Megatron-LM).
+    """
 
     name: ClassVar[str] = "pipeline_multi_adapter"
     summary: ClassVar[str] = (
@@ -202,14 +205,16 @@ class PipelineMultiAdapter(Pipelined):
         ),
     }
 
+    flush: bool = False
+
     def patch(self, model: nn.Module) -> int:
-        from .joint_linears import route
         from .jobs import MARK
+        from .joint_linears import route
 
         return route(model, MARK)
 
     def takes(self, count: int, ranks: int) -> bool:
-        return True  # all jobs together have to fill the pipeline, see `join`
+        return not self.flush or super().takes(count, ranks)  # all jobs together have to fill it, see `join`
 
     def join(self, steps: Sequence[Step]) -> list[Step]:
         import torch.distributed as dist
@@ -226,7 +231,7 @@ class PipelineMultiAdapter(Pipelined):
                 f"and there are {dist.get_world_size()} ranks"
             )
         _check(counts)
-        return [PipelineJoint(steps, getattr(steps[0].model, MARK), self.schedule, self._split())]
+        return [PipelineJoint(steps, getattr(steps[0].model, MARK), self.schedule, self._split(), self.flush)]
 
     def step(self, step: Step) -> Step:
         return step

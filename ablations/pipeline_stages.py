@@ -7,7 +7,7 @@ module that hands its input on, so every tensor keeps the name that it has in th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -107,8 +107,8 @@ class Clock:
     with what follows them, by stage. On a GPU they are read from events afterwards."""
 
     cuda: bool = False
-    runs: list[dict[tuple[str, int], list[Any]]] = field(default_factory=list)
-    walls: list[float] = field(default_factory=list)  # milliseconds of each run, of this rank
+    runs: MutableSequence[dict[tuple[str, int], list[Any]]] = field(default_factory=list)
+    walls: MutableSequence[Any] = field(default_factory=list)  # milliseconds of each run, of this rank
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -174,11 +174,11 @@ class Pipeline:
 
     def __init__(
         self, modules: Sequence[nn.Module], kind: str, count: int, device: torch.device, before: Callable[..., None],
-        after: Callable[[int], None],
+        after: Callable[[int], None], clock: Clock | None = None,
     ) -> None:  # fmt: skip
-        """`modules`: stage r, r + ranks, … of rank r."""
+        """`modules`: stage r, r + ranks, … of rank r. `clock`: in whose `run` the schedule is called."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.clock = Clock(device.type == "cuda")
+        self.clock = clock or Clock(device.type == "cuda")
         self.stages = [
             ClockedStage(module, rank + n * ranks, ranks * len(modules), device) for n, module in enumerate(modules)
         ]
@@ -193,11 +193,10 @@ class Pipeline:
         the loss of each on the rank that has the last stage, elsewhere nothing."""
         losses: list[Tensor] = []
         entries = [ids] if self.stages[0].is_first else []
-        with self.clock.run():
-            if self.stages[-1].is_last:
-                self.schedule.step(*entries, target=ids, losses=losses, return_outputs=False, **kwargs)
-            else:
-                self.schedule.step(*entries, return_outputs=False, **kwargs)
+        if self.stages[-1].is_last:
+            self.schedule.step(*entries, target=ids, losses=losses, return_outputs=False, **kwargs)
+        else:
+            self.schedule.step(*entries, return_outputs=False, **kwargs)
         return losses
 
 

@@ -1,5 +1,5 @@
-"""The step of a pipeline: all micro-batches of one job, or of several, through torch's schedule, and what one rank knows
-of the others afterwards.
+"""The step of a pipeline: all micro-batches of one job, or of several, through torch's schedule, and what one rank
+knows of the others afterwards.
 
 A module of its own because it is torch throughout.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -24,7 +25,7 @@ from lorabench.contract.joint import Joint
 from lorabench.contract.step import Step
 from lorabench.schedule.pipeline import pipeline
 from lorabench_ablations.joint_step import Part
-from lorabench_ablations.pipeline_stages import BACKWARD, FORWARD, Parts, Pipeline, Stage, measured_split
+from lorabench_ablations.pipeline_stages import BACKWARD, FORWARD, Clock, Parts, Pipeline, Stage, measured_split
 
 STEP = "step"
 RUNS = 32  # of which the times are kept
@@ -88,8 +89,12 @@ class Share:
 class Machinery:
     """The cut model and its pipeline, for one step or for the joint one of several jobs."""
 
-    def __init__(self, model: Any, kind: str, each: int, layers: Sequence[int] | None, shapes: Sequence[Batch]) -> None:
-        """`each`: stages a rank. `layers`: of each stage; None: as measured. `shapes`: the micro-batches."""
+    def __init__(
+        self, model: Any, kind: str, each: int, layers: Sequence[int] | None, shapes: Sequence[Batch],
+        parts_of: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """`each`: stages a rank. `layers`: of each stage; None: as measured. `shapes`: the micro-batches. `parts_of`:
+        so many micro-batches each, behind which the pipeline is emptied; none: all together."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         parts = Parts(model)
         _check_checkpointing(model)
@@ -102,18 +107,23 @@ class Machinery:
         last = len(spans) - 1
         mine = [Stage(parts, spans[n], n == 0, n == last) for n in range(rank, len(spans), ranks)]
         parts.keep(mine)
-        self.pipeline = Pipeline(mine, kind, len(shapes), self.device, self._before, self._after)
-        self.pipeline.clock.runs = deque(maxlen=RUNS)  # type: ignore[assignment]
-        self.pipeline.clock.walls = deque(maxlen=RUNS)  # type: ignore[assignment]
-        self.kind = kind
+        self.kind, self.counts = kind, list(parts_of) or [len(shapes)]
+        self.clock = Clock(self.device.type == "cuda", deque(maxlen=RUNS), deque(maxlen=RUNS))
+        self.begins = [sum(self.counts[:n]) for n in range(len(self.counts))]
+        self.pipelines = [
+            Pipeline(
+                mine, kind, count, self.device, partial(self._before, begin), partial(self._after, begin), self.clock
+            )
+            for begin, count in zip(self.begins, self.counts, strict=True)
+        ]
         self.before: Any = lambda phase, number: None
         self.after: Any = lambda number: None
 
-    def _before(self, phase: str, number: int) -> None:
-        self.before(phase, number)
+    def _before(self, begin: int, phase: str, number: int) -> None:
+        self.before(phase, begin + number)
 
-    def _after(self, number: int) -> None:
-        self.after(number)
+    def _after(self, begin: int, number: int) -> None:
+        self.after(begin + number)
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
         """Take from an optimizer what is of other ranks."""
@@ -127,7 +137,11 @@ class Machinery:
         kwargs = {name: torch.cat([b.inputs[name] for b in batches]) for name in sorted(names)}
         kwargs["items"] = torch.tensor(items, device=self.device)
         kwargs["scale"] = torch.tensor(scales, device=self.device)
-        found = self.pipeline(torch.cat([b.inputs["input_ids"] for b in batches]), kwargs)
+        ids, found = torch.cat([b.inputs["input_ids"] for b in batches]), []
+        with self.clock.run():
+            for pipeline_, begin, count in zip(self.pipelines, self.begins, self.counts, strict=True):
+                piece = {n: _some(x, len(batches), begin, count) for n, x in kwargs.items()}
+                found += pipeline_(_some(ids, len(batches), begin, count), piece)
         if not found:
             return torch.zeros(len(batches), device=self.device)
         return torch.stack([loss.detach().float() for loss in found]) / kwargs["scale"]
@@ -141,7 +155,7 @@ class Machinery:
     def said(self) -> dict[str, Any]:
         """The bubbles as they were, by rank, in the mean over the runs, and as they follow from the stages' times. All
         ranks are asked."""
-        clock = self.pipeline.clock
+        clock = self.clock
         numbers = range(len(clock.walls))[-20:]
         every = [clock.milliseconds(n) for n in numbers]
         busy = torch.tensor([sum(map(sum, one.values())) for one in every], dtype=torch.float64)
@@ -159,7 +173,8 @@ class Machinery:
         dist.all_reduce(idle)
         forward, backward = times.tolist()
         count = len(every[0][FORWARD, dist.get_rank()])
-        predicted = pipeline([forward] * count, [backward] * count, order=self.kind, ranks=ranks)
+        ends = [begin - 1 for begin in self.begins[1:]]
+        predicted = pipeline([forward] * count, [backward] * count, flush_after=ends, order=self.kind, ranks=ranks)
         return {
             "bubble_pct_by_rank": [100 * one for one in idle.tolist()], "bubble_pct": 100 * fmean(idle.tolist()),
             "predicted_bubble_pct": 100 * predicted.ratio, "forward_ms_by_stage": forward,
@@ -215,12 +230,21 @@ class PipelineStep(Step):
         return {"pipeline": self.machinery.said()}
 
 
-class PipelineJoint(Joint):
-    """Several jobs, whose micro-batches follow each other without a flush. A stage takes a job's optimizer step as soon
-    as the backward of the job's last micro-batch has left it."""
+def _some(x: Tensor, batches: int, begin: int, count: int) -> Tensor:
+    """Of a tensor of so many micro-batches the rows of some of them."""
+    rows = len(x) // batches
+    return x[begin * rows : (begin + count) * rows]
 
-    def __init__(self, steps: Sequence[Step], router: Any, kind: str, layers: Sequence[int] | None) -> None:
+
+class PipelineJoint(Joint):
+    """Several jobs, whose micro-batches follow each other, without a flush unless it is asked for. A stage takes a
+    job's optimizer step as soon as the backward of the job's last micro-batch has left it."""
+
+    def __init__(
+        self, steps: Sequence[Step], router: Any, kind: str, layers: Sequence[int] | None, flush: bool
+    ) -> None:
         super().__init__(steps)
+        self.flush = flush
         self.router, self.kind, self.layers = router, kind, layers
         self.machinery: Machinery | None = None
         self.losses = torch.zeros(0)
@@ -256,7 +280,8 @@ class PipelineJoint(Joint):
     def _run(self) -> None:
         jobs, batches = zip(*self.order, strict=True)
         if self.machinery is None:  # the batches are on their device only now
-            self.machinery = Machinery(self.model, self.kind, 1, self.layers, batches)
+            parts_of = [len(step.batches) for step in self.steps] if self.flush else []
+            self.machinery = Machinery(self.model, self.kind, 1, self.layers, batches, parts_of)
             for step in self.steps:
                 self.machinery.own(step.optimizer)
             self.machinery.before, self.machinery.after = self._before, self._after

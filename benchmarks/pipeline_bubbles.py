@@ -1,8 +1,8 @@
 """How long the ranks of a pipeline wait, measured on several processes of a CPU and as the simulator predicts it.
 
-    python -m lorabench.log_command output=results/cpu/pipeline_bubbles python benchmarks/pipeline_bubbles.py FOLDER
+    python -m lorabench.log_command FOLDER/log.txt python benchmarks/pipeline_bubbles.py FOLDER
 
-Stages that sleep for known times run under torch's schedules, over gloo. Each row is one run: bubbles.csv and bubbles.md
+Stages that sleep for known times run under torch's schedules, over gloo. Each row is one run: bubbles.csv and .md
 in FOLDER have idle time over wall time, by rank and of all, beside what `lorabench.simulate.pipeline` makes of the same
 times. Sleeping needs no core, so two cores are enough for four ranks.
 """
@@ -92,8 +92,8 @@ def equal(name: str, order: str, ranks: int, count: int, ms: float, each: int = 
 
 
 def continuous(adapters: int, ranks: int, ms: float, each: int = 2, rounds: int = 3) -> Case:
-    """`rounds` global batches of `each` micro-batches of every adapter, without a flush; where the bubble lemma asks for
-    it an empty micro-batch, which takes no time."""
+    """`rounds` global batches of `each` micro-batches of every adapter, without a flush; where the bubble lemma asks
+    for it an empty micro-batch, which takes no time."""
     jobs = [[[1] * each] * rounds] * adapters
     plan = [
         (simulate.Sample(job, batch, place, 1),)
@@ -119,7 +119,7 @@ def ragged(scheduler: str, adapters: int, ranks: int, ms: float, rounds: int = 3
     return Case(f"{scheduler}, unequal samples, adapters: {adapters}", "1f1b", ranks, forward, backward)
 
 
-def cases(ms: float = 250.0) -> list[Case]:
+def cases(ms: float = 500.0) -> list[Case]:
     return [
         equal("GPipe", "gpipe", 4, 8, ms),
         equal("1F1B", "1f1b", 4, 8, ms),
@@ -174,7 +174,8 @@ def _rank(rank: int, case: Case, where: str, pipe: Any) -> None:
     for kept in (False, True):  # the first run makes the connections and learns the shapes
         forward, backward = (t * kept for t in times)
         dist.barrier()
-        made(x, {"forward_ms": forward, "backward_ms": backward})
+        with made.clock.run():
+            made(x, {"forward_ms": forward, "backward_ms": backward})
     pipe.send((sum(map(sum, made.clock.milliseconds(-1).values())), made.clock.wall_ms(-1)))
 
 
@@ -187,10 +188,10 @@ def markdown(rows: Sequence[Row]) -> str:
             "by rank, measured, %", "wall, ms"]  # fmt: skip
     lines = [head, ["---"] * len(head)]
     for row in rows:
-        lines.append([
-            row.case, row.schedule, str(row.ranks), str(row.stages), str(row.micro_batches), f"{row.predicted_pct:.2f} %",
-            f"{row.measured_pct:.2f} %", row.predicted_by_rank_pct, row.measured_by_rank_pct, f"{row.wall_ms:.0f}",
-        ])  # fmt: skip
+        percent = [f"{ratio:.2f} %" for ratio in (row.predicted_pct, row.measured_pct)]
+        by_rank = [row.predicted_by_rank_pct, row.measured_by_rank_pct]
+        counts = map(str, (row.ranks, row.stages, row.micro_batches))
+        lines.append([row.case, row.schedule, *counts, *percent, *by_rank, f"{row.wall_ms:.0f}"])
     said = "Idle time over wall time, of stages that sleep for known times; empty micro-batches included."
     return "\n".join([said, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 

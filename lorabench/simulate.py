@@ -56,7 +56,8 @@ from lorabench.schedule.pipeline import Bubbles, ends_of_batches, flushed_bubble
 from lorabench.schedule.stage_times import PROFILES, StageTimes, profiled
 
 __all__ = [
-    "SCHEDULERS", "Bubbles", "Budget", "Row", "Sample", "Setting", "StageTimes", "ends_of_batches", "fill", "flushed_bubble",
+    "SCHEDULERS", "Bubbles", "Budget", "Row", "Sample", "Setting", "StageTimes",
+    "ends_of_batches", "fill", "flushed_bubble",
     "main", "markdown", "pipeline", "profiled", "read_measured", "read_times", "rows", "shared_bubble", "verify",
 ]  # fmt: skip
 

@@ -161,7 +161,7 @@ class Ablation:
         """Change the keyword arguments of `AutoModelForCausalLM.from_config` / `from_pretrained`, in place."""
 
     def least_layers(self, ranks: int) -> int:
-        """The fewest layers of a model in which it can engage on so many ranks; the gate's shallow models have as many."""
+        """The fewest layers of a model in which it can engage on so many ranks: the gate's twins have them."""
         return 1
 
     def adapt(self, kwargs: dict[str, Any]) -> None:

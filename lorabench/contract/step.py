@@ -95,8 +95,8 @@ class Step:
         return {}
 
     def said(self) -> dict[str, Any]:
-        """After the timed trials: what a record says of this step beside its times, in what JSON can hold. The innermost
-        step is asked, on every rank."""
+        """After the timed trials: what a record says of this step beside its times, in what JSON can hold. The
+        innermost step is asked, on every rank."""
         return {}
 
 

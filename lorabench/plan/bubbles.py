@@ -50,8 +50,8 @@ FLUSHED, MLORA, GREEDY = "1F1B with flush", "mLoRA", "lorafusion, greedy"
 METHODS = (FLUSHED, MLORA, *SCHEDULERS, GREEDY)
 
 
-# Bubble ratios in per cent of LoRAFusion's table, as far as a text that we have states them (the article that docs/claims.md
-# cites: "dropping from 44.17% for a single adapter to just 11.09%"). Which workload they are of is not known to us.
+# Bubble ratios in per cent of LoRAFusion's table, as far as a text that we have states them: the article that
+# docs/claims.md cites for both. Which workload they are of is not known to us.
 PUBLISHED = {("lorafusion", 1): 44.17, ("lorafusion", 4): 11.09}
 
 

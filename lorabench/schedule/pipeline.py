@@ -1,11 +1,11 @@
 """A pipeline, event by event: how long each stage or rank waits. Numbers in, numbers out.
 
 Under 1F1B each stage does its warm-up forwards, as many as there are stages behind it, and then one forward and one
-backward in turn; under GPipe all forwards, then all backwards; interleaved (Megatron-LM), each rank has every p-th stage
-of v · p and goes through its stages p micro-batches at a time. A forward waits for the stage before, a backward for the
-stage behind. With a flush, every stage ends all that it has before the next part begins, as Megatron-LM does at each
-optimizer step; without one, the micro-batches of all jobs follow each other, as mLoRA and LoRAFusion train, and only the
-bubble lemma keeps them apart (schedule/lemma.py).
+backward in turn; under GPipe all forwards, then all backwards; interleaved (Megatron-LM), each rank has every p-th
+stage of v · p and goes through its stages p micro-batches at a time. A forward waits for the stage before, a backward
+for the stage behind. With a flush, every stage ends all that it has before the next part begins, as Megatron-LM does at
+each optimizer step; without one, the micro-batches of all jobs follow each other, as mLoRA and LoRAFusion train, and
+only the bubble lemma keeps them apart (schedule/lemma.py).
 """
 
 from __future__ import annotations

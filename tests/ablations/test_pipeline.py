@@ -148,9 +148,9 @@ def jobs_alone():
     return {step.name: one_step(made, step) for step in made.steps}
 
 
-def jobs_stepped(ranks):
+def jobs_stepped(ranks, flush):
     """What the gate asks, job by job; then a trial, in which each job's update comes within the schedule."""
-    made = jobs_arm(ranks, "pipeline_multi_adapter")
+    made = jobs_arm(ranks, {"pipeline_multi_adapter": {"flush": flush}})
     gate = {step.name: one_step(made, step) for step in made.steps}
     found = {name: (o.loss, {n: x.numpy() for n, x in o.gradients.items()}, o.update_error) for name, o in gate.items()}
     begun = []
@@ -161,9 +161,10 @@ def jobs_stepped(ranks):
     return found, begun, losses, made.turns[0].said()["pipeline"]
 
 
-def test_several_jobs_without_a_flush_are_each_what_it_is_alone(tmp_path):
+@pytest.mark.parametrize("flush", [False, True])
+def test_several_jobs_in_one_pipeline_are_each_what_it_is_alone(tmp_path, flush):
     wanted = jobs_alone()
-    answers = on_ranks(2, tmp_path, jobs_stepped)
+    answers = on_ranks(2, tmp_path, jobs_stepped, flush)
     for found, begun, losses, said in answers:
         assert found.keys() == wanted.keys()
         for job, (loss, gradients, update_error) in found.items():
@@ -171,5 +172,5 @@ def test_several_jobs_without_a_flush_are_each_what_it_is_alone(tmp_path):
         # each job's step as soon as its last backward is through: the first one's before the last one's backward
         assert begun.count("step") == 2 + 1 and begun.index("step") < len(begun) - 1 - begun[::-1].index("backward")
         assert len(losses) == 2
-        assert said["micro_batches"] == 3 and 0 < said["bubble_pct"] < 100
+        assert said["micro_batches"] == 3 + flush and 0 < said["bubble_pct"] < 100
         assert said["predicted_bubble_pct"] < 100 and sum(said["layers_by_stage"]) == 3

@@ -25,7 +25,7 @@ class StageRaises(PipelineGpipe):
     def step(self, step):
         made = super().step(step)
         if os.environ["RANK"] == "1":
-            stage = made.machinery.pipeline.stages[0]
+            stage = made.machinery.pipelines[0].stages[0]
             inner, seen = stage.forward_one_chunk, []
 
             def forward(*args, **kwargs):

@@ -30,7 +30,8 @@ def path(
     cut: int = 0, layers: int | None = None,
 ) -> Path:  # fmt: skip
     """The file of these outcomes. Device and library versions are the sweep's, and so is the folder. `held`: toggles
-    that both have, because they say how frozen weights are held. `cut`: to how many tokens samples were cut; `layers`: of the shallow model."""
+    that both have, because they say how frozen weights are held. `cut`: to how many tokens samples were cut; `layers`:
+    of the shallow model."""
     models = [spec.model_dump(mode="json"), [[a.name, asdict(a)] for a in held]]
     content = [*models, workload.model_dump(mode="json"), seed, str(dtype), cut, layers]
     return folder / f"{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}.safetensors"

@@ -193,8 +193,8 @@ class Witness:
             self.halved = halved
 
     def _drawn(self, number: int) -> list[int]:
-        """Of each ordered parameter whether it is halved, drawn among all that is compared: of those, this rank may hold
-        a part."""
+        """Of each ordered parameter whether it is halved, drawn among all that is compared: of those, this rank may
+        hold a part."""
         every = sorted({*self.testimony.names, *self.params})
         drawn = dict(zip(every, np.random.default_rng(number).integers(0, 2, len(every)).tolist(), strict=True))
         return [drawn[name] for name in self.ordered]
