@@ -109,10 +109,12 @@ class Clock:
     cuda: bool = False
     runs: MutableSequence[dict[tuple[str, int], list[Any]]] = field(default_factory=list)
     walls: MutableSequence[Any] = field(default_factory=list)  # milliseconds of each run, of this rank
+    sent: int = 0  # bytes that this rank sent in the last run
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         self.runs.append({})
+        self.sent = 0
         began = self._now()
         yield
         self.walls.append(self._since(began))
@@ -167,6 +169,16 @@ class ClockedStage(PipelineStage):
         with self.clock.work(BACKWARD, self.stage_index):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
             self.after(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
+        self.clock.sent += sum(send.tensor.nbytes for send in sends)
+        return sends
 
 
 class Pipeline:

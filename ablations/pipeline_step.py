@@ -171,14 +171,17 @@ class Machinery:
         idle = torch.zeros(ranks, dtype=torch.float64, device=self.device)
         idle[dist.get_rank()] = float((1 - busy.to(self.device) / walls).mean())
         dist.all_reduce(idle)
+        sent = torch.zeros(ranks, dtype=torch.int64, device=self.device)
+        sent[dist.get_rank()] = clock.sent
+        dist.all_reduce(sent)
         forward, backward = times.tolist()
         count = len(every[0][FORWARD, dist.get_rank()])
         ends = [begin - 1 for begin in self.begins[1:]]
         predicted = pipeline([forward] * count, [backward] * count, flush_after=ends, order=self.kind, ranks=ranks)
         return {
             "bubble_pct_by_rank": [100 * one for one in idle.tolist()], "bubble_pct": 100 * fmean(idle.tolist()),
-            "predicted_bubble_pct": 100 * predicted.ratio, "forward_ms_by_stage": forward,
-            "backward_ms_by_stage": backward, "micro_batches": count, "layers_by_stage": self.split,
+            "predicted_bubble_pct": 100 * predicted.ratio, "sent_bytes_by_rank": sent.tolist(), "micro_batches": count,
+            "forward_ms_by_stage": forward, "backward_ms_by_stage": backward, "layers_by_stage": self.split,
         }  # fmt: skip
 
 
