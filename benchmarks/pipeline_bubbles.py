@@ -4,7 +4,7 @@
 
 Stages that sleep for known times run under torch's schedules, over gloo. Each row is one run: bubbles.csv and .md
 in FOLDER have idle time over wall time, by rank and of all, beside what `lorabench.simulate.pipeline` makes of the same
-times. Sleeping needs no core, so two cores are enough for four ranks. Of three runs the shortest counts: what else runs
+times. Sleeping needs no core, so two cores are enough for four ranks. Of two runs the shorter counts: what else runs
 on the machine can only make one longer.
 """
 
@@ -106,7 +106,7 @@ def continuous(adapters: int, ranks: int, ms: float, each: int = 2, rounds: int 
     return Case(f"continuous, adapters: {adapters}", "1f1b", ranks, table, table)
 
 
-def ragged(scheduler: str, adapters: int, ranks: int, ms: float, rounds: int = 3) -> Case:
+def ragged(scheduler: str, adapters: int, ranks: int, ms: float, rounds: int = 2) -> Case:
     """The same of samples of unequal length, packed by a scheduler of lorabench: a full micro-batch takes `ms` for its
     forward and 1.2 times as much for its backward, and the last stage an eighth more, as with a head."""
     rng = np.random.default_rng(0)
@@ -120,7 +120,7 @@ def ragged(scheduler: str, adapters: int, ranks: int, ms: float, rounds: int = 3
     return Case(f"{scheduler}, unequal samples, adapters: {adapters}", "1f1b", ranks, forward, backward)
 
 
-def cases(ms: float = 250.0) -> list[Case]:
+def cases(ms: float = 500.0) -> list[Case]:
     return [
         equal("GPipe", "gpipe", 4, 8, ms),
         equal("1F1B", "1f1b", 4, 8, ms),
@@ -128,12 +128,12 @@ def cases(ms: float = 250.0) -> list[Case]:
         equal("interleaved, v = 2", "interleaved", 4, 8, ms, 2),
         equal("interleaved, v = 4", "interleaved", 2, 8, ms, 4),
         *(continuous(n, 4, ms) for n in (1, 2, 3, 4)),
-        *(ragged("lorafusion", n, 4, ms) for n in (1, 2, 3, 4)),
+        *(ragged("lorafusion", n, 4, ms / 2) for n in (1, 2, 3, 4)),
     ]
 
 
-def measure(case: Case, repeats: int = 3, timeout_s: float = 300.0) -> Row:
-    """The shortest run of the case. Raises RuntimeError where a rank does not answer."""
+def measure(case: Case, repeats: int = 2, timeout_s: float = 300.0) -> Row:
+    """The shorter run of the case. Raises RuntimeError where a rank does not answer."""
     context = multiprocessing.get_context("fork")  # torch is imported already
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(case.ranks)]

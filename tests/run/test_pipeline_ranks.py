@@ -32,7 +32,7 @@ def test_from_the_command_to_a_right_row_of_each_schedule(tmp_path):
         assert found["each gradient before the trials"] < 1e-5 and found["each gradient of each trial"] < 1e-4
         assert record.tokens.trained == again.tokens.trained and record.tokens.real == again.tokens.real
         assert sum(record.notes[name]["layers"]) == 8 and min(record.notes[name]["layers"]) >= 1
-        assert {"forward", "backward", "step"} == record.phases.keys()
+        assert {"forward", "backward", "step"} <= record.phases.keys()
         assert all(phase.candidate[0] > 0 for phase in record.phases.values())
         said = record.notes["candidate"]["pipeline"]
         assert len(said["bubble_pct_by_rank"]) == 2 and 0 < said["bubble_pct"] < 100
@@ -47,8 +47,8 @@ def test_several_jobs_from_the_command_to_a_right_row(tmp_path):
     assert done.returncode == 0, done.stderr
     *_, record = read_records(tmp_path)
     assert record.status == "ok", record.reason
-    assert [job.name for job in record.jobs] == ["short", "long"]
-    assert all(job.numerics.grad_error < 1e-5 for job in record.jobs)
+    assert list(record.jobs) == ["short", "long"]
+    assert all(job.numerics.grad_error < 1e-5 for job in record.jobs.values())
     assert record.notes["pipeline_multi_adapter"]["micro_batches"] == 3
 
 
