@@ -120,7 +120,7 @@ def ragged(scheduler: str, adapters: int, ranks: int, ms: float, rounds: int = 2
     return Case(f"{scheduler}, unequal samples, adapters: {adapters}", "1f1b", ranks, forward, backward)
 
 
-def cases(ms: float = 500.0) -> list[Case]:
+def cases(ms: float = 300.0) -> list[Case]:
     return [
         equal("GPipe", "gpipe", 4, 8, ms),
         equal("1F1B", "1f1b", 4, 8, ms),
