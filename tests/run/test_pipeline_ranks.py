@@ -33,7 +33,7 @@ def test_from_the_command_to_a_right_row_of_each_schedule(tmp_path):
         assert record.tokens.trained == again.tokens.trained and record.tokens.real == again.tokens.real
         assert sum(record.notes[name]["layers"]) == 8 and min(record.notes[name]["layers"]) >= 1
         assert {"forward", "backward", "step"} <= record.phases.keys()
-        assert all(phase.candidate[0] > 0 for phase in record.phases.values())
+        assert all(phase.candidate_ms[0] > 0 for phase in record.phases.values())
         said = record.notes["candidate"]["pipeline"]
         assert len(said["bubble_pct_by_rank"]) == 2 and 0 < said["bubble_pct"] < 100
 
