@@ -4,8 +4,8 @@
 
 Stages that sleep for known times run under torch's schedules, over gloo. Each row is one run: bubbles.csv and .md
 in FOLDER have idle time over wall time, by rank and of all, beside what `lorabench.simulate.pipeline` makes of the same
-times. Sleeping needs no core, so two cores are enough for four ranks. Of two runs the shorter counts: what else runs
-on the machine can only make one longer.
+times. Sleeping needs no core, so two cores are enough for four ranks. The shortest of several runs counts, because
+what else runs on the machine only makes one longer: as many as it takes until the two shortest agree, six at most.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def ragged(scheduler: str, adapters: int, ranks: int, ms: float, rounds: int = 2
     return Case(f"{scheduler}, unequal samples, adapters: {adapters}", "1f1b", ranks, forward, backward)
 
 
-def cases(ms: float = 300.0) -> list[Case]:
+def cases(ms: float = 250.0) -> list[Case]:
     return [
         equal("GPipe", "gpipe", 4, 8, ms),
         equal("1F1B", "1f1b", 4, 8, ms),
@@ -132,13 +132,13 @@ def cases(ms: float = 300.0) -> list[Case]:
     ]
 
 
-def measure(case: Case, repeats: int = 2, timeout_s: float = 300.0) -> Row:
-    """The shorter run of the case. Raises RuntimeError where a rank does not answer."""
+def measure(case: Case, timeout_s: float = 300.0) -> Row:
+    """The shortest run of the case. Raises RuntimeError where a rank does not answer."""
     context = multiprocessing.get_context("fork")  # torch is imported already
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(case.ranks)]
         started = [
-            context.Process(target=_rank, args=(rank, case, repeats, f"file://{folder}/rendezvous", pipes[rank][1]))
+            context.Process(target=_rank, args=(rank, case, f"file://{folder}/rendezvous", pipes[rank][1]))
             for rank in range(case.ranks)
         ]
         for process in started:
@@ -164,7 +164,7 @@ def measure(case: Case, repeats: int = 2, timeout_s: float = 300.0) -> Row:
     )  # fmt: skip
 
 
-def _rank(rank: int, case: Case, repeats: int, where: str, pipe: Any) -> None:
+def _rank(rank: int, case: Case, where: str, pipe: Any) -> None:
     """(milliseconds in which this rank slept, milliseconds of the whole run) of each run, into the pipe."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=case.ranks)
@@ -174,13 +174,22 @@ def _rank(rank: int, case: Case, repeats: int, where: str, pipe: Any) -> None:
     made = Pipeline(mine, case.order, count, torch.device("cpu"), nothing, nothing)
     times = [torch.tensor(table, dtype=torch.float64) for table in (case.forward_ms, case.backward_ms)]
     x = torch.ones(count, 1)
-    for kept in [False] + [True] * repeats:  # the first run makes the connections and learns the shapes
-        forward, backward = (t * kept for t in times)
+    clock, walls = made.clock, list[float]()  # of all ranks together
+    while not (len(walls) > 2 and _agree(walls[1:])):
+        forward, backward = (t * bool(walls) for t in times)  # the first makes the connections and learns the shapes
         dist.barrier()
-        with made.clock.run():
+        with clock.run():
             made(x, {"forward_ms": forward, "backward_ms": backward})
-    clock = made.clock
-    pipe.send([(sum(map(sum, clock.milliseconds(n).values())), clock.wall_ms(n)) for n in range(1, repeats + 1)])
+        slowest = torch.tensor(clock.wall_ms(-1))
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        walls.append(float(slowest))
+    pipe.send([(sum(map(sum, clock.milliseconds(n).values())), clock.wall_ms(n)) for n in range(1, len(walls))])
+
+
+def _agree(walls: Sequence[float]) -> bool:
+    """Whether the two shortest runs are within 0.3 % of each other, or there are enough."""
+    first, second = sorted(walls)[:2]
+    return second < 1.003 * first or len(walls) == 6
 
 
 def _words(numbers: Any) -> str:
