@@ -1,10 +1,12 @@
 """Tables of the pipeline that was simulated, from results/cpu/bubbles: for docs/scheduling.md and beside open claims.
 
-readme_tables.py writes them. Nothing in them is measured, and each says so.
+readme_tables.py writes them. Nothing in them is measured, and each says so, but for stages that really slept: see
+benchmarks/pipeline_bubbles.py and docs/pipelines.md.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pandas as pd
 from lorabench.report.claims import Simulated, simulated
 
 TABLE = "cpu/bubbles/bubbles.csv"
+SLEEPERS = "cpu/pipeline_bubbles/bubbles.csv"
 # Of each table the column, a figure with its unit, and whether only a method's row of most adapters is shown.
 SHOWN = {
     "bubbles, simulated": ("bubble_pct", "{:.1f} %", False),
@@ -37,10 +40,28 @@ def of(results: Path, column: str, figure: str, most: bool) -> tuple[list[str], 
     return [*heads, *(["published"] if bubbles else [])], rows
 
 
+def of_sleepers(results: Path) -> tuple[list[str], list[list[str]]]:
+    """(headings, rows): bubbles as they are predicted of stages that sleep, and as they were measured."""
+    heads = ["stages that sleep", "ranks", "stages", "micro-batches", "predicted", "measured"]
+    with open(results / SLEEPERS, newline="") as file:
+        found = list(csv.DictReader(file))
+    ratios = ("predicted_pct", "measured_pct")
+    return heads, [
+        [
+            row["case"],
+            row["ranks"],
+            row["stages"],
+            row["micro_batches"],
+            *(f"{float(row[name]):.2f} %" for name in ratios),
+        ]
+        for row in found
+    ]
+
+
 def _published(row: Mapping[Hashable, Any]) -> str:
     if not row["published_pct"]:
         return ""
-    return f"{float(row['published_pct']):.2f} %" + (f" ({row['published_note']})" if row["published_note"] else "")
+    return f"{float(row['published_pct']):.2f} %"
 
 
 def _lengths(table: pd.DataFrame, workload: str) -> str:

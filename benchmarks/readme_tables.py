@@ -529,6 +529,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder, today": of_ladder(lambda analysis: "\n".join(f"- {said}" for said in conclusions(analysis))),
     "two machines": machines,
     **{name: of_bubbles(*shown) for name, shown in bubble_tables.SHOWN.items()},
+    "pipeline bubbles": lambda results: grid(*bubble_tables.of_sleepers(results.place)),
     **{f"suite {name}": of_suite(name) for name in SUITES},
 }
 

@@ -64,6 +64,9 @@ PAGES = {
     "rope": "toggles.md#parts-of-our-kernels",
     "optimizer": "optimizers.md",
     "parallel": "methodology.md#several-jobs-several-ranks",
+    **dict.fromkeys(
+        ("pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_multi_adapter"), "pipelines.md"
+    ),
 }
 
 

@@ -51,12 +51,13 @@ from lorabench import __version__
 from lorabench.contract.names import nearest, one_line
 from lorabench.plan.bubbles import FEEDS, METHODS, Row, Setting, rows
 from lorabench.record.words import number
-from lorabench.schedule import SCHEDULERS, Budget, fill, verify
+from lorabench.schedule import SCHEDULERS, Budget, Sample, fill, verify
 from lorabench.schedule.pipeline import Bubbles, ends_of_batches, flushed_bubble, pipeline, shared_bubble
 from lorabench.schedule.stage_times import PROFILES, StageTimes, profiled
 
 __all__ = [
-    "SCHEDULERS", "Bubbles", "Budget", "Row", "Setting", "StageTimes", "ends_of_batches", "fill", "flushed_bubble",
+    "SCHEDULERS", "Bubbles", "Budget", "Row", "Sample", "Setting", "StageTimes",
+    "ends_of_batches", "fill", "flushed_bubble",
     "main", "markdown", "pipeline", "profiled", "read_measured", "read_times", "rows", "shared_bubble", "verify",
 ]  # fmt: skip
 
@@ -68,19 +69,13 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "bubble, simulated": lambda r: f"{r.bubble_pct:.1f} %",
     "without ramp": lambda r: f"{r.without_ramp_pct:.1f} %",
     "by stage, %": lambda r: r.by_stage_pct,
-    "published": lambda r: _published(r),
+    "published": lambda r: "" if r.published_pct is None else f"{r.published_pct:.2f} %",
     "measured": lambda r: "" if r.measured_pct is None else f"{r.measured_pct:.1f} %",
     "micro-batches": lambda r: f"{r.micro_batches:.2f} + {r.empty:.2f}",
     "padding": lambda r: f"{r.padding_pct:.1f} %",
     "tokens/s": lambda r: f"{r.tokens_s:.0f}",
     "scheduling, s": lambda r: number(r.scheduling_s),
 }
-
-
-def _published(row: Row) -> str:
-    if row.published_pct is None:
-        return ""
-    return f"{row.published_pct:.2f} %" + (f" ({row.published_note})" if row.published_note else "")
 
 
 def cells(row: Row) -> list[str]:
@@ -235,7 +230,7 @@ def _main(asked: dict[str, Any]) -> int:
     every = []
     for row in rows(setting, asked["workloads"], asked["methods"], asked["adapters"], measured):
         every.append(row)
-        published = f", published {_published(row)}" if row.published_pct else ""
+        published = f", published {row.published_pct:.2f} %" if row.published_pct else ""
         print(f"{row.workload}, {row.method}, {row.adapters} adapters: {row.bubble_pct:.1f} %{published}", flush=True)
     print("\n" + markdown(every), end="")
     if asked["output"]:

@@ -37,7 +37,7 @@ def test_the_shape_of_lorafusions_table_comes_out(table):
     assert ratios == sorted(ratios, reverse=True)
     assert table[FLUSHED, 1].bubble_pct > table[MLORA, 4].bubble_pct > table["lorafusion", 2].bubble_pct
     for (method, adapters), published in PUBLISHED.items():
-        assert table[method, adapters].bubble_pct == pytest.approx(published.percent, abs=10)
+        assert table[method, adapters].bubble_pct == pytest.approx(published, abs=10)
     assert table["lorafusion", 4].bubble_pct == pytest.approx(11.09, abs=3)
 
 
@@ -50,8 +50,8 @@ def test_ours_waits_less_and_computes_fewer_micro_batches(table):
 def test_a_row_says_what_it_rests_on(table):
     assert {row.lengths for row in table.values()} == {"approximate"}
     row = table["lorafusion", 4]
-    assert (row.published_pct, row.published_note, row.measured_pct) == (11.09, "", None)
-    assert table[MLORA, 4].published_note == "recalled, not verified"
+    assert (row.published_pct, row.measured_pct) == (11.09, None)
+    assert table[MLORA, 4].published_pct is None
     assert row.lowest_pct <= row.bubble_pct <= row.highest_pct and row.without_ramp_pct < row.bubble_pct
     last = [float(x) for x in row.by_stage_pct.split()]
     assert len(last) == 4 and last[3] < min(last[:3])  # the head is on the last stage: it waits least

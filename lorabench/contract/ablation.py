@@ -162,6 +162,10 @@ class Ablation:
     def load(self, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of `AutoModelForCausalLM.from_config` / `from_pretrained`, in place."""
 
+    def least_layers(self, ranks: int) -> int:
+        """The fewest layers of a model in which it can engage on so many ranks: the gate's twins have them."""
+        return 1
+
     def adapt(self, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of `peft.get_peft_model` (`autocast_adapter_dtype`) and, under the key
         "config", those of `peft.LoraConfig`, in place."""

@@ -26,8 +26,11 @@ class Joint(Step):
     `steps` are the jobs' own, each with its batches, optimizer and trained tokens. `places` says of each job in which
     micro-batch each of its batches is, in ascending order; by default those of one number are one. `collated` holds, by
     micro-batch, what the toggles' `collate` has added to it. `schedule` asks the toggles which samples of all jobs go
-    together; `lay_out` may call it.
+    together; `lay_out` may call it. `by_job` is set while the jobs are asked one by one: each job's update is then asked
+    for apart, and may not come before.
     """
+
+    by_job: bool = False
 
     def __init__(self, steps: Sequence[Step]) -> None:
         first = steps[0]
@@ -92,6 +95,10 @@ class Joint(Step):
         """Of what `forward` returned for each micro-batch, the losses of one job, one of each of its batches."""
         return [outs[place][index] for place in self._places()[index]]
 
+    def compared_of(self, index: int, out: Tensor) -> dict[str, Tensor]:
+        """`compared` of one job, under the names that it would have alone; `out` is one of its losses."""
+        return {}
+
 
 class Share(Step):
     """One job's part of a joint step, for whoever asks job by job: each forward and backward is that of all jobs, and
@@ -110,7 +117,11 @@ class Share(Step):
     def forward(self, batch: Batch) -> Tensor:
         together: Any = self.joint.innermost
         index, number = together.steps.index(self.own), next(i for i, b in enumerate(self.batches) if b is batch)
-        self._outs = self.joint.forward(together.micro_batch(together.place(index, number)))
+        together.by_job = True
+        try:
+            self._outs = self.joint.forward(together.micro_batch(together.place(index, number)))
+        finally:
+            together.by_job = False
         return self._outs[index]
 
     def backward(self, loss: Tensor) -> None:
@@ -120,6 +131,10 @@ class Share(Step):
 
     def update(self) -> None:
         self.own.update()
+
+    def compared(self, out: Tensor) -> dict[str, Tensor]:
+        together: Any = self.joint.innermost
+        return together.compared_of(together.steps.index(self.own), out)
 
     def cleared(self) -> None:
         self.own.cleared()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lorabench.contract.batch import Batch, Sample
@@ -25,6 +25,8 @@ class Step:
 
     updates: bool = True  # False: the parameters stay as they are, and there is nothing to time after backward
     keeps_gradients: bool = False  # True: backward writes into the buffers of the trial before (a captured graph does)
+    # While a trial is timed: says which phase begins, for an innermost step that mixes them within one call.
+    begin: Callable[[str], None] | None = None
 
     def __init__(
         self,
@@ -90,6 +92,11 @@ class Step:
     def compared(self, out: Tensor) -> dict[str, Tensor]:
         """What is compared beside the adapter's gradients, in float32; `out` is what `forward` returned. The innermost
         step is asked."""
+        return {}
+
+    def said(self) -> dict[str, Any]:
+        """After the timed trials: what a record says of this step beside its times, in what JSON can hold. The
+        innermost step is asked, on every rank."""
         return {}
 
 

@@ -4,7 +4,7 @@ timed."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,9 @@ class GradientKind(Kind):
             mine = request.only(i)
             spec = mine.model.with_lora(job.lora)
             cut = max(len(s.tokens) for s in mine.samples[0])
-            file = gold_cache.path(request.scratch, spec, job.workload, job.seed, request.dtype, held, cut)
+            file = gold_cache.path(
+                request.scratch, spec, job.workload, job.seed, request.dtype, held, cut, request.layers
+            )
             yield gold_cache.cached(file, request.device, partial(self._gold_and_plain, mine))
 
     def _measure_noise(self, gate: GateRequest) -> None:
@@ -186,6 +188,9 @@ class GradientKind(Kind):
             for w, outs in zip(arm.witnesses, arm.outs, strict=True)
         }
 
+    def said(self, arm: Arm, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        return {k: v for turn in arm.turns or arm.steps for k, v in turn.innermost.said().items()}
+
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype
     ) -> Numerics | None:
@@ -217,7 +222,9 @@ def _shallow(
     if masked:
         jobs = [replace(j, lora=j.lora.model_copy(update={"lora_dropout": 0.0})) for j in jobs]
     model = wanted.model.without_dropout() if masked else wanted.model
-    return replace(wanted, model=model, jobs=jobs, samples=samples, layers=numerics.GATE_LAYERS)
+    both = (*gate.cell.reference, *gate.cell.candidate)
+    layers = max(numerics.GATE_LAYERS, *(a.least_layers(gate.ranks.size) for a in both))
+    return replace(wanted, model=model, jobs=jobs, samples=samples, layers=layers)
 
 
 def _spare(device: torch.device) -> int:

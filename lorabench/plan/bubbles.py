@@ -50,23 +50,9 @@ FLUSHED, MLORA, GREEDY = "1F1B with flush", "mLoRA", "lorafusion, greedy"
 METHODS = (FLUSHED, MLORA, *SCHEDULERS, GREEDY)
 
 
-class Published(NamedTuple):
-    """A bubble ratio in per cent of LoRAFusion's table, and what is to be said of it."""
-
-    percent: float
-    note: str = ""
-
-
-RECALLED = "recalled, not verified"  # from the paper, which we have not; the others stand in a text that we have
-# Of LoRAFusion's table: which of its workloads it is of is not known to us.
-PUBLISHED = {
-    (FLUSHED, 1): Published(48.79, RECALLED),
-    (MLORA, 4): Published(34.11, RECALLED),
-    ("lorafusion", 1): Published(44.17),
-    ("lorafusion", 2): Published(15.00, RECALLED),
-    ("lorafusion", 3): Published(12.23, RECALLED),
-    ("lorafusion", 4): Published(11.09),
-}
+# Bubble ratios in per cent of LoRAFusion's table, as far as a text that we have states them: the article that
+# docs/claims.md cites for both. Which workload they are of is not known to us.
+PUBLISHED = {("lorafusion", 1): 44.17, ("lorafusion", 4): 11.09}
 
 
 @dataclass(frozen=True)
@@ -107,7 +93,6 @@ class Row(NamedTuple):
     tokens_s: float
     scheduling_s: float
     published_pct: float | None
-    published_note: str
     measured_pct: float | None = None
 
 
@@ -152,7 +137,6 @@ def _row(workload: str, method: str, adapters: int, setting: Setting) -> Row:
     by_seed = [100 * fmean(run.ratio for run in own) for own in draws]
     mean = {name: fmean(getattr(run, name) for run in runs) for name in _Run._fields if name != "by_stage"}
     stages = [100 * fmean(stage) for stage in zip(*(run.by_stage for run in runs), strict=True)]
-    known = PUBLISHED.get((method, adapters))
     approximate = not {one for name in feed.sets for one in _sets(name)} <= set(length_tables()["measured"])
     return Row(
         workload, "approximate" if approximate else "measured", method, adapters,
@@ -160,7 +144,7 @@ def _row(workload: str, method: str, adapters: int, setting: Setting) -> Row:
         fmean(by_seed), min(by_seed), max(by_seed), 100 * mean["without_ramp"],
         " ".join(f"{percent:.1f}" for percent in stages), mean["micro_batches"], mean["empty"],
         100 * (1 - mean["real"] / mean["used"]), 1000 * mean["real"] / mean["ms"], mean["scheduling_s"],
-        known.percent if known else None, known.note if known else "",
+        PUBLISHED.get((method, adapters)),
     )  # fmt: skip
 
 

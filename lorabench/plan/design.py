@@ -268,6 +268,10 @@ def _refusal(cell: Cell, machine: Machine) -> tuple[str, str] | None:
     return None
 
 
+def _layers(cell: Cell) -> int:
+    return int(cell.model.hf_config().num_hidden_layers)
+
+
 def _unsupported(cell: Cell, machine: Machine) -> str | None:
     bounded = {a.bounds for a in cell.candidate if a.bounds}
     for ablation in (*cell.toggles, *cell.reference, *cell.candidate):
@@ -278,6 +282,8 @@ def _unsupported(cell: Cell, machine: Machine) -> str | None:
             return f"{ablation.name} {reason}"
         if ablation.parallel and cell.world_size < 2:
             return f"{ablation.name} steps on several processes: give world_size=2 or more"
+        if ablation.parallel and (least := ablation.least_layers(cell.world_size)) > (has := _layers(cell)):
+            return f"{ablation.name} needs {least} layers on {cell.world_size} ranks; {cell.model.name} has {has}"
     if reason := kind(cell.kind).refusal(cell, machine):
         return reason
     if machine.device == "cuda" and cell.ranks > machine.gpus:

@@ -1,9 +1,11 @@
-"""A pipeline under 1F1B, event by event: how long each stage waits. Numbers in, numbers out.
+"""A pipeline, event by event: how long each stage or rank waits. Numbers in, numbers out.
 
-Each stage does its warm-up forwards, as many as there are stages behind it, and then one forward and one backward in
-turn. A forward waits for the stage before, a backward for the stage behind. With a flush, every stage ends all that it
-has before the next part begins, as Megatron-LM does at each optimizer step; without one, the micro-batches of all jobs
-follow each other, as mLoRA and LoRAFusion train, and only the bubble lemma keeps them apart (schedule/lemma.py).
+Under 1F1B each stage does its warm-up forwards, as many as there are stages behind it, and then one forward and one
+backward in turn; under GPipe all forwards, then all backwards; interleaved (Megatron-LM), each rank has every p-th
+stage of v · p and goes through its stages p micro-batches at a time. A forward waits for the stage before, a backward
+for the stage behind. With a flush, every stage ends all that it has before the next part begins, as Megatron-LM does at
+each optimizer step; without one, the micro-batches of all jobs follow each other, as mLoRA and LoRAFusion train, and
+only the bubble lemma keeps them apart (schedule/lemma.py).
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lorabench.contract.names import nearest
 from lorabench.schedule.batches import MicroBatch
 
 Milliseconds = Sequence[Sequence[float]]  # of each micro-batch, of each stage
 
 
+ORDERS = ("1f1b", "gpipe", "interleaved")
+
+
 class Bubbles(NamedTuple):
-    """What a pipeline did: its milliseconds, and of each stage those in which it computed and those between the
-    beginning of its first and the end of its last piece of work."""
+    """What a pipeline did: its milliseconds, and of each stage (of each rank, where ranks have several) those in which
+    it computed and those between the beginning of its first and the end of its last piece of work."""
 
     total_ms: float
     busy_ms: tuple[float, ...]
@@ -42,10 +48,11 @@ class Bubbles(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """One piece of work of a stage: a micro-batch's forward, or its backward with the updates that follow it."""
+    """One piece of work: a micro-batch's forward in a stage, or its backward with the updates that follow it."""
 
     batch: int
     backward: bool
+    stage: int
 
 
 def pipeline(
@@ -54,17 +61,24 @@ def pipeline(
     update_ms: Milliseconds | None = None,
     transfer_ms: float = 0.0,
     flush_after: Sequence[int] = (),
+    order: str = "1f1b",
+    ranks: int | None = None,
 ) -> Bubbles:
     """Every micro-batch through every stage. update_ms: what each stage spends on optimizer steps behind a
     micro-batch's backward. transfer_ms: from one stage to the next. flush_after: numbers of the micro-batches behind
-    which the pipeline is emptied.
+    which the pipeline is emptied. order: one of ORDERS. ranks: stage s is on rank s % ranks; None: a stage a rank.
 
-    Raises ValueError for tables of different shapes, no stage, or a time below zero."""
+    Raises ValueError for tables of different shapes, no stage, a time below zero, or an order that cannot be."""
     count, stages = _shape(forward_ms, backward_ms, update_ms)
     if transfer_ms < 0:
         raise ValueError(f"transfer_ms={transfer_ms}: expected no time below zero")
+    ranks = ranks or stages
+    if order not in ORDERS:
+        raise nearest("order", order, ORDERS)
+    if stages % ranks or (stages > ranks and order != "interleaved"):
+        raise ValueError(f"order={order}, {stages} stages on {ranks} ranks: expected a stage a rank, or interleaved")
     ends = sorted({n + 1 for n in flush_after if n + 1 < count} | {count})
-    state = _State(stages)
+    state = _State(ranks, stages, order)
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
         state.run(range(begin, end), forward_ms, backward_ms, update_ms, transfer_ms)
     total = max(state.free, default=0.0)
@@ -73,9 +87,12 @@ def pipeline(
 
 
 class _State:
-    def __init__(self, stages: int) -> None:
-        self.free, self.busy = [0.0] * stages, [0.0] * stages
-        self.begun: list[float | None] = [None] * stages
+    """Of each rank until when it computes, for how long it has computed, and since when."""
+
+    def __init__(self, ranks: int, stages: int, order: str) -> None:
+        self.stages, self.order = stages, order
+        self.free, self.busy = [0.0] * ranks, [0.0] * ranks
+        self.begun: list[float | None] = [None] * ranks
 
     def run(
         self,
@@ -86,37 +103,66 @@ class _State:
         transfer: float,
     ) -> None:
         """One part of the schedule, which begins when every stage has ended the one before."""
-        stages, ends = len(self.free), dict[tuple[int, _Work], float]()
-        self.free = [max(self.free)] * stages
-        waiting = [deque(_order(batches, stages - 1 - stage)) for stage in range(stages)]
+        ranks, ends = len(self.free), dict[_Work, float]()
+        self.free = [max(self.free)] * ranks
+        waiting = [deque(_order(self.order, batches, rank, ranks, self.stages)) for rank in range(ranks)]
         while any(waiting):
-            for stage, work in enumerate(waiting):
-                while work and (ready := self._ready(ends, stage, work[0], transfer)) is not None:
-                    now, at = work.popleft(), max(self.free[stage], ready)
-                    took = (backward if now.backward else forward)[now.batch][stage]
-                    took += update[now.batch][stage] if update and now.backward else 0.0
-                    if took and self.begun[stage] is None:
-                        self.begun[stage] = at
-                    self.busy[stage] += took
-                    self.free[stage] = ends[stage, now] = at + took
+            before = len(ends)
+            for rank, work in enumerate(waiting):
+                while work and (ready := self._ready(ends, work[0], transfer)) is not None:
+                    now, at = work.popleft(), max(self.free[rank], ready)
+                    took = (backward if now.backward else forward)[now.batch][now.stage]
+                    took += update[now.batch][now.stage] if update and now.backward else 0.0
+                    if took and self.begun[rank] is None:
+                        self.begun[rank] = at
+                    self.busy[rank] += took
+                    self.free[rank] = ends[now] = at + took
+            if len(ends) == before:
+                raise ValueError(f"{len(batches)} micro-batches in the order {self.order} wait for each other for ever")
 
-    def _ready(self, ends: dict[tuple[int, _Work], float], stage: int, work: _Work, transfer: float) -> float | None:
+    def _ready(self, ends: dict[_Work, float], work: _Work, transfer: float) -> float | None:
         """When what this work waits for has arrived; None while that is not known."""
-        source = stage + 1 if work.backward else stage - 1
-        if 0 <= source < len(self.free):
-            end = ends.get((source, work))
+        source = work.stage + 1 if work.backward else work.stage - 1
+        if 0 <= source < self.stages:
+            end = ends.get(work._replace(stage=source))
             return None if end is None else end + transfer
-        return ends.get((stage, _Work(work.batch, False))) if work.backward else 0.0
+        return ends.get(work._replace(backward=False)) if work.backward else 0.0
 
 
-def _order(batches: range, warm_up: int) -> list[_Work]:
-    """A stage's work under 1F1B."""
-    forward, backward = ([_Work(n, back) for n in batches] for back in (False, True))
-    first = min(warm_up, len(forward))
+def _order(order: str, batches: range, rank: int, ranks: int, stages: int) -> list[_Work]:
+    """A rank's work, in its order."""
+    each = stages // ranks
+    forward, backward = (_looped(batches, back, rank, ranks, each) for back in (False, True))
+    if order == "gpipe":
+        first = len(forward)
+    elif order == "interleaved":
+        first = (each - 1) * _a_round(batches, ranks) + 2 * (ranks - 1 - rank)
+    else:
+        first = ranks - 1 - rank
+    first = min(first, len(forward))
     made = forward[:first]
     for one, other in zip(forward[first:], backward, strict=False):
         made += [one, other]
     return made + backward[len(forward) - first :]
+
+
+def _looped(batches: range, back: bool, rank: int, ranks: int, each: int) -> list[_Work]:
+    """All forwards (`back`: backwards) of a rank: a round of micro-batches through its first (last) stage, the same
+    round through the next one, and so on."""
+    a_round = _a_round(batches, ranks)
+    stages = [rank + n * ranks for n in range(each)]
+    return [
+        _Work(n, back, stage)
+        for start in range(batches.start, batches.stop, a_round)
+        for stage in (reversed(stages) if back else stages)
+        for n in batches[start - batches.start : start - batches.start + a_round]
+    ]
+
+
+def _a_round(batches: range, ranks: int) -> int:
+    """How many micro-batches an interleaved rank takes through one of its stages before it turns to the next: as torch
+    has it, of equal rounds as many as there are whole ones of `ranks`."""
+    return max(1, -(-len(batches) // max(1, len(batches) // ranks)))
 
 
 def _shape(forward: Milliseconds, backward: Milliseconds, update: Milliseconds | None) -> tuple[int, int]:

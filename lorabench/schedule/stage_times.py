@@ -56,6 +56,23 @@ def split(layers: Sequence[int], tokens: Sequence[int], layer_ms: Sequence[float
     return StageTimes(tokens, *parts)
 
 
+def balanced(layers: int, stages: int, layer_ms: float, last_ms: float) -> list[int]:
+    """How many of the equal layers each stage has, at least one, so that the slowest stage is as fast as can be.
+    layer_ms: of one layer; last_ms: what the last stage has to do beside its layers (the head). Stages that come
+    earlier take what is left over. Raises ValueError where there are fewer layers than stages."""
+    if not 1 <= stages <= layers:
+        raise ValueError(f"stages={stages}: expected 1 to {layers}, the layers of the model")
+    if stages == 1:
+        return [layers]
+
+    def slowest(last: int) -> float:
+        return max(-(-(layers - last) // (stages - 1)) * layer_ms, last * layer_ms + last_ms)
+
+    last = min(range(1, layers - stages + 2), key=lambda n: (slowest(n), -n))
+    each, more = divmod(layers - last, stages - 1)
+    return [each + (n < more) for n in range(stages - 1)] + [last]
+
+
 # Measured by LoRAFusion's authors on an H100, as shipped with their simulator: milliseconds of one decoder layer and of
 # all that is outside of the layers, forward and backward together. The forward of a layer at 8192 tokens is 26.3 of
 # 54.1 ms (70B) and 8.7 of 17.4 (8B).

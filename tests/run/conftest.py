@@ -15,6 +15,10 @@ NAMES = {
     "rank_hangs_early": "RankHangsEarly", "unsummed": "Unsummed", "not_a_number": "NotANumber",
     "killed_later": "KilledLater", "odd_notes": "OddNotes",
 }  # fmt: skip
+PIPELINES = {
+    "stage_raises": "StageRaises", "stage_killed": "StageKilled", "stage_hangs": "StageHangs",
+    "stage_greedy": "StageGreedy", "stage_leaves": "StageLeaves",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +26,9 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which the package is installed."""
     folder = Path(__file__).parent
     odd = (folder.parent / name for name in ("odd_toggles.py", "exits_at_import.py"))
-    files = {path.name: path for path in (folder / "plugin_toggles.py", *odd)}
+    ours = (folder / name for name in ("plugin_toggles.py", "plugin_pipelines.py"))
+    files = {path.name: path for path in (*ours, *odd)}
     points = {name: f"plugin_toggles:{cls}" for name, cls in NAMES.items()}
+    points |= {name: f"plugin_pipelines:{cls}" for name, cls in PIPELINES.items()}
     points |= {"odd": "odd_toggles:Odd", "exits": "exits_at_import:Exits"}
     return installed(tmp_path_factory.mktemp("plugin"), "plugin_toggles", files, points)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from lorabench.schedule import SCHEDULERS, Budget, fill
 from lorabench.schedule.lorafusion import lorafusion
 from lorabench.schedule.pipeline import _order, ends_of_batches, flushed_bubble, pipeline, shared_bubble
-from lorabench.schedule.stage_times import PROFILES, StageTimes, profiled, split
+from lorabench.schedule.stage_times import PROFILES, StageTimes, balanced, profiled, split
 
 
 def equal(count, stages, ms=1.0):
@@ -159,7 +160,7 @@ def test_tables_that_are_none(wrong):
 def test_no_stage_begins_a_global_batch_before_it_has_ended_the_jobs_last_one(jobs, stages, name):
     schedule = fill(SCHEDULERS[name](jobs, Budget(64), stages), stages)
     for stage in range(stages):
-        order = _order(range(len(schedule)), stages - 1 - stage)
+        order = _order("1f1b", range(len(schedule)), stage, stages, stages)
         ended = {}  # of each job the global batches whose last backward is done
         left = Counter((s.job, s.batch) for held in schedule for s in held)
         for work in order:
@@ -177,5 +178,48 @@ def test_one_empty_micro_batch_less_is_too_early():
     jobs, stages = [[[5], [5]]], 3
     filled = fill(SCHEDULERS["fifo"](jobs, Budget(5), stages), stages)
     assert [len(held) for held in filled] == [1, 0, 0, 1]
-    order = _order(range(3), stages - 1)  # with one less, the second micro-batch would be the third
-    assert order.index((2, False)) < order.index((0, True))
+    order = _order("1f1b", range(3), 0, stages, stages)  # with one less, the second micro-batch would be the third
+    assert order.index((2, False, 0)) < order.index((0, True, 0))
+
+
+# -- orders ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 8), (4, 8), (4, 16), (3, 3)])
+@pytest.mark.parametrize("each", [1, 2, 4])
+def test_equal_stages_wait_as_megatron_s_formula_says(ranks, count, each):
+    """(p - 1) / (v·m + p - 1), of m micro-batches, p ranks and v stages each; of GPipe with v = 1 as of 1F1B."""
+    table = [[1.0] * (ranks * each)] * count
+    order = "interleaved" if each > 1 else "gpipe"
+    found = pipeline(table, table, order=order, ranks=ranks)
+    assert found.ratio == pytest.approx((ranks - 1) / (each * count + ranks - 1))
+    assert len(found.by_stage) == ranks
+    if each == 1:
+        assert found.ratio == pytest.approx(pipeline(table, table).ratio)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "wanted"),
+    [
+        ({"order": "gpip"}, "did you mean gpipe?"),
+        ({"ranks": 2}, "order=1f1b, 4 stages on 2 ranks: expected a stage a rank, or interleaved"),
+        ({"ranks": 3, "order": "interleaved"}, "4 stages on 3 ranks"),
+    ],
+)
+def test_orders_that_are_none(kwargs, wanted):
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        pipeline([[1.0] * 4], [[1.0] * 4], **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [((32, 4, 1.0, 2.41), [9, 9, 8, 6]), ((80, 4, 1.0, 1.23), [21, 20, 20, 19]), ((64, 4, 1.0, 1.6), [17, 16, 16, 15]),
+     ((3, 3, 1.0, 9.0), [1, 1, 1]), ((5, 1, 1.0, 0.0), [5]), ((8, 2, 1.0, 100.0), [7, 1])],
+)  # fmt: skip
+def test_the_last_stage_has_fewer_layers_for_its_head(model, wanted):
+    assert balanced(*model) == wanted
+
+
+def test_no_stage_is_without_a_layer():
+    with pytest.raises(ValueError, match="stages=4: expected 1 to 3"):
+        balanced(3, 4, 1.0, 0.0)

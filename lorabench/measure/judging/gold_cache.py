@@ -27,12 +27,13 @@ from lorabench.measure.judging.numerics import Outcome
 
 def path(
     folder: Path, spec: ModelSpec, workload: Workload, seed: int, dtype: torch.dtype, held: Sequence[Ablation] = (),
-    cut: int = 0,
+    cut: int = 0, layers: int | None = None,
 ) -> Path:  # fmt: skip
     """The file of these outcomes. Device and library versions are the sweep's, and so is the folder. `held`: toggles
-    that both have, because they say how frozen weights are held. `cut`: to how many tokens samples were cut."""
+    that both have, because they say how frozen weights are held. `cut`: to how many tokens samples were cut; `layers`:
+    of the shallow model."""
     models = [spec.model_dump(mode="json"), [[a.name, asdict(a)] for a in held]]
-    content = [*models, workload.model_dump(mode="json"), seed, str(dtype), cut]
+    content = [*models, workload.model_dump(mode="json"), seed, str(dtype), cut, layers]
     return folder / f"{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}.safetensors"
 
 

@@ -183,7 +183,7 @@ class Witness:
             self.kept = Kept(params, list(self.start.values()))
             self.shadow = self._shadow() if self.state else None
         self.kept.into(params)
-        halved = np.random.default_rng(number).integers(0, 2, len(params))
+        halved = self._drawn(number)
         if some := [self.params[name].data for name, half in zip(self.ordered, halved, strict=True) if half]:
             torch._foreach_mul_(some, 0.5)
         if self.state and self.shadow:
@@ -191,6 +191,13 @@ class Witness:
             if each:
                 self.shadow.begin(params)
             self.halved = halved
+
+    def _drawn(self, number: int) -> list[int]:
+        """Of each ordered parameter whether it is halved, drawn among all that is compared: of those, this rank may
+        hold a part."""
+        every = sorted({*self.testimony.names, *self.params})
+        drawn = dict(zip(every, np.random.default_rng(number).integers(0, 2, len(every)).tolist(), strict=True))
+        return [drawn[name] for name in self.ordered]
 
     def _shadow(self) -> Shadow:
         rate = learning_rate(self.step)

@@ -78,11 +78,14 @@ class Train(GradientKind):
     def trial(self, arm: Arm, begin: Begin) -> list[list[torch.Tensor]]:
         found: dict[str, list[torch.Tensor]] = {}
         for turn in arm.turns or arm.steps:
-            joint = turn.innermost
-            if isinstance(joint, Joint):
-                found |= _joint_step(turn, joint, begin)
-            else:
-                found[turn.name] = _one_step(turn, begin)
+            inner = turn.innermost
+            inner.begin = begin
+            try:
+                found |= (
+                    _joint_step(turn, inner, begin) if isinstance(inner, Joint) else {turn.name: _one_step(turn, begin)}
+                )
+            finally:
+                inner.begin = None
         return [found[step.name] for step in arm.steps]
 
 

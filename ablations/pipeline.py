@@ -1,0 +1,260 @@
+"""Slot `parallel`: the model's layers divided among several processes, each a stage that micro-batches run through.
+
+python -m lorabench.sweep world_size=2 'ablations=[pipeline_gpipe]' 'workload={8x256: {batch_size: 1, samples: 8}}'
+
+The schedules are torch's (`torch.distributed.pipelining`); docs/pipelines.md says what each is and costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
+from lorabench.contract.batch import Batch, Sample, pad
+from lorabench.contract.step import Step
+from lorabench.contract.workload import Workload
+from lorabench.schedule import Sample as Planned
+from lorabench.schedule import fill, verify
+from lorabench_ablations.batching import lengths_of, positive
+from lorabench_ablations.packing import first_fit_decreasing, row
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ONE_SHAPE = "a stage receives into buffers of one shape, and its rows have many; tokens= of the pipeline packs as well"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined(Ablation):
+    """Base. Each rank keeps its own decoder layers; the first one has the embedding, the last one norm, head and loss.
+
+    A step's samples go in micro-batches of one shape, as many as the workload's `batch_size` gives, and smaller ones
+    where the schedule needs more of them. tokens: samples end to end instead, in rows of so many tokens that are filled
+    up with padding; None: side by side, padded to the longest of the step. layers: of each stage; None: as many that
+    the slowest stage is as fast as can be, by a measured layer and a measured head.
+    """
+
+    slot: ClassVar[str] = "parallel"
+    parallel: ClassVar[bool] = True
+    rank: ClassVar[int] = -10  # first, and innermost: what others wrap is the pipeline
+    decides: ClassVar[tuple[str, ...]] = ("batching",)
+    own_dropout_masks: ClassVar[bool] = True  # drawn stage by stage
+    requires: ClassVar[Requires] = Requires(families=frozenset({"llama", "mistral", "qwen2", "qwen3"}))
+    excludes: ClassVar[dict[str, str]] = {
+        "capture": "its sends and receives lie between the pieces that a graph would hold",
+        "compilation": "it swaps the layers of the model that is compiled, stage by stage",
+        "batch_size": "it tries micro-batches one by one, and here they are in the pipeline together",
+        "activation_offloading": "it keeps one forward and its backward in mind, and here others lie between the two",
+        **dict.fromkeys(("packing", "padding_free", "group_by_length", "token_budget"), ONE_SHAPE),
+    }
+    schedule: ClassVar[str]
+
+    tokens: int | None = None
+    layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None:
+            positive("tokens", self.tokens, "tokens a row")
+        if self.layers is not None:
+            for count in self.layers:
+                positive("layers", count, "layers a stage")
+            object.__setattr__(self, "layers", tuple(self.layers))
+
+    @property
+    def each(self) -> int:
+        """Stages a rank."""
+        return 1
+
+    def least_layers(self, ranks: int) -> int:
+        return self.each * ranks
+
+    def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
+        """Every rank has all of them, and counts none but on rank 0."""
+        import torch.distributed as dist
+
+        from .pipeline_step import alike
+
+        ranks = dist.get_world_size()
+        if self.tokens is None:
+            made = alike(pad(samples, self._size(len(samples), workload.batch_size, ranks)))
+        else:
+            made = alike(self._rows(samples, self.tokens, ranks))
+        if dist.get_rank() == 0:
+            return made
+        return [Batch(b.inputs, real=0, padded=0, trained=b.trained) for b in made]
+
+    def _size(self, samples: int, wanted: int, ranks: int) -> int:
+        """Samples a micro-batch: at most as many as wanted, so that the schedule can take the micro-batches."""
+        for size in range(min(wanted, samples), 0, -1):
+            if self.takes(-(-samples // size), ranks):
+                return size
+        raise Unsupported(f"{self.name} needs at least {ranks} micro-batches on {ranks} ranks; a step has {samples}")
+
+    def _rows(self, samples: Sequence[Sample], tokens: int, ranks: int) -> list[Batch]:
+        """Rows of at most so many tokens; of fewer, where the schedule needs more rows."""
+        lengths = lengths_of(samples)
+        longest = max(lengths)
+        while True:
+            try:
+                found = first_fit_decreasing(lengths, tokens)
+            except ValueError as error:
+                raise Unsupported(f"{self.name}: {error}") from None
+            if self.takes(len(found), ranks):
+                return [row([samples[n] for n in fit]) for fit in found]
+            if tokens == longest:
+                raise Unsupported(f"{self.name} cannot make rows of {len(samples)} samples for {ranks} ranks")
+            tokens = max(longest, min(tokens, sum(lengths)) * 3 // 4)
+
+    def takes(self, count: int, ranks: int) -> bool:
+        """Whether the schedule can run so many micro-batches."""
+        return count >= ranks
+
+    def step(self, step: Step) -> Step:
+        from .pipeline_step import PipelineStep
+
+        if step.name:
+            raise Unsupported(f"{self.name} knows one job a model; pipeline_multi_adapter has several")
+        return PipelineStep(step, self.schedule, self.each, self._split())
+
+    def _split(self) -> tuple[int, ...] | None:
+        import torch.distributed as dist
+
+        stages = self.each * dist.get_world_size()
+        if self.layers is not None and len(self.layers) != stages:
+            raise Unsupported(f"layers={list(self.layers)}: expected {stages} numbers, one a stage")
+        return self.layers
+
+    def audit(self, evidence: Evidence) -> int:
+        """The stages of all ranks, where each of them has computed."""
+        import torch.distributed as dist
+
+        machinery: Any = (evidence.arm.turns or evidence.arm.steps)[0].innermost.machinery  # type: ignore[attr-defined]
+        ran = {stage for (_, stage) in machinery.clock.runs[-1]}
+        return len(machinery.split) if len(ran) * dist.get_world_size() == len(machinery.split) else 0
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        machinery: Any = (evidence.arm.turns or evidence.arm.steps)[0].innermost.machinery  # type: ignore[attr-defined]
+        shape = list(evidence.arm.micro_batches[0].inputs["input_ids"].shape)
+        return {
+            self.name: {
+                "world_size": dist.get_world_size(), "backend": dist.get_backend(), "layers": machinery.split,
+                "micro_batches": len(evidence.arm.micro_batches), "shape": shape,
+            }
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineGpipe(Pipelined):
+    name: ClassVar[str] = "pipeline_gpipe"
+    summary: ClassVar[str] = "layers divided among the ranks; all forwards, then all backwards (GPipe)"
+    schedule: ClassVar[str] = "gpipe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline1F1B(Pipelined):
+    name: ClassVar[str] = "pipeline_1f1b"
+    summary: ClassVar[str] = "layers divided among the ranks; one forward, one backward in turn (PipeDream-Flush)"
+    schedule: ClassVar[str] = "1f1b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineInterleaved(Pipelined):
+    """v: stages a rank."""
+
+    name: ClassVar[str] = "pipeline_interleaved"
+    summary: ClassVar[str] = "1F1B with several stages a rank, which makes the bubble smaller (Megatron-LM)"
+    schedule: ClassVar[str] = "interleaved"
+
+    v: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("v", self.v, "stages a rank")
+
+    @property
+    def each(self) -> int:
+        return self.v
+
+    def takes(self, count: int, ranks: int) -> bool:
+        return count >= ranks and count % max(1, count // ranks) == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineMultiAdapter(Pipelined):
+    """LoRAFusion's and mLoRA's: 1F1B over the micro-batches of all jobs, one job after the other without a flush, each
+    job's optimizer step as soon as its last micro-batch is through. A trial is one global batch of every job.
+
+    flush: the pipeline is emptied behind each job, as where the jobs are trained one after the other (Megatron-LM).
+    """
+
+    name: ClassVar[str] = "pipeline_multi_adapter"
+    summary: ClassVar[str] = (
+        "1F1B over several jobs' micro-batches without a flush between the jobs (LoRAFusion, mLoRA)"
+    )
+    schedule: ClassVar[str] = "1f1b"
+    excludes: ClassVar[dict[str, str]] = {
+        **Pipelined.excludes,
+        "jobs": "it says itself how the jobs are put together",
+        **dict.fromkeys(
+            ("fused_kernels", "mlp", "qkv", "o", "lora_linear"),
+            "it runs one adapter at a time, and here each micro-batch has its own",
+        ),
+    }
+
+    flush: bool = False
+
+    def patch(self, model: nn.Module) -> int:
+        from .jobs import MARK
+        from .joint_linears import route
+
+        return route(model, MARK)
+
+    def takes(self, count: int, ranks: int) -> bool:
+        return not self.flush or super().takes(count, ranks)  # all jobs together have to fill it, see `join`
+
+    def join(self, steps: Sequence[Step]) -> list[Step]:
+        import torch.distributed as dist
+
+        from .jobs import MARK, ONE_JOB
+        from .pipeline_step import PipelineJoint
+
+        if not all(step.name for step in steps):
+            raise Unsupported(f"{self.name}: {ONE_JOB}")
+        counts = [len(step.batches) for step in steps]
+        if sum(counts) < dist.get_world_size():
+            raise Unsupported(
+                f"{self.name} needs at least a micro-batch a rank; the jobs have {sum(counts)} together, "
+                f"and there are {dist.get_world_size()} ranks"
+            )
+        _check(counts)
+        return [PipelineJoint(steps, getattr(steps[0].model, MARK), self.schedule, self._split(), self.flush)]
+
+    def step(self, step: Step) -> Step:
+        return step
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        made = super().notes(evidence)
+        counts = [len(step.batches) for step in evidence.arm.steps]
+        made[self.name]["empty_micro_batches_of_an_endless_run"] = _check(counts, dist.get_world_size())
+        return made
+
+
+def _check(counts: Sequence[int], stages: int | None = None) -> int:
+    """Hold two rounds of so many micro-batches a job against the bubble lemma; how many empty ones it needs between
+    them. Raises ScheduleError."""
+    import torch.distributed as dist
+
+    stages = stages or dist.get_world_size()
+    jobs = [[[1] * count] * 2 for count in counts]
+    rounds = [
+        (Planned(job, batch, place, 1),) for batch in range(2) for job, n in enumerate(counts) for place in range(n)
+    ]
+    filled = fill(rounds, stages)
+    verify(filled, jobs, None, stages)
+    return len(filled) - len(rounds)

@@ -1,0 +1,243 @@
+"""A PEFT model cut into the stages of a pipeline, and torch's own schedules over them.
+
+A module of its own because it is torch throughout. Nothing is renamed: what belongs to another rank is replaced by a
+module that hands its input on, so every tensor keeps the name that it has in the whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from lorabench.contract.ablation import Unsupported
+from lorabench.schedule.stage_times import balanced
+
+FORWARD, BACKWARD = "forward", "backward"
+SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+
+
+class Elsewhere(nn.Module):
+    """In place of a decoder layer of another stage: hands the hidden states on."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.attention_type = getattr(layer, "attention_type", None)  # by which some families choose a mask
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+class _Contiguous(torch.autograd.Function):
+    """The identity at a stage's entry: a gradient that is a view with spare columns could not be sent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.contiguous()
+
+
+class Parts:
+    """What a causal model of transformers is cut along: its decoder layers, its last norm, its head."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model  # with its adapters
+        self.base = model.get_base_model()
+        self.backbone = getattr(self.base, self.base.base_model_prefix)
+        self.layers = list(self.backbone.layers)
+        self.norm = self.backbone.norm
+
+    @contextlib.contextmanager
+    def only(self, layers: range, last: bool = True) -> Iterator[None]:
+        """The backbone with these layers alone, and without its norm unless it is the last stage's."""
+        before = self.backbone.layers, self.backbone.norm
+        kept = [layer if n in layers else Elsewhere(layer) for n, layer in enumerate(self.layers)]
+        self.backbone.layers = nn.ModuleList(kept)
+        self.backbone.norm = self.norm if last else nn.Identity()
+        try:
+            yield
+        finally:
+            self.backbone.layers, self.backbone.norm = before
+
+    def keep(self, stages: Sequence[Stage]) -> None:
+        """Give back what is of no stage of this rank: layers, embedding, norm and head."""
+        mine = [n for stage in stages for n in stage.layers]
+        self.layers = [layer if n in mine else Elsewhere(layer) for n, layer in enumerate(self.layers)]
+        self.backbone.layers = nn.ModuleList(self.layers)
+        if not any(stage.first for stage in stages):
+            self.backbone.embed_tokens = nn.Identity()
+        if not any(stage.last for stage in stages):
+            self.norm = self.backbone.norm = nn.Identity()
+            self.base.lm_head = nn.Identity()
+
+
+class Stage(nn.Module):
+    """One stage: some decoder layers, behind the embedding in the first, before norm, head and loss in the last.
+
+    x is (B, S) token ids in the first stage and (B, S, H) hidden states in the others; what comes back is hidden
+    states, or in the last one the loss over `items` trained tokens, times `scale`; both (1,)."""
+
+    def __init__(self, parts: Parts, layers: range, first: bool, last: bool) -> None:
+        super().__init__()
+        self._parts, self.layers, self.first, self.last = [parts], layers, first, last  # a list: not a submodule
+
+    def forward(self, x: Tensor, *, labels: Tensor, items: Tensor, scale: Tensor, **kwargs: Any) -> Tensor:
+        parts = self._parts[0]
+        inputs: dict[str, Any] = {"input_ids": x} if self.first else {"inputs_embeds": _Contiguous.apply(x)}
+        inputs |= kwargs | {"use_cache": False}
+        with parts.only(self.layers, self.last):
+            if self.last:
+                return parts.model(**inputs, labels=labels, num_items_in_batch=items[0]).loss * scale[0]
+            return parts.backbone(**inputs).last_hidden_state.contiguous()
+
+
+@dataclass
+class Clock:
+    """How long this rank computed: of each run of the schedule the milliseconds of its forwards and of its backwards,
+    with what follows them, by stage. On a GPU they are read from events afterwards."""
+
+    cuda: bool = False
+    runs: MutableSequence[dict[tuple[str, int], list[Any]]] = field(default_factory=list)
+    walls: MutableSequence[Any] = field(default_factory=list)  # milliseconds of each run, of this rank
+    sent: int = 0  # bytes that this rank sent in the last run
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        self.runs.append({})
+        self.sent = 0
+        began = self._now()
+        yield
+        self.walls.append(self._since(began))
+
+    @contextlib.contextmanager
+    def work(self, what: str, stage: int) -> Iterator[None]:
+        began = self._now()
+        yield
+        self.runs[-1].setdefault((what, stage), []).append(self._since(began))
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since(self, began: Any) -> Any:
+        return (began, self._now()) if self.cuda else 1000 * (perf_counter() - began)
+
+    def milliseconds(self, run: int) -> dict[tuple[str, int], list[float]]:
+        """Of one run, by phase and stage: each piece of work."""
+        return {key: [_read(one) for one in each] for key, each in self.runs[run].items()}
+
+    def wall_ms(self, run: int) -> float:
+        return _read(self.walls[run])
+
+
+def _read(span: Any) -> float:
+    if isinstance(span, float):
+        return span
+    began, ended = span
+    ended.synchronize()
+    return began.elapsed_time(ended)
+
+
+class ClockedStage(PipelineStage):
+    """torch's stage, which says of each piece of work what it is and how long it took. `before` is called with the
+    phase and the micro-batch, `after` when a micro-batch's backward is done, still within its time."""
+
+    clock: Clock
+    before: Callable[[str, int], None]
+    after: Callable[[int], None]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.before(FORWARD, fwd_chunk_id)
+        with self.clock.work(FORWARD, self.stage_index):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.before(BACKWARD, bwd_chunk_id)
+        with self.clock.work(BACKWARD, self.stage_index):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            self.after(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
+        self.clock.sent += sum(send.tensor.nbytes for send in sends)
+        return sends
+
+
+class Pipeline:
+    """This rank's stages under one of torch's schedules, for `count` micro-batches of one shape."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], kind: str, count: int, device: torch.device, before: Callable[..., None],
+        after: Callable[[int], None], clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        """`modules`: stage r, r + ranks, … of rank r. `clock`: in whose `run` the schedule is called."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.clock = clock or Clock(device.type == "cuda")
+        self.stages = [
+            ClockedStage(module, rank + n * ranks, ranks * len(modules), device) for n, module in enumerate(modules)
+        ]
+        for stage in self.stages:
+            stage.clock, stage.before, stage.after = self.clock, before, after
+        what = self.stages if kind == "interleaved" else self.stages[0]
+        # The loss is the last stage's output; it is normalized by the tokens of the whole step, not by micro-batches.
+        self.schedule = SCHEDULES[kind](what, count, loss_fn=lambda out, target: out, scale_grads=False)
+
+    def __call__(self, ids: Tensor, kwargs: dict[str, Tensor]) -> list[Tensor]:
+        """Forward and backward of all micro-batches, which lie one behind the other in each tensor's first dimension;
+        the loss of each on the rank that has the last stage, elsewhere nothing."""
+        losses: list[Tensor] = []
+        entries = [ids] if self.stages[0].is_first else []
+        if self.stages[-1].is_last:
+            self.schedule.step(*entries, target=ids, losses=losses, return_outputs=False, **kwargs)
+        else:
+            self.schedule.step(*entries, return_outputs=False, **kwargs)
+        return losses
+
+
+def measured_split(parts: Parts, inputs: dict[str, Any], stages: int, repeats: int = 3) -> list[int]:
+    """How many layers each stage has, so that the slowest is as fast as can be; the same on every rank. One layer's
+    forward and backward are measured on a micro-batch, and what stands outside of the layers, which the last stage has
+    as well."""
+    count = len(parts.layers)
+    if count < stages:
+        raise Unsupported(f"{stages} stages need as many layers at least; the model has {count}")
+    if count == stages:
+        return [1] * count
+    device = inputs["input_ids"].device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        one, two = (min(_ms(parts, inputs, n) for _ in range(repeats + 1)) for n in (1, 2))
+    layer = max(two - one, 1e-3 * two)
+    times = torch.tensor([layer, max(one - layer, 0.0)], dtype=torch.float64, device=device)
+    dist.all_reduce(times)
+    return balanced(count, stages, *times.tolist())
+
+
+def _ms(parts: Parts, inputs: dict[str, Any], layers: int) -> float:
+    """Milliseconds of one forward and backward of the model with its first few layers alone. No gradient stays."""
+    device = inputs["input_ids"].device
+    trained = [p for p in parts.model.parameters() if p.requires_grad]
+    with parts.only(range(layers)):
+        clock = Clock(device.type == "cuda")
+        with clock.run():
+            parts.model(**inputs, use_cache=False).loss.backward()
+    for p in trained:
+        p.grad = None
+    return clock.wall_ms(0)

@@ -1,0 +1,110 @@
+"""Pipelines from the command line to the record, over really several processes, and what becomes of one of which a rank
+fails."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from helpers import MACHINE, cells, sweep, workers_in
+
+from lorabench.plan.design import refusal
+from lorabench.record.store import read_records
+
+COMMON = ("world_size=2", "trials=3", "warmup=1", "dtype=float32")
+FEED = "workload={alpaca: {samples: 8, batch_size: 1, seq_len: 64}}"
+
+
+def test_from_the_command_to_a_right_row_of_each_schedule(tmp_path):
+    done = sweep(
+        *COMMON, "models=[tiny-llama-8-layers]", FEED,
+        "ablations=[pipeline_gpipe,pipeline_1f1b,pipeline_interleaved]", f"output={tmp_path}", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    again, *pipelines = read_records(tmp_path)
+    for record in pipelines:
+        assert record.status == "ok", record.reason
+        each = 2 if record.ablations[0].startswith("pipeline_interleaved") else 1
+        (name,) = record.applied.keys() & {"pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved"}
+        assert record.applied[name] == 2 * each
+        assert record.numerics.tensors == 2 * each * 7 * 2 and record.numerics.grad_error < 1e-5
+        found = {check.name: check.found for check in record.numerics.checks}
+        assert found["each gradient before the trials"] < 1e-5 and found["each gradient of each trial"] < 1e-4
+        assert record.tokens.trained == again.tokens.trained and record.tokens.real == again.tokens.real
+        assert sum(record.notes[name]["layers"]) == 8 and min(record.notes[name]["layers"]) >= 1
+        assert {"forward", "backward", "step"} <= record.phases.keys()
+        assert all(phase.candidate_ms[0] > 0 for phase in record.phases.values())
+        said = record.notes["candidate"]["pipeline"]
+        assert len(said["bubble_pct_by_rank"]) == 2 and 0 < said["bubble_pct"] < 100
+
+
+@pytest.mark.exhaustive
+def test_several_jobs_from_the_command_to_a_right_row(tmp_path):
+    done = sweep(
+        *COMMON, "models=[tiny-llama]", "workload=two_jobs", "ablations=[pipeline_multi_adapter]",
+        f"output={tmp_path}", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *_, record = read_records(tmp_path)
+    assert record.status == "ok", record.reason
+    assert list(record.jobs) == ["short", "long"]
+    assert all(job.numerics.grad_error < 1e-5 for job in record.jobs.values())
+    assert record.notes["pipeline_multi_adapter"]["micro_batches"] == 3
+
+
+@pytest.mark.parametrize(
+    ("toggle", "status", "reason"),
+    [
+        ("stage_killed", "crash", "rank 1: the worker was killed by SIGKILL"),
+        pytest.param("stage_raises", "crash", "rank 1: ", marks=pytest.mark.exhaustive),
+        pytest.param("stage_greedy", "oom", "rank 1: ", marks=pytest.mark.exhaustive),
+        pytest.param("stage_leaves", "crash", "rank 1: ", marks=pytest.mark.exhaustive),
+        pytest.param("stage_hangs", "timeout", "rank 1: no answer after 30 s; it was", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_stage_that_fails_is_one_typed_record_that_names_its_rank_and_leaves_no_process(
+    plugin, tmp_path, toggle, status, reason
+):
+    limit = 30 if status == "timeout" else 180
+    reference = f"reference=[sdpa,adamw_foreach,padding,{toggle}]"
+    done = sweep(
+        *COMMON, "models=[tiny-llama]", FEED, f"timeout_s={limit}", reference, "ablations=[]", f"output={tmp_path}",
+        cwd=tmp_path, env=plugin,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (record,) = read_records(tmp_path)
+    assert record.status == status, record.reason
+    assert record.reason.startswith(reason)
+    assert record.rank == 1 and record.phases is None
+    deadline = time.monotonic() + 20
+    while workers_in(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not workers_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("toggle", "size", "reason"),
+    [
+        ("pipeline_1f1b", 1, "pipeline_1f1b steps on several processes: give world_size=2 or more"),
+        ("pipeline_1f1b", 4, "pipeline_1f1b needs 4 layers on 4 ranks; tiny-llama has 3"),
+        ("pipeline_interleaved", 2, "pipeline_interleaved needs 4 layers on 2 ranks; tiny-llama has 3"),
+    ],
+)
+def test_what_cannot_be_divided_is_known_before_a_start(toggle, size, reason):
+    (cell,) = [c for c in cells(f"ablations=[{toggle}]", f"world_size={size}") if c.toggles]
+    assert refusal(cell, MACHINE) == ("unsupported", reason)
+
+
+@pytest.mark.parametrize(
+    ("beside", "why"),
+    [
+        ("cuda_graph", "between the pieces that a graph would hold"),
+        ("torch_compile", "swaps the layers"),
+        ("packing", "buffers of one shape"),
+        ("auto_batch_size", "in the pipeline together"),
+    ],
+)
+def test_what_a_pipeline_excludes_and_why(beside, why):
+    (cell,) = [c for c in cells(f"ablations=[[pipeline_1f1b,{beside}]]", "world_size=2") if c.toggles]
+    status, reason = refusal(cell, MACHINE)
+    assert status == "conflict" and why in reason

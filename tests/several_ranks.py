@@ -1,0 +1,58 @@
+"""A function in several processes that are joined by gloo, as the ranks of an arm are; for tests without a sweep."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lorabench.contract.ranks import Ranks
+
+
+def on_ranks(
+    size: int, folder: Path, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120
+) -> list[Any]:
+    """What `function(ranks, *arguments)` returns on each rank, in their order; no tensors. Raises AssertionError with
+    the traceback of a rank that raised, or says that one does not answer. No process stays."""
+    context = multiprocessing.get_context("fork")  # torch and transformers are imported already
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    workers = [
+        context.Process(target=_main, args=(rank, size, folder / "rendezvous", pipes[rank][1], function, arguments))
+        for rank in range(size)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        answers = []
+        for rank, (ours, _) in enumerate(pipes):
+            assert ours.poll(timeout_s), f"rank {rank} does not answer"
+            ok, answer = ours.recv()
+            assert ok, f"rank {rank}: {answer}"
+            answers.append(answer)
+        return answers
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+def _main(rank: int, size: int, file: Path, pipe: Any, function: Callable[..., Any], arguments: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+
+        def total(value: float) -> float:
+            number = torch.tensor(value, dtype=torch.float64)
+            dist.all_reduce(number)
+            return float(number)
+
+        answer = function(Ranks(rank, size, dist.barrier, total), *arguments)
+        dist.barrier()
+        pipe.send((True, answer))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
