@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 def _nothing() -> None:
@@ -32,3 +33,13 @@ class Ranks:
 
 
 ONE = Ranks()
+
+
+def local(tensor: Any) -> Any:
+    """What this rank holds of a tensor: of a DTensor its part, as a plain tensor over the same memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor: Any) -> Any:
+    """All of a tensor: a DTensor is gathered, for which every rank that holds a part has to call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
