@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lorabench.contract.ablation import Evidence, Unsupported
 from lorabench.contract.step import Step
-from lorabench_ablations.parallel import CAPTURED, COMPILED, Averaged, Parallel, Summed, alike
+from lorabench_ablations.parallel import CAPTURED, COMPILED, OWN_SIZE, Averaged, Parallel, Summed, alike
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +34,7 @@ class Fsdp2(Parallel):
     excludes: ClassVar[dict[str, str]] = {
         "capture": CAPTURED,
         "compilation": COMPILED,
+        "batch_size": OWN_SIZE,
         "nf4_base": PACKED_4_BIT,
         "fp8_base": "its scaled weights are no parameters that fully_shard knows",
     }

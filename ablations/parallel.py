@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, Unsupported
 from lorabench.contract.batch import Sample
-from lorabench.contract.ranks import Ranks
+from lorabench.contract.ranks import Ranks, local
 from lorabench.contract.step import Step, Wrapped
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 COMPILED = "torch.compile splits the graph at every collective, and no rank may compile while another one waits"
+OWN_SIZE = "each rank would find a micro-batch of its own, and the ranks have to step alike"
 CAPTURED = "a collective in a captured stream has to be captured and replayed by all ranks alike, which is not written"
 
 
@@ -31,7 +33,7 @@ class Parallel(Ablation):
     """
 
     slot: ClassVar[str] = "parallel"
-    excludes: ClassVar[dict[str, str]] = {"capture": CAPTURED}
+    excludes: ClassVar[dict[str, str]] = {"capture": CAPTURED, "batch_size": OWN_SIZE}
     parallel: ClassVar[bool] = True
     rank: ClassVar[int] = -10  # innermost, and first to change the model: other toggles see what it has made of it
 
@@ -49,6 +51,29 @@ def divided(name: str, samples: Sequence[Sample], rank: int, size: int) -> list[
     if len(samples) % size:
         raise Unsupported(f"{name} divides {len(samples)} samples among {size} ranks: give a multiple")
     return list(samples[rank::size])
+
+
+def mesh(size: int, name: str) -> DeviceMesh:
+    """All ranks as a mesh of (data, `name`): `size` ranks in a row share their samples. Made once."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if (size, name) not in _MESHES:
+        world = dist.get_world_size()
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        _MESHES[size, name] = init_device_mesh(device, (world // size, size), mesh_dim_names=("data", name))
+    return _MESHES[size, name]
+
+
+_MESHES: dict[tuple[int, str], DeviceMesh] = {}  # a group that is made stays for the life of its process
+
+
+def pieces(name: str, size: int | None, world: int) -> int:
+    """How many ranks work on one sample. Raises Unsupported where the ranks do not divide so."""
+    size = size or world
+    if world % size or size < 2:
+        raise Unsupported(f"{name} with ranks={size} needs a multiple of that, two at least; there are {world} ranks")
+    return size
 
 
 def alike(name: str, step: Step) -> None:
@@ -76,8 +101,7 @@ class Ddp(Parallel):
         from torch.nn.parallel import DistributedDataParallel
 
         alike(self.name, step)
-        # The ranks have drawn equal weights, and no buffer changes in training.
-        step.innermost.call = DistributedDataParallel(step.model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        step.innermost.call = DistributedDataParallel(step.model, gradient_as_bucket_view=True)
         return Averaged(step)
 
     def audit(self, evidence: Evidence) -> int:
@@ -116,7 +140,8 @@ class Summed(Wrapped):
         import torch.distributed as dist
         from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = (p.grad for group in self.optimizer.param_groups for p in group["params"])
+        gradients = [local(grad) for grad in held if grad is not None]
         if gradients:
             flat = _flatten_dense_tensors(gradients)
             dist.all_reduce(flat, group=self.group)

@@ -43,3 +43,12 @@ def local(tensor: Any) -> Any:
 def whole(tensor: Any) -> Any:
     """All of a tensor: a DTensor is gathered, for which every rank that holds a part has to call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def put(tensor: Any, value: Any) -> None:
+    """Write all of a tensor, in place: of a DTensor each rank keeps its part of `value`, which it has whole."""
+    if hasattr(tensor, "to_local"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    local(tensor).copy_(local(value))
