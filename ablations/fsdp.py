@@ -11,10 +11,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lorabench.contract.ablation import Evidence, Unsupported
 from lorabench.contract.step import Step
-from lorabench_ablations.parallel import CAPTURED, COMPILED, OWN_SIZE, Averaged, Parallel, Summed, alike
+from lorabench_ablations.parallel import (
+    CAPTURED,
+    COMPILED,
+    Averaged,
+    Parallel,
+    Summed,
+    alike,
+    sent,
+    trained_bytes,
+)
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from lorabench.contract.arm import Arm
 
 REENTRANT = "backward computes a layer again outside of the hooks that gather its weights"
 PACKED_4_BIT = "FSDP2 shards float tensors; a 4-bit weight would stay whole on every rank (accelerate 3983, trl 6343)"
@@ -34,7 +45,6 @@ class Fsdp2(Parallel):
     excludes: ClassVar[dict[str, str]] = {
         "capture": CAPTURED,
         "compilation": COMPILED,
-        "batch_size": OWN_SIZE,
         "nf4_base": PACKED_4_BIT,
         "fp8_base": "its scaled weights are no parameters that fully_shard knows",
     }
@@ -64,12 +74,28 @@ class Fsdp2(Parallel):
         alike(self.name, step)
         return Averaged(step) if self.adapters == "sharded" else Summed(step)
 
+    def least(self, arm: Arm, n: int) -> float:
+        """Each layer is gathered in every forward, and again in every backward where it was given back; the rest once
+        a micro-batch."""
+        sharded = [p for p in arm.model.parameters() if self.adapters == "sharded" or not p.requires_grad]
+        layers = sum(_bytes(layer, self.adapters) for layer in _layers(arm.model))
+        rest = sum(p.numel() * p.element_size() for p in sharded) - layers
+        gathered = (layers * (2 if self.reshard else 1) + rest) * len(arm.step.batches)
+        moved = sent("all_gather", gathered / n, n)
+        how = "reduce_scatter" if self.adapters == "sharded" else "all_reduce"
+        return moved + sent(how, trained_bytes(arm) * (len(arm.step.batches) if self.adapters == "sharded" else 1), n)
+
     def audit(self, evidence: Evidence) -> int:
         """The decoder layers whose frozen weights are parts of them."""
         from torch.distributed.tensor import DTensor
 
         layers = _layers(evidence.arm.model)
         return sum(all(isinstance(p, DTensor) for p in layer.parameters() if not p.requires_grad) for layer in layers)
+
+
+def _bytes(layer: nn.Module, adapters: str) -> int:
+    held = [p for p in layer.parameters() if adapters == "sharded" or not p.requires_grad]
+    return sum(p.numel() * p.element_size() for p in held)
 
 
 def _world() -> int:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
+    from lorabench.contract.arm import Arm
+
 COMPILED = "torch.compile splits the graph at every collective, and no rank may compile while another one waits"
-OWN_SIZE = "each rank would find a micro-batch of its own, and the ranks have to step alike"
 CAPTURED = "a collective in a captured stream has to be captured and replayed by all ranks alike, which is not written"
 
 
@@ -33,7 +34,7 @@ class Parallel(Ablation):
     """
 
     slot: ClassVar[str] = "parallel"
-    excludes: ClassVar[dict[str, str]] = {"capture": CAPTURED, "batch_size": OWN_SIZE}
+    excludes: ClassVar[dict[str, str]] = {"capture": CAPTURED}
     parallel: ClassVar[bool] = True
     rank: ClassVar[int] = -10  # innermost, and first to change the model: other toggles see what it has made of it
 
@@ -43,7 +44,32 @@ class Parallel(Ablation):
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         import torch.distributed as dist
 
-        return {self.name: {"world_size": dist.get_world_size(), "backend": dist.get_backend()}}
+        n = dist.get_world_size()
+        found: dict[str, Any] = {"world_size": n, "backend": dist.get_backend()}
+        if evidence.handed and getattr(self, "ranks", None) in (None, n):
+            found |= {
+                "sent_bytes": round(sum(sent(kind, size, n) for kind, size in evidence.handed.items())),
+                "least_bytes": round(self.least(evidence.arm, n)),
+                "handed_bytes": dict(evidence.handed),
+            }
+        return {self.name: found | {"held_bytes": evidence.arm.parameter_bytes()}}
+
+    def least(self, arm: Arm, n: int) -> float:
+        """The bytes that a rank has to send in a step. Here: the trained parameters' gradients, added up once."""
+        return sent("all_reduce", trained_bytes(arm), n)
+
+
+def sent(kind: str, handed: float, n: int) -> float:
+    """The bytes that a rank sends, at least, in a collective of `n` ranks to which it gives so many."""
+    share = (n - 1) / n
+    return handed * {"all_reduce": 2 * share, "all_gather": n - 1, "reduce_scatter": share, "all_to_all": share}.get(
+        kind, 1
+    )
+
+
+def trained_bytes(arm: Arm) -> int:
+    """Of the trained parameters' gradients, all ranks' parts together."""
+    return sum(p.numel() * p.element_size() for _, p in arm.adapters())
 
 
 def divided(name: str, samples: Sequence[Sample], rank: int, size: int) -> list[Sample]:

@@ -13,13 +13,25 @@ from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
 from lorabench.contract.batch import IGNORE, Batch, Sample
 from lorabench.contract.ranks import Ranks
 from lorabench.contract.step import Step
-from lorabench_ablations.parallel import CAPTURED, COMPILED, OWN_SIZE, Parallel, Summed, alike, divided, mesh, pieces
+from lorabench_ablations.parallel import (
+    CAPTURED,
+    COMPILED,
+    Parallel,
+    Summed,
+    alike,
+    divided,
+    mesh,
+    pieces,
+    sent,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from lorabench.contract.arm import Arm
+
 IN_ROWS = "a row of several samples needs a mask of the whole row, and each rank holds a piece of it"
-ALL_TO_ALL = "_c10d_functional_autograd::all_to_all_single"
+ALL_TO_ALL = "c10d::alltoall_base_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +45,6 @@ class SequenceParallel(Parallel):
     excludes: ClassVar[dict[str, str]] = {
         "capture": CAPTURED,
         "compilation": COMPILED,
-        "batch_size": OWN_SIZE,
         "packing": IN_ROWS,
         "padding_free": IN_ROWS,
     }
@@ -90,20 +101,33 @@ class Ulysses(SequenceParallel):
             raise Unsupported(f"ulysses leaves the mask to SDPA's causal path; the attention here is {inner}")
         heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
         if any(number % size for number in heads):
-            raise Unsupported(f"ulysses divides {heads[0]} heads and {heads[1]} of keys among {size} ranks: no multiples")
+            raise Unsupported(
+                f"ulysses divides {heads[0]} heads and {heads[1]} of keys among {size} ranks: no multiples"
+            )
         if getattr(config, "sliding_window", None):
             raise Unsupported("ulysses leaves the mask out, and this model has a sliding window")
         name = f"ulysses_{size}"
-        AttentionInterface.register(name, around(AttentionInterface()[inner], mesh(size, "sequence")["sequence"].get_group()))
+        AttentionInterface.register(
+            name, around(AttentionInterface()[inner], mesh(size, "sequence")["sequence"].get_group())
+        )
         for part in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
             if getattr(part, "_attn_implementation", None) == inner:
                 part._attn_implementation = name
         return int(config.num_hidden_layers)
 
+    def least(self, arm: Arm, n: int) -> float:
+        """q, k, v and the output of every layer, forward and backward, and the gradients."""
+        config: Any = arm.model.config
+        heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
+        width = heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        positions = sum(batch.inputs["input_ids"].numel() for batch in arm.step.batches)
+        handed = 2 * config.num_hidden_layers * positions * width * arm.dtype.itemsize
+        return sent("all_to_all", handed, n) + super().least(arm, n)
+
     def audit(self, evidence: Evidence) -> int:
-        expected = 4 * (evidence.patched or 0) * len(evidence.arm.micro_batches)
+        expected = 8 * (evidence.patched or 0) * len(evidence.arm.micro_batches)
         if (ran := evidence.ops[ALL_TO_ALL]) < expected:
-            raise NotApplied(f"{ran} all-to-alls ran in the forwards of a step; expected {expected}")
+            raise NotApplied(f"{ran} all-to-alls ran in a step; expected {expected}")
         return evidence.patched or 0
 
 

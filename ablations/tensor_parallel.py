@@ -13,11 +13,23 @@ from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.ranks import Ranks
 from lorabench.contract.step import Step, Wrapped
-from lorabench_ablations.parallel import CAPTURED, COMPILED, OWN_SIZE, Parallel, Summed, alike, divided, mesh, pieces
+from lorabench_ablations.parallel import (
+    CAPTURED,
+    COMPILED,
+    Parallel,
+    Summed,
+    alike,
+    divided,
+    mesh,
+    pieces,
+    sent,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from lorabench.contract.arm import Arm
 
 OLDEST_PEFT = (0, 21, 1)  # before it adapters under transformers' plan train with wrong gradients (peft 3614)
 
@@ -37,7 +49,6 @@ class TensorParallel(Parallel):
     excludes: ClassVar[dict[str, str]] = {
         "capture": CAPTURED,
         "compilation": COMPILED,
-        "batch_size": OWN_SIZE,
         "loading": "a packed or quantized weight is no tensor that transformers' plan can split",
         "fp8_base": "a quantized weight is no tensor that transformers' plan can split",
     }
@@ -87,6 +98,13 @@ class TensorParallel(Parallel):
         plain = [p for p in params if not isinstance(p, DTensor)]
         return torch.optim.AdamW([{"params": split}, {"params": plain}], lr=lr, foreach=True)
 
+    def least(self, arm: Arm, n: int) -> float:
+        """Megatron's four all-reduces a layer of one activation each (Shoeybi et al. 2019). The gradients of the
+        factors that every rank has are not in it."""
+        config: Any = arm.model.config
+        positions = sum(batch.inputs["input_ids"].numel() for batch in arm.step.batches)
+        return sent("all_reduce", 4 * config.num_hidden_layers * positions * config.hidden_size * arm.dtype.itemsize, n)
+
     def step(self, step: Step) -> Step:
         import torch.distributed as dist
 
@@ -117,4 +135,6 @@ def _check(config: Any, size: int) -> None:
         raise Unsupported(f"needs peft 0.21.1 or newer, this is {peft.__version__}: pip install 'peft>=0.21.1'")
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
     if any(number % size for number in heads):
-        raise Unsupported(f"tensor_parallel splits {heads[0]} heads and {heads[1]} of keys among {size} ranks: no multiples")
+        raise Unsupported(
+            f"tensor_parallel splits {heads[0]} heads and {heads[1]} of keys among {size} ranks: no multiples"
+        )

@@ -48,7 +48,7 @@ PAGES = {
     "qkv": "toggles.md#parts-of-our-kernels",
     "rope": "toggles.md#parts-of-our-kernels",
     "optimizer": "optimizers.md",
-    "parallel": "methodology.md#several-jobs-several-ranks",
+    "parallel": "several-gpus.md",
 }
 
 

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+# In every process of several GPUs: a program that uses NVLink multicast can put GPUs that others share out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def multicast(environment: Mapping[str, str]) -> str | None:
+    """The first variable that asks for NVLink multicast, in words, or None. One that is not set is set by us."""
+    for name, value in NO_MULTICAST.items():
+        if (given := environment.get(name, value)) != value:
+            return (
+                f"{name}={given} in the environment; on several GPUs it has to be {value}, which lorabench sets itself"
+            )
+    return None
 
 
 def _nothing() -> None:
