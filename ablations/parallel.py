@@ -1,4 +1,5 @@
-"""Slot `parallel`: how one step is divided among several processes, one a GPU.
+"""Slot `parallel`: how one step is divided among several processes, one a GPU. Here: `ddp`, and what every toggle that
+divides the samples has in common.
 
 python -m lorabench.sweep world_size=2 'ablations=[ddp]' workload=4x2048
 """
@@ -11,53 +12,163 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, Unsupported
 from lorabench.contract.batch import Sample
-from lorabench.contract.ranks import Ranks
+from lorabench.contract.ranks import Ranks, local
 from lorabench.contract.step import Step, Wrapped
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from lorabench.contract.arm import Arm
+
+COMPILED = "torch.compile splits the graph at every collective, and no rank may compile while another one waits"
+CAPTURED = "a collective in a captured stream has to be captured and replayed by all ranks alike, which is not written"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ddp(Ablation):
-    """torch's DistributedDataParallel: every rank holds the model, takes its share of the samples, and the adapters'
-    gradients are averaged while backward runs.
+class Parallel(Ablation):
+    """Base of the toggles that divide a step. Without more, every rank takes its share of the samples.
 
-    Each rank's loss is its sum over the trained tokens of the whole step, so the ranks' gradients have to be added, not
-    averaged: backward starts from the loss times the number of ranks.
+    Each rank's loss is its sum over the trained tokens of the whole step, so gradients are added over ranks. Where a
+    library averages them, backward starts from the loss times the number of ranks.
     """
 
-    name: ClassVar[str] = "ddp"
     slot: ClassVar[str] = "parallel"
-    summary: ClassVar[str] = "DistributedDataParallel: samples divided among the ranks, gradients all-reduced"
-    excludes: ClassVar[dict[str, str]] = {"capture": "its buckets are reduced outside of the captured stream"}
+    excludes: ClassVar[dict[str, str]] = {"capture": CAPTURED}
     parallel: ClassVar[bool] = True
-    rank: ClassVar[int] = -10  # innermost: other wrappers see the model that it runs
+    rank: ClassVar[int] = -10  # innermost, and first to change the model: other toggles see what it has made of it
 
     def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
-        if len(samples) % ranks.size:
-            raise Unsupported(f"ddp divides {len(samples)} samples among {ranks.size} ranks: give a multiple")
-        return list(samples[ranks.rank :: ranks.size])
-
-    def step(self, step: Step) -> Step:
-        from torch.nn.parallel import DistributedDataParallel
-
-        if step.name:
-            raise Unsupported("ddp knows one job a model")
-        step.innermost.call = DistributedDataParallel(step.model)
-        return _Summed(step)
-
-    def audit(self, evidence: Evidence) -> int:
-        return evidence.arm.ranks.size if hasattr(evidence.arm.step.innermost.call, "reducer") else 0
+        return divided(self.name, samples, ranks.rank, ranks.size)
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         import torch.distributed as dist
 
-        return {"ddp": {"world_size": dist.get_world_size(), "backend": dist.get_backend()}}
+        n = dist.get_world_size()
+        found: dict[str, Any] = {"world_size": n, "backend": dist.get_backend()}
+        if evidence.handed and getattr(self, "ranks", None) in (None, n):
+            found |= {
+                "sent_bytes": round(sum(sent(kind, size, n) for kind, size in evidence.handed.items())),
+                "least_bytes": round(self.least(evidence.arm, n)),
+                "handed_bytes": dict(evidence.handed),
+            }
+        return {self.name: found | {"held_bytes": evidence.arm.parameter_bytes()}}
+
+    def least(self, arm: Arm, n: int) -> float:
+        """The bytes that a rank has to send in a step. Here: the trained parameters' gradients, added up once."""
+        return sent("all_reduce", trained_bytes(arm), n)
 
 
-class _Summed(Wrapped):
-    def backward(self, loss: Tensor) -> None:
+def sent(kind: str, handed: float, n: int) -> float:
+    """The bytes that a rank sends, at least, in a collective of `n` ranks to which it gives so many."""
+    share = (n - 1) / n
+    return handed * {"all_reduce": 2 * share, "all_gather": n - 1, "reduce_scatter": share, "all_to_all": share}.get(
+        kind, 1
+    )
+
+
+def trained_bytes(arm: Arm) -> int:
+    """Of the trained parameters' gradients, all ranks' parts together."""
+    return sum(p.numel() * p.element_size() for _, p in arm.adapters())
+
+
+def divided(name: str, samples: Sequence[Sample], rank: int, size: int) -> list[Sample]:
+    """Every `size`-th sample. Raises Unsupported where some rank would get fewer."""
+    if len(samples) % size:
+        raise Unsupported(f"{name} divides {len(samples)} samples among {size} ranks: give a multiple")
+    return list(samples[rank::size])
+
+
+def mesh(size: int, name: str) -> DeviceMesh:
+    """All ranks as a mesh of (data, `name`): `size` ranks in a row share their samples. Made once."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if (size, name) not in _MESHES:
+        world = dist.get_world_size()
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        _MESHES[size, name] = init_device_mesh(device, (world // size, size), mesh_dim_names=("data", name))
+    return _MESHES[size, name]
+
+
+_MESHES: dict[tuple[int, str], DeviceMesh] = {}  # a group that is made stays for the life of its process
+
+
+def pieces(name: str, size: int | None, world: int) -> int:
+    """How many ranks work on one sample. Raises Unsupported where the ranks do not divide so."""
+    size = size or world
+    if world % size or size < 2:
+        raise Unsupported(f"{name} with ranks={size} needs a multiple of that, two at least; there are {world} ranks")
+    return size
+
+
+def alike(name: str, step: Step) -> None:
+    """Raises Unsupported, on every rank, where the ranks would not call their collectives equally often."""
+    import torch.distributed as dist
+
+    if step.name:
+        raise Unsupported(f"{name} knows one job a model")
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, len(step.batches))
+    if len({*counts}) > 1:
+        numbers = ", ".join(map(str, counts))
+        raise Unsupported(f"{name} needs as many micro-batches on every rank, and the ranks have {numbers}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ddp(Parallel):
+    """torch's DistributedDataParallel: every rank holds the model, takes its share of the samples, and the adapters'
+    gradients are averaged while backward runs."""
+
+    name: ClassVar[str] = "ddp"
+    summary: ClassVar[str] = "DistributedDataParallel: samples divided among the ranks, gradients all-reduced"
+
+    def step(self, step: Step) -> Step:
+        from torch.nn.parallel import DistributedDataParallel
+
+        alike(self.name, step)
+        step.innermost.call = DistributedDataParallel(step.model, gradient_as_bucket_view=True)
+        return Averaged(step)
+
+    def audit(self, evidence: Evidence) -> int:
+        return evidence.arm.ranks.size if hasattr(evidence.arm.step.innermost.call, "reducer") else 0
+
+
+class Averaged(Wrapped):
+    """Around a step whose gradients a library averages over `size` ranks (None: over all)."""
+
+    def __init__(self, inner: Step, size: int | None = None) -> None:
         import torch.distributed as dist
 
-        self.inner.backward(loss * dist.get_world_size())
+        super().__init__(inner)
+        self.size = size or dist.get_world_size()
+
+    def backward(self, loss: Tensor) -> None:
+        self.inner.backward(loss * self.size)
+
+
+class Summed(Wrapped):
+    """Around a step whose trained parameters no library reduces: after the last backward one all-reduce of all of
+    their gradients, in the group (None: of all ranks)."""
+
+    def __init__(self, inner: Step, group: Any = None) -> None:
+        super().__init__(inner)
+        self.group, self.done = group, 0
+
+    def backward(self, loss: Tensor) -> None:
+        self.inner.backward(loss)
+        self.done = (self.done + 1) % len(self.batches)
+        if not self.done:
+            self.reduce()
+
+    def reduce(self) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+        held = (p.grad for group in self.optimizer.param_groups for p in group["params"])
+        gradients = [local(grad) for grad in held if grad is not None]
+        if gradients:
+            flat = _flatten_dense_tensors(gradients)
+            dist.all_reduce(flat, group=self.group)
+            torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))

@@ -63,7 +63,7 @@ PAGES = {
     "qkv": "toggles.md#parts-of-our-kernels",
     "rope": "toggles.md#parts-of-our-kernels",
     "optimizer": "optimizers.md",
-    "parallel": "methodology.md#several-jobs-several-ranks",
+    "parallel": "several-gpus.md",
     **dict.fromkeys(
         ("pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_multi_adapter"), "pipelines.md"
     ),

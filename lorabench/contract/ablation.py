@@ -126,6 +126,7 @@ class Evidence:
     arm: Arm
     patched: int | None  # what `patch` returned
     ops: Counter[str]  # names of the operators that ran, e.g. "aten::_scaled_dot_product_flash_attention"
+    handed: Mapping[str, int] = field(default_factory=dict)  # bytes that this rank gave to each kind of collective
 
 
 def added(default: Any) -> Any:

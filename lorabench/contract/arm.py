@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.job import ADAPTER
 from lorabench.contract.joint import Joint
-from lorabench.contract.ranks import ONE, Ranks
+from lorabench.contract.ranks import ONE, Ranks, whole
 from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.step import Step
 
@@ -92,7 +92,7 @@ class Arm:
 
         step = step or self.step
         return {
-            n: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.detach().float() / step.loss_scale
+            n: whole(torch.zeros_like(p) if p.grad is None else p.grad.detach()).float() / step.loss_scale
             for n, p in self.adapters(step)
         }
 
@@ -103,14 +103,15 @@ def own_name(name: str, adapter: str) -> str:
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the distinct storages: tied weights and views into one buffer count once."""
+    """Bytes of the distinct storages: tied weights and views into one buffer count once; of a DTensor this rank's
+    part."""
     held = [part.untyped_storage() for tensor in tensors for part in inside(tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
 def inside(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold its numbers: itself, or those inside a wrapper such as a quantized weight of torchao's,
-    which has no storage."""
+    """The tensors that hold its numbers: itself, or those inside a wrapper, which has no storage (a quantized weight of
+    torchao's, a DTensor)."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

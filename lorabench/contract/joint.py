@@ -26,8 +26,8 @@ class Joint(Step):
     `steps` are the jobs' own, each with its batches, optimizer and trained tokens. `places` says of each job in which
     micro-batch each of its batches is, in ascending order; by default those of one number are one. `collated` holds, by
     micro-batch, what the toggles' `collate` has added to it. `schedule` asks the toggles which samples of all jobs go
-    together; `lay_out` may call it. `by_job` is set while the jobs are asked one by one: each job's update is then asked
-    for apart, and may not come before.
+    together; `lay_out` may call it. `by_job` is set while the jobs are asked one by one: each job's update is then
+    asked for apart, and may not come before.
     """
 
     by_job: bool = False

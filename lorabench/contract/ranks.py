@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+# In every process of several GPUs: a program that uses NVLink multicast can put GPUs that others share out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def multicast(environment: Mapping[str, str]) -> str | None:
+    """The first variable that asks for NVLink multicast, in words, or None. One that is not set is set by us."""
+    for name, value in NO_MULTICAST.items():
+        if (given := environment.get(name, value)) != value:
+            return (
+                f"{name}={given} in the environment; on several GPUs it has to be {value}, which lorabench sets itself"
+            )
+    return None
 
 
 def _nothing() -> None:
@@ -32,3 +46,22 @@ class Ranks:
 
 
 ONE = Ranks()
+
+
+def local(tensor: Any) -> Any:
+    """What this rank holds of a tensor: of a DTensor its part, as a plain tensor over the same memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor: Any) -> Any:
+    """All of a tensor: a DTensor is gathered, for which every rank that holds a part has to call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def put(tensor: Any, value: Any) -> None:
+    """Write all of a tensor, in place: of a DTensor each rank keeps its part of `value`, which it has whole."""
+    if hasattr(tensor, "to_local"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    local(tensor).copy_(local(value))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import inside
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.ranks import local
 from lorabench.measure.safetensors_file import DTYPES, LENGTH, entries
 
 WITHOUT_WEIGHTS = torch.device("meta")
@@ -122,7 +123,7 @@ class Base:
         once. Weights that an arm has replaced are none of them."""
         ours = self._storages()
         held = (tensor for tensor in (*model.parameters(), *model.buffers()) if _storage(tensor) in ours)
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+        return sum({local(tensor).data_ptr(): tensor.nbytes for tensor in held}.values())
 
     def checksum(self) -> str:
         """A hash of all bytes of the weights, computed where they lie; the same in every process and on every device.

@@ -22,6 +22,7 @@ from lorabench.contract.hooks import first_line
 from lorabench.contract.job import ADAPTER, Job
 from lorabench.contract.joint import Joint, Share
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.ranks import put
 from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.step import Step
 from lorabench.measure import memory
@@ -364,7 +365,7 @@ def _fill(model: nn.Module, dtype: torch.dtype, seed: int, adapter: str | None) 
                 continue
             generator = named_generator(seed, own_name(name, adapter or ADAPTER), tensor.device)
             drawn = torch.empty(tensor.shape, device=tensor.device, dtype=torch.float32)
-            tensor.copy_(drawn.normal_(0.0, std, generator=generator).to(dtype))
+            put(tensor, drawn.normal_(0.0, std, generator=generator).to(dtype).to(tensor.dtype))
 
 
 def _std(name: str, tensor: Tensor) -> float | None:

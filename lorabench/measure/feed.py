@@ -20,7 +20,7 @@ from lorabench.contract.batch import IGNORE, Batch, Sample
 from lorabench.measure.fairness import Untrusted
 
 FIRST_MARKER = 1 << 24  # above every vocabulary, so that a padding token is never taken for a marker
-FILLED = ("input_ids", "labels")
+FILLED = ("input_ids", "labels", "shift_labels")  # the last where a sequence is cut after its labels were shifted
 
 
 def marked(samples: Sequence[Sample]) -> list[Sample]:

@@ -189,16 +189,18 @@ class Seat:
             arm = of_kind.build(request)
         with _seconds(into, "warmup"):
             self.tell(f"warming up {name}")
-            ops: Counter[str] = Counter()
+            ops, handed = Counter[str](), {}
 
             def traced() -> trial.Trial:
-                done, ran = profile.traced(lambda: trial.run_trial(arm))
+                run = partial(trial.run_trial, arm)
+                done, ran, sent = profile.collectives(run) if arm.ranks.size > 1 else (*profile.traced(run), {})
                 ops.update(ran)
+                handed.update(sent)
                 into.phases = tuple(done.device_ms)
                 return done
 
             into.evidence = of_kind.first_trial(arm, traced, request)
-            self._audit(stack, arm, ops, into)
+            self._audit(stack, arm, ops, handed, into)
             of_kind.settle(arm, lambda: trial.run_trial(arm))
             into.warm_ms = [done.total_ms for done in trial.warm_up(arm, stack.cell.warmup)]
             of_kind.clear(arm)
@@ -235,9 +237,9 @@ class Seat:
                 reason = of_kind.explain(verdict)
                 raise WrongNumerics(f"job {job}: {reason}" if job else reason, into.numerics)
 
-    def _audit(self, stack: Stack, arm: Arm, ops: Counter[str], into: Ready) -> None:
+    def _audit(self, stack: Stack, arm: Arm, ops: Counter[str], handed: dict[str, int], into: Ready) -> None:
         for ablation in kind(stack.kind).audited(arm):
-            evidence = Evidence(arm, arm.patched[ablation.name], ops)
+            evidence = Evidence(arm, arm.patched[ablation.name], ops, handed)
             before = _inside(arm)
             sites = int(asked(ablation, Ablation.audit, evidence))
             if sites == 0:

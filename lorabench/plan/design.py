@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from lorabench.contract.hooks import Faulty, asked, asked_requires, contained, d
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.ranks import multicast
 from lorabench.contract.switches import switch_fault
 from lorabench.contract.workload import Workload
 
@@ -288,4 +290,6 @@ def _unsupported(cell: Cell, machine: Machine) -> str | None:
         return reason
     if machine.device == "cuda" and cell.ranks > machine.gpus:
         return f"world_size={cell.ranks} needs {cell.ranks} GPUs; this machine has {machine.gpus}"
+    if machine.device == "cuda" and cell.ranks > 1:
+        return multicast(os.environ)
     return None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lorabench.contract.ranks import Ranks
+from lorabench.contract.ranks import NO_MULTICAST, Ranks, multicast
 from lorabench.measure.kind import JobCounts
 from lorabench.measure.seat import Made
 
@@ -53,7 +53,9 @@ def joined(place: Place, device_type: str, beat: Callable[[], None]) -> tuple[Ra
     """This process among its ranks, connected, and its device: one GPU each, over NCCL; on a CPU over gloo."""
     import torch.distributed as dist
 
-    os.environ |= {
+    if device_type == "cuda" and (reason := multicast(os.environ)):
+        raise RuntimeError(reason)
+    os.environ |= NO_MULTICAST | {
         "RANK": str(place.rank), "LOCAL_RANK": str(place.rank), "WORLD_SIZE": str(place.size),
         "LOCAL_WORLD_SIZE": str(place.size), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
         "ROLE_RANK": str(place.rank), "ROLE_WORLD_SIZE": str(place.size), "MASTER_ADDR": HOST,

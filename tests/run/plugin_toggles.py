@@ -243,3 +243,48 @@ class Unsummed(Ddp):
 
     def step(self, step):
         return super().step(step).inner
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFails(Ablation):
+    """Beside any parallel toggle: rank 1 alone goes wrong in the forward of its `call`-th batch."""
+
+    name: ClassVar[str] = "rank_fails"
+    slot: ClassVar[str] = "third_party"
+    how: str = "raise"
+    call: int = 3
+
+    def step(self, step):
+        return Fails(step, self.how, self.call)
+
+    def audit(self, evidence):
+        return 1
+
+
+class Fails(Wrapped):
+    def __init__(self, inner, how, call):
+        super().__init__(inner)
+        self.how, self.left = how, call
+
+    def forward(self, batch):
+        self.left -= 1
+        if os.environ.get("RANK") == "1" and not self.left:
+            {"raise": self.raises, "kill": self.killed, "hang": self.hangs, "exit": self.exits, "oom": self.greedy}[
+                self.how
+            ]()
+        return self.inner.forward(batch)
+
+    def raises(self):
+        raise LookupError("only here")
+
+    def killed(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hangs(self):
+        time.sleep(10_000)
+
+    def exits(self):
+        os._exit(0)
+
+    def greedy(self):
+        torch.ones(1 << 50)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import cells, sweep, workers_in
 
+from lorabench.contract.ranks import NO_MULTICAST, multicast
 from lorabench.measure.kind import JobCounts
 from lorabench.measure.seat import Made
 from lorabench.measure.trial import Trial
@@ -82,6 +83,26 @@ def both_arms_parallel(plugin, folder):
 def test_a_rank_that_fails_is_one_typed_record_that_names_it_and_leaves_no_process(
     plugin, tmp_path, toggle, status, reason
 ):
+    fails_once(plugin, tmp_path, toggle, status, reason)
+
+
+FAILURES = {
+    "raise": ("crash", "rank 1: "),
+    "kill": ("crash", "rank 1: the worker was killed by SIGKILL"),
+    "exit": ("crash", "rank 1: "),
+    "oom": ("oom", "rank 1: it ran out of memory"),
+    "hang": ("timeout", "rank 1: no answer after 30 s; it was "),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "{fsdp2: {adapters: sharded}}", "ulysses", "tensor_parallel"])
+def test_each_strategy_s_rank_that_fails_is_named(plugin, tmp_path, strategy, how):
+    fails_once(plugin, tmp_path, f"{strategy},{{rank_fails: {{how: {how}}}}}", *FAILURES[how])
+
+
+def fails_once(plugin, tmp_path, toggle, status, reason):
     """It is in both arms, so the reference meets it first. Only what hangs waits for the time-out."""
     limit = 30 if status == "timeout" else 180
     reference = f"reference=[sdpa,adamw_foreach,padding,{toggle}]"
@@ -137,3 +158,20 @@ def test_one_rank_changes_no_key():
     two, four = (cells("ablations=[ddp]", f"world_size={n}")[1] for n in (2, 4))
     assert two.key != four.key
     assert torch.distributed.is_available()
+
+
+def test_nvlink_multicast_is_refused_on_several_gpus_and_switched_off_by_us(monkeypatch):
+    class Two:
+        device, gpus, capability = "cuda", 2, (9, 0)
+        dtype = staticmethod(lambda name: "bfloat16")
+
+    two = cells("ablations=[ddp]", "world_size=2")[1]
+    for name in NO_MULTICAST:
+        monkeypatch.delenv(name, raising=False)
+    assert refusal(two, Two) is None and multicast({}) is None
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    assert refusal(two, Two) is None
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    status, reason = refusal(two, Two) or ("", "")
+    assert status == "unsupported" and reason.startswith("NCCL_NVLS_ENABLE=1 in the environment; ")
+    assert refusal(cells("ablations=[eager]", "world_size=2")[1], Two) is None  # one rank: nothing to ask

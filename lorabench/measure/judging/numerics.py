@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lorabench.contract.ablation import Ablation, Tolerance
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
+from lorabench.contract.ranks import whole
 from lorabench.contract.step import Step
 from lorabench.measure.judging import limits
 from lorabench.measure.judging.depth_noise import RUNS, distance, nine_tenths, off, other_rounding
@@ -82,7 +83,7 @@ def one_step(arm: Arm, step: Step | None = None) -> Outcome:
     loss, gradients = one_pass(arm, step)
     if not step.updates:
         return Outcome(loss, gradients, None)
-    before = {n: p.detach().clone() for n, p in arm.adapters(step)}
+    before = {n: whole(p.detach()).clone() for n, p in arm.adapters(step)}
     step.update()
     return Outcome(loss, gradients, _update_error(arm, step, before, gradients))
 
@@ -133,7 +134,7 @@ def _update_error(arm: Arm, step: Step, before: dict[str, Tensor], gradients: di
         p.grad = gradients[n].to(p.dtype)
     torch.optim.AdamW(plain.values(), lr=learning_rate(step), foreach=False, fused=False).step()
     return moved_off(
-        (p.detach().float() - before[n].float(), plain[n].detach().float() - before[n].float())
+        (whole(p.detach()).float() - before[n].float(), plain[n].detach().float() - before[n].float())
         for n, p in arm.adapters(step)
     )
 

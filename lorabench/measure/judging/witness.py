@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lorabench.contract.arm import Arm
+from lorabench.contract.ranks import local, whole
 from lorabench.contract.step import Step
 from lorabench.contract.workload import LEARNING_RATE
 
@@ -112,7 +113,7 @@ class Witness:
         self.arm, self.step, self.folder = arm, step, folder
         folder.mkdir(parents=True, exist_ok=True)
         self.params = dict(arm.adapters(step))
-        self.start = {n: p.detach().cpu().clone() for n, p in self.params.items()}
+        self.start = {n: local(p.detach()).cpu().clone() for n, p in self.params.items()}
         self.ordered = sorted(self.params)
         self.testimony = Testimony(
             updates=step.updates, low_precision=any(p.element_size() < 4 for p in self.params.values())
@@ -125,14 +126,14 @@ class Witness:
         """What the last trial left in `.grad`, in float32 and without the loss scale, zeros where nothing was left;
         and what else the step compares of its outputs."""
         found = {
-            n: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.detach().float() / self._scale
+            n: whole(torch.zeros_like(p) if p.grad is None else p.grad.detach()).float() / self._scale
             for n, p in self.params.items()
         }
         return found | self._compared(outs)
 
     def gradient_sketch(self, outs: Sequence[Tensor]) -> np.ndarray:
         """The sketch of `gradients`."""
-        rows = sketch({n: p.grad for n, p in self.params.items()} | self._compared(outs))
+        rows = sketch({n: whole(p.grad) for n, p in self.params.items()} | self._compared(outs))
         rows[: len(self.params)] /= self._scale
         return rows
 
@@ -149,14 +150,14 @@ class Witness:
         found = self.gradients(outs)
         self.testimony.loss, self.testimony.names = loss, list(found)
         self.testimony.before = self._save("before", found)
-        self.first_gradients = [None if p.grad is None else p.grad.detach().cpu().clone() for p in self.params.values()]
+        self.first_gradients = [None if g is None else g.detach().cpu().clone() for g in self._local_gradients()]
         self.state = KeptState(self.step.optimizer) if self.step.updates else None
 
     def at_start(self) -> None:
         """Back to the parameters of before the first trial."""
         with torch.no_grad():
             for name, param in self.params.items():
-                param.copy_(self.start[name])
+                local(param).copy_(self.start[name])
 
     def glimpse(self, loss: float, outs: Sequence[Tensor], keep: bool) -> Glimpse:
         """What the last trial's gradients were; `keep`: in full, too."""
@@ -177,14 +178,15 @@ class Witness:
         of the tensors halved, which is exact in every number format; the optimizer as the first trial left it. The
         number draws which ones are halved: who keeps what follows from the parameters has kept that of others.
         `each`: the updates of all trials are looked at; else that of the picked one, the first."""
-        params = list(self.params.values())
+        own = {name: local(param.data) for name, param in self.params.items()}
+        params = list(own.values())
         self.each = each
         if self.kept is None:
             self.kept = Kept(params, list(self.start.values()))
             self.shadow = self._shadow() if self.state else None
         self.kept.into(params)
         halved = self._drawn(number)
-        if some := [self.params[name].data for name, half in zip(self.ordered, halved, strict=True) if half]:
+        if some := [own[name] for name, half in zip(self.ordered, halved, strict=True) if half]:
             torch._foreach_mul_(some, 0.5)
         if self.state and self.shadow:
             self.state.put_back()
@@ -208,7 +210,7 @@ class Witness:
 
     def observe(self, loss: float) -> Observed:
         """After a timed trial."""
-        return Observed(loss, self.shadow.error(list(self.params.values())) if self.shadow and self.each else None)
+        return Observed(loss, self.shadow.error(*self._local()) if self.shadow and self.each else None)
 
     @torch.no_grad()
     def look(self, outs: Sequence[Tensor]) -> Look:
@@ -216,14 +218,21 @@ class Witness:
         found = self.gradient_sketch(outs)
         if self.each or not self.shadow or not self.kept:
             return Look(found, None)
-        params = list(self.params.values())
+        params, gradients = self._local()
         began = [torch.empty_like(p) for p in params]
         self.kept.into(began)
         by_name = dict(zip(self.params, began, strict=True))
         if some := [by_name[name] for name, half in zip(self.ordered, self.halved, strict=True) if half]:
             torch._foreach_mul_(some, 0.5)
         self.shadow.begin(began)
-        return Look(found, self.shadow.error(params))
+        return Look(found, self.shadow.error(params, gradients))
+
+    def _local(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """(parameters, gradients) as far as this rank holds them: AdamW takes every element by itself."""
+        return [local(p.data) for p in self.params.values()], self._local_gradients()
+
+    def _local_gradients(self) -> list[Tensor | None]:
+        return [local(p.grad) for p in self.params.values()]
 
     def end(self) -> None:
         """After the timed trials: back to the start for one more trial."""
@@ -279,12 +288,12 @@ class KeptState:
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     self.tensors.append((state, key))
-                    self.values.append(value.detach().cpu().clone())
+                    self.values.append(local(value.detach()).cpu().clone())
                 else:
                     self.numbers.append((state, key, value))
 
     def put_back(self) -> None:
-        tensors = [state[key] for state, key in self.tensors]
+        tensors = [local(state[key]) for state, key in self.tensors]
         if self.kept is None:
             self.kept, self.values = Kept(tensors, self.values), []
         self.kept.into(tensors)
@@ -318,10 +327,10 @@ class Shadow:
         torch._foreach_copy_(self.copies, list(params))
 
     @torch.no_grad()
-    def error(self, params: Sequence[Tensor]) -> tuple[float, str]:
+    def error(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[float, str]:
         """(relative error of the worst tensor's update, its name); then goes on from where the arm is."""
         before = torch._foreach_neg(self.copies)
-        self._step([p.grad for p in params])
+        self._step(gradients)
         expected = torch._foreach_add(self.copies, before)
         wrong = torch._foreach_sub(
             [p.detach().to(c.device) for p, c in zip(params, self.copies, strict=True)], self.copies

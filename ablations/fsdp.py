@@ -1,0 +1,113 @@
+"""Slot `parallel`: FSDP2, torch's `fully_shard`. Every rank holds a part of each layer's weights, and gathers a layer
+just before it computes.
+
+python -m lorabench.sweep world_size=2 'ablations=[fsdp2,{fsdp2: {adapters: sharded}}]' workload=4x2048
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from lorabench.contract.ablation import Evidence, Unsupported
+from lorabench.contract.step import Step
+from lorabench_ablations.parallel import (
+    CAPTURED,
+    COMPILED,
+    Averaged,
+    Parallel,
+    Summed,
+    alike,
+    sent,
+    trained_bytes,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lorabench.contract.arm import Arm
+
+REENTRANT = "backward computes a layer again outside of the hooks that gather its weights"
+PACKED_4_BIT = "FSDP2 shards float tensors; a 4-bit weight would stay whole on every rank (accelerate 3983, trl 6343)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp2(Parallel):
+    """Each decoder layer is a group, norm and head one, the embedding one.
+
+    `adapters`: "replicated" shards the frozen weights alone, and the adapters' gradients are added in one all-reduce;
+    the optimizer sees plain tensors. "sharded" makes the adapters DTensors, too, whose gradients are reduce-scattered.
+    `reshard`: give a layer's weights back after its forward, and gather them again in backward; False keeps them.
+    """
+
+    name: ClassVar[str] = "fsdp2"
+    summary: ClassVar[str] = "FSDP2 (fully_shard): weights sharded by layer, gathered where they are used"
+    excludes: ClassVar[dict[str, str]] = {
+        "capture": CAPTURED,
+        "compilation": COMPILED,
+        "nf4_base": PACKED_4_BIT,
+        "fp8_base": "its scaled weights are no parameters that fully_shard knows",
+    }
+    adapters: Literal["replicated", "sharded"] = "replicated"
+    reshard: bool = True
+
+    def __post_init__(self) -> None:
+        if self.adapters not in ("replicated", "sharded"):
+            raise ValueError(f"adapters={self.adapters!r}; expected replicated or sharded")
+
+    def patch(self, model: nn.Module) -> int:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        trained = {p for p in model.parameters() if p.requires_grad}
+        mesh = init_device_mesh(next(model.parameters()).device.type, (_world(),))
+        common: dict[str, Any] = {"mesh": mesh}
+        if self.adapters == "replicated":
+            common["ignored_params"] = trained
+        groups = _layers(model)
+        for layer in groups:
+            fully_shard(layer, reshard_after_forward=self.reshard, **common)
+        fully_shard(model, **common)
+        return len(groups)
+
+    def step(self, step: Step) -> Step:
+        alike(self.name, step)
+        return Averaged(step) if self.adapters == "sharded" else Summed(step)
+
+    def least(self, arm: Arm, n: int) -> float:
+        """Each layer is gathered in every forward, and again in every backward where it was given back; the rest once
+        a micro-batch."""
+        sharded = [p for p in arm.model.parameters() if self.adapters == "sharded" or not p.requires_grad]
+        layers = sum(_bytes(layer, self.adapters) for layer in _layers(arm.model))
+        rest = sum(p.numel() * p.element_size() for p in sharded) - layers
+        gathered = (layers * (2 if self.reshard else 1) + rest) * len(arm.step.batches)
+        moved = sent("all_gather", gathered / n, n)
+        how = "reduce_scatter" if self.adapters == "sharded" else "all_reduce"
+        return moved + sent(how, trained_bytes(arm) * (len(arm.step.batches) if self.adapters == "sharded" else 1), n)
+
+    def audit(self, evidence: Evidence) -> int:
+        """The decoder layers whose frozen weights are parts of them."""
+        from torch.distributed.tensor import DTensor
+
+        layers = _layers(evidence.arm.model)
+        return sum(all(isinstance(p, DTensor) for p in layer.parameters() if not p.requires_grad) for layer in layers)
+
+
+def _bytes(layer: nn.Module, adapters: str) -> int:
+    held = [p for p in layer.parameters() if adapters == "sharded" or not p.requires_grad]
+    return sum(p.numel() * p.element_size() for p in held)
+
+
+def _world() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size()
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The decoder layers, by the names of classes that transformers says not to split."""
+    names = set(model.get_base_model()._no_split_modules or ())
+    found = [m for m in model.modules() if any(base.__name__ in names for base in type(m).__mro__)]
+    if not found:
+        raise Unsupported("transformers does not say which modules of this model are its layers")
+    return found

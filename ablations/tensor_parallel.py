@@ -1,0 +1,140 @@
+"""Slot `parallel`: tensor parallelism as transformers and PEFT do it. Every rank holds a part of each linear.
+
+python -m lorabench.sweep world_size=2 'ablations=[tensor_parallel]' workload=4x2048
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lorabench.contract.ablation import Unsupported
+from lorabench.contract.batch import Batch, Sample
+from lorabench.contract.ranks import Ranks
+from lorabench.contract.step import Step, Wrapped
+from lorabench_ablations.parallel import (
+    CAPTURED,
+    COMPILED,
+    Parallel,
+    Summed,
+    alike,
+    divided,
+    mesh,
+    pieces,
+    sent,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from lorabench.contract.arm import Arm
+
+OLDEST_PEFT = (0, 21, 1)  # before it adapters under transformers' plan train with wrong gradients (peft 3614)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel(Parallel):
+    """transformers' plan of the architecture over `ranks` ranks (None: all): q, k, v, gate, up and the head are split
+    by their outputs, o and down by their inputs, and PEFT splits lora_B or lora_A likewise. The ranks beyond that
+    divide the samples.
+
+    Some adapters are DTensors then, and torch's foreach AdamW refuses a mix of them with plain tensors: it is given
+    them in two groups, in place of the optimizer that the reference names.
+    """
+
+    name: ClassVar[str] = "tensor_parallel"
+    summary: ClassVar[str] = "transformers' tensor parallelism: each linear split among the ranks"
+    excludes: ClassVar[dict[str, str]] = {
+        "capture": CAPTURED,
+        "compilation": COMPILED,
+        "loading": "a packed or quantized weight is no tensor that transformers' plan can split",
+        "fp8_base": "a quantized weight is no tensor that transformers' plan can split",
+    }
+    own_dropout_masks: ClassVar[bool] = True  # of the features that a rank holds
+    ranks: int | None = None
+
+    def prepare(self, base: Any, *, upcast: bool) -> None:
+        import torch.distributed as dist
+        from transformers.distributed.configuration_utils import DistributedConfig
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        size = pieces(self.name, self.ranks, dist.get_world_size())
+        _check(base.config, size)
+        base.config.distributed_config = DistributedConfig(tp_size=size)
+        base._device_mesh, base._tp_size = mesh(size, "tp")["tp"], size
+        plan, _, _ = base._resolve_parallel_plans(base.config.distributed_config)
+        apply_tensor_parallelism(base, base._device_mesh, plan)
+
+    def patch(self, model: nn.Module) -> int:
+        """PEFT makes the factor that is split with a rank's own width, and transformers (5.23) takes the width of the
+        whole from the module: it is put right. Returns the split linears."""
+        split = {n: p for n, p in model.named_parameters() if hasattr(p, "to_local")}
+        for name, weight in split.items():
+            if "lora_" in name:
+                module: Any = model.get_submodule(name.rpartition(".")[0])
+                module.out_features, module.in_features = weight.shape
+        return sum(name.endswith("base_layer.weight") for name in split)
+
+    def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
+        size = pieces(self.name, self.ranks, ranks.size)
+        return divided(self.name, samples, ranks.rank // size, ranks.size // size)
+
+    def collate(self, batch: Batch) -> Batch:
+        """All ranks of a group compute the same positions: each counts its share of them."""
+        import torch.distributed as dist
+
+        size = pieces(self.name, self.ranks, dist.get_world_size())
+        first = dist.get_rank() % size == 0
+        own = lambda count: count // size + first * (count % size)  # noqa: E731
+        return replace(batch, real=own(batch.real), padded=own(batch.padded), trained=own(batch.trained))
+
+    def optimize(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        split = [p for p in params if isinstance(p, DTensor)]
+        plain = [p for p in params if not isinstance(p, DTensor)]
+        return torch.optim.AdamW([{"params": split}, {"params": plain}], lr=lr, foreach=True)
+
+    def least(self, arm: Arm, n: int) -> float:
+        """Megatron's four all-reduces a layer of one activation each (Shoeybi et al. 2019). The gradients of the
+        factors that every rank has are not in it."""
+        config: Any = arm.model.config
+        positions = sum(batch.inputs["input_ids"].numel() for batch in arm.step.batches)
+        return sent("all_reduce", 4 * config.num_hidden_layers * positions * config.hidden_size * arm.dtype.itemsize, n)
+
+    def step(self, step: Step) -> Step:
+        import torch.distributed as dist
+
+        alike(self.name, step)
+        size = pieces(self.name, self.ranks, dist.get_world_size())
+        return Summed(_Whole(step, size), mesh(size, "tp")["data"].get_group())
+
+
+class _Whole(Wrapped):
+    """Around a step whose loss is that of all samples on every one of `size` ranks: each says its share of it."""
+
+    def __init__(self, inner: Step, size: int) -> None:
+        super().__init__(inner)
+        self.size = size
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.inner.forward(batch) / self.size
+
+    def backward(self, loss: Tensor) -> None:
+        self.inner.backward(loss * self.size)
+
+
+def _check(config: Any, size: int) -> None:
+    import peft
+    from packaging.version import Version
+
+    if Version(peft.__version__).release < OLDEST_PEFT:
+        raise Unsupported(f"needs peft 0.21.1 or newer, this is {peft.__version__}: pip install 'peft>=0.21.1'")
+    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    if any(number % size for number in heads):
+        raise Unsupported(
+            f"tensor_parallel splits {heads[0]} heads and {heads[1]} of keys among {size} ranks: no multiples"
+        )

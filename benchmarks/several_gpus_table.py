@@ -1,0 +1,141 @@
+"""The table of docs/several-gpus.md: what of a model fits on 1, 2, 4 and 8 GPUs of 80 and 141 GB, by a memory model.
+
+    python benchmarks/several_gpus_table.py            # writes it into the page
+    python benchmarks/several_gpus_table.py --print    # shows it
+
+Nothing in it is measured. Sizes come from each model on the meta device. docs/several-gpus.md has the model in words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorabench.contract.model import ModelSpec
+from lorabench.plan.architecture import decoder_layers, skeleton
+from lorabench.plan.compose import load_config, plan
+
+sys.path.insert(0, str(Path(__file__).parent))
+import markers
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/several-gpus.md"
+NAME = "what fits"
+MODELS = ("llama-3.1-8b", "qwen2.5-32b", "llama-3.1-70b")
+GPUS, MEMORIES_GB = (1, 2, 4, 8), (80, 141)
+LOW = 2  # bytes of a number in bfloat16
+ADAPTER = 16  # bytes of a trained number: float32, with its gradient and AdamW's two moments
+RESERVED = 4e9  # bytes for the context, the libraries' workspaces and NCCL's buffers: assumed, not measured
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model. `layer`, `head`, `embedding`: weights; `adapters`: trained numbers; `residual`, `inner`: numbers that
+    lorakernels keeps of a token and layer for backward, in the residual stream and inside of attention and MLP."""
+
+    layers: int
+    layer: int
+    head: int
+    embedding: int
+    adapters: int
+    residual: int
+    inner: int
+
+    @property
+    def kept(self) -> int:
+        """Bytes kept of a token in all layers, nothing recomputed."""
+        return LOW * self.layers * (self.residual + self.inner)
+
+    @property
+    def checkpointed(self) -> int:
+        """Bytes kept of a token where each layer keeps its input alone."""
+        return LOW * self.layers * self.residual // 2
+
+
+def sizes(spec: ModelSpec) -> Sizes:
+    """Counted on the meta device; adapters of the rank and on the modules that the model's specification has."""
+    from lorabench.measure.flops import decoder
+
+    model = skeleton(spec)
+    config, layers = model.config, decoder_layers(model)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    q, kv = config.num_attention_heads * width, config.num_key_value_heads * width
+    return Sizes(
+        layers=len(layers), layer=sum(p.numel() for p in layers[0].parameters()),
+        head=config.vocab_size * config.hidden_size, embedding=config.vocab_size * config.hidden_size,
+        adapters=decoder(spec, spec.lora).adapter, residual=2 * config.hidden_size,
+        inner=2 * q + 2 * kv + 2 * config.intermediate_size,
+    )  # fmt: skip
+
+
+def static(strategy: str, s: Sizes, n: int) -> float:
+    """Bytes that the fullest rank holds of weights and adapters. `fsdp2`: two gathered layers, head and embedding come
+    to its part; `pipeline`: its layers and the larger end."""
+    whole = LOW * (s.layers * s.layer + s.head + s.embedding)
+    ends = LOW * max(s.head, s.embedding)
+    weights = {
+        "ddp": whole,
+        "fsdp2": whole / n + LOW * (2 * s.layer + s.head + s.embedding) * (n > 1),
+        "tensor_parallel": LOW * ((s.layers * s.layer + s.head) / n + s.embedding),
+        "pipeline": LOW * -(-s.layers // n) * s.layer + (ends if n > 1 else 2 * ends),
+    }[strategy]
+    share = n if strategy in ("tensor_parallel", "pipeline") else 1
+    return weights + ADAPTER * s.adapters / share
+
+
+def a_token(strategy: str, s: Sizes, n: int, checkpointed: bool) -> float:
+    """Bytes that a token of a micro-batch takes on the fullest rank. Tensor parallelism divides what is inside of a
+    layer; a pipeline's first stage holds `n` micro-batches of 1 / n of the layers. With checkpoints one layer at a
+    time is whole."""
+    split = n if strategy == "tensor_parallel" else 1
+    if checkpointed:
+        return s.checkpointed + LOW * (s.residual + s.inner / split)
+    return LOW * s.layers * (s.residual + s.inner / split)
+
+
+def tokens(strategy: str, s: Sizes, n: int, memory_gb: int, checkpointed: bool) -> int | None:
+    """The most tokens of a micro-batch on one rank, in hundreds; None where the weights alone do not fit."""
+    room = memory_gb * 1e9 - RESERVED - static(strategy, s, n)
+    return int(room / a_token(strategy, s, n, checkpointed)) // 100 * 100 or None if room > 0 else None
+
+
+STRATEGIES = ("ddp", "fsdp2", "tensor_parallel", "pipeline")
+
+
+def table() -> str:
+    cells = {
+        c.model.name: c.model for c in plan(load_config([f"models=[{','.join(MODELS)}]", "ablations=[]"]), "cuda").cells
+    }
+    heads = ["model", "GPUs", "GB each", *(f"`{name}`" for name in STRATEGIES)]
+    rows = []
+    for name in MODELS:
+        found = sizes(cells[name])
+        for n in GPUS:
+            for memory in MEMORIES_GB:
+                rows.append(
+                    [name, str(n), str(memory), *(_cell(strategy, found, n, memory) for strategy in STRATEGIES)]
+                )
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
+
+
+def _cell(strategy: str, s: Sizes, n: int, memory: int) -> str:
+    if n == 1 and strategy != "ddp":
+        return ""
+    if (kept := tokens(strategy, s, n, memory, False)) is None:
+        less = tokens(strategy, s, n, memory, True)
+        return "does not fit" if less is None else f"– / {less:,}"
+    return f"{kept:,} / {tokens(strategy, s, n, memory, True):,}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--print", action="store_true")
+    if parser.parse_args().print:
+        print(table())
+    else:
+        PAGE.write_text(markers.filled(PAGE.read_text(encoding="utf-8"), NAME, table()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

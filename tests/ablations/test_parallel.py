@@ -1,0 +1,139 @@
+"""Slot `parallel` on two and four processes: each strategy's loss, gradients and adapters are one process's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks_of import loss_of_saved, steps_of, together
+
+from lorabench.contract.ablation import Unsupported, conflict
+from lorabench.contract.batch import Sample
+from lorabench.contract.ranks import Ranks
+from lorabench.plan.registry import ablation
+from lorabench_ablations.parallel import sent
+
+LAYERS, LINEARS = 3, 3 * 7
+TWO = {
+    "ddp": ("ddp",),
+    "ddp with lora_kernels": ("ddp", "lora_kernels"),
+    "fsdp2": ("fsdp2",),
+    "fsdp2 and lora_kernels": ("fsdp2", "lora_kernels"),
+    "fsdp2 kept": ({"fsdp2": {"reshard": False}},),
+    "fsdp2 sharded": ({"fsdp2": {"adapters": "sharded"}},),
+    "fsdp2 checkpointed": ("fsdp2", "gradient_checkpointing"),
+    "ulysses": ("ulysses",),
+    "ulysses with lora_kernels": ("ulysses", "lora_kernels"),
+    "tensor_parallel": ("tensor_parallel",),
+}
+FOUR = {
+    "fsdp2": ("fsdp2",),
+    "ulysses": ({"ulysses": {"ranks": 2}},),
+    "tensor_parallel": ({"tensor_parallel": {"ranks": 2}},),
+    "too many heads": ("ulysses",),
+}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return steps_of(())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    return together(2, TWO, folder), folder
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("four")
+    return together(4, FOUR, folder), folder
+
+
+def is_one_process_s(found, plain, saved):
+    assert isinstance(found, dict), found
+    assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert found["gradients"].keys() == plain["gradients"].keys()
+    for name, gradient in plain["gradients"].items():
+        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+    assert found["update_error"] < 1e-4
+    assert found["differs"] == 0  # after five steps, of all adapters, on all ranks
+    assert found["last_loss"] == pytest.approx(plain["last_loss"], rel=1e-5) and found["last_loss"] < found["loss"]
+    assert loss_of_saved(str(saved)) == pytest.approx(found["last_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("case", [name for name in TWO if name != "fsdp2 and lora_kernels"])
+def test_on_two_processes_all_is_as_in_one(two, plain, case):
+    found, folder = two
+    is_one_process_s(found[case], plain, folder / case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [name for name in FOUR if " " not in name])
+def test_on_four_processes_too_also_beside_divided_samples(four, plain, case):
+    found, folder = four
+    is_one_process_s(found[case], plain, folder / case)
+
+
+@pytest.mark.exhaustive
+def test_two_heads_of_keys_cannot_be_divided_among_four_ranks(four):
+    assert four[0]["too many heads"] == (
+        "Unsupported: ulysses divides 4 heads and 2 of keys among 4 ranks: no multiples"
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "sites"),
+    [("ddp", "ddp", 2), ("fsdp2", "fsdp2", LAYERS), ("fsdp2 sharded", "fsdp2", LAYERS), ("ulysses", "ulysses", LAYERS),
+     ("tensor_parallel", "tensor_parallel", LINEARS)],
+)  # fmt: skip
+def test_each_says_where_it_is_at_work_and_what_it_sent(two, case, name, sites):
+    found = two[0][case]
+    assert found["audits"][name] == sites
+    notes = found["notes"][name]
+    assert notes["world_size"] == 2 and notes["backend"] == "gloo"
+    assert notes["sent_bytes"] >= notes["least_bytes"] > 0
+
+
+def test_fsdp2_sends_its_least_and_holds_half_of_the_frozen_weights(two):
+    ddp, kept, again = (two[0][case]["notes"] for case in ("ddp", "fsdp2 kept", "fsdp2"))
+    for notes in (kept["fsdp2"], again["fsdp2"]):
+        assert notes["sent_bytes"] == pytest.approx(notes["least_bytes"], rel=0.1)
+        assert notes["held_bytes"]["weights"] == pytest.approx(ddp["ddp"]["held_bytes"]["weights"] / 2, rel=0.1)
+        assert notes["held_bytes"]["adapters"] == ddp["ddp"]["held_bytes"]["adapters"]
+    assert again["fsdp2"]["least_bytes"] > kept["fsdp2"]["least_bytes"]
+    assert two[0]["fsdp2 sharded"]["notes"]["fsdp2"]["held_bytes"]["adapters"] < ddp["ddp"]["held_bytes"]["adapters"]
+
+
+def test_lora_kernels_says_that_it_does_nothing_beside_fsdp2(two):
+    assert two[0]["fsdp2 and lora_kernels"].startswith("NotApplied: lora_kernels left ")
+
+
+def test_lora_kernels_is_at_work_beside_ddp_and_ulysses(two):
+    for case in ("ddp with lora_kernels", "ulysses with lora_kernels"):
+        assert two[0][case]["audits"]["lora_kernels"] == LAYERS * 5 + 2  # MLP, q/k/v, o, two norms; a norm and the loss
+
+
+@pytest.mark.parametrize(("kind", "bytes_"), [("all_reduce", 150), ("all_gather", 300), ("reduce_scatter", 75)])
+def test_what_a_ring_of_four_sends(kind, bytes_):
+    assert sent(kind, 100, 4) == bytes_
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "ulysses", "tensor_parallel"])
+def test_what_cannot_be_beside_it_is_said(name):
+    parallel = ablation(name)
+    assert "replayed by all ranks" in (conflict([parallel, ablation("cuda_graph")]) or "")
+    assert "every rank would find a size of its own" in (conflict([parallel, ablation("auto_batch_size")]) or "")
+    if name in ("fsdp2", "tensor_parallel"):
+        assert name in (conflict([parallel, ablation("nf4_base")]) or "")
+    if name == "ulysses":
+        assert "a row of several samples" in (conflict([parallel, ablation("packing")]) or "")
+
+
+def test_samples_that_cannot_be_divided_and_odd_numbers_of_ranks_are_refused():
+    with pytest.raises(Unsupported, match="fsdp2 divides 8 samples among 3 ranks: give a multiple"):
+        ablation("fsdp2").shard([Sample([1], [1])] * 8, Ranks(0, 3))
+    with pytest.raises(Unsupported, match="ulysses with ranks=3 needs a multiple"):
+        ablation({"ulysses": {"ranks": 3}}).shard([Sample([1], [1])] * 8, Ranks(0, 4))
+    with pytest.raises(ValueError, match="expected replicated or sharded"):
+        ablation({"fsdp2": {"adapters": "halved"}})

@@ -1,0 +1,112 @@
+"""Several processes of a CPU that build arms and take steps together: one start for all cases of a test module."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from helpers import arm
+
+from lorabench.contract.ablation import Ablation, Evidence
+from lorabench.contract.arm import Arm
+from lorabench.contract.batch import Sample
+from lorabench.contract.hooks import asked, noted
+from lorabench.contract.ranks import ONE, Ranks, whole
+from lorabench.measure import profile
+from lorabench.measure.judging import numerics
+from lorabench.run.ranks import free_port
+
+STEPS = 5
+
+
+def samples() -> list[Sample]:
+    """Eight of unequal lengths, so that a mean of the ranks' means is another loss."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (48, 16, 33, 7, 64, 21, 5, 40)]
+    return [Sample(tokens, list(tokens)) for tokens in drawn]
+
+
+def steps_of(names: tuple[Any, ...], ranks: Ranks = ONE, folder: str = "") -> dict[str, Any]:
+    """Of an arm: the first step's outcome, what its toggle says, its adapters after STEPS steps, the loss then, and the
+    adapter in `folder` as PEFT saves it."""
+    made = arm("sdpa", "adamw_foreach", "padding", *names, samples=samples(), ranks=ranks)
+    run = lambda: numerics.one_step(made)  # noqa: E731
+    first, ops, handed = profile.collectives(run)
+    found: dict[str, Any] = {"loss": first.loss, "gradients": first.gradients}
+    found |= {"update_error": first.update_error, "audits": {}, "notes": {}}
+    for toggle in made.ablations:
+        evidence = Evidence(made, made.patched[toggle.name], ops, handed)
+        if toggle.slot in ("parallel", "fused_kernels"):
+            found["audits"][toggle.name] = asked(toggle, Ablation.audit, evidence)
+            found["notes"] |= noted(toggle, evidence)
+    for _ in range(STEPS - 1):
+        numerics.one_pass(made, made.step)
+        made.step.update()
+    after = {name: whole(p.detach()).clone() for name, p in made.adapters()}
+    found |= {"differs": _differs(after, ranks), "last_loss": numerics.one_pass(made, made.step)[0]}
+    if folder:
+        _save(made, ranks, folder)
+    return found
+
+
+def loss_of_saved(folder: str) -> float:
+    """The loss of plain PEFT with the adapter in `folder`."""
+    plain = arm("sdpa", "adamw_foreach", "padding", samples=samples())
+    model: Any = plain.model
+    model.load_adapter(folder, "saved")
+    model.set_adapter("saved")
+    return sum(float(plain.step.forward(batch).detach()) for batch in plain.step.batches)
+
+
+def _save(made: Arm, ranks: Ranks, folder: str) -> None:
+    state = {n: whole(t.detach()) for n, t in made.model.state_dict().items() if "lora_" in n}
+    if not ranks.rank:
+        made.model.save_pretrained(folder, state_dict=state)  # pyright: ignore[reportCallIssue]
+
+
+def _differs(after: dict[str, torch.Tensor], ranks: Ranks) -> int:
+    """How many numbers are not bit for bit the same on all ranks."""
+    if ranks.size == 1:
+        return 0
+    mine = torch.cat([p.flatten() for p in after.values()])
+    others = [torch.empty_like(mine) for _ in range(ranks.size)]
+    dist.all_gather(others, mine)
+    return max(int((other != mine).sum()) for other in others)
+
+
+def together(size: int, cases: dict[str, tuple[Any, ...]], folder: Path) -> dict[str, Any]:
+    """What `steps_of` finds on rank 0 for each case; of one that raises its words. The adapters go to folders of the
+    cases' names."""
+    file = folder / f"found-{size}.pt"
+    torch.multiprocessing.spawn(_rank, (size, free_port(), cases, folder, file), nprocs=size)
+    return torch.load(file, weights_only=True)
+
+
+def _rank(rank: int, size: int, port: int, cases: dict[str, tuple[Any, ...]], folder: Path, file: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+    def total(value: float) -> float:
+        number = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(number)
+        return float(number)
+
+    ranks, found = Ranks(rank, size, total=total), {}
+    for name, case in cases.items():
+        try:
+            found[name] = steps_of(case, ranks, str(folder / name))
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            found[name] = f"{type(error).__name__}: {error}"
+    if not rank:
+        torch.save(found, file)
+    dist.barrier()
+    dist.destroy_process_group()
