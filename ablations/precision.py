@@ -1,5 +1,5 @@
-"""Slot `base_precision`: in what format the frozen linears multiply, their weights kept as they are: torchao's float8 and
-quantization-aware training. Slot `float32_matmul`: TF32.
+"""Slot `base_precision`: in what format the frozen linears multiply, their weights kept as they are: torchao's float8
+and quantization-aware training. Slot `float32_matmul`: TF32.
 
     pip install 'lorabench[torchao]'
     python -m lorabench.sweep 'models=[tiny-llama]' 'ablations=[float8_training,qat]'
