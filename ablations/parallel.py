@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, Unsupported
-from lorabench.contract.batch import Sample
+from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.ranks import Ranks, local
 from lorabench.contract.step import Step, Wrapped
 
@@ -128,7 +128,7 @@ class Ddp(Parallel):
 
         alike(self.name, step)
         step.innermost.call = DistributedDataParallel(step.model, gradient_as_bucket_view=True)
-        return Averaged(step)
+        return _Reduced(step)
 
     def audit(self, evidence: Evidence) -> int:
         return evidence.arm.ranks.size if hasattr(evidence.arm.step.innermost.call, "reducer") else 0
@@ -145,6 +145,21 @@ class Averaged(Wrapped):
 
     def backward(self, loss: Tensor) -> None:
         self.inner.backward(loss * self.size)
+
+
+class _Reduced(Averaged):
+    """DDP reduces what the micro-batches added up, once: in the last one's backward."""
+
+    def __init__(self, inner: Step) -> None:
+        super().__init__(inner)
+        self.done = 0
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.done = (self.done + 1) % len(self.batches)
+        if not self.done:
+            return self.inner.forward(batch)
+        with self.innermost.call.no_sync():
+            return self.inner.forward(batch)
 
 
 class Summed(Wrapped):
