@@ -55,7 +55,7 @@ def _filled(batch: Batch, rows: int, width: int, masked: bool) -> Batch:
     return Batch(inputs, batch.real, batch.padded + rows * width - ids.numel(), batch.trained)
 
 
-class Share:
+class Owners:
     """What of the trained tensors is on which rank: by rank the names, in order, and their shapes."""
 
     def __init__(self, model: nn.Module, parts: Parts, stages: Sequence[Sequence[int]]) -> None:
@@ -103,7 +103,7 @@ class Machinery:
         self.split = list(layers or measured_split(parts, shapes[0].inputs, ranks * each))
         ends = [sum(self.split[: n + 1]) for n in range(len(self.split))]
         spans = [range(end - count, end) for end, count in zip(ends, self.split, strict=True)]
-        self.share = Share(model, parts, [[n for span in spans[r::ranks] for n in span] for r in range(ranks)])
+        self.owners = Owners(model, parts, [[n for span in spans[r::ranks] for n in span] for r in range(ranks)])
         last = len(spans) - 1
         mine = [Stage(parts, spans[n], n == 0, n == last) for n in range(rank, len(spans), ranks)]
         parts.keep(mine)
@@ -150,7 +150,7 @@ class Machinery:
         """The other ranks' gradients, without the loss scale; of what has none zeros."""
         own = {n: torch.zeros_like(p) if p.grad is None else p.grad / scale for n, p in self.model.named_parameters()
                if p.requires_grad}  # fmt: skip
-        return self.share.others(own, adapter)
+        return self.owners.others(own, adapter)
 
     def said(self) -> dict[str, Any]:
         """The bubbles as they were, by rank, in the mean over the runs, and as they follow from the stages' times. All

@@ -101,7 +101,7 @@ def test_what_cannot_be_divided_is_known_before_a_start(toggle, size, reason):
         ("cuda_graph", "between the pieces that a graph would hold"),
         ("torch_compile", "swaps the layers"),
         ("packing", "buffers of one shape"),
-        ("auto_batch_size", "in the pipeline together"),
+        ("auto_batch_size", "every rank would find a size of its own"),
     ],
 )
 def test_what_a_pipeline_excludes_and_why(beside, why):
