@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from lorabench.contract.arm import Arm
 
-REENTRANT = "backward computes a layer again outside of the hooks that gather its weights"
 PACKED_4_BIT = "FSDP2 shards float tensors; a 4-bit weight would stay whole on every rank (accelerate 3983, trl 6343)"
 
 
