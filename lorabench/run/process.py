@@ -330,7 +330,8 @@ def _check_believable(name: str, rank: _Rank, made: Sequence[Made], trials: int)
 
 
 def _in_a_collective(rank: _Rank) -> bool:
-    """Whether a rank waits inside torch.distributed: it writes its stack into its log when asked (SIGUSR1)."""
+    """Whether a rank waits inside torch.distributed: it writes its stack into its log when asked (SIGUSR1), innermost
+    call first. Only that call counts: a stage of a pipeline computes within a schedule of torch.distributed."""
     before = rank.log.stat().st_size if rank.log.exists() else 0
     if rank.process.pid is None:
         return False
@@ -339,8 +340,8 @@ def _in_a_collective(rank: _Rank) -> bool:
     time.sleep(GRACE_S)
     with contextlib.suppress(OSError), open(rank.log, "rb") as log:
         log.seek(before)
-        stack = log.read()
-        return any(word in stack for word in (b"torch/distributed", b"nn/parallel/distributed"))
+        innermost = next((line for line in log.read().splitlines() if b"File " in line), b"")
+        return any(word in innermost for word in (b"torch/distributed", b"nn/parallel/distributed"))
     return False
 
 
