@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.job import ADAPTER
 from lorabench.contract.joint import Joint
-from lorabench.contract.ranks import ONE, Ranks, whole
+from lorabench.contract.ranks import ONE, Ranks, local, whole
 from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.step import Step
 
@@ -112,6 +112,7 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
 def inside(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that hold its numbers: itself, or those inside a wrapper, which has no storage (a quantized weight of
     torchao's, a DTensor)."""
+    tensor = local(tensor)
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

@@ -185,8 +185,8 @@ def joins(way: Any) -> Ablation:
 
 
 def ways() -> list[str]:
-    """Every toggle that says how several jobs are trained."""
-    return [name for name, cls in _all().items() if _decides(cls, "join")]
+    """Every toggle that says how several jobs are trained on one device."""
+    return [name for name, cls in _all().items() if _decides(cls, "join") and not cls.parallel]
 
 
 def _decides(cls: type[Ablation], hook: str) -> bool:

@@ -199,9 +199,10 @@ def test_every_peer_has_processes_and_the_slot_of_the_others(name):
 def test_what_decides_a_slot_excludes_all_of_it_but_the_default():
     every = [registry.ablation(name) for name in registry.registered()]
     decided = [(one, slot) for one in every for slot in one.decides]
-    packed = [("batched_packed", "batching"), ("fused_multi_lora", "batching")]
-    assert [(one.name, slot) for one, slot in decided] == [*packed, ("unsloth", "attention")]
-    for one, slot in decided[len(packed) :]:
+    pipelines = ("pipeline_1f1b", "pipeline_gpipe", "pipeline_interleaved", "pipeline_multi_adapter")
+    batching = {(name, "batching") for name in ("batched_packed", "fused_multi_lora", *pipelines)}
+    assert {(one.name, slot) for one, slot in decided} == {*batching, ("unsloth", "attention")}
+    for one, slot in ((one, slot) for one, slot in decided if slot == "attention"):
         allowed = {a.name for a in every if a.slot == slot and not conflict([one, a])}
         assert allowed == {"sdpa"}, "any other would stand in a record without having been looked for"
 

@@ -29,7 +29,7 @@ def settled_names():
         if registry.registered()[name].value.startswith("lorabench_ablations.")
     )
     known = ((a, a.settings()) for a in made if a.requires.unmet(MACHINE) is None)
-    return sorted(a.name for a, own in known if own is not None and own != Settings(note=own.note))
+    return sorted(a.name for a, own in known if own is not None and own != Settings(note=own.note, axolotl=own.axolotl))
 
 
 def cell_of(*names, workload="{short_samples:{samples:4,batch_size:2}}"):
@@ -105,6 +105,9 @@ def engaged(name, trainer):
         "group_by_length": lambda: "LengthGrouped" in type(trainer._get_train_sampler()).__name__,
         "padding": lambda: next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 2,
         "torch_compile": lambda: arguments.torch_compile,
+        "gradient_accumulation": lambda: arguments.gradient_accumulation_steps == 2,
+        "load_in_8bit": lambda: sum(type(m).__module__.startswith("bitsandbytes.") for m in model.modules()) == 21,
+        "neftune": lambda: arguments.neftune_noise_alpha == 5,
     }
     return found[name]()
 

@@ -53,7 +53,7 @@ class DefaultDtype(Leaves):
 
 
 class Tf32(Leaves):
-    name = "tf32"
+    name = "tf32_for_all"
     summary = "switches TF32 over for everybody"
 
     def leave(self) -> None:
