@@ -223,7 +223,7 @@ def _shallow(
         jobs = [replace(j, lora=j.lora.model_copy(update={"lora_dropout": 0.0})) for j in jobs]
     model = wanted.model.without_dropout() if masked else wanted.model
     both = (*gate.cell.reference, *gate.cell.candidate)
-    layers = max(numerics.GATE_LAYERS, *(a.least_layers(gate.ranks.size) for a in both))
+    layers = max([numerics.GATE_LAYERS, *(a.least_layers(gate.ranks.size) for a in both)])
     return replace(wanted, model=model, jobs=jobs, samples=samples, layers=layers)
 
 
