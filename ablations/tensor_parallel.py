@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
     from lorabench.contract.arm import Arm
 
+OTHER_OPTIMIZERS = (
+    "adamw", "adamw_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "torchao_adamw_8bit", "loraplus",
+)  # fmt: skip
 OLDEST_PEFT = (0, 21, 1)  # before it adapters under transformers' plan train with wrong gradients (peft 3614)
 
 
@@ -51,7 +54,11 @@ class TensorParallel(Parallel):
         "compilation": COMPILED,
         "loading": "a packed or quantized weight is no tensor that transformers' plan can split",
         "fp8_base": "a quantized weight is no tensor that transformers' plan can split",
+        **dict.fromkeys(
+            OTHER_OPTIMIZERS, "it gives its adapters, DTensors among them, to torch's foreach AdamW itself"
+        ),
     }
+    decides: ClassVar[tuple[str, ...]] = ("optimizer",)
     own_dropout_masks: ClassVar[bool] = True  # of the features that a rank holds
     ranks: int | None = None
 

@@ -340,7 +340,8 @@ def _in_a_collective(rank: _Rank) -> bool:
     time.sleep(GRACE_S)
     with contextlib.suppress(OSError), open(rank.log, "rb") as log:
         log.seek(before)
-        innermost = next((line for line in log.read().splitlines() if b"File " in line), b"")
+        frames = [line for line in log.read().splitlines() if b"File " in line and b"torch/_ops.py" not in line]
+        innermost = next(iter(frames), b"")
         return any(word in innermost for word in (b"torch/distributed", b"nn/parallel/distributed"))
     return False
 

@@ -201,10 +201,13 @@ def test_what_decides_a_slot_excludes_all_of_it_but_the_default():
     decided = [(one, slot) for one in every for slot in one.decides]
     pipelines = ("pipeline_1f1b", "pipeline_gpipe", "pipeline_interleaved", "pipeline_multi_adapter")
     batching = {(name, "batching") for name in ("batched_packed", "fused_multi_lora", *pipelines)}
-    assert {(one.name, slot) for one, slot in decided} == {*batching, ("unsloth", "attention")}
-    for one, slot in ((one, slot) for one, slot in decided if slot == "attention"):
+    assert {(one.name, slot) for one, slot in decided} == {
+        *batching, ("unsloth", "attention"), ("tensor_parallel", "optimizer"),
+    }  # fmt: skip
+    defaults = {"attention": {"sdpa"}, "optimizer": {"adamw_foreach", "no_optimizer"}}
+    for one, slot in ((one, slot) for one, slot in decided if slot in defaults):
         allowed = {a.name for a in every if a.slot == slot and not conflict([one, a])}
-        assert allowed == {"sdpa"}, "any other would stand in a record without having been looked for"
+        assert allowed == defaults[slot], "any other would stand in a record without having been looked for"
 
 
 def test_unsloth_s_own_attention_is_no_fault_of_sdpa_s(stand_in, monkeypatch, tmp_path):
