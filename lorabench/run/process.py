@@ -30,6 +30,7 @@ from lorabench.run.signals import uninterrupted
 
 POLL_S = 0.2
 ABORTED = signal.SIGABRT.name
+COLLECTIVES, LIBRARY = (b"torch/distributed", b"nn/parallel/distributed"), (b"/torch/",)
 SLACK_S = 0.05  # a trial that the runner's clock may see beside the trial: messages, a busy machine
 GRACE_S = 0.5  # for other ranks to say what happened to them
 _redirecting = threading.Lock()  # seats may be opened side by side
@@ -240,7 +241,9 @@ class Desk:
         least = min(beats[rank.number] for rank in waiting) if beats is not None else 0
         behind = [rank for rank in waiting if beats is None or beats[rank.number] == least]
         if len(behind) > 1:
-            behind = [rank for rank in behind if not _in_a_collective(rank)] or behind
+            calls = {rank.number: _innermost_call(rank) for rank in behind}
+            for where in (COLLECTIVES, LIBRARY):  # who waits for the others is in the first, who hangs in neither
+                behind = [r for r in behind if not any(word in calls[r.number] for word in where)] or behind
         first = behind[0]
         reason = f"no answer after {self.timeout_s:g} s; it was {first.phase} (raise timeout_s= if that is only slow)"
         if len(self.ranks) == 1:
@@ -329,21 +332,20 @@ def _check_believable(name: str, rank: _Rank, made: Sequence[Made], trials: int)
         )
 
 
-def _in_a_collective(rank: _Rank) -> bool:
-    """Whether a rank waits inside torch.distributed: it writes its stack into its log when asked (SIGUSR1), innermost
-    call first. Only that call counts: a stage of a pipeline computes within a schedule of torch.distributed."""
+def _innermost_call(rank: _Rank) -> bytes:
+    """Where a rank is: it writes its stack into its log when asked (SIGUSR1), innermost call first. Only that call
+    counts: a stage of a pipeline computes within a schedule of torch.distributed."""
     before = rank.log.stat().st_size if rank.log.exists() else 0
     if rank.process.pid is None:
-        return False
+        return b""
     with contextlib.suppress(ProcessLookupError):
         os.kill(rank.process.pid, signal.SIGUSR1)
     time.sleep(GRACE_S)
     with contextlib.suppress(OSError), open(rank.log, "rb") as log:
         log.seek(before)
         frames = [line for line in log.read().splitlines() if b"File " in line and b"torch/_ops.py" not in line]
-        innermost = next(iter(frames), b"")
-        return any(word in innermost for word in (b"torch/distributed", b"nn/parallel/distributed"))
-    return False
+        return next(iter(frames), b"")
+    return b""
 
 
 def _death(process: BaseProcess) -> str:
