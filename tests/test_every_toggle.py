@@ -56,7 +56,7 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
         plain("adamw_foreach", "no_gradient_checkpointing"),
     ),
     "without tiles": (
-        ["workload=4x64", "reference=[sdpa,adamw_fused,padding,tiled_loss]"], plain("transformers_loss"),
+        ["workload=4x64", "reference=[sdpa,adamw_fused,padding,{tiled_loss:{rows:32}}]"], plain("transformers_loss"),
     ),
     "batches": ([LENGTHS], plain("group_by_length", "packing", "padding_free", "token_budget")),
     "sizes": (["workload={gsm8k_singly:{samples:4}}"], {
