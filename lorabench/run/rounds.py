@@ -103,7 +103,7 @@ class Rounds(Seats):
         if beside:
             self._sit_together([*both, *(e for e in together if e not in both)])
         if first.stack.alone:
-            return self._sit_alone(now, min(PROCESSES, self.family.rounds), beside=beside)
+            return self._sit_alone(now, beside=beside)
         if not beside:
             self._sit_together([first])
         return []
@@ -114,7 +114,7 @@ class Rounds(Seats):
         """Seat those that sit alone, and meanwhile, with the others, those for which the host compiles."""
         self._make_room(alone)
         shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
-        return self._sit_alone(alone, min(PROCESSES, self.family.rounds), lambda: self._sit_together(slow, shared))
+        return self._sit_alone(alone, lambda: self._sit_together(slow, shared))
 
     def _play(self, generations: Generations) -> None:
         """The rounds of who is seated. `generations`: who sits alone, one after the other for a part of the rounds."""

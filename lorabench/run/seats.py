@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lorabench.contract.cell import PROCESSES
 from lorabench.contract.family import REFERENCE, TWIN, Family
 from lorabench.contract.machine import Machine
 from lorabench.measure.energy import Meter
@@ -232,15 +233,15 @@ class Seats:
             self._again(seat)
 
     def _sit_alone(
-        self, alone: Sequence[Entry], generations: int, meanwhile: Callable[[], None] = lambda: None,
-        beside: bool = True,
-    ) -> Generations:  # fmt: skip
+        self, alone: Sequence[Entry], meanwhile: Callable[[], None] = lambda: None, beside: bool = True
+    ) -> Generations:
         """Fresh processes for each arm that sits alone, and (`beside`) for the reference again: one in each generation,
         of which one after the other takes its part of the rounds. All are prepared side by side where the device has
         room for it, and `meanwhile` that which takes the host long; else each generation when its turn comes."""
         again = [self.entries.get(TWIN) or self.entries[REFERENCE]] if beside else []
         entries = [e for e in (*again, *alone) if e.ok and not self._late(e)]
         self._all_give_back()
+        generations = min(PROCESSES, self.family.rounds)
         while len(self.spare) < generations * len(entries):
             self._spare()
         for seat in list(self.spare):
