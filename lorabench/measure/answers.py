@@ -60,7 +60,8 @@ def answer(
         ids = torch.tensor([p + prompt for p, prompt in zip(padding, prompts, strict=True)], device=device)
         mask = torch.tensor([p + [1] * (width - len(p)) for p in padding], device=device)
         out = model.generate(input_ids=ids, attention_mask=mask, return_dict_in_generate=True, **generation)
-        yield out.sequences[:, width:].tolist(), out.past_key_values is not None
+        kept = out.get("cache", out.get("past_key_values"))  # the name since transformers 5.24, and before
+        yield out.sequences[:, width:].tolist(), kept is not None
 
 
 def decoder(workload: Workload) -> tuple[Decode, str]:

@@ -180,6 +180,7 @@ def with_own(replaced):
     return names["forward"]
 
 
+CACHE = attention_form.cache_name(attention())
 DIFFERENT = {
     "another scaling": {"scaling=self.scaling": "scaling=2 * self.scaling"},
     "no mask": {"        attention_mask,\n        dropout": "        None,\n        dropout"},
@@ -187,7 +188,7 @@ DIFFERENT = {
     "an argument of its own": {"scaling=self.scaling": "scaling=self.scaling, sinks=3"},
     "a scaled output": {"self.o_proj(attn_output)": "self.o_proj(attn_output * 1.01)"},
     "a scaled query": {"cos, sin = position_embeddings": "query_states *= 1.01; cos, sin = position_embeddings"},
-    "positions kept": {"    past_key_values: Cache": "    position_ids=None,\n    past_key_values: Cache"},
+    "positions kept": {f"    {CACHE}: Cache": f"    position_ids=None,\n    {CACHE}: Cache"},
     "arguments kept": {"        **kwargs,\n    )": "    )"},
 }  # fmt: skip
 
@@ -229,12 +230,8 @@ def applied(replace, where):
 
 
 class Crossed(LlamaDecoderLayer):
-    def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
-                position_embeddings=None, **kwargs):  # fmt: skip
-        out, _ = self.self_attn(
-            hidden_states=hidden_states, attention_mask=attention_mask, past_key_values=past_key_values,
-            position_embeddings=position_embeddings, **kwargs,
-        )  # fmt: skip
+    def forward(self, hidden_states, attention_mask=None, position_ids=None, use_cache=False, **kwargs):
+        out, _ = self.self_attn(hidden_states=hidden_states, attention_mask=attention_mask, **kwargs)
         added = hidden_states + self.input_layernorm(out)
         return hidden_states + self.post_attention_layernorm(self.mlp(added))
 

@@ -19,7 +19,7 @@ from ..nodes.projection_node import project
 from ..ops.adapter import Loader
 from ..ops.rms_norm import Norm
 from ..ops.rope import rope
-from .attention_form import HALF, KERNEL, NONE, AttentionForm, attention_form, scaled_query, twice
+from .attention_form import CACHES, HALF, KERNEL, NONE, AttentionForm, attention_form, scaled_query, twice
 from .forwards import unless
 from .module_checks import GLOBAL_HOOKS, NotFused, check_library, hooked_globally
 from .norms import NormModule, norm_module
@@ -191,16 +191,16 @@ def plain_query_key_value(
 
 
 def attend(
-    plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, past_key_values: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention interface, called as the model's own attention calls it, on q, k, v (B, H, S, D):
-    (output (B, S, H, D), attention's weights or None). mask, past_key_values: as the model got them."""
+    (output (B, S, H, D), attention's weights or None). mask, kwargs: as the model got them, its cache among them."""
     a = plan.module
+    cache = next((c for c in [kwargs.pop(name, None) for name in CACHES] if c is not None), None)
     if plan.form.scales_query:
         q = scaled_query(plan.names, a.config, q, kwargs["position_ids"])
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, a.layer_idx)
+    if cache is not None:
+        k, v = cache.update(k, v, a.layer_idx, **({"kwargs": kwargs} if plan.form.tells_cache else {}))
     name = a.config._attn_implementation
     interface = plan.names["ALL_ATTENTION_FUNCTIONS"].get_interface(name, plan.names["eager_attention_forward"])
     for argument, of_config, attribute in plan.form.arguments:
@@ -234,12 +234,12 @@ def attention_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _attention(
     plan: AttentionPlan, hidden_states: torch.Tensor, position_embeddings: Any = None, attention_mask: Any = None,
-    past_key_values: Any = None, **kwargs: Any,
+    **kwargs: Any,
 ) -> Any:  # fmt: skip
     with with_loaded_adapters(plan.groups, plan.loader, hidden_states):
         make = query_key_value if plan.qkv is not None else plain_query_key_value
         q, k, v = make(plan, hidden_states, position_embeddings)
-        out, weights = attend(plan, q, k, v, attention_mask, past_key_values, **kwargs)
+        out, weights = attend(plan, q, k, v, attention_mask, **kwargs)
         out = out.reshape(*hidden_states.shape[:-1], -1)
         if plan.o is not None:
             return project(out, plan.o.groups).to(hidden_states.dtype), weights

@@ -36,7 +36,8 @@ from .proofs import (
 
 KERNEL, HALF, NONE = "kernel", "half", "none"
 OWN = "its rotary embedding is not of two halves, or was replaced: the model's own function runs"
-ARGUMENTS = ["hidden_states", "position_embeddings", "attention_mask", "past_key_values"]
+CACHES = ("past_key_values", "cache")  # what transformers calls a forward's cache before 5.24, and since
+ARGUMENTS = [["hidden_states", "position_embeddings", "attention_mask", name] for name in CACHES]
 POSITIONS = "position_ids"  # of a few attentions, which have a name for them, before the cache
 QUERY_SCALE = "get_llama_4_attn_scale"  # transformers' function of positions, of a temperature and of a length
 # What an argument of the interface is called as an attribute of the module, or else of its config, if otherwise.
@@ -49,12 +50,14 @@ class AttentionForm:
     the reason why the model's own function runs; wide_norms: whether q_norm and k_norm are of all heads side by side
     (OLMo-2's); arguments: what the interface gets besides dropout and scaling, as (argument, whether it is the
     config's, attribute, which may be missing and is None then); scales_query: whether q, once rotated, is multiplied by
-    QUERY_SCALE of its positions (Ministral 3)."""
+    QUERY_SCALE of its positions (Ministral 3); tells_cache: whether the cache gets the forward's other arguments, too,
+    as it does since transformers 5.24."""
 
     rotation: str
     wide_norms: bool
     scales_query: bool
     arguments: tuple[tuple[str, bool, str], ...]
+    tells_cache: bool
 
 
 def twice(table: torch.Tensor) -> torch.Tensor:
@@ -91,7 +94,11 @@ class _Recorder:
 class _Cache:
     """In the place of a cache: what it gives back is not what it got, so it must be asked at the same place."""
 
-    def update(self, k: torch.Tensor, v: torch.Tensor, layer: int, *_: Any, **__: Any) -> tuple[Any, Any]:
+    def __init__(self) -> None:
+        self.arguments: dict[str, Any] = {}
+
+    def update(self, k: torch.Tensor, v: torch.Tensor, layer: int, **arguments: Any) -> tuple[Any, Any]:
+        self.arguments = arguments
         return 2 * k, v + layer
 
 
@@ -127,8 +134,8 @@ def attention_form(attention: Any, proofs: Proofs, widths: frozenset[int]) -> At
     name, config = type(attention).__name__, attention.config
     if other := set(attention._modules) - {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}:
         raise NotFused(f"{name} has parts of its own: {sorted(other)}")
-    if [p.name for p in parameters_of(type(attention).forward) if p.name != POSITIONS][:4] != ARGUMENTS:
-        raise NotFused(f"{name} takes other arguments than {', '.join(ARGUMENTS)}")
+    if [p.name for p in parameters_of(type(attention).forward) if p.name != POSITIONS][:4] not in ARGUMENTS:
+        raise NotFused(f"{name} takes other arguments than {', '.join(ARGUMENTS[-1])}")
     if not isinstance(function := own_forward(attention), FunctionType) or "ALL_ATTENTION_FUNCTIONS" not in (
         function.__code__.co_names
     ):
@@ -138,6 +145,12 @@ def attention_form(attention: Any, proofs: Proofs, widths: frozenset[int]) -> At
     rotary = function.__globals__.get("apply_rotary_pos_emb")
     key = (type(attention), id(config), plain_attributes(attention), of_layer, biases, widths, id(rotary))
     return proofs.of(key, lambda: _form(attention, function, rotary, widths))
+
+
+def cache_name(module: Any) -> str:
+    """What the forward of a module's class calls its cache."""
+    names = {p.name for p in parameters_of(type(module).forward)}
+    return next((name for name in CACHES if name in names), CACHES[-1])
 
 
 def _is_per_layer(value: Any, attention: Any) -> bool:
@@ -177,7 +190,7 @@ class _Trial:
         length = rope.get("original_max_position_embeddings") or 1  # a scale of q shows behind it
         self.positions = torch.arange(2 * ROWS).view(2, ROWS) * length
         self.sources = [self.x, *(p for m in made.values() for p in m.parameters())]
-        self.recorder = _Recorder()
+        self.recorder, self.cache = _Recorder(), _Cache()
         self.names = function.__globals__
         self.function = with_globals(function, ALL_ATTENTION_FUNCTIONS=self.recorder)
 
@@ -186,14 +199,14 @@ class _Trial:
         out = tried(self.attention, self._own)
         wanted = gradients(out, self.sources)
         q_k_v = [t.detach() for t in self.recorder.q_k_v]
-        arguments = self._arguments()
+        arguments, tells_cache = self._arguments(), self._tells_cache()
         for (rotation, rotate), wide, scales in product(self._rotations(), (False, True), self._query_scales()):
             made = self._made(rotate, wide, scales)
             if made is None or not alike(made, q_k_v):
                 continue
             out = attention_of(*made).flatten(2)
             if alike(gradients(self.double.o_proj(out), self.sources), wanted):
-                return AttentionForm(rotation, wide, scales, arguments)
+                return AttentionForm(rotation, wide, scales, arguments, tells_cache)
         if self.double.training and self._without_dropout():
             raise NotFused(f"{type(self.attention).__name__} drops out its output in training")
         raise NotFused(f"{type(self.attention).__name__} makes other q, k, v or outputs than a known attention")
@@ -211,7 +224,7 @@ class _Trial:
     def _own(self) -> torch.Tensor:
         out, _ = self.function(
             self.double, self.x, position_embeddings=(self.cos, self.sin), attention_mask=self.mask,
-            past_key_values=_Cache(), position_ids=self.positions, passed_on=1,
+            position_ids=self.positions, passed_on=1, **{cache_name(self.attention): self.cache},
         )  # fmt: skip
         return out
 
@@ -252,6 +265,16 @@ class _Trial:
         if q.shape[1] != a.config.num_attention_heads or q.shape[1] != k.shape[1] * a.num_key_value_groups:
             return None
         return [q, *_Cache().update(k, v.transpose(1, 2), a.layer_idx)]
+
+    def _tells_cache(self) -> bool:
+        """Whether the cache gets what the interface gets besides what the attention adds itself. Raises NotFused where
+        it gets something else."""
+        told = dict(self.cache.arguments)
+        if not told:
+            return False
+        if told.keys() != {"kwargs"} or told["kwargs"].get("passed_on") != 1:
+            raise NotFused(f"{type(self.attention).__name__} tells its cache {', '.join(told)}, which is not known")
+        return True
 
     def _arguments(self) -> tuple[tuple[str, bool, str], ...]:
         """Where the interface's arguments come from. Raises NotFused where that is not to be seen."""

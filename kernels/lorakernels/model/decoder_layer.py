@@ -17,6 +17,7 @@ from ..nodes.projection_node import project
 from ..ops.adapter import Loader
 from ..ops.rms_norm import rms_norm
 from .attention import AttentionPlan, attend, query_key_value
+from .attention_form import CACHES, cache_name
 from .forwards import unless
 from .mlp import MLPPlan
 from .module_checks import (
@@ -45,7 +46,7 @@ from .proofs import (
     tried,
 )
 
-ARGUMENTS = ("attention_mask", "position_embeddings", "past_key_values")  # what attention wants of a layer's
+ARGUMENTS = ("attention_mask", "position_embeddings")  # what attention wants of a layer's, besides its cache
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _form_with(layer: Any, norms: dict[str, NormModule], mlp: _Stand) -> LayerFo
     for part, module in {**made, "self_attn": attention, "mlp": mlp}.items():
         module.register_forward_pre_hook(lambda _, __, part=part: calls.append(part))
     other = double(layer, {**made, "self_attn": attention, "mlp": mlp}, gradient_checkpointing=False)
-    x, given = draw(2, ROWS, NARROW), {n: draw(1) for n in ARGUMENTS}
+    x, given = draw(2, ROWS, NARROW), {n: draw(1) for n in (*ARGUMENTS, cache_name(layer))}
     sources = [x, *(p for m in (attention, mlp, *made.values()) for p in m.parameters())]
     out = tried(layer, lambda: own_forward(layer)(other, x, **given, passed_on=1))
     if not isinstance(out, torch.Tensor):
@@ -221,7 +222,7 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: 
     kwargs.update(zip(plan.positional, args, strict=False))
     if plan.own_checkpointing and self.training and getattr(self, "gradient_checkpointing", False):
         # A cache would be updated a second time by the recomputation.
-        kwargs.update({k: v for k, v in (("use_cache", False), ("past_key_values", None)) if k in kwargs})
+        kwargs.update({k: v for k, v in (("use_cache", False), *((n, None) for n in CACHES)) if k in kwargs})
         return self._gradient_checkpointing_func(partial(_layer, plan, **kwargs), hidden_states)
     return _layer(plan, hidden_states, **kwargs)
 
@@ -232,16 +233,15 @@ def _layer(plan: LayerPlan, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch
 
 
 def _fused_layer(
-    plan: LayerPlan, x: torch.Tensor, attention_mask: Any = None, position_embeddings: Any = None,
-    past_key_values: Any = None, **kwargs: Any,
-) -> torch.Tensor:  # fmt: skip
+    plan: LayerPlan, x: torch.Tensor, attention_mask: Any = None, position_embeddings: Any = None, **kwargs: Any
+) -> torch.Tensor:
     assert plan.attention.o is not None
     form = plan.form
     spare = plan.mlp.down.groups[0].p if plan.mlp else 0  # x is another layer's down projection, of the same rank
     q, k, v, x = query_key_value(
         plan.attention, x, position_embeddings, **plan.norm(form.before_attention), pass_through=True, spare=spare
     )
-    out, _ = attend(plan.attention, q, k, v, attention_mask, past_key_values, **kwargs)
+    out, _ = attend(plan.attention, q, k, v, attention_mask, **kwargs)
     out = out.reshape(*x.shape[:-1], -1)
     out = plan.behind(form.after_attention, project(out, plan.attention.o.groups))
     if form.before_mlp is None:

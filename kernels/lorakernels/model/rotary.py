@@ -1,8 +1,8 @@
 """The rotary embedding of an attention that is not known otherwise: its own forward runs, with our kernel in the place
 of `apply_rotary_pos_emb`.
 
-The forward that is bound is a copy of the class's function that finds our function under that name; the class and its
-module stay as they are. Run: python -m pytest tests/lorakernels/test_proofs.py
+The forward that is bound is a copy of the class's function, without its decorators, that finds our function under that
+name; the class and its module stay as they are. Run: python -m pytest tests/lorakernels/test_proofs.py
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ..ops.rope import rope
-from .attention_form import OWN, twice, with_globals
+from .attention_form import CACHES, OWN, cache_name, twice, with_globals
 from .forwards import unless
 from .module_checks import NotFused, check_library, is_library_function
 from .plans import Plan
-from .proofs import ROWS, Proofs, alike, draw, gradients
+from .proofs import ROWS, Proofs, alike, draw, gradients, own_forward
 
 NAME = "apply_rotary_pos_emb"
 HEADS, SIZE = (4, 2), 16  # of a trial
@@ -27,32 +27,35 @@ HEADS, SIZE = (4, 2), 16  # of a trial
 
 @dataclass
 class RotaryPlan(Plan):
-    """function: the class's forward with our rotation in it; own: its module's, which must stay what it was."""
+    """function: the class's forward with our rotation in it; own: its module's, which must stay what it was; unknown:
+    what the forward does not call its cache."""
 
     function: FunctionType
     own: Callable[..., Any]
+    unknown: frozenset[str]
 
     def what_changed(self) -> str | None:
         """The reason, in words, if the class's own forward must run."""
-        same = self.same_class and self.kind.forward.__globals__.get(NAME) is self.own
+        same = self.same_class and own_forward(self.module).__globals__.get(NAME) is self.own
         return None if same else f"an attention's class, or {NAME}, was changed"
 
 
 def looks_like_rotary(module: Any) -> bool:
     """Whether a module's forward calls transformers' function for rotary embeddings."""
-    forward = type(module).forward
+    forward = own_forward(module)
     return isinstance(forward, FunctionType) and NAME in forward.__code__.co_names and NAME in forward.__globals__
 
 
 def rotary_plan(module: Any, proofs: Proofs) -> RotaryPlan:
     """Of a module that calls it. Raises NotFused with the reason where that function rotates otherwise than ours."""
     check_library(module)
-    forward = type(module).forward
+    forward = own_forward(module)
     own = forward.__globals__[NAME]
     if not is_library_function(own, "transformers"):
         raise NotFused(OWN)
     halved = proofs.of((NAME, id(own)), lambda: _halved(own))
-    return RotaryPlan(module, with_globals(forward, **{NAME: _ours(own, halved)}), own)
+    unknown = frozenset(CACHES) - {cache_name(module)}
+    return RotaryPlan(module, with_globals(forward, **{NAME: _ours(own, halved)}), own, unknown)
 
 
 def _halved(own: Callable[..., Any]) -> bool:
@@ -87,7 +90,10 @@ def _ours(own: Callable[..., Any], halved: bool) -> Callable[..., Any]:
     return rotate
 
 
-def _why_left(attention: Any, *_: Any, **__: Any) -> str | None:
+def _why_left(attention: Any, *_: Any, **kwargs: Any) -> str | None:
+    # Our copy is of the forward without its decorators, and the one of transformers 5.24 renames the cache.
+    if not attention._lorakernels.unknown.isdisjoint(kwargs):
+        return "the cache has its name of another version of transformers"
     return attention._lorakernels.what_changed()
 
 

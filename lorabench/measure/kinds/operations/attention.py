@@ -164,10 +164,7 @@ class AttentionStep(Step):
         }
         leaves = {name: x.requires_grad_(name in INPUTS) for name, x in empty.items()}
         positions = batch.inputs.get("position_ids", torch.arange(ids.shape[1], device=ids.device)[None])
-        mask = create_causal_mask(
-            config=config, inputs_embeds=empty["do"], attention_mask=padding, past_key_values=None,
-            position_ids=positions,
-        )  # fmt: skip
+        mask = create_causal_mask(config, empty["do"], padding, None, position_ids=positions)  # None: without a cache
         more = {name: x for name, x in batch.inputs.items() if name not in OF_TOKENS}
         inputs = {**more, **leaves, "mask": mask, "position_ids": positions, "token": token}
         return Batch(inputs, real=batch.real, padded=batch.padded, trained=batch.real)
