@@ -3,9 +3,14 @@ VENV ?= .venv
 PYTHON ?= python3
 # torch is pinned for the virtual environment only (the project itself takes 2.11 to 2.13); name another to try it.
 TORCH ?= torch==2.13.0
+# The releases of everything else with which all tests passed, for the same environment only: a release of today cannot
+# break it. CONSTRAINTS=/dev/null takes the newest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
 ARGS ?=
+INSTALL = $(VENV)/bin/pip install -q -c $(CONSTRAINTS) -e ./kernels
+EVERYTHING = test,ray,browser,notebook
 
-.PHONY: sweep test test-all lint site docs clean
+.PHONY: sweep test test-all lint site docs upgrade clean
 
 sweep: $(VENV)/.installed
 	$(VENV)/bin/python -m lorabench.sweep $(ARGS)
@@ -26,19 +31,19 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 # lorabench depends on lorakernels, which no index needs to have: pip takes the one that it is given beside it.
-$(VENV)/.installed: pyproject.toml kernels/pyproject.toml setup.py
+$(VENV)/.installed: pyproject.toml kernels/pyproject.toml setup.py $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q --upgrade pip
 	$(VENV)/bin/pip install -q '$(TORCH)'
-	$(VENV)/bin/pip install -q -e ./kernels -e '.[test]'
+	$(INSTALL) -e '.[test]'
 	touch $@
 
 $(VENV)/.installed-all: $(VENV)/.installed
-	$(VENV)/bin/pip install -q -e ./kernels -e '.[test,ray,browser,notebook]'
+	$(INSTALL) -e '.[$(EVERYTHING)]'
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(VENV)/bin/pip install -q -e ./kernels -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 # The site, into site/: from files alone, without a network. Its first page is the leaderboard of all that lies below
@@ -46,6 +51,13 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 docs: site
 site: $(VENV)/.installed-docs
 	RESULTS=$(RESULTS) $(VENV)/bin/mkdocs build --strict $(ARGS)
+
+# The newest releases into constraints.txt; the tests then say whether they may stay. torch, and what it pins, is TORCH's.
+upgrade:
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/pip install -q '$(TORCH)' -e ./kernels -e '.[$(EVERYTHING),docs]'
+	$(VENV)-newest/bin/pip freeze --exclude-editable | grep -vE '^(torch|triton|nvidia-.*|cuda-.*)==' > constraints.txt
+	rm -rf $(VENV)-newest
 
 clean:
 	rm -rf $(VENV) output site build dist .pytest_cache .ruff_cache
