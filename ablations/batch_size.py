@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.batch import Batch, Sample
+from lorabench.contract.memory_fit import GIB, Fit, Load, Measured, fit, largest, on_a_line
 from lorabench.contract.rehearsal import Reading, Rehearsal, Sizing
 from lorabench.contract.settings import Settings, Worth
-from lorabench_ablations.batch_fit import Fit, FitCache, Load, Measured, fit, largest, on_a_line
+from lorabench_ablations.fit_cache import FitCache
 
 if TYPE_CHECKING:
     from lorabench.contract.step import Step
 
-GIB = 1 << 30
 SHAPES = "give batch_size of the workload the size that a cell without it finds"
 
 

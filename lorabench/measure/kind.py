@@ -19,6 +19,7 @@ from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
 from lorabench.contract.job import Job, as_only_job
 from lorabench.contract.kind import KindSpec, kind
+from lorabench.contract.memory_fit import Edge
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.measure.base import Base
@@ -222,6 +223,11 @@ class Kind(KindSpec):
         """In the runner: the candidate's verdict with the agreement of the full arms in it, of one job's evidence. What
         is of trials is compared over those that both arms took, by their numbers."""
         return verdict
+
+    def edge(self, request: Request, until: float) -> Edge | None:
+        """Of an arm that ran out of memory beside nobody: how large a trial would have fitted. None: nobody knows.
+        `until`: by time.perf_counter(), after which nothing more is tried."""
+        return None
 
     def explain(self, numerics: Numerics) -> str:
         """Why a verdict did not pass, in words."""

@@ -25,6 +25,7 @@ from lorabench.contract.family import Family, Stack
 from lorabench.contract.hooks import asked, first_line, message_of, noted, printable
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
+from lorabench.contract.memory_fit import Edge
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.work import Work
 from lorabench.measure import energy, fairness, memory, profile, roofline, trial
@@ -102,7 +103,7 @@ class Failed:
 
 
 Answer = Any  # what the called method returns, or Failed
-CALLS = ("open", "prepare", "turn", "look", "end", "cross", "drop", "give_back", "closing", "offer")
+CALLS = ("open", "prepare", "turn", "look", "end", "cross", "drop", "give_back", "closing", "offer", "edge")
 OnTrial = Callable[[str, float | None], None]  # before each timed trial (name, None), and after it (name, milliseconds)
 
 
@@ -251,6 +252,16 @@ class Seat:
                 raise fairness.Untrusted(f"the audit of {ablation.name} changed the arm that it was to look at")
             if ablation.own_dropout_masks and any(job.lora.lora_dropout for job in stack.cell.jobs):
                 into.notes["gate"] = f"at dropout 0: {ablation.name} draws masks that plain PEFT cannot share"
+
+    def edge(self, name: str, stack: Stack, seconds: float) -> Edge | None:
+        """Of an arm that ran out of memory here, beside nobody: how large a trial would have fitted. Nothing of the arm
+        is left. `seconds`: after which nothing more is tried."""
+        self.give_back()
+        self.tell(f"how much of {name} fits")
+        until = time.perf_counter() + seconds
+        found = kind(stack.kind).edge(self._request(stack, stack.ablations), until)
+        self.drop(name)
+        return found
 
     def turn(self, name: str, numbers: Sequence[int], on: bool = False, each: bool = True) -> list[Made]:
         """Timed trials on the data of these numbers, from where the first full trial began; `on`: from where the arm

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lorabench.contract.kind import kind
@@ -161,8 +161,7 @@ class Siblings:
             processes=found.processes, phases=_phases(candidate.kind, found.reference, found.candidate),
             tokens=_tokens(reference.tokens, candidate.tokens), jobs=_jobs(reference, candidate),
             applied=candidate.applied or {},
-            notes=candidate.notes | {name: arm.said for name, arm in both.items() if arm.said},
-            numerics=self._numerics(candidate), telemetry=candidate.telemetry,
+            notes=_notes(candidate, both), numerics=self._numerics(candidate), telemetry=candidate.telemetry,
         )  # fmt: skip
 
     def _numerics(self, arm: ArmRecord) -> Numerics | None:
@@ -186,7 +185,7 @@ class Siblings:
         return Record(
             **_contents(shown, candidate), **times, **_of_both(both), status=failed.status, reason=failed.reason,
             tokens=_tokens(*(own and own.tokens for own in (reference, candidate))) if times else None,
-            arm=name, rank=failed.rank, notes=candidate.notes, numerics=failed.numerics,
+            arm=name, rank=failed.rank, notes=_notes(candidate, both), numerics=failed.numerics,
             telemetry=candidate.telemetry, log=failed.log,
         )  # fmt: skip
 
@@ -201,6 +200,11 @@ class Siblings:
             record = records[first.get(arm.arm, rest)]
             record.cost = _sum(record.cost, arm.cost)
         return records
+
+
+def _notes(candidate: ArmRecord, both: Mapping[Any, ArmRecord]) -> dict[str, Any]:
+    """What the toggles say, and what the kind says of each arm, by its name."""
+    return candidate.notes | {name: arm.said for name, arm in both.items() if arm.said}
 
 
 def by_place(arms: Iterable[ArmRecord]) -> dict[Place, Siblings]:

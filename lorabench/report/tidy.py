@@ -50,7 +50,8 @@ def tidy(
     {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_j_per_ktok: joules for a thousand of them, only
     where a GPU counted them; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling: of the phase that takes longest, and
     averaged by time (of phases that only move bytes: the longest at the measured rate, over their sum);
-    {arm}_host_share: of the time in which the device waited.
+    {arm}_host_share: of the time in which the device waited. {arm}_fits_tokens: of an arm that ran out of memory, the
+    longest samples with which it did not.
     of_limit, _low, _high, _paired: limit's time / candidate's time, both of the limit's phases, and of_limit_forward of
     forward alone (see `shares`). limit: least work, no candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only
     where a record has several jobs or ranks. family: of both arms, only in records that were made of such.
@@ -208,6 +209,8 @@ def _memory(record: Record) -> dict[str, Any]:
     found |= {f"{arm}_process_gib": m.process / GIB if m.process is not None else math.nan for arm, m in arms.items()}
     reference, candidate = used["reference"], used["candidate"]
     saved = measure == "peak" and reference and candidate is not None
+    edges = {arm: record.notes.get(arm, {}).get("edge") for arm in ARMS}
+    found |= {f"{arm}_fits_tokens": edge["tokens"] for arm, edge in edges.items() if edge}
     found["memory_saved_pct"] = 100 * (1 - candidate / reference) if saved else math.nan
     return found
 
@@ -312,7 +315,7 @@ def overhead_share(records: Sequence[Record]) -> float:
 _ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
 _WHERE_PRESENT = {
     *("family", "unequal", "jobs", "job_tokens", "job_r", "job_gate"),
-    *_ARMS_OF("ranks", "rank_spread", "j_per_ktok"),
+    *_ARMS_OF("ranks", "rank_spread", "j_per_ktok", "fits_tokens"),
 }  # fmt: skip
 
 
@@ -330,7 +333,15 @@ def _order(records: Sequence[Record]) -> list[str]:
         *("sessions", "sessions_tried", "session_low", "session_high", "session_ratios", "reference_moved"),
         *("other_code", "dirty", "trials", "disturbed", "p", "p_holm", "noise_floor", "noise_pairing", "detectable"),
         *_ARMS_OF(
-            "peak_gib", "process_gib", "tokens_s", "j_per_ktok", "padded_share", "bound", "of_ceiling", "host_share"
+            "peak_gib",
+            "process_gib",
+            "tokens_s",
+            "j_per_ktok",
+            "padded_share",
+            "bound",
+            "of_ceiling",
+            "host_share",
+            "fits_tokens",
         ),
         "memory_saved_pct",
         *("grad_error", "grad_allowed", "loss_error", "loss_allowed", "unequal", "worst_tensor", "tolerance"),

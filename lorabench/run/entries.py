@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lorabench.contract.family import Family, Stack
+from lorabench.contract.memory_fit import Edge
 from lorabench.measure.seat import Ended, Ready
 from lorabench.measure.trial import Trial
 from lorabench.record.schema import Numerics, Telemetry
@@ -65,6 +66,7 @@ class Entry:
     slowest_rank: list[int] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)
     ended: Ended | None = None
+    edge: Edge | None = None  # of one that ran out of memory: how large a trial would have fitted
     telemetry: Telemetry | None = None
     millijoules: list[tuple[float, float, int]] = field(default_factory=list)  # of each turn: mJ, seconds, steps
     seconds: dict[str, float] = field(default_factory=dict)

@@ -7,7 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,7 @@ class Runner:
             "status": entry.status, "reason": entry.reason, "rank": entry.rank, "log": entry.log,
             "cost": Cost(wall=round(sum(parts.values()), 3), **parts),
             "numerics": _nearest_to_its_limit(entry.numerics),
+            "said": {} if entry.edge is None else {"edge": asdict(entry.edge)},
         }  # fmt: skip
         ready, ended = entry.ready, entry.ended
         if ready is not None and entry.status in ("ok", "oom"):

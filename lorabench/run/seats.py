@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from lorabench.contract.cell import PROCESSES
 from lorabench.contract.family import REFERENCE, TWIN, Family
 from lorabench.contract.machine import Machine
+from lorabench.contract.memory_fit import Edge
 from lorabench.measure.energy import Meter
 from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Failed, Ready, Seating
@@ -34,6 +35,7 @@ from lorabench.run.process import Lost, Workers
 from lorabench.run.ranks import whole_batch
 
 Generations = list[list[tuple[Entry, Seated]]]
+EDGE_S = 600.0  # in which the edge of an arm's memory is looked for
 CONTEXT, ROOMY = 0.7e9, 0.9  # bytes that a process takes on a GPU for itself; share of its memory that may be used
 
 
@@ -193,6 +195,8 @@ class Seats:
             reason = failed.reason if rank is None else f"rank {rank}: {failed.reason}"
             entry.leave(failed.status, reason, rank)
             entry.disturbed, entry.numerics = failed.disturbed, dict(failed.numerics)
+            if failed.status == "oom":
+                failed.spoilt |= not self._find_edge(seat, entry)
             return failed
         first = entry.ready is None
         if first:
@@ -208,6 +212,23 @@ class Seats:
         if not self._judge(entry):
             self._dismiss(seat, entry)
         return None
+
+    def _find_edge(self, seat: Seated, entry: Entry) -> bool:
+        """How large a trial of an arm would have fitted that ran out of memory beside nobody, for its record; whether
+        the process lives. It is not asked where arms have to hurry (`Limits.seat_s`)."""
+        seconds = min(EDGE_S, self.timeout_s / 2, self.limits.stop_at - time.monotonic())
+        if seconds <= 0 or self.limits.seat_s < math.inf or entry.stack.ranks > 1:
+            return True
+        began = time.perf_counter()
+        try:
+            (found,) = seat.desk.ask("edge", entry.name, entry.stack, seconds)
+        except Lost:
+            return False
+        finally:
+            entry.spent("build", time.perf_counter() - began)
+        if type(found) is Edge and all(isinstance(field, int | float | None) for field in astuple(found)):
+            entry.edge, entry.reason = found, f"{entry.reason}; {found}"
+        return True
 
     def _again(self, seat: Seated) -> Seated:
         """The same seat in a new process, without who spoilt the old one. The rounds of the others stay."""

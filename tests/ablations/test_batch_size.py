@@ -15,12 +15,12 @@ from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsuppor
 from lorabench.contract.batch import pad
 from lorabench.contract.hooks import HookError, asked
 from lorabench.contract.kind import kind
+from lorabench.contract.memory_fit import GIB, Fit, Load, fit, largest, on_a_line
 from lorabench.contract.rehearsal import Reading, Sizing
 from lorabench.contract.workload import Workload
 from lorabench.measure.judging.numerics import one_step
 from lorabench.plan import registry
-from lorabench_ablations.batch_fit import Fit, Load, fit, largest, on_a_line
-from lorabench_ablations.batch_size import GIB, AutoBatchSize, DoublingBatchSize, FindExecutableBatchSize
+from lorabench_ablations.batch_size import AutoBatchSize, DoublingBatchSize, FindExecutableBatchSize
 
 SETUP = ("sdpa", "adamw_foreach", "padding")
 MIB = 1 << 20

@@ -9,6 +9,7 @@ from helpers import installed
 
 NAMES = {
     "polite": "Polite", "compiles": "Compiles", "leaky": "Leaky", "grumpy": "Grumpy", "greedy": "Greedy",
+    "lengthy": "Lengthy",
     "hang": "Hang", "killed": "Killed", "raises": "Raises", "wrong": "Wrong", "deep_wrong": "DeepWrong",
     "nothing": "Nothing", "refuses": "Refuses", "absent": "Absent", "broken": "DoesNotExist",
     "rank_raises": "RankRaises", "rank_hangs": "RankHangs", "rank_killed": "RankKilled", "rank_greedy": "RankGreedy",

@@ -63,6 +63,21 @@ class Greedy(Polite):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lengthy(Polite):
+    """Of a device that has room for 100 tokens."""
+
+    name: ClassVar[str] = "lengthy"
+
+    def patch(self, model):
+        def check(module, args, kwargs):
+            if kwargs["input_ids"].numel() > 100:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        model.register_forward_pre_hook(check, with_kwargs=True)
+        return super().patch(model)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hang(Polite):
     name: ClassVar[str] = "hang"
 

@@ -122,6 +122,20 @@ def test_a_reference_that_does_not_fit_still_shows_the_candidate(plugin, tmp_pat
     assert len(record.phases["total"].candidate_ms) == 4
 
 
+def test_what_does_not_fit_says_how_much_would(plugin, tmp_path):
+    done = sweep(
+        *COMMON, "workload=1x256", "ablations=[lengthy,polite]", f"output={tmp_path}", cwd=tmp_path, env=plugin
+    )
+    assert done.returncode == 0, done.stderr
+    record = next(r for r in read_records(tmp_path) if r.ablations == ["lengthy"])
+    assert record.status == "oom"
+    assert record.reason.endswith("; samples of 100 tokens fit, of 104 they do not")
+    edge = record.notes["candidate"]["edge"]
+    assert (edge["asked"], edge["tokens"], edge["too_many"]) == (256, 100, 104)
+    assert 0 < edge["measured_gib"] < edge["room_gib"]
+    assert "samples of 100 tokens fit" in (tmp_path / "summary.md").read_text()
+
+
 def test_provenance_is_written(outcomes):
     session = json.loads((outcomes[2] / "environment.json").read_text())["sessions"][0]
     assert session["machine"]["device"] == "cpu" and session["machine"]["packages"]["torch"]

@@ -16,11 +16,13 @@ from lorabench.contract.cell import Cell
 from lorabench.contract.job import Job
 from lorabench.contract.joint import Joint
 from lorabench.contract.machine import Machine
+from lorabench.contract.memory_fit import Edge
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
 from lorabench.contract.work import Recomputed, Work
 from lorabench.measure import flops
 from lorabench.measure.build import build, causal_lm, feeds, float16_scale, to_device
+from lorabench.measure.edge import edge
 from lorabench.measure.gradient_kind import GradientKind
 from lorabench.measure.kind import Begin, Request
 from lorabench.plan.architecture import skeleton
@@ -61,6 +63,9 @@ class Train(GradientKind):
         arm = build(request, self, base, partial(_step, request), config)
         arm.feeds = [*feeds(request, arm, config.vocab_size)]
         return arm
+
+    def edge(self, request: Request, until: float) -> Edge | None:
+        return edge(request, self, until)
 
     def imports(self, request: Request) -> None:
         super().imports(request)

@@ -1,17 +1,13 @@
-"""The memory of a step as a function of its micro-batch, fitted to a few steps; `batch_size.py` has the toggles."""
+"""The memory of a step as a function of its micro-batch, fitted to a few steps. docs/batch-size.md has the method."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from hashlib import sha256
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lorabench.contract.batch import Batch
 
+GIB = 1 << 30
 MISSED = 0.01  # relative error of a straight line at one of its own points, above which it is none
 
 
@@ -84,21 +80,20 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-class FitCache:
-    """Fits of a sweep by their configuration, in a JSON file; one process writes at a time, each the whole file."""
+@dataclass(frozen=True)
+class Edge:
+    """Of samples of `asked` tokens: `tokens`, the most with which the step ran, 0 where not even the fewest did;
+    `too_many`, the fewest with which it did not. GiB: what the device had for the whole arm; what the step of `tokens`
+    took, and what the model had said of it."""
 
-    def __init__(self, folder: Path, configuration: Mapping[str, Any]) -> None:
-        self.path = folder / "batch_size.json"
-        self.key = sha256(json.dumps(configuration, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    asked: int
+    tokens: int
+    too_many: int
+    room_gib: float
+    measured_gib: float | None = None
+    predicted_gib: float | None = None
 
-    def read(self) -> Fit | None:
-        stored = self._all().get(self.key)
-        return Fit(**stored) if stored else None
-
-    def write(self, found: Fit) -> None:
-        partial = self.path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(self._all() | {self.key: asdict(found)}, indent=1))
-        os.replace(partial, self.path)
-
-    def _all(self) -> dict[str, Any]:
-        return json.loads(self.path.read_text()) if self.path.exists() else {}
+    def __str__(self) -> str:
+        if not self.tokens:
+            return f"not even samples of {self.too_many:,} tokens fit"
+        return f"samples of {self.tokens:,} tokens fit, of {self.too_many:,} they do not"
