@@ -31,7 +31,7 @@ from .lora_modules import is_lora
 from .mlp import MLPPlan, looks_like_mlp, mlp_forward, mlp_plan
 from .module_checks import NotFused, is_unhooked
 from .norms import NormModule, looks_like_norm, norm_forward, norm_module
-from .plans import Linears, Switches, linears
+from .plans import NO_PICKLE, Linears, Switches, linears
 from .proofs import Proofs
 from .rotary import looks_like_rotary, rotary_forward, rotary_plan
 from .trl_head import HEAD, give_back, is_trl_forward, watch
@@ -101,10 +101,7 @@ class _State:
         return _State(copy.deepcopy(self.forwards, memo), copy.deepcopy(self.undo, memo))
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a model that lorakernels.apply has changed cannot be pickled; call lorakernels.remove first, or save its "
-            "state_dict (save_pretrained works as it is)"
-        )
+        raise TypeError(NO_PICKLE)
 
 
 def _unbind(module: Any) -> None:

@@ -6,6 +6,7 @@ class's own forward runs, which is PEFT's.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -82,6 +83,12 @@ def linears(module: Any, path: str, names: list[str], switches: Switches) -> Lin
     return Linears(found, switches)
 
 
+NO_PICKLE = (
+    "a model that lorakernels.apply has changed cannot be pickled; call lorakernels.remove first, or save its "
+    "state_dict (save_pretrained works as it is)"
+)
+
+
 @dataclass
 class Plan:
     """What was decided for one module, whose class and numbers must stay what they were. read: the numbers that are
@@ -94,6 +101,14 @@ class Plan:
         self.kind = type(self.module)
         found = self.module.__dict__.items()
         self.numbers = [(n, v) for n, v in found if type(v) is float and n not in self.read]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce__(self) -> Any:
+        raise TypeError(NO_PICKLE)
 
     @property
     def same_class(self) -> bool:
