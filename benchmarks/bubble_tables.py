@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from lorabench.report.claims import Simulated, simulated
+from lorabench.report.claims import Tabled, tabled
 
 TABLE = "cpu/bubbles/bubbles.csv"
 SLEEPERS = "cpu/pipeline_bubbles/bubbles.csv"
@@ -69,9 +69,8 @@ def _lengths(table: pd.DataFrame, workload: str) -> str:
     return str(said)
 
 
-def beside(found: Simulated, unit: str, results: Path) -> tuple[str, str]:
-    """(what the simulation says, a link to it) of a claim that nothing measures, as Markdown."""
-    numbers, table = simulated(found, results), Path(found.table)
+def beside(found: Tabled, unit: str, results: Path) -> tuple[str, str]:
+    """(the numbers and how they came to be, a link to them), as Markdown."""
+    numbers, table = tabled(found, results), Path(found.table)
     span = " to ".join(dict.fromkeys(f"{n:.1f}" for n in (min(numbers), max(numbers))))
-    said = f"simulated, not measured: {span} {unit} ({found.rests_on})"
-    return said, f"[{table.stem}](RESULTS/{table.with_suffix('.md').as_posix()})"
+    return f"{span} {unit} ({found.how})", f"[{table.stem}](RESULTS/{table.with_suffix('.md').as_posix()})"

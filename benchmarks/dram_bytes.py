@@ -4,6 +4,7 @@
         --metrics dram__bytes_read.sum,dram__bytes_write.sum python benchmarks/dram_bytes.py run
     python benchmarks/dram_bytes.py table dram.csv              # the table
     python benchmarks/dram_bytes.py kernels dram.csv            # every kernel of every arm
+    python benchmarks/dram_bytes.py csv dram.csv > results/h200/dram_bytes/dram_bytes.csv   # what claims stand beside
 
 The arms are those of suite=lorafusion_kernels, without the graph capture. ncu empties the caches before every kernel
 (--cache-control all, its default, and LoRAFusion's), so what one kernel leaves in L2 for the next is not to be seen
@@ -167,6 +168,19 @@ def table(found: dict[Segment, list[Kernel]]) -> list[str]:
     return lines
 
 
+def tidy(found: dict[Segment, list[Kernel]]) -> list[str]:
+    """CSV: an arm of a linear a row, GB (10^9 bytes) read plus written, and what is saved against torch LoRA."""
+    lines = ["hidden,dropout,arm,forward_gb,total_gb,saved_pct"]
+    for hidden in HIDDEN:
+        for dropout in DROPOUT:
+            base = sum(total(found, hidden, dropout, ARMS[0], PHASES))
+            for arm in ARMS:
+                forward, both = (sum(total(found, hidden, dropout, arm, PHASES[: n + 1])) for n in range(2))
+                saved = 100 * (1 - both / base)
+                lines.append(f"{hidden},{dropout:g},{arm},{forward / 1e9:.4f},{both / 1e9:.4f},{saved:.2f}")
+    return lines
+
+
 def least(hidden: int, phase: str) -> int:
     """Bytes of one phase of a hidden → hidden linear in which each operand is read once and each result written once:
     X, W, A, B → Y; or dY, X, W, A, B → dX, dA, dB. In bfloat16, adapters of rank R; nothing is kept in between."""
@@ -198,7 +212,7 @@ def main(arguments: Sequence[str]) -> int:
     if list(arguments) == ["run"]:
         run()
         return 0
-    shows = {"table": table, "kernels": kernels}
+    shows = {"table": table, "kernels": kernels, "csv": tidy}
     if len(arguments) != 2 or arguments[0] not in shows:
         print(__doc__)
         return 2

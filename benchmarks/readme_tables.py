@@ -233,9 +233,12 @@ def standing(claim: Claim, results: Results) -> list[str]:
     """What was measured, against which baseline, where; or why nothing was. Three cells of Markdown."""
     if claim.same_as:
         return [f"says the same as {claim.same_as}", "", ""]
+    if claim.counted:
+        said, where = bubble_tables.beside(claim.counted, claim.unit, results.place)
+        return [md(said), "the same", where]
     if claim.open and claim.simulated:
         said, where = bubble_tables.beside(claim.simulated, claim.unit, results.place)
-        return [f"{md(said)}; open: {md(claim.open)}", "", where]
+        return [f"simulated, not measured: {md(said)}; open: {md(claim.open)}", "", where]
     if claim.open:
         return [f"open: {md(claim.open)}", "", ""]
     found = beside(claim, results)

@@ -51,13 +51,13 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Simulated(Strict):
-    """Which numbers of a published simulation are what an open claim says: shown as simulated, never as measured."""
+class Tabled(Strict):
+    """Which numbers of a published table that no sweep wrote stand beside a claim."""
 
     table: str  # a CSV file below results/
     column: str
     where: dict[str, str]  # column → value of the rows that are meant: their range is shown
-    rests_on: str  # what was not measured, in words
+    how: str  # they came to be, in words; of a simulation what was not measured
 
 
 class Claim(Strict):
@@ -84,13 +84,16 @@ class Claim(Strict):
     caveat: str | None = None  # where the source disagrees with itself or with its own data
     same_as: str | None = None  # id of a claim of the source that states the same in another unit
     open: str | None = None  # why no record can stand beside it (yet)
-    simulated: Simulated | None = None  # what a simulation says meanwhile
+    simulated: Tabled | None = None  # what a simulation says meanwhile: never shown as measured
+    counted: Tabled | None = None  # what was measured beside sweeps, which do not measure it
 
     @model_validator(mode="after")
     def _check(self) -> Claim:
         if self.low > self.high:
             raise ValueError(f"low {self.low} is above high {self.high}")
-        if not self.open and (not self.reference or set(self.reference) == set(self.candidate)):
+        if self.counted and (self.open or self.reference):
+            raise ValueError("`counted` is for a claim that is neither open nor one of a sweep's toggles")
+        if not self.open and not self.counted and (not self.reference or set(self.reference) == set(self.candidate)):
             raise ValueError(
                 "write out the toggles of reference and candidate, or say in `open` why no record can match"
             )
@@ -220,7 +223,7 @@ def about(
     """Every claim about toggles that are put on top of a base, on models and in the kind of this record: of a cell its
     own, of a ladder's rung also the one that it adds to those below."""
     every = load_claims() if sources is None else sources
-    pairs = [(s, c) for s in every for c in s.claims if not c.open and not c.same_as and _is_about(c, record)]
+    pairs = [(s, c) for s in every for c in s.claims if c.reference and not c.same_as and _is_about(c, record)]
     return [m for s, c in pairs if (m := _match(s, c, record, _names(tested), _names(base)))]
 
 
@@ -266,6 +269,8 @@ def standing(claim: Claim, matches: Iterable[Match]) -> str:
     """In words, how a claim stands where these are all matches: measured, against which baseline, or open and why."""
     if claim.open or claim.same_as:
         return f"open: {claim.open}" if claim.open else f"the same as {claim.same_as}"
+    if claim.counted:
+        return "measured"
     done = [m for m in matches if m.claim is claim and m.record.status == "ok"]
     if any(not m.differs for m in done):
         return "measured"
@@ -292,7 +297,7 @@ def said(record: Record, claim: Claim) -> Mapping[str, Any]:
     return next((q[claim.quantity] for note in arms if claim.quantity in (q := note.get("quantities", {}))), {})
 
 
-def simulated(found: Simulated, results: Path) -> list[float]:
+def tabled(found: Tabled, results: Path) -> list[float]:
     """The numbers, from the folder `results`. Raises OSError for a table that is not there, ValueError where no row is
     meant."""
     with open(results / found.table, encoding="utf-8", newline="") as file:

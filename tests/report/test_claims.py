@@ -125,7 +125,8 @@ def test_every_claim_has_a_direction_and_is_open_or_has_both_arms():
     for source in claims.load_claims():
         for claim in source.claims:
             assert claim.better in ("more", "less")
-            assert bool(claim.open) != bool(claim.reference and claim.candidate)
+            toggles = bool(claim.reference and claim.candidate)
+            assert [bool(claim.open), bool(claim.counted), toggles].count(True) == 1
 
 
 def test_a_newer_source_stands_among_the_claims_and_is_none_of_the_five_texts():
@@ -137,17 +138,27 @@ def test_a_newer_source_stands_among_the_claims_and_is_none_of_the_five_texts():
 
 def test_what_is_simulated_is_of_an_open_claim_and_of_rows_that_are_there(tmp_path):
     table = "cpu/bubbles/bubbles.csv"
-    found = claims.Simulated(table=table, column="bubble_pct", where={"adapters": "4"}, rests_on="nothing")
+    found = claims.Tabled(table=table, column="bubble_pct", where={"adapters": "4"}, how="so")
     (tmp_path / table).parent.mkdir(parents=True)
     (tmp_path / table).write_text("workload,adapters,bubble_pct\na,4,11.5\nb,4,9.25\na,1,50\n")
-    assert claims.simulated(found, tmp_path) == [11.5, 9.25]
+    assert claims.tabled(found, tmp_path) == [11.5, 9.25]
     with pytest.raises(ValueError, match="has no row"):
-        claims.simulated(found.model_copy(update={"where": {"adapters": "9"}}), tmp_path)
+        claims.tabled(found.model_copy(update={"where": {"adapters": "9"}}), tmp_path)
     bubble = a_claim(quantity="pipeline_bubble_pct", unit="%", open="no suite", simulated=found)
     assert claims.Claim.model_validate(bubble).simulated == found
     with pytest.raises(ValidationError, match="for a claim that is open"):
         claims.Claim.model_validate(bubble | {"open": None})
     assert claims.standing(claims.Claim.model_validate(bubble), []) == "open: no suite"
+
+
+def test_what_was_counted_beside_sweeps_is_measured():
+    found = claims.Tabled(table="a.csv", column="saved_pct", where={"arm": "lora_kernels"}, how="by ncu")
+    traffic = a_claim(quantity="memory_traffic_saved_pct", unit="%", kind="op", counted=found)
+    traffic |= {"reference": [], "candidate": []}
+    assert claims.standing(claims.Claim.model_validate(traffic), []) == "measured"
+    for more in ({"open": "no suite"}, {"reference": ["sdpa"], "candidate": ["eager"]}):
+        with pytest.raises(ValidationError, match="neither open nor"):
+            claims.Claim.model_validate(traffic | more)
 
 
 # -- beside records ---------------------------------------------------------------------------------------------------
