@@ -17,7 +17,7 @@ from lorabench.record.schema import Energy
 
 
 class Gpu:
-    """A GPU of `watts` with a counter that moves every `period` seconds, and steps of `step_s`. Its time is made up; the
+    """A GPU of `watts` with a counter that moves every `period` seconds, and steps of `step_s`. Its time is made up; its
     counter is looked at where the thread would."""
 
     def __init__(self, watts=500.0, period=0.1, step_s=0.01):
