@@ -17,8 +17,8 @@ from lorabench.record.schema import Energy
 
 
 class Gpu:
-    """A GPU of `watts` with a counter that moves every `period` seconds, and steps of `step_s`. Its time is made up; its
-    counter is looked at where the thread would."""
+    """A GPU of `watts` with a counter that moves every `period` seconds, and steps of `step_s`. Its time is made up,
+    and the counter is looked at where the thread would."""
 
     def __init__(self, watts=500.0, period=0.1, step_s=0.01):
         self.watts, self.period, self.step_s, self.time, self.steps = watts, period, step_s, 100.03, 0
