@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lorabench.contract.batch import Batch
 
 GIB = 1 << 30
+TOKENS, JOBS = "tokens", "jobs"  # what an edge may be of
 MISSED = 0.01  # relative error of a straight line at one of its own points, above which it is none
 
 
@@ -82,18 +83,23 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
 @dataclass(frozen=True)
 class Edge:
-    """Of samples of `asked` tokens: `tokens`, the most with which the step ran, 0 where not even the fewest did;
-    `too_many`, the fewest with which it did not. GiB: what the device had for the whole arm; what the step of `tokens`
-    took, and what the model had said of it."""
+    """`of`: what was made fewer until a step ran, the tokens of a sample or the jobs. Of `asked` there were too many;
+    `fits`, the most with which it ran, 0 where not even the fewest did; `too_many`, the fewest with which it did not.
+    GiB: what the device had for the whole arm; what the step took, and what the model had said of it. `processes`: how
+    many would have room that train one job each on a base of its own, by what one job takes."""
 
+    of: str
     asked: int
-    tokens: int
+    fits: int
     too_many: int
     room_gib: float
     measured_gib: float | None = None
     predicted_gib: float | None = None
+    processes: int | None = None
 
     def __str__(self) -> str:
-        if not self.tokens:
+        if self.of == JOBS:
+            return f"{self.fits} jobs fit, {self.too_many} do not" if self.fits else "not even one of its jobs fits"
+        if not self.fits:
             return f"not even samples of {self.too_many:,} tokens fit"
-        return f"samples of {self.tokens:,} tokens fit, of {self.too_many:,} they do not"
+        return f"samples of {self.fits:,} tokens fit, of {self.too_many:,} they do not"

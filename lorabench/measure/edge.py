@@ -1,12 +1,12 @@
-"""How long samples may be for an arm's step to fit the device, where those that the workload has do not.
+"""How much of its workload an arm has room for that ran out of memory: how long samples may be, or how many jobs.
 
-The arm is built on samples that are cut to a part of their length. The memory model of contract/memory_fit.py is fitted
-to steps of growing length and says the longest that fits. Steps there find the edge: one length ran, and the next one,
-a sixty-fourth of the workload's longer, did not. Run: python -m pytest tests/measure/test_edge.py
+Steps with less are tried, and the memory model of contract/memory_fit.py is fitted to them. It says the most that fits,
+and steps there find the edge: so much ran, and a little more did not. Run: python -m pytest tests/measure/test_edge.py
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
@@ -15,96 +15,148 @@ import torch
 
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.batch import Batch, Sample
+from lorabench.contract.hooks import first_line
 from lorabench.contract.job import Job
-from lorabench.contract.memory_fit import GIB, Edge, Load, fit, largest
+from lorabench.contract.memory_fit import GIB, JOBS, TOKENS, Edge, Load, fit, largest
 from lorabench.measure import memory
 from lorabench.measure.build import laid_out, to_device
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Kind, Request
 from lorabench.measure.rehearsal import Rehearsing
 
-GRAINS = 64  # lengths that are told apart, the workload's own the longest
-SMALL = (1, 2, 4, 8, 16)  # grains of the steps that the model is fitted to
+GRAINS = 64  # lengths of a sample that are told apart, the workload's own the longest
+SMALL = (1, 2, 4, 8, 16)  # of these, or jobs: the steps that the model is fitted to
 ROOMY = 0.9  # share of the room above which a step is not tried for the model's sake
+CONTEXT = 0.7 * GIB  # that a process takes on a GPU for itself
+
+Run = Callable[[int], int]  # the peak of a step with so much, in bytes, or torch.OutOfMemoryError
 
 
 def edge(request: Request, kind: Kind, until: float) -> Edge | None:
-    """Of an arm that ran out of memory. None where there is no search: of several jobs or ranks, and with a toggle that
-    looks for its own micro-batches or compiles for minutes. `until`: by perf_counter(), after which no step begins."""
-    asked = max((len(s.tokens) for own in request.samples for s in own), default=0)
+    """Of an arm that ran out of memory. None where there is no search: of several ranks, and with a toggle that looks
+    for its own micro-batches or compiles for minutes. `until`: by perf_counter(), after which no step begins."""
     searches = any(type(a).size is not Ablation.size or a.slow_start for a in request.ablations)
-    if len(request.jobs) > 1 or request.ranks.size > 1 or searches or asked < 2 * GRAINS:
+    if request.ranks.size > 1 or searches:
         return None
+    return _of_jobs(request, kind, until) if len(request.jobs) > 1 else _of_tokens(request, kind, until)
+
+
+def _of_tokens(request: Request, kind: Kind, until: float) -> Edge | None:
+    """How long its samples may be. None of samples that are too short to be cut into GRAINS."""
     job, samples, hooks = request.jobs[0], request.samples[0], Hooks(request.ablations)
-
-    def lay_out(tokens: int) -> list[Batch]:
-        return laid_out(request, hooks, _cut_job(job, tokens), [_cut(s, tokens) for s in samples])
-
-    def load(tokens: int) -> Load:
-        return max((Load.of(batch) for batch in lay_out(tokens)), key=lambda found: found.positions)
-
-    few = asked // GRAINS
-    held, room = memory.allocated(request.device), memory.free(request.device)
-    try:
-        arm = kind.build(replace(request, jobs=[_cut_job(job, few)], samples=[[_cut(s, few) for s in samples]]))
-    except Exception as error:
-        if not memory.out_of_memory(error):
-            raise
-        return Edge(asked, 0, few, _gib(room))
-    with Rehearsing(
-        arm.step, [_cut(s, few) for s in samples], job.workload, lambda some, size: lay_out(few), held=held, room=room,
-        configuration={}, folder=request.scratch, device=request.device,
-    ) as rehearsal:  # fmt: skip
-
-        def run(tokens: int) -> int:
-            return rehearsal.run([to_device(batch, request.device) for batch in lay_out(tokens)], room).peak
-
-        return search(run, load, asked, room, until)
-
-
-def search(run: Callable[[int], int], load: Callable[[int], Load], asked: int, room: int, until: float) -> Edge:
-    """The edge below `asked` tokens, with which there was too little memory. `run`: the peak of a step with samples of
-    so many, or torch.OutOfMemoryError; `load`: its heaviest micro-batch."""
-    peaks: dict[int, int] = {}  # by grains
-    failed = GRAINS
+    asked = max(len(s.tokens) for s in samples)
+    if asked < 2 * GRAINS:
+        return None
 
     def length(grains: int) -> int:
         return asked * grains // GRAINS
 
-    def runs(grains: int) -> bool:
+    def lay_out(tokens: int) -> list[Batch]:
+        return laid_out(request, hooks, _cut_job(job, tokens), [_cut(s, tokens) for s in samples])
+
+    def load(grains: int) -> Load:
+        return max((Load.of(batch) for batch in lay_out(length(grains))), key=lambda found: found.positions)
+
+    few = length(1)
+    held, room = memory.allocated(request.device), memory.free(request.device)
+    shortest = replace(request, jobs=[_cut_job(job, few)], samples=[[_cut(s, few) for s in samples]])
+    try:
+        arm = kind.build(shortest)
+    except Exception as error:
+        if not memory.out_of_memory(error):
+            raise
+        return Edge(TOKENS, asked, 0, few, _gib(room))
+    with Rehearsing(
+        arm.step, shortest.samples[0], job.workload, lambda some, size: lay_out(few), held=held, room=room,
+        configuration={}, folder=request.scratch, device=request.device,
+    ) as rehearsal:  # fmt: skip
+
+        def run(grains: int) -> int:
+            return rehearsal.run([to_device(b, request.device) for b in lay_out(length(grains))], room).peak
+
+        found = search(TOKENS, run, load, GRAINS, room, until)
+    return replace(found, asked=asked, fits=length(found.fits), too_many=length(found.too_many))
+
+
+def _of_jobs(request: Request, kind: Kind, until: float) -> Edge:
+    """How many of its jobs may train: the first ones, each time on an arm built anew."""
+    asked, shared = len(request.jobs), 0
+
+    def two_steps(jobs: int) -> None:
+        nonlocal shared
+        arm = kind.build(replace(request, jobs=request.jobs[:jobs], samples=request.samples[:jobs]))
+        shared = request.base.bytes_of(arm.model) if request.base else 0
+        for _ in range(2):  # the optimizer's state is there from the second step on
+            kind.trial(arm, lambda phase: None)
+            kind.clear(arm)
+
+    def run(jobs: int) -> int:
+        try:
+            return memory.growth(request.device, lambda: two_steps(jobs))
+        except Exception as error:
+            if not memory.out_of_memory(error):
+                raise
+            words = first_line(error)
+        finally:
+            _free(request.device)
+        raise torch.OutOfMemoryError(words)  # here, where no frame of the step is left that holds what it saved
+
+    try:
+        run(1)  # what arms share is made by the first one, and stays
+        one = run(1)
+    except torch.OutOfMemoryError:
+        return Edge(JOBS, asked, 0, 1, _gib(memory.free(request.device)))
+    room = memory.free(request.device)
+    found = search(JOBS, run, lambda jobs: Load(jobs, jobs * jobs), asked, room, until)
+    return replace(found, processes=int((room + shared) // (shared + one + CONTEXT)))
+
+
+def search(of: str, run: Run, load: Callable[[int], Load], asked: int, room: int, until: float) -> Edge:
+    """The edge below `asked`, with which there was too little memory. `load`: what the memory of a step with so much
+    depends on."""
+    peaks: dict[int, int] = {}
+    failed = asked
+
+    def runs(much: int) -> bool:
         nonlocal failed
         try:
-            peaks[grains] = run(length(grains))
+            peaks[much] = run(much)
         except torch.OutOfMemoryError:
-            failed = grains
-        return grains in peaks
+            failed = much
+        return much in peaks
 
     def late() -> bool:
         return perf_counter() > until
 
     model = None
-    for grains in SMALL:
-        too_much = model is not None and model(load(length(grains))) > ROOMY * room
-        if late() or too_much or not runs(grains):
+    for much in SMALL:
+        too_much = model is not None and model(load(much)) > ROOMY * room
+        if much >= failed or late() or too_much or not runs(much):
             break
         if len(peaks) > 1:
-            model = fit([(load(length(n)), peak) for n, peak in peaks.items()])
+            model = fit([(load(n), peak) for n, peak in peaks.items()])
     if not peaks:
-        return Edge(asked, 0, length(failed), _gib(room))
+        return Edge(of, asked, 0, failed, _gib(room))
     best = max(peaks)
     if model is not None:
-        best = max(best, largest(lambda n: model(load(length(n))) <= room, failed - 1))
+        best = max(best, largest(lambda n: model(load(n)) <= room, failed - 1))
     while best not in peaks and not late() and not runs(best):
         best -= 1
     while best + 1 < failed and not late() and runs(best + 1):
         best += 1
     best = max(peaks)
-    predicted = None if model is None else _gib(model(load(length(best))))
-    return Edge(asked, length(best), length(failed), _gib(room), _gib(peaks[best]), predicted)
+    predicted = None if model is None else _gib(model(load(best)))
+    return Edge(of, asked, best, failed, _gib(room), _gib(peaks[best]), predicted)
 
 
 def _gib(nbytes: float) -> float:
     return round(nbytes / GIB, 4)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _cut(sample: Sample, tokens: int) -> Sample:

@@ -50,8 +50,8 @@ def tidy(
     {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_j_per_ktok: joules for a thousand of them, only
     where a GPU counted them; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling: of the phase that takes longest, and
     averaged by time (of phases that only move bytes: the longest at the measured rate, over their sum);
-    {arm}_host_share: of the time in which the device waited. {arm}_fits_tokens: of an arm that ran out of memory, the
-    longest samples with which it did not.
+    {arm}_host_share: of the time in which the device waited. {arm}_fits_tokens, {arm}_fits_jobs: of an arm that ran
+    out of memory, the longest samples or the most jobs with which it did not.
     of_limit, _low, _high, _paired: limit's time / candidate's time, both of the limit's phases, and of_limit_forward of
     forward alone (see `shares`). limit: least work, no candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only
     where a record has several jobs or ranks. family: of both arms, only in records that were made of such.
@@ -210,7 +210,7 @@ def _memory(record: Record) -> dict[str, Any]:
     reference, candidate = used["reference"], used["candidate"]
     saved = measure == "peak" and reference and candidate is not None
     edges = {arm: record.notes.get(arm, {}).get("edge") for arm in ARMS}
-    found |= {f"{arm}_fits_tokens": edge["tokens"] for arm, edge in edges.items() if edge}
+    found |= {f"{arm}_fits_{edge['of']}": edge["fits"] for arm, edge in edges.items() if edge}
     found["memory_saved_pct"] = 100 * (1 - candidate / reference) if saved else math.nan
     return found
 
@@ -315,7 +315,7 @@ def overhead_share(records: Sequence[Record]) -> float:
 _ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
 _WHERE_PRESENT = {
     *("family", "unequal", "jobs", "job_tokens", "job_r", "job_gate"),
-    *_ARMS_OF("ranks", "rank_spread", "j_per_ktok", "fits_tokens"),
+    *_ARMS_OF("ranks", "rank_spread", "j_per_ktok", "fits_tokens", "fits_jobs"),
 }  # fmt: skip
 
 

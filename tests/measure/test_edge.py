@@ -1,4 +1,4 @@
-"""How long samples may be for a step to fit: the search on memories that are known, and real steps of an arm."""
+"""How long samples may be, or how many jobs, for a step to fit: on memories that are known, and by real steps."""
 
 from __future__ import annotations
 
@@ -10,81 +10,93 @@ import torch
 from helpers import cells, request
 
 from lorabench.contract.kind import kind
-from lorabench.contract.memory_fit import GIB, Edge, Load
+from lorabench.contract.memory_fit import GIB, JOBS, TOKENS, Edge, Load
 from lorabench.contract.workload import Workload
 from lorabench.measure.edge import search
 from lorabench.measure.kind import request_of
 
-ASKED = 6400  # a grain is 100 tokens
+ASKED = 64
 
 
 class Device:
-    """Steps of one sample that take `static` bytes and so many a token and a token's square; `tried` has their
-    lengths, in order."""
+    """Steps that take `static` bytes, so many for each of what is asked for, and for its square; `tried` has what was
+    asked for, in order."""
 
-    def __init__(self, room: int, static: int = 10 * GIB, token: int = 1 << 20, square: float = 0.0) -> None:
-        self.room, self.static, self.token, self.square = room, static, token, square
+    def __init__(self, room: int, static: int = 10 * GIB, each: int = 100 << 20, square: float = 0.0) -> None:
+        self.room, self.static, self.each, self.square = room, static, each, square
         self.tried: list[int] = []
 
-    def peak(self, tokens: int) -> int:
-        return int(self.static + self.token * tokens + self.square * tokens * tokens)
+    def peak(self, much: float) -> int:
+        return int(self.static + self.each * much + self.square * much * much)
 
-    def run(self, tokens: int) -> int:
-        self.tried.append(tokens)
-        if self.peak(tokens) > self.room:
+    def run(self, much: int) -> int:
+        self.tried.append(much)
+        if self.peak(much) > self.room:
             raise torch.OutOfMemoryError
-        return self.peak(tokens)
+        return self.peak(much)
 
     def edge(self, until: float = math.inf) -> Edge:
-        return search(self.run, lambda tokens: Load(tokens, tokens * tokens), ASKED, self.room, until)
+        return search(TOKENS, self.run, lambda much: Load(much, much * much), ASKED, self.room, until)
 
 
-@pytest.mark.parametrize("square", [0.0, 2000.0])
-@pytest.mark.parametrize("fits", [150, 1234, 3299, 6399])
-def test_the_edge_is_the_last_length_that_ran_and_the_first_that_did_not(fits, square):
+@pytest.mark.parametrize("square", [0.0, 20e6])
+@pytest.mark.parametrize("fits", [1, 12, 32, 63])
+def test_the_edge_is_the_last_that_ran_and_the_first_that_did_not(fits, square):
     device = Device(0, square=square)
-    device.room = device.peak(fits)
+    device.room = device.peak(fits + 0.5)
     found = device.edge()
-    assert (found.tokens, found.too_many) == (fits // 100 * 100, fits // 100 * 100 + 100)
-    assert device.peak(found.tokens) <= device.room < device.peak(found.too_many)
-    assert found.measured_gib == pytest.approx(device.peak(found.tokens) / GIB, abs=1e-4)
+    assert (found.fits, found.too_many) == (fits, fits + 1)
+    assert found.measured_gib == pytest.approx(device.peak(fits) / GIB, abs=1e-4)
 
 
 def test_the_model_says_where_to_look():
     device = Device(0)
-    device.room = device.peak(5050)
+    device.room = device.peak(50.5)
     found = device.edge()
     assert found.predicted_gib == pytest.approx(found.measured_gib, rel=1e-3)
-    assert device.tried == [100, 200, 400, 800, 1600, 5000, 5100]  # five small steps, and the edge's two sides
+    assert device.tried == [1, 2, 4, 8, 16, 50, 51]  # five small steps, and the edge's two sides
 
 
 def test_a_model_that_is_wrong_costs_steps_and_not_the_answer():
     device = Device(0)
-    device.room = device.peak(5050)
+    device.room = device.peak(50.5)
     honest = device.peak
-    device.peak = lambda tokens: honest(tokens) + (3 << 30 if tokens > 1600 else 0)  # another kernel from there on
+    device.peak = lambda much: honest(much) + (3 * GIB if much > 16 else 0)  # another kernel from there on
     found = device.edge()
-    assert device.peak(found.tokens) <= device.room < device.peak(found.too_many)
+    assert device.peak(found.fits) <= device.room < device.peak(found.too_many)
+    assert found.too_many == found.fits + 1 and len(device.tried) > 20
 
 
 def test_nothing_is_tried_above_what_a_small_step_has_said():
-    device = Device(0, token=64 << 20)
-    device.room = device.peak(250)
+    device = Device(0, each=6 * GIB)
+    device.room = device.peak(2.5)
     found = device.edge()
-    assert (found.tokens, found.too_many) == (200, 300)
-    assert max(device.tried) == 300
+    assert (found.fits, found.too_many) == (2, 3)
+    assert max(device.tried) == 3
 
 
-def test_where_not_even_the_shortest_runs():
+def test_where_not_even_the_least_runs():
     found = Device(room=GIB).edge()
-    assert (found.tokens, found.too_many, found.measured_gib) == (0, 100, None)
-    assert str(found) == "not even samples of 100 tokens fit"
+    assert (found.fits, found.too_many, found.measured_gib) == (0, 1, None)
 
 
 def test_with_the_time_up_it_says_what_it_has():
     device = Device(0)
-    device.room = device.peak(5050)
-    assert device.edge(until=time.perf_counter() - 1).tokens == 0 and not device.tried
+    device.room = device.peak(50.5)
+    assert device.edge(until=time.perf_counter() - 1).fits == 0 and not device.tried
+
+
+@pytest.mark.parametrize(
+    ("edge", "says"),
+    [
+        (Edge(TOKENS, 2048, 1024, 1056, 80.0), "samples of 1,024 tokens fit, of 1,056 they do not"),
+        (Edge(TOKENS, 2048, 0, 32, 80.0), "not even samples of 32 tokens fit"),
+        (Edge(JOBS, 8, 3, 4, 80.0), "3 jobs fit, 4 do not"),
+        (Edge(JOBS, 8, 0, 1, 80.0), "not even one of its jobs fits"),
+    ],
+)
+def test_in_words(edge, says):
+    assert str(edge) == says
 
 
 WORKLOAD = Workload(name="test", kind="fixed", batch_size=2, seq_len=256)
@@ -106,7 +118,7 @@ def test_real_steps_are_tried_until_one_is_refused(batching, monkeypatch):
 
     monkeypatch.setattr(rehearsal.Rehearsing, "_gradients", refused)
     found = kind("train").edge(made, math.inf)
-    assert (found.asked, found.tokens, found.too_many) == (256, 148, 152)
+    assert (found.asked, found.fits, found.too_many) == (256, 148, 152)
     assert 2 * 148 in tried and 2 * 152 in tried
     assert 0 < found.measured_gib < found.room_gib
 
@@ -116,7 +128,22 @@ def test_a_toggle_that_searches_itself_is_not_searched():
     assert kind("train").edge(made, math.inf) is None
 
 
-def test_several_jobs_are_not_searched():
-    (cell, *_) = cells("workload=two_jobs", "ablations=[eager]")
+@pytest.mark.parametrize("way", ["sequential", "batched", "fused_multi_lora"])
+def test_jobs_are_added_until_one_is_too_many(way, monkeypatch):
+    """With every way that trains several; the step that is refused is that of all jobs together."""
+    cell = next(c for c in cells("workload={jobs_4: {seq_len: 16}}", f"ablations=[{way}]") if c.toggles)
     made = request_of(cell, "candidate", torch.float32, torch.device("cpu"))
-    assert kind("train").edge(made, math.inf) is None
+    of_kind, honest = kind("train"), type(kind("train")).trial
+    tried = []
+
+    def refused(self, arm, begin):
+        tried.append(len(arm.steps))
+        if len(arm.steps) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return honest(self, arm, begin)
+
+    monkeypatch.setattr(type(of_kind), "trial", refused)
+    found = of_kind.edge(made, math.inf)
+    assert (found.of, found.asked, found.fits, found.too_many) == ("jobs", 4, 2, 3)
+    assert set(tried) == {1, 2, 3}
+    assert found.processes > 2  # of a model that small

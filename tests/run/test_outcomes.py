@@ -131,7 +131,7 @@ def test_what_does_not_fit_says_how_much_would(plugin, tmp_path):
     assert record.status == "oom"
     assert record.reason.endswith("; samples of 100 tokens fit, of 104 they do not")
     edge = record.notes["candidate"]["edge"]
-    assert (edge["asked"], edge["tokens"], edge["too_many"]) == (256, 100, 104)
+    assert (edge["of"], edge["asked"], edge["fits"], edge["too_many"]) == ("tokens", 256, 100, 104)
     assert 0 < edge["measured_gib"] < edge["room_gib"]
     assert "samples of 100 tokens fit" in (tmp_path / "summary.md").read_text()
 
