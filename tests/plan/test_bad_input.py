@@ -185,7 +185,7 @@ KEYS = st.sampled_from(
 OVERRIDES = st.builds("{}{}={}".format, st.sampled_from(["", "", "", "+", "++", "~"]), KEYS, VALUES)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(overrides=st.lists(OVERRIDES, min_size=1, max_size=3))
 @example(overrides=["models=tiny-gemma", "design="])
 def test_any_configuration_is_a_plan_or_one_line(overrides):
