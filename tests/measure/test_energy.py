@@ -151,3 +151,17 @@ def test_a_seat_asks_once_an_arm_where_it_is_wanted_and_says_how_long_it_took(wa
     assert asked == ([("reference", 4.0), ("eager", 4.0)] if wanted else [])
     assert [one.energy for one in ended] == 2 * [found if wanted else None]
     assert all(one.seconds["energy"] >= 0 for one in ended)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_costs_the_same_twice_within_a_tenth():
+    if energy.nvml_handle() is None:
+        pytest.skip("no NVML here")
+    made = arm("sdpa", "adamw_fused", "padding", model="smollm2-135m", device="cuda")
+    usual_ms = min(energy.run_trial(made).total_ms for _ in range(5))
+    first, second = (energy.measure(made, usual_ms) for _ in range(2))
+    if first is None or second is None:
+        pytest.skip("this GPU, or the part of it that is here, does not count its energy")
+    assert first.seconds >= LEAST_S and first.steps > 1
+    assert 50 < first.joules / first.seconds < 1500  # watts of one GPU
+    assert first.joules / first.steps == pytest.approx(second.joules / second.steps, rel=0.1)
