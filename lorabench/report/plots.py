@@ -1,4 +1,4 @@
-"""The plots: the race, speed-up, memory, time against memory, published numbers, packing, ladder; as PNG and as SVG.
+"""The plots: race, speed-up, memory, time against memory, jobs, published numbers, packing, ladder; as PNG and as SVG.
 
 Drawn without pyplot's global state. One panel a group, stacked, so that a row stays readable at the width of a README;
 panels that belong together share their axis. Of many groups the speed-up is a heat map. What a figure leaves out it
@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 
 from lorabench.record.schema import ARMS, TOTAL
 from lorabench.report.analysis import Analysis, Row
+from lorabench.report.by_jobs import by_jobs
 from lorabench.report.cells import HOST_BOUND, fits_alone, whole
 from lorabench.report.figure import Strip, legend, log_axis, png, rows_figure, svg
 from lorabench.report.heatmap import heat_map
@@ -45,7 +46,7 @@ from lorabench.report.tradeoff import tradeoff
 from lorabench.report.waterfall import waterfall
 from lorabench.report.words import arrow
 
-NAMES = ("race", "speedup", "memory", "tradeoff", "published", "packing", "ladder")
+NAMES = ("race", "speedup", "memory", "tradeoff", "jobs", "published", "packing", "ladder")
 SUFFIXES = (".png", ".svg")
 
 
@@ -68,8 +69,8 @@ def figures(analysis: Analysis, panels: Sequence[Panel] | None = None) -> dict[s
     with rc_context({"text.parse_math": False}):  # a name is a name, whatever dollars it has
         speed = heat_map(panels) if len(panels) > MANY else _speedup(panels, analysis)
         made = (
-            race(panels), speed, _memory(panels), tradeoff(panels), published(analysis), packing(analysis),
-            waterfall(analysis),
+            race(panels), speed, _memory(panels), tradeoff(panels), by_jobs(panels), published(analysis),
+            packing(analysis), waterfall(analysis),
         )  # fmt: skip
     return {name: figured for name, figured in zip(NAMES, made, strict=True) if figured}
 

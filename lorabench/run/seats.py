@@ -16,7 +16,7 @@ import torch
 from lorabench.contract.cell import PROCESSES
 from lorabench.contract.family import REFERENCE, TWIN, Family
 from lorabench.contract.machine import Machine
-from lorabench.contract.memory_fit import Edge
+from lorabench.contract.memory_fit import JOBS, TOKENS, Edge
 from lorabench.measure.energy import Meter
 from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Failed, Ready, Seating
@@ -226,7 +226,8 @@ class Seats:
             return False
         finally:
             entry.spent("build", time.perf_counter() - began)
-        if type(found) is Edge and all(isinstance(field, int | float | None) for field in astuple(found)):
+        numbers = astuple(found)[1:] if type(found) is Edge and found.of in (TOKENS, JOBS) else ("none",)
+        if all(isinstance(number, int | float | None) for number in numbers):
             entry.edge, entry.reason = found, f"{entry.reason}; {found}"
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from helpers import MACHINE, cells
 from run.scripted import Script
 
 from lorabench.contract.family import REFERENCE, TWIN, Family, families
+from lorabench.contract.memory_fit import Edge
 from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Failed, Ready
 from lorabench.measure.trial import MOST_TRIALS
@@ -161,6 +163,36 @@ def test_out_of_memory_is_said_of_an_arm_that_was_alone(tmp_path):
     assert found["adamw"].status == "oom" and found["eager"].status == "ok"
     last = max(seat for seat, what, *rest in script.heard if (what, *rest) == ("prepare", "adamw"))
     assert [rest for seat, what, *rest in script.heard if seat == last and what == "prepare"] == [["adamw"]]
+
+
+FITS = Edge("jobs", 8, 3, 4, 80.0, 70.0, 71.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (FITS, "; 3 jobs fit, 4 do not"),
+        (None, ""),
+        (replace(FITS, of="a" * 1000), ""),
+        (replace(FITS, fits=[1]), ""),  # a toggle's process can answer anything
+        ("3 jobs", ""),
+    ],
+)
+def test_what_ran_out_of_memory_alone_is_asked_how_much_fits(answer, said, tmp_path):
+    script = Script(room=4.0, answers={("edge", "adamw"): [answer]})
+    script.bytes = {"adamw": 9.0}
+    found = measured(script, tmp_path)
+    assert found["adamw"].reason == f"it ran out of memory{said}"
+    assert found["adamw"].said == ({"edge": asdict(FITS)} if said else {})
+    assert [rest for _, what, *rest in script.heard if what == "edge"] == [["adamw"]]
+
+
+def test_a_process_that_ends_while_it_is_asked_costs_nobody_anything(tmp_path):
+    script = Script(room=4.0, fails={("edge", "adamw"): raising(Lost("crash", "it died", None, None))})
+    script.bytes = {"adamw": 9.0}
+    found = measured(script, tmp_path)
+    assert found["adamw"].reason == "it ran out of memory"
+    assert {r.status for name, r in found.items() if name != "adamw"} == {"ok"}
 
 
 def test_a_reference_that_does_not_fit_leaves_the_others(tmp_path):
