@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from helpers import arm
+from several_ranks import on_ranks
 
 from lorabench.contract.ablation import Ablation, Evidence
 from lorabench.contract.arm import Arm
@@ -20,7 +19,6 @@ from lorabench.contract.hooks import asked, noted
 from lorabench.contract.ranks import ONE, Ranks, whole
 from lorabench.measure import profile
 from lorabench.measure.judging import numerics
-from lorabench.run.ranks import free_port
 
 STEPS = 5
 
@@ -84,29 +82,17 @@ def together(size: int, cases: dict[str, tuple[Any, ...]], folder: Path) -> dict
     """What `steps_of` finds on rank 0 for each case; of one that raises its words. The adapters go to folders of the
     cases' names."""
     file = folder / f"found-{size}.pt"
-    torch.multiprocessing.spawn(_rank, (size, free_port(), cases, folder, file), nprocs=size)
+    on_ranks(size, folder, _found, cases, folder, file, timeout_s=600)
     return torch.load(file, weights_only=True)
 
 
-def _rank(rank: int, size: int, port: int, cases: dict[str, tuple[Any, ...]], folder: Path, file: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-
-    def total(value: float) -> float:
-        number = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(number)
-        return float(number)
-
-    ranks, found = Ranks(rank, size, total=total), {}
+def _found(ranks: Ranks, cases: dict[str, tuple[Any, ...]], folder: Path, file: Path) -> None:
+    found: dict[str, Any] = {}
     for name, case in cases.items():
         try:
             found[name] = steps_of(case, ranks, str(folder / name))
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             found[name] = f"{type(error).__name__}: {error}"
-    if not rank:
+    if not ranks.rank:
         torch.save(found, file)
-    dist.barrier()
-    dist.destroy_process_group()
