@@ -436,8 +436,9 @@ class DeferredUpdate(Cheat):
 class BackwardInAThread(Cheat):
     name = "backward_in_a_thread"
     summary = "backward and update end in a thread after the clock has stopped"
-    caught = "update against AdamW | each gradient"
-    status = UNTRUSTED
+    # Its thread may still compute on what the main one has given back: then its process dies, and gets no time either.
+    caught = "update against AdamW | each gradient | killed by SIGSEGV"
+    status = (*UNTRUSTED, "crash")
 
     class Wrapper(Turns):
         thread: threading.Thread | None = None
