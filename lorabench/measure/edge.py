@@ -6,7 +6,6 @@ and steps there find the edge: so much ran, and a little more did not. Run: pyth
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
@@ -27,7 +26,6 @@ from lorabench.measure.rehearsal import Rehearsing
 GRAINS = 64  # lengths of a sample that are told apart, the workload's own the longest
 SMALL = (1, 2, 4, 8, 16)  # of these, or jobs: the steps that the model is fitted to
 ROOMY = 0.9  # share of the room above which a step is not tried for the model's sake
-CONTEXT = 0.7 * GIB  # that a process takes on a GPU for itself
 
 Run = Callable[[int], int]  # the peak of a step with so much, in bytes, or torch.OutOfMemoryError
 
@@ -98,7 +96,7 @@ def _of_jobs(request: Request, kind: Kind, until: float) -> Edge:
                 raise
             words = first_line(error)
         finally:
-            _free(request.device)
+            memory.give_back(request.device)
         raise torch.OutOfMemoryError(words)  # here, where no frame of the step is left that holds what it saved
 
     try:
@@ -108,7 +106,7 @@ def _of_jobs(request: Request, kind: Kind, until: float) -> Edge:
         return Edge(JOBS, asked, 0, 1, _gib(memory.free(request.device)))
     room = memory.free(request.device)
     found = search(JOBS, run, lambda jobs: Load(jobs, jobs * jobs), asked, room, until)
-    return replace(found, processes=int((room + shared) // (shared + one + CONTEXT)))
+    return replace(found, processes=int((room + shared) // (shared + one + memory.CONTEXT)))
 
 
 def search(of: str, run: Run, load: Callable[[int], Load], asked: int, room: int, until: float) -> Edge:
@@ -151,12 +149,6 @@ def search(of: str, run: Run, load: Callable[[int], Load], asked: int, room: int
 
 def _gib(nbytes: float) -> float:
     return round(nbytes / GIB, 4)
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _cut(sample: Sample, tokens: int) -> Sample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +17,8 @@ from lorabench.contract.hooks import message_of
 from lorabench.measure.trial import run_trial, synchronize
 from lorabench.record.schema import ArmMemory
 
+CONTEXT = 0.7e9  # bytes that a process takes on a GPU for itself
+
 
 def allocated(device: torch.device) -> int:
     """Bytes held now: on a GPU by tensors and by captured graphs, on a CPU resident in the process."""
@@ -29,6 +32,13 @@ def _idle_in_pools() -> int:
     """Bytes that captured graphs keep for their replays: no tensor holds them, and nothing else can have them."""
     segments = torch.cuda.memory_snapshot()
     return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+
+
+def give_back(device: torch.device) -> None:
+    """What garbage holds to the allocator, and what that has cached to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def reserved(device: torch.device) -> int:

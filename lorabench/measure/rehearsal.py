@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -55,7 +54,7 @@ class Rehearsing:
     def _warm_up(self, budget: int) -> None:
         """One small step, not measured: what is made once and stays (the optimizer's state, the gradients' buffers,
         libraries' workspaces) is then there in all that are."""
-        self.exit.callback(self._free)
+        self.exit.callback(memory.give_back, self.device)
         self.exit.callback(_restorer(self.step))
         self.exit.enter_context(torch.random.fork_rng([] if self.on_cpu else [self.device]))
         self._tried(self.lay_out([min(self.samples, key=lambda s: len(s.tokens))], 1), budget)
@@ -76,7 +75,7 @@ class Rehearsing:
             if most <= budget:
                 return Reading(most, perf_counter() - began)
             words = f"the step takes {most} bytes of {budget}"
-        self._free()  # only here, where no frame of the step is left that holds what it saved
+        memory.give_back(self.device)  # only here, where no frame of the step is left that holds what it saved
         raise torch.OutOfMemoryError(f"the device is out of memory. {words}")  # by these words others know it
 
     def _static(self) -> int:
@@ -92,11 +91,6 @@ class Rehearsing:
         """They add up from step to step: a later micro-batch of a step finds those of the ones before it, too."""
         for batch in batches:
             self.step.backward(self.step.forward(batch))
-
-    def _free(self) -> None:
-        gc.collect()
-        if not self.on_cpu:
-            torch.cuda.empty_cache()
 
 
 def _restorer(step: Step) -> Callable[[], None]:

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from lorabench.report.figure import SMALL, WIDTH, legend, short, widest
-from lorabench.report.panels import CIRCLE, Figured, Mark, Panel, that_fit
-from lorabench.report.tradeoff import BLACK, COLOURS, ITSELF, MARKERS, Look
+from lorabench.report.figure import SMALL, WIDTH, legend, legend_rows, short
+from lorabench.report.panels import Figured, Mark, Panel, that_fit
+from lorabench.report.tradeoff import ITSELF, Look, looks_of
 
 HEIGHT, LEFT, RIGHT, GAP, FOOT = 2.6, 0.75, 0.2, 0.5, 0.5  # inches: of a panel, beside it, above and below it
 AXES = {"tokens_s": "real tokens a second", "peak_gib": "peak, GiB"}
@@ -59,7 +59,7 @@ def by_jobs(panels: Sequence[Panel]) -> Figured:
     found = series(shown)
     if not found:
         return None
-    looks = _looks([name for lines in found.values() for name in lines])
+    looks = looks_of([name for lines in found.values() for name in lines])
     points = [p for lines in found.values() for own in lines.values() for p in own]
     columns = [c for c in AXES if any(math.isfinite(getattr(p, c)) for p in points)]  # a CPU has no peaks
     labels = [short(name, 48) for name in looks]
@@ -84,17 +84,9 @@ def _jobs(mark: Mark) -> int:
     return len(mark.record.jobs or {}) or 1
 
 
-def _looks(names: Sequence[str]) -> dict[str, Look]:
-    found = {ITSELF: Look(BLACK, CIRCLE)} if ITSELF in names else {}
-    for n, name in enumerate(dict.fromkeys(name for name in names if name != ITSELF)):
-        found[name] = Look(COLOURS[n % len(COLOURS)], MARKERS[n // len(COLOURS) % len(MARKERS)])
-    return found
-
-
 def _height_of_key(labels: Sequence[str]) -> float:
     """Inches of the legend, in which the longest of its labels says how high a row is."""
-    rows = math.ceil(sum(widest([label]) + 0.45 for label in labels) / WIDTH)
-    return 0.12 + 0.19 * rows * max(label.count("\n") + 1 for label in labels)
+    return 0.12 + 0.19 * legend_rows(labels, WIDTH) * max(label.count("\n") + 1 for label in labels)
 
 
 def _laid_out(titles: Sequence[str], wide: int, above: float, left_out: str) -> tuple[Figure, list[list[Axes]]]:

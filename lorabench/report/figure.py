@@ -124,11 +124,16 @@ def size_of(text: str) -> float:
 
 def legend(figure: Figure, handles: Sequence[Any]) -> None:
     """At the top, in as many rows as its width needs."""
-    wide = sum(widest([handle.get_label()]) + 0.45 for handle in handles)
-    columns = math.ceil(len(handles) / math.ceil(wide / figure.get_figwidth()))
+    rows = legend_rows([handle.get_label() for handle in handles], figure.get_figwidth())
+    columns = math.ceil(len(handles) / rows)
     figure.legend(
         handles=list(handles), loc="upper center", ncols=columns, frameon=False, fontsize=SMALL, borderaxespad=0.2
     )
+
+
+def legend_rows(labels: Sequence[str], width: float) -> int:
+    """How many a legend needs on so many inches."""
+    return math.ceil(sum(widest([label]) + 0.45 for label in labels) / width)
 
 
 def title(ax: Axes, text: str) -> None:

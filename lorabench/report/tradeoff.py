@@ -155,9 +155,13 @@ def _name(mark: Mark) -> str:
 
 def _looks(marks: Sequence[Mark]) -> dict[str, Look]:
     """Toggles → look, the same in every panel. All references are one, as they come."""
-    names = dict.fromkeys(_name(mark) for mark in marks if not mark.record.is_noise_floor)
-    found = {ITSELF: Look(BLACK, CIRCLE)} if any(mark.record.is_noise_floor for mark in marks) else {}
-    for n, name in enumerate(names):
+    return looks_of([_name(mark) for mark in marks])
+
+
+def looks_of(names: Sequence[str]) -> dict[str, Look]:
+    """Of each name, the reference's own first."""
+    found = {ITSELF: Look(BLACK, CIRCLE)} if ITSELF in names else {}
+    for n, name in enumerate(dict.fromkeys(name for name in names if name != ITSELF)):
         found[name] = Look(COLOURS[n % len(COLOURS)], MARKERS[n // len(COLOURS) % len(MARKERS)])
     return found
 

@@ -19,6 +19,7 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.memory_fit import JOBS, TOKENS, Edge
 from lorabench.measure.energy import Meter
 from lorabench.measure.kind import ROUNDS, TURN
+from lorabench.measure.memory import CONTEXT
 from lorabench.measure.seat import Failed, Ready, Seating
 from lorabench.record.schema import ArmRecord
 from lorabench.run.entries import (
@@ -36,7 +37,7 @@ from lorabench.run.ranks import whole_batch
 
 Generations = list[list[tuple[Entry, Seated]]]
 EDGE_S = 600.0  # in which the edge of an arm's memory is looked for
-CONTEXT, ROOMY = 0.7e9, 0.9  # bytes that a process takes on a GPU for itself; share of its memory that may be used
+ROOMY = 0.9  # share of a GPU's memory that may be used
 
 
 class Seats:
@@ -226,8 +227,7 @@ class Seats:
             return False
         finally:
             entry.spent("build", time.perf_counter() - began)
-        numbers = astuple(found)[1:] if type(found) is Edge and found.of in (TOKENS, JOBS) else ("none",)
-        if all(isinstance(number, int | float | None) for number in numbers):
+        if _is_edge(found):
             entry.edge, entry.reason = found, f"{entry.reason}; {found}"
         return True
 
@@ -393,6 +393,13 @@ class Seats:
 
     def _over(self, part: str, seconds: float) -> None:
         self.overhead[part] = self.overhead.get(part, 0.0) + seconds
+
+
+def _is_edge(found: Any) -> bool:
+    """Whether an answer is an edge of nothing but numbers: a toggle shares the process that gives it."""
+    if type(found) is not Edge or found.of not in (TOKENS, JOBS):
+        return False
+    return all(isinstance(number, int | float | None) for number in astuple(found)[1:])
 
 
 def _above(ready: Ready) -> int:
