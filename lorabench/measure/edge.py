@@ -50,7 +50,8 @@ def _of_tokens(request: Request, kind: Kind, until: float) -> Edge | None:
         return asked * grains // GRAINS
 
     def lay_out(tokens: int) -> list[Batch]:
-        return laid_out(request, hooks, _cut_job(job, tokens), [_cut(s, tokens) for s in samples])
+        made = laid_out(request, hooks, _cut_job(job, tokens), [_cut(s, tokens) for s in samples])
+        return [to_device(batch, request.device) for batch in made]
 
     def load(grains: int) -> Load:
         return max((Load.of(batch) for batch in lay_out(length(grains))), key=lambda found: found.positions)
@@ -70,7 +71,7 @@ def _of_tokens(request: Request, kind: Kind, until: float) -> Edge | None:
     ) as rehearsal:  # fmt: skip
 
         def run(grains: int) -> int:
-            return rehearsal.run([to_device(b, request.device) for b in lay_out(length(grains))], room).peak
+            return rehearsal.run(lay_out(length(grains)), room).peak
 
         found = search(TOKENS, run, load, GRAINS, room, until)
     return replace(found, asked=asked, fits=length(found.fits), too_many=length(found.too_many))

@@ -173,6 +173,7 @@ class Seats:
             answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, offered, ranks=entry.stack.ranks)
         except Lost as lost:
             entry.leave(lost.status, str(lost), lost.rank, lost.log)
+            self.tell(f"left: {entry.name}, {lost.status}: {lost}")
             entry.spent("build", time.perf_counter() - began)
             return Failed(lost.status, str(lost), spoilt=True)
         finally:
@@ -195,6 +196,7 @@ class Seats:
             rank = answers.index(failed) if len(answers) > 1 and failed.status == "oom" else None
             reason = failed.reason if rank is None else f"rank {rank}: {failed.reason}"
             entry.leave(failed.status, reason, rank)
+            self.tell(f"left: {entry.name}, {failed.status}: {reason}")
             entry.disturbed, entry.numerics = failed.disturbed, dict(failed.numerics)
             if failed.status == "oom":
                 failed.spoilt |= not self._find_edge(seat, entry)

@@ -159,7 +159,7 @@ def test_on_a_gpu_a_step_costs_the_same_twice_within_a_tenth():
         pytest.skip("no NVML here")
     made = arm("sdpa", "adamw_fused", "padding", model="smollm2-135m", device="cuda")
     usual_ms = min(energy.run_trial(made).total_ms for _ in range(5))
-    first, second = (energy.measure(made, usual_ms) for _ in range(2))
+    _, first, second = (energy.measure(made, usual_ms) for _ in range(3))  # in its first second a cold GPU draws less
     if first is None or second is None:
         pytest.skip("this GPU, or the part of it that is here, does not count its energy")
     assert first.seconds >= LEAST_S and first.steps > 1
