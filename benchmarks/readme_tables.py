@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from lorabench.compare import hardware
 from lorabench.record.contrast import Speedup
-from lorabench.record.schema import Record
+from lorabench.record.schema import TOTAL, Record
 from lorabench.record.stats import without_figure
 from lorabench.report import cells
 from lorabench.report.analysis import Analysis, Row
@@ -33,7 +33,7 @@ from lorabench.report.attribution_tables import (
     increment_is_clear,
 )
 from lorabench.report.claim_tables import claims_frame, judged, ours
-from lorabench.report.claims import AS_RATIO, Claim, Match, Source, load_claims, measured
+from lorabench.report.claims import AS_RATIO, BY_DEFINITION, TIMES, Claim, Match, Source, load_claims, measured
 from lorabench.report.groups import Group
 from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
 from lorabench.report.shown import show
@@ -168,6 +168,7 @@ def beside(claim: Claim, results: Results) -> Measured | None:
     baseline = f"another: {differs}" if differs else "the same"
     toggles = " + ".join(f"`{t}`" for t in rows[0].record.ablations)
     toggles += f", in place of `{rows[0].stands_for}`" if rows[0].stands_for else ""
+    toggles = "the baseline's own" if claim.of_reference else toggles
     return Measured(_together(claim, rows, results.folders[folder]), toggles, baseline, folder)
 
 
@@ -201,7 +202,7 @@ def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
         (row,) = claims_frame(rows, analysis).to_dict("records")
         return f"{ours(row)} ×, {row['model']}"
     values = [(_value(m, analysis), _is_clear(m, analysis)) for m in rows]
-    unit = "×" if claim.unit in AS_RATIO else claim.unit
+    unit = "×" if claim.is_ratio else claim.unit
     if len(values) > 1:
         return _several([(value[0], is_clear) for value, is_clear in values], unit, "cells")
     ((value, is_clear),) = values
@@ -212,7 +213,8 @@ def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
 
 def _is_clear(m: Match, analysis: Analysis) -> bool:
     """Of a ratio of times; what is no such ratio has no verdict."""
-    return m.claim.unit not in AS_RATIO or not without_figure(judged(m, _value(m, analysis), analysis))
+    timed = m.claim.unit in AS_RATIO or (m.claim.is_ratio and m.claim.of_phase == TOTAL)
+    return not timed or not without_figure(judged(m, _value(m, analysis), analysis))
 
 
 def printed(claim: Claim) -> str:
@@ -221,6 +223,9 @@ def printed(claim: Claim) -> str:
     least = {"at least": "at least ", "maximum": "up to "}.get(claim.statistic, "")
     if claim.unit == "$":
         return f"${said}"
+    if claim.ratio_to:
+        how = "as fast as" if claim.quantity in TIMES else "of"
+        return f"{said} {claim.unit} ({number(claim.low)} × {how} {claim.ratio_to})"
     if claim.unit not in AS_RATIO:
         return f"{least}{said} {claim.unit}"
     if claim.unit == "x":
@@ -241,6 +246,8 @@ def standing(claim: Claim, results: Results) -> list[str]:
         return [f"simulated, not measured: {md(said)}; open: {md(claim.open)}", "", where]
     if claim.open:
         return [f"open: {md(claim.open)}", "", ""]
+    if claim.is_one:
+        return [BY_DEFINITION, "", ""]
     found = beside(claim, results)
     if found is None:
         return ["open: no published results measure it", "", ""]

@@ -152,9 +152,9 @@ def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, conf
 
 
 def _recipe(request: Request, load: dict[str, Any]) -> str | None:
-    """Of the base that the arm may share with others. None: its weights are its own. Of several ranks each has a GPU,
-    and its copy there."""
-    whole = request.layers is None and not request.upcast and request.ranks.size == 1
+    """Of the base that the arm may share with others. None: its weights are its own. Of several ranks each has a base
+    on its own device."""
+    whole = request.layers is None and not request.upcast
     if request.base is None or not whole or any(map(replaces_weights, request.ablations)):
         return None
     return recipe(request.model, request.seed, request.dtype, load)

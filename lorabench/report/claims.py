@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -20,10 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from lorabench.contract.kind import kind
-from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Record
+from lorabench.record.schema import ARMS, TOTAL, ArmMemory, ArmName, Record
 from lorabench.report.contrasts import Contrasts
 
 # A quantity is `{phase}_{measure}`: of a phase of the claim's kind, of the total, or of the peak over all phases.
@@ -40,11 +41,15 @@ OTHER_QUANTITIES = {
     "minutes_saved_per_checkpoint": MORE, "quantizing_s": LESS, "partition_gb": LESS, "cost_usd": LESS,
     "jobs_that_fit": MORE, "jobs_that_fit_ratio": MORE,
 }  # fmt: skip
+TIMES = ("latency_h", "latency_days")
+PASSED, BUSY = "tokens_s", "gpu_utilization_pct"
+OF_STEPS = (*TIMES, PASSED, BUSY)  # follow from whole steps
 # How a number is printed → the same as a ratio of two times; every other unit is kept as it is.
 AS_RATIO = {"x": lambda n: n, "% faster": lambda n: (100 + n) / 100, "% less time": lambda n: 100 / (100 - n)}
 
 TOGETHER = ("average", "maximum")
 UNKNOWN = (math.nan, math.nan, math.nan)
+BY_DEFINITION = "1 by definition: others of this source are shown as their ratio to it"
 
 
 class Strict(BaseModel):
@@ -83,9 +88,13 @@ class Claim(Strict):
     note: str | None = None  # how we read an ambiguous wording
     caveat: str | None = None  # where the source disagrees with itself or with its own data
     same_as: str | None = None  # id of a claim of the source that states the same in another unit
+    ratio_to: str | None = None  # id of its baseline's claim: hours of another machine compare as the ratio to that one
+    of_reference: bool = False  # the quantity is the baseline's own
+    is_one: bool = False  # a baseline to which others are a ratio, in a unit that does not compare by itself
     open: str | None = None  # why no record can stand beside it (yet)
     simulated: Tabled | None = None  # what a simulation says meanwhile: never shown as measured
     counted: Tabled | None = None  # what was measured beside sweeps, which do not measure it
+    _base: float | None = PrivateAttr(None)  # printed of the claim that `ratio_to` names
 
     @model_validator(mode="after")
     def _check(self) -> Claim:
@@ -93,7 +102,12 @@ class Claim(Strict):
             raise ValueError(f"low {self.low} is above high {self.high}")
         if self.counted and (self.open or self.reference):
             raise ValueError("`counted` is for a claim that is neither open nor one of a sweep's toggles")
-        if not self.open and not self.counted and (not self.reference or set(self.reference) == set(self.candidate)):
+        if (
+            not self.open
+            and not self.counted
+            and not self.is_one
+            and (not self.reference or set(self.reference) == set(self.candidate))
+        ):
             raise ValueError(
                 "write out the toggles of reference and candidate, or say in `open` why no record can match"
             )
@@ -116,7 +130,15 @@ class Claim(Strict):
         return math.inf if self.statistic == "at least" else self._read(self.printed[-1])
 
     def _read(self, number: float) -> float:
+        if self._base is not None:
+            return self._base / number if self.quantity in TIMES else number / self._base
         return AS_RATIO[self.unit](number) if self.unit in AS_RATIO else number
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether it is shown and compared as a ratio; of times as a speed-up, of all else as a share of the
+        baseline's."""
+        return self.unit in AS_RATIO or self.ratio_to is not None
 
     @property
     def measure(self) -> str:
@@ -125,12 +147,14 @@ class Claim(Strict):
     @property
     def better(self) -> str:
         """Which way the quantity is better, "more" or "less"."""
+        if self.ratio_to and self.quantity in TIMES:
+            return MORE
         return OTHER_QUANTITIES.get(self.quantity) or BETTER[self.measure]
 
     @property
     def of_phase(self) -> str:
         """The phase, TOTAL or PEAK; a name that no record has for what none holds."""
-        return self.phase or self.quantity.partition("_")[0]
+        return self.phase or (TOTAL if self.quantity in OF_STEPS else self.quantity.partition("_")[0])
 
     @property
     def ways(self) -> list[set[str]]:
@@ -165,8 +189,14 @@ class Source(Strict):
             known = {f"{p}_{m}" for p in (*phases, PEAK) for m in BETTER} | {*OTHER_QUANTITIES}
             if claim.quantity not in known or claim.phase not in (None, *phases):
                 raise ValueError(f"kind {claim.kind} has no {claim.phase or ''} {claim.quantity}".replace("  ", " "))
-            if ids.count(claim.id) > 1 or claim.same_as not in (None, *ids):
-                raise ValueError(f"claim {claim.id}: its id is there twice, or there is no {claim.same_as}")
+            if ids.count(claim.id) > 1 or not {claim.same_as, claim.ratio_to} <= {None, *ids}:
+                other = claim.same_as or claim.ratio_to
+                raise ValueError(f"claim {claim.id}: its id is there twice, or there is no {other}")
+            if claim.ratio_to:
+                base = self.claims[ids.index(claim.ratio_to)]
+                if base.quantity != claim.quantity:
+                    raise ValueError(f"claim {claim.id}: {claim.quantity} is no ratio to {base.quantity}")
+                claim._base = base.printed[0]
         return self
 
     @property
@@ -269,6 +299,8 @@ def standing(claim: Claim, matches: Iterable[Match]) -> str:
     """In words, how a claim stands where these are all matches: measured, against which baseline, or open and why."""
     if claim.open or claim.same_as:
         return f"open: {claim.open}" if claim.open else f"the same as {claim.same_as}"
+    if claim.is_one:
+        return BY_DEFINITION
     if claim.counted:
         return "measured"
     done = [m for m in matches if m.claim is claim and m.record.status == "ok"]
@@ -279,16 +311,54 @@ def standing(claim: Claim, matches: Iterable[Match]) -> str:
 
 def measured(record: Record, claim: Claim, contrasts: Contrasts) -> tuple[float, float, float]:
     """Our (value, low, high) for a claim's quantity; NaN for what a record does not hold."""
-    if claim.measure == SPEEDUP:
+    if claim.measure == SPEEDUP or (claim.ratio_to and claim.quantity in TIMES):
         return contrasts.speedup(record, (claim.of_phase,)) or UNKNOWN
-    held: dict[Any, ArmMemory] = dict(record.memory or {})
-    before, after = (_bytes(held.get(arm), claim.of_phase) for arm in ARMS)
+    if claim.quantity == PASSED:
+        return _passed(record, claim, contrasts)
+    value = _of_arms(record, claim)
+    return UNKNOWN if value is None else (value, math.nan, math.nan)
+
+
+def _of_arms(record: Record, claim: Claim) -> float | None:
+    """What needs no interval: memory, how busy the GPU was, and what the kind says."""
+    if claim.quantity == BUSY:
+        before, after = (_busy(record, arm) for arm in ARMS)
+    else:
+        held: dict[Any, ArmMemory] = dict(record.memory or {})
+        before, after = (_bytes(held.get(arm), claim.of_phase) for arm in ARMS)
+    if claim.of_reference:
+        after = before
     if claim.measure == SAVED and before and after is not None:
-        return 100 * (1 - after / before), math.nan, math.nan
+        return 100 * (1 - after / before)
+    if claim.ratio_to and before and after is not None:
+        return after / before
     if claim.measure == HELD and after is not None:
-        return after / 1e9, math.nan, math.nan
-    found = said(record, claim)
-    return (found["value"], math.nan, math.nan) if found else UNKNOWN
+        return after / 1e9
+    if claim.quantity == BUSY:
+        return after
+    return said(record, claim).get("value")
+
+
+def _busy(record: Record, arm: ArmName) -> float | None:
+    """Per cent of a step in which the GPU had at least one kernel running, which is what NVML calls utilization."""
+    profiled, phases = (record.roofline or {}).get(arm, {}), record.phases or {}
+    timed = [(x.device_busy_ms, getattr(phases[p], f"{arm}_ms")) for p, x in profiled.items() if p in phases]
+    if not timed or any(busy is None or not ms for busy, ms in timed):
+        return None
+    return min(100.0, 100 * sum(busy for busy, _ in timed) / sum(statistics.median(ms) for _, ms in timed))
+
+
+def _passed(record: Record, claim: Claim, contrasts: Contrasts) -> tuple[float, float, float]:
+    """Tokens a second with padding, as m-LoRA counts them: of the baseline, or as a ratio to it."""
+    found, tokens = contrasts.speedup(record, (claim.of_phase,)), record.tokens
+    if found is None or tokens is None:
+        return UNKNOWN
+    before, after = (tokens.real + padded for padded in (tokens.reference_padded, tokens.candidate_padded))
+    if not claim.of_reference:
+        value, low, high = (ratio * after / before for ratio in found)
+        return value, low, high
+    took = (record.phases or {})[claim.of_phase].reference_ms or []
+    return 1000 * before / statistics.median(took), math.nan, math.nan
 
 
 def said(record: Record, claim: Claim) -> Mapping[str, Any]:

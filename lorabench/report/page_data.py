@@ -18,6 +18,7 @@ from lorabench.report.arms import CANDIDATE, LEAST, REFERENCE, TWIN, Arm, arms_o
 from lorabench.report.attribution import ladder
 from lorabench.report.attribution_tables import increment, increment_is_clear
 from lorabench.report.cells import HOST_BOUND, judgement
+from lorabench.report.claim_tables import quantity
 from lorabench.report.claims import SPEEDUP
 from lorabench.report.details import detail
 from lorabench.report.groups import Group
@@ -116,7 +117,7 @@ def _claims(record: Record, analysis: Analysis) -> list[dict[str, Any]]:
         {
             "said": number(m.low) if m.low == m.high else f"≥ {number(m.low)}" if m.high == math.inf
             else f"{number(m.low)}–{number(m.high)}",
-            "what": m.claim.quantity.replace("_", " ").replace(" pct", " %"), "source": m.source.title,
+            "what": quantity(m.claim), "source": m.source.title,
             "wording": m.claim.wording, "differs": m.differs,
             "ends": [m.low, m.high if m.high < math.inf else None]
             if m.claim.quantity == f"{TOTAL}_{SPEEDUP}" and not m.differs else None,

@@ -188,7 +188,6 @@ OTHERS = {
     "upcast": {"upcast": True, "dtype": torch.bfloat16},
     "dtype": {"dtype": torch.bfloat16},
     "seed": {"change": {"seed": 1}},
-    "ranks": {"change": {"ranks": Ranks(0, 2)}},
 }
 
 
@@ -199,6 +198,11 @@ def test_an_arm_of_other_weights_has_its_own(base, other):
     made = build(base, *PEFT, **OTHERS[other])
     assert not storages(made.model) & base._storages() and base.bytes_of(made.model) == 0
     assert base.checksum() == before
+
+
+def test_a_rank_of_several_shares_what_its_own_device_holds(base):
+    made = [build(base, *PEFT, change={"ranks": ranks}) for ranks in (Ranks(0, 2), Ranks(), Ranks(0, 2))]
+    assert all(storages(one.model) & base._storages() == base._storages() for one in made)
 
 
 def test_a_recipe_is_of_what_decides_the_numbers():
@@ -219,7 +223,7 @@ def test_a_recipe_is_of_what_decides_the_numbers():
         assert recipe(spec, 0, high, load) is None
 
 
-@pytest.mark.parametrize("other", ["Prepares", "Builds", "Changes", "layers", "upcast", "ranks"])
+@pytest.mark.parametrize("other", ["Prepares", "Builds", "Changes", "layers", "upcast"])
 def test_an_arm_that_may_not_read_the_base_does_not_fill_it(base, other):
     build(base, *PEFT, **OTHERS[other])
     assert base.recipe is None and base.nbytes == 0

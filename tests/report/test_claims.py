@@ -7,6 +7,7 @@ has the texts can look again: LORABENCH_TEXTS=FOLDER python -m pytest tests/repo
 import math
 import os
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,7 @@ def test_every_claim_has_a_direction_and_is_open_or_has_both_arms():
         for claim in source.claims:
             assert claim.better in ("more", "less")
             toggles = bool(claim.reference and claim.candidate)
-            assert [bool(claim.open), bool(claim.counted), toggles].count(True) == 1
+            assert [bool(claim.open), bool(claim.counted), claim.is_one, toggles].count(True) == 1
 
 
 def test_a_newer_source_stands_among_the_claims_and_is_none_of_the_five_texts():
@@ -159,6 +160,56 @@ def test_what_was_counted_beside_sweeps_is_measured():
     for more in ({"open": "no suite"}, {"reference": ["sdpa"], "candidate": ["eager"]}):
         with pytest.raises(ValidationError, match="neither open nor"):
             claims.Claim.model_validate(traffic | more)
+
+
+# -- figures of another machine ---------------------------------------------------------------------------------------
+
+SAME = ("padding", "gradient_checkpointing")
+JOBS = {"model": "llama-3.1-8b", "workload": "alpaca_jobs_4", "reference": SAME}
+
+
+def test_hours_and_tokens_of_another_machine_compare_as_the_ratio_to_their_baseline(record):
+    tokens = {"real": 1000, "trained": 900, "reference_padded": 1000, "candidate_padded": 2000}
+    one = record(["batched"], speedup=1.2, sd=0.0, tokens=tokens, peaks=(10.0, 15.0), **JOBS)
+    hours, passed = (claim_of("mlora", f"four-jobs-mlora-{name}") for name in ("latency", "throughput"))
+    assert (hours.low, passed.low) == (pytest.approx(10.51 / 9.46), pytest.approx(674.58 / 608.41))
+    beside = [m.claim for m in found([one], "mlora")]
+    assert hours in beside and passed in beside
+    assert claims.measured(one, hours, Contrasts())[0] == pytest.approx(1.2, rel=1e-3)
+    assert claims.measured(one, passed, Contrasts())[0] == pytest.approx(1.2 * 3000 / 2000, rel=1e-3)
+    memory = claim_of("mlora", "strategies-m1-memory")
+    assert memory.low == pytest.approx(23.82 / 10.68)
+    assert claims.measured(one, memory, Contrasts())[0] == pytest.approx(1.5)
+
+
+def test_a_baseline_s_own_figures_are_the_reference_s(record):
+    tokens = {"real": 1000, "trained": 900, "reference_padded": 1000, "candidate_padded": 2000}
+    one = record(["batched"], speedup=1.2, sd=0.0, tokens=tokens, peaks=(10.0, 15.0), **JOBS)
+    passed, memory = (claim_of("mlora", f"strategies-seq-{name}") for name in ("throughput", "memory"))
+    took = statistics.median(one.phases["total"].reference_ms)
+    assert claims.measured(one, passed, Contrasts())[0] == pytest.approx(1000 * 2000 / took)
+    assert claims.measured(one, memory, Contrasts())[0] == pytest.approx(10 * 2**30 / 1e9)
+    hours = claim_of("mlora", "strategies-seq-latency")
+    assert claims.standing(hours, []) == claims.BY_DEFINITION and hours not in [m.claim for m in found([one])]
+
+
+def test_utilization_is_the_share_of_a_step_in_which_the_gpu_was_busy(record):
+    one = record(["batched"], sd=0.0, **JOBS)
+    half = {
+        p: {"device_busy_ms": statistics.median(one.phases[p].candidate_ms) / 2}
+        for p in ("forward", "backward", "step")
+    }
+    done = record(["batched"], sd=0.0, **JOBS, roofline={"reference": {}, "candidate": half})
+    ours, theirs = (claim_of("mlora", f"strategies-{arm}-utilization") for arm in ("m1", "seq"))
+    assert claims.measured(done, ours, Contrasts())[0] == pytest.approx(50.0)
+    assert math.isnan(claims.measured(done, theirs, Contrasts())[0])  # nobody profiled the reference
+
+
+def test_a_ratio_is_to_a_claim_of_the_same_quantity():
+    both = [a_claim(id="base", unit="h", quantity="latency_h", is_one=True), a_claim(ratio_to="base")]
+    source = {"id": "s", "name": "s", "title": "s", "publisher": "p", "hardware": "h", "protocol": "p", "kind": "train"}
+    with pytest.raises(ValidationError, match="total_speedup is no ratio to latency_h"):
+        claims.Source.model_validate(source | {"claims": both})
 
 
 # -- beside records ---------------------------------------------------------------------------------------------------
