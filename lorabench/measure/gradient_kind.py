@@ -16,6 +16,7 @@ import torch
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm, bytes_of
 from lorabench.contract.cell import Cell
+from lorabench.contract.job import Job
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.step import Step
 from lorabench.measure.fairness import Untrusted
@@ -91,12 +92,13 @@ class GradientKind(Kind):
             yield gold_cache.cached(file, request.device, partial(self._gold_and_plain, mine))
 
     def _measure_noise(self, gate: GateRequest) -> None:
-        """How far two right runs are apart at full depth, of each job alone; kept for `first`."""
+        """How far two right runs are apart at full depth, of each job alone; kept for `first`. Jobs alike have one
+        answer, which eight full models in turn would take a minute or two to give."""
         gate.working_on("plain model at full depth")
         request = gate.arm("plain", gate.cell.held_weights)
         for i, job in enumerate(request.jobs):
-            file = _noise_file(request, i)
-            gate.noise(job.name, file.name, depth_noise.cached(file, partial(self._noise, request.only(i))))
+            file, like = _noise_file(request, i), _first_like(request, i)
+            gate.noise(job.name, file.name, depth_noise.cached(file, partial(self._noise, request.only(like))))
 
     def _noise(self, request: Request) -> depth_noise.DepthNoise | None:
         try:
@@ -235,9 +237,19 @@ def _spare(device: torch.device) -> int:
     return min(psutil.virtual_memory().total // 3, 2 << 30)
 
 
+def _first_like(request: Request, index: int) -> int:
+    """The first job that differs from this one in its name and its seed alone: in which samples of one distribution it
+    drew, and not in what its noise follows from (model, adapter, lengths, number formats)."""
+
+    def what(job: Job) -> tuple[Any, ...]:
+        return job.workload.model_copy(update={"name": ""}), job.lora
+
+    return next(i for i, job in enumerate(request.jobs) if what(job) == what(request.jobs[index]))
+
+
 def _noise_file(request: Request, index: int) -> Path:
-    """Where the noise of one job is kept: see depth_noise.py."""
-    job = request.jobs[index]
+    """Where the noise of one job, and of all like it, is kept: see depth_noise.py."""
+    job = request.jobs[_first_like(request, index)]
     spec = request.model.with_lora(job.lora)
     file = gold_cache.path(request.scratch, spec, job.workload, job.seed, request.dtype, request.ablations)
     return file.with_suffix(".noise.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from helpers import PEFT, InProcess, cells, seat_of
 
 from lorabench.contract.kind import kind
+from lorabench.contract.ranks import ONE
+from lorabench.measure.gradient_kind import GradientKind
+from lorabench.measure.judging import depth_noise
 from lorabench.measure.judging.numerics import one_step
-from lorabench.measure.kind import request_of
+from lorabench.measure.kind import GateRequest, request_of
 from lorabench.measure.machine import describe
 from lorabench.measure.seat import Ready, WrongNumerics
 from lorabench.measure.trial import run_trial
@@ -176,3 +180,21 @@ def test_a_workload_without_jobs_has_one_and_bears_no_name():
     (job,) = cells()[0].jobs
     assert (job.name, job.adapter, job.learning_rate, job.seed) == ("", "default", 1e-4, 0)
     assert kind("train").build(request(cells(f"reference=[{','.join(PEFT)}]")[0])).step.name == ""
+
+
+@pytest.mark.parametrize(("workload", "kinds"), [("{jobs_4: {seq_len: 16}}", 1), ("two_jobs", 2)])
+def test_the_noise_of_jobs_alike_is_measured_once(workload, kinds, tmp_path, monkeypatch):
+    """And told of each of them."""
+    cell = cells(f"workload={workload}", "dtype=float32")[0]
+    asked, told = [], {}
+
+    def measure(self, request):
+        asked.append(request.jobs[0])
+        return depth_noise.DepthNoise({}, 0.0, 0.0)
+
+    monkeypatch.setattr(GradientKind, "_noise", measure)
+    made = lambda name, ablations: replace(request_of(cell, "reference", torch.float32, CPU), scratch=tmp_path)  # noqa: E731
+    gate = GateRequest(cell, (), made, ONE, lambda name: None, lambda job, file, noise: told.update({job: file}))
+    kind("train")._measure_noise(gate)
+    assert len(asked) == len({*told.values()}) == kinds
+    assert list(told) == [job.name for job in cell.jobs]
