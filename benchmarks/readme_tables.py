@@ -33,7 +33,18 @@ from lorabench.report.attribution_tables import (
     increment_is_clear,
 )
 from lorabench.report.claim_tables import claims_frame, judged, ours
-from lorabench.report.claims import AS_RATIO, BY_DEFINITION, TIMES, Claim, Match, Source, load_claims, measured
+from lorabench.report.claims import (
+    AS_RATIO,
+    BY_DEFINITION,
+    FIT,
+    TIMES,
+    Claim,
+    Match,
+    Source,
+    answers,
+    load_claims,
+    measured,
+)
 from lorabench.report.groups import Group
 from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
 from lorabench.report.shown import show
@@ -109,8 +120,8 @@ class Results:
 
     @cached_property
     def found(self) -> list[tuple[str, Match]]:
-        """Every claim beside every record that was measured on a GPU: (folder, match)."""
-        return [(n, m) for n, a in self.on_gpu.items() for m in a.matches if m.record.status == "ok"]
+        """Every claim beside every record of a GPU that says anything about it: (folder, match)."""
+        return [(n, m) for n, a in self.on_gpu.items() for m in a.matches if answers(m)]
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -213,7 +224,9 @@ def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
 
 def _is_clear(m: Match, analysis: Analysis) -> bool:
     """Of a ratio of times; what is no such ratio has no verdict."""
-    timed = m.claim.unit in AS_RATIO or (m.claim.is_ratio and m.claim.of_phase == TOTAL)
+    timed = (m.claim.unit in AS_RATIO and m.claim.quantity not in FIT) or (
+        m.claim.is_ratio and m.claim.of_phase == TOTAL
+    )
     return not timed or not without_figure(judged(m, _value(m, analysis), analysis))
 
 

@@ -24,6 +24,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from lorabench.contract.kind import kind
+from lorabench.contract.memory_fit import JOBS
 from lorabench.record.schema import ARMS, TOTAL, ArmMemory, ArmName, Record
 from lorabench.report.contrasts import Contrasts
 
@@ -44,6 +45,7 @@ OTHER_QUANTITIES = {
 TIMES = ("latency_h", "latency_days")
 PASSED, BUSY = "tokens_s", "gpu_utilization_pct"
 OF_STEPS = (*TIMES, PASSED, BUSY)  # follow from whole steps
+FIT = ("jobs_that_fit", "jobs_that_fit_ratio")  # follow from where an arm that ran out of memory had its edge
 # How a number is printed → the same as a ratio of two times; every other unit is kept as it is.
 AS_RATIO = {"x": lambda n: n, "% faster": lambda n: (100 + n) / 100, "% less time": lambda n: 100 / (100 - n)}
 
@@ -303,10 +305,21 @@ def standing(claim: Claim, matches: Iterable[Match]) -> str:
         return BY_DEFINITION
     if claim.counted:
         return "measured"
-    done = [m for m in matches if m.claim is claim and m.record.status == "ok"]
+    done = [m for m in matches if m.claim is claim and answers(m)]
     if any(not m.differs for m in done):
         return "measured"
     return "measured against another baseline" if done else "open: not measured here"
+
+
+def answers(match: Match) -> bool:
+    """Whether the record says anything about the claim: it was measured, or ran out of memory where that is asked."""
+    return match.record.status == "ok" or (match.claim.quantity in FIT and bool(_edge(match.record)))
+
+
+def _edge(record: Record) -> Mapping[str, Any]:
+    """Of the candidate, how many jobs fit (measure/edge.py); empty where it did not run out of memory."""
+    found = record.notes.get("candidate", {}).get("edge") or {}
+    return found if found.get("of") == JOBS else {}
 
 
 def measured(record: Record, claim: Claim, contrasts: Contrasts) -> tuple[float, float, float]:
@@ -321,6 +334,8 @@ def measured(record: Record, claim: Claim, contrasts: Contrasts) -> tuple[float,
 
 def _of_arms(record: Record, claim: Claim) -> float | None:
     """What needs no interval: memory, how busy the GPU was, and what the kind says."""
+    if claim.quantity in FIT:
+        return _fitting(_edge(record), claim)
     if claim.quantity == BUSY:
         before, after = (_busy(record, arm) for arm in ARMS)
     else:
@@ -337,6 +352,14 @@ def _of_arms(record: Record, claim: Claim) -> float | None:
     if claim.quantity == BUSY:
         return after
     return said(record, claim).get("value")
+
+
+def _fitting(edge: Mapping[str, Any], claim: Claim) -> float | None:
+    """Jobs that train together; of the baseline, processes of one job each that have room beside each other."""
+    together, beside = edge.get("fits"), edge.get("processes")
+    if claim.quantity == "jobs_that_fit":
+        return beside if claim.of_reference else together
+    return together / beside if together is not None and beside else None
 
 
 def _busy(record: Record, arm: ArmName) -> float | None:

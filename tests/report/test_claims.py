@@ -205,6 +205,19 @@ def test_utilization_is_the_share_of_a_step_in_which_the_gpu_was_busy(record):
     assert math.isnan(claims.measured(done, theirs, Contrasts())[0])  # nobody profiled the reference
 
 
+def test_how_many_jobs_fit_is_said_by_an_arm_that_ran_out_of_memory(record):
+    edge = {"of": "jobs", "asked": 16, "fits": 9, "too_many": 10, "room_gib": 130.0, "processes": 4}
+    many = JOBS | {"workload": "alpaca_many_8"}
+    full = record(["batched"], status="oom", arm="candidate", notes={"candidate": {"edge": edge}}, **many)
+    ratio, beside = claim_of("mlora", "jobs-that-fit"), claim_of("mlora", "parallel-jobs-that-fit")
+    assert claims.measured(full, ratio, Contrasts())[0] == pytest.approx(9 / 4)
+    assert claims.measured(full, beside, Contrasts())[0] == 4
+    assert {m.claim.id for m in found([full], "mlora") if claims.answers(m)} == {ratio.id, beside.id}
+    assert claims.standing(ratio, found([full])) == "measured"
+    room = record(["batched"], **many)  # all of its jobs fit: how many more would is not known
+    assert math.isnan(claims.measured(room, ratio, Contrasts())[0])
+
+
 def test_a_ratio_is_to_a_claim_of_the_same_quantity():
     both = [a_claim(id="base", unit="h", quantity="latency_h", is_one=True), a_claim(ratio_to="base")]
     source = {"id": "s", "name": "s", "title": "s", "publisher": "p", "hardware": "h", "protocol": "p", "kind": "train"}
