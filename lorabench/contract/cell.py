@@ -95,7 +95,15 @@ class Cell:
 
     def ranks_of(self, name: str) -> int:
         """How many processes an arm steps on; an arm without a parallel toggle runs on rank 0 alone."""
-        return self.world_size if any(a.parallel for a in self.arm(name)) else 1
+        parallel = [a for a in self.arm(name) if a.parallel]
+        if any(a.process_a_job for a in parallel):
+            return max(1, len(self.workload.jobs))
+        return self.world_size if parallel else 1
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs the cell needs: one a process, unless its processes share the first one."""
+        return 1 if any(a.process_a_job for a in (*self.reference, *self.candidate)) else self.ranks
 
 
 def _content(ablations: Sequence[Ablation]) -> list[Any]:

@@ -65,6 +65,11 @@ class Stack:
         """How many processes it steps on: one, unless a toggle steps on several."""
         return self.cell.ranks_of("candidate")
 
+    @property
+    def process_a_job(self) -> bool:
+        """Whether each of its processes trains a job of its own, all of them on one GPU."""
+        return any(a.process_a_job for a in self.ablations)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -139,6 +144,12 @@ class Family:
     def ranks(self) -> int:
         """How many processes the largest of its arms needs."""
         return max(stack.ranks for stack in self.stacks)
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs it needs: one a process, unless these share the first one. No family has both: what divides a
+        step wants a world_size of several, and a process a job a world_size of one."""
+        return max(1 if stack.process_a_job else stack.ranks for stack in self.stacks)
 
 
 NOTHING: Mapping[str, int] = MappingProxyType({})

@@ -194,7 +194,8 @@ class Faulty(Ablation):
         defaults = {f.name: f.default if isinstance(f.default, PLAIN) else None for f in fields(toggle)}
         made = cls(given=given, parameters=defaults | dict(given), fault=fault)
         vars(made).update(  # of the class in every other toggle
-            name=toggle.name, slot=toggle.slot, kinds=toggle.kinds, bounds=toggle.bounds, parallel=toggle.parallel
+            name=toggle.name, slot=toggle.slot, kinds=toggle.kinds, bounds=toggle.bounds, parallel=toggle.parallel,
+            process_a_job=toggle.process_a_job,
         )  # fmt: skip
         return made
 

@@ -1,9 +1,9 @@
-"""Ranks: the processes of one arm, one a GPU. One rank is the ordinary case, and the same code."""
+"""Ranks: the processes of one arm, mostly one a GPU. One rank is the ordinary case, and the same code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # In every process of several GPUs: a program that uses NVLink multicast can put GPUs that others share out of service.
@@ -43,6 +43,11 @@ class Ranks:
     total: Callable[[float], float] = field(default=_own, compare=False)
     largest: Callable[[float], float] = field(default=_own, compare=False)
     beat: Callable[[], None] = field(default=_nothing, compare=False)
+
+    def alone(self) -> Ranks:
+        """This process as the only one of what it trains: nothing is divided or added up. Its trials still begin
+        together with the others'."""
+        return replace(self, rank=0, size=1, total=_own)
 
 
 ONE = Ranks()

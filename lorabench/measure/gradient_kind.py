@@ -27,6 +27,8 @@ from lorabench.measure.kind import EVIDENCE, GateRequest, JobCounts, Kind, Reque
 from lorabench.measure.memory import out_of_memory
 from lorabench.record.schema import Numerics
 
+Plain = tuple[numerics.Outcome, numerics.Outcome]  # (gold, plain PEFT in the compute dtype) of one job
+
 
 class GradientKind(Kind):
     """Loss and every adapter gradient are compared with plain PEFT in float32, job by job, each as if it were alone."""
@@ -67,9 +69,9 @@ class GradientKind(Kind):
         both = (*gate.cell.reference, *gate.cell.candidate)
         masked = any(a.own_dropout_masks for a in both)
         request = partial(_shallow, gate, masked, self.bytes_per_token(gate.cell.model))
-        plain = []
+        plain = {}
         if not gate.ranks.rank:
-            plain = list(self._golds(gate, request("gold", gate.cell.held_weights)))
+            plain = dict(self._golds(gate, request("gold", gate.cell.held_weights)))
             self._measure_noise(gate)
         judged: list[Any] | None = None
         for name in gate.names:
@@ -78,8 +80,8 @@ class GradientKind(Kind):
                 judged = list(self._judged(gate, name, request, plain))
             yield from ((name, job, verdict) for _, job, verdict in judged)  # reference against itself: judged once
 
-    def _golds(self, gate: GateRequest, request: Request) -> Iterator[tuple[numerics.Outcome, numerics.Outcome]]:
-        """(gold, plain PEFT in the compute dtype) of each job, alone on its base; before anything is patched here."""
+    def _golds(self, gate: GateRequest, request: Request) -> Iterator[tuple[str, Plain]]:
+        """Each job's name and its outcomes alone on its base; before anything is patched here."""
         gate.working_on("gold")
         held = request.ablations
         for i, job in enumerate(request.jobs):
@@ -89,7 +91,7 @@ class GradientKind(Kind):
             file = gold_cache.path(
                 request.scratch, spec, job.workload, job.seed, request.dtype, held, cut, request.layers
             )
-            yield gold_cache.cached(file, request.device, partial(self._gold_and_plain, mine))
+            yield job.name, gold_cache.cached(file, request.device, partial(self._gold_and_plain, mine))
 
     def _measure_noise(self, gate: GateRequest) -> None:
         """How far two right runs are apart at full depth, of each job alone; kept for `first`. Jobs alike have one
@@ -124,19 +126,21 @@ class GradientKind(Kind):
         return {step.name: numerics.one_step(arm, step) for step in arm.steps}
 
     def _judged(
-        self, gate: GateRequest, name: str, request: Callable[..., Request],
-        plain: Sequence[tuple[numerics.Outcome, numerics.Outcome]],
+        self, gate: GateRequest, name: str, request: Callable[..., Request], plain: Mapping[str, Plain],
     ) -> Verdicts:  # fmt: skip
-        """The verdicts on one arm's jobs. On a rank that does not report, only the steps that the others wait for."""
+        """The verdicts on the jobs that an arm trains in this process. On a rank that does not report, only the steps
+        that the others wait for."""
         ablations = gate.cell.arm(name)
         wanted = request(name, ablations)
         if gate.ranks.rank and wanted.ranks.size == 1:
             return
-        found = self._outcomes(wanted)
+        found = self._outcomes(wanted.own())
+        if gate.ranks.rank:
+            return
         judged = [a for a in ablations if a not in gate.cell.held_weights]
         longest = max(len(s.tokens) for samples in wanted.samples for s in samples)
-        for (job, got), (gold, low) in zip(found.items(), plain, strict=False):
-            verdict = numerics.judge(gold, low, got, wanted.dtype, judged)
+        for job, got in found.items():
+            verdict = numerics.judge(*plain[job], got, wanted.dtype, judged)
             yield name, job, verdict.model_copy(update={"shallow_tokens": longest})
 
     def first_trial(self, arm: Arm, run: Callable[[], Any], request: Request) -> dict[str, Any]:

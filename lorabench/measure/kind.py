@@ -17,7 +17,7 @@ from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
-from lorabench.contract.job import Job, as_only_job
+from lorabench.contract.job import ADAPTER, Job, as_only_job
 from lorabench.contract.kind import KindSpec, kind
 from lorabench.contract.memory_fit import Edge
 from lorabench.contract.model import ModelSpec
@@ -40,6 +40,7 @@ class Request:
     `layers` cuts the depth (for the gate); `upcast` turns the finished model to float32 (the gate's gold), with the
     weights as `dtype` rounded them. `scratch` is a folder of the sweep for files that its cells share.
     `base`: the frozen weights that the seat's arms share; None: the arm has its own, as a shallow one always has.
+    `mine`: the number of the one job that this process trains; None: it trains all of them.
     """
 
     name: str
@@ -56,6 +57,15 @@ class Request:
     upcast: bool = False
     ranks: Ranks = ONE
     base: Base | None = None
+    mine: int | None = None
+
+    def own(self) -> Request:
+        """The same with the jobs that this process trains. Where that is but one, it keeps its name, and PEFT calls its
+        adapter as it does in a process without other jobs."""
+        if self.mine is None:
+            return self
+        job = replace(self.jobs[self.mine], adapter=ADAPTER)
+        return replace(self, jobs=[job], samples=[self.samples[self.mine]], mine=None)
 
     def only(self, index: int) -> Request:
         """The same with one of its jobs, as if it were the only one."""

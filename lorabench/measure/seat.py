@@ -51,6 +51,11 @@ class Seating:
     def ranks(self) -> int:
         return self.family.ranks
 
+    @property
+    def one_gpu(self) -> bool:
+        """Whether its ranks, if there are several, are all on the machine's first GPU."""
+        return self.family.gpus < self.ranks
+
 
 @dataclass
 class Ready:
@@ -64,6 +69,7 @@ class Ready:
     notes: dict[str, Any] = field(default_factory=dict)
     memory: ArmMemory | None = None
     own_bytes: int = 0  # that stay allocated beside the base
+    base_bytes: int = 0  # of the base that the arms of its process share, as far as it uses that
     jobs: dict[str, JobCounts] = field(default_factory=dict)
     phases: tuple[str, ...] = ()  # of the first trial
     warm_ms: list[float] = field(default_factory=list)
@@ -168,7 +174,10 @@ class Seat:
     def _request(self, stack: Stack, ablations: Sequence[Ablation]) -> Request:
         made = request_of(stack.cell, CANDIDATE, self.dtype, self.device, Path(self.seating.scratch))
         ranks = self.ranks if any(a.parallel for a in ablations) else ONE  # plain PEFT has one process in any gate
-        return replace(made, name=stack.name, ablations=tuple(ablations), ranks=ranks, base=self.base)
+        mine = None
+        if any(a.process_a_job for a in ablations):
+            ranks, mine = self.ranks.alone(), self.ranks.rank
+        return replace(made, name=stack.name, ablations=tuple(ablations), ranks=ranks, base=self.base, mine=mine)
 
     def prepare(self, name: str, stack: Stack, gate: bool = True, offered: bytes | None = None) -> Ready:
         """Judge the arm on a shallow model, build it, take its first trial under the audit, warm it up, measure its
@@ -181,7 +190,7 @@ class Seat:
         if gate:
             with _seconds(into, "gate"):
                 self._gate(stack, into)
-        request = self._request(stack, stack.ablations)
+        request = self._request(stack, stack.ablations).own()
         with _seconds(into, "build"):
             self.give_back()  # else this arm would take what the others left cached, and seem to reserve nothing
             held, cached = memory.allocated(self.device), memory.reserved(self.device)
@@ -208,7 +217,7 @@ class Seat:
         with _seconds(into, "profile"):
             self.tell(f"memory of {name}")
             # As if it were alone: without what the base kept meanwhile, with all of the base that it uses.
-            lent = self.base.bytes_of(arm.model)
+            into.base_bytes = lent = self.base.bytes_of(arm.model)
             kept = self.base.nbytes - kept
             into.own_bytes = memory.allocated(self.device) - held - kept
             reserved = memory.reserved(self.device) - cached - kept
@@ -228,7 +237,8 @@ class Seat:
         self.tell("numerics gate")
         asking = GateRequest(
             stack.cell, (CANDIDATE,), lambda name, ablations: replace(self._request(stack, ablations), name=name),
-            self.ranks if stack.ranks > 1 else ONE, lambda name: None,
+            # Where each process trains a job of its own, it judges that one itself.
+            self.ranks if stack.ranks > 1 and not stack.process_a_job else ONE, lambda name: None,
             lambda job, file, noise: into.noise.update({job: (file, noise)}),
         )  # fmt: skip
         of_kind = kind(stack.kind)
@@ -317,7 +327,7 @@ class Seat:
                 into.said = of_kind.said(arm, {p: [t.device_ms[p] for t in timed] for p in timed[0].device_ms})
             arm.kind.clear(arm)
         with _seconds(into, "energy"):
-            if measure_energy and arm.kind.counts(arm):
+            if measure_energy and arm.kind.counts(arm) and self.stacks[name].ranks == 1:
                 self.tell(f"measuring the energy of {name}")
                 into.energy = energy.measure(arm, usual_ms)
         with _seconds(into, "profile"):
@@ -333,11 +343,11 @@ class Seat:
         works = arm.kind.work(cell, kind(stack.kind).samples(cell), arm.ablations)
         into.tflop = {job.name: work.tflop for job, work in zip(cell.jobs, works, strict=False)}
         ceiling = self.seating.ceiling_tflops  # of one device; the work is that of all ranks together
-        of_all = ceiling and ceiling * arm.ranks.size
+        of_all = busy = None
+        if not stack.process_a_job:  # else one process sees neither the others' kernels nor the time of the slowest
+            of_all, busy = ceiling and ceiling * arm.ranks.size, profile.device_busy(arm)
         if done := self.host[stack.name]:
-            into.roofline = roofline.phase_rooflines(
-                done, profile.device_busy(arm), sum(works, Work()), of_all, arm.kind.rates(arm)
-            )
+            into.roofline = roofline.phase_rooflines(done, busy, sum(works, Work()), of_all, arm.kind.rates(arm))
 
     def cross(self, name: str, reference: str) -> Any:
         """What the reference's model says of this arm's evidence."""
@@ -365,6 +375,8 @@ class Seat:
             held.pop(name, None)
         if hasattr(self, "guard"):
             self.guard.forget(name)
+        if self.ranks.rank and not self.arms:  # nobody else uses this one; that of rank 0 may be lent to other seats
+            self.base, self.written = Base(self.base.folder), ""
         self.give_back()
 
     def give_back(self, collect: bool = True) -> None:

@@ -282,14 +282,21 @@ def _unsupported(cell: Cell, machine: Machine) -> str | None:
             return f"{ablation.name} is for cells of the kind {own}; {cell.model.name} is measured as {cell.kind}"
         if (reason := asked_requires(ablation, machine, cell.model)) is not None:
             return f"{ablation.name} {reason}"
-        if ablation.parallel and cell.world_size < 2:
+        if ablation.process_a_job:
+            if len(cell.workload.jobs) < 2:
+                return (
+                    f"{ablation.name} trains several jobs at the same time; the workload {cell.workload.name} has one"
+                )
+            if cell.world_size > 1:
+                return f"{ablation.name} has a process a job, all on one GPU: give world_size=1"
+        elif ablation.parallel and cell.world_size < 2:
             return f"{ablation.name} steps on several processes: give world_size=2 or more"
         if ablation.parallel and (least := ablation.least_layers(cell.world_size)) > (has := _layers(cell)):
             return f"{ablation.name} needs {least} layers on {cell.world_size} ranks; {cell.model.name} has {has}"
     if reason := kind(cell.kind).refusal(cell, machine):
         return reason
-    if machine.device == "cuda" and cell.ranks > machine.gpus:
-        return f"world_size={cell.ranks} needs {cell.ranks} GPUs; this machine has {machine.gpus}"
-    if machine.device == "cuda" and cell.ranks > 1:
+    if machine.device == "cuda" and cell.gpus > machine.gpus:
+        return f"world_size={cell.gpus} needs {cell.gpus} GPUs; this machine has {machine.gpus}"
+    if machine.device == "cuda" and cell.gpus > 1:
         return multicast(os.environ)
     return None

@@ -67,7 +67,8 @@ class Tokens(Strict):
 
 
 class ArmMemory(Strict):
-    """Bytes of one arm, net of what the other arm holds. On a CPU only `process` (resident set size) has a meaning."""
+    """Bytes of one arm, net of what the other arm holds. On a CPU only `process` (resident set size) has a meaning. Of
+    an arm whose processes share one GPU: each process's own, added up."""
 
     weights: int | None = None
     adapters: int | None = None

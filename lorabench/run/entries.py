@@ -58,7 +58,8 @@ class Entry:
     disturbed: bool = False
     ready: Ready | None = None
     numerics: dict[str, Numerics] = field(default_factory=dict)
-    evidence: list[dict[str, Any]] = field(default_factory=list)  # of each process and rank, by job
+    # Of each process and rank, by job; of processes that train a job each, all jobs together.
+    evidence: list[dict[str, Any]] = field(default_factory=list)
     cramped: bool = False  # it did not fit beside the reference alone
     turns: list[Turn] = field(default_factory=list)
     stopped_after: int | None = None  # rounds, where the time was up before the last one

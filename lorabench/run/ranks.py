@@ -17,7 +17,9 @@ import torch
 
 from lorabench.contract.ranks import NO_MULTICAST, Ranks, multicast
 from lorabench.measure.kind import JobCounts
-from lorabench.measure.seat import Made
+from lorabench.measure.memory import CONTEXT
+from lorabench.measure.seat import Made, Ready
+from lorabench.record.schema import ArmMemory
 
 HOST = "127.0.0.1"
 LATER_S = 60.0
@@ -49,29 +51,34 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def joined(place: Place, device_type: str, beat: Callable[[], None]) -> tuple[Ranks, torch.device]:
-    """This process among its ranks, connected, and its device: one GPU each, over NCCL; on a CPU over gloo."""
+def joined(
+    place: Place, device_type: str, beat: Callable[[], None], one_gpu: bool = False
+) -> tuple[Ranks, torch.device]:  # fmt: skip
+    """This process among its ranks, connected, and its device: one GPU each, over NCCL; on a CPU over gloo. `one_gpu`:
+    all of them on the first GPU, and over gloo, because NCCL wants a GPU for each."""
     import torch.distributed as dist
 
-    if device_type == "cuda" and (reason := multicast(os.environ)):
+    nccl = device_type == "cuda" and not one_gpu
+    if nccl and (reason := multicast(os.environ)):
         raise RuntimeError(reason)
+    number = 0 if one_gpu else place.rank  # of its GPU, by which a library finds it
     os.environ |= NO_MULTICAST | {
-        "RANK": str(place.rank), "LOCAL_RANK": str(place.rank), "WORLD_SIZE": str(place.size),
+        "RANK": str(place.rank), "LOCAL_RANK": str(number), "WORLD_SIZE": str(place.size),
         "LOCAL_WORLD_SIZE": str(place.size), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
         "ROLE_RANK": str(place.rank), "ROLE_WORLD_SIZE": str(place.size), "MASTER_ADDR": HOST,
         "MASTER_PORT": str(place.port), "TORCHELASTIC_RUN_ID": str(place.sweep), "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }  # fmt: skip
     device = torch.device(device_type)
-    if device_type == "cuda":
+    if nccl:  # else it is the first GPU, as in a seat of one process
         device = torch.device(device_type, place.rank)
         torch.cuda.set_device(device)
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend = "nccl" if nccl else "gloo"
     # Later than the sweep's own limit: it says which rank hangs, torch only that a collective did not end.
     dist.init_process_group(backend, timeout=timedelta(seconds=place.timeout_s + LATER_S))
 
     def reduced(value: float, how: dist.ReduceOp.RedOpType) -> float:
-        number = torch.tensor(value, dtype=torch.float64, device=device)
+        number = torch.tensor(value, dtype=torch.float64, device=device if nccl else "cpu")
         dist.all_reduce(number, op=how)
         return float(number)  # waits for the device
 
@@ -97,9 +104,34 @@ def spread_of(ranks: Sequence[Sequence[Made]]) -> float:
 
 
 def whole_batch(counts: Sequence[dict[str, JobCounts]]) -> dict[str, JobCounts]:
-    """The counts of each job over all ranks: every rank has counted the positions of its own share of the batch. The
-    trained tokens, by which losses are normalized, are the whole step's on each of them."""
+    """The counts of each job over the ranks that train it: each has counted the positions of its own share of the
+    batch. The trained tokens, by which losses are normalized, are the whole step's on each of them."""
+    of: dict[str, list[JobCounts]] = {}
+    for rank in counts:
+        for job, own in rank.items():
+            of.setdefault(job, []).append(own)
     return {
-        job: replace(own, real=sum(c[job].real for c in counts), padded=sum(c[job].padded for c in counts))
-        for job, own in counts[0].items()
+        job: replace(own[0], real=sum(c.real for c in own), padded=sum(c.padded for c in own))
+        for job, own in of.items()
     }
+
+
+def on_one_gpu(ranks: Sequence[Ready]) -> Ready:
+    """What rank 0 says, with the memory of all processes on the GPU. Their peaks are added, although they need not come
+    at one time: what a process's allocator has taken no other one can have."""
+    held = [rank.memory.model_dump() for rank in ranks if rank.memory]
+    return replace(
+        ranks[0], memory=ArmMemory.model_validate(_summed(held)) if held else None,
+        own_bytes=sum(rank.own_bytes for rank in ranks) + int(CONTEXT) * (len(ranks) - 1),
+        base_bytes=sum(rank.base_bytes for rank in ranks),
+    )  # fmt: skip
+
+
+def _summed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Number by number; None where nobody has one."""
+    made: dict[str, Any] = {}
+    for name in rows[0]:
+        given = [row[name] for row in rows if row[name] is not None]
+        nested = bool(given) and isinstance(given[0], dict)
+        made[name] = (_summed(given) if nested else sum(given)) if given else None
+    return made

@@ -127,7 +127,7 @@ class RayQueue:
 
     def _send(self, family: Family | None) -> Task:
         request = bytes(ForkingPickler.dumps((self.sweep, family)))
-        return self.cluster.send(request, self.sweep["id"], family.ranks if family else 1)
+        return self.cluster.send(request, self.sweep["id"], family.gpus if family else 1)
 
     def _news(self, tasks: Sequence[Task]) -> list[tuple[Task, str, Any]]:
         """The cluster's news of these tasks. ("homeless", what is lacking) is news of ours: no living node could hold

@@ -33,7 +33,7 @@ from lorabench.run.entries import (
 )
 from lorabench.run.journal import Journal
 from lorabench.run.process import Lost, Workers
-from lorabench.run.ranks import whole_batch
+from lorabench.run.ranks import on_one_gpu, whole_batch
 
 Generations = list[list[tuple[Entry, Seated]]]
 EDGE_S = 600.0  # in which the edge of an arm's memory is looked for
@@ -203,15 +203,19 @@ class Seats:
             return failed
         first = entry.ready is None
         if first:
-            entry.ready = replace(ready[0], jobs=whole_batch([r.jobs for r in ready]))
+            one = on_one_gpu(ready) if entry.stack.process_a_job else ready[0]
+            entry.ready = replace(one, jobs=whole_batch([r.jobs for r in ready]))
             for job, (file, own) in ready[0].noise.items():
                 self.noise.setdefault(file, own)
                 ready[0].noise[job] = file, self.noise[file]
         if gate:
-            entry.numerics = dict(ready[0].numerics)
+            entry.numerics = {job: verdict for rank in ready for job, verdict in rank.numerics.items()}
         seat.names.append(entry.name)
         seat.evidence[entry.name] = [r.evidence for r in ready]
-        entry.evidence += seat.evidence[entry.name]
+        if entry.stack.process_a_job:  # each process knows one job; together they know what another arm's one knows
+            entry.evidence.append({job: own for r in ready for job, own in r.evidence.items()})
+        else:
+            entry.evidence += seat.evidence[entry.name]
         if not self._judge(entry):
             self._dismiss(seat, entry)
         return None
@@ -346,7 +350,7 @@ class Seats:
             own = sum(e.ready.own_bytes for e in ready if e.ready)
             beside = [e.ready.own_bytes for e in ready if e.ready and e.name == REFERENCE] * (len(alone) + 1)
             peak = max((_above(e.ready) for e in ready if e.ready), default=0)
-            base = max((e.ready.memory.weights or 0 for e in ready if e.ready and e.ready.memory), default=0)
+            base = max((e.ready.base_bytes for e in ready if e.ready), default=0)
             contexts = CONTEXT * (1 + len(beside)) if alone else CONTEXT
             if base + own + (sum(beside) if alone else 0) + peak + contexts <= self._room:
                 return
@@ -360,7 +364,7 @@ class Seats:
     def _bytes(self, seats: Sequence[Sequence[Entry]]) -> float:
         """Bytes on the device with these arms in these seats: what each holds, of each seat the largest peak beside."""
         found = [[e.ready for e in seat if e.ready and e.ready.memory] for seat in seats]
-        base = max((r.memory.weights or 0 for seat in found for r in seat if r.memory), default=0)
+        base = max((r.base_bytes for seat in found for r in seat), default=0)
         held = sum(r.own_bytes for seat in found for r in seat)
         peaks = sum(max((_above(r) for r in seat), default=0) for seat in found)
         return base + held + peaks + CONTEXT * len(seats)
@@ -379,12 +383,12 @@ class Seats:
         """Cached memory to the device, where other processes need it."""
         if len(self.seats) > 1 and self.machine.device == "cuda" and self._crowded:
             began = time.perf_counter()
-            seat.desk.ask("give_back", False)
+            seat.desk.ask("give_back", False, ranks=self.family.ranks)
             self._over("other", time.perf_counter() - began)
 
     def _all_give_back(self) -> None:
         for seat in [s for s in self.seats if s.names]:
-            seat.desk.ask("give_back")
+            seat.desk.ask("give_back", ranks=self.family.ranks)
 
     def _late(self, entry: Entry) -> bool:
         """Whether there is no time left to seat it. One that never sat leaves."""
