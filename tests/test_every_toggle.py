@@ -64,7 +64,7 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
         for name in ("auto_batch_size", "doubling_batch_size", "find_executable_batch_size")
     }),
     "padding": ([LENGTHS, "reference=[eager,adamw_fused,packing]"], plain("padding", "sdpa")),
-    "jobs": (["workload=two_jobs"], plain("batched", "batched_packed", "fused_multi_lora")),
+    "jobs": (["workload=two_jobs"], plain("batched", "batched_packed", "fused_multi_lora", "processes")),
     "schedulers": (["workload=two_jobs", "reference=[sdpa,adamw_fused,padding,batched_packed]"], {
         name: f"{{{name}:{{tokens:64}}}}"
         for name in ("fifo", "fast_fit", "optimal_fit", "residual_capacity", "lorafusion")

@@ -15,6 +15,7 @@ NAMES = {
     "rank_raises": "RankRaises", "rank_hangs": "RankHangs", "rank_killed": "RankKilled", "rank_greedy": "RankGreedy",
     "rank_hangs_early": "RankHangsEarly", "unsummed": "Unsummed", "not_a_number": "NotANumber",
     "killed_later": "KilledLater", "odd_notes": "OddNotes", "rank_fails": "RankFails",
+    "rank_slow": "RankSlow", "rank_wrong": "RankWrong",
 }  # fmt: skip
 PIPELINES = {
     "stage_raises": "StageRaises", "stage_killed": "StageKilled", "stage_hangs": "StageHangs",

@@ -276,6 +276,39 @@ class RankFails(Ablation):
         return 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankSlow(Ablation):
+    """Beside any parallel toggle: rank 1 alone takes 0.15 s more for each micro-batch."""
+
+    name: ClassVar[str] = "rank_slow"
+    slot: ClassVar[str] = "third_party"
+
+    def step(self, step):
+        return Slow(step)
+
+    def audit(self, evidence):
+        return 1
+
+
+class Slow(Wrapped):
+    def forward(self, batch):
+        if os.environ.get("RANK") == "1":
+            time.sleep(0.15)
+        return self.inner.forward(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWrong(Polite):
+    """Rank 1 alone has a wrong gradient."""
+
+    name: ClassVar[str] = "rank_wrong"
+
+    def patch(self, model):
+        if os.environ.get("RANK") == "1":
+            next(p for n, p in model.named_parameters() if "lora_A" in n).register_hook(lambda grad: 1.5 * grad)
+        return 1
+
+
 class Fails(Wrapped):
     def __init__(self, inner, how, call):
         super().__init__(inner)
