@@ -84,6 +84,7 @@ class Claim(Strict):
     candidate: list[str] = Field(default_factory=list)  # the candidate's, all of them
     equivalents: list[list[str]] = Field(default_factory=list)  # toggles that stand for those which the candidate adds
     may_hold: list[str] = Field(default_factory=list)  # toggles of a record's reference that change nothing about it
+    must_hold: list[str] = Field(default_factory=list)  # those without which it would compare with something else
     model: str | None = None  # only records of this model, or of models like this pattern (*, ?)
     workload: str | None = None  # likewise of workloads
     over: list[str] = Field(default_factory=list)  # models over whose cells it is the average or the maximum
@@ -268,7 +269,7 @@ def _is_about(claim: Claim, record: Record) -> bool:
 
 def _match(source: Source, claim: Claim, record: Record, tested: set[str], base: set[str]) -> Match | None:
     own = claim.ways[0]
-    if tested in claim.ways:
+    if tested in claim.ways and base.issuperset(claim.must_hold):
         stands_for = "" if tested == own else " + ".join(t for t in claim.candidate if t in own)
         differs = _differs(claim.reference, base, claim.may_hold)
         return Match(source, claim, record, claim.low, claim.high, False, differs, stands_for)

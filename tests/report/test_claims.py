@@ -262,6 +262,15 @@ def test_a_baseline_is_the_claims_own_or_the_difference_is_said(record):
     assert not found([record(["paged_adamw_32bit"], reference=("sdpa", "adamw_8bit"))])
 
 
+def test_a_claim_over_processes_is_not_about_jobs_one_after_the_other(record):
+    plain = ("padding", "gradient_checkpointing")
+    both = [record(["batched"], workload="alpaca_jobs_4", reference=base) for base in (plain, (*plain, "processes"))]
+    after, beside = ({m.claim.id for m in found([one], "mlora") if not m.differs} for one in both)
+    assert "faster-than-one-after-the-other" in after - beside
+    assert beside == {"faster-than-side-by-side"}
+    assert "faster-than-side-by-side" not in {m.claim.id for m in found([both[0]], "mlora")}
+
+
 def test_against_another_baseline_nothing_is_said_to_be_within(record):
     same, other = (record(["packing"], speedup=3.0, reference=base) for base in (QLORA, ("sdpa", "padding", "adamw")))
     (first,), (second,) = found([same]), found([other])
