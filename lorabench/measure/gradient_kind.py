@@ -147,9 +147,10 @@ class GradientKind(Kind):
         held = replace(request, ablations=request.cell.held_weights)
         arm.witnesses = [Witness(arm, step, request.scratch / EVIDENCE) for step in arm.steps]
         trial = run()
-        for i, (witness, outs) in enumerate(zip(arm.witnesses, arm.outs, strict=True)):
+        numbers = {job.name: number for number, job in enumerate(request.jobs)}
+        for witness, outs in zip(arm.witnesses, arm.outs, strict=True):
             witness.testimony.phases = tuple(trial.device_ms)
-            witness.testimony.noise = depth_noise.read(_noise_file(held, i))
+            witness.testimony.noise = depth_noise.read(_noise_file(held, numbers[witness.step.name]))
             witness.first_trial(arm.ranks.total(trial.losses[witness.step.name]), outs)
         return {w.step.name: w.testimony for w in arm.witnesses}
 

@@ -190,13 +190,13 @@ class Seat:
         if gate:
             with _seconds(into, "gate"):
                 self._gate(stack, into)
-        request = self._request(stack, stack.ablations).own()
+        request = self._request(stack, stack.ablations)
         with _seconds(into, "build"):
             self.give_back()  # else this arm would take what the others left cached, and seem to reserve nothing
             held, cached = memory.allocated(self.device), memory.reserved(self.device)
             kept = self.base.nbytes
             self.tell(f"building {name}")
-            arm = of_kind.build(request)
+            arm = of_kind.build(request.own())
         with _seconds(into, "warmup"):
             self.tell(f"warming up {name}")
             ops, handed = Counter[str](), {}
