@@ -366,10 +366,13 @@ def _fitting(edge: Mapping[str, Any], claim: Claim) -> float | None:
 def _busy(record: Record, arm: ArmName) -> float | None:
     """Per cent of a step in which the GPU had at least one kernel running, which is what NVML calls utilization."""
     profiled, phases = (record.roofline or {}).get(arm, {}), record.phases or {}
-    timed = [(x.device_busy_ms, getattr(phases[p], f"{arm}_ms")) for p, x in profiled.items() if p in phases]
-    if not timed or any(busy is None or not ms for busy, ms in timed):
-        return None
-    return min(100.0, 100 * sum(busy for busy, _ in timed) / sum(statistics.median(ms) for _, ms in timed))
+    busy, took = 0.0, 0.0
+    for name, found in profiled.items():
+        ms = getattr(phases.get(name), f"{arm}_ms", None)
+        if found.device_busy_ms is None or not ms:
+            return None
+        busy, took = busy + found.device_busy_ms, took + statistics.median(ms)
+    return min(100.0, 100 * busy / took) if took else None
 
 
 def _passed(record: Record, claim: Claim, contrasts: Contrasts) -> tuple[float, float, float]:
