@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from lorabench.contract.kind import kind
 from lorabench.contract.memory_fit import JOBS
-from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Record
+from lorabench.record.schema import ARMS, TOTAL, ArmMemory, ArmName, Record
 from lorabench.report.contrasts import Contrasts
 
 # A quantity is `{phase}_{measure}`: of a phase of the claim's kind, of the total, or of the peak over all phases.
@@ -338,7 +338,7 @@ def _of_arms(record: Record, claim: Claim) -> float | None:
     if claim.quantity in FIT:
         return _fitting(_edge(record), claim)
     if claim.quantity == BUSY:
-        before, after = (_busy(record, arm) for arm in ARMS)
+        before, after = _busy(record, "reference"), _busy(record, "candidate")
     else:
         held: dict[Any, ArmMemory] = dict(record.memory or {})
         before, after = (_bytes(held.get(arm), claim.of_phase) for arm in ARMS)
@@ -363,10 +363,9 @@ def _fitting(edge: Mapping[str, Any], claim: Claim) -> float | None:
     return together / beside if together is not None and beside else None
 
 
-def _busy(record: Record, arm: str) -> float | None:
+def _busy(record: Record, arm: ArmName) -> float | None:
     """Per cent of a step in which the GPU had at least one kernel running, which is what NVML calls utilization."""
-    everyone: Mapping[Any, Any] = record.roofline or {}
-    profiled, phases = everyone.get(arm, {}), record.phases or {}
+    profiled, phases = (record.roofline or {}).get(arm, {}), record.phases or {}
     busy, took = 0.0, 0.0
     for name, found in profiled.items():
         ms = getattr(phases.get(name), f"{arm}_ms", None)
