@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from lorabench.measure.links import SIZES, curve
+from lorabench.run.links import SIZES, curve
 
 
 def main(folder: Path, ranks: int) -> None:

@@ -224,10 +224,8 @@ def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
 
 def _is_clear(m: Match, analysis: Analysis) -> bool:
     """Of a ratio of times; what is no such ratio has no verdict."""
-    timed = (m.claim.unit in AS_RATIO and m.claim.quantity not in FIT) or (
-        m.claim.is_ratio and m.claim.of_phase == TOTAL
-    )
-    return not timed or not without_figure(judged(m, _value(m, analysis), analysis))
+    of_times = m.claim.of_phase == TOTAL if m.claim.ratio_to else m.claim.quantity not in FIT
+    return not (m.claim.is_ratio and of_times) or not without_figure(judged(m, _value(m, analysis), analysis))
 
 
 def printed(claim: Claim) -> str:

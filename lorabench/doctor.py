@@ -86,7 +86,7 @@ def _gpu_findings(machine: Machine) -> Iterator[Finding]:
 
 def links(device_type: str, ranks: int) -> Finding:
     """How fast the ranks talk, or why they do not."""
-    from lorabench.measure.links import curve
+    from lorabench.run.links import curve
 
     try:
         least, most = (point for point in curve(device_type, ranks, SHOWN) if point.collective == "all_reduce")

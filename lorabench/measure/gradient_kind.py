@@ -99,7 +99,8 @@ class GradientKind(Kind):
         gate.working_on("plain model at full depth")
         request = gate.arm("plain", gate.cell.held_weights)
         for i, job in enumerate(request.jobs):
-            file, like = _noise_file(request, i), _first_like(request, i)
+            like = _first_like(request, i)
+            file = _noise_file(request, like)
             gate.noise(job.name, file.name, depth_noise.cached(file, partial(self._noise, request.only(like))))
 
     def _noise(self, request: Request) -> depth_noise.DepthNoise | None:
@@ -249,7 +250,8 @@ def _first_like(request: Request, index: int) -> int:
     def what(job: Job) -> tuple[Any, ...]:
         return job.workload.model_copy(update={"name": ""}), job.lora
 
-    return next(i for i, job in enumerate(request.jobs) if what(job) == what(request.jobs[index]))
+    wanted = what(request.jobs[index])
+    return next(i for i, job in enumerate(request.jobs) if what(job) == wanted)
 
 
 def _noise_file(request: Request, index: int) -> Path:

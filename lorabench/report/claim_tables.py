@@ -13,7 +13,7 @@ from lorabench.record.schema import TOTAL
 from lorabench.record.stats import without_figure
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import AnyTable
-from lorabench.report.claims import UNKNOWN, Claim, Match, Source, against, measured, said
+from lorabench.report.claims import UNKNOWN, Match, Source, against, measured, said
 from lorabench.report.contrasts import toggles
 from lorabench.report.words import interval, number, ratio
 
@@ -53,7 +53,7 @@ def _side_by_side(source: Source, found: Sequence[Match], analysis: Analysis) ->
         column = (name, *m.record.reference)
         against = f", {_other_baseline(m.differs)}" if m.differs else titles[id(m.record)].removeprefix(place)
         columns.setdefault(column, name + against)
-        head = [place, quantity(m.claim), _range(m.claim.low, m.claim.high)]
+        head = [place, quantity(m.claim.compared), _range(m.claim.low, m.claim.high)]
         rows.setdefault((claims[id(m.claim)], place), (head, {}))[1][column] = _beside(m, analysis)
     if any(m.inverted for m in found) or max(len(cells) for _, cells in rows.values()) < 2:
         return None
@@ -88,11 +88,8 @@ def _other_baseline(differs: str) -> str:
     return f"against another baseline: {differs}"
 
 
-def quantity(claim: Claim) -> str:
-    return _words(claim.quantity) + (" as a ratio" if claim.ratio_to else "")
-
-
-def _words(name: str) -> str:
+def quantity(name: str) -> str:
+    """A quantity's name in words."""
     return name.replace("_", " ").replace(" pct", " %")
 
 
@@ -112,7 +109,7 @@ def claim_rows(analysis: Analysis, but: Collection[str] = ()) -> list[list[str]]
         verdict = _other_baseline(c["baseline_differs"]) if c["baseline_differs"] else c["outcome"]
         missing = "not measured here" if c["status"] == "ok" else c["status"]
         rows.append([
-            f"{c['toggles']}, {' @ '.join(filter(None, (c['model'], c['workload'])))}", _words(c["quantity"]),
+            f"{c['toggles']}, {' @ '.join(filter(None, (c['model'], c['workload'])))}", quantity(c["quantity"]),
             _range(c["claimed_low"], c["claimed_high"]), ours(c) or missing,
             " ".join([verdict, *(f"({r})" for r in remarks)]).strip(),
             f"{c['baseline']}; {c['hardware']}", c["source"],
@@ -162,7 +159,7 @@ def _row(m: Match, analysis: Analysis) -> dict[str, Any]:
         "model": m.record.model,
         "workload": m.record.workload,
         "toggles": analysis.row(m.record)["toggles"],
-        "quantity": m.claim.quantity + ("_as_a_ratio" if m.claim.ratio_to else ""),
+        "quantity": m.claim.compared,
         "claimed_low": m.low,
         "claimed_high": m.high,
         "statistic": m.claim.statistic,

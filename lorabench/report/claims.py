@@ -144,6 +144,11 @@ class Claim(Strict):
         return self.unit in AS_RATIO or self.ratio_to is not None
 
     @property
+    def compared(self) -> str:
+        """The quantity as it is compared."""
+        return f"{self.quantity}_as_a_ratio" if self.ratio_to else self.quantity
+
+    @property
     def measure(self) -> str:
         return self.quantity.partition("_")[2]
 

@@ -117,7 +117,7 @@ def _claims(record: Record, analysis: Analysis) -> list[dict[str, Any]]:
         {
             "said": number(m.low) if m.low == m.high else f"≥ {number(m.low)}" if m.high == math.inf
             else f"{number(m.low)}–{number(m.high)}",
-            "what": quantity(m.claim), "source": m.source.title,
+            "what": quantity(m.claim.compared), "source": m.source.title,
             "wording": m.claim.wording, "differs": m.differs,
             "ends": [m.low, m.high if m.high < math.inf else None]
             if m.claim.quantity == f"{TOTAL}_{SPEEDUP}" and not m.differs else None,

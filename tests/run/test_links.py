@@ -1,7 +1,7 @@
 """Link curves: on processes of a CPU, and what the doctor says of them."""
 
 from lorabench import doctor
-from lorabench.measure.links import curve
+from lorabench.run.links import curve
 
 
 def test_every_collective_has_a_point_of_every_size() -> None:

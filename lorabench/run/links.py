@@ -10,16 +10,19 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from lorabench.contract.ranks import NO_MULTICAST
+from lorabench.contract.ranks import Ranks
 from lorabench.measure.trial import synchronize
+from lorabench.run.ranks import Place, free_port, joined
 
 SIZES = [4**n * 1024 for n in range(1, 11)]  # 4 KiB to 1 GiB
+TIMEOUT_S = 240.0  # of one collective, beside what `joined` adds
 BUSY_S = 0.1  # of each collective and size, after one that is not timed
 
 
@@ -43,28 +46,23 @@ def curve(device_type: str, ranks: int, sizes: Sequence[int] = SIZES) -> list[Li
     (`cuda`, one GPU a rank). Raises torch's ProcessRaisedException where a rank raises."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "links.json"
-        torch.multiprocessing.spawn(_rank, (ranks, device_type, tuple(sizes), folder, str(found)), nprocs=ranks)
+        place = Place(0, ranks, free_port(), str(found), time.time(), os.getpid(), TIMEOUT_S)
+        torch.multiprocessing.spawn(_rank, (place, device_type, tuple(sizes), found), nprocs=ranks)
         return _LINKS.validate_json(found.read_bytes())
 
 
-def _rank(rank: int, ranks: int, device_type: str, sizes: Sequence[int], folder: str, found: str) -> None:
+def _rank(rank: int, place: Place, device_type: str, sizes: Sequence[int], found: Path) -> None:
     import torch.distributed as dist
 
-    os.environ |= NO_MULTICAST
-    cuda = device_type == "cuda"
-    device = torch.device(device_type, rank) if cuda else torch.device(device_type)
-    if cuda:
-        torch.cuda.set_device(device)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=ranks)
+    ranks, device = joined(replace(place, rank=rank), device_type, lambda: None)
     points = [
-        Link(collective=name, ranks=ranks, bytes=size, ms=1000 * (taken := _slowest(call, device)),
+        Link(collective=name, ranks=ranks.size, bytes=size, ms=1000 * (taken := _slowest(call, ranks, device)),
              gbs=share * size / taken / 1e9)
         for size in sizes
-        for name, share, call in _collectives(rank, ranks, size, device)
+        for name, share, call in _collectives(rank, ranks.size, size, device)
     ]  # fmt: skip
     if rank == 0:
-        Path(found).write_bytes(_LINKS.dump_json(points))
+        found.write_bytes(_LINKS.dump_json(points))
     dist.destroy_process_group()
 
 
@@ -91,14 +89,8 @@ def _collectives(rank: int, ranks: int, size: int, device: torch.device) -> list
     return found
 
 
-def _slowest(call: Callable[[], Any], device: torch.device) -> float:
+def _slowest(call: Callable[[], Any], ranks: Ranks, device: torch.device) -> float:
     """Seconds a call, back to back, of the rank that takes the longest; as many calls on every rank."""
-    import torch.distributed as dist
-
-    def largest(value: float) -> float:
-        number = torch.tensor(value, dtype=torch.float64, device=device)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        return float(number)
 
     def took(calls: int) -> float:
         synchronize(device)
@@ -106,7 +98,7 @@ def _slowest(call: Callable[[], Any], device: torch.device) -> float:
         for _ in range(calls):
             call()
         synchronize(device)
-        return largest((time.perf_counter() - began) / calls)
+        return ranks.largest((time.perf_counter() - began) / calls)
 
     took(1)
     return took(max(3, min(1000, int(BUSY_S / took(2)))))
