@@ -46,6 +46,10 @@ def steps_of(names: tuple[Any, ...], ranks: Ranks = ONE, folder: str = "") -> di
     for _ in range(STEPS - 1):
         numerics.one_pass(made, made.step)
         made.step.update()
+    if "lorakernels" in found["notes"]:
+        import lorakernels
+
+        found["left"] = [f"{part}: {why}" for part, why in lorakernels.status(made.model).left]
     after = {name: whole(p.detach()).clone() for name, p in made.adapters()}
     found |= {"differs": _differs(after, ranks), "last_loss": numerics.one_pass(made, made.step)[0]}
     if folder:

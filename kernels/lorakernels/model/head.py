@@ -106,7 +106,7 @@ def head_plan(model: Any, proofs: Proofs) -> HeadPlan:
         raise NotFused(f"its head is {type(head).__module__}.{type(head).__name__}, not torch's Linear")
     if not is_unhooked(head) or "forward" in model.__dict__:
         raise NotFused("its head has hooks, or the model's forward was replaced")
-    check_weight(head.weight)
+    check_weight(head.weight, head)
     names = set(names_of(type(model).forward))
     if not {"input_ids", "labels", "kwargs"} <= names or names & MEDIA:
         raise NotFused(f"{type(model).__name__} takes images or sound, or does not pass its arguments on")

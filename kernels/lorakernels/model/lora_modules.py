@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..nodes.member import Member
-from .module_checks import NotFused, check_weight, is_library_function, is_unhooked
+from .module_checks import NotFused, check_weight, is_gathered, is_library_function, is_unhooked
 
 
 @dataclass
@@ -52,6 +52,8 @@ class LinearModule:
         if weight is None or weight.requires_grad or "bias" not in base._parameters:
             _check_not_sharded(base)
             return "a base weight is trained, or parametrized"
+        if member.gathered and type(weight) is not nn.Parameter:
+            return "a sharded base weight is not gathered (FSDP)"
         if weight is not member.weight and not _alike(weight, member.weight):
             _check_not_sharded(base)
             return "a base weight of another kind is in the place of one that was known"
@@ -86,8 +88,10 @@ class LinearModule:
 
 
 def _alike(weight: Any, known: Any) -> bool:
-    """Whether a weight that was put in another's place (load_state_dict with assign=True, say) can take it here too."""
-    if type(weight) is not type(known) or weight.shape != known.shape:
+    """Whether a weight that was put in another's place (load_state_dict with assign=True, say) can take it here too.
+    FSDP2 puts what it has gathered in the place of its part, whose shape is that of the whole."""
+    gathered = type(weight) is nn.Parameter and hasattr(known, "device_mesh")
+    if (type(weight) is not type(known) and not gathered) or weight.shape != known.shape:
         return False
     if hasattr(known, "quant_state"):  # bitsandbytes makes a new one when the model moves
         return weight.quant_state is not None
@@ -134,21 +138,23 @@ def linear_module(name: str, parent: Any) -> LinearModule:
     quantized, dtype = _base_kind(base)
     if base.weight.requires_grad:
         raise NotFused("its base weight is trained")
-    if _sharded(base):
-        raise NotFused("its weight is sharded (FSDP)")
+    gathered = is_gathered(base)
+    if _sharded(base) and not gathered:
+        raise NotFused("its weight is sharded (FSDP of the first kind, or another library)")
     if quantized is None:
-        check_weight(base.weight)
+        check_weight(base.weight, base)
     if not is_unhooked(module) or not is_unhooked(base):
         raise NotFused("it has hooks or a replaced forward")
     adapter = _only_adapter(module) if lora else None
-    member = Member(name, base.weight, base.bias, quantized=quantized, compute_dtype=dtype)
+    known: dict[str, Any] = {"quantized": quantized, "compute_dtype": dtype, "gathered": gathered}
+    member = Member(name, base.weight, base.bias, **known)
     if adapter is not None:
         a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-        for weight in (a, b):
-            check_weight(weight)
+        for part in (module.lora_A[adapter], module.lora_B[adapter]):
+            check_weight(part.weight, part)
         if a.device != base.weight.device:
             raise NotFused(f"its adapter is on {a.device}, its weight on {base.weight.device}")
-        member = Member(name, base.weight, base.bias, a, b, quantized=quantized, compute_dtype=dtype)
+        member = Member(name, base.weight, base.bias, a, b, **known)
     return LinearModule(name, module, base, adapter, member, parent)
 
 

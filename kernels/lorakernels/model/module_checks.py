@@ -74,16 +74,31 @@ def is_library_function(function: Any, library: str) -> bool:
 def check_library(module: Any) -> None:
     """Raises NotFused with the reason unless this module's class is one of transformers or torch themselves, with the
     forward that it came with: what a class of somebody's own does besides computing, no trial would show."""
-    name, library = type(module).__name__, type(module).__module__.partition(".")[0]
+    kind = own_class(module)
+    name, library = kind.__name__, kind.__module__.partition(".")[0]
     if library not in LIBRARIES:
-        raise NotFused(f"{name} is {type(module).__module__}'s, not transformers'")
-    if not is_library_function(type(module).forward, library):
+        raise NotFused(f"{name} is {kind.__module__}'s, not transformers'")
+    if not is_library_function(kind.forward, library):
         raise NotFused(f"the forward of {name} was replaced")
 
 
-def check_weight(weight: Any) -> None:
-    """Raises NotFused with the reason unless this weight of a module is there as a plain tensor: what is moved into
-    buffers and read by kernels has one storage of its own elements."""
+def own_class(module: Any) -> type:
+    """The class that a module had before FSDP2 put one of its own, with the same forward, in front of it."""
+    first, second, *others = type(module).__mro__
+    return others[0] if second.__name__ == "FSDPModule" else first
+
+
+def is_gathered(module: Any) -> bool:
+    """Whether FSDP2 shards the weight of this module: a plain tensor is in its place while the module's layer computes,
+    forward and backward, and at no other time."""
+    return getattr(module, "_is_fsdp_managed_module", False) and hasattr(module.weight, "device_mesh")
+
+
+def check_weight(weight: Any, module: Any = None) -> None:
+    """Raises NotFused with the reason unless this weight of a module is there as a plain tensor, or will be when it is
+    needed: what is moved into buffers and read by kernels has one storage of its own elements."""
+    if module is not None and is_gathered(module):
+        return
     if hasattr(weight, "ds_id"):
         raise NotFused("its weight is partitioned (DeepSpeed ZeRO-3)")
     if type(weight) not in (nn.Parameter, torch.Tensor):

@@ -53,7 +53,7 @@ def norm_module(module: Any, proofs: Proofs) -> NormModule:
     check_library(module)
     if not is_unhooked(module):
         raise NotFused("its norm has hooks or a replaced forward")
-    check_weight(module.weight)
+    check_weight(module.weight, module)
     if module.weight.dim() != 1 or not takes_one_tensor(module):
         raise NotFused(f"{type(module).__name__} takes more than its input, or its weight is no vector")
     (name,) = _eps_names(module)

@@ -39,9 +39,11 @@ class Linears:
     def __init__(self, modules: list[LinearModule], switches: Switches):
         self.modules = modules
         members = [m.member for m in modules]
-        # One dtype, device and kind of storage a buffer; q and k in NF4 with a bf16 v stay apart.
+        # One dtype, device and kind of storage a buffer; q and k in NF4 with a bf16 v stay apart, as does what is
+        # gathered anew for each use: to merge it would be to copy it.
         same = len({(m.weight.dtype, m.weight.device, m.quantized is None, m.compute_dtype) for m in members}) == 1
-        parts = [members] if switches.merge_projections and same else [[m] for m in members]
+        one = switches.merge_projections and same and not any(m.gathered for m in members)
+        parts = [members] if one else [[m] for m in members]
         self.groups = [Projection(part, switches.one_gemm, switches.fp8) for part in parts]
         self._merged = [part for part in parts if len(part) > 1]
 

@@ -34,7 +34,7 @@ WIDE = 2048  # columns of the input from which on the spare ones are a multiple 
 class Operand:
     """w (N, K), None where the products with it are made in FP8; sb (N, p); a (p, K).
 
-    full: the buffer (N + p, K + p) that they are views of, None where they are not (FP8); places: where each member's A
+    full: the buffer (N + p, K + p) that they are views of, None where they are not (FP8, gathered weights); places: where each member's A
     (r, K) and scaled B (N, r) lie in a and sb.
     """
 
@@ -66,6 +66,7 @@ class OperandBuffer:
         self.quantized = any(m.quantized is not None for m in members)
         self.not_fp8 = why_not(members) if fp8 else None  # the reason, where FP8 was asked for
         self.fp8 = FrozenFp8(members) if fp8 and self.not_fp8 is None else None
+        self.apart = self.fp8 is not None or any(m.gathered for m in members)  # the weights stay with the modules
         self.buffer: torch.Tensor | None = None
         self._loaded: tuple = ()
         self._operand: Operand | None = None  # of our own buffer
@@ -88,7 +89,7 @@ class OperandBuffer:
 
     def adopt(self) -> None:
         """Moves the frozen weights into the buffer, one by one, so that they are stored once."""
-        if self.quantized or self.fp8 is not None:
+        if self.quantized or self.apart:
             return
         first = self.members[0].weight
         with torch.inference_mode(False), torch.no_grad():  # what is born in inference mode cannot be trained with
@@ -115,8 +116,10 @@ class OperandBuffer:
             self._fresh = False
             return self._own()
         if self.fp8 is not None:
-            return self._fp8_operand(dtype)
-        if not self.quantized and self.members[0].weight.dtype == dtype and not self._released:
+            return self._adapters_apart(None, dtype)
+        if self.apart and len(self.members) == 1 and self.members[0].weight.dtype == dtype:
+            return self._adapters_apart(self.members[0].weight.detach(), dtype)
+        if not self.quantized and not self.apart and self.members[0].weight.dtype == dtype and not self._released:
             if not self.owns_weights():
                 self.adopt()
             op = self._own()
@@ -133,7 +136,7 @@ class OperandBuffer:
 
     def places(self, dtype: torch.dtype) -> list[AdapterCopy] | None:
         """The adapters and their places in the buffer, where today's weights lie there in dtype; else None."""
-        if self.quantized or self.fp8 is not None or self.members[0].weight.dtype != dtype or not self.owns_weights():
+        if self.quantized or self.apart or self.members[0].weight.dtype != dtype or not self.owns_weights():
             return None
         self._fresh, self._loaded = True, self._identity()
         return self._copies(self._own())
@@ -180,11 +183,12 @@ class OperandBuffer:
         self._load(op)
         return op
 
-    def _fp8_operand(self, dtype: torch.dtype) -> Operand:
-        """The adapters alone, for products that read the modules' own weights."""
+    def _adapters_apart(self, w: torch.Tensor | None, dtype: torch.dtype) -> Operand:
+        """The adapters in tensors of this call, for products that read the modules' own weights: w (N, K), or None in
+        FP8."""
         dev = self.members[0].weight.device
         sb = torch.zeros(self.n, self.p, dtype=dtype, device=dev)
-        op = self._operand_of(None, sb, torch.zeros(self.p, self.k, dtype=dtype, device=dev), None)
+        op = self._operand_of(w, sb, torch.zeros(self.p, self.k, dtype=dtype, device=dev), None)
         self._load(op)
         return op
 
