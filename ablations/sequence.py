@@ -1,18 +1,21 @@
-"""Slot `parallel`: every rank holds a part of each sequence. Here: `ulysses`.
+"""Slot `parallel`: every rank holds a part of each sequence. Here: `ulysses` and `context_parallel`.
 
 python -m lorabench.sweep world_size=2 'ablations=[ulysses]' workload=1x8192
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
+from lorabench.contract.ablation import Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.batch import IGNORE, Batch, Sample
+from lorabench.contract.machine import Machine
+from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import Ranks
-from lorabench.contract.step import Step
+from lorabench.contract.step import Step, Wrapped
 from lorabench_ablations.parallel import (
     CAPTURED,
     COMPILED,
@@ -27,6 +30,7 @@ from lorabench_ablations.parallel import (
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from lorabench.contract.arm import Arm
 
@@ -49,6 +53,7 @@ class SequenceParallel(Parallel):
         "padding_free": IN_ROWS,
     }
     own_dropout_masks: ClassVar[bool] = True  # of a piece, where plain PEFT draws those of a sample
+    pieces_a_rank: ClassVar[int] = 1
     ranks: int | None = None
 
     def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
@@ -62,7 +67,7 @@ class SequenceParallel(Parallel):
 
         size = pieces(self.name, self.ranks, dist.get_world_size())
         inputs = batch.inputs
-        short = -inputs["input_ids"].shape[1] % size
+        short = -inputs["input_ids"].shape[1] % (size * self.pieces_a_rank)
         ids = pad(inputs["input_ids"], (0, short))
         labels = pad(inputs["labels"], (0, short), value=IGNORE)
         there = pad(inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])), (0, short))
@@ -82,6 +87,25 @@ class SequenceParallel(Parallel):
         alike(self.name, step)
         return Summed(step)
 
+    def attend(self, model: Any, around: Callable[[Callable[..., Any], int], Callable[..., Any]]) -> int:
+        """Give the model what `around(SDPA, number of ranks)` returns for its attention, under a name of its own: the
+        mask that transformers makes for a name that it does not know is none. Returns the number of layers."""
+        import torch.distributed as dist
+        from transformers import AttentionInterface
+
+        config: Any = model.config
+        size, inner = pieces(self.name, self.ranks, dist.get_world_size()), config._attn_implementation
+        if inner != "sdpa":
+            raise Unsupported(f"{self.name} leaves the mask to SDPA's causal path; the attention here is {inner}")
+        if getattr(config, "sliding_window", None):
+            raise Unsupported(f"{self.name} leaves the mask out, and this model has a sliding window")
+        name = f"{self.name}_{size}"
+        AttentionInterface.register(name, around(AttentionInterface()[inner], size))
+        for part in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
+            if getattr(part, "_attn_implementation", None) == inner:
+                part._attn_implementation = name
+        return int(config.num_hidden_layers)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ulysses(SequenceParallel):
@@ -92,28 +116,17 @@ class Ulysses(SequenceParallel):
     summary: ClassVar[str] = "Ulysses: sequences cut in pieces, all-to-all to heads around attention"
 
     def patch(self, model: nn.Module) -> int:
-        import torch.distributed as dist
-        from transformers import AttentionInterface
-
         config: Any = model.config
-        size, inner = pieces(self.name, self.ranks, dist.get_world_size()), config._attn_implementation
-        if inner != "sdpa":
-            raise Unsupported(f"ulysses leaves the mask to SDPA's causal path; the attention here is {inner}")
         heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
-        if any(number % size for number in heads):
-            raise Unsupported(
-                f"ulysses divides {heads[0]} heads and {heads[1]} of keys among {size} ranks: no multiples"
-            )
-        if getattr(config, "sliding_window", None):
-            raise Unsupported("ulysses leaves the mask out, and this model has a sliding window")
-        name = f"ulysses_{size}"
-        AttentionInterface.register(
-            name, around(AttentionInterface()[inner], mesh(size, "sequence")["sequence"].get_group())
-        )
-        for part in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
-            if getattr(part, "_attn_implementation", None) == inner:
-                part._attn_implementation = name
-        return int(config.num_hidden_layers)
+
+        def all_to_all(attention: Callable[..., Any], size: int) -> Callable[..., Any]:
+            if any(number % size for number in heads):
+                raise Unsupported(
+                    f"ulysses divides {heads[0]} heads and {heads[1]} of keys among {size} ranks: no multiples"
+                )
+            return around(attention, mesh(size, "sequence")["sequence"].get_group())
+
+        return self.attend(model, all_to_all)
 
     def least(self, arm: Arm, n: int) -> float:
         """q, k, v and the output of every layer, forward and backward, and the gradients."""
@@ -154,3 +167,100 @@ def around(attention: Callable[..., Any], group: Any) -> Callable[..., Any]:
         return pieces.permute(1, 2, 0, 3, 4).reshape(b, s // n, n * h, d), None
 
     return ulysses
+
+
+RING = [f"aten::_scaled_dot_product_{backend}_attention" for backend in ("flash", "efficient", "cudnn")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequiresRing(Requires):
+    """What torch's ring has handlers for: the operators behind SDPA on CUDA."""
+
+    def unmet(self, machine: Machine, model: ModelSpec | None = None) -> str | None:
+        if machine.device != "cuda":
+            where = machine.device.upper()
+            return f"torch's ring has CUDA's attention operators only; this machine measures on its {where}"
+        return super().unmet(machine, model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel(SequenceParallel):
+    """torch's context parallel, a prototype of it: keys and values go round the ranks, and each rank attends from its
+    own queries (Liu et al., "Ring Attention", 2023). The row is cut in 2 n pieces of which a rank has one of the first
+    and one of the last half, for later tokens see more than earlier ones."""
+
+    name: ClassVar[str] = "context_parallel"
+    summary: ClassVar[str] = "torch's context parallel: sequences cut in pieces, keys and values go round the ranks"
+    requires: ClassVar[Requires] = RequiresRing(device="cuda", capability=(8, 0), dtypes=("bfloat16", "float16"))
+    pieces_a_rank: ClassVar[int] = 2
+
+    def places(self, width: int, size: int, piece: int) -> Any:
+        import torch
+
+        chunks = torch.arange(width).chunk(2 * size)
+        return torch.cat((chunks[piece], chunks[2 * size - 1 - piece]))
+
+    def patch(self, model: nn.Module) -> int:
+        def without_mask(attention: Callable[..., Any], size: int) -> Callable[..., Any]:
+            def ring(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+                return attention(module, q, k, v, None, **kwargs)
+
+            return ring
+
+        return self.attend(model, without_mask)
+
+    def step(self, step: Step) -> Step:
+        import torch.distributed as dist
+
+        size = pieces(self.name, self.ranks, dist.get_world_size())
+        return _InRing(super().step(step), mesh(size, "sequence")["sequence"])
+
+    def least(self, arm: Arm, n: int) -> float:
+        """K and V of every layer in forward and again in backward, their gradients once, and the adapters'."""
+        config: Any = arm.model.config
+        heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+        width = 2 * heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        positions = sum(batch.inputs["input_ids"].numel() for batch in arm.step.batches)
+        passed = 3 * config.num_hidden_layers * positions * width * arm.dtype.itemsize
+        return (n - 1) * passed + super().least(arm, n)
+
+    def audit(self, evidence: Evidence) -> int:
+        """Each rank attends n times a layer: from its queries to each rank's keys."""
+        import torch.distributed as dist
+
+        size = pieces(self.name, self.ranks, dist.get_world_size())
+        expected = size * (evidence.patched or 0) * len(evidence.arm.micro_batches)
+        if (ran := sum(evidence.ops[operator] for operator in RING)) < expected:
+            raise NotApplied(f"attention to one rank's keys ran {ran} times in a step; expected {expected}")
+        return evidence.patched or 0
+
+
+class _InRing(Wrapped):
+    """Around a step whose forward and backward are to find SDPA replaced by torch's ring over the mesh."""
+
+    def __init__(self, inner: Step, mesh: DeviceMesh) -> None:
+        super().__init__(inner)
+        self.mesh = mesh
+
+    def forward(self, batch: Batch) -> Tensor:
+        with ring(self.mesh):
+            return self.inner.forward(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        with ring(self.mesh):
+            self.inner.backward(loss)
+
+
+@contextmanager
+def ring(mesh: DeviceMesh, row: Tensor | None = None) -> Iterator[None]:
+    """Inside, SDPA of pieces of sequences (B, H, s, D) is that of the whole sequences. `row` (positions,): cut in place
+    as torch cuts. The batches are cut already; torch asks for something to cut all the same, and takes from its length
+    that pieces are of the first and of the last half."""
+    import torch
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    row = torch.zeros(2 * mesh.size(), device=mesh.device_type) if row is None else row
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(backends), context_parallel(mesh, buffers=[row], buffer_seq_dims=[0], no_restore_buffers={row}):
+        yield

@@ -91,7 +91,7 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
 # What steps on several GPUs wants a process each (tests/ablations/test_parallel.py, tests/run/test_pipeline_ranks.py);
 # `no_optimizer` is for references; gptq and awq are only rows with a reason (tests/ablations/test_quantized.py).
 PIPELINES = {"pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_multi_adapter"}
-SHARDED = {"ddp", "fsdp2", "ulysses", "tensor_parallel"}
+SHARDED = {"ddp", "fsdp2", "ulysses", "context_parallel", "tensor_parallel"}
 ELSEWHERE = {"no_optimizer", "gptq", "awq"} | SHARDED | PIPELINES
 DTYPE = [] if torch.cuda.is_available() else ["dtype=float32"]  # some CPUs would compute in bfloat16, and some not
 ON_A_CPU = {"adapters_in_compute_dtype": "not_applied"}  # float32, which adapters are in anyway

@@ -123,14 +123,14 @@ def test_what_a_ring_of_four_sends(kind, bytes_):
     assert sent(kind, 100, 4) == bytes_
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "ulysses", "tensor_parallel"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "ulysses", "context_parallel", "tensor_parallel"])
 def test_what_cannot_be_beside_it_is_said(name):
     parallel = ablation(name)
     assert "replayed by all ranks" in (conflict([parallel, ablation("cuda_graph")]) or "")
     assert "every rank would find a size of its own" in (conflict([parallel, ablation("auto_batch_size")]) or "")
     if name in ("fsdp2", "tensor_parallel"):
         assert name in (conflict([parallel, ablation("nf4_base")]) or "")
-    if name == "ulysses":
+    if name in ("ulysses", "context_parallel"):
         assert "a row of several samples" in (conflict([parallel, ablation("packing")]) or "")
 
 

@@ -5,7 +5,7 @@ from copy import deepcopy
 import lorakernels
 import pytest
 import torch
-from pairs import assert_like_peft, bound, layer, step
+from pairs import bound, layer, step
 from tiny_models import build
 from torch.distributed.fsdp import fully_shard
 

@@ -26,8 +26,8 @@ Adapter = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, f
 class Member:
     """W (N, K), A (r, K), B (N, r), biases (N,): y = x Wᵀ + bias + scale · (x Aᵀ Bᵀ + lora_bias).
 
-    quantized: bitsandbytes' quant_state of an NF4 weight; compute_dtype: of such a weight; gathered: whether FSDP2 has a
-    part of the weight here, and puts the whole in its place while the layer computes; shape: (N, K), taken from the
+    quantized: bitsandbytes' quant_state of an NF4 weight; compute_dtype: of such a weight; gathered: whether FSDP2 has
+    a part of the weight here, and puts the whole in its place while the layer computes; shape: (N, K), taken from the
     weight if not given. Raises ValueError where A and B do not fit the weight.
     """
 

@@ -34,8 +34,8 @@ WIDE = 2048  # columns of the input from which on the spare ones are a multiple 
 class Operand:
     """w (N, K), None where the products with it are made in FP8; sb (N, p); a (p, K).
 
-    full: the buffer (N + p, K + p) that they are views of, None where they are not (FP8, gathered weights); places: where each member's A
-    (r, K) and scaled B (N, r) lie in a and sb.
+    full: the buffer (N + p, K + p) that they are views of, None where they are not (FP8, gathered weights); places:
+    where each member's A (r, K) and scaled B (N, r) lie in a and sb.
     """
 
     w: torch.Tensor | None
