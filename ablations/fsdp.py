@@ -2,14 +2,18 @@
 just before it computes.
 
 python -m lorabench.sweep world_size=2 'ablations=[fsdp2,{fsdp2: {adapters: sharded}}]' workload=4x2048
+python -m lorabench.sweep world_size=4 'ablations=[{fsdp2: {replicas: 2}}]' workload=4x2048
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lorabench.contract.ablation import Evidence, Unsupported
+from lorabench.contract.ablation import Evidence, Unsupported, added
+from lorabench.contract.batch import Sample
+from lorabench.contract.ranks import Ranks
 from lorabench.contract.step import Step
 from lorabench_ablations.parallel import (
     CAPTURED,
@@ -18,6 +22,7 @@ from lorabench_ablations.parallel import (
     Parallel,
     Summed,
     alike,
+    mesh,
     sent,
     trained_bytes,
 )
@@ -37,6 +42,8 @@ class Fsdp2(Parallel):
     `adapters`: "replicated" shards the frozen weights alone, and the adapters' gradients are added in one all-reduce;
     the optimizer sees plain tensors. "sharded" makes the adapters DTensors, too, whose gradients are reduce-scattered.
     `reshard`: give a layer's weights back after its forward, and gather them again in backward; False keeps them.
+    `replicas`: as many groups of ranks hold the weights once each, so that weights travel inside a group (HSDP, Zhao et
+    al. 2023), and the adapters' gradients are added over all ranks.
     """
 
     name: ClassVar[str] = "fsdp2"
@@ -49,18 +56,33 @@ class Fsdp2(Parallel):
     }
     adapters: Literal["replicated", "sharded"] = "replicated"
     reshard: bool = True
+    replicas: int = added(1)
 
     def __post_init__(self) -> None:
         if self.adapters not in ("replicated", "sharded"):
             raise ValueError(f"adapters={self.adapters!r}; expected replicated or sharded")
+        if self.replicas < 1:
+            raise ValueError(f"replicas={self.replicas}; expected 1 or more")
+
+    def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
+        self._part(ranks.size)
+        return super().shard(samples, ranks)
+
+    def _part(self, world: int) -> int:
+        """How many ranks hold the weights together. Raises Unsupported where that cannot be."""
+        if world % self.replicas or world // self.replicas < 2:
+            raise Unsupported(
+                f"fsdp2 with replicas={self.replicas} needs a multiple of that many ranks, twice as many at least; "
+                f"there are {world} ranks"
+            )
+        return world // self.replicas
 
     def patch(self, model: nn.Module) -> int:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         trained = {p for p in model.parameters() if p.requires_grad}
-        mesh = init_device_mesh(next(model.parameters()).device.type, (_world(),))
-        common: dict[str, Any] = {"mesh": mesh}
+        grid = mesh(self._part(_world()), "shard")
+        common: dict[str, Any] = {"mesh": grid if self.replicas > 1 else grid["shard"]}
         if self.adapters == "replicated":
             common["ignored_params"] = trained
         groups = _layers(model)
@@ -80,9 +102,17 @@ class Fsdp2(Parallel):
         layers = sum(_bytes(layer, self.adapters) for layer in _layers(arm.model))
         rest = sum(p.numel() * p.element_size() for p in sharded) - layers
         gathered = (layers * (2 if self.reshard else 1) + rest) * len(arm.step.batches)
-        moved = sent("all_gather", gathered / n, n)
-        how = "reduce_scatter" if self.adapters == "sharded" else "all_reduce"
-        return moved + sent(how, trained_bytes(arm) * (len(arm.step.batches) if self.adapters == "sharded" else 1), n)
+        part, adapters = self._part(n), trained_bytes(arm)
+        moved = sent("all_gather", gathered / part, part)
+        if self.adapters == "replicated":
+            return moved + sent("all_reduce", adapters, n)
+        once = sent("reduce_scatter", adapters, part) + sent("all_reduce", adapters / part, self.replicas)
+        return moved + once * len(arm.step.batches)
+
+    def group(self, kind: str, n: int) -> int:
+        if kind != "all_reduce":
+            return self._part(n)
+        return n if self.adapters == "replicated" else self.replicas
 
     def audit(self, evidence: Evidence) -> int:
         """The decoder layers whose frozen weights are parts of them."""

@@ -48,11 +48,15 @@ class Parallel(Ablation):
         found: dict[str, Any] = {"world_size": n, "backend": dist.get_backend()}
         if evidence.handed and getattr(self, "ranks", None) in (None, n):
             found |= {
-                "sent_bytes": round(sum(sent(kind, size, n) for kind, size in evidence.handed.items())),
+                "sent_bytes": round(sum(sent(kind, b, self.group(kind, n)) for kind, b in evidence.handed.items())),
                 "least_bytes": round(self.least(evidence.arm, n)),
                 "handed_bytes": dict(evidence.handed),
             }
         return {self.name: found | {"held_bytes": evidence.arm.parameter_bytes()}}
+
+    def group(self, kind: str, n: int) -> int:
+        """How many of `n` ranks are together in a collective of this kind."""
+        return n
 
     def least(self, arm: Arm, n: int) -> float:
         """The bytes that a rank has to send in a step. Here: the trained parameters' gradients, added up once."""

@@ -27,6 +27,8 @@ TWO = {
 }
 FOUR = {
     "fsdp2": ("fsdp2",),
+    "fsdp2_replicas": ({"fsdp2": {"replicas": 2}}, "lora_kernels"),
+    "fsdp2_replicas_sharded": ({"fsdp2": {"replicas": 2, "adapters": "sharded"}},),
     "ulysses": ({"ulysses": {"ranks": 2}},),
     "tensor_parallel": ({"tensor_parallel": {"ranks": 2}},),
     "too many heads": ("ulysses",),
@@ -73,6 +75,19 @@ def test_on_two_processes_all_is_as_in_one(two, plain, case):
 def test_on_four_processes_too_also_beside_divided_samples(four, plain, case):
     found, folder = four
     is_one_process_s(found[case], plain, folder / case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["fsdp2_replicas", "fsdp2_replicas_sharded"])
+def test_replicas_of_two_ranks_hold_half_each_and_gather_among_two(four, case):
+    notes, whole = (four[0][name]["notes"]["fsdp2"] for name in (case, "fsdp2"))
+    assert notes["held_bytes"]["weights"] == pytest.approx(2 * whole["held_bytes"]["weights"], rel=0.1)
+    assert notes["handed_bytes"]["all_gather"] >= 2 * whole["handed_bytes"]["all_gather"]  # a half, not a quarter
+    assert whole["least_bytes"] > notes["least_bytes"] > 0
+    if "sharded" in case:  # where this test's own look at the adapters is traced, too
+        assert notes["sent_bytes"] > notes["least_bytes"]
+    else:
+        assert notes["sent_bytes"] == pytest.approx(notes["least_bytes"], rel=0.01)
 
 
 @pytest.mark.exhaustive
@@ -139,5 +154,7 @@ def test_samples_that_cannot_be_divided_and_odd_numbers_of_ranks_are_refused():
         ablation("fsdp2").shard([Sample([1], [1])] * 8, Ranks(0, 3))
     with pytest.raises(Unsupported, match="ulysses with ranks=3 needs a multiple"):
         ablation({"ulysses": {"ranks": 3}}).shard([Sample([1], [1])] * 8, Ranks(0, 4))
+    with pytest.raises(Unsupported, match="fsdp2 with replicas=2 needs a multiple of that many ranks, twice as many"):
+        ablation({"fsdp2": {"replicas": 2}}).shard([Sample([1], [1])] * 8, Ranks(0, 2))
     with pytest.raises(ValueError, match="expected replicated or sharded"):
         ablation({"fsdp2": {"adapters": "halved"}})
