@@ -29,9 +29,11 @@ from lorabench_ablations.parallel import (
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from lorabench.contract.arm import Arm
 
+FSDP = "fsdp"  # PEFT knows by this name that a layer will compute with whole weights
 PACKED_4_BIT = "FSDP2 shards float tensors; a 4-bit weight would stay whole on every rank (accelerate 3983, trl 6343)"
 
 
@@ -77,19 +79,35 @@ class Fsdp2(Parallel):
             )
         return world // self.replicas
 
-    def patch(self, model: nn.Module) -> int:
+    def divide(self, base: nn.Module) -> int | None:
+        """Adapters that are sharded belong into the groups of their layers, and come later; and over a mesh of two
+        dimensions PEFT (0.21.2) takes a rank's part of a weight for the whole."""
+        if self.adapters == "sharded" or self.replicas > 1:
+            return None
+        base.requires_grad_(False)
+        return self._shard_layers(base)
+
+    def patch(self, model: Any) -> int:
         from torch.distributed.fsdp import fully_shard
 
-        trained = {p for p in model.parameters() if p.requires_grad}
-        grid = mesh(self._part(_world()), "shard")
-        common: dict[str, Any] = {"mesh": grid if self.replicas > 1 else grid["shard"]}
-        if self.adapters == "replicated":
-            common["ignored_params"] = trained
-        groups = _layers(model)
-        for layer in groups:
-            fully_shard(layer, reshard_after_forward=self.reshard, **common)
-        fully_shard(model, **common)
-        return len(groups)
+        ignored = {p for p in model.parameters() if p.requires_grad} if self.adapters == "replicated" else None
+        count = self._shard_layers(model.get_base_model(), ignored)
+        fully_shard(model, mesh=self._mesh(), ignored_params=ignored)
+        return count
+
+    def _shard_layers(self, base: nn.Module, ignored: set[nn.Parameter] | None = None) -> int:
+        """Each layer a group, if it is not one yet; returns how many there are."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        layers = _layers(base)
+        for layer in layers:
+            if not isinstance(layer, FSDPModule):
+                fully_shard(layer, mesh=self._mesh(), reshard_after_forward=self.reshard, ignored_params=ignored)
+        return len(layers)
+
+    def _mesh(self) -> DeviceMesh:
+        grid = mesh(self._part(_world()), FSDP)
+        return grid if self.replicas > 1 else grid[FSDP]
 
     def step(self, step: Step) -> Step:
         alike(self.name, step)
@@ -99,7 +117,7 @@ class Fsdp2(Parallel):
         """Each layer is gathered in every forward, and again in every backward where it was given back; the rest once
         a micro-batch."""
         sharded = [p for p in arm.model.parameters() if self.adapters == "sharded" or not p.requires_grad]
-        layers = sum(_bytes(layer, self.adapters) for layer in _layers(arm.model))
+        layers = sum(_bytes(layer, self.adapters) for layer in _layers(_base(arm)))
         rest = sum(p.numel() * p.element_size() for p in sharded) - layers
         gathered = (layers * (2 if self.reshard else 1) + rest) * len(arm.step.batches)
         part, adapters = self._part(n), trained_bytes(arm)
@@ -118,7 +136,7 @@ class Fsdp2(Parallel):
         """The decoder layers whose frozen weights are parts of them."""
         from torch.distributed.tensor import DTensor
 
-        layers = _layers(evidence.arm.model)
+        layers = _layers(_base(evidence.arm))
         return sum(all(isinstance(p, DTensor) for p in layer.parameters() if not p.requires_grad) for layer in layers)
 
 
@@ -127,16 +145,21 @@ def _bytes(layer: nn.Module, adapters: str) -> int:
     return sum(p.numel() * p.element_size() for p in held)
 
 
+def _base(arm: Arm) -> Any:
+    model: Any = arm.model
+    return model.get_base_model()
+
+
 def _world() -> int:
     import torch.distributed as dist
 
     return dist.get_world_size()
 
 
-def _layers(model: Any) -> list[nn.Module]:
+def _layers(base: Any) -> list[nn.Module]:
     """The decoder layers, by the names of classes that transformers says not to split."""
-    names = set(model.get_base_model()._no_split_modules or ())
-    found = [m for m in model.modules() if any(base.__name__ in names for base in type(m).__mro__)]
+    names = set(base._no_split_modules or ())
+    found = [m for m in base.modules() if any(base.__name__ in names for base in type(m).__mro__)]
     if not found:
         raise Unsupported("transformers does not say which modules of this model are its layers")
     return found

@@ -172,6 +172,12 @@ class Ablation:
         """Change the keyword arguments of `peft.get_peft_model` (`autocast_adapter_dtype`) and, under the key
         "config", those of `peft.LoraConfig`, in place."""
 
+    def divide(self, base: torch.nn.Module) -> int | None:
+        """Divide transformers' model among the ranks while it is on the meta device, so that none ever holds the whole:
+        its weights are drawn afterwards, one after the other, of which each rank keeps its part. Return the number of
+        modules that are divided. None: leave it whole. Weights that are read come whole, and this is not asked."""
+        return None
+
     def prepare(self, base: torch.nn.Module, *, upcast: bool) -> None:
         """Change transformers' model in place, its weights drawn or read, before an adapter is put on. `upcast`: it
         is for the gate's gold and will be turned to float32; leave it plain, with the numbers that it would have."""

@@ -137,7 +137,7 @@ def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, conf
     hooks.each(Ablation.load, load)
 
     def base() -> nn.Module:
-        made = _base(request, partial(make_base, load), _recipe(request, load))
+        made = _base(request, hooks, partial(make_base, load), _recipe(request, load))
         hooks.each(Ablation.prepare, made, upcast=request.upcast)
         return made
 
@@ -154,18 +154,37 @@ def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, conf
 def _recipe(request: Request, load: dict[str, Any]) -> str | None:
     """Of the base that the arm may share with others. None: its weights are its own. Of several ranks each has a base
     on its own device."""
-    whole = request.layers is None and not request.upcast
+    whole = request.layers is None and not request.upcast and not _divides(request)
     if request.base is None or not whole or any(map(replaces_weights, request.ablations)):
         return None
     return recipe(request.model, request.seed, request.dtype, load)
 
 
-def _base(request: Request, make: Callable[[torch.device], nn.Module], recipe: str | None) -> nn.Module:
+def _divides(request: Request) -> bool:
+    """Whether a toggle is asked to divide the base before it has weights."""
+    drawn = request.model.weights == "random" and not request.upcast
+    return drawn and any(type(a).divide is not Ablation.divide for a in request.ablations)
+
+
+def _divided(request: Request, hooks: Hooks, make: Callable[[torch.device], nn.Module]) -> nn.Module | None:
+    """The base model divided among the ranks, its weights not yet drawn; None where it stays whole."""
+    made: Any = make(WITHOUT_WEIGHTS) if _divides(request) else None
+    if made is None or hooks.first(Ablation.divide, made) is None:
+        return None
+    made.to_empty(device=request.device)
+    made.tie_weights()
+    _start(made)
+    return made
+
+
+def _base(
+    request: Request, hooks: Hooks, make: Callable[[torch.device], nn.Module], recipe: str | None
+) -> nn.Module:  # fmt: skip
     """The base model, its weights drawn or read, or those that another arm of this recipe has drawn or read before."""
     shared = request.base if recipe is not None else None
     if shared is not None and recipe is not None and (lent := shared.lent(recipe, make, request.device)) is not None:
         return lent
-    made = make(request.device)
+    made = _divided(request, hooks, make) or make(request.device)
     if request.model.weights == "random":
         _fill(made, request.dtype, request.seed, None)
     if shared is not None and recipe is not None:
@@ -298,9 +317,10 @@ def causal_lm(spec: ModelSpec, load: dict[str, Any], device: torch.device, layer
 
 def _start(model: Any) -> None:
     """transformers' own start for the vectors that `_fill` leaves as they are: some (attention sinks, the decay of a
-    state space) are nothing before it."""
+    state space) are nothing before it. And for buffers (frequencies), which are nothing after the meta device."""
     for module in model.modules():
-        if any(_std(name, tensor) is None for name, tensor in module.named_parameters(recurse=False)):
+        own = [*module.named_parameters(recurse=False)]
+        if any(_std(name, tensor) is None for name, tensor in own) or (module._buffers and not own):
             model._init_weights(module)
 
 

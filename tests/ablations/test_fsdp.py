@@ -1,0 +1,59 @@
+"""FSDP2 divides the layers before they have weights: no rank ever holds the whole model."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import arm, sweep
+from ranks_of import samples
+from several_ranks import on_ranks
+
+from lorabench.contract.arm import bytes_of
+from lorabench.measure import build
+from lorabench.record.store import read_records
+
+
+def held(ranks, names):
+    """Bytes of weights: (of the layers when the first is drawn, of all else, of the finished model's layers)."""
+    drawn = []
+    fill = build._fill
+
+    def filling(model, *rest):
+        drawn.append((layers(model), bytes_of(list(model.parameters()))))
+        fill(model, *rest)
+
+    build._fill = filling
+    made = arm("sdpa", "adamw_foreach", "padding", *names, samples=samples(), ranks=ranks)
+    first, whole = drawn[0]
+    return first, whole - first, layers(made.model)
+
+
+def layers(model):
+    return bytes_of([p for name, p in model.named_parameters() if ".layers." in name and "lora_" not in name])
+
+
+def test_a_rank_draws_its_part_of_each_layer(tmp_path):
+    plain, others, _ = held_alone()
+    for drawn, rest, finished in on_ranks(2, tmp_path, held, ("fsdp2",)):
+        assert drawn == finished == pytest.approx(plain / 2, rel=0.01)
+        assert rest == others  # embedding, norm and head stay whole until the model is divided
+
+
+def held_alone():
+    from lorabench.contract.ranks import ONE
+
+    fill = build._fill
+    try:
+        return held(ONE, ())
+    finally:
+        build._fill = fill
+
+
+def test_a_sweep_of_lora_kernels_over_fsdp2_passes_the_gate(tmp_path):
+    common = ("models=[tiny-llama]", "workload=8x64", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
+    done = sweep(*common, "ablations=[[fsdp2,lora_kernels]]", f"output={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = next(r for r in read_records(tmp_path) if r.ablations)
+    assert record.status == "ok", record.reason
+    assert record.numerics.grad_error < 1e-5 and record.numerics.loss_error < 1e-6
+    assert record.applied["fsdp2"] > 0 and not record.notes["lorakernels"]["left"]
+    assert record.notes["fsdp2"]["sent_bytes"] == pytest.approx(record.notes["fsdp2"]["least_bytes"], rel=0.01)
