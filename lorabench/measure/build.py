@@ -173,7 +173,7 @@ def _divided(request: Request, hooks: Hooks, make: Callable[[torch.device], nn.M
         return None
     made.to_empty(device=request.device)
     made.tie_weights()
-    _start(made)
+    _start(made, buffers=True)
     return made
 
 
@@ -315,12 +315,13 @@ def causal_lm(spec: ModelSpec, load: dict[str, Any], device: torch.device, layer
     return _read(spec, load, layers).to(device)
 
 
-def _start(model: Any) -> None:
+def _start(model: Any, buffers: bool = False) -> None:
     """transformers' own start for the vectors that `_fill` leaves as they are: some (attention sinks, the decay of a
-    state space) are nothing before it. And for buffers (frequencies), which are nothing after the meta device."""
+    state space) are nothing before it. `buffers`: for these as well (frequencies), where the model was on the meta
+    device."""
     for module in model.modules():
         own = [*module.named_parameters(recurse=False)]
-        if any(_std(name, tensor) is None for name, tensor in own) or (module._buffers and not own):
+        if any(_std(name, tensor) is None for name, tensor in own) or (buffers and module._buffers and not own):
             model._init_weights(module)
 
 
