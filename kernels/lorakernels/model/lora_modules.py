@@ -52,7 +52,7 @@ class LinearModule:
         if weight is None or weight.requires_grad or "bias" not in base._parameters:
             _check_not_sharded(base)
             return "a base weight is trained, or parametrized"
-        if member.gathered and type(weight) is not nn.Parameter:
+        if member.gathered and hasattr(weight, "device_mesh"):
             return "a sharded base weight is not gathered (FSDP)"
         if weight is not member.weight and not _alike(weight, member.weight):
             _check_not_sharded(base)
@@ -90,7 +90,7 @@ class LinearModule:
 def _alike(weight: Any, known: Any) -> bool:
     """Whether a weight that was put in another's place (load_state_dict with assign=True, say) can take it here too.
     FSDP2 puts what it has gathered in the place of its part, whose shape is that of the whole."""
-    gathered = type(weight) is nn.Parameter and hasattr(known, "device_mesh")
+    gathered = hasattr(known, "device_mesh") and not hasattr(weight, "device_mesh")
     if (type(weight) is not type(known) and not gathered) or weight.shape != known.shape:
         return False
     if hasattr(known, "quant_state"):  # bitsandbytes makes a new one when the model moves
