@@ -179,7 +179,7 @@ class RequiresRing(Requires):
     def unmet(self, machine: Machine, model: ModelSpec | None = None) -> str | None:
         if machine.device != "cuda":
             where = machine.device.upper()
-            return f"torch's ring has CUDA's attention operators only; this machine measures on its {where}"
+            return f"needs a GPU, for torch's ring has CUDA's operators alone; this machine measures on its {where}"
         return super().unmet(machine, model)
 
 

@@ -55,7 +55,7 @@ def test_each_rank_has_the_pieces_that_torch_s_ring_takes_it_to_have(tmp_path):
 
 def test_a_cpu_is_refused_with_the_reason():
     assert ablation("context_parallel").requires.unmet(MACHINE) == (
-        "torch's ring has CUDA's attention operators only; this machine measures on its CPU"
+        "needs a GPU, for torch's ring has CUDA's operators alone; this machine measures on its CPU"
     )
 
 
