@@ -192,7 +192,8 @@ class Fp8Products(Requires):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Base(LoraKernels):
-    """Rounds the frozen weights and the activations of their GEMMs to e4m3, scaled by rows."""
+    """Rounds the frozen weights and the activations of their GEMMs to e4m3, scaled by rows. `attention` off keeps
+    q, k, v and o in the compute dtype."""
 
     name: ClassVar[str] = "fp8_base"
     summary: ClassVar[str] = "ours: every kernel, with the frozen weights' GEMMs in FP8"
@@ -200,8 +201,12 @@ class Fp8Base(LoraKernels):
     requires: ClassVar[Requires] = Fp8Products(packages=Kernel.requires.packages)
     kinds: ClassVar[tuple[str, ...]] = ("train",)
     worth_trying: ClassVar[Worth | None] = None  # it rounds more: for whoever asks for it
+    attention: bool = True
     # Three bits of mantissa (eps 2⁻³): 16 times as coarse as bfloat16, 128 times as float16. Measured, over plain
     # PEFT's own error: 10.9 times in Llama-3.1-8B's worst tensor (0.38), at most 12.6 in SmolLM2-135M, 101 in float16.
     tolerance: ClassVar[Tolerance] = Tolerance(
         words="frozen weights and their inputs in e4m3", grad=0.5, eps=2**-3, loss=0.02
     )
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"fp8_attention": self.attention}

@@ -13,6 +13,8 @@ FILES = [
     "fast_math",
     "swiglu",
     "geglu",
+    "quantize_rows",
+    "fp8",
     "rms_norm",
     "rope",
     "linear_cross_entropy",

@@ -295,7 +295,7 @@ class _Patcher:
         if name in self.taken or not getattr(s, PART_OF.get(leaf, "linear")) or not s.linear:
             return
         try:
-            plan = LinearPlan(linears(parent, name.rpartition(".")[0], [leaf], s))
+            plan = LinearPlan(linears(parent, name.rpartition(".")[0], [leaf], s, s.fp8))
             self.bind(plan.linear.module, linear_forward, plan)
         except NotFused as reason:
             why, parent_name = str(reason), name.rpartition(".")[0]
@@ -352,23 +352,26 @@ def _check_backends(names: str | Sequence[str] | None) -> tuple[str, ...] | None
 def apply(
     model: Any, *, mlp: bool = True, qkv: bool = True, o: bool = True, rms_norm: bool = True, rope: bool = True,
     linear_cross_entropy: bool = True, linear: bool = True, one_gemm: bool = True, merge_projections: bool = True,
-    fp8: bool = False, sdpa_backends: str | tuple[str, ...] | list[str] | None = None,
+    fp8: bool = False, fp8_attention: bool = True,
+    sdpa_backends: str | tuple[str, ...] | list[str] | None = None,
 ) -> Report:  # fmt: skip
     """Changes what it knows in `model`, in place, and reports it.
 
     mlp, qkv, o, rms_norm, rope, linear_cross_entropy: the parts; linear: every LoRA linear that no part took, but for
     those of parts that are switched off. one_gemm: [X|S]·[W|sB]ᵀ where it is measured to be faster; off: a GEMM and an
     in-place addmm. merge_projections: q, k, v and gate, up as one GEMM each. fp8: the frozen weights' products in FP8
-    (changes the mathematics: see fp8.py). sdpa_backends: an order of "cudnn", "flash", "efficient", "math" to pin where
-    attention is plain causal SDPA without a mask; None leaves torch's choice. Raises TypeError where model is none,
-    ValueError at an unknown backend, RuntimeError where `apply` was called before.
+    (changes the mathematics: see fp8.py); fp8_attention: those of q, k, v and o, too, or in the compute dtype.
+    sdpa_backends: an order of "cudnn", "flash", "efficient", "math" to pin where attention is plain causal SDPA without
+    a mask; None leaves torch's choice. Raises TypeError where model is none, ValueError at an unknown backend,
+    RuntimeError where `apply` was called before.
     """
     _check_model(model, "apply")
     if any(STATE in m.__dict__ or "_lorakernels" in m.__dict__ for m in model.modules()):
         raise RuntimeError("lorakernels.apply was called on this model before; call lorakernels.remove first")
     switches = Switches(
         mlp=mlp, qkv=qkv, o=o, rms_norm=rms_norm, rope=rope, linear_cross_entropy=linear_cross_entropy, linear=linear,
-        one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, sdpa_backends=_check_backends(sdpa_backends),
+        one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, fp8_attention=fp8_attention,
+        sdpa_backends=_check_backends(sdpa_backends),
     )  # fmt: skip
     modules = list(model.named_modules())
     weights = Counter(id(m._parameters["weight"]) for _, m in modules if m._parameters.get("weight") is not None)

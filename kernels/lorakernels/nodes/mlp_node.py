@@ -37,7 +37,7 @@ class MLPSpec(NodeSpec):
 class MLPTensors(NamedTuple):
     """What `GatedMLP` saves of its own, before what it saves for each projection: h = x + residual (M, K); the norm's
     weight (K,) and rstd (M,), or None; gate and up (M, 2·I), with p spare columns behind them where one group makes
-    both."""
+    both, not in FP8."""
 
     h: torch.Tensor
     norm_weight: torch.Tensor | None
@@ -97,16 +97,18 @@ def _forward(
     ops, op_down = [g.operand(dtype) for g in groups], down.operand(dtype)
     seeds = [g.seeds(x.device) for g in spec.projections]
     h = flat if res is None else torch.empty(flat.shape, dtype=torch.result_type(flat, res), device=x.device)
-    # The down projection adds to a second copy of h, which the norm writes on its way.
-    total = torch.empty_like(h) if spec.add and res is not None and h.dtype == dtype else None
+    # The down projection adds to a second copy of h, which the norm writes on its way; a product in FP8 adds to none.
+    adds_to_copy = spec.add and res is not None and h.dtype == dtype and down.fp8 is None
+    total = torch.empty_like(h) if adds_to_copy else None
     norm = None
     if spec.norm is not None and norm_weight is not None:
         norm = NormInput(flat, norm_weight, spec.norm, res, h, total)
     filled = fill_operand(NodeInput(flat, norm), groups, ops, seeds[:-1], dtype)
     rstd, scaled_s = filled.rstd, filled.scaled_s
-    # One group's output gets the spare columns of its gradient, which backward writes over it.
+    # One group's output gets the spare columns of its gradient, which backward writes over it. FP8's goes without: its
+    # product cannot leave room between rows.
     wide = None
-    if len(groups) == 1:
+    if len(groups) == 1 and groups[0].fp8 is None:
         wide = torch.empty(flat.shape[0], groups[0].n + groups[0].p, dtype=dtype, device=x.device)
     gate_up = outputs(groups, ops, filled, None if wide is None else wide[:, : groups[0].n])
     del filled  # the widest operand comes next

@@ -155,7 +155,7 @@ def output_of_foreign_input(
         lora_input(group, x, op, seed, s, scaled_s)
         return separate_product(group, x, s, op), scaled_s.out
 
-    if op.full is None or not group.p or not group.one_gemm:
+    if not group.p or not group.one_gemm:
         return apart()  # nothing would read the two as one
     key = (tune.bucket(x.shape[0]), group.k, group.n, group.p, x.dtype, seed is not None)
     forms = {"packed": packed, "apart": apart}
