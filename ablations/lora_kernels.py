@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, added
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.settings import Settings, Worth
@@ -201,7 +201,7 @@ class Fp8Base(LoraKernels):
     requires: ClassVar[Requires] = Fp8Products(packages=Kernel.requires.packages)
     kinds: ClassVar[tuple[str, ...]] = ("train",)
     worth_trying: ClassVar[Worth | None] = None  # it rounds more: for whoever asks for it
-    attention: bool = True
+    attention: bool = added(True)
     # Three bits of mantissa (eps 2⁻³): 16 times as coarse as bfloat16, 128 times as float16. Measured, over plain
     # PEFT's own error: 10.9 times in Llama-3.1-8B's worst tensor (0.38), at most 12.6 in SmolLM2-135M, 101 in float16.
     tolerance: ClassVar[Tolerance] = Tolerance(

@@ -14,7 +14,6 @@ FILES = [
     "swiglu",
     "geglu",
     "quantize_rows",
-    "fp8",
     "rms_norm",
     "rope",
     "linear_cross_entropy",
