@@ -112,10 +112,10 @@ def _single_group_backward(
     trials, spare = forms | {"apart": apart_with_ds}, lambda: (dh.clone(), torch.empty_like(gate_up))
     key = (tune.bucket(m), width, group.rank, act, dh.dtype)
     picked = tune.pick("gate and up backward", key, trials, dh.device, spare)
-    return forms[picked](dh, gate_up if _may_overwrite() else torch.empty_like(gate_up))
+    return forms[picked](dh, gate_up if may_overwrite() else torch.empty_like(gate_up))
 
 
-def _may_overwrite() -> bool:
+def may_overwrite() -> bool:
     """Whether this backward is the last over its graph (no retain_graph), so that saved tensors of our own may go."""
     keeps = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
     return not keeps()
