@@ -240,9 +240,11 @@ class _Layer(torch.autograd.Function):
         x = x.detach().requires_grad_(needs[1])
         with torch.enable_grad(), call.as_before(grad.device):
             out = call.run(x, again)
-        wanted = [t for t, need in zip((x, *parameters), needs[1:], strict=True) if need]
-        made = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
-        return None, *(next(made) if need else None for need in needs[1:])
+        # Of a parameter that was frozen since (PEFT's set_adapter does it) torch would drop the gradient.
+        wanted = [need and t.requires_grad for t, need in zip((x, *parameters), needs[1:], strict=True)]
+        inputs = [t for t, want in zip((x, *parameters), wanted, strict=True) if want]
+        made = iter(torch.autograd.grad(out, inputs, grad, allow_unused=True) if inputs else ())
+        return None, *(next(made) if want else None for want in wanted)
 
 
 def kept_layer(call: Call, x: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
