@@ -251,6 +251,10 @@ def _call(plan: LayerPlan, **kwargs: Any) -> Call:
     assert plan.long is not None and plan.parking is not None
 
     def run(x: torch.Tensor, long_pass: Pass) -> torch.Tensor:
+        if long_pass.again:
+            counts = plan.module._lorakernels_forwards.fused
+            counts["layer made again"] += 1
+            counts["attention kept"] += long_pass.keeps_attention
         return _layer(plan, x, long_pass=long_pass, **kwargs)
 
     return Call(run, plan.long, plan.parking, draws, adapters_of(plan.groups))
@@ -285,7 +289,7 @@ def _fused_layer(
     else:
         before = plan.norm(form.before_mlp)
         if form.after_mlp is None and form.multiplier is None:
-            tiles = {"tile": long_pass.tile, "output": long_pass.output}
+            tiles = {"tile": long_pass.tile, "output": not long_pass.again}
             return _mlp(plan.mlp, out, residual=x, add=True, **tiles, **before)
         y, x = _mlp(plan.mlp, out, residual=x, pass_through=True, tile=long_pass.tile, **before)
     y = y[0] if isinstance(y, tuple) else y  # GPT-OSS' experts give their router's scores, too

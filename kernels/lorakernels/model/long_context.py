@@ -58,11 +58,12 @@ class LongContext:
 
 
 class Pass:
-    """One run of a layer, as it is without checkpointing. tile: rows of the MLP at a time; output: whether somebody
-    reads the layer's."""
+    """One run of a layer, as it is without checkpointing. tile: rows of the MLP at a time; again: whether it is for
+    backward, where nobody reads the layer's output; keeps_attention: whether attention's result is there already."""
 
     tile: int | None = None
-    output: bool = True
+    again: bool = False
+    keeps_attention: bool = False
 
     def attend(self, plan: AttentionPlan, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> torch.Tensor:
         """Attention's output (B, S, H, D) of q, k, v (B, H, S, D)."""
@@ -95,13 +96,14 @@ class _First(Pass):
 class _Again(Pass):
     """In backward, with gradients. results, state: those of the first pass."""
 
-    output = False
+    again = True
 
     def __init__(self, tile: int, results: Results, state: torch.Tensor | None):
         self.tile, self._results, self._state = tile, results, state
+        self.keeps_attention = bool(results)
 
     def attend(self, plan: AttentionPlan, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> torch.Tensor:
-        if not self._results:
+        if not self.keeps_attention:
             return super().attend(plan, q, k, v, mask, **kwargs)
         with _Replay(self._results):
             out = super().attend(plan, q, k, v, mask, **kwargs)
