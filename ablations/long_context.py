@@ -1,6 +1,6 @@
 """Slot `checkpointing`, ours: each layer keeps its input and attention's result, and makes the rest again in backward.
 
-    python -m lorabench.sweep 'models=[tiny-llama]' 'ablations=[{long_context:{mlp_rows:8}}]'
+python -m lorabench.sweep 'models=[tiny-llama]' 'ablations=[{long_context:{mlp_rows:8}}]'
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class LongContext(Kernel):
         report = getattr(evidence.arm.model, MARK)["report"]
         ran = report.forwards.fused
         if missing := [e for e in report.left if e.part == "long_context"]:
-            raise NotApplied(f"{len(missing)} layers keep every activation, {missing[0].name} first: {missing[0].reason}")
+            raise NotApplied(
+                f"{len(missing)} layers keep every activation, {missing[0].name} first: {missing[0].reason}"
+            )
         if not ran["layer made again"]:
             raise NotApplied("no layer was made again in backward")
         if self.keep_attention and ran["attention kept"] < ran["layer made again"]:

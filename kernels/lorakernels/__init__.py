@@ -16,6 +16,6 @@ from .tuning import tune
 __version__ = "0.1.0"  # the one place: kernels/pyproject.toml reads it here
 
 __all__ = [
-    "CapturedStep", "Change", "Forwards", "Left", "LongContext", "MultiAdapters", "Report", "__version__", "apply", "apply_multi",
-    "capture", "captured", "remove", "status", "tune",
+    "CapturedStep", "Change", "Forwards", "Left", "LongContext", "MultiAdapters", "Report", "__version__", "apply",
+    "apply_multi", "capture", "captured", "remove", "status", "tune",
 ]  # fmt: skip

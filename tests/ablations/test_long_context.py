@@ -37,7 +37,9 @@ def test_loss_and_gradients_are_peft_s(way):
     assert toggle.notes(found) == {"long_context": {"layers_run_again": LAYERS, "attention_kept": kept}}
 
 
-@pytest.mark.parametrize("order", [("lora_kernels", TILES), (TILES, "lora_kernels"), (TILES, "fused_linear_cross_entropy")])
+@pytest.mark.parametrize(
+    "order", [("lora_kernels", TILES), (TILES, "lora_kernels"), (TILES, "fused_linear_cross_entropy")]
+)
 def test_it_is_one_patch_with_the_other_kernels(order):
     made = arm(*PEFT, *order)
     counts = made.model._lorabench_lorakernels["report"].counts

@@ -1,4 +1,4 @@
-"""Long context: layers that are made again in backward, but for attention and down, against the same kernels without."""
+"""Long context: layers that are made again in backward, but for attention and down, beside the form without."""
 
 import weakref
 from collections import Counter

@@ -253,4 +253,3 @@ def kept_layer(call: Call, x: torch.Tensor, parameters: Sequence[torch.Tensor]) 
     """The layer's output (…, K) of x (…, K), of which nothing but x and attention's result is kept for backward.
     parameters: the layer's that are trained."""
     return _Layer.apply(call, x, *parameters)
-

@@ -17,6 +17,7 @@ from .module_checks import NotFused
 if TYPE_CHECKING:
     from .long_context import LongContext
 
+
 @dataclass
 class Switches:
     """What `apply` was asked for."""

@@ -2,7 +2,8 @@
 
 Saved for each token: the node's input, gate and up, S (p wide) of each projection and 1/rms; the norm's output and
 act(gate)·up are made again. By tiles of rows (`tile`) the input alone is saved: backward makes tile after tile again,
-up to act(gate)·up and not down, so that nothing wider than the input outlives a tile. Run: python -m pytest tests/lorakernels/test_mlp_node.py
+up to act(gate)·up and not down, so that nothing wider than the input outlives a tile.
+Run: python -m pytest tests/lorakernels/test_mlp_node.py
 """
 
 from __future__ import annotations

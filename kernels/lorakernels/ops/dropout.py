@@ -10,7 +10,8 @@ torch.manual_seed and checkpointing's saved states, and changes with each replay
 Philox with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), of which 16 bits go to an
 element: one call serves eight, because the generator, not the memory, is what a naive mask costs. On a CPU it is
 torch's generator. A seed is below 2³¹; the bits above its 32nd are the row that the first row of x is in the whole
-tensor (`of_rows`), so that a tile of rows has the mask of the untiled form. Run: python -m pytest tests/lorakernels/test_dropout.py
+tensor (`of_rows`), so that a tile of rows has the mask of the untiled form.
+Run: python -m pytest tests/lorakernels/test_dropout.py
 """
 
 from __future__ import annotations
