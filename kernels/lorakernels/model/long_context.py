@@ -87,7 +87,8 @@ class _First(Pass):
             return super().attend(plan, q, k, v, mask, **kwargs)
         # With gradients, or some backends make no log-sum-exp.
         with torch.enable_grad(), _Record(self.results):
-            out = super().attend(plan, *(t.detach().requires_grad_() for t in (q, k, v)), mask, **kwargs)
+            q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+            out = super().attend(plan, q, k, v, mask, **kwargs)
         if self._draws:
             self.state = _random_state(q.device)
         return out.detach()

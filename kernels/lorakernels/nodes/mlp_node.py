@@ -226,8 +226,9 @@ def _tiled_backward(
         del made  # act(gate)·up is made once more where backward wants it
         tile = _Tile(spec, h[at].shape, ctx.needs_input_grad)
         of_tile = PerProjection(scaled_s, seeds, each.parameters)
-        d_tile, *gradients = _backward(tile, ops, again, of_tile, flat[at], None if passed is None else passed[at])
-        sums.add([gradients[0], *gradients[1]])
+        d_passed = None if passed is None else passed[at]
+        d_tile, d_weight, d_parameters = _backward(tile, ops, again, of_tile, flat[at], d_passed)
+        sums.add([d_weight, *d_parameters])
         if dx is not None and d_tile is not None:
             rows(dx)[at] = d_tile
     d_weight, *d_parameters = sums.as_(own.norm_weight, *each.parameters)
