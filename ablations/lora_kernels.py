@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy", "linear")
 SLOTS = ("mlp", "qkv", "o", "norm", "rope", "loss")  # of the parts, as toggles of their own
 MULTIPLY = (  # toggles that multiply with the frozen weights themselves, and so pass by what stands in a linear's place
-    "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_kernels", "fp8_base", "lora_addmm", "axolotl",
-    "axolotl_liger", "unsloth", "limit",
+    "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_kernels", "fp8_base", "long_context", "lora_addmm",
+    "axolotl", "axolotl_liger", "unsloth", "limit",
 )  # fmt: skip
 MARK = "_lorabench_lorakernels"  # on the model: the switches that are on, and the last report
 
@@ -45,10 +45,12 @@ class Kernel(Ablation):
         before = getattr(model, MARK, None)
         parts = {*self.parts, *(before["parts"] if before else ())}
         fp8 = self.fp8 or bool(before and before["fp8"])
+        options = {**(before["options"] if before else {}), **self.options()}
         if before:
             lorakernels.remove(model)
-        report = lorakernels.apply(model, **{part: part in parts for part in PARTS}, fp8=fp8, **self.options())
-        setattr(model, MARK, {"parts": parts, "fp8": fp8, "report": report, "others": _others(model)})
+        report = lorakernels.apply(model, **{part: part in parts for part in PARTS}, fp8=fp8, **options)
+        mark = {"parts": parts, "fp8": fp8, "options": options, "report": report, "others": _others(model)}
+        setattr(model, MARK, mark)
         return sum(report.counts.get(part, 0) for part in self.parts)
 
     def options(self) -> dict[str, Any]:

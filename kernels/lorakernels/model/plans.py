@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..nodes.projection import Projection
 from .lora_modules import LinearModule, linear_module
 from .module_checks import NotFused
+
+if TYPE_CHECKING:
+    from .long_context import LongContext
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Switches:
     fp8: bool = False
     fp8_attention: bool = True
     sdpa_backends: tuple[str, ...] | None = None
+    long_context: LongContext | None = None
     shared: frozenset[int] = frozenset()  # the ids of weights that several modules of the model have
 
 

@@ -117,10 +117,10 @@ def _single_group_backward(
     key = (tune.bucket(m), width, group.rank, act, dh.dtype)
     picked = tune.pick("gate and up backward", key, trials, dh.device, spare)
     roomy = gate_up.shape[1] == group.n + group.p
-    return forms[picked](dh, gate_up if roomy and _may_overwrite() else fresh())
+    return forms[picked](dh, gate_up if roomy and may_overwrite() else fresh())
 
 
-def _may_overwrite() -> bool:
+def may_overwrite() -> bool:
     """Whether this backward is the last over its graph (no retain_graph), so that saved tensors of our own may go."""
     keeps = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
     return not keeps()

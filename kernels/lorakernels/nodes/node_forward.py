@@ -39,7 +39,7 @@ class NodeSpec:
 
 
 def save(
-    ctx: Any, spec: NodeSpec, shape: torch.Size, own: Sequence[torch.Tensor | None], scaled_s: Sequence[torch.Tensor],
+    ctx: Any, spec: NodeSpec, shape: torch.Size, own: Sequence[torch.Tensor | None], scaled_s: Sequence[torch.Tensor | None],
     seeds: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor | None],
 ) -> None:  # fmt: skip
     """Keeps for backward what `restored` gives. own: a NamedTuple of the node's own tensors; shape: (…, K) of its
