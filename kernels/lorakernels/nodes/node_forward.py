@@ -39,7 +39,7 @@ class NodeSpec:
 
 
 def save(
-    ctx: Any, spec: NodeSpec, shape: torch.Size, own: Sequence[torch.Tensor | None], scaled_s: Sequence[torch.Tensor],
+    ctx: Any, spec: NodeSpec, shape: torch.Size, own: Sequence[torch.Tensor | None], scaled_s: Sequence[torch.Tensor | None],
     seeds: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor | None],
 ) -> None:  # fmt: skip
     """Keeps for backward what `restored` gives. own: a NamedTuple of the node's own tensors; shape: (…, K) of its
@@ -155,7 +155,7 @@ def output_of_foreign_input(
         lora_input(group, x, op, seed, s, scaled_s)
         return separate_product(group, x, s, op), scaled_s.out
 
-    if op.full is None or not group.p or not group.one_gemm:
+    if not group.p or not group.one_gemm:
         return apart()  # nothing would read the two as one
     key = (tune.bucket(x.shape[0]), group.k, group.n, group.p, x.dtype, seed is not None)
     forms = {"packed": packed, "apart": apart}

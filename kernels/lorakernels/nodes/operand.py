@@ -32,24 +32,23 @@ WIDE = 2048  # columns of the input from which on the spare ones are a multiple 
 
 @dataclass(slots=True)
 class Operand:
-    """w (N, K), None where the products with it are made in FP8; sb (N, p); a (p, K).
+    """w (N, K); sb (N, p); a (p, K).
 
-    full: the buffer (N + p, K + p) that they are views of, None where they are not (FP8); places: where each member's A
-    (r, K) and scaled B (N, r) lie in a and sb.
+    full: the buffer (N + p, K + p) that they are views of; places: where each member's A (r, K) and scaled B (N, r) lie
+    in a and sb.
     """
 
-    w: torch.Tensor | None
+    w: torch.Tensor
     sb: torch.Tensor
     a: torch.Tensor
-    full: torch.Tensor | None
+    full: torch.Tensor
     places: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class OperandBuffer:
     """Members that share an input of K columns, and the buffer that their weights and adapters lie in.
 
-    fp8: the products with the weights in FP8, of the modules' own weights. Raises ValueError where the members' inputs
-    differ in width.
+    fp8: the products with the weights in FP8. Raises ValueError where the members' inputs differ in width.
     """
 
     def __init__(self, members: list[Member], fp8: bool = False):
@@ -65,7 +64,7 @@ class OperandBuffer:
         self.columns = _slices(self.ranks)  # each member's columns of S and rows of A
         self.quantized = any(m.quantized is not None for m in members)
         self.not_fp8 = why_not(members) if fp8 else None  # the reason, where FP8 was asked for
-        self.fp8 = FrozenFp8(members) if fp8 and self.not_fp8 is None else None
+        self.fp8 = FrozenFp8() if fp8 and self.not_fp8 is None else None
         self.buffer: torch.Tensor | None = None
         self._loaded: tuple = ()
         self._operand: Operand | None = None  # of our own buffer
@@ -88,7 +87,7 @@ class OperandBuffer:
 
     def adopt(self) -> None:
         """Moves the frozen weights into the buffer, one by one, so that they are stored once."""
-        if self.quantized or self.fp8 is not None:
+        if self.quantized:
             return
         first = self.members[0].weight
         with torch.inference_mode(False), torch.no_grad():  # what is born in inference mode cannot be trained with
@@ -114,8 +113,6 @@ class OperandBuffer:
         if self._fresh and self.members[0].weight.dtype == dtype:
             self._fresh = False
             return self._own()
-        if self.fp8 is not None:
-            return self._fp8_operand(dtype)
         if not self.quantized and self.members[0].weight.dtype == dtype and not self._released:
             if not self.owns_weights():
                 self.adopt()
@@ -133,7 +130,7 @@ class OperandBuffer:
 
     def places(self, dtype: torch.dtype) -> list[AdapterCopy] | None:
         """The adapters and their places in the buffer, where today's weights lie there in dtype; else None."""
-        if self.quantized or self.fp8 is not None or self.members[0].weight.dtype != dtype or not self.owns_weights():
+        if self.quantized or self.members[0].weight.dtype != dtype or not self.owns_weights():
             return None
         self._fresh, self._loaded = True, self._identity()
         return self._copies(self._own())
@@ -169,7 +166,6 @@ class OperandBuffer:
         dev = self.members[0].weight.device
         full = torch.empty(self.n + self.p, self.k + self.p, dtype=dtype, device=dev)
         op = self._views(full)
-        assert op.w is not None
         for m, at in zip(self.members, self.rows, strict=True):
             if m.quantized is not None:
                 dequantize_into(m.weight, m.quantized, op.w[at])
@@ -180,23 +176,11 @@ class OperandBuffer:
         self._load(op)
         return op
 
-    def _fp8_operand(self, dtype: torch.dtype) -> Operand:
-        """The adapters alone, for products that read the modules' own weights."""
-        dev = self.members[0].weight.device
-        sb = torch.zeros(self.n, self.p, dtype=dtype, device=dev)
-        op = self._operand_of(None, sb, torch.zeros(self.p, self.k, dtype=dtype, device=dev), None)
-        self._load(op)
-        return op
-
     def _views(self, full: torch.Tensor) -> Operand:
         n, k = self.n, self.k
-        return self._operand_of(full[:n, :k], full[:n, k:], full[n:, :k], full)
-
-    def _operand_of(
-        self, w: torch.Tensor | None, sb: torch.Tensor, a: torch.Tensor, full: torch.Tensor | None
-    ) -> Operand:
+        sb, a = full[:n, k:], full[n:, :k]
         places = [(a[cols], sb[rows, cols]) for rows, cols in zip(self.rows, self.columns, strict=True)]
-        return Operand(w, sb, a, full, places)
+        return Operand(full[:n, :k], sb, a, full, places)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -101,7 +101,7 @@ def output_gradient(
         ds = empty(p)
         return OutputGradient(flat, ds, None, *_write_ds(projection, flat, ds, saved))
 
-    if op.full is None or saved.seeds is not None or not with_dx or not projection.one_gemm:
+    if saved.seeds is not None or not with_dx or not projection.one_gemm:
         return apart()  # nothing would read the two as one
     forms = {"packed": packed, "apart": apart}
     trials = {
@@ -194,7 +194,7 @@ def input_gradient(projection: Projection, gradient: OutputGradient, saved: Save
         dx = _frozen_input_gradient(projection, dy, op)
         return dx.addmm_(ds, op.a) if p and seeds is None else dx
 
-    if op.full is None or not p or seeds is not None:
+    if not p or seeds is not None:
         dx = addmm()
     else:
         forms = {"addmm": addmm}
@@ -212,10 +212,7 @@ def _concat_input_gradient(both: torch.Tensor, full: torch.Tensor, k: int) -> to
 
 
 def _frozen_input_gradient(projection: Projection, dy: torch.Tensor, op: Operand) -> torch.Tensor:
-    if op.w is not None:
-        return dy @ op.w
-    assert projection.fp8 is not None, "an operand without weights is FP8's"
-    return projection.fp8.backward(dy)
+    return dy @ op.w if projection.fp8 is None else projection.fp8.backward(dy, op.w)
 
 
 def _add_dropped(projection: Projection, dx: torch.Tensor, ds: torch.Tensor, op: Operand, seeds: torch.Tensor) -> None:
