@@ -47,14 +47,11 @@ class BatchSize(Ablation):
     budget_gib: float | None = None
 
     def __post_init__(self) -> None:
-        given = self.budget_gib
-        if given is not None and not (isinstance(given, (int, float)) and given > 0):
-            raise ValueError(f"budget_gib {given!r}: expected GiB above 0, or null for what the device has")
+        check_budget(self.budget_gib)
 
     def size(self, rehearsal: Rehearsal) -> Sizing:
         began = perf_counter()
-        room = rehearsal.room
-        budget = room if self.budget_gib is None else min(room, int(self.budget_gib * GIB))
+        budget = within(rehearsal.room, self.budget_gib)
         found = self.search(rehearsal, budget)
         told = {"budget_gib": round(budget / GIB, 3), "search_s": round(perf_counter() - began, 3)}
         return Sizing(found.batch_size, {**found.found, **told})
@@ -77,6 +74,17 @@ class BatchSize(Ablation):
         arm = evidence.arm
         told = {s.name: _told(s, z) for s, z in zip(arm.steps, arm.sizings, strict=True) if z}
         return {self.name: told.get("", told)}  # of several jobs by their names
+
+
+def check_budget(gib: Any) -> None:
+    """Raises ValueError."""
+    if gib is not None and not (isinstance(gib, (int, float)) and gib > 0):
+        raise ValueError(f"budget_gib {gib!r}: expected GiB above 0, or null for what the device has")
+
+
+def within(room: int, gib: float | None) -> int:
+    """Bytes of the budget that a device with this room has."""
+    return room if gib is None else min(room, int(gib * GIB))
 
 
 def _told(step: Step, sizing: Sizing) -> dict[str, Any]:
@@ -137,13 +145,13 @@ class AutoBatchSize(BatchSize):
         size, reading = confirmed(lambda size: rehearsal.run([heaviest(size)], budget), asked)
         told = {"by": self.by, "found_by": found_by, "head_room": self.head_room}
         told |= {"stepped_back": asked - size} if size < asked else {}
-        return Sizing(size, told | _held_to(model and model(Load.of(heaviest(size))), reading))
+        return Sizing(size, told | held_to(model and model(Load.of(heaviest(size))), reading))
 
     def _samples(self, rehearsal: Rehearsal) -> Sequence[Sample]:
         return rehearsal.samples if self.by == "samples" else longest_possible(rehearsal, len(rehearsal.samples))
 
 
-def _held_to(predicted: float | None, reading: Reading) -> dict[str, Any]:
+def held_to(predicted: float | None, reading: Reading) -> dict[str, Any]:
     """The prediction, where there was one, held to what the confirming step took."""
     measured = {"measured_gib": round(reading.peak / GIB, 4)}
     if predicted is None:
@@ -199,18 +207,18 @@ def probe(rehearsal: Rehearsal, budget: int) -> list[Measured]:
     return measured
 
 
-def confirmed(run: Callable[[int], Reading], size: int) -> tuple[int, Reading]:
-    """The size whose step really fits, and what it took: a tenth less, and at least one sample, after each that runs
-    out of memory. Raises torch.OutOfMemoryError where one sample does."""
+def confirmed(run: Callable[[int], Reading], size: int, least: int = 1) -> tuple[int, Reading]:
+    """The size whose step really fits, and what it took: a tenth less, and at least one, after each that runs out of
+    memory. Raises torch.OutOfMemoryError where `least` does."""
     from torch import OutOfMemoryError
 
     while True:
         try:
             return size, run(size)
         except OutOfMemoryError:
-            if size == 1:
+            if size <= least:
                 raise
-            size = min(size - 1, int(0.9 * size))
+            size = max(least, min(size - 1, int(0.9 * size)))
 
 
 @dataclass(frozen=True, kw_only=True)

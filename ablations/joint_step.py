@@ -67,7 +67,7 @@ class JointStep(Joint):
         return [list(mine.values()) for mine in made]
 
     def _schedule(self, lengths: Sequence[Sequence[int]]) -> list[list[Place]] | None:
-        found = self.schedule(lengths, not self.packed)
+        found = self.schedule(lengths, not self.packed, self.capacity and self.capacity.tokens)
         if self.tokens is None:
             return found
         if found is not None:

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, added
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.settings import Settings, Worth
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy", "linear")
 SLOTS = ("mlp", "qkv", "o", "norm", "rope", "loss")  # of the parts, as toggles of their own
 MULTIPLY = (  # toggles that multiply with the frozen weights themselves, and so pass by what stands in a linear's place
-    "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_kernels", "fp8_base", "lora_addmm", "axolotl",
-    "axolotl_liger", "unsloth", "limit",
+    "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_kernels", "fp8_base", "long_context", "lora_addmm",
+    "axolotl", "axolotl_liger", "unsloth", "limit",
 )  # fmt: skip
 MARK = "_lorabench_lorakernels"  # on the model: the switches that are on, and the last report
 
@@ -45,10 +45,12 @@ class Kernel(Ablation):
         before = getattr(model, MARK, None)
         parts = {*self.parts, *(before["parts"] if before else ())}
         fp8 = self.fp8 or bool(before and before["fp8"])
+        options = {**(before["options"] if before else {}), **self.options()}
         if before:
             lorakernels.remove(model)
-        report = lorakernels.apply(model, **{part: part in parts for part in PARTS}, fp8=fp8, **self.options())
-        setattr(model, MARK, {"parts": parts, "fp8": fp8, "report": report, "others": _others(model)})
+        report = lorakernels.apply(model, **{part: part in parts for part in PARTS}, fp8=fp8, **options)
+        mark = {"parts": parts, "fp8": fp8, "options": options, "report": report, "others": _others(model)}
+        setattr(model, MARK, mark)
         return sum(report.counts.get(part, 0) for part in self.parts)
 
     def options(self) -> dict[str, Any]:
@@ -192,7 +194,8 @@ class Fp8Products(Requires):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Base(LoraKernels):
-    """Rounds the frozen weights and the activations of their GEMMs to e4m3, scaled by rows."""
+    """Rounds the frozen weights and the activations of their GEMMs to e4m3, scaled by rows. `attention` off keeps
+    q, k, v and o in the compute dtype."""
 
     name: ClassVar[str] = "fp8_base"
     summary: ClassVar[str] = "ours: every kernel, with the frozen weights' GEMMs in FP8"
@@ -200,8 +203,12 @@ class Fp8Base(LoraKernels):
     requires: ClassVar[Requires] = Fp8Products(packages=Kernel.requires.packages)
     kinds: ClassVar[tuple[str, ...]] = ("train",)
     worth_trying: ClassVar[Worth | None] = None  # it rounds more: for whoever asks for it
+    attention: bool = added(True)
     # Three bits of mantissa (eps 2⁻³): 16 times as coarse as bfloat16, 128 times as float16. Measured, over plain
     # PEFT's own error: 10.9 times in Llama-3.1-8B's worst tensor (0.38), at most 12.6 in SmolLM2-135M, 101 in float16.
     tolerance: ClassVar[Tolerance] = Tolerance(
         words="frozen weights and their inputs in e4m3", grad=0.5, eps=2**-3, loss=0.02
     )
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"fp8_attention": self.attention}

@@ -13,35 +13,57 @@ from typing import Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.joint import Joint, Place
+from lorabench.contract.rehearsal import Capacity, Rehearsal
 from lorabench.schedule import SCHEDULERS, Budget
+from lorabench_ablations.batch_size import check_budget, within
 from lorabench_ablations.batching import positive
+from lorabench_ablations.token_capacity import capacity
 
+AUTO = "auto"
 APART = "no jobs train together here, so there is nothing to share out; expected batched, batched_packed or \
 fused_multi_lora beside it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduling(Ablation):
-    """Base: the rule of its name in lorabench.schedule. tokens: positions that a micro-batch holds at most, padding
-    counted (LoRAFusion's published capacities are some). multiple: to which each job's rows are filled up when they are
-    counted; LoRAFusion's kernels need 128, ours 1."""
+    """Base: the rule of its name in lorabench.schedule.
+
+    tokens: positions that a micro-batch holds at most, padding counted (LoRAFusion's published capacities are some);
+    auto: as many as are found to fit `budget_gib`, which is what the arm may take in all, null: what the device has
+    free before the arm is built. multiple: to which each job's rows are filled up when they are counted; LoRAFusion's
+    kernels need 128, ours 1.
+    """
 
     slot: ClassVar[str] = "scheduler"
     own_dropout_masks: ClassVar[bool] = True  # of micro-batches that the job does not have alone
     excludes: ClassVar[dict[str, str]] = {"sequential": APART}
 
-    tokens: int = 4096
+    tokens: int | str = 4096
     multiple: int = 1
+    budget_gib: float | None = None
 
     def __post_init__(self) -> None:
-        positive("tokens", self.tokens, "positions")
+        if self.tokens != AUTO:
+            positive("tokens", self.tokens, "positions, or auto,")
+        check_budget(self.budget_gib)
         positive("multiple", self.multiple, "positions")
 
-    def schedule(self, lengths: Sequence[Sequence[int]], padded: bool) -> list[list[Place]]:
+    def capacity(self, rehearsal: Rehearsal) -> Capacity | None:
+        return capacity(rehearsal, within(rehearsal.room, self.budget_gib)) if self.tokens == AUTO else None
+
+    def schedule(self, lengths: Sequence[Sequence[int]], padded: bool, capacity: int | None) -> list[list[Place]]:
         try:
-            return _scheduled(self.name, tuple(map(tuple, lengths)), Budget(self.tokens, self.multiple, padded))
+            budget = Budget(self._tokens(lengths, capacity), self.multiple, padded)
+            return _scheduled(self.name, tuple(map(tuple, lengths)), budget)
         except ValueError as error:  # a sample that fits into no micro-batch
             raise Unsupported(f"{self.name}: {error}") from None
+
+    def _tokens(self, lengths: Sequence[Sequence[int]], capacity: int | None) -> int:
+        """Before the capacity is known, and on the gate's shallow models, the longest sample's."""
+        if isinstance(self.tokens, int):
+            return self.tokens
+        longest = max(max(own, default=1) for own in lengths)
+        return max(-(-longest // self.multiple), (capacity or 0) // self.multiple) * self.multiple
 
     def audit(self, evidence: Evidence) -> int:
         """The micro-batches of the joint steps."""
@@ -52,7 +74,8 @@ class Scheduling(Ablation):
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         held = [batch.real + batch.padded for batch in evidence.arm.micro_batches]
-        return {"tokens_of_each_micro_batch": held}
+        found = [{"tokens": c.tokens, **c.found} for c in (turn.innermost.capacity for turn in _joint(evidence)) if c]
+        return {"tokens_of_each_micro_batch": held} | ({"capacity": found} if found else {})
 
 
 @lru_cache(maxsize=64)

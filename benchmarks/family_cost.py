@@ -20,6 +20,7 @@ from lorabench.record.costs import trials_share
 from lorabench.record.pairs import by_place
 from lorabench.record.schema import ArmRecord, Cost
 from lorabench.record.store import RecordError, read_arms
+from lorabench.report.terminal import unbroken
 
 PARTS = [name for name in Cost.model_fields if name != "wall"]
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arms:
         print(f"{folder}: its records are of schemas 1 and 2, which do not tell arms apart", file=sys.stderr)
         return 2
-    console = Console()
+    console = unbroken(Console())
     for table in tables(arms):
         console.print(table)
     share, wall = trials_share(arms)

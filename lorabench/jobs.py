@@ -50,7 +50,8 @@ FILE.yaml
   output: output/jobs        adapters/NAME (PEFT's save_pretrained), losses.jsonl, state.safetensors
   way: auto                  how the jobs are trained: auto (the fastest by published results), or one of
                              {ways}
-  scheduler: auto            who shares a micro-batch: {{fast_fit: {{tokens: 4096}}}}, or another (lorabench list)
+  scheduler: auto            who shares a micro-batch: {{fast_fit: {{tokens: 4096}}}}, or another (lorabench list);
+                             tokens: auto finds how many fit the memory
   ablations: [sdpa, adamw_foreach]     what else is switched on
   save_every: 100            steps
   seed: 0                    of a base of random weights

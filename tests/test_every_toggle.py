@@ -48,6 +48,7 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
         "neftune": "{neftune:{neftune_noise_alpha:0.02}}",
         "tiled_loss": "{tiled_loss:{rows:32}}",
         "tiled_mlp": "{tiled_mlp:{shards:4}}",
+        "long_context": "{long_context:{mlp_rows:24}}",
         "adapters_in_compute_dtype": "[adapters_in_compute_dtype,adamw]",
         "lora_addmm": "[adapters_in_compute_dtype,lora_addmm]" if torch.cuda.is_available() else "lora_addmm",
     }),

@@ -8,6 +8,7 @@ neighbours are for all; the folders import those before them: `ops`, `tuning`, `
 from .capturing.step import CapturedStep, capture
 from .capturing.trainer import captured
 from .model.forwards import Forwards
+from .model.long_context import LongContext
 from .model.multi import MultiAdapters, apply_multi
 from .model.patching import Change, Left, Report, apply, remove, status
 from .tuning import tune
@@ -15,6 +16,6 @@ from .tuning import tune
 __version__ = "0.1.0"  # the one place: kernels/pyproject.toml reads it here
 
 __all__ = [
-    "CapturedStep", "Change", "Forwards", "Left", "MultiAdapters", "Report", "__version__", "apply", "apply_multi",
-    "capture", "captured", "remove", "status", "tune",
+    "CapturedStep", "Change", "Forwards", "Left", "LongContext", "MultiAdapters", "Report", "__version__", "apply",
+    "apply_multi", "capture", "captured", "remove", "status", "tune",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import Ranks
 from lorabench.contract.reading import WeightsForm, WeightsReader
-from lorabench.contract.rehearsal import Rehearsal, Sizing
+from lorabench.contract.rehearsal import Capacity, Rehearsal, Sizing
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.text_metrics import TextMetrics
 from lorabench.contract.work import Recomputed
@@ -213,10 +213,13 @@ class Ablation:
         them. None: leave it to another toggle, or one job after the other."""
         return None
 
-    def schedule(self, lengths: Sequence[Sequence[int]], padded: bool) -> list[list[Place]] | None:
+    def schedule(
+        self, lengths: Sequence[Sequence[int]], padded: bool, capacity: int | None
+    ) -> list[list[Place]] | None:
         """Of the jobs that a `Joint` trains together: which of their samples go into which micro-batch, each sample in
         one. `lengths` are the tokens of each job's samples of one step; `padded`: samples of a micro-batch are as wide
-        as the longest. It goes by lengths alone. None: leave it to another toggle, or to what the workload says."""
+        as the longest. `capacity`: the positions that `capacity` found, None before it was asked. It goes by lengths
+        alone. None: leave it to another toggle, or to what the workload says."""
         return None
 
     def step(self, step: Step) -> Step:
@@ -227,6 +230,11 @@ class Ablation:
         """How many samples go into a micro-batch, found by running steps of the finished arm: `batch` is then asked
         again, with a workload of that `batch_size`. Not asked of the gate's shallow models. None: leave it to another
         toggle or to the workload."""
+        return None
+
+    def capacity(self, rehearsal: Rehearsal) -> Capacity | None:
+        """The same of jobs that a `Joint` trains together: how many positions a micro-batch of theirs may hold. Their
+        batches are then laid out anew. None: leave it to another toggle; nobody needs to know."""
         return None
 
     def read(self) -> WeightsReader | None:

@@ -20,7 +20,7 @@ from lorabench.contract.batch import Batch
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.reading import WeightsForm, WeightsReader
-from lorabench.contract.rehearsal import Sizing
+from lorabench.contract.rehearsal import Capacity, Sizing
 from lorabench.contract.settings import Settings
 from lorabench.contract.text_metrics import TextMetrics
 
@@ -129,6 +129,7 @@ EXPECTED: dict[Hook, Answer] = {
     Ablation.schedule: Answer("a list of micro-batches, or None", _or_none(_is_filled_list)),
     Ablation.step: Answer("a Step", lambda answer: hasattr(answer, "innermost")),
     Ablation.size: Answer("a Sizing, or None", _or_none(lambda answer: isinstance(answer, Sizing))),
+    Ablation.capacity: Answer("a Capacity, or None", _or_none(lambda answer: isinstance(answer, Capacity))),
     Ablation.read: Answer("a WeightsReader, or None", _or_none(lambda answer: isinstance(answer, WeightsReader))),
     Ablation.text_metrics: Answer("TextMetrics, or None", _or_none(lambda answer: isinstance(answer, TextMetrics))),
     Ablation.form: Answer("a WeightsForm, or None", _or_none(lambda answer: isinstance(answer, WeightsForm))),

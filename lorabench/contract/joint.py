@@ -10,14 +10,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lorabench.contract.batch import Batch
+from lorabench.contract.rehearsal import Capacity
 from lorabench.contract.step import Step
 
 if TYPE_CHECKING:  # as in step.py
     from torch import Tensor
 
 Place = tuple[int, int]  # a sample of several jobs': (number of the job, number of the sample in it), both from 0
-# What the toggles answer to `schedule`: (lengths by job and sample, padded) → micro-batches.
-Schedule = Callable[[Sequence[Sequence[int]], bool], list[list[Place]] | None]
+# What the toggles answer to `schedule`: (lengths by job and sample, padded, capacity) → micro-batches.
+Schedule = Callable[[Sequence[Sequence[int]], bool, int | None], list[list[Place]] | None]
 
 
 class Joint(Step):
@@ -26,8 +27,8 @@ class Joint(Step):
     `steps` are the jobs' own, each with its batches, optimizer and trained tokens. `places` says of each job in which
     micro-batch each of its batches is, in ascending order; by default those of one number are one. `collated` holds, by
     micro-batch, what the toggles' `collate` has added to it. `schedule` asks the toggles which samples of all jobs go
-    together; `lay_out` may call it. `by_job` is set while the jobs are asked one by one: each job's update is then
-    asked for apart, and may not come before.
+    together; `lay_out` may call it. `capacity` is what a toggle found that a micro-batch holds. `by_job` is set while
+    the jobs are asked one by one: each job's update is then asked for apart, and may not come before.
     """
 
     by_job: bool = False
@@ -39,7 +40,8 @@ class Joint(Step):
         self.steps = list(steps)
         self.collated: list[dict[str, Any]] = []
         self.places: list[list[int]] = []
-        self.schedule: Schedule = lambda lengths, padded: None
+        self.schedule: Schedule = lambda lengths, padded, capacity: None
+        self.capacity: Capacity | None = None
         self._scales: Tensor | None = None
 
     @property

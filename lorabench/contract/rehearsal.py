@@ -36,6 +36,19 @@ class Sizing:
             raise ValueError(f"a micro-batch of {self.batch_size} samples: expected 1 or more")
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """What `capacity` answers: positions that a micro-batch of several jobs may hold, and (`found`) how that was found,
+    for the toggle's notes."""
+
+    tokens: int
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"a micro-batch of {self.tokens} positions: expected 1 or more")
+
+
 class Rehearsal(Protocol):
     """What `size` is given. The arm is finished but for its batches; all that a tried step changes of it (parameters,
     optimizer, gradients, random numbers) is put back afterwards."""
@@ -48,7 +61,8 @@ class Rehearsal(Protocol):
     folder: Path  # of the sweep: what is kept there its other cells find
 
     def lay_out(self, samples: Sequence[Sample], batch_size: int) -> list[Batch]:
-        """The micro-batches of these samples, as the arm's toggles make them, on its device."""
+        """The micro-batches of these samples, as the arm's toggles make them, on its device. Of a joint step: those of
+        all its samples, whichever are named, of at most `batch_size` positions or of one sample."""
         ...
 
     def run(self, batches: Sequence[Batch], budget: int) -> Reading:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lorabench.contract.job import ADAPTER, Job
 from lorabench.contract.joint import Joint, Share
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import put
-from lorabench.contract.rehearsal import Sizing
+from lorabench.contract.rehearsal import Capacity, Sizing
 from lorabench.contract.step import Step
 from lorabench.measure import memory
 from lorabench.measure.base import WITHOUT_WEIGHTS, recipe, replaces_weights
@@ -70,6 +71,9 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
     if request.layers is None:  # the memory of a shallow model says nothing of the whole one's
         for index in range(len(steps)):
             _size(request, hooks, arm, index, held, room)
+        for turn in turns:
+            if isinstance(turn.innermost, Joint):
+                find_capacity(hooks, turn, *_members(request, hooks, turn.innermost), request.scratch, held, room)
     return arm
 
 
@@ -252,10 +256,39 @@ def joints(turns: Sequence[Step]) -> list[Joint]:
 
 
 def _put_together(request: Request, hooks: Hooks, joint: Joint) -> None:
+    put_together(hooks, joint, *_members(request, hooks, joint), request.device)
+
+
+def _members(request: Request, hooks: Hooks, joint: Joint) -> tuple[list[str], list[list[Batch]]]:
+    """(names of a joint step's jobs, of each its batches on the host as it would have them alone)"""
     names = [step.name for step in joint.steps]
     members = [(job, own) for job, own in zip(request.jobs, request.samples, strict=True) if job.name in names]
-    layouts = [laid_out(request, hooks, job, own, collate=False) for job, own in members]
-    put_together(hooks, joint, [job.name for job, _ in members], layouts, request.device)
+    return [job.name for job, _ in members], [laid_out(request, hooks, *member, collate=False) for member in members]
+
+
+def find_capacity(
+    hooks: Hooks, turn: Step, names: Sequence[str], layouts: Sequence[list[Batch]], scratch: Path, held: int, room: int
+) -> None:
+    """Let a toggle try micro-batches of a joint step, and lay its jobs' batches out anew as it then says."""
+    joint: Any = turn.innermost
+    samples = [sample for step in joint.steps for sample in step.samples]
+    longest = max(len(sample.tokens) for sample in samples)
+    device = next(joint.model.parameters()).device
+
+    def lay_out(some: Sequence[Sample], tokens: int) -> list[Batch]:
+        joint.capacity = Capacity(max(tokens, longest))
+        put_together(hooks, joint, names, list(layouts), device)
+        return [joint.micro_batch(number) for number in range(joint.count)]
+
+    job = joint.steps[0].job
+    with Rehearsing(
+        turn, samples, job.workload, lay_out, held=held, room=room, configuration={}, folder=scratch,
+        device=device,
+    ) as rehearsal:  # fmt: skip
+        found = hooks.first(Ablation.capacity, rehearsal)
+    if found or joint.capacity:
+        joint.capacity = found
+        put_together(hooks, joint, names, list(layouts), device)
 
 
 def put_together(

@@ -17,6 +17,7 @@ from lorabench.contract.arm import bytes_of
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.hooks import first_line
 from lorabench.contract.job import Job
+from lorabench.contract.joint import Joint
 from lorabench.contract.rehearsal import Reading
 from lorabench.contract.step import Step
 from lorabench.contract.workload import Workload
@@ -82,7 +83,8 @@ class Rehearsing:
         """What the arm holds between two steps; of a CPU, whose allocator does not say, the sum of its tensors."""
         if not self.on_cpu:
             return memory.allocated(self.device) - self.held
-        model, states = self.step.model, self.step.optimizer.state.values()
+        model = self.step.model
+        states = [state for step in _members(self.step) for state in step.optimizer.state.values()]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         kept = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
         return bytes_of([*model.parameters(), *model.buffers(), *gradients, *kept])
@@ -93,18 +95,26 @@ class Rehearsing:
             self.step.backward(self.step.forward(batch))
 
 
+def _members(step: Step) -> list[Step]:
+    """The steps that have an optimizer each."""
+    inner = step.innermost
+    return inner.steps if isinstance(inner, Joint) else [step]
+
+
 def _restorer(step: Step) -> Callable[[], None]:
     """What puts the trained parameters and the optimizer back to where they are now, and drops the gradients."""
-    params = [p for group in step.optimizer.param_groups for p in group["params"]]
+    optimizers = [member.optimizer for member in _members(step)]
+    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     start = [p.detach().cpu().clone() for p in params]
-    state = copy.deepcopy(step.optimizer.state_dict())
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
 
     def restore() -> None:
         with torch.no_grad():
             for param, value in zip(params, start, strict=True):
                 param.grad = None
                 param.copy_(value)
-        step.optimizer.load_state_dict(state)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
         step.innermost.cleared()
 
     return restore

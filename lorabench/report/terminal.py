@@ -24,10 +24,14 @@ Rows = Sequence[dict[str, str]]
 
 
 def print_table(shown: Shown, console: Console) -> None:
-    """`COLUMNS` says how wide a pipe is to be taken for."""
+    wide = unbroken(console)
+    wide.print(terminal_table(shown, wide.width))
+
+
+def unbroken(console: Console) -> Console:
+    """The console, where it is a pipe as wide as whatever is printed; `COLUMNS` says how wide a pipe is taken for."""
     width = console.width if console.is_terminal or "COLUMNS" in os.environ else IN_A_PIPE
-    wide = Console(file=console.file, width=width, force_terminal=console.is_terminal)
-    wide.print(terminal_table(shown, width))
+    return Console(file=console.file, width=width, force_terminal=console.is_terminal)
 
 
 def terminal_table(shown: Shown, width: int = 120) -> RenderableType:

@@ -299,7 +299,7 @@ class Rounds(Seats):
         self, seat: Seated, entry: Entry, status: str, reason: str, rank: int | None = None, log: str | None = None, *,
         spoilt: bool,
     ) -> None:  # fmt: skip
-        entry.leave(status, reason, rank, log)
+        self._leave(entry, status, reason, rank, log)
         if entry.name in seat.names:
             seat.names.remove(entry.name)
         if self.journal:

@@ -162,6 +162,10 @@ class Seats:
             self._over("spawn", time.perf_counter() - began)
         return None
 
+    def _leave(self, entry: Entry, status: str, reason: str, rank: int | None = None, log: str | None = None) -> None:
+        entry.leave(status, reason, rank, log)
+        self.tell(f"left: {entry.name}, {status}: {reason}")
+
     def _prepare(self, seat: Seated, entry: Entry, gate: bool, offered: bytes | None = None) -> Failed | None:
         """Seat an arm; the failure with which it did not come to sit. `offered`: the base of the seat that most arms
         share, for this process alone."""
@@ -172,8 +176,7 @@ class Seats:
         try:
             answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, offered, ranks=entry.stack.ranks)
         except Lost as lost:
-            entry.leave(lost.status, str(lost), lost.rank, lost.log)
-            self.tell(f"left: {entry.name}, {lost.status}: {lost}")
+            self._leave(entry, lost.status, str(lost), lost.rank, lost.log)
             entry.spent("build", time.perf_counter() - began)
             return Failed(lost.status, str(lost), spoilt=True)
         finally:
@@ -195,8 +198,7 @@ class Seats:
         if failed:
             rank = answers.index(failed) if len(answers) > 1 and failed.status == "oom" else None
             reason = failed.reason if rank is None else f"rank {rank}: {failed.reason}"
-            entry.leave(failed.status, reason, rank)
-            self.tell(f"left: {entry.name}, {failed.status}: {reason}")
+            self._leave(entry, failed.status, reason, rank)
             entry.disturbed, entry.numerics = failed.disturbed, dict(failed.numerics)
             if failed.status == "oom":
                 failed.spoilt |= not self._find_edge(seat, entry)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lorabench.contract.ablation import Ablation
-from lorabench.contract.batch import Sample, pad
+from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.joint import Joint
 from lorabench.contract.step import Step
-from lorabench.measure.build import joints, put_together, to_device
+from lorabench.measure import memory
+from lorabench.measure.build import find_capacity, joints, put_together, to_device
 from lorabench.measure.hooks import Hooks
 from lorabench.train.job import Training
 
@@ -36,11 +38,24 @@ class Crew:
         together = [step.name for joint in joints(self.turns) for step in joint.steps]
         for joint in joints(self.turns):
             names = [step.name for step in joint.steps]
-            put_together(self.hooks, joint, names, [layouts[name] for name in names], self.device)
+            own = [layouts[name] for name in names]
+            put_together(self.hooks, joint, names, list(own), self.device)
+            if joint.capacity is None:
+                self._find_capacity(joint, names, own)
         for name, batches in layouts.items():
             if name not in together:
                 made = [self.hooks.through(Ablation.collate, batch) for batch in batches]
                 self.own[name].batches[:] = [to_device(batch, self.device) for batch in made]
+
+    def _find_capacity(self, joint: Joint, names: Sequence[str], layouts: Sequence[list[Batch]]) -> None:
+        turn = next(turn for turn in self.turns if turn.innermost is joint)
+        room = memory.free(self.device) + memory.allocated(self.device)
+        find_capacity(self.hooks, turn, names, layouts, Path(), held=0, room=room)
+
+    @property
+    def capacity(self) -> int | None:
+        """Positions of a micro-batch, where they were found by trying."""
+        return min((joint.capacity.tokens for joint in joints(self.turns) if joint.capacity), default=None)
 
     def losses(self, backward: bool = True) -> dict[str, float]:
         """Each job's loss over what it has been filled with, its gradients left in its parameters."""

@@ -155,11 +155,11 @@ class Trainer:
     def _lower(self, longest: int, words: str) -> None:
         """Smaller micro-batches: a lower budget of tokens where a scheduler has one, else fewer samples. Raises
         OutOfMemoryError where neither is left."""
-        self._crew = None
+        found, self._crew = self._crew and self._crew.capacity, None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         place = next((i for i, t in enumerate(self.toggles) if type(t).schedule is not Ablation.schedule), None)
-        tokens: int = getattr(self.toggles[place], "tokens", 0) if place is not None else 0
+        tokens: int = found or (getattr(self.toggles[place], "tokens", 0) if place is not None else 0)
         if place is not None and tokens > longest:
             fewer = max(longest, int(LESS * tokens))
             changed: Any = self.toggles[place]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -208,7 +207,7 @@ def test_other_adapters_are_refused(lora):
         build(request_of(made[-1], "candidate", torch.float32, CPU))
 
 
-def test_the_gate_catches_a_pass_that_gives_rows_another_job_s_adapter(monkeypatch):
+def test_the_gate_catches_a_pass_that_gives_rows_another_job_s_adapter(monkeypatch, tmp_path):
     added = joint_linears._added
 
     def swapped(linear, part, x):
@@ -218,7 +217,7 @@ def test_the_gate_catches_a_pass_that_gives_rows_another_job_s_adapter(monkeypat
     monkeypatch.setattr(joint_linears, "_added", swapped)
     cell = cells(UNEQUAL, "dtype=float32", "ablations=[batched]")[-1]
     with pytest.raises(WrongNumerics, match="job few"):
-        gate_of(cell, Path())
+        gate_of(cell, tmp_path)
 
 
 def test_a_sweep_has_them_in_one_table(tmp_path):

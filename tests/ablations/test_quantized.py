@@ -135,6 +135,19 @@ def test_an_fp8_base_on_a_gpu_that_has_none_is_one_line(capability):
     assert "capability 8.9 or newer" in str(registry.ablation("float8_training").requires.unmet(machine))
 
 
+def test_an_fp8_base_without_attention_is_another_arm_and_says_so_where_it_is_pasted():
+    for given, attention, more in (
+        ("fp8_base", True, ""),
+        ({"fp8_base": {"attention": False}}, False, "fp8_attention=False, "),
+    ):
+        assert registry.ablation(given).settings().code == (f"lorakernels.apply(model, {more}fp8=True)",)
+        made = arm(*PEFT, given)
+        layers = [m._lorakernels for m in made.model.modules() if hasattr(m.__dict__.get("_lorakernels"), "groups")]
+        groups = [g for layer in layers for g in layer.groups]
+        assert {g.fp8 is not None for g in groups if "self_attn" in g.members[0].name} == {attention}
+        assert {g.fp8 is not None for g in groups if "mlp" in g.members[0].name} == {True}
+
+
 def test_the_heads_stay_dense():
     made = arm(*PEFT, "load_in_8bit") if importlib.util.find_spec("bitsandbytes") else arm(*PEFT)
     assert type(made.model.get_base_model().lm_head) is nn.Linear

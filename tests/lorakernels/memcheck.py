@@ -18,6 +18,7 @@ import lorakernels
 import torch
 from kernel_checks import quantized
 from lorakernels import tune
+from lorakernels.nodes import fp8
 from lorakernels.ops import multi_lora
 from lorakernels.ops.adapter import Loader, load_adapter, raised_b
 from lorakernels.ops.concat_operand import LoraColumns, ScaledS, concat_operand_into, s_into
@@ -38,6 +39,7 @@ from lorakernels.ops.linear_cross_entropy import linear_cross_entropy
 from lorakernels.ops.linear_log_probs import linear_log_probs
 from lorakernels.ops.lora_grad import A_TILES, B_TILES, AdapterColumns, a_gradient, b_gradient, ds_and_db, fitting_tiles
 from lorakernels.ops.nf4 import dequantize_into
+from lorakernels.ops.quantize_rows import FP8, quantize_rows, quantize_rows_into
 from lorakernels.ops.rms_norm import Norm, NormFactors, NormInput, rms_norm
 from lorakernels.ops.rms_norm import forward_lora_into as norm_lora_into
 from lorakernels.ops.rope import rope
@@ -125,6 +127,11 @@ def kernels(dtype: torch.dtype) -> None:
     load_adapter(*items[0])
     raised_b([(new(N, 3), N, 2.0), (None, K, 1.0), (new(5, 7), 5, 0.5)], 13, dtype, torch.device(DEVICE))
     raised_b([(new(1, 1), 1, 1.0), (new(N, 1), N, 2.0)], 16, dtype, torch.device(DEVICE))  # ones are compiled in
+    if fp8.supported(torch.device(DEVICE)) is None:
+        for width in (K, 33000):  # one walk over a row, and two
+            quantize_rows(new(M, width + P)[:, :width], random(width, dtype=torch.float32))
+        q = torch.zeros(K, M, device=DEVICE).to(FP8)
+        quantize_rows_into(new(M, K), q.t(), random(M, 1, dtype=torch.float32))
     for nested in (False, True):
         packed, state = quantized(N, 128, 64, nested, DEVICE)
         dequantize_into(packed, state, new(N, 128 + P)[:, :128])

@@ -281,6 +281,23 @@ def test_gradient_checkpointing(fake):
             assert torch.allclose(losses, plain(other, data)[0], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "dropout, offload, reason", [(0.0, False, None), (0.1, False, "draws dropout again"), (0.0, True, "host memory")]
+)
+def test_long_context(dropout, offload, reason, fake):
+    model = build("llama", lora_dropout=dropout)
+    fake.params = list(model.parameters())
+    other, data = deepcopy(model), batches(12)
+    lorakernels.apply(model, long_context=lorakernels.LongContext(mlp_rows=7, offload=offload))
+    losses, _, step = replayed(model, data)
+    if reason is None:
+        assert step.status().replays == 6
+        assert torch.allclose(losses, plain(other, data)[0], atol=1e-5)
+    else:
+        assert step.status().replays == 0
+        assert any(reason in one for one in step.status().eager)
+
+
 def test_a_model_that_sees_its_padding_is_not_padded(fake):
     """A bidirectional model without a mask."""
     model = build("llama")

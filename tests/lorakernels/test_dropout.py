@@ -5,7 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_close, exhaustive_in_interpreter, poisoned, strided
-from lorakernels.ops.dropout import add_product_into, draw_seed, dropout, dropout_into, dropped, product_into
+from lorakernels.ops.dropout import (
+    add_product_into,
+    draw_seed,
+    dropout,
+    dropout_into,
+    dropped,
+    of_rows,
+    product_into,
+)
 from lorakernels.ops.lora_grad import a_gradient
 from lorakernels.ops.rms_norm import Norm, NormFactors
 from lorakernels.runtime import TILES, tensor_cores
@@ -74,6 +82,19 @@ def test_add_and_strides(device, dtype):
     dropout_into(strided(x), seed, 0.4, out, add=True)
     assert_close(out, 1 + dropout(x, seed, 0.4).float(), dtype)
     assert_close(dropout(x.t().contiguous().t(), seed, 0.4), dropout(x, seed, 0.4), dtype)
+
+
+@pytest.mark.parametrize("first", [1, 5, 37])
+def test_a_tile_of_rows_has_the_mask_of_the_whole(first, device):
+    x, seed = torch.ones(41, 70, device=device), torch.tensor([2**31 - 7], device=device)
+    whole = dropped(x, seed, 0.4)
+    assert torch.equal(dropped(x[first:], of_rows(seed, first), 0.4), whole[first:])
+    assert not torch.equal(dropped(x[first:], seed, 0.4), whole[first:])
+    a = torch.randn(16, 70, device=device)
+    s = torch.empty(41 - first, 16, device=device)
+    product_into(x[first:], a, of_rows(seed, first), 0.4, s)
+    assert_close(s, whole[first:] @ a.t(), torch.float32, 10)
+    assert of_rows(None, first) is None and of_rows(seed, 0) is seed
 
 
 def test_seed_follows_manual_seed(device):

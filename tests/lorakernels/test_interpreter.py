@@ -13,6 +13,7 @@ FILES = [
     "fast_math",
     "swiglu",
     "geglu",
+    "quantize_rows",
     "rms_norm",
     "rope",
     "linear_cross_entropy",
@@ -70,3 +71,10 @@ def test_the_rest_of_the_triton_kernels_in_the_interpreter():
 @pytest.mark.exhaustive
 def test_other_whole_models_in_the_interpreter():
     run(FAST, whole_model("llama"), whole_model("gemma2"))
+
+
+@pytest.mark.exhaustive
+def test_long_context_in_the_interpreter():
+    """With the masks of the kernels, which have to be those of whole rows in every tile."""
+    masks = "test_dropout_has_the_masks_of_the_form_without[0.0-llama-tiles]"
+    run(FAST, "test_long_context.py::test_same_as_peft[tiles-llama]", f"test_long_context.py::{masks}")

@@ -139,3 +139,17 @@ def test_the_loss_has_a_gradient_by_the_logits(made, num_items):
     (d_logits,) = torch.autograd.grad(again.loss, again.logits, retain_graph=True)
     for found, p in zip(torch.autograd.grad(again.logits, trained, d_logits), trained, strict=True):
         torch.testing.assert_close(found, p.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_they_are_made_in_chunks_that_divide_nothing(softcap, dtype, monkeypatch):
+    """Of 6 rows 4 at a time; nothing but the result is as large as all of them."""
+    whole, _, leaves = logits_of(softcap)
+    wanted = whole.detach().to(dtype) + 0
+    monkeypatch.setattr("lorakernels.model.lazy_logits.CHUNK", 4 * 7 + 3)
+    sizes, own = [], F.linear
+    monkeypatch.setattr(F, "linear", lambda *a: (sizes.append(a[0].shape[0]), own(*a))[1])
+    got = lazy_logits(*leaves, softcap).detach().to(dtype) + 0
+    assert sizes == [4, 2] and got.shape == (2, 3, 7) and got.dtype == dtype
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)

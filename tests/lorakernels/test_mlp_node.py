@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_checks import assert_close
 from lorakernels import tune
 from lorakernels.nodes.mlp_node import gated_mlp
 from lorakernels.nodes.projection import Projection
@@ -122,6 +123,62 @@ def test_what_is_saved():
     assert sum(saved.values()) <= 7 * per_token + parameters
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("merged, add, tile", [(True, True, 3), (False, False, 4)])
+def test_tiles_of_rows(p, merged, add, tile, device, dtype, monkeypatch):
+    """Of 10 rows, which no tile divides: output and gradients are the untiled form's, under its masks."""
+    gate, up, down = (
+        member(name, n, k, 5, dtype, scale=1.5, p=p, device=device)
+        for name, n, k in (("gate", 64, 40), ("up", 64, 40), ("down", 40, 64))
+    )
+    groups = [Projection([gate, up])] if merged else [Projection([gate]), Projection([up])]
+    x, residual, weight = (
+        t.to(device, dtype).requires_grad_() for t in (torch.randn(2, 5, 40), torch.randn(2, 5, 40), torch.rand(40))
+    )
+    fix_seeds(monkeypatch, [gate, up, down], device)
+    inputs, made = [x, residual, weight, *leaves([gate, up, down])], []
+    for rows in (None, tile):
+        outs = gated_mlp(
+            x, groups, Projection([down]), "silu", norm=Norm(1e-6), norm_weight=weight, residual=residual, add=add,
+            pass_through=not add, tile=rows,
+        )  # fmt: skip
+        outs = [outs] if add else list(outs)
+        torch.manual_seed(5)
+        made.append([*outs, *torch.autograd.grad(outs, inputs, [torch.randn(t.shape).to(t) for t in outs])])
+    for got, wanted in zip(*reversed(made), strict=True):
+        assert got.dtype == wanted.dtype
+        assert_close(got, wanted.double(), dtype, 4)
+
+
+def test_by_tiles_the_input_alone_is_saved():
+    members = [member("gate", 64, 32, 4, torch.float32), member("up", 64, 32, 4, torch.float32)]
+    down, groups = member("down", 32, 64, 4, torch.float32), [Projection(members)]
+    x, saved = torch.randn(7, 32, requires_grad=True), {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+        y = gated_mlp(
+            x, groups, Projection([down]), "silu", norm=Norm(1e-6), norm_weight=torch.ones(32), add=True, tile=2
+        )
+    wide = [t for t in saved.values() if t.shape[0] == 7]
+    assert len(wide) == 1 and wide[0].data_ptr() == x.data_ptr() and y.shape == x.shape
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_an_output_that_nobody_reads_is_not_made(add, monkeypatch):
+    from lorakernels.nodes import mlp_node
+
+    members, down = [member("gate", 18, 12, 4), member("up", 18, 12, 2)], member("down", 12, 18, 3)
+    x = torch.randn(2, 5, 12, dtype=F64, requires_grad=True)
+    weight, grad, inputs = torch.rand(12, dtype=F64), torch.randn(2, 5, 12, dtype=F64), [x, *leaves([*members, down])]
+    arguments = {"norm": Norm(1e-6), "norm_weight": weight, "add": add, "tile": 3}
+    groups, last = [Projection(members)], Projection([down])
+    wanted = torch.autograd.grad(gated_mlp(x, groups, last, "silu", **arguments), inputs, grad)
+    monkeypatch.setattr(mlp_node, "_down", None)
+    y = gated_mlp(x, groups, last, "silu", **arguments, output=False)
+    assert y.shape == x.shape and y.untyped_storage().nbytes() == 8
+    for got, want in zip(torch.autograd.grad(y, inputs, grad), wanted, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_what_does_not_fit():
     groups, down = [Projection([member("gate_up", 36, 12, 4)])], Projection([member("down", 12, 18, 3)])
     x = torch.zeros(2, 12, dtype=F64)
@@ -133,3 +190,5 @@ def test_what_does_not_fit():
         gated_mlp(x[:, 1:], groups, down, "silu")
     with pytest.raises(ValueError, match="gate and up do not fit down"):
         gated_mlp(x, groups, Projection([member("down", 12, 17, 3)]), "silu")
+    with pytest.raises(ValueError, match="a tile has 1 row or more, not 0"):
+        gated_mlp(x, groups, down, "silu", tile=0)

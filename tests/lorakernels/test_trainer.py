@@ -102,6 +102,17 @@ def test_sft_trainer(kwargs, late, tmp_path):
     assert model(**data).loss.item() == pytest.approx(trainer.model(**data).loss.item())
 
 
+def test_sft_trainer_with_long_context(tmp_path):
+    model = build("llama", sizes={"initializer_range": 0.02})
+    plain = deepcopy(model)
+    report = lorakernels.apply(model, long_context=lorakernels.LongContext(mlp_rows=7))
+    got, wanted = (logged(sft_trainer(m, tmp_path / n)) for m, n in ((model, "ours"), (plain, "plain")))
+    assert got == pytest.approx(wanted, rel=1e-3)
+    assert report.forwards.fused["layer made again"] == 2 * 3 == report.forwards.fused["attention kept"]
+    with pytest.raises(RuntimeError, match=r"gradient_checkpointing=False in the trainer's arguments"):
+        sft_trainer(model, tmp_path / "both", gradient_checkpointing=True).train()
+
+
 def test_a_head_that_learns_is_left_to_trl_with_one_warning(tmp_path):
     model = build("llama", modules_to_save=None)
     lorakernels.apply(model)

@@ -209,6 +209,12 @@ def test_out_of_memory_lowers_the_budget_and_the_losses_stay(texts, monkeypatch)
     assert [line for line in told if line.startswith("out of memory")]
     assert made.toggles[-1].tokens < 400
     assert {name: pytest.approx(own, rel=1e-5) for name, own in usual.items()} == found
+    # and a budget that was found by trying, which was too much all the same
+    made, found = trained(
+        file(texts, QUICK, SLOW, scheduler={"fast_fit": {"tokens": "auto"}}, output="auto"), told=told
+    )
+    assert isinstance(made.toggles[-1].tokens, int) and made.toggles[-1].tokens <= 200
+    assert {name: pytest.approx(own, rel=1e-5) for name, own in usual.items()} == found
 
 
 def test_out_of_memory_without_a_smaller_micro_batch_is_said(texts, monkeypatch):

@@ -122,6 +122,8 @@ class CapturedBackward:
         entry.random |= not torch.equal(before, self.graphs.random_state())
         if needs:
             entry.refused = f"the step needs the host: {', '.join(sorted(set(needs)))}"
+        elif last and self.watch.offloads:
+            entry.refused = "what layers keep goes to host memory (long_context), for which no graph can wait"
         elif last and entry.random and self.watch.checkpoints:
             entry.refused = "gradient checkpointing draws dropout again from a saved state, which no graph can read"
         return outputs

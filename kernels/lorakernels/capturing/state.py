@@ -94,7 +94,17 @@ class Watch:
 
     @property
     def checkpoints(self) -> bool:
-        return any(m.gradient_checkpointing for m in self._checkpointed)
+        return any(m.gradient_checkpointing for m in self._checkpointed) or bool(self._long)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether layers keep what they keep in host memory."""
+        return any(options.offload for options in self._long)
+
+    @property
+    def _long(self) -> list[Any]:
+        plans = (m.__dict__.get("_lorakernels") for m in self._checkpointed)
+        return [plan.long for plan in plans if getattr(plan, "long", None) is not None]
 
     @contextlib.contextmanager
     def unpreserved(self) -> Iterator[None]:

@@ -114,7 +114,9 @@ def attention_plan(
         if not getattr(switches, part):
             continue
         try:
-            setattr(plan, part, linears(attention, path, names[part], switches))
+            setattr(
+                plan, part, linears(attention, path, names[part], switches, switches.fp8 and switches.fp8_attention)
+            )
         except NotFused as reason:
             left[part] = str(reason)
     if norms is not None and not (rope and plan.qkv):

@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from ..nodes.mlp_node import gated_mlp
-from ..nodes.operand import with_loaded_adapters
+from ..nodes.operand import adapters_of, with_loaded_adapters
 from ..nodes.projection import Projection
 from ..nodes.projection_node import project
 from ..ops.adapter import Loader
 from ..ops.rms_norm import rms_norm
-from .attention import AttentionPlan, attend, query_key_value
+from .attention import AttentionPlan, query_key_value
 from .attention_form import CACHES, cache_name
 from .forwards import unless
+from .long_context import EXCLUDES, PLAIN, Call, LongContext, Pass, kept_layer
 from .mlp import MLPPlan
 from .module_checks import (
     GLOBAL_HOOKS,
@@ -30,6 +31,7 @@ from .module_checks import (
     why_hooked,
 )
 from .norms import NormModule, looks_like_norm, norm_module
+from .parked import Parking
 from .plans import Plan
 from .proofs import (
     NARROW,
@@ -65,7 +67,8 @@ class LayerForm:
 class LayerPlan(Plan):
     """form: the order that the class was proved to have; norms: by name; mlp: None where the layer has experts instead;
     positional: the names of the layer's arguments behind hidden_states; own_checkpointing: whether the class's forward
-    does the checkpointing; drops: Phi-3's dropouts of the residual, which must be none."""
+    does the checkpointing; drops: Phi-3's dropouts of the residual, which must be none; long, parking: where the layer
+    is to be made again in backward."""
 
     attention: AttentionPlan
     form: LayerForm
@@ -75,6 +78,8 @@ class LayerPlan(Plan):
     own_checkpointing: bool = False
     drops: dict[str, Any] = field(default_factory=dict)
     loader: Loader = field(default_factory=Loader)
+    long: LongContext | None = None
+    parking: Parking | None = None
 
     def what_changed(self) -> str | None:
         """The reason, in words, if not everything is as planned."""
@@ -220,11 +225,39 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: 
     """Bound to a decoder layer instance: (B, S, K) of hidden_states (B, S, K)."""
     plan: LayerPlan = self._lorakernels
     kwargs.update(zip(plan.positional, args, strict=False))
-    if plan.own_checkpointing and self.training and getattr(self, "gradient_checkpointing", False):
+    checkpointed = self.training and getattr(self, "gradient_checkpointing", False)
+    if checkpointed and plan.long is not None:
+        raise RuntimeError(EXCLUDES)
+    trained = _trained(plan, hidden_states) if plan.long is not None and self.training else None
+    if (checkpointed and plan.own_checkpointing) or trained is not None:
         # A cache would be updated a second time by the recomputation.
         kwargs.update({k: v for k, v in (("use_cache", False), *((n, None) for n in CACHES)) if k in kwargs})
+    if trained is not None:
+        return kept_layer(_call(plan, **kwargs), hidden_states, trained)
+    if checkpointed and plan.own_checkpointing:
         return self._gradient_checkpointing_func(partial(_layer, plan, **kwargs), hidden_states)
     return _layer(plan, hidden_states, **kwargs)
+
+
+def _trained(plan: LayerPlan, x: torch.Tensor) -> list[torch.Tensor] | None:
+    """The layer's parameters that are trained; None where this forward has no backward."""
+    parameters = [p for p in plan.module.parameters() if p.requires_grad]
+    return parameters if torch.is_grad_enabled() and (parameters or x.requires_grad) else None
+
+
+def _call(plan: LayerPlan, **kwargs: Any) -> Call:
+    """This forward as one that can be run again. Experts are modules of the model's own, which may draw."""
+    draws = plan.mlp is None or bool(plan.attention.module.attention_dropout) or any(g.dropped for g in plan.groups)
+    assert plan.long is not None and plan.parking is not None
+
+    def run(x: torch.Tensor, long_pass: Pass) -> torch.Tensor:
+        if long_pass.again:
+            counts = plan.module._lorakernels_forwards.fused
+            counts["layer made again"] += 1
+            counts["attention kept"] += long_pass.keeps_attention
+        return _layer(plan, x, long_pass=long_pass, **kwargs)
+
+    return Call(run, plan.long, plan.parking, draws, adapters_of(plan.groups))
 
 
 def _layer(plan: LayerPlan, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -233,20 +266,22 @@ def _layer(plan: LayerPlan, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch
 
 
 def _fused_layer(
-    plan: LayerPlan, x: torch.Tensor, attention_mask: Any = None, position_embeddings: Any = None, **kwargs: Any
-) -> torch.Tensor:
+    plan: LayerPlan, x: torch.Tensor, attention_mask: Any = None, position_embeddings: Any = None, *,
+    long_pass: Pass = PLAIN, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
     assert plan.attention.o is not None
     form = plan.form
     spare = plan.mlp.down.groups[0].p if plan.mlp else 0  # x is another layer's down projection, of the same rank
     q, k, v, x = query_key_value(
         plan.attention, x, position_embeddings, **plan.norm(form.before_attention), pass_through=True, spare=spare
     )
-    out, _ = attend(plan.attention, q, k, v, attention_mask, **kwargs)
+    out = long_pass.attend(plan.attention, q, k, v, attention_mask, **kwargs)
+    del q, k, v
     out = out.reshape(*x.shape[:-1], -1)
     out = plan.behind(form.after_attention, project(out, plan.attention.o.groups))
     if form.before_mlp is None:
         x = x + out
-        y = plan.module.mlp(x) if plan.mlp is None else _mlp(plan.mlp, x)
+        y = plan.module.mlp(x) if plan.mlp is None else _mlp(plan.mlp, x, tile=long_pass.tile)
     elif plan.mlp is None:
         norm = plan.norms[form.before_mlp]
         y, x = rms_norm(out, norm.module.weight, norm.norm.eps, norm.norm.offset, residual=x)
@@ -254,8 +289,9 @@ def _fused_layer(
     else:
         before = plan.norm(form.before_mlp)
         if form.after_mlp is None and form.multiplier is None:
-            return _mlp(plan.mlp, out, residual=x, add=True, **before)
-        y, x = _mlp(plan.mlp, out, residual=x, pass_through=True, **before)
+            tiles = {"tile": long_pass.tile, "output": not long_pass.again}
+            return _mlp(plan.mlp, out, residual=x, add=True, **tiles, **before)
+        y, x = _mlp(plan.mlp, out, residual=x, pass_through=True, tile=long_pass.tile, **before)
     y = y[0] if isinstance(y, tuple) else y  # GPT-OSS' experts give their router's scores, too
     return x + plan.behind(form.after_mlp, y)
 

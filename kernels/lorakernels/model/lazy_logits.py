@@ -16,6 +16,7 @@ from ..runtime import no_autocast
 
 aten = torch.ops.aten
 SAME_VALUES = (aten.detach.default, aten.alias.default)
+CHUNK = 2**27  # elements of the logits that are made at a time: half a GiB in float32
 
 
 class Head(NamedTuple):
@@ -28,17 +29,23 @@ class Head(NamedTuple):
     softcap: float | None
     version: int | None
 
-    def logits(self) -> torch.Tensor:
-        """The logits (…, V). Raises RuntimeError where the head was trained on since."""
+    def logits(self, dtype: torch.dtype) -> torch.Tensor:
+        """The logits (…, V) in dtype, by chunks of rows, so that nothing else of their size is ever there. Raises
+        RuntimeError where the head was trained on since."""
         hidden, weight, bias, cap, version = self
         if version not in (None, weight._version):
             raise RuntimeError(
                 "the head was trained on since, so these logits can no longer be made; look at them before the "
                 "optimizer's step, or apply with linear_cross_entropy=False"
             )
+        columns = weight.shape[0]
+        out = torch.empty(*hidden.shape[:-1], columns, dtype=dtype, device=hidden.device)
+        rows, places, some = hidden.reshape(-1, hidden.shape[-1]), out.view(-1, columns), max(1, CHUNK // columns)
         with no_autocast(hidden.device):
-            z = F.linear(hidden, weight, bias)
-            return z if cap is None else cap * torch.tanh(z / cap)
+            for part, place in zip(rows.split(some), places.split(some), strict=True):
+                z = F.linear(part, weight, bias)
+                place.copy_(z if cap is None else cap * torch.tanh(z / cap))
+        return out
 
 
 class LazyLogits(torch.Tensor):
@@ -60,7 +67,7 @@ class LazyLogits(torch.Tensor):
         head was trained on since."""
         if self._logits is None:
             with torch.no_grad():
-                self._logits = self._head.logits().to(self.dtype)
+                self._logits = self._head.logits(self.dtype)
         return self._logits
 
     @classmethod

@@ -111,7 +111,7 @@ def mlp_plan(mlp: Any, path: str, switches: Switches, proofs: Proofs) -> MLPPlan
     shapes = tuple((n, b.in_features, b.out_features, b.bias is None) for n, b in _bases(mlp))
     key = (type(mlp), plain_attributes(mlp), acts, shapes)
     first, last, act = proofs.of(key, lambda: _proved(mlp, acts))
-    gate_up, down = (linears(mlp, path, each, switches) for each in (first, [last]))
+    gate_up, down = (linears(mlp, path, each, switches, switches.fp8) for each in (first, [last]))
     return MLPPlan(mlp, gate_up, down, act, name, function)
 
 

@@ -26,11 +26,13 @@ from .attention_form import looks_like_attention
 from .decoder_layer import layer_forward, layer_plan
 from .forwards import Forwards
 from .head import causal_lm_forward, head_plan, looks_like_causal_lm
+from .long_context import EXCLUDES, LongContext
 from .lora_linear import LinearPlan, linear_forward
 from .lora_modules import is_lora
 from .mlp import MLPPlan, looks_like_mlp, mlp_forward, mlp_plan
 from .module_checks import NotFused, is_unhooked
 from .norms import NormModule, looks_like_norm, norm_forward, norm_module
+from .parked import Parking
 from .plans import NO_PICKLE, Linears, Switches, linears
 from .proofs import Proofs
 from .rotary import looks_like_rotary, rotary_forward, rotary_plan
@@ -162,6 +164,7 @@ class _Patcher:
     def __init__(self, switches: Switches, widths: frozenset[int]):
         self.switches, self.widths, self.report, self.proofs = switches, widths, Report(), Proofs()
         self.state = _State(self.report.forwards)
+        self.parking = Parking()
         self.taken: set[str] = set()  # linears
         self.inside: set[int] = set()  # the ids of modules that a node takes the place of, or that were left already
 
@@ -212,6 +215,8 @@ class _Patcher:
         self.inside |= {id(getattr(layer, "mlp", None)), *([] if attention is None else [id(layer.self_attn)])}
         if self.whole(name, layer, attention, mlp):
             return
+        if self.switches.long_context:
+            self.leave(name, "long_context", "the layer is not taken as a whole, so it keeps every activation")
         if attention is not None:
             self.attention(f"{name}.self_attn", layer.self_attn, attention)
         if mlp is not None:
@@ -250,11 +255,13 @@ class _Patcher:
             plan = layer_plan(layer, attention, mlp, self.proofs)
             if not is_unhooked(layer.self_attn) or (mlp is not None and not is_unhooked(layer.mlp)):
                 raise NotFused("its attention or MLP has hooks or a replaced forward")
+            plan.long, plan.parking = self.switches.long_context, self.parking
             self.bind(layer, layer_forward, plan)
         except NotFused as reason:
             self.leave(name, "layer", reason)
             return False
         parts = ["qkv", "o", "rms_norm"] + ["rope"] * attention.rope + ["mlp"] * (mlp is not None)
+        parts += ["long_context"] * (plan.long is not None)
         for part in (attention.qkv, attention.o, *((mlp.gate_up, mlp.down) if mlp else ())):
             self.take(part)
         self.takes_the_place_of(*plan.norms.values(), *(attention.head_norms or ()))
@@ -295,7 +302,7 @@ class _Patcher:
         if name in self.taken or not getattr(s, PART_OF.get(leaf, "linear")) or not s.linear:
             return
         try:
-            plan = LinearPlan(linears(parent, name.rpartition(".")[0], [leaf], s))
+            plan = LinearPlan(linears(parent, name.rpartition(".")[0], [leaf], s, s.fp8))
             self.bind(plan.linear.module, linear_forward, plan)
         except NotFused as reason:
             why, parent_name = str(reason), name.rpartition(".")[0]
@@ -352,23 +359,34 @@ def _check_backends(names: str | Sequence[str] | None) -> tuple[str, ...] | None
 def apply(
     model: Any, *, mlp: bool = True, qkv: bool = True, o: bool = True, rms_norm: bool = True, rope: bool = True,
     linear_cross_entropy: bool = True, linear: bool = True, one_gemm: bool = True, merge_projections: bool = True,
-    fp8: bool = False, sdpa_backends: str | tuple[str, ...] | list[str] | None = None,
+    fp8: bool = False, fp8_attention: bool = True,
+    sdpa_backends: str | tuple[str, ...] | list[str] | None = None, long_context: bool | LongContext = False,
 ) -> Report:  # fmt: skip
     """Changes what it knows in `model`, in place, and reports it.
 
     mlp, qkv, o, rms_norm, rope, linear_cross_entropy: the parts; linear: every LoRA linear that no part took, but for
     those of parts that are switched off. one_gemm: [X|S]·[W|sB]ᵀ where it is measured to be faster; off: a GEMM and an
     in-place addmm. merge_projections: q, k, v and gate, up as one GEMM each. fp8: the frozen weights' products in FP8
-    (changes the mathematics: see fp8.py). sdpa_backends: an order of "cudnn", "flash", "efficient", "math" to pin where
-    attention is plain causal SDPA without a mask; None leaves torch's choice. Raises TypeError where model is none,
-    ValueError at an unknown backend, RuntimeError where `apply` was called before.
+    (changes the mathematics: see fp8.py); fp8_attention: those of q, k, v and o, too, or in the compute dtype.
+    sdpa_backends: an order of "cudnn", "flash", "efficient", "math" to pin where attention is plain causal SDPA without
+    a mask; None leaves torch's choice. long_context: decoder layers keep their input and attention's result alone and
+    are made again in backward (`LongContext` has the options). Raises TypeError where model is none, ValueError at an
+    unknown backend, and where long_context has not the parts of a layer or the model checkpoints already, RuntimeError
+    where `apply` was called before.
     """
     _check_model(model, "apply")
+    long = LongContext.of(long_context)
+    if long is not None:
+        if off := [n for n, on in {"mlp": mlp, "qkv": qkv, "o": o, "rms_norm": rms_norm}.items() if not on]:
+            raise ValueError(f"long_context takes decoder layers as a whole, so {', '.join(off)} must be on")
+        if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+            raise ValueError(EXCLUDES)
     if any(STATE in m.__dict__ or "_lorakernels" in m.__dict__ for m in model.modules()):
         raise RuntimeError("lorakernels.apply was called on this model before; call lorakernels.remove first")
     switches = Switches(
         mlp=mlp, qkv=qkv, o=o, rms_norm=rms_norm, rope=rope, linear_cross_entropy=linear_cross_entropy, linear=linear,
-        one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, sdpa_backends=_check_backends(sdpa_backends),
+        one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, fp8_attention=fp8_attention,
+        sdpa_backends=_check_backends(sdpa_backends), long_context=long,
     )  # fmt: skip
     modules = list(model.named_modules())
     weights = Counter(id(m._parameters["weight"]) for _, m in modules if m._parameters.get("weight") is not None)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..nodes.projection import Projection
 from .lora_modules import LinearModule, linear_module
 from .module_checks import NotFused
+
+if TYPE_CHECKING:
+    from .long_context import LongContext
 
 
 @dataclass
@@ -29,14 +32,16 @@ class Switches:
     one_gemm: bool = True
     merge_projections: bool = True
     fp8: bool = False
+    fp8_attention: bool = True
     sdpa_backends: tuple[str, ...] | None = None
+    long_context: LongContext | None = None
     shared: frozenset[int] = frozenset()  # the ids of weights that several modules of the model have
 
 
 class Linears:
-    """Linears that share an input: merged into one Projection, or one each."""
+    """Linears that share an input: merged into one Projection, or one each. fp8: their frozen products in FP8."""
 
-    def __init__(self, modules: list[LinearModule], switches: Switches):
+    def __init__(self, modules: list[LinearModule], switches: Switches, fp8: bool = False):
         self.modules = modules
         members = [m.member for m in modules]
         # One dtype, device and kind of storage a buffer; q and k in NF4 with a bf16 v stay apart, as does what is
@@ -44,7 +49,7 @@ class Linears:
         same = len({(m.weight.dtype, m.weight.device, m.quantized is None, m.compute_dtype) for m in members}) == 1
         one = switches.merge_projections and same and not any(m.gathered for m in members)
         parts = [members] if one else [[m] for m in members]
-        self.groups = [Projection(part, switches.one_gemm, switches.fp8) for part in parts]
+        self.groups = [Projection(part, switches.one_gemm, fp8) for part in parts]
         self._merged = [part for part in parts if len(part) > 1]
 
     def what_changed(self) -> str | None:
@@ -70,9 +75,9 @@ class Linears:
             g.release()
 
 
-def linears(module: Any, path: str, names: list[str], switches: Switches) -> Linears:
-    """The linears of these names in a module, whose path this is. Raises NotFused with the reason where one is left to
-    PEFT."""
+def linears(module: Any, path: str, names: list[str], switches: Switches, fp8: bool = False) -> Linears:
+    """The linears of these names in a module, whose path this is; fp8: in FP8. Raises NotFused with the reason where
+    one is left to PEFT."""
     found = []
     for name in names:
         try:
@@ -82,7 +87,7 @@ def linears(module: Any, path: str, names: list[str], switches: Switches) -> Lin
         except NotFused as reason:
             raise NotFused(f"{name}: {reason}") from None
         found.append(linear)
-    return Linears(found, switches)
+    return Linears(found, switches, fp8)
 
 
 NO_PICKLE = (

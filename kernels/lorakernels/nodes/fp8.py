@@ -1,8 +1,12 @@
 """The frozen weight's GEMMs in FP8 (e4m3), LoRA's in the compute dtype: Y ≈ (Xq · Wqᵀ) · sx · sw, with one scale a row
-of X and one a row of W, scale = max|row| / 448; backward likewise with dY and Wᵀ.
+of X and one a row of W, scale = max|row| / 448 (`quantize_rows.py`).
 
-X: (M, K), W: (N, K). The weight stays with the module and is quantized at each product, as X is: PEFT merges through
-`.data`, which no version counter sees, so a copy could be old. The adapters and their gradients never pass through FP8.
+X: (M, K), W: (N, K). Backward multiplies with the same Wq, so that dX belongs to the Y that forward made: sw, a scale a
+column of dY, goes into dY before that is quantized, and Wqᵀ is written anew, since Hopper's FP8 instructions read both
+operands along K alone. The weight stays with the module and is quantized at each product, as X is: PEFT merges through
+`.data`, which no version counter sees, and a replayed graph has to read today's weights. The adapters and their
+gradients never pass through FP8.
+
 Error: e4m3 keeps 3 bits of mantissa, a relative error of up to 2⁻⁴ an element; for random operands a product is off by
 about 3.5 % of its size (test_fp8.py holds forward and backward below 5 %). So this is a toggle that changes the
 mathematics. Micikevicius et al., "FP8 formats for deep learning" (2022). Run: python -m pytest
@@ -15,63 +19,64 @@ from collections.abc import Sequence
 
 import torch
 
+from ..ops.quantize_rows import FP8, Quantized, quantize_rows, quantize_rows_into
 from .member import Member
 
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0
+
+def fp8_mm_reference(x: Quantized, w: Quantized, dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The product (M, N) of x (M, K) and w (N, K) in float32, cast to dtype: what the tensor cores compute, emulated.
+    bias: (N,)."""
+    y = (x.q.float() @ w.q.float().t()) * x.scale * w.scale.t()
+    return (y if bias is None else y + bias).to(dtype)
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / scale in e4m3 (M, K), scale (M, 1) float32) of x (M, K)."""
-    largest = torch.linalg.vector_norm(x, float("inf"), -1, keepdim=True).float()  # max|row|, in one launch
-    scale = largest.clamp_min(1e-12) / LARGEST
-    return (x / scale).to(FP8), scale
-
-
-def fp8_mm_reference(
-    xq: torch.Tensor, sx: torch.Tensor, wq: torch.Tensor, sw: torch.Tensor, dtype: torch.dtype
+def fp8_mm(
+    x: Quantized, w: Quantized, dtype: torch.dtype, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The product (M, N) of the quantized operands in float32, cast to dtype: what the tensor cores compute, emulated.
-    xq: (M, K), sx: (M, 1), wq: (N, K), sw: (N, 1)."""
-    return ((xq.float() @ wq.float().t()) * sx * sw.t()).to(dtype)
-
-
-def fp8_mm(xq: torch.Tensor, sx: torch.Tensor, wq: torch.Tensor, sw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """xq (M, K) · wq (N, K)ᵀ with row scales sx (M, 1) and sw (N, 1): (M, N) in dtype."""
-    if not xq.is_cuda:
-        return fp8_mm_reference(xq, sx, wq, sw, dtype)
-    return scaled_mm(xq, sx, wq, sw, dtype)
+    """x (M, K) · wᵀ of w (N, K), plus bias (N,): (M, N) in dtype, in out where that is given."""
+    if x.q.is_cuda:
+        return scaled_mm(x, w, dtype, bias, out)
+    y = fp8_mm_reference(x, w, dtype, bias)
+    return y if out is None else out.copy_(y)
 
 
 def scaled_mm(
-    xq: torch.Tensor, sx: torch.Tensor, wq: torch.Tensor, sw: torch.Tensor, dtype: torch.dtype
+    x: Quantized, w: Quantized, dtype: torch.dtype, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As `fp8_mm`, by torch's product of FP8 operands. It has scales of rows in bfloat16 only; another dtype gets the
-    sums in float32 and is rounded once, after the scales."""
+    sums in float32 and is rounded once, after the scales. An out whose rows lie apart is copied to: a form that torch
+    takes for some shapes writes as if they did not."""
     if dtype == torch.bfloat16:
-        return torch._scaled_mm(xq, wq.t(), scale_a=sx, scale_b=sw.t(), out_dtype=dtype)
-    one = torch.ones((), device=xq.device)
-    sums = torch._scaled_mm(xq, wq.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return sums.mul_(sx).mul_(sw.t()).to(dtype)
+        into = out if out is not None and out.is_contiguous() else None
+        y = torch._scaled_mm(
+            x.q, w.q.t(), scale_a=x.scale, scale_b=w.scale.t(), bias=bias, out_dtype=dtype, use_fast_accum=True,
+            out=into,
+        )  # fmt: skip
+        return y if out is None or into is not None else out.copy_(y)
+    one = torch.ones((), device=x.q.device)
+    sums = torch._scaled_mm(x.q, w.q.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    sums = sums.mul_(x.scale).mul_(w.scale.t())
+    sums = sums if bias is None else sums.add_(bias)
+    return sums.to(dtype) if out is None else out.copy_(sums)
 
 
 class FrozenFp8:
-    """The products with the frozen weights of the members of one projection, stacked to (N, K)."""
+    """The products with a projection's frozen weight w (N, K), which may be a view into an operand buffer."""
 
-    def __init__(self, members: Sequence[Member]):
-        self.members = members
+    def forward(
+        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x (M, K) · wᵀ plus bias (N,): (M, N) in the dtype of x, in out where that is given."""
+        return fp8_mm(quantize_rows(x), quantize_rows(w), x.dtype, bias, out)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (M, K) · Wᵀ, (M, N) in the dtype of x."""
-        return fp8_mm(*quantize_rows(x), *quantize_rows(self._weight()), x.dtype)
-
-    def backward(self, dy: torch.Tensor) -> torch.Tensor:
-        """dy (M, N) · W, (M, K) in the dtype of dy."""
-        return fp8_mm(*quantize_rows(dy), *quantize_rows(self._weight().t().contiguous()), dy.dtype)
-
-    def _weight(self) -> torch.Tensor:
-        weights = [m.weight.detach() for m in self.members]
-        return weights[0] if len(weights) == 1 else torch.cat(weights)
+    def backward(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """dy (M, N) · w: (M, K) in the dtype of dy."""
+        n, k = w.shape
+        transposed = torch.empty(k, n, dtype=FP8, device=w.device)
+        scale = torch.empty(n, 1, dtype=torch.float32, device=w.device)
+        quantize_rows_into(w, transposed.t(), scale)
+        one = torch.ones(k, 1, dtype=torch.float32, device=w.device)
+        return fp8_mm(quantize_rows(dy, scale[:, 0]), Quantized(transposed, one), dy.dtype)
 
 
 def supported(device: torch.device) -> str | None:

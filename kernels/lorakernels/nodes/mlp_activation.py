@@ -66,7 +66,7 @@ def activation_backward(
     gate_up: torch.Tensor, dh: torch.Tensor, act: str, groups: Sequence[Projection], saved: Sequence[SavedForward],
     ds_down: torch.Tensor | None,
 ) -> ActivationGradient:  # fmt: skip
-    """Of dh (M, I), the gradient of act(gate)·up; gate_up: (M, 2·I), and p more columns with one group.
+    """Of dh (M, I), the gradient of act(gate)·up; gate_up: (M, 2·I), and p more columns with one group, if not in FP8.
 
     ds_down: (M, rank) if dA is wanted. Where one pass for both is faster it comes from there; otherwise it is None and
     dh is overwritten with act(gate)·up. With one group gate_up is overwritten with its gradient, where nobody will ask
@@ -109,13 +109,18 @@ def _single_group_backward(
         tiles = glu_backward_tiles(tune.bucket(m), width, multiprocessors(ds_down))
         forms = {tile: partial(whole, tile, ds_down) for tile in tiles} | forms
     dh = inputs.grad
-    trials, spare = forms | {"apart": apart_with_ds}, lambda: (dh.clone(), torch.empty_like(gate_up))
+
+    def fresh() -> torch.Tensor:
+        return torch.empty(m, group.n + group.p, dtype=gate_up.dtype, device=gate_up.device)
+
+    trials, spare = forms | {"apart": apart_with_ds}, lambda: (dh.clone(), fresh())
     key = (tune.bucket(m), width, group.rank, act, dh.dtype)
     picked = tune.pick("gate and up backward", key, trials, dh.device, spare)
-    return forms[picked](dh, gate_up if _may_overwrite() else torch.empty_like(gate_up))
+    roomy = gate_up.shape[1] == group.n + group.p
+    return forms[picked](dh, gate_up if roomy and may_overwrite() else fresh())
 
 
-def _may_overwrite() -> bool:
+def may_overwrite() -> bool:
     """Whether this backward is the last over its graph (no retain_graph), so that saved tensors of our own may go."""
     keeps = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
     return not keeps()

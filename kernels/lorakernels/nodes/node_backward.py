@@ -112,16 +112,16 @@ class NormGradient:
 class NodeBackward:
     """The frame of a node's backward: what each projection starts from, and at the end what the input and the
     parameters get. h (M, K): the rows that came in, None where nothing asks for them; rstd (M,) and norm_weight (K,):
-    of the norm, or None."""
+    of the norm, or None; ops: the projections' operands, where the caller has them already."""
 
     def __init__(
         self, ctx: Any, each: PerProjection, h: torch.Tensor | None, rstd: torch.Tensor | None,
-        norm_weight: torch.Tensor | None, device: torch.device,
+        norm_weight: torch.Tensor | None, device: torch.device, ops: Sequence[Operand] | None = None,
     ):  # fmt: skip
         spec: NodeSpec = ctx.spec
         self.spec, self.shape, self.each, self.h = spec, ctx.shape, each, h
         m = ctx.shape[:-1].numel()
-        ops = [g.operand_again(spec.dtype) for g in spec.projections]
+        ops = [g.operand_again(spec.dtype) for g in spec.projections] if ops is None else ops
         self.side_stream = SideStream(device, m * sum(g.n for g in spec.groups))
         self.saved = saved_forwards(spec.projections, ops, each, m, self.side_stream, device)
         self.factors = None

@@ -39,8 +39,9 @@ class NodeSpec:
 
 
 def save(
-    ctx: Any, spec: NodeSpec, shape: torch.Size, own: Sequence[torch.Tensor | None], scaled_s: Sequence[torch.Tensor],
-    seeds: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor | None],
+    ctx: Any, spec: NodeSpec, shape: torch.Size, own: Sequence[torch.Tensor | None],
+    scaled_s: Sequence[torch.Tensor | None], seeds: Sequence[torch.Tensor | None],
+    parameters: Sequence[torch.Tensor | None],
 ) -> None:  # fmt: skip
     """Keeps for backward what `restored` gives. own: a NamedTuple of the node's own tensors; shape: (…, K) of its
     input; scaled_s, seeds: of each projection."""

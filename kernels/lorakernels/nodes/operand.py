@@ -32,13 +32,13 @@ WIDE = 2048  # columns of the input from which on the spare ones are a multiple 
 
 @dataclass(slots=True)
 class Operand:
-    """w (N, K), None where the products with it are made in FP8; sb (N, p); a (p, K).
+    """w (N, K); sb (N, p); a (p, K).
 
-    full: the buffer (N + p, K + p) that they are views of, None where they are not (FP8, gathered weights); places:
+    full: the buffer (N + p, K + p) that they are views of, None where they are not (gathered weights); places:
     where each member's A (r, K) and scaled B (N, r) lie in a and sb.
     """
 
-    w: torch.Tensor | None
+    w: torch.Tensor
     sb: torch.Tensor
     a: torch.Tensor
     full: torch.Tensor | None
@@ -48,8 +48,7 @@ class Operand:
 class OperandBuffer:
     """Members that share an input of K columns, and the buffer that their weights and adapters lie in.
 
-    fp8: the products with the weights in FP8, of the modules' own weights. Raises ValueError where the members' inputs
-    differ in width.
+    fp8: the products with the weights in FP8. Raises ValueError where the members' inputs differ in width.
     """
 
     def __init__(self, members: list[Member], fp8: bool = False):
@@ -65,8 +64,8 @@ class OperandBuffer:
         self.columns = _slices(self.ranks)  # each member's columns of S and rows of A
         self.quantized = any(m.quantized is not None for m in members)
         self.not_fp8 = why_not(members) if fp8 else None  # the reason, where FP8 was asked for
-        self.fp8 = FrozenFp8(members) if fp8 and self.not_fp8 is None else None
-        self.apart = self.fp8 is not None or any(m.gathered for m in members)  # the weights stay with the modules
+        self.fp8 = FrozenFp8() if fp8 and self.not_fp8 is None else None
+        self.apart = any(m.gathered for m in members)  # the weights stay with the modules
         self.buffer: torch.Tensor | None = None
         self._loaded: tuple = ()
         self._operand: Operand | None = None  # of our own buffer
@@ -115,8 +114,6 @@ class OperandBuffer:
         if self._fresh and self.members[0].weight.dtype == dtype:
             self._fresh = False
             return self._own()
-        if self.fp8 is not None:
-            return self._adapters_apart(None, dtype)
         if self.apart and len(self.members) == 1 and self.members[0].weight.dtype == dtype:
             return self._adapters_apart(self.members[0].weight.detach(), dtype)
         if not self.quantized and not self.apart and self.members[0].weight.dtype == dtype and not self._released:
@@ -172,7 +169,6 @@ class OperandBuffer:
         dev = self.members[0].weight.device
         full = torch.empty(self.n + self.p, self.k + self.p, dtype=dtype, device=dev)
         op = self._views(full)
-        assert op.w is not None
         for m, at in zip(self.members, self.rows, strict=True):
             if m.quantized is not None:
                 dequantize_into(m.weight, m.quantized, op.w[at])
@@ -183,12 +179,12 @@ class OperandBuffer:
         self._load(op)
         return op
 
-    def _adapters_apart(self, w: torch.Tensor | None, dtype: torch.dtype) -> Operand:
-        """The adapters in tensors of this call, for products that read the modules' own weights: w (N, K), or None in
-        FP8."""
+    def _adapters_apart(self, w: torch.Tensor, dtype: torch.dtype) -> Operand:
+        """The adapters in tensors of this call, beside a module's own weight w (N, K)."""
         dev = self.members[0].weight.device
         sb = torch.zeros(self.n, self.p, dtype=dtype, device=dev)
-        op = self._operand_of(w, sb, torch.zeros(self.p, self.k, dtype=dtype, device=dev), None)
+        a = torch.zeros(self.p, self.k, dtype=dtype, device=dev)
+        op = self._operand_of(w, sb, a, None)
         self._load(op)
         return op
 
@@ -197,8 +193,8 @@ class OperandBuffer:
         return self._operand_of(full[:n, :k], full[:n, k:], full[n:, :k], full)
 
     def _operand_of(
-        self, w: torch.Tensor | None, sb: torch.Tensor, a: torch.Tensor, full: torch.Tensor | None
-    ) -> Operand:
+        self, w: torch.Tensor, sb: torch.Tensor, a: torch.Tensor, full: torch.Tensor | None
+    ) -> Operand:  # fmt: skip
         places = [(a[cols], sb[rows, cols]) for rows, cols in zip(self.rows, self.columns, strict=True)]
         return Operand(w, sb, a, full, places)
 

@@ -212,10 +212,7 @@ def _concat_input_gradient(both: torch.Tensor, full: torch.Tensor, k: int) -> to
 
 
 def _frozen_input_gradient(projection: Projection, dy: torch.Tensor, op: Operand) -> torch.Tensor:
-    if op.w is not None:
-        return dy @ op.w
-    assert projection.fp8 is not None, "an operand without weights is FP8's"
-    return projection.fp8.backward(dy)
+    return dy @ op.w if projection.fp8 is None else projection.fp8.backward(dy, op.w)
 
 
 def _add_dropped(projection: Projection, dx: torch.Tensor, ds: torch.Tensor, op: Operand, seeds: torch.Tensor) -> None:

@@ -97,8 +97,12 @@ def separate_product(
     """Y (M, N) of x (M, K) and S (M, p) wherever they lie: the frozen GEMM, and S · (sB)ᵀ added in place. out and
     residual as in `concat_product`."""
     bias = projection.total_bias(x.dtype)
-    y = _fp8_product(projection, x, bias, out, residual) if op.w is None else _product(x, op.w.t(), bias, out, residual)
-    return y.addmm_(s, op.sb.t()) if projection.p else y
+    if projection.fp8 is None:
+        y = _product(x, op.w.t(), bias, out, residual)
+        return y.addmm_(s, op.sb.t()) if projection.p else y
+    y = projection.fp8.forward(x, op.w, bias, None if residual is out else out)
+    y = y.addmm_(s, op.sb.t()) if projection.p else y
+    return y if residual is None else torch.add(y, residual, out=y if out is None else out)
 
 
 def _product(
@@ -111,14 +115,3 @@ def _product(
     if bias is not None:
         return torch.addmm(bias, x, wt, out=out) if out is not None else torch.addmm(bias, x, wt)
     return torch.mm(x, wt, out=out) if out is not None else torch.mm(x, wt)
-
-
-def _fp8_product(
-    projection: Projection, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    assert projection.fp8 is not None, "an operand without weights is FP8's"
-    y = projection.fp8.forward(x)
-    y = y if bias is None else y.add_(bias)
-    y = y if residual is None else y.add_(residual)
-    return y if out is None else out.copy_(y)

@@ -26,13 +26,13 @@ from .operand import OperandBuffer
 class Projection(OperandBuffer):
     """Members that share an input of K columns, and their operand buffer.
 
-    one_gemm: [X | S]·[W | sB]ᵀ where it is measured to be faster; fp8: the frozen products in FP8. Raises ValueError
-    where the members' inputs differ in width.
+    one_gemm: [X | S]·[W | sB]ᵀ where it is measured to be faster; fp8: the frozen products in FP8, which have no such
+    operand. Raises ValueError where the members' inputs differ in width.
     """
 
     def __init__(self, members: list[Member], one_gemm: bool = True, fp8: bool = False):
         super().__init__(members, fp8)
-        self.one_gemm = one_gemm
+        self.one_gemm = one_gemm and self.fp8 is None
         self._scales: tuple[tuple, torch.Tensor] | None = None  # of `new_scaled_s`, behind what they were made for
 
     def total_bias(self, dtype: torch.dtype) -> torch.Tensor | None:

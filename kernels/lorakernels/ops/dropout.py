@@ -9,7 +9,9 @@ same one. seed: one int64 *on the device*, drawn with torch's own generator: it 
 torch.manual_seed and checkpointing's saved states, and changes with each replay of a CUDA graph. On a GPU the mask is
 Philox with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), of which 16 bits go to an
 element: one call serves eight, because the generator, not the memory, is what a naive mask costs. On a CPU it is
-torch's generator. Run: python -m pytest tests/lorakernels/test_dropout.py
+torch's generator. A seed is below 2³¹; the bits above its 32nd are the row that the first row of x is in the whole
+tensor (`of_rows`), so that a tile of rows has the mask of the untiled form.
+Run: python -m pytest tests/lorakernels/test_dropout.py
 """
 
 from __future__ import annotations
@@ -41,18 +43,25 @@ def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
     return torch.randint(0, 2**31 - 1, (count,), dtype=torch.int64, device=device)
 
 
+def of_rows(seeds: torch.Tensor | None, first: int) -> torch.Tensor | None:
+    """The seeds (…,) for a tile of rows that begins with row `first` of the whole tensor; None of None."""
+    return seeds + (first << 32) if first and seeds is not None else seeds
+
+
 def keep_reference(shape: Sequence[int], seed: torch.Tensor, p: float) -> torch.Tensor:
     """The mask of the torch path, bool of this shape (M, K); seed: one int64, p: the probability of a zero."""
-    generator = torch.Generator().manual_seed(int(seed))
-    return (torch.rand(tuple(shape), generator=generator) >= p).to(seed.device)
+    first, word = divmod(int(seed), 1 << 32)
+    generator = torch.Generator().manual_seed(word)  # whose numbers come row after row
+    return (torch.rand(first + shape[0], *shape[1:], generator=generator)[first:] >= p).to(seed.device)
 
 
 @jit
 def keep_tile(seed, row, start, n, threshold, BM: tl.constexpr, BN: tl.constexpr):
     """The mask (BM, BN) of the columns start … start + BN, both multiples of 8. row: (BM,); threshold: p · 2¹⁶."""
     group = start // 8 + tl.arange(0, BN // 8)
+    row = row + (seed >> 32)  # `of_rows`
     offset = (row[:, None] * ((n + 7) // 8) + group[None, :]).to(tl.uint32)
-    words = tl.randint4x(seed, offset, n_rounds=7)  # pyright: ignore[reportArgumentType]  # Triton wraps it
+    words = tl.randint4x(seed & 0xFFFFFFFF, offset, n_rounds=7)  # pyright: ignore[reportArgumentType]  # Triton wraps it
     words = tl.join(tl.join(words[0], words[1]), tl.join(words[2], words[3]))
     halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
     return tl.reshape(halves, (BM, BN)) >= threshold

@@ -1,0 +1,95 @@
+"""Slot `checkpointing`, ours: each layer keeps its input and attention's result, and makes the rest again in backward.
+
+python -m lorabench.sweep 'models=[tiny-llama]' 'ablations=[{long_context:{mlp_rows:8}}]'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
+from lorabench.contract.settings import Settings
+from lorabench.contract.work import Recomputed
+
+from .checkpointing import NO_CAPTURE, SLOT
+from .lora_kernels import MARK, Kernel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+OTHERS = dict.fromkeys(
+    ("liger", "axolotl", "axolotl_liger", "unsloth", "limit", "lora_linear"),
+    "it changes the layers that long_context takes as a whole",
+)
+ONE_ADAPTER = dict.fromkeys(("jobs", "pipeline_multi_adapter"), "long_context runs one adapter at a time")
+OF_ITS_LINEARS = 0.73  # what is computed again of a layer's linears in Llama-3.1-8B, all but down
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongContext(Kernel):
+    """`lorakernels.apply(long_context=…)`, whose options these are, with the kernels of decoder layers that it needs.
+
+    `keep_attention`: attention's output and log-sum-exp are kept, else it runs again. `mlp_rows`: how many rows of the
+    MLP are made again at a time, without down. `offload`: what is kept waits in pinned host memory, copied on a stream
+    of its own and fetched one layer ahead.
+    """
+
+    name: ClassVar[str] = "long_context"
+    slot: ClassVar[str] = SLOT
+    summary: ClassVar[str] = "ours: layers made again in backward, but for attention and the MLP's down projection"
+    parts: ClassVar[tuple[str, ...]] = ("mlp", "qkv", "o", "rms_norm", "rope")
+
+    keep_attention: bool = True
+    mlp_rows: int = 8192
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.mlp_rows) is not int or self.mlp_rows < 1:
+            raise ValueError(f"mlp_rows={self.mlp_rows!r}: expected how many rows a tile has, 1 or more")
+
+    @property
+    def excludes(self) -> Mapping[str, str]:  # type: ignore[override]
+        tiled = {"tiled_mlp": "long_context makes the MLP by tiles itself"}
+        return OTHERS | ONE_ADAPTER | tiled | (NO_CAPTURE if self.offload else {})
+
+    @property
+    def recomputes(self) -> Recomputed:  # type: ignore[override]
+        return Recomputed(linears=OF_ITS_LINEARS, attention=float(not self.keep_attention))
+
+    def options(self) -> dict[str, Any]:
+        from lorakernels import LongContext
+
+        return {"long_context": LongContext(**asdict(self))}
+
+    def patch(self, model: nn.Module) -> int:
+        if self.offload and next(model.parameters()).device.type != "cuda":
+            raise Unsupported("long_context(offload=True) needs a CUDA device: on a CPU nothing would move")
+        super().patch(model)
+        return getattr(model, MARK)["report"].counts.get("long_context", 0)
+
+    def audit(self, evidence: Evidence) -> int:
+        report = getattr(evidence.arm.model, MARK)["report"]
+        ran = report.forwards.fused
+        if missing := [e for e in report.left if e.part == "long_context"]:
+            raise NotApplied(
+                f"{len(missing)} layers keep every activation, {missing[0].name} first: {missing[0].reason}"
+            )
+        if not ran["layer made again"]:
+            raise NotApplied("no layer was made again in backward")
+        if self.keep_attention and ran["attention kept"] < ran["layer made again"]:
+            raise NotApplied("attention came by as no one operator of torch, so that nothing of it was kept")
+        return evidence.patched or 0
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        ran = getattr(evidence.arm.model, MARK)["report"].forwards.fused
+        return {self.name: {"layers_run_again": ran["layer made again"], "attention_kept": ran["attention kept"]}}
+
+    def settings(self) -> Settings:
+        changed = [f"{name}={value}" for name, value in asdict(self).items() if value != getattr(type(self)(), name)]
+        given = f"lorakernels.LongContext({', '.join(changed)})" if changed else "True"
+        return Settings(
+            trainer={"gradient_checkpointing": False}, axolotl={"gradient_checkpointing": False},
+            note=f"lorakernels.apply(model, long_context={given}) has it",
+        )  # fmt: skip
