@@ -8,6 +8,11 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two cores, and tests beside one another
 
 import pytest
+from hypothesis import settings
+
+# The same examples on each run: what only another run would find helps nobody, and stops whoever comes next.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 # Of what a script runs in its background Ctrl-C is ignored, and so of all that the tests would start there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
