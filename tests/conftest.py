@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two cores, and tests beside one another
 
@@ -26,6 +27,17 @@ LONGEST = (
     "test_weights",
     "test_ray_queue",
 )
+
+
+@pytest.fixture(autouse=True)
+def environment_as_it_was() -> Iterator[None]:
+    """What the harness sets for its workers ends with the test: a sweep in another environment than that of the server
+    of sweeps is a whole command (helpers.sweep), and takes twenty seconds more."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
