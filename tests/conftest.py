@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two cores, and tests beside one another
 
 import pytest
+from hypothesis import settings
+
+# The same examples on each run: what only another run would find helps nobody, and stops whoever comes next.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 # Of what a script runs in its background Ctrl-C is ignored, and so of all that the tests would start there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,6 +27,17 @@ LONGEST = (
     "test_weights",
     "test_ray_queue",
 )
+
+
+@pytest.fixture(autouse=True)
+def environment_as_it_was() -> Iterator[None]:
+    """What the harness sets for its workers ends with the test: a sweep in another environment than that of the server
+    of sweeps is a whole command (helpers.sweep), and takes twenty seconds more."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,19 +1,26 @@
 """Sweeps from a process that has imported what they import, which takes each of them six seconds otherwise.
 
 A sweep is a fork of it: its arguments, folder, environment and output are its own, and the module runs as `python -m`
-does. Where the environment says anything that counts at import, helpers.sweep starts a whole command instead.
+does. Where the environment says anything that counts at import, helpers.sweep starts a whole command instead. The
+server of the sweep's workers, which Python would start as a command that imports for as long again, is a fork of it
+too: made before the sweep begins, so that nothing of the sweep is in it. (What starts a whole command sees to the real
+one: tests/run/test_faults.py.)
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
 import runpy
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import util
 from pathlib import Path
 from select import select
 from typing import Any
@@ -21,7 +28,12 @@ from typing import Any
 IMPORTS = (
     "torch", "transformers", "peft", "pandas", "scipy.stats", "matplotlib.figure", "lorabench.report.write",
     "lorabench.run.local_queue", "lorabench.run.runner", "lorabench.plan.compose",
+    # what lorabench.run.preload imports, which itself says at its import whose server it is in
+    "torch.profiler", "torch._inductor.compile_fx", "transformers.models.llama.modeling_llama",
+    "lorabench.measure.build", "lorabench.measure.judging.gold_cache", "lorabench.measure.kinds.train",
+    "lorabench.measure.seat", "lorabench.run.worker",
 )  # fmt: skip
+FORKS = not Path("/dev/nvidia0").exists()  # peft may have asked for the GPU, which a fork cannot use then
 LATER = {"PYTHONPATH", "COLUMNS", "TMPDIR", "PYTEST_CURRENT_TEST"}  # variables that count where they are read
 
 
@@ -79,6 +91,8 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     os.chdir(cwd)
     for number, path in ((0, os.devnull), (1, out), (2, err)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+    if FORKS:
+        fork_server_from_here()
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
@@ -87,6 +101,47 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     sys.argv[1:] = arguments
     importlib.invalidate_caches()
     runpy.run_module("lorabench.sweep", run_name="__main__", alter_sys=True)
+    raise SystemExit(0)
+
+
+def fork_server_from_here() -> None:
+    """A fork of this process waits until multiprocessing starts its fork server, and becomes it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        become_fork_server(theirs)
+    theirs.close()
+    spawn = util.spawnv_passfds
+
+    def start(executable: Any, words: list[str], descriptors: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" not in words[-1] or ours.fileno() < 0:
+            return spawn(executable, words, descriptors)
+        told = {"code": words[-1], "environment": dict(os.environ), "descriptors": [1, 2, *descriptors]}
+        socket.send_fds(ours, [json.dumps(told).encode()], told["descriptors"])
+        ours.close()
+        return pid
+
+    util.spawnv_passfds = start
+
+
+def become_fork_server(asked: socket.socket) -> None:
+    """What the command would be, with its environment and its descriptors and no others; does not return."""
+    message, given, *_ = socket.recv_fds(asked, 1 << 20, 16)
+    if not message:
+        os._exit(0)  # the sweep has ended without a worker
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as the sweep holds it back where it starts a command
+    told = json.loads(message)
+    high = [fcntl.fcntl(number, fcntl.F_DUPFD, 1000) for number in given]
+    os.closerange(3, 1000)
+    for number, target in zip(high, told["descriptors"], strict=True):
+        os.dup2(number, target, inheritable=target < 3)
+        os.close(number)
+    os.environ.clear()
+    os.environ.update(told["environment"])
+    sys.argv = ["-c"]
+    importlib.invalidate_caches()
+    exec(told["code"], {})
     raise SystemExit(0)
 
 

@@ -17,6 +17,10 @@ torch.set_num_threads(1)
 os.environ["LORAKERNELS_CACHE"] = "0"  # what a test measures is neither read nor left behind
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+if INTERPRET:
+    from quick_interpreter import remember_types
+
+    remember_types()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

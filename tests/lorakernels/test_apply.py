@@ -9,6 +9,7 @@ from kernel_checks import exhaustive
 from lorakernels import tune
 from lorakernels.nodes.projection import Projection
 from lorakernels.ops.dropout import dropped
+from lorakernels.runtime import INTERPRET
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, LINEARS, batch, build, share_masks, step, worst
 
@@ -20,12 +21,13 @@ def reference(model, data, **kwargs):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_same_as_peft_in_float32(family, padded):
-    model, data = build(family), batch(padded=padded)
+    layers = 1 if INTERPRET else 2  # in the interpreter each takes seconds
+    model, data = build(family, sizes={"num_hidden_layers": layers}), batch(padded=padded)
     loss, grads = step(deepcopy(model), data)
     report = lorakernels.apply(model)
     parts = {"qkv", "o", "rms_norm", "rope", "linear_cross_entropy"} | ({"mlp"} if family != "mixtral" else set())
     assert set(report.counts) == parts
-    assert report.counts["qkv"] == report.counts["o"] == 2 and report.counts["rms_norm"] == 3
+    assert report.counts["qkv"] == report.counts["o"] == layers and report.counts["rms_norm"] == layers + 1
     got, got_grads = step(model, data)
     assert abs(got - loss) < 2e-5 * abs(loss)
     assert worst(got_grads, grads) < 1e-4

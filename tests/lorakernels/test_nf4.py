@@ -108,7 +108,7 @@ def repack(model):
 
 @pytest.mark.parametrize(
     "when",
-    [exhaustive_in_interpreter("before"), exhaustive_in_interpreter("after"), "between forward and backward"],
+    [exhaustive_in_interpreter(when) for when in ("before", "after", "between forward and backward")],
 )
 def test_weights_that_are_repacked_for_a_cpu(when):
     """Repacking rounds the scales to bfloat16, so that is how far the results may move."""

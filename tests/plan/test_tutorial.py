@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from helpers import installed
+from helpers import installed, sweep
 
 from lorabench.record.schema import Status
 from lorabench.record.store import read_arms
@@ -45,8 +43,7 @@ def packages(tmp_path_factory) -> dict[str, str]:
 
 def run(command, packages, folder, *more):
     assert command[:3] == ["python", "-m", "lorabench.sweep"]
-    given = [sys.executable, *command[1:], *more]
-    done = subprocess.run(given, cwd=folder, env=packages, capture_output=True, text=True, timeout=400, check=False)
+    done = sweep(*command[3:], *more, cwd=folder, env=packages, timeout=400)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -32,6 +32,8 @@ from lorabench.sweep import check_output
 
 ARGS = ("models=[tiny-llama]", "workload=2x16", "trials=2", "warmup=1", "ablations=[eager,sdpa_math,adamw,adamw_fused]")
 
+PATIENCE_S = 600  # for what comes after seconds on an idle machine: a busy one is no fault
+
 
 def record(key: str = "k", **fields) -> ArmRecord:
     named = {"family": key, "kind": "train", "session": "s", "model": "m", "workload": "w", "arm": "a"}
@@ -54,7 +56,7 @@ def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
     path, journal = tmp_path / "records.jsonl", tmp_path / JOURNAL
     command = [sys.executable, "-m", "lorabench.sweep", *args]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path, env=plugin)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while not (journal.exists() and journal.read_bytes().count(b'"round"') >= 4):
         assert time.monotonic() < deadline and first.poll() is None
         time.sleep(0.01)
@@ -116,10 +118,13 @@ def test_the_last_session_says_where_it_measured_if_it_does(tmp_path):
     ("number", "code", "said"),
     [
         (signal.SIGKILL, -signal.SIGKILL, ""),
-        (signal.SIGTERM, 128 + signal.SIGTERM, "lorabench: stopped; the same command continues where it stopped\n"),
+        pytest.param(  # raises what SIGINT raises: see the two tests below
+            signal.SIGTERM, 128 + signal.SIGTERM, "lorabench: stopped; the same command continues where it stopped\n",
+            marks=pytest.mark.exhaustive,
+        ),
         (signal.SIGINT, 128 + signal.SIGINT, "lorabench: stopped; the same command continues where it stopped\n"),
     ],
-)
+)  # fmt: skip
 def test_a_worker_and_every_temporary_folder_end_with_their_sweep(plugin, tmp_path, number, code, said):
     args = [*ARGS[:4], "ablations=[hang]", "reference=[sdpa,adamw_foreach,padding,hang]", f"output={tmp_path}"]
     temporary = Path(tempfile.mkdtemp())  # not below tmp_path, whose length is too much for a socket's name
@@ -127,7 +132,7 @@ def test_a_worker_and_every_temporary_folder_end_with_their_sweep(plugin, tmp_pa
         [sys.executable, "-m", "lorabench.sweep", *args], cwd=tmp_path, env={**plugin, "TMPDIR": str(temporary)},
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while not workers_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     (found,) = workers_in(tmp_path)
@@ -300,7 +305,7 @@ def test_nothing_holds_the_output_of_a_sweep_that_is_killed_while_its_server_imp
     first.send_signal(signal.SIGKILL)
     killed = time.monotonic()
     assert first.stdout is not None and first.stdout.read() == "looking\n"
-    assert time.monotonic() - killed < 5
+    assert time.monotonic() - killed < 30
     first.wait()
     os.kill(int(began.read_text()), signal.SIGKILL)
 

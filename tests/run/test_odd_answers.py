@@ -6,7 +6,6 @@ import functools
 import multiprocessing
 import os
 import sys
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -247,11 +246,8 @@ def test_messages_arrive_whole_and_in_order(ends):
 def test_what_is_no_message_is_said_at_once(ends, sent, says):
     inbox, theirs = ends
     os.write(theirs.fileno(), sent)
-    began = time.monotonic()
     with pytest.raises(Garbled, match=says):
-        while time.monotonic() - began < 3:
-            list(inbox.messages())
-    assert time.monotonic() - began < 1
+        list(inbox.messages())
 
 
 def test_the_end_in_the_middle_of_a_message_is_no_end(ends):

@@ -59,13 +59,13 @@ def test_several_jobs_from_the_command_to_a_right_row(tmp_path):
         pytest.param("stage_raises", "crash", "rank 1: ", marks=pytest.mark.exhaustive),
         pytest.param("stage_greedy", "oom", "rank 1: ", marks=pytest.mark.exhaustive),
         pytest.param("stage_leaves", "crash", "rank 1: ", marks=pytest.mark.exhaustive),
-        pytest.param("stage_hangs", "timeout", "rank 1: no answer after 30 s; it was", marks=pytest.mark.exhaustive),
+        pytest.param("stage_hangs", "timeout", "rank 1: no answer after 15 s; it was", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_stage_that_fails_is_one_typed_record_that_names_its_rank_and_leaves_no_process(
     plugin, tmp_path, toggle, status, reason
 ):
-    limit = 30 if status == "timeout" else 180
+    limit = 15 if status == "timeout" else 180
     reference = f"reference=[sdpa,adamw_foreach,padding,{toggle}]"
     done = sweep(
         *COMMON, "models=[tiny-llama]", FEED, f"timeout_s={limit}", reference, "ablations=[]", f"output={tmp_path}",

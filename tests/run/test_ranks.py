@@ -75,10 +75,10 @@ def both_arms_parallel(plugin, folder):
         pytest.param(
             "rank_hangs_early",
             "timeout",
-            "rank 1: no answer after 30 s; it was numerics gate",
+            "rank 1: no answer after 15 s; it was numerics gate",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param("rank_hangs", "timeout", "rank 1: no answer after 30 s; it was ", marks=pytest.mark.exhaustive),
+        pytest.param("rank_hangs", "timeout", "rank 1: no answer after 15 s; it was ", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_rank_that_fails_is_one_typed_record_that_names_it_and_leaves_no_process(
@@ -92,7 +92,7 @@ FAILURES = {
     "kill": ("crash", "rank 1: the worker was killed by SIGKILL"),
     "exit": ("crash", "rank 1: "),
     "oom": ("oom", "rank 1: it ran out of memory"),
-    "hang": ("timeout", "rank 1: no answer after 30 s; it was "),
+    "hang": ("timeout", "rank 1: no answer after 15 s; it was "),
 }
 
 
@@ -105,7 +105,7 @@ def test_each_strategy_s_rank_that_fails_is_named(plugin, tmp_path, strategy, ho
 
 def fails_once(plugin, tmp_path, toggle, status, reason):
     """It is in both arms, so the reference meets it first. Only what hangs waits for the time-out."""
-    limit = 30 if status == "timeout" else 180
+    limit = 15 if status == "timeout" else 180
     reference = f"reference=[sdpa,adamw_foreach,padding,{toggle}]"
     output = f"output={tmp_path}"
     done = sweep(*COMMON, f"timeout_s={limit}", reference, "ablations=[]", output, cwd=tmp_path, env=plugin)
