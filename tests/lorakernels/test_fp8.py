@@ -179,6 +179,11 @@ def test_outputs_are_rounded_once_to_their_own_dtype(dtype, device):
         pytest.skip(reason)
     x, w = torch.randn(16, 64, device=device), torch.randn(48, 64, device=device)
     operands = fp8.quantize_rows(x), fp8.quantize_rows(w)
-    got = fp8.scaled_mm(*operands, dtype)
+    try:
+        got = fp8.scaled_mm(*operands, dtype)
+    except RuntimeError as error:
+        if "per-tensor scaling for CPU" not in str(error):
+            raise
+        pytest.skip("this torch has no product with scales of rows on a CPU")
     assert_close(got, fp8.fp8_mm_reference(*operands, torch.float64), torch.bfloat16 if device == "cuda" else dtype)
     assert torch.equal(got, got.bfloat16().to(dtype)) == (dtype == torch.bfloat16)
