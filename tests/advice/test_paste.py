@@ -99,6 +99,7 @@ def engaged(name, trainer):
         "find_executable_batch_size": lambda: arguments.auto_find_batch_size,
         "lora_kernels": lambda: any("_lorakernels" in m.__dict__ for m in model.modules()),
         "fp8_base": lambda: any("_lorakernels" in m.__dict__ for m in model.modules()),
+        "long_context": lambda: any("_lorakernels" in m.__dict__ for m in model.modules()),
         "nf4_base": lambda: len(quantized_weights(model)) == 21,
         "packing": lambda: next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1,
         "padding_free": lambda: next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1,

@@ -71,7 +71,7 @@ def test_a_wrong_entry_is_one_line(written, change, says):
         ({"way": "sdpa"}, "no way named 'sdpa'"),
         ({"way": {"batched": {"token": 3}}}, "did you mean tokens?"),
         ({"scheduler": "packing"}, "no scheduler named 'packing'"),
-        ({"scheduler": {"fifo": {"tokens": 0}}}, "expected a number of positions above 0"),
+        ({"scheduler": {"fifo": {"tokens": 0}}}, "expected a number of positions, or auto, above 0"),
         ({"way": "sequential", "scheduler": "fifo"}, "fifo excludes sequential"),
         ({"ablations": ["eager", "sdpa"]}, "both fill the slot attention"),
         ({"ablations": ["ddp"]}, "ddp is no toggle for training on one device"),
