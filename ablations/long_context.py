@@ -91,5 +91,5 @@ class LongContext(Kernel):
         given = f"lorakernels.LongContext({', '.join(changed)})" if changed else "True"
         return Settings(
             trainer={"gradient_checkpointing": False}, axolotl={"gradient_checkpointing": False},
-            note=f"lorakernels.apply(model, long_context={given}) has it",
+            imports=("import lorakernels",), code=(f"lorakernels.apply(model, long_context={given})",),
         )  # fmt: skip

@@ -9,6 +9,7 @@ from lorabench.measure import flops
 from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.kinds.train import Train
 from lorabench.plan import registry
+from lorabench.report.paste import code
 
 LAYERS = 3
 TILES = {"long_context": {"mlp_rows": 7}}
@@ -104,6 +105,8 @@ def test_bad_input_is_one_line():
 
 
 def test_settings_say_what_a_user_calls():
-    assert registry.ablation("long_context").settings().note == "lorakernels.apply(model, long_context=True) has it"
-    note = registry.ablation(TILES).settings().note
-    assert note == "lorakernels.apply(model, long_context=lorakernels.LongContext(mlp_rows=7)) has it"
+    assert registry.ablation("long_context").settings().code == ("lorakernels.apply(model, long_context=True)",)
+    (line,) = registry.ablation(TILES).settings().code
+    assert line == "lorakernels.apply(model, long_context=lorakernels.LongContext(mlp_rows=7))"
+    both = [registry.ablation(name).settings() for name in ("lora_kernels", TILES)]
+    assert code(both, of_trainer=False) == [line], "one call for both"
