@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import cycle, islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.batch import Batch, Sample
@@ -26,6 +26,7 @@ from lorabench_ablations.fit_cache import FitCache
 if TYPE_CHECKING:
     from lorabench.contract.step import Step
 
+Tried = TypeVar("Tried")  # what a step that fits says of itself
 SHAPES = "give batch_size of the workload the size that a cell without it finds"
 
 
@@ -207,7 +208,7 @@ def probe(rehearsal: Rehearsal, budget: int) -> list[Measured]:
     return measured
 
 
-def confirmed(run: Callable[[int], Reading], size: int, least: int = 1) -> tuple[int, Reading]:
+def confirmed(run: Callable[[int], Tried], size: int, least: int = 1) -> tuple[int, Tried]:
     """The size whose step really fits, and what it took: a tenth less, and at least one, after each that runs out of
     memory. Raises torch.OutOfMemoryError where `least` does."""
     from torch import OutOfMemoryError

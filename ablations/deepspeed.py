@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lorabench.contract.ablation import Requires
-from lorabench.contract.machine import Machine
-from lorabench.contract.model import ModelSpec
+from lorabench.contract.ablation import Excluded, Requires
 from lorabench_ablations.parallel import Parallel
 
 # Seen in DeepSpeed 0.19.8, whose three stages step on a CPU: after `engine.backward` each trained parameter's `.grad`
@@ -22,21 +20,13 @@ NOT_MEASURED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Excluded(Requires):
-    """The package is asked for first, so that a row says how it is had; then the reason."""
-
-    def unmet(self, machine: Machine, model: ModelSpec | None = None) -> str:
-        return super().unmet(machine, model) or NOT_MEASURED
-
-
-@dataclass(frozen=True, kw_only=True)
 class DeepspeedZero(Parallel):
     """ZeRO (Rajbhandari et al. 2020) divides AdamW's state among the ranks (stage 1), the gradients, too (2), and the
     weights (3)."""
 
     name: ClassVar[str] = "deepspeed_zero"
     summary: ClassVar[str] = "DeepSpeed's ZeRO-1, 2 or 3: a row with the reason why it is not measured"
-    requires: ClassVar[Requires] = Excluded(packages={"deepspeed": "pip install deepspeed"})
+    requires: ClassVar[Requires] = Excluded(packages={"deepspeed": "pip install deepspeed"}, reason=NOT_MEASURED)
     stage: int = 2
 
     def __post_init__(self) -> None:

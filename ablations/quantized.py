@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Evidence, Requires, Tolerance
-from lorabench.contract.machine import Machine
-from lorabench.contract.model import ModelSpec
+from lorabench.contract.ablation import Evidence, Excluded, Requires, Tolerance
 from lorabench.contract.settings import Code, Settings
 from lorabench_ablations.loading import QuantizedLinears
 
@@ -132,16 +130,6 @@ class Hqq(QuantizedLinears):
             model={"quantization_config": Code(f"HqqConfig(nbits={self.nbits}, group_size={self.group_size})")},
             imports=("from transformers import HqqConfig",),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Excluded(Requires):
-    """A package that cannot be beside the others: `reason` is what its row says, on every machine."""
-
-    reason: str
-
-    def unmet(self, machine: Machine, model: ModelSpec | None = None) -> str:
-        return self.reason
 
 
 @dataclass(frozen=True, kw_only=True)

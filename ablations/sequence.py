@@ -107,6 +107,19 @@ class SequenceParallel(Parallel):
         return int(config.num_hidden_layers)
 
 
+def _heads(config: Any) -> tuple[int, int]:
+    """(of queries, of keys)"""
+    return config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+
+
+def _bytes_of_heads(arm: Arm, heads: int) -> int:
+    """So many heads of every layer, over the positions of this rank."""
+    config: Any = arm.model.config
+    width = heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    positions = sum(batch.inputs["input_ids"].numel() for batch in arm.step.batches)
+    return config.num_hidden_layers * positions * width * arm.dtype.itemsize
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ulysses(SequenceParallel):
     """DeepSpeed-Ulysses (Jacobs et al. 2023): before attention an all-to-all gives every rank whole sequences of some
@@ -116,8 +129,7 @@ class Ulysses(SequenceParallel):
     summary: ClassVar[str] = "Ulysses: sequences cut in pieces, all-to-all to heads around attention"
 
     def patch(self, model: nn.Module) -> int:
-        config: Any = model.config
-        heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+        heads = _heads(model.config)
 
         def all_to_all(attention: Callable[..., Any], size: int) -> Callable[..., Any]:
             if any(number % size for number in heads):
@@ -130,11 +142,7 @@ class Ulysses(SequenceParallel):
 
     def least(self, arm: Arm, n: int) -> float:
         """q, k, v and the output of every layer, forward and backward, and the gradients."""
-        config: Any = arm.model.config
-        heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
-        width = heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-        positions = sum(batch.inputs["input_ids"].numel() for batch in arm.step.batches)
-        handed = 2 * config.num_hidden_layers * positions * width * arm.dtype.itemsize
+        handed = 2 * _bytes_of_heads(arm, 2 * sum(_heads(arm.model.config)))
         return sent("all_to_all", handed, n) + super().least(arm, n)
 
     def audit(self, evidence: Evidence) -> int:
@@ -217,11 +225,7 @@ class ContextParallel(SequenceParallel):
 
     def least(self, arm: Arm, n: int) -> float:
         """K and V of every layer in forward and again in backward, their gradients once, and the adapters'."""
-        config: Any = arm.model.config
-        heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-        width = 2 * heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-        positions = sum(batch.inputs["input_ids"].numel() for batch in arm.step.batches)
-        passed = 3 * config.num_hidden_layers * positions * width * arm.dtype.itemsize
+        passed = 3 * _bytes_of_heads(arm, 2 * _heads(arm.model.config)[1])
         return (n - 1) * passed + super().least(arm, n)
 
     def audit(self, evidence: Evidence) -> int:

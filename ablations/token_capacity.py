@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-from lorabench.contract.batch import Batch
 from lorabench.contract.memory_fit import GIB, Load, Measured, fit, largest
-from lorabench.contract.rehearsal import Capacity, Rehearsal
-from lorabench_ablations.batch_size import confirmed, held_to
+from lorabench.contract.rehearsal import Capacity, Reading, Rehearsal
+from lorabench_ablations.batch_size import AutoBatchSize, confirmed, held_to
 
-HEAD_ROOM = 0.05  # share of the memory that is left over, as `auto_batch_size` has it
+HEAD_ROOM = AutoBatchSize.head_room  # share of the memory that is left over
 PROBED = 0.5  # share of the memory up to which micro-batches are tried for the model's sake
 PROBES = 4
 
@@ -25,9 +24,14 @@ def capacity(rehearsal: Rehearsal, room: int) -> Capacity:
     longest = max(len(sample.tokens) for sample in rehearsal.samples)
     most = len(rehearsal.samples) * longest
 
+    def step(tokens: int) -> tuple[Load, Reading]:
+        """Of the fullest micro-batch of so many positions."""
+        batch = max(rehearsal.lay_out(rehearsal.samples, tokens), key=lambda batch: Load.of(batch).positions)
+        return Load.of(batch), rehearsal.run([batch], room)
+
     def measured(tokens: int) -> Measured:
-        batch = _fullest(rehearsal, tokens)
-        return Load.of(batch), rehearsal.run([batch], room).peak
+        load, reading = step(tokens)
+        return load, reading.peak
 
     def fits(tokens: int) -> bool:
         return model(Load(tokens, tokens * (longest if side_by_side else tokens))) <= (1 - HEAD_ROOM) * room
@@ -38,15 +42,11 @@ def capacity(rehearsal: Rehearsal, room: int) -> Capacity:
     model, (last, _) = fit(tried), tried[-1]
     side_by_side = last.squares <= last.positions * longest
     asked = max(longest, largest(fits, most))
-    tokens, reading = confirmed(lambda n: rehearsal.run([_fullest(rehearsal, n)], room), asked, longest)
+    tokens, (load, reading) = confirmed(step, asked, longest)
     told = {"found_by": f"a fit to {len(tried)} steps", "budget_gib": round(room / GIB, 3), "head_room": HEAD_ROOM}
     told |= {"stepped_back": asked - tokens} if tokens < asked else {}
-    told |= held_to(model(Load.of(_fullest(rehearsal, tokens))), reading)
+    told |= held_to(model(load), reading)
     return Capacity(tokens, told | {"search_s": round(perf_counter() - began, 3)})
-
-
-def _fullest(rehearsal: Rehearsal, tokens: int) -> Batch:
-    return max(rehearsal.lay_out(rehearsal.samples, tokens), key=lambda batch: Load.of(batch).positions)
 
 
 def _tried(measured: Callable[[int], Measured], longest: int, most: int, room: int) -> list[Measured]:

@@ -76,6 +76,16 @@ class Requires:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Excluded(Requires):
+    """Of a toggle that is a row without a measurement: `reason` is what the row says, once its packages are there."""
+
+    reason: str
+
+    def unmet(self, machine: Machine, model: ModelSpec | None = None) -> str:
+        return super().unmet(machine, model) or self.reason
+
+
 def _importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None

@@ -26,6 +26,7 @@ class Crew:
         self.own = {job.name: Step(model, job.optimizer, (), job=job.job, items=1) for job in jobs}
         turns: list[Step] = hooks.first(Ablation.join, list(self.own.values())) or list(self.own.values())
         self.turns = [hooks.wrapped(Ablation.step, turn) for turn in turns]
+        self._untried = joints(self.turns)
 
     def fill(self, samples: Mapping[str, Sequence[Sample]]) -> None:
         """Lay these samples of each job out. Raises Unsupported where they cannot go together."""
@@ -40,7 +41,8 @@ class Crew:
             names = [step.name for step in joint.steps]
             own = [layouts[name] for name in names]
             put_together(self.hooks, joint, names, list(own), self.device)
-            if joint.capacity is None:
+            if joint in self._untried:  # once: what fits does not change while the same jobs go on
+                self._untried.remove(joint)
                 self._find_capacity(joint, names, own)
         for name, batches in layouts.items():
             if name not in together:
