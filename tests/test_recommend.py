@@ -111,7 +111,8 @@ def test_from_one_command_to_what_to_switch_on(here, monkeypatch):
     assert session["command"][:3] == ["python", "-m", "lorabench.recommend"] and session["wall_s"] > 0
 
     code, said, _ = here("ablations=[awake,absent]", "resume=false")
-    assert code == 2 and "already holds 5 records; resume=true, or another output=" in said.err
+    held = len(read_arms(folder))  # families follow for as long as an answer is open: how many depends on the machine
+    assert code == 2 and f"already holds {held} records; resume=true, or another output=" in said.err
 
 
 @pytest.mark.exhaustive
