@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -328,8 +329,16 @@ def of(tensor):
     return made.checksum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
-@pytest.mark.parametrize("shape", [(7,), (33, 31), (2, WORDS + 5)], ids=str)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+SEVERAL_PASSES = (2, WORDS + 5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*itertools.product([(7,), (33, 31)], DTYPES), (SEVERAL_PASSES, torch.int8),
+     *(pytest.param(SEVERAL_PASSES, dtype, marks=pytest.mark.exhaustive) for dtype in DTYPES[:3])],
+    ids=str,
+)  # fmt: skip
 def test_a_flipped_bit_and_swapped_elements_change_the_checksum(shape, dtype):
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randint(-99, 99, shape, generator=generator).to(dtype)
@@ -383,7 +392,7 @@ def elsewhere(content, *more):
     return json.loads(done.stdout.decode().splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", [TIED, UNTIED])
+@pytest.mark.parametrize("name", [TIED, pytest.param(UNTIED, marks=pytest.mark.exhaustive)])
 def test_another_process_opens_the_same_base(base, name):
     here = told(base, model=name)
     content = base.offered()
