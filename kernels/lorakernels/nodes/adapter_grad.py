@@ -30,7 +30,7 @@ NO_BIASES: BiasGradients = None, None
 
 def accumulator_for(projections: Sequence[Projection], m: int, device: torch.device) -> GradAccumulator:
     """Room for dS of m rows, dB and dA of all members of these projections."""
-    gradients = sum(g.rank * g.k + g.n * max(x.rank for x in g.members) for g in projections)
+    gradients = sum(g.rank * g.k + g.n * max(g.ranks) for g in projections)
     return GradAccumulator(device, gradients, sum(m * g.p for g in projections))
 
 
@@ -52,6 +52,7 @@ def parameter_gradients(
     if da_all is not None and back is not None:
         da_all.mul_(back[: projection.rank])
     out: list[torch.Tensor | None] = []
+    dbs: dict[int, torch.Tensor] = {}  # of each linear, of all of its slots at once
     for i, (m, cols) in enumerate(zip(members, projection.columns, strict=True)):
         need_a, need_b, need_lora_bias, need_bias = needed[4 * i : 4 * i + 4]
         da, db = None, None
@@ -64,10 +65,13 @@ def parameter_gradients(
                 da = da if back is None else da.mul_(back[cols])
         rows, d_biases = projection.rows[i], NO_BIASES
         if need_b and m.b is not None:
-            if gradient.db is not None:
-                db = gradient.db[rows]
-            else:
-                db = mm_in(gradient.dy[:, rows].t(), saved.scaled_s[:, cols], m.b.dtype)
+            linear = projection.linear_of[i]
+            all_slots = projection.linear_columns[linear]
+            if linear not in dbs:
+                scaled_s = saved.scaled_s[:, all_slots]
+                known = gradient.db is not None
+                dbs[linear] = gradient.db[rows] if known else mm_in(gradient.dy[:, rows].t(), scaled_s, m.b.dtype)
+            db = dbs[linear][:, cols.start - all_slots.start : cols.stop - all_slots.start]
         if need_lora_bias or need_bias:
             d_biases = _bias_gradients(m, gradient.dy[:, rows], need_lora_bias, need_bias)
         out += [da, db, *d_biases]
