@@ -372,10 +372,10 @@ def apply(
     (changes the mathematics: see fp8.py); fp8_attention: those of q, k, v and o, too, or in the compute dtype.
     sdpa_backends: an order of "cudnn", "flash", "efficient", "math" to pin where attention is plain causal SDPA without
     a mask; None leaves torch's choice. long_context: decoder layers keep their input and attention's result alone and
-    are made again in backward (`LongContext` has the options). jobs: `apply_multi` gives them, of rows that have several
-    adapters. Raises TypeError where model is none, ValueError at an
-    unknown backend, and where long_context has not the parts of a layer or the model checkpoints already, RuntimeError
-    where `apply` was called before.
+    are made again in backward (`LongContext` has the options). jobs: `apply_multi` gives them, of rows that have
+    several adapters. Raises TypeError where model is none, ValueError at an unknown backend, and where long_context has
+    not the parts of a layer, meets jobs, or the model checkpoints already, RuntimeError where `apply` was called
+    before.
     """
     _check_model(model, "apply")
     long = LongContext.of(long_context)
