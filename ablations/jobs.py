@@ -123,7 +123,7 @@ class FusedMultiLora(BatchedPacked):
     each. Its published records before `form` was there are of `linears`."""
 
     name: ClassVar[str] = "fused_multi_lora"
-    summary: ClassVar[str] = "ours: rows of several adapters in one batch, without padding, and a chunked head a job"
+    summary: ClassVar[str] = "ours: every kernel for rows of several adapters, without padding; a chunked head a job"
     decides: ClassVar[tuple[str, ...]] = ("batching",)
     requires: ClassVar[Requires] = Requires(
         packages={"lorakernels": "pip install lorakernels (in a checkout: pip install ./kernels)"}

@@ -52,7 +52,7 @@ def parameter_gradients(
     if da_all is not None and back is not None:
         da_all.mul_(back[: projection.rank])
     out: list[torch.Tensor | None] = []
-    dbs: dict[int, torch.Tensor] = {}  # of each linear, of all of its slots at once
+    dbs: dict[int, list[torch.Tensor]] = {}  # of each linear, by slot: one product is for all of them
     for i, (m, cols) in enumerate(zip(members, projection.columns, strict=True)):
         need_a, need_b, need_lora_bias, need_bias = needed[4 * i : 4 * i + 4]
         da, db = None, None
@@ -66,16 +66,29 @@ def parameter_gradients(
         rows, d_biases = projection.rows[i], NO_BIASES
         if need_b and m.b is not None:
             linear = projection.linear_of[i]
-            all_slots = projection.linear_columns[linear]
             if linear not in dbs:
-                scaled_s = saved.scaled_s[:, all_slots]
-                known = gradient.db is not None
-                dbs[linear] = gradient.db[rows] if known else mm_in(gradient.dy[:, rows].t(), scaled_s, m.b.dtype)
-            db = dbs[linear][:, cols.start - all_slots.start : cols.stop - all_slots.start]
+                if gradient.db is not None:
+                    of_slots = gradient.db[rows]
+                else:
+                    scaled_s = saved.scaled_s[:, projection.linear_columns[linear]]
+                    of_slots = mm_in(gradient.dy[:, rows].t(), scaled_s, m.b.dtype)
+                dbs[linear] = _by_slot(of_slots, projection.slot_ranks[linear], m.b.dtype)
+            db = dbs[linear][projection.slot_of[i]]
         if need_lora_bias or need_bias:
             d_biases = _bias_gradients(m, gradient.dy[:, rows], need_lora_bias, need_bias)
         out += [da, db, *d_biases]
     return out
+
+
+def _by_slot(db: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """dB (N, r) of each slot, of what a linear's slots have side by side, (N, Σr). Slots of one rank are taken apart
+    and cast in one launch; others autograd copies one by one, because a gradient lies as its parameter does."""
+    if len(ranks) == 1:
+        return [db]
+    if len(set(ranks)) > 1:
+        return list(db.split(ranks, 1))
+    each = db.unflatten(1, (len(ranks), -1)).transpose(0, 1)
+    return list(each.to(dtype, memory_format=torch.contiguous_format).contiguous())
 
 
 def _a_gradients(

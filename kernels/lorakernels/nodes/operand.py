@@ -64,12 +64,14 @@ class OperandBuffer:
         linear = [count - 1 for count in itertools.accumulate(not m.shares for m in members)]
         ranks = [m.rank for m in members]
         self.widths = [m.shape[0] for m in self.linears]
-        self.ranks = [sum(r for r, i in zip(ranks, linear, strict=True) if i == j) for j in range(len(self.linears))]
+        self.slot_ranks = [[r for r, i in zip(ranks, linear, strict=True) if i == j] for j in range(len(self.linears))]
+        self.ranks = [sum(own) for own in self.slot_ranks]
         self.n, self.rank = sum(self.widths), sum(ranks)
         self.p = round_up(self.rank, 64 if self.k >= WIDE else 16)
         self.linear_columns = _slices(self.ranks)  # each linear's columns of S and rows of A
         self.linear_rows = _slices(self.widths)  # each linear's rows of W and B
         self.linear_of = linear  # of each member the number of its linear
+        self.slot_of = [linear[:i].count(j) for i, j in enumerate(linear)]  # and which of the linear's slots it is
         self.rows = [self.linear_rows[i] for i in linear]  # each member's
         self.columns = _slices(ranks)
         self.quantized = any(m.quantized is not None for m in members)

@@ -19,7 +19,7 @@ from ..ops.adapter import RaisedB, raised_b, raised_b_reference
 from ..ops.concat_operand import ScaledS
 from ..ops.dropout import draw_seed
 from ..ops.job_columns import SPARE, keep_own_columns
-from ..runtime import capturing
+from ..runtime import capturing, table
 from .member import Member
 from .operand import OperandBuffer
 
@@ -106,7 +106,7 @@ class Projection(OperandBuffer):
         if self._job_of_column is None or self._job_of_column.device != device:
             each = zip(self.members, self.columns, strict=True)
             jobs = [SPARE if m.job is None else m.job for m, c in each for _ in range(c.stop - c.start)]
-            self._job_of_column = torch.tensor(jobs + [SPARE] * (self.p - self.rank), dtype=torch.int32, device=device)
+            self._job_of_column = table(jobs + [SPARE] * (self.p - self.rank), torch.int32, device)
         return self._job_of_column
 
     @property

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..runtime import table
+
 
 class JobRows:
     """Of M rows, by runs of (job, number of rows), jobs counted from 0; runs without rows are left out.
@@ -54,8 +56,7 @@ class JobRows:
                 for first, end, job, before in self._segments
                 for start in range(first, end, block)
             ]
-            table = torch.tensor(made, dtype=torch.int32).view(-1, 4)
-            self._programs[block] = table.to(self.device)
+            self._programs[block] = table(made, torch.int32, self.device).view(-1, 4)
         return self._programs[block]
 
     def of_input(self, x: torch.Tensor) -> JobRows:
@@ -77,7 +78,7 @@ class JobRows:
         """(M,) int32 on the device, made once; the host does not wait for it."""
         if self._job_of_row is None:
             jobs, counts = zip(*self.runs, strict=True) if self.runs else ((), ())
-            job, count = (torch.tensor(own, dtype=torch.int32, device=self.device) for own in (jobs, counts))
+            job, count = (table(own, torch.int32, self.device) for own in (jobs, counts))
             self._job_of_row = torch.repeat_interleave(job, count, output_size=self.rows)
         return self._job_of_row
 
