@@ -153,7 +153,10 @@ class FusedMultiLora(BatchedPacked):
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         chunked = evidence.arm.turns[0].innermost.chunked  # type: ignore[attr-defined]
-        notes = {"loss_of_each_job": "chunked head" if chunked else "of the whole logits", "form": self.form}
+        notes: dict[str, Any] = {
+            "loss_of_each_job": "chunked head" if chunked else "of the whole logits",
+            "form": self.form,
+        }
         report = getattr(evidence.arm.model, MARK).report
         if report is not None:
             left = sorted({f"{site.part}: {site.reason}" for site in report.left})

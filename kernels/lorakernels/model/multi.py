@@ -26,7 +26,7 @@ from ..ops.job_rows import JobRows
 from ..ops.multi_lora import Adapter, AdapterTable
 from .lora_modules import is_lora
 from .module_checks import is_library_function, is_unhooked
-from .patching import STATE, apply, remove
+from .patching import STATE, Report, apply, remove
 
 MARK = "_lorakernels_multi"
 
@@ -95,7 +95,8 @@ class MultiAdapters:
 
     def __init__(self, model: nn.Module, adapters: Sequence[str]) -> None:
         self.model, self.adapters, self.linears = model, tuple(adapters), 0
-        self.on, self.report = False, None
+        self.on = False
+        self.report: Report | None = None
         self.rows, self.serving = JobRows([]), frozenset[int]()
         self._trained: dict[str, bool] = {}
 

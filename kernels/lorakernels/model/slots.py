@@ -67,8 +67,8 @@ class SlotLinear(LinearModule):
             if weight.shape != shape:
                 return "an adapter is of another rank than at apply; call remove and apply again"
             slot.weight, slot.quantized = self.member.weight, self.member.quantized
-            own = (weight, b._parameters["weight"]) if slot.job in jobs.serving else (None, None)
-            slot.adapter = *own, None, float(module.scaling[name]), 0.0, jobs.rows
+            a, b = (weight, b._parameters["weight"]) if slot.job in jobs.serving else (None, None)
+            slot.adapter = a, b, None, float(module.scaling[name]), 0.0, jobs.rows
         return None
 
     def __post_init__(self) -> None:
