@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
+from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported, added
 from lorabench.contract.step import Step
 from lorabench_ablations.batching import positive
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ONE_JOB = "the workload has no jobs of its own; expected one with `jobs`, as workload=two_jobs has"
 ONE_ADAPTER = "it runs one adapter at a time, and here each row has its own"
+FORMS = ("slots", "linears")  # of fused_multi_lora
 MARK = "_lorabench_jobs"  # on the model: what says which rows belong to which adapter
 
 
@@ -116,22 +117,32 @@ class BatchedPacked(Together):
 
 @dataclass(frozen=True, kw_only=True)
 class FusedMultiLora(BatchedPacked):
-    """lorakernels' `apply_multi` in the same layout: S, dS, dA and dB of all adapters in one launch each, whatever
-    their ranks. chunked_head: each job's loss by our chunked head, where the family's logits are its plain product."""
+    """lorakernels' `apply_multi` in the same layout. chunked_head: each job's loss by our chunked head, where the
+    family's logits are its plain product. form: `slots`, all that `lora_kernels` has, the adapters side by side in the
+    one product of each linear; or `linears`, the model's own layers with S, dS, dA and dB of all adapters in one launch
+    each. Its published records before `form` was there are of `linears`."""
 
     name: ClassVar[str] = "fused_multi_lora"
-    summary: ClassVar[str] = "ours: rows of several adapters in one batch, without padding, and a chunked head a job"
+    summary: ClassVar[str] = "ours: every kernel for rows of several adapters, without padding; a chunked head a job"
     decides: ClassVar[tuple[str, ...]] = ("batching",)
     requires: ClassVar[Requires] = Requires(
         packages={"lorakernels": "pip install lorakernels (in a checkout: pip install ./kernels)"}
     )
 
+    rank: ClassVar[int] = 1  # behind the toggles of norms and RoPE, whose parts the slots take over
+
     chunked_head: bool = True
+    form: str = added("slots")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.form not in FORMS:
+            raise ValueError(f"form {self.form!r}: expected one of {', '.join(FORMS)}")
 
     def patch(self, model: nn.Module) -> int:
         from .joint_kernels import KernelRouter
 
-        router = KernelRouter(model)
+        router = KernelRouter(model, slots=self.form == "slots")
         setattr(model, MARK, router)
         return router.linears
 
@@ -142,7 +153,15 @@ class FusedMultiLora(BatchedPacked):
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         chunked = evidence.arm.turns[0].innermost.chunked  # type: ignore[attr-defined]
-        return super().notes(evidence) | {"loss_of_each_job": "chunked head" if chunked else "of the whole logits"}
+        notes: dict[str, Any] = {
+            "loss_of_each_job": "chunked head" if chunked else "of the whole logits",
+            "form": self.form,
+        }
+        report = getattr(evidence.arm.model, MARK).report
+        if report is not None:
+            left = sorted({f"{site.part}: {site.reason}" for site in report.left})
+            notes["lorakernels"] = {"changed": dict(report.counts), "left": left, "forwards": str(report.forwards)}
+        return super().notes(evidence) | notes
 
 
 def _of_jobs(evidence: Evidence) -> int:

@@ -1,10 +1,16 @@
-"""The joint step on our own kernels: lorakernels' linears for rows of several adapters, and its chunked head, once a
-job. A module of its own because it is torch throughout."""
+"""The joint step on our own kernels: lorakernels for rows of several adapters, and its chunked head, once a job. A
+module of its own because it is torch throughout.
+
+In slots, a number that is not finite gets from one job's rows into the others'. So the step looks: at the losses after
+each forward, and at the gradients before the optimizers step. Where one is not finite the jobs are tried apart, and the
+others have what they have without that job's adapter, whose loss and gradients are NaN. Run: python -m pytest
+tests/ablations/test_jobs_together.py
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +25,40 @@ TRIED = 4  # tokens by which it is found out whether the logits are the head's p
 
 
 class KernelRouter:
-    """lorakernels' `MultiAdapters`, told by the parts of a joint batch. Raises Unsupported where a layer cannot have an
-    adapter for each row."""
+    """lorakernels' `MultiAdapters`, told by the parts of a joint batch. slots: the fused form. Raises Unsupported where
+    a layer cannot have an adapter for each row."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, slots: bool) -> None:
         import lorakernels
 
+        if slots and any("_lorakernels_state" in module.__dict__ for module in model.modules()):
+            lorakernels.remove(model)  # the norms or RoPE of another toggle, which the fused form has, too
         try:
-            self.jobs = lorakernels.apply_multi(model)
+            self.jobs = lorakernels.apply_multi(model, fused=slots)
         except ValueError as error:
             raise Unsupported(f"fused_multi_lora: {error}") from None
-        self.linears = self.jobs.linears
+        self.linears, self.slots, self.report = self.jobs.linears, slots, self.jobs.report
         base: Any = model.get_base_model()  # pyright: ignore[reportCallIssue]
         self.body, self.head = base.base_model, base.get_output_embeddings()
         self.plain_head = _is_product(base, self.body, self.head)  # now, while the linears have no rows set
 
-    def set(self, parts: Sequence[Part]) -> None:
+    def set(self, parts: Sequence[Part], without: Collection[int] = ()) -> None:
+        """without: jobs whose rows have no adapter."""
         from lorakernels.ops.job_rows import JobRows
 
-        self.jobs.set(JobRows([(self.jobs.adapters.index(part.adapter), part.positions) for part in parts]))
+        places = [self.jobs.adapters.index(part.adapter) for part in parts]
+        rows = JobRows((place, part.positions) for place, part in zip(places, parts, strict=True))
+        absent = [place for place, part in zip(places, parts, strict=True) if part.job in without]
+        self.jobs.set(rows, without=absent)
+
+
+class Passed(NamedTuple):
+    """A forward that the gradients are of: its batch, the random numbers that it began with, and the jobs whose loss
+    was not finite."""
+
+    batch: Batch
+    random: list[Tensor]
+    broken: frozenset[int]
 
 
 class KernelStep(JointStep):
@@ -49,15 +70,88 @@ class KernelStep(JointStep):
         super().__init__(steps, router, packed=packed, tokens=tokens)
         self.body, self.head = router.body, router.head
         self.chunked = chunked_head and router.plain_head
+        self._passed: list[Passed] = []
 
     def forward(self, batch: Batch) -> Tensor:
-        if not self.chunked:
-            return super().forward(batch)
-        from lorakernels.ops.linear_cross_entropy import linear_cross_entropy
+        if not self.router.slots:
+            return self._losses(batch)
+        random, broken = _random(self.device), frozenset[int]()
+        losses = self._losses(batch)
+        if not losses.isfinite().all():  # here the host waits for the device
+            broken = self._broken(batch, losses, random)
+            losses = torch.stack(self._without(batch, broken, random))
+        if torch.is_grad_enabled() and not self.by_job:
+            self._passed.append(Passed(batch, random, broken))
+        return losses
 
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    def update(self) -> None:
+        if self.router.slots and self._passed and not self._finite_gradients():
+            self._apart()
+        self._passed.clear()
+        super().update()
+
+    def clear(self) -> None:
+        self._passed.clear()
+        super().clear()
+
+    def cleared(self) -> None:
+        self._passed.clear()
+        super().cleared()
+
+    # ---- a number that is not finite ---------------------------------------------------------------------------------
+    def _broken(self, batch: Batch, losses: Tensor, random: Sequence[Tensor]) -> frozenset[int]:
+        """Of the jobs whose loss is not finite those where it is not finite without the others' adapters either; all
+        of them where it is with each."""
+        here = {part.job for part in batch.inputs["parts"]}
+        wrong = [job for job, finite in enumerate(losses.isfinite().tolist()) if not finite]
+        with torch.no_grad():
+            own = {job: self._without(batch, here - {job}, random)[job] for job in wrong}
+        return frozenset(job for job, loss in own.items() if not loss.isfinite()) or frozenset(wrong)
+
+    def _without(self, batch: Batch, absent: Collection[int], random: Sequence[Tensor]) -> list[Tensor]:
+        """Each job's loss, with the rows of absent jobs in the frozen model alone; theirs is NaN, and so are the
+        gradients of it. random: the numbers to begin with."""
+        _put_back(random, self.device)
+        losses = list(self._losses(batch, absent).unbind())
+        for job in absent:
+            losses[job] = torch.stack([p.sum() for p in self._parameters(job)]).sum().float() * torch.nan
+        return losses
+
+    def _parameters(self, job: int) -> list[Tensor]:
+        return [p for group in self.steps[job].optimizer.param_groups for p in group["params"]]
+
+    def _finite_gradients(self) -> bool:
+        """Of the jobs that are not known to be broken; the host waits for the device."""
+        broken = {job for passed in self._passed for job in passed.broken}
+        every = [p for job in range(len(self.steps)) if job not in broken for p in self._parameters(job)]
+        grads = [p.grad for p in every if p.grad is not None]
+        largest = torch._foreach_norm(grads, float("inf")) if grads else []
+        return all(torch.stack(same).isfinite().all() for same in _by_dtype(largest))
+
+    def _apart(self) -> None:
+        """The step's gradients once more, each job's in a pass in which the others' rows have no adapter."""
+        passed = list(self._passed)
+        super().clear()
+        for batch, random, broken in passed:
+            here = {part.job for part in batch.inputs["parts"]}
+            for job in here:
+                absent = here if job in broken else here - {job}
+                loss = self._without(batch, absent, random)[job]
+                loss.backward(loss.new_tensor(self.steps[job].loss_scale))
+
+    # ---- one pass ----------------------------------------------------------------------------------------------------
+    def _losses(self, batch: Batch, absent: Collection[int] = ()) -> Tensor:
         inputs = dict(batch.inputs)
         parts, labels = inputs.pop("parts"), inputs.pop("labels")
-        self.router.set(parts)
+        self.router.set(parts, absent)
+        if not self.chunked:
+            return self.losses(self.call(**inputs).logits, labels, parts)
+        from lorakernels.ops.linear_cross_entropy import linear_cross_entropy
+
         hidden = self.body(**inputs).last_hidden_state.flatten(0, 1)
         following = F.pad(labels, (0, 1), value=IGNORE)[:, 1:].flatten()
         found, sizes = [hidden.new_zeros((), dtype=torch.float32)] * len(self.steps), [p.positions for p in parts]
@@ -65,6 +159,21 @@ class KernelStep(JointStep):
             items, own = self.steps[part.job].items, own.to(self.head.weight.dtype)
             found[part.job] = linear_cross_entropy(own, self.head.weight, target, self.head.bias, num_items=items)
         return torch.stack(found)
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [[t for t in tensors if t.dtype == dtype] for dtype in {t.dtype for t in tensors}]
+
+
+def _random(device: torch.device) -> list[Tensor]:
+    """The states of the generators; a GPU's is kept on the host, which does not wait for it."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _put_back(states: Sequence[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
 
 
 def _is_product(base: Any, body: Any, head: Any) -> bool:

@@ -142,6 +142,12 @@ def capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def table(values: Any, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """A tensor of these numbers (of any nesting) on the device, which the host does not wait for: the few KB of a table
+    are out of its memory when the call returns."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
 def deterministic() -> bool:
     """True if torch is to compute the same bits each time (`torch.use_deterministic_algorithms`), so nothing may be
     added up atomically."""

@@ -25,12 +25,15 @@ from lorabench.run.runner import Runner
 from lorabench_ablations import joint_linears
 from lorabench_ablations.joint_batches import evenly, shared_out
 
+LINEARS = "{fused_multi_lora:{form:linears}}"
 TOGETHER = ["batched", "batched_packed", "fused_multi_lora"]
+WAYS = [*TOGETHER, LINEARS]
 # Where rows are packed, SDPA multiplies what its mask leaves out by zero, which NaN survives: there only side by side.
-NAN_SAFE = [("batched", 0), ("batched", 1), ("batched_packed", 1), ("fused_multi_lora", 1)]
+NAN_SAFE = [("batched", 0), ("batched", 1), ("batched_packed", 1), (LINEARS, 1)]
+NAN_SAFE += [("fused_multi_lora", 0), ("fused_multi_lora", 1)]  # in slots the job's rows become the frozen model's
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("others", [(), ("gradient_checkpointing",), ("group_by_length",), ("save_on_cpu",)], ids=str)
 def test_every_job_is_as_it_is_alone(name, others):
     wanted = request(name, *others)
@@ -45,7 +48,7 @@ def test_every_job_is_as_it_is_alone_under_one_dropout_mask(name, workload):
     same(outcomes(wanted), alone(wanted))
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", WAYS)
 def test_the_trial_that_is_timed_steps_every_job_as_alone(name):
     wanted = request(name)
     arm, others = build(wanted), [build(plain(wanted.only(i))) for i in range(3)]
@@ -61,7 +64,7 @@ def test_the_trial_that_is_timed_steps_every_job_as_alone(name):
     assert [s.optimizer.param_groups[0]["lr"] for s in arm.steps] == [3e-4, 1e-4, 1e-4]
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", WAYS)
 def test_an_adapter_without_rows_has_no_gradient_at_all(name):
     """Zeros would do harm: Adam moves what has a gradient of zero."""
     arm = build(request(name))
@@ -118,7 +121,7 @@ def test_a_nan_in_a_packed_row_stays_in_its_segment(name):
         assert losses[job] == usual[job] and all(g.isfinite().all() for _, g in left[job])
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", WAYS)
 def test_no_token_sees_another_job_s_or_sample_s(name):
     arm = build(request(name))
     (turn,) = arm.turns
@@ -221,7 +224,7 @@ def test_the_gate_catches_a_pass_that_gives_rows_another_job_s_adapter(monkeypat
 
 
 def test_a_sweep_has_them_in_one_table(tmp_path):
-    chosen = cells("workload=two_jobs", "dtype=float32", f"ablations=[{','.join(TOGETHER)}]")
+    chosen = cells("workload=two_jobs", "dtype=float32", f"ablations=[{','.join(WAYS)}]")
     with Runner(InProcess(), describe(), None, "test", 60, tmp_path) as runner:
         records = [runner.measure(c) for c in chosen]
     assert {(r.status, r.reason) for r in records} == {("ok", None)}
@@ -297,6 +300,48 @@ def test_our_kernels_hold_no_logits_where_the_head_is_plain_and_go_with_norms_an
     assert notes["loss_of_each_job"] == "chunked head"
     whole = request("{fused_multi_lora:{chunked_head:false}}")
     same(outcomes(whole), alone(whole))
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen2", "tiny-gemma2"])
+def test_every_family_s_jobs_run_through_the_layers_of_one_adapter(model):
+    made = cells(f"models=[{model}]", UNEQUAL, "dtype=float32", "ablations=[[fused_multi_lora]]")
+    wanted = request_of(made[-1], "candidate", torch.float32, CPU)
+    wanted = replace(wanted, ablations=tuple(ablation(n) for n in ("eager", "adamw_foreach", "fused_multi_lora")))
+    eager = [replace(wanted.only(i), ablations=wanted.ablations[:2]) for i in range(3)]
+    same(outcomes(wanted), [one_step(build(one)) for one in eager])
+    _, notes = audited("fused_multi_lora", wanted)
+    changed, layers = notes["lorakernels"]["changed"], wanted.model.hf_config().num_hidden_layers
+    assert notes["form"] == "slots" and [changed[part] for part in ("qkv", "o", "mlp")] == 3 * [layers]
+
+
+def test_a_gradient_that_is_not_finite_stays_with_its_job(monkeypatch):
+    """The job's loss is a number, so it shows only before the optimizers step; the others have their own by then."""
+    arm, usual = (build(request("fused_multi_lora", workload=ONE_LENGTH)) for _ in range(2))
+    together = arm.turns[0].innermost
+    losses_of = together._losses
+
+    def overflowing(batch, absent=()):
+        losses = losses_of(batch, absent)
+        if losses.requires_grad:
+            losses.register_hook(lambda g: torch.where(g == 0, 0, g * g.new_tensor([1, float("inf")])))
+        return losses
+
+    monkeypatch.setattr(together, "_losses", overflowing)
+    for made in (arm, usual):
+        (turn,) = made.turns
+        turn.backward(turn.forward(turn.innermost.micro_batch(0)))
+        if made is arm:
+            assert not any(p.grad.isfinite().all() for n, p in made.adapters(made.steps[0]) if "lora_B" in n)
+        turn.update()
+    for (_, p), (_, q) in zip(arm.adapters(arm.steps[0]), usual.adapters(usual.steps[0]), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-6)
+    assert not all(p.isfinite().all() for _, p in arm.adapters(arm.steps[1]))
+
+
+def test_a_wrong_form_is_one_line():
+    with pytest.raises(ValueError, match="form 'slot': expected one of slots, linears"):
+        ablation({"fused_multi_lora": {"form": "slot"}})
 
 
 def test_logits_that_are_capped_are_made_whole():

@@ -32,6 +32,7 @@ FILES = [
     "side_stream",
     "multi_lora",
     "multi_linear",
+    "job_columns",
 ]
 
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+NO_JOBS = "no rows' jobs are set, so PEFT computes with its active adapter"
+DROPPED = "an adapter drops out its input, so rows of several adapters go linear by linear"
+EXPECTED = frozenset((NO_JOBS, DROPPED))  # reasons that somebody has asked for: there is no warning
+
 
 @dataclass
 class Forwards:
@@ -25,7 +29,7 @@ class Forwards:
         """Counts a forward that the model's own code runs. expected: nobody would think that it could be ours, so
         there is no warning."""
         self.left[part, reason] += 1
-        if not expected:
+        if not expected and reason not in EXPECTED:
             self.warn(f"leaves forwards to the model's own code: {reason} (lorakernels.status counts them)")
 
     def warn(self, message: str) -> None:

@@ -31,6 +31,11 @@ class LinearModule:
     parent: Any = None
     called: bool = False
 
+    @property
+    def members(self) -> list[Member]:
+        """What the projection works with: one for each adapter that the linear's rows may have."""
+        return [self.member]
+
     def __post_init__(self) -> None:
         self.leaf, self.rank, self.kind = self.name.rpartition(".")[2], self.member.rank, type(self.base)
 
@@ -46,7 +51,7 @@ class LinearModule:
             return "another module is in a linear's place (its adapter was unloaded?)"
         if (module is not base and module._modules.get("base_layer") is not base) or type(base) is not self.kind:
             return "a linear has another base layer, or one of another class"
-        if not ((self.called or is_unhooked(module)) and (module is base or is_unhooked(base))):
+        if not ((self.called or self._unhooked()) and (module is base or is_unhooked(base))):
             return "a linear has hooks or a replaced forward"
         weight = base._parameters.get("weight")  # None where somebody has put a parametrization on it
         if weight is None or weight.requires_grad or "bias" not in base._parameters:
@@ -61,6 +66,10 @@ class LinearModule:
         if member.quantized is not None:
             member.quantized = weight.quant_state
         return None if module is base else self._adapter_changed()
+
+    def _unhooked(self) -> bool:
+        """Whether nobody hooks into the module."""
+        return is_unhooked(self.module)
 
     def _adapter_changed(self) -> str | None:
         module, adapter, parts = self.module, self.adapter, self.module._modules
@@ -83,7 +92,7 @@ class LinearModule:
             return "an adapter has hooks"
         dropout = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
         scale, b = float(module.scaling[adapter]), b._parameters
-        self.member.adapter = weight, b["weight"], b["bias"], scale, dropout
+        self.member.adapter = weight, b["weight"], b["bias"], scale, dropout, None
         return None
 
 
@@ -149,13 +158,18 @@ def linear_module(name: str, parent: Any) -> LinearModule:
     known: dict[str, Any] = {"quantized": quantized, "compute_dtype": dtype, "gathered": gathered}
     member = Member(name, base.weight, base.bias, **known)
     if adapter is not None:
-        a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-        for part in (module.lora_A[adapter], module.lora_B[adapter]):
-            check_weight(part.weight, part)
-        if a.device != base.weight.device:
-            raise NotFused(f"its adapter is on {a.device}, its weight on {base.weight.device}")
-        member = Member(name, base.weight, base.bias, a, b, **known)
+        member = Member(name, base.weight, base.bias, *adapter_weights(module, adapter, base), **known)
     return LinearModule(name, module, base, adapter, member, parent)
+
+
+def adapter_weights(module: Any, adapter: str, base: Any) -> tuple[Any, Any]:
+    """A (r, K) and B (N, r) of an adapter of PEFT's layer. Raises NotFused where they cannot be used as they are."""
+    a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+    for part in (module.lora_A[adapter], module.lora_B[adapter]):
+        check_weight(part.weight, part)
+    if a.device != base.weight.device:
+        raise NotFused(f"its adapter is on {a.device}, its weight on {base.weight.device}")
+    return a, b
 
 
 def _base_kind(base: Any) -> tuple[object | None, torch.dtype | None]:

@@ -20,11 +20,12 @@ class NotFused(Exception):
     """Why a module is left to PEFT, in words a user understands."""
 
 
-def is_unhooked(module: Any) -> bool:
-    """True if nothing hooks into the module: a fused path does not call it, so its hooks would be silently skipped."""
+def is_unhooked(module: Any, ours: Any = None) -> bool:
+    """True if nothing hooks into the module: a fused path does not call it, so its hooks would be silently skipped.
+    ours: a function that may be bound to it as its forward."""
     m = module
     hooked = m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-    if hooked or "forward" in m.__dict__:
+    if hooked or ("forward" in m.__dict__ and (ours is None or getattr(m.forward, "__func__", None) is not ours)):
         return False
     return not m._forward_hooks or all(_is_inactive_capture(hook) for hook in m._forward_hooks.values())
 

@@ -14,7 +14,7 @@ python -m pytest tests/lorakernels/test_multi.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import MethodType
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..ops.job_rows import JobRows
 from ..ops.multi_lora import Adapter, AdapterTable
 from .lora_modules import is_lora
 from .module_checks import is_library_function, is_unhooked
+from .patching import STATE, Report, apply, remove
 
 MARK = "_lorakernels_multi"
 
@@ -46,17 +47,23 @@ class _Linear:
 
     def read(self, module: Any) -> list[Adapter | None]:
         """By job; PEFT changes scales in place, and parameters may be put in others' places."""
+        absent = set(self.jobs.rows.present) - self.jobs.serving
         return [
-            None if part is None else Adapter(part[0].weight, part[1].weight, module.scaling[part[3]], _p(part[2]))
-            for part in self.parts
+            None
+            if part is None or job in absent
+            else Adapter(part[0].weight, part[1].weight, module.scaling[part[3]], _p(part[2]))
+            for job, part in enumerate(self.parts)
         ]
 
     def forward(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         if module._disable_adapters or module.merged_adapters:
             state = "disabled" if module._disable_adapters else "merged"
             raise RuntimeError(f"the adapters are {state}; expected set(None) on what apply_multi returned before that")
-        self.table = table = self.table.still(self.read(module))
-        rows = self.jobs.rows_of(x)
+        adapters = self.read(module)
+        if not any(adapters):
+            return self.base(x)
+        self.table = table = self.table.still(adapters)
+        rows = self.jobs.rows.of_input(x)
         if self.plain and not self.base.weight.requires_grad:
             return multi_linear(x, self.base.weight, table, rows, self.base.bias)
         base = self.base(x)
@@ -81,39 +88,36 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
 
 class MultiAdapters:
     """What `apply_multi` returns. adapters: the jobs' adapters, a job being its place among them; linears: how many
-    linears have rows of several adapters."""
+    linears have rows of several adapters; report: of the fused form what runs on its nodes, else None; rows: what `set`
+    was given; serving: the jobs whose adapters their rows have."""
+
+    linear_forward = staticmethod(_forward)
 
     def __init__(self, model: nn.Module, adapters: Sequence[str]) -> None:
         self.model, self.adapters, self.linears = model, tuple(adapters), 0
         self.on = False
-        self._job: JobRows = JobRows([])
-        self._known: dict[tuple[int, torch.device], JobRows] = {}
+        self.report: Report | None = None
+        self.rows, self.serving = JobRows([]), frozenset[int]()
         self._trained: dict[str, bool] = {}
 
-    def set(self, job: Sequence[int] | torch.Tensor | JobRows | None) -> None:
+    def set(
+        self, job: Sequence[int] | torch.Tensor | JobRows | None, *, without: Collection[int] = ()
+    ) -> None:  # fmt: skip
         """Which job the rows of the batches to come are of: for each sample (B,), or for each position (B, S) or
-        (B · S,); give it on the host. None: PEFT's own forward, with its active adapter, until the next call."""
-        self.on, self._known = job is not None, {}
+        (B · S,); give it on the host. None: PEFT's own forward, with its active adapter, until the next call. without:
+        jobs whose rows go through the frozen model alone (one that has become NaN, say)."""
+        self.on = job is not None
         if job is None:
             return
-        self._job = job if isinstance(job, JobRows) else JobRows.each(job)
-        if self._job.present and self._job.present[-1] >= len(self.adapters):
-            raise ValueError(f"job {self._job.present[-1]}: expected one of the {len(self.adapters)} from 0")
-
-    def rows_of(self, x: torch.Tensor) -> JobRows:
-        """The jobs of the rows of x (…, K). Raises ValueError where `set` has said another number of them."""
-        count = x.numel() // max(1, x.shape[-1])
-        key = count, x.device
-        if key not in self._known:
-            said = self._job.rows
-            times = count // said if said and count % said == 0 else 0
-            if count != said and (x.dim() != 3 or x.shape[0] != said):
-                raise ValueError(f"a linear has {count} rows {tuple(x.shape)}; the jobs were set for {said}")
-            self._known[key] = JobRows([(job, own * times) for job, own in self._job.runs], x.device)
-        return self._known[key]
+        self.rows = job if isinstance(job, JobRows) else JobRows.each(job)
+        self.serving = frozenset(self.rows.present) - frozenset(without)
+        if self.rows.present and self.rows.present[-1] >= len(self.adapters):
+            raise ValueError(f"job {self.rows.present[-1]}: expected one of the {len(self.adapters)} from 0")
 
     def remove(self) -> None:
         """Give PEFT's linears their own forwards back, and to each parameter whether it is trained."""
+        if any(STATE in module.__dict__ for module in self.model.modules()) and self.report is not None:
+            remove(self.model)
         for module in self.model.modules():
             if getattr(module.__dict__.get(MARK), "jobs", None) is self:
                 del module.__dict__[MARK], module.__dict__["forward"]
@@ -122,13 +126,21 @@ class MultiAdapters:
                 parameter.requires_grad_(self._trained[name])
 
 
-def apply_multi(model: nn.Module, adapters: Sequence[str] | None = None) -> MultiAdapters:
+def apply_multi(
+    model: nn.Module, adapters: Sequence[str] | None = None, *, fused: bool = False, **switches: Any
+) -> MultiAdapters:  # fmt: skip
     """Give every LoRA linear of a PEFT model, in place, rows of several adapters; these are then all trained, where
     PEFT trains the active one.
 
-    adapters: their names, a job being a place among them; None: all that are on the model. Raises ValueError for a name
-    that is not there, and for a layer that is no plain LoRA on a linear.
+    adapters: their names, a job being a place among them; None: all that are on the model. fused: the model runs on all
+    that `apply` has, with these switches of `apply`, and the adapters of a linear lie side by side in one product;
+    there a number that is not finite, in one job's adapter, activations or gradients, makes the others' not finite too,
+    so whoever trains must look at losses and gradients before an optimizer steps. Without it rows are kept apart, and
+    such a job leaves the others bitwise alone. Where a node cannot serve the rows (dropout, hooks …) they go linear by
+    linear. Raises ValueError for a name that is not there, and for a layer that is no plain LoRA on a linear.
     """
+    if switches and not fused:
+        raise ValueError(f"{', '.join(switches)}: expected fused=True, or no switches of `apply`")
     found: dict[str, Any] = {name: module for name, module in model.named_modules() if is_lora(module)}
     there = list(dict.fromkeys(name for module in found.values() for name in module.lora_A))
     names = there if adapters is None else list(adapters)
@@ -140,6 +152,8 @@ def apply_multi(model: nn.Module, adapters: Sequence[str] | None = None) -> Mult
     for name, module in found.items():
         if reason := _why_not(module, names):
             raise ValueError(f"{name}: {reason}; expected plain LoRA on a linear, so that each row has its own adapter")
+    if fused:
+        jobs.report = apply(model, jobs=jobs, linear=False, **switches)
     for module in found.values():
         if any(name in module.lora_A for name in names):
             module.__dict__[MARK] = _Linear(module, jobs)

@@ -36,6 +36,7 @@ from .parked import Parking
 from .plans import NO_PICKLE, Linears, Switches, linears
 from .proofs import Proofs
 from .rotary import looks_like_rotary, rotary_forward, rotary_plan
+from .slots import Jobs
 from .trl_head import HEAD, give_back, is_trl_forward, watch
 
 STATE = "_lorakernels_state"
@@ -361,6 +362,7 @@ def apply(
     linear_cross_entropy: bool = True, linear: bool = True, one_gemm: bool = True, merge_projections: bool = True,
     fp8: bool = False, fp8_attention: bool = True,
     sdpa_backends: str | tuple[str, ...] | list[str] | None = None, long_context: bool | LongContext = False,
+    jobs: Jobs | None = None,
 ) -> Report:  # fmt: skip
     """Changes what it knows in `model`, in place, and reports it.
 
@@ -370,12 +372,15 @@ def apply(
     (changes the mathematics: see fp8.py); fp8_attention: those of q, k, v and o, too, or in the compute dtype.
     sdpa_backends: an order of "cudnn", "flash", "efficient", "math" to pin where attention is plain causal SDPA without
     a mask; None leaves torch's choice. long_context: decoder layers keep their input and attention's result alone and
-    are made again in backward (`LongContext` has the options). Raises TypeError where model is none, ValueError at an
-    unknown backend, and where long_context has not the parts of a layer or the model checkpoints already, RuntimeError
-    where `apply` was called before.
+    are made again in backward (`LongContext` has the options). jobs: `apply_multi` gives them, of rows that have
+    several adapters. Raises TypeError where model is none, ValueError at an unknown backend, and where long_context has
+    not the parts of a layer, meets jobs, or the model checkpoints already, RuntimeError where `apply` was called
+    before.
     """
     _check_model(model, "apply")
     long = LongContext.of(long_context)
+    if long is not None and jobs is not None:
+        raise ValueError("long_context makes layers again by tiles of rows, and here rows have several adapters")
     if long is not None:
         if off := [n for n, on in {"mlp": mlp, "qkv": qkv, "o": o, "rms_norm": rms_norm}.items() if not on]:
             raise ValueError(f"long_context takes decoder layers as a whole, so {', '.join(off)} must be on")
@@ -386,7 +391,7 @@ def apply(
     switches = Switches(
         mlp=mlp, qkv=qkv, o=o, rms_norm=rms_norm, rope=rope, linear_cross_entropy=linear_cross_entropy, linear=linear,
         one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, fp8_attention=fp8_attention,
-        sdpa_backends=_check_backends(sdpa_backends), long_context=long,
+        sdpa_backends=_check_backends(sdpa_backends), long_context=long, jobs=jobs,
     )  # fmt: skip
     modules = list(model.named_modules())
     weights = Counter(id(m._parameters["weight"]) for _, m in modules if m._parameters.get("weight") is not None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..nodes.projection import Projection
 from .lora_modules import LinearModule, linear_module
 from .module_checks import NotFused
+from .slots import Jobs, with_slots
 
 if TYPE_CHECKING:
     from .long_context import LongContext
@@ -35,6 +36,7 @@ class Switches:
     fp8_attention: bool = True
     sdpa_backends: tuple[str, ...] | None = None
     long_context: LongContext | None = None
+    jobs: Jobs | None = None  # whose rows are of several adapters
     shared: frozenset[int] = frozenset()  # the ids of weights that several modules of the model have
 
 
@@ -43,12 +45,12 @@ class Linears:
 
     def __init__(self, modules: list[LinearModule], switches: Switches, fp8: bool = False):
         self.modules = modules
-        members = [m.member for m in modules]
+        members = [member for m in modules for member in m.members]
         # One dtype, device and kind of storage a buffer; q and k in NF4 with a bf16 v stay apart, as does what is
         # gathered anew for each use: to merge it would be to copy it.
         same = len({(m.weight.dtype, m.weight.device, m.quantized is None, m.compute_dtype) for m in members}) == 1
         one = switches.merge_projections and same and not any(m.gathered for m in members)
-        parts = [members] if one else [[m] for m in members]
+        parts = [members] if one else [m.members for m in modules]
         self.groups = [Projection(part, switches.one_gemm, fp8) for part in parts]
         self._merged = [part for part in parts if len(part) > 1]
 
@@ -82,6 +84,8 @@ def linears(module: Any, path: str, names: list[str], switches: Switches, fp8: b
     for name in names:
         try:
             linear = linear_module(f"{path}.{name}", module)
+            if switches.jobs is not None:
+                linear = with_slots(linear, switches.jobs)
             if id(linear.base.weight) in switches.shared:
                 raise NotFused("its weight is another layer's, too (layer_replication), and can lie in one buffer only")
         except NotFused as reason:

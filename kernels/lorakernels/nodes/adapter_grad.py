@@ -30,7 +30,7 @@ NO_BIASES: BiasGradients = None, None
 
 def accumulator_for(projections: Sequence[Projection], m: int, device: torch.device) -> GradAccumulator:
     """Room for dS of m rows, dB and dA of all members of these projections."""
-    gradients = sum(g.rank * g.k + g.n * max(x.rank for x in g.members) for g in projections)
+    gradients = sum(g.rank * g.k + g.n * max(g.ranks) for g in projections)
     return GradAccumulator(device, gradients, sum(m * g.p for g in projections))
 
 
@@ -52,6 +52,7 @@ def parameter_gradients(
     if da_all is not None and back is not None:
         da_all.mul_(back[: projection.rank])
     out: list[torch.Tensor | None] = []
+    dbs: dict[int, list[torch.Tensor]] = {}  # of each linear, by slot: one product is for all of them
     for i, (m, cols) in enumerate(zip(members, projection.columns, strict=True)):
         need_a, need_b, need_lora_bias, need_bias = needed[4 * i : 4 * i + 4]
         da, db = None, None
@@ -64,14 +65,30 @@ def parameter_gradients(
                 da = da if back is None else da.mul_(back[cols])
         rows, d_biases = projection.rows[i], NO_BIASES
         if need_b and m.b is not None:
-            if gradient.db is not None:
-                db = gradient.db[rows]
-            else:
-                db = mm_in(gradient.dy[:, rows].t(), saved.scaled_s[:, cols], m.b.dtype)
+            linear = projection.linear_of[i]
+            if linear not in dbs:
+                if gradient.db is not None:
+                    of_slots = gradient.db[rows]
+                else:
+                    scaled_s = saved.scaled_s[:, projection.linear_columns[linear]]
+                    of_slots = mm_in(gradient.dy[:, rows].t(), scaled_s, m.b.dtype)
+                dbs[linear] = _by_slot(of_slots, projection.slot_ranks[linear], m.b.dtype)
+            db = dbs[linear][projection.slot_of[i]]
         if need_lora_bias or need_bias:
             d_biases = _bias_gradients(m, gradient.dy[:, rows], need_lora_bias, need_bias)
         out += [da, db, *d_biases]
     return out
+
+
+def _by_slot(db: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """dB (N, r) of each slot, of what a linear's slots have side by side, (N, Σr). Slots of one rank are taken apart
+    and cast in one launch; others autograd copies one by one, because a gradient lies as its parameter does."""
+    if len(ranks) == 1:
+        return [db]
+    if len(set(ranks)) > 1:
+        return list(db.split(ranks, 1))
+    each = db.unflatten(1, (len(ranks), -1)).transpose(0, 1)
+    return list(each.to(dtype, memory_format=torch.contiguous_format).contiguous())
 
 
 def _a_gradients(

@@ -1,4 +1,5 @@
 """One frozen linear with at most one adapter, as a projection works with it: its tensors, and nothing of its module.
+Where rows of several adapters share a linear, each adapter is a member of its own over the same weight, a *slot*.
 
 Between a forward and its backward another forward may have read another adapter into the same member;
 `with_saved_adapters` takes a backward back to the adapters of its own forward.
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops.job_rows import JobRows
 from ..runtime import check
 
 # What a model's linear reads anew on each forward: A (r, K), B (N, r) and lora_B's bias (N,), or None; the factor of B,
-# and the probability of the dropout before A. A plain tuple: three of them are made for a linear in each step.
-Adapter = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float, float]
+# the probability of the dropout before A, and of a slot the jobs of the rows to come. A plain tuple: three of them are
+# made for a linear in each step.
+Adapter = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float, float, JobRows | None]
 
 
 @dataclass
@@ -28,7 +31,9 @@ class Member:
 
     quantized: bitsandbytes' quant_state of an NF4 weight; compute_dtype: of such a weight; gathered: whether FSDP2 has
     a part of the weight here, and puts the whole in its place while the layer computes; shape: (N, K), taken from the
-    weight if not given. Raises ValueError where A and B do not fit the weight.
+    weight if not given. job: of a slot, the job whose rows it adapts; shares: whether it is a further slot of the
+    member before it, whose weight and bias it has; jobs: which rows are of which job. Raises ValueError where A and B
+    do not fit the weight.
     """
 
     name: str
@@ -43,6 +48,9 @@ class Member:
     shape: tuple[int, int] = field(default=(0, 0))
     compute_dtype: torch.dtype | None = None
     gathered: bool = False
+    job: int | None = None
+    shares: bool = False
+    jobs: JobRows | None = None
 
     def __post_init__(self) -> None:
         if self.shape == (0, 0):
@@ -62,11 +70,11 @@ class Member:
     @property
     def adapter(self) -> Adapter:
         """As it is now; a model's linear sets it anew on each forward."""
-        return self.a, self.b, self.lora_bias, self.scale, self.dropout
+        return self.a, self.b, self.lora_bias, self.scale, self.dropout, self.jobs
 
     @adapter.setter
     def adapter(self, values: Adapter) -> None:
-        self.a, self.b, self.lora_bias, self.scale, self.dropout = values
+        self.a, self.b, self.lora_bias, self.scale, self.dropout, self.jobs = values
 
     @property
     def parameters(self) -> tuple[torch.Tensor | None, ...]:

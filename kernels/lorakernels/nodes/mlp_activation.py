@@ -50,6 +50,7 @@ def activate(
         tiles = glu_tiles(tune.bucket(m))
         forms = {t: partial(glu.forward_lora_into, gate, up, packed, columns, act, t) for t in tiles} | forms
     forms[tune.pick("glu", (tune.bucket(m), width, down.p, act, packed.dtype), forms, packed.device)]()
+    down.keep_own_columns(packed[:, width:], scaled_s.out)
     return packed, scaled_s.out
 
 
@@ -102,6 +103,7 @@ def _single_group_backward(
         grad = inputs.of(dh)
         da, db = glu.backward_whole_into(grad, into, ds, saved.sb, saved.scaled_s, tile, accumulator)
         gradient = OutputGradient(into[:, : group.n], into[:, group.n :], into, db)
+        group.keep_own_columns(gradient.ds)
         return ActivationGradient([into], [with_raised(gradient, saved)], da)
 
     forms: dict[str, Any] = {"apart": apart}

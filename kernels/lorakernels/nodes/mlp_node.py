@@ -267,7 +267,7 @@ def _down_backward(
     saved_down = saved[-1]
     d_down = output_gradient(down, grad, saved_down)
     dh = input_gradient(down, d_down, saved_down)
-    ds_down = d_down.ds_of_a[:, : down.rank] if down.rank and needed[0] and saved_down.seeds is None else None
+    ds_down = d_down.ds_of_a[:, : down.rank] if any(needed[::4]) and saved_down.seeds is None else None
     assert own.gate_up is not None
     made = activation_backward(own.gate_up, dh, spec.act, groups, saved[:-1], ds_down)
     source = SavedInput(dh, spec.dtype)  # which, without made.da, now holds act(gate) * up
@@ -303,6 +303,10 @@ def gated_mlp(
     if tile is not None and tile < 1:
         raise ValueError(f"a tile has 1 row or more, not {tile}")
     check(x.shape[-1] == groups[0].k, f"x must have {groups[0].k} columns", x=x)
+    for g in (*groups, down):
+        g.check_rows(x)
+        if g.slot is not None and tile is not None:
+            raise ValueError("rows of several adapters do not go by tiles")
     check(norm is not None or residual is None, "a residual needs a norm", x=x, residual=residual)
     if norm is not None and norm_weight is None:
         raise ValueError("a norm needs its weight")

@@ -3,6 +3,9 @@
     [W | sB]      (N + p) × (K + p)      W: (N, K), sB: (N, p), A: (p, K)
     [A |  – ]
 
+Rows of several adapters: each adapter is a member of its own over its linear's weight (`Member.shares`), with its rows
+of A and its columns of B beside those of the others; S and dS are then zero in another job's columns (job_columns.py).
+
 [W | sB] is the operand of forward, [W ; A] that of backward: both are strided views, so the frozen weight is stored
 once, and the module's own parameter becomes a view into the buffer (`adopt`, undone by `release`). Several members (q,
 k, v; gate, up) stack their rows in W and their A's in A, and B becomes block-diagonal. p is the sum of the ranks
@@ -23,7 +26,7 @@ import torch
 
 from ..ops.adapter import AdapterCopy, Loader, load_adapter
 from ..ops.nf4 import dequantize_into
-from ..runtime import compute_dtype, round_up
+from ..runtime import capturing, compute_dtype, round_up
 from .fp8 import FrozenFp8, why_not
 from .member import Member, SavedAdapters
 
@@ -57,13 +60,22 @@ class OperandBuffer:
         wrong = [m.name for m in members if m.shape[1] != self.k]
         if wrong:
             raise ValueError(f"{wrong} do not share an input of {self.k} columns: {[m.shape for m in members]}")
-        self.widths, self.ranks = [m.shape[0] for m in members], [m.rank for m in members]
-        self.n, self.rank = sum(self.widths), sum(self.ranks)
+        self.linears = [m for m in members if not m.shares]  # the members without the further slots
+        linear = [count - 1 for count in itertools.accumulate(not m.shares for m in members)]
+        ranks = [m.rank for m in members]
+        self.widths = [m.shape[0] for m in self.linears]
+        self.slot_ranks = [[r for r, i in zip(ranks, linear, strict=True) if i == j] for j in range(len(self.linears))]
+        self.ranks = [sum(own) for own in self.slot_ranks]
+        self.n, self.rank = sum(self.widths), sum(ranks)
         self.p = round_up(self.rank, 64 if self.k >= WIDE else 16)
-        self.rows = _slices(self.widths)  # each member's rows of W and B
-        self.columns = _slices(self.ranks)  # each member's columns of S and rows of A
+        self.linear_columns = _slices(self.ranks)  # each linear's columns of S and rows of A
+        self.linear_rows = _slices(self.widths)  # each linear's rows of W and B
+        self.linear_of = linear  # of each member the number of its linear
+        self.slot_of = [linear[:i].count(j) for i, j in enumerate(linear)]  # and which of the linear's slots it is
+        self.rows = [self.linear_rows[i] for i in linear]  # each member's
+        self.columns = _slices(ranks)
         self.quantized = any(m.quantized is not None for m in members)
-        self.not_fp8 = why_not(members) if fp8 else None  # the reason, where FP8 was asked for
+        self.not_fp8 = why_not(self.linears) if fp8 else None  # the reason, where FP8 was asked for
         self.fp8 = FrozenFp8() if fp8 and self.not_fp8 is None else None
         self.apart = any(m.gathered for m in members)  # the weights stay with the modules
         self.buffer: torch.Tensor | None = None
@@ -83,7 +95,7 @@ class OperandBuffer:
             m.weight.dtype == buffer.dtype
             and m.weight.device == buffer.device
             and m.weight.data_ptr() == start + rows.start * step
-            for m, rows in zip(self.members, self.rows, strict=True)
+            for m, rows in zip(self.linears, self.linear_rows, strict=True)
         )
 
     def adopt(self) -> None:
@@ -93,7 +105,7 @@ class OperandBuffer:
         first = self.members[0].weight
         with torch.inference_mode(False), torch.no_grad():  # what is born in inference mode cannot be trained with
             buffer = torch.zeros(self.n + self.p, self.k + self.p, dtype=first.dtype, device=first.device)
-            for m, at in zip(self.members, self.rows, strict=True):
+            for m, at in zip(self.linears, self.linear_rows, strict=True):
                 buffer[at, : self.k].copy_(m.weight.data)
                 m.weight.data = buffer[at, : self.k]
         self.buffer = buffer
@@ -102,7 +114,7 @@ class OperandBuffer:
         """Gives each module a contiguous weight of its own again."""
         if self.owns_weights():
             with torch.inference_mode(False), torch.no_grad():
-                for m in self.members:
+                for m in self.linears:
                     m.weight.data = m.weight.data.clone(memory_format=torch.contiguous_format)
         self.buffer = self._operand = None
         self._released = True
@@ -114,12 +126,14 @@ class OperandBuffer:
         if self._fresh and self.members[0].weight.dtype == dtype:
             self._fresh = False
             return self._own()
-        if self.apart and len(self.members) == 1 and self.members[0].weight.dtype == dtype:
+        if self.apart and len(self.linears) == 1 and self.members[0].weight.dtype == dtype:
             return self._adapters_apart(self.members[0].weight.detach(), dtype)
         if not self.quantized and not self.apart and self.members[0].weight.dtype == dtype and not self._released:
             if not self.owns_weights():
                 self.adopt()
             op = self._own()
+            if self._loaded != self._identity() or capturing(op.a):
+                self._clear_absent(op)
             self._load(op)
             self._loaded = self._identity()
             return op
@@ -135,8 +149,11 @@ class OperandBuffer:
         """The adapters and their places in the buffer, where today's weights lie there in dtype; else None."""
         if self.quantized or self.apart or self.members[0].weight.dtype != dtype or not self.owns_weights():
             return None
+        op = self._own()
+        if self._loaded != self._identity() or capturing(op.a):
+            self._clear_absent(op)
         self._fresh, self._loaded = True, self._identity()
-        return self._copies(self._own())
+        return self._copies(op)
 
     def forget_places(self) -> None:
         """The next `operand` loads the adapters itself."""
@@ -154,6 +171,14 @@ class OperandBuffer:
             for copy in self._copies(op):
                 load_adapter(*copy)
 
+    def _clear_absent(self, op: Operand) -> None:
+        """Zeros in the slot of an adapter without rows, which another batch may have left there: its columns of S are
+        zero, and zero times what has become infinite would be NaN in every row."""
+        for m, (a, b) in zip(self.members, op.places, strict=True):
+            if m.a is None and len(a):
+                a.zero_()
+                b.zero_()
+
     def _identity(self) -> tuple:
         return tuple((id(m.a), id(m.b), m.scale) for m in self.members)
 
@@ -169,13 +194,14 @@ class OperandBuffer:
         dev = self.members[0].weight.device
         full = torch.empty(self.n + self.p, self.k + self.p, dtype=dtype, device=dev)
         op = self._views(full)
-        for m, at in zip(self.members, self.rows, strict=True):
+        for m, at in zip(self.linears, self.linear_rows, strict=True):
             if m.quantized is not None:
                 dequantize_into(m.weight, m.quantized, op.w[at])
             else:
                 op.w[at].copy_(m.weight)
         op.sb.zero_()
         op.a[self.rank :].zero_()
+        self._clear_absent(op)
         self._load(op)
         return op
 

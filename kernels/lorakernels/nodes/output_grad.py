@@ -125,9 +125,12 @@ def _write_ds(
     if not projection.p:
         return None, None
     if saved.raised is None:
-        return _make_ds(projection, dy, ds, saved), None
+        db = _make_ds(projection, dy, ds, saved)
+        projection.keep_own_columns(ds)
+        return db, None
     raised = torch.empty(ds.shape, dtype=ds.dtype, device=ds.device)
     db = _make_ds(projection, dy, raised, saved)
+    projection.keep_own_columns(raised)
     torch.mul(raised, saved.raised.back, out=ds)
     return db, raised
 
@@ -154,7 +157,7 @@ def _make_ds(projection: Projection, dy: torch.Tensor, ds: torch.Tensor, saved: 
 
     def library_with_b() -> list[torch.Tensor]:  # what the library's dS costs when dB's own products come later
         library()
-        at = zip(projection.rows, projection.columns, strict=True)
+        at = zip(projection.linear_rows, projection.linear_columns, strict=True)
         return [mm_in(dy[:, r].t(), scaled_s[:, c], torch.float32) for r, c in at]
 
     key = (tune.bucket(dy.shape[0]), projection.n, projection.p, len(widths), dy.dtype)

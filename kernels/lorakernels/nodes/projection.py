@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import torch
 
-from ..ops.adapter import RaisedB, raised_b
+from ..ops.adapter import RaisedB, raised_b, raised_b_reference
 from ..ops.concat_operand import ScaledS
 from ..ops.dropout import draw_seed
-from ..runtime import capturing
+from ..ops.job_columns import SPARE, keep_own_columns
+from ..runtime import capturing, table
 from .member import Member
 from .operand import OperandBuffer
 
@@ -34,16 +35,18 @@ class Projection(OperandBuffer):
         super().__init__(members, fp8)
         self.one_gemm = one_gemm and self.fp8 is None
         self._scales: tuple[tuple, torch.Tensor] | None = None  # of `new_scaled_s`, behind what they were made for
+        self.slot = next((m for m in members if m.job is not None), None)  # which knows the jobs of the rows
+        self._job_of_column: torch.Tensor | None = None
 
     def total_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Bias (N,) of all members in dtype, with scale · lora_B.bias added, or None."""
         if all(m.bias is None and m.lora_bias is None for m in self.members):
             return None
         first = self.members[0]
-        if len(self.members) == 1 and first.lora_bias is None and first.bias is not None:
+        if len(self.linears) == 1 and first.lora_bias is None and first.bias is not None:
             return first.bias.to(dtype)
         parts = []
-        for m in self.members:
+        for m in self.linears:
             part = torch.zeros(m.shape[0], dtype=torch.float32, device=m.weight.device)
             part = part if m.bias is None else part + m.bias
             parts.append(part if m.lora_bias is None else part + m.scale * m.lora_bias)
@@ -57,7 +60,8 @@ class Projection(OperandBuffer):
         if self._scales is not None and self._scales[0] == key:
             scales = self._scales[1]
         else:
-            sizes = [*zip(self.ranks, key[0], strict=True), (self.p - self.rank, 0.0)]
+            sizes = [(c.stop - c.start, scale) for c, scale in zip(self.columns, key[0], strict=True)]
+            sizes.append((self.p - self.rank, 0.0))
             scales = torch.cat([torch.full((n,), scale, dtype=exact, device=device) for n, scale in sizes])
             if not capturing(scales):  # what a capture makes has no values before the first replay
                 self._scales = key, scales
@@ -71,8 +75,39 @@ class Projection(OperandBuffer):
         adapters = [t for m in self.members for t in (m.a, m.b) if t is not None]
         if not adapters or any(t.dtype == torch.float16 for t in adapters):
             return None
-        parts = [(m.b, m.shape[0], m.scale) for m in self.members]
-        return raised_b(parts, self.p, dtype, adapters[0].device)
+        device = adapters[0].device
+        if self.slot is None:
+            return raised_b([(m.b, m.shape[0], m.scale) for m in self.members], self.p, dtype, device)
+        sb = torch.zeros(self.n, self.p, dtype=dtype, device=device)
+        back = torch.zeros(self.p, dtype=torch.float32, device=device)
+        for m, rows, columns in zip(self.members, self.rows, self.columns, strict=True):
+            if m.b is not None:
+                of_member, back[columns] = raised_b_reference(m.b.detach(), m.scale)
+                sb[rows, columns] = of_member.to(dtype)
+        return RaisedB(sb, back)
+
+    def check_rows(self, x: torch.Tensor) -> None:
+        """Raises ValueError where rows of several adapters were announced, and x (…, K) has another number of rows."""
+        if self.slot is not None and self.slot.jobs is not None:
+            self.slot.jobs.of_input(x)
+
+    def keep_own_columns(self, s: torch.Tensor, scaled_s: torch.Tensor | None = None) -> None:
+        """Of an S or dS (M, p), and an sS (M, p) where given, each row keeps its own job's columns: nothing to do where
+        all rows have one adapter."""
+        if self.slot is None:
+            return
+        jobs = self.slot.jobs
+        assert jobs is not None, "slots know the jobs of the rows"
+        job_of_row = jobs.times(s.shape[0] // jobs.rows if jobs.rows else 0, s.device).job_of_row()
+        keep_own_columns(s, job_of_row, self._columns_jobs(s.device), scaled_s)
+
+    def _columns_jobs(self, device: torch.device) -> torch.Tensor:
+        """(p,) int32, made once."""
+        if self._job_of_column is None or self._job_of_column.device != device:
+            each = zip(self.members, self.columns, strict=True)
+            jobs = [SPARE if m.job is None else m.job for m, c in each for _ in range(c.stop - c.start)]
+            self._job_of_column = table(jobs + [SPARE] * (self.p - self.rank), torch.int32, device)
+        return self._job_of_column
 
     @property
     def dropped(self) -> bool:

@@ -151,6 +151,8 @@ def project(
     weight.
     """
     check(x.shape[-1] == groups[0].k, f"x must have {groups[0].k} columns", x=x)
+    for g in groups:
+        g.check_rows(x)
     if norm is not None and norm_weight is None:
         raise ValueError("a norm needs its weight")
     q_norm, k_norm = head_norms

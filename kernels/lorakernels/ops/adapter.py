@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..runtime import capturing, cdiv, check, kernel, next_power_of_2, tl, use_triton, working_dtype
+from ..runtime import capturing, cdiv, check, kernel, next_power_of_2, table, tl, use_triton, working_dtype
 
 BLOCK = 2048
 TL = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -107,10 +107,10 @@ class Loader:
             return _one_by_one(items)
         if captured:
             self._captured.append(self._plan)
-        table, scales, blocks, dtypes = self._plan
+        matrices, scales, blocks, dtypes = self._plan
         in_dtype, out_dtype = (getattr(tl, TL[d]) for d in dtypes)
         _load_many_kernel[(blocks.shape[0],)](
-            table, scales, blocks, IN=in_dtype, OUT=out_dtype, BLOCK=BLOCK, num_warps=4
+            matrices, scales, blocks, IN=in_dtype, OUT=out_dtype, BLOCK=BLOCK, num_warps=4
         )
 
 
@@ -133,9 +133,9 @@ def _plan(items: Sequence[AdapterCopy]) -> tuple | None:
     rows = [(t.data_ptr(), out.data_ptr(), t.numel(), t.shape[1], out.stride(0)) for t, out, _ in pairs]
     blocks = [(i, j) for i, row in enumerate(rows) for j in range(cdiv(row[2], BLOCK))]
     return (
-        torch.tensor(rows, dtype=torch.int64, device=device),
-        torch.tensor([f for _, _, f in pairs], dtype=torch.float32, device=device),
-        torch.tensor(blocks, dtype=torch.int32, device=device),
+        table(rows, torch.int64, device),
+        table([f for _, _, f in pairs], torch.float32, device),
+        table(blocks, torch.int32, device),
         dtypes.pop(),
     )
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..runtime import table
+
 
 class JobRows:
     """Of M rows, by runs of (job, number of rows), jobs counted from 0; runs without rows are left out.
@@ -36,6 +38,8 @@ class JobRows:
         self.present = tuple(sorted(self.counts))
         self._programs: dict[int, torch.Tensor] = {}
         self._of: dict[int, torch.Tensor] = {}
+        self._of_input: dict[tuple[int, torch.device], JobRows] = {}
+        self._job_of_row: torch.Tensor | None = None
 
     @classmethod
     def each(cls, job: Sequence[int] | torch.Tensor, device: torch.device | str = "cpu") -> JobRows:
@@ -52,9 +56,31 @@ class JobRows:
                 for first, end, job, before in self._segments
                 for start in range(first, end, block)
             ]
-            table = torch.tensor(made, dtype=torch.int32).view(-1, 4)
-            self._programs[block] = table.to(self.device)
+            self._programs[block] = table(made, torch.int32, self.device).view(-1, 4)
         return self._programs[block]
+
+    def of_input(self, x: torch.Tensor) -> JobRows:
+        """The jobs of the rows of x (…, K), where these are of its rows or, as x is (B, S, K), of its B samples. Made
+        once a number of rows. Raises ValueError where x has another number of them."""
+        count = x.numel() // max(1, x.shape[-1])
+        if count != self.rows and (x.dim() != 3 or x.shape[0] != self.rows):
+            raise ValueError(f"a linear has {count} rows {tuple(x.shape)}; the jobs were set for {self.rows}")
+        return self.times(count // self.rows if self.rows else 0, x.device)
+
+    def times(self, times: int, device: torch.device) -> JobRows:
+        """The same on the device, with so many rows in the place of each."""
+        key = times, device
+        if key not in self._of_input:
+            self._of_input[key] = JobRows([(job, own * times) for job, own in self.runs], device)
+        return self._of_input[key]
+
+    def job_of_row(self) -> torch.Tensor:
+        """(M,) int32 on the device, made once; the host does not wait for it."""
+        if self._job_of_row is None:
+            jobs, counts = zip(*self.runs, strict=True) if self.runs else ((), ())
+            job, count = (table(own, torch.int32, self.device) for own in (jobs, counts))
+            self._job_of_row = torch.repeat_interleave(job, count, output_size=self.rows)
+        return self._job_of_row
 
     def of(self, job: int) -> torch.Tensor:
         """The numbers of a job's rows, int64 on the host."""
