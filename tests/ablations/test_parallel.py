@@ -104,7 +104,7 @@ def test_each_stage_of_zero_says_what_it_divides(zero):
 
 @needs_deepspeed
 def test_lora_kernels_leaves_the_weights_that_zero_3_divides(zero):
-    with_2, with_3 = (zero[0][f"zero {stage} with lora_kernels"]["left"] for stage in (2, 3))
+    with_2, with_3 = (zero[0][f"zero {n} with lora_kernels"]["notes"]["lorakernels"]["left"] for n in (2, 3))
     assert with_2 == [] and "qkv: q_proj: its weight is partitioned (DeepSpeed ZeRO-3)" in with_3
 
 
