@@ -65,7 +65,9 @@ class DeepspeedZero(Parallel):
         trained = [p for group in step.optimizer.param_groups for p in group["params"]]
         if not isinstance(step.optimizer, torch.optim.AdamW):
             raise Unsupported(f"deepspeed_zero is measured with torch's AdamW; this is {type(step.optimizer).__name__}")
-        if any(p.dtype != torch.float32 for p in trained) or step.loss_scale != 1:
+        if step.loss_scale != 1:
+            raise Unsupported("deepspeed_zero is measured without a loss scale, which float16 needs: take bfloat16")
+        if any(p.dtype != torch.float32 for p in trained):
             raise Unsupported("deepspeed_zero updates float32 copies: of adapters in 16 bits it is another optimizer")
         largest = max(p.numel() for p in trained)
         engine, *_ = _library().initialize(
@@ -88,7 +90,7 @@ class DeepspeedZero(Parallel):
             "zero_optimization": {
                 "stage": self.stage,
                 "reduce_bucket_size": elements,
-                "stage3_param_persistence_threshold": largest + 1,  # kept are those with fewer elements
+                "stage3_param_persistence_threshold": largest,  # so many elements, or fewer, stay whole
                 "memory_efficient_linear": False,  # replaces a function of torch's for the whole process
             },
         }

@@ -46,6 +46,10 @@ def test_other_optimizers_and_adapters_in_16_bits_are_refused_before_an_engine_i
     step.optimizer = torch.optim.SGD(params, lr=0.1)
     with pytest.raises(Unsupported, match="measured with torch's AdamW; this is SGD"):
         zero.step(step)
+    step.optimizer, step.loss_scale = torch.optim.AdamW(params), 512.0
+    with pytest.raises(Unsupported, match="without a loss scale"):
+        zero.step(step)
+    step.loss_scale = 1.0
     step.optimizer = torch.optim.AdamW([p.detach().bfloat16() for p in params])
     with pytest.raises(Unsupported, match="of adapters in 16 bits it is another optimizer"):
         zero.step(step)
