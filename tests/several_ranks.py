@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,7 @@ def _main(rank: int, size: int, file: Path, pipe: Any, function: Callable[..., A
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun has it
     try:
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
 

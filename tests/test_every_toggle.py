@@ -90,10 +90,10 @@ SWEEPS: dict[str, tuple[list[str], Toggles]] = {
     "linears": (["kind=op", "models=[linear-256x256]"], plain("bare_linear")),
 }  # fmt: skip
 # What steps on several GPUs wants a process each (tests/ablations/test_parallel.py, tests/run/test_pipeline_ranks.py);
-# `no_optimizer` is for references; gptq, awq and deepspeed_zero are only rows with a reason (tests/ablations).
+# `no_optimizer` is for references; gptq and awq are only rows with a reason (tests/ablations).
 PIPELINES = {"pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_multi_adapter"}
-SHARDED = {"ddp", "fsdp2", "ulysses", "context_parallel", "tensor_parallel"}
-ELSEWHERE = {"no_optimizer", "gptq", "awq", "deepspeed_zero"} | SHARDED | PIPELINES
+SHARDED = {"ddp", "fsdp2", "ulysses", "context_parallel", "tensor_parallel", "deepspeed_zero"}
+ELSEWHERE = {"no_optimizer", "gptq", "awq"} | SHARDED | PIPELINES
 DTYPE = [] if torch.cuda.is_available() else ["dtype=float32"]  # some CPUs would compute in bfloat16, and some not
 ON_A_CPU = {"adapters_in_compute_dtype": "not_applied"}  # float32, which adapters are in anyway
 # Ludwig's search ends where the rate falls, which it may from one sample to two beside other work on the machine.

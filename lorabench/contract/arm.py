@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.job import ADAPTER
 from lorabench.contract.joint import Joint
+from lorabench.contract.parts import gradients
 from lorabench.contract.ranks import ONE, Ranks, local, whole
 from lorabench.contract.rehearsal import Sizing
 from lorabench.contract.step import Step
@@ -91,9 +92,10 @@ class Arm:
         import torch
 
         step = step or self.step
+        params = dict(self.adapters(step))
         return {
-            n: whole(torch.zeros_like(p) if p.grad is None else p.grad.detach()).float() / step.loss_scale
-            for n, p in self.adapters(step)
+            n: whole(torch.zeros_like(p) if grad is None else grad.detach()).float() / step.loss_scale
+            for (n, p), grad in zip(params.items(), gradients(step.innermost.parts, [*params.values()]), strict=True)
         }
 
 
@@ -113,6 +115,8 @@ def inside(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that hold its numbers: itself, or those inside a wrapper, which has no storage (a quantized weight of
     torchao's, a DTensor)."""
     tensor = local(tensor)
+    if not tensor.numel():  # where DeepSpeed has divided it, its part is an attribute
+        tensor = getattr(tensor, "ds_tensor", tensor)
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

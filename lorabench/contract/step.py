@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.job import ADAPTER, Job
+from lorabench.contract.parts import Part
 
 if TYPE_CHECKING:  # a toggle's wrapper is a class at the top of its file, and a list of toggles does without torch
     import torch
@@ -25,6 +26,8 @@ class Step:
 
     updates: bool = True  # False: the parameters stay as they are, and there is nothing to time after backward
     keeps_gradients: bool = False  # True: backward writes into the buffers of the trial before (a captured graph does)
+    # Where the optimizer keeps its own copies, by rank (contract/parts.py); None: it updates the parameters themselves.
+    parts: Sequence[Part] | None = None
     # While a trial is timed: says which phase begins, for an innermost step that mixes them within one call.
     begin: Callable[[str], None] | None = None
 

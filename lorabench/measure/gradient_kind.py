@@ -263,4 +263,6 @@ def _noise_file(request: Request, index: int) -> Path:
 
 
 def _states(step: Step) -> list[torch.Tensor]:
-    return [t for s in step.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    """What the optimizer holds: its state, and its own copies of parameters."""
+    state = [t for s in step.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    return [*state, *(part.copies[0] for part in step.innermost.parts or ())]

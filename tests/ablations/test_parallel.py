@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from ranks_of import loss_of_saved, steps_of, together
@@ -25,6 +27,13 @@ TWO = {
     "ulysses with lora_kernels": ("ulysses", "lora_kernels"),
     "tensor_parallel": ("tensor_parallel",),
 }
+ZERO = {
+    **{f"zero {stage}": ({"deepspeed_zero": {"stage": stage}},) for stage in (1, 2, 3)},
+    "zero 2 with lora_kernels": ("deepspeed_zero", "lora_kernels"),
+    "zero 3 with lora_kernels": ({"deepspeed_zero": {"stage": 3}}, "lora_kernels"),
+    "zero 3 checkpointed": ({"deepspeed_zero": {"stage": 3}}, "gradient_checkpointing"),
+}
+needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 FOUR = {
     "fsdp2": ("fsdp2",),
     "fsdp2_replicas": ({"fsdp2": {"replicas": 2}}, "lora_kernels"),
@@ -44,6 +53,12 @@ def plain():
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     return together(2, TWO, folder), folder
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("zero")
+    return together(2, ZERO, folder), folder
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +83,29 @@ def is_one_process_s(found, plain, saved):
 def test_on_two_processes_all_is_as_in_one(two, plain, case):
     found, folder = two
     is_one_process_s(found[case], plain, folder / case)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("case", ZERO)
+def test_zero_s_stages_are_as_one_process_too(zero, plain, case):
+    found, folder = zero
+    is_one_process_s(found[case], plain, folder / case)
+
+
+@needs_deepspeed
+def test_each_stage_of_zero_says_what_it_divides(zero):
+    held = [zero[0][f"zero {stage}"]["notes"]["deepspeed_zero"]["held_bytes"] for stage in (1, 2, 3)]
+    assert all(one["float32 copies"] == one["adapters"] / 2 for one in held)
+    assert held[0] == held[1] and held[2]["weights"] < 0.6 * held[1]["weights"]  # norms stay whole
+    audits = [zero[0][f"zero {stage}"]["audits"]["deepspeed_zero"] for stage in (1, 2, 3)]
+    assert audits[0] == audits[1] and LINEARS <= audits[0] < 2 * LINEARS  # of 42 adapters about half
+    assert 0 < audits[2] <= LINEARS + 2
+
+
+@needs_deepspeed
+def test_lora_kernels_leaves_the_weights_that_zero_3_divides(zero):
+    with_2, with_3 = (zero[0][f"zero {n} with lora_kernels"]["notes"]["lorakernels"]["left"] for n in (2, 3))
+    assert with_2 == [] and "qkv: q_proj: its weight is partitioned (DeepSpeed ZeRO-3)" in with_3
 
 
 @pytest.mark.exhaustive

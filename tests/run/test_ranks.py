@@ -4,6 +4,7 @@ named."""
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -87,6 +88,7 @@ def test_a_rank_that_fails_is_one_typed_record_that_names_it_and_leaves_no_proce
     fails_once(plugin, tmp_path, toggle, status, reason)
 
 
+needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 FAILURES = {
     "raise": ("crash", "rank 1: "),
     "kill": ("crash", "rank 1: the worker was killed by SIGKILL"),
@@ -98,7 +100,13 @@ FAILURES = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", FAILURES)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "{fsdp2: {adapters: sharded}}", "ulysses", "tensor_parallel"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp", "fsdp2", "{fsdp2: {adapters: sharded}}", "ulysses", "tensor_parallel",
+        *(pytest.param(f"{{deepspeed_zero: {{stage: {n}}}}}", marks=needs_deepspeed) for n in (1, 2, 3)),
+    ],
+)  # fmt: skip
 def test_each_strategy_s_rank_that_fails_is_named(plugin, tmp_path, strategy, how):
     fails_once(plugin, tmp_path, f"{strategy},{{rank_fails: {{how: {how}}}}}", *FAILURES[how])
 

@@ -124,6 +124,8 @@ def clear(arm: Arm, step: Step) -> None:
             param.grad.detach().fill_(float("nan"))
         else:
             param.grad = None
+    for part in step.innermost.parts or ():
+        part.grad = None
     step.innermost.cleared()
 
 

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lorabench.contract.arm import Arm
+from lorabench.contract.parts import follow, gradients
 from lorabench.contract.ranks import local, whole
 from lorabench.contract.step import Step
 from lorabench.contract.workload import LEARNING_RATE
@@ -123,17 +124,18 @@ class Witness:
         self.shadow: Shadow | None = None
 
     def gradients(self, outs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What the last trial left in `.grad`, in float32 and without the loss scale, zeros where nothing was left;
+        """What the last trial left of gradients, in float32 and without the loss scale, zeros where nothing was left;
         and what else the step compares of its outputs."""
         found = {
-            n: whole(torch.zeros_like(p) if p.grad is None else p.grad.detach()).float() / self._scale
-            for n, p in self.params.items()
+            n: whole(torch.zeros_like(p) if grad is None else grad.detach()).float() / self._scale
+            for (n, p), grad in zip(self.params.items(), self._gradients(), strict=True)
         }
         return found | self._compared(outs)
 
     def gradient_sketch(self, outs: Sequence[Tensor]) -> np.ndarray:
         """The sketch of `gradients`."""
-        rows = sketch({n: whole(p.grad) for n, p in self.params.items()} | self._compared(outs))
+        found = {n: whole(grad) for n, grad in zip(self.params, self._gradients(), strict=True)}
+        rows = sketch(found | self._compared(outs))
         rows[: len(self.params)] /= self._scale
         return rows
 
@@ -158,6 +160,7 @@ class Witness:
         with torch.no_grad():
             for name, param in self.params.items():
                 local(param).copy_(self.start[name])
+        follow(self.step.innermost.parts)
 
     def glimpse(self, loss: float, outs: Sequence[Tensor], keep: bool) -> Glimpse:
         """What the last trial's gradients were; `keep`: in full, too."""
@@ -188,6 +191,7 @@ class Witness:
         halved = self._drawn(number)
         if some := [own[name] for name, half in zip(self.ordered, halved, strict=True) if half]:
             torch._foreach_mul_(some, 0.5)
+        follow(self.step.innermost.parts)
         if self.state and self.shadow:
             self.state.put_back()
             if each:
@@ -232,7 +236,10 @@ class Witness:
         return [local(p.data) for p in self.params.values()], self._local_gradients()
 
     def _local_gradients(self) -> list[Tensor | None]:
-        return [local(p.grad) for p in self.params.values()]
+        return [local(grad) for grad in self._gradients()]
+
+    def _gradients(self) -> list[Any]:
+        return gradients(self.step.innermost.parts, [*self.params.values()])
 
     def end(self) -> None:
         """After the timed trials: back to the start for one more trial."""
