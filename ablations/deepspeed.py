@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Evidence, Requires, Unsupported
@@ -196,10 +197,9 @@ def _library() -> Any:
 
     on_cpu = dist.get_backend() == "gloo"
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if on_cpu else "cuda")  # else it looks for one, and warns
-    import deepspeed
-
-    deepspeed.logger.setLevel("WARNING")
+    library: Any = import_module("deepspeed")
+    library.logger.setLevel("WARNING")
     if on_cpu:  # of a CPU it would compile collectives of its own, at the first use, for a minute
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=dist.get_backend())
-    return deepspeed
+        library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    library.init_distributed(dist_backend=dist.get_backend())
+    return library
