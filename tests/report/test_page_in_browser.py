@@ -97,7 +97,7 @@ def heading(page, text):
 
 def cell(page, name, column):
     place = heading(page, column).evaluate("th => th.cellIndex")
-    return row(page, name).locator(":scope > td").nth(place).inner_text()
+    return row(page, name).locator(":scope > *").nth(place).inner_text()
 
 
 def bars(page):
@@ -135,7 +135,7 @@ def test_a_click_makes_an_arm_the_baseline_of_everything(rounds):
     assert "Everything is over b." in page.locator("#race .lead").inner_text()
     assert page.locator("#trials select[name=first] option:checked").inner_text() == "b"
     assert page.locator("#race [aria-pressed=true]").count() == 1
-    row(page, "c").get_by_role("button", name="make c the baseline").click()
+    row(page, "c").get_by_role("button", name="take c as baseline").click()
     assert page.locator("#baseline option:checked").inner_text() == "c" and cell(page, "c", "×").strip() == "1"
     page.locator("#baseline").select_option(label="reference")
     assert cell(page, "a", "×").startswith("1.5")
@@ -353,6 +353,6 @@ def test_without_scripts_the_answer_and_the_tables_are_there(older):
     page = older(java_script_enabled=False)
     assert "the fastest way to run" in page.locator("h1").inner_text()
     assert (
-        page.locator("noscript td").filter(has_text="unclear_one").first.is_visible()
+        page.locator("noscript th").filter(has_text="unclear_one").first.is_visible()
         and not page.locator("#controls").is_visible()
     )

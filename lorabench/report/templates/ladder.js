@@ -9,7 +9,7 @@ const drawLadder = () => {
   ladder.forEach((rung, n) => {
     if (!rung.applied) { rows.push({ id: n, name: rung.name, note: rung.status.replace("_", " "), faint: true }); return; }
     const [low, high] = [Math.min(level, rung.after), Math.max(level, rung.after)];
-    const className = !rung.clear ? "unclear" : rung.after < level ? "faster" : "slower";
+    const className = !rung.clear && !/^(faster|slower)/.test(rung.said) ? "unclear" : rung.after < level ? "faster" : "slower";
     rows.push({ id: n, name: `+ ${rung.name}`, note: `${rung.after < level ? "−" : "+"}${number(high - low)} ms${narrow(place) ? "" : " · " + rung.said.replace(", unpaired", "")}`, told: `${rung.said} times as fast as what was there before`, parts: [{ className, from: low, to: high }], ends: [rung.low, rung.high], at: high });
     level = rung.after;
   });
