@@ -1,6 +1,7 @@
 // What the drawings share: bars with their names above them, an interval on each, rows that can be picked, a tip.
 const ROW = 50, NAME = 22;
-const widthOf = place => Math.max(260, Math.floor(place.clientWidth));
+let paper = 0; // px, while the page is printed
+const widthOf = place => paper || Math.max(260, Math.floor(place.clientWidth));
 const narrow = place => widthOf(place) < 600;
 const common = place => ({ width: widthOf(place), style: { fontSize: "12.5px" } });
 const letters = (place, share = 1) => (share * widthOf(place)) / 14; // em that a line of text may take

@@ -95,5 +95,5 @@ if (families.length) {
   drawPlaces();
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawAll(); } });
-  addEventListener("beforeprint", drawAll);
+  for (const [event, px] of [["beforeprint", 760], ["afterprint", 0]]) addEventListener(event, () => { paper = px; drawAll(); });
 }

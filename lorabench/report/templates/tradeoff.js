@@ -11,7 +11,7 @@ const frontOf = (points, less) => {
 };
 // The nearest of some places about each point in which its name meets neither a point nor another name.
 const labelled = (points, width, height, lines) => {
-  const taken = [...lines, ...points.map(p => [p.px - 5, p.py - 5, p.px + 5, p.py + 5])];
+  const taken = [...lines, ...points.map(p => [p.px - 7, p.py - 7, p.px + 7, p.py + 7])];
   const meets = ([a, b, c, d]) => taken.some(([e, f, g, h]) => a < g && e < c && b < h && f < d);
   return points.flatMap(point => {
     const long = ruler.measureText(point.label).width;

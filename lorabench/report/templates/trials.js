@@ -21,7 +21,7 @@ const drawTrials = () => {
   $("#trials").hidden = timedArms().length < 2;
   if ($("#trials").hidden) return;
   chooseTrials();
-  const looks = [[picks.first, "phase2", "circle"], [picks.second, "phase1", "triangle"]], { arms } = shown.family;
+  const looks = [[picks.first, "phase5", "circle"], [picks.second, "phase1", "triangle"]], { arms } = shown.family;
   const both = [[picks.first, picks.second], [picks.second, picks.first]];
   const sessions = [...new Set(both.flatMap(([arm, other]) => trialsOf(arm, other).map(t => t.session)))];
   const together = both.map(([arm, other]) => turnsOf(arm, other, picks.phase));
