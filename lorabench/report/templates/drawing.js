@@ -5,6 +5,9 @@ const widthOf = place => paper || Math.max(260, Math.floor(place.clientWidth));
 const narrow = place => widthOf(place) < 600;
 const common = place => ({ width: widthOf(place), style: { fontSize: "12.5px" } });
 const letters = (place, share = 1) => (share * widthOf(place)) / 14; // em that a line of text may take
+const ruler = document.createElement("canvas").getContext("2d");
+ruler.font = "12.5px system-ui, sans-serif";
+const long = text => ruler.measureText(text).width; // px
 // Who hears the page is told the label, and of each row what the tip says; the lines, ticks and names are for the eye.
 const TIP = { ariaHidden: true, fontSize: 12.5, lineHeight: 1.35 };
 const put = (place, drawing, label, role = "group") => {
@@ -14,14 +17,14 @@ const put = (place, drawing, label, role = "group") => {
   drawing.setAttribute("aria-label", label);
 };
 // rows: {id, name, note, parts: [{className, from, to}], ends: [low, high] or null, at: where the note stands, faint, chosen}
-const bars = (place, rows, { axis, label, marks = [], top = 0, tip, pick, right = 170 }) => {
+const bars = (place, rows, { axis, label, marks = [], top = 0, tip, pick }) => {
   const ids = rows.map(row => row.id), far = Math.max(0, top, ...rows.flatMap(row => [row.at ?? 0, row.ends?.[1] ?? 0]));
   const parts = rows.flatMap(row => (row.parts ?? []).map(part => ({ ...part, id: row.id })));
   const looks = [...new Set(parts.map(part => part.className))];
   const ends = rows.filter(row => row.ends && row.ends[1] > row.ends[0]);
   const shift = (NAME - 3) / 2;
   const drawing = Plot.plot({
-    ...common(place), height: rows.length * ROW + 56, marginLeft: 2, marginRight: narrow(place) ? 74 : right, marginTop: 24, marginBottom: 38,
+    ...common(place), height: rows.length * ROW + 56, marginLeft: 10, marginRight: 16 + Math.max(0, ...rows.filter(row => !row.faint).map(row => long(row.note))), marginTop: 24, marginBottom: 38,
     y: { type: "band", domain: ids, axis: null, padding: 0 }, x: { domain: [0, far || 1], label: axis, labelAnchor: "right", labelArrow: "none", ticks: narrow(place) ? 4 : 8 },
     marks: [
       Plot.gridX({ stroke: "var(--line)", strokeOpacity: 1 }),
@@ -30,9 +33,9 @@ const bars = (place, rows, { axis, label, marks = [], top = 0, tip, pick, right 
       Plot.ruleY(ends, { x1: row => row.ends[0], x2: row => row.ends[1], y: "id", dy: shift, stroke: "var(--ink)", strokeWidth: 1.5 }),
       Plot.tickX(ends.flatMap(row => row.ends.map(x => ({ x, id: row.id }))), { x: "x", y: "id", stroke: "var(--ink)", insetTop: NAME + 6, insetBottom: 10 }),
       ...marks,
-      Plot.text(rows, { y: "id", frameAnchor: "left", textAnchor: "start", text: "name", dy: -ROW / 2 + 12, stroke: "var(--paper)", strokeWidth: 4, fill: row => (row.faint ? "var(--failed)" : "var(--ink)"), fontWeight: 500, lineWidth: letters(place), textOverflow: "ellipsis-middle" }),
+      Plot.text(rows, { y: "id", frameAnchor: "left", textAnchor: "start", text: "name", dy: -ROW / 2 + 12, stroke: "var(--paper)", strokeWidth: 4, fill: row => (row.faint ? "var(--soft)" : "var(--ink)"), fontWeight: 500, lineWidth: letters(place), textOverflow: "ellipsis-middle" }),
       Plot.text(rows.filter(row => !row.faint), { x: row => Math.max(row.at ?? 0, row.ends?.[1] ?? 0), y: "id", text: "note", textAnchor: "start", dx: 7, dy: shift, fill: "var(--soft)" }),
-      Plot.text(rows.filter(row => row.faint), { y: "id", frameAnchor: "left", text: "note", textAnchor: "start", dy: shift, fill: "var(--failed)", lineWidth: letters(place, .9), textOverflow: "ellipsis" }),
+      Plot.text(rows.filter(row => row.faint), { y: "id", frameAnchor: "left", text: "note", textAnchor: "start", dy: shift, fill: "var(--soft)", lineWidth: letters(place, .9), textOverflow: "ellipsis" }),
       Plot.barX(rows, { x1: 0, x2: far || 1, y: "id", fill: "transparent", className: "pick" }),
       Plot.tip(rows, Plot.pointerY({ ...TIP, x: row => (row.at ?? 0) / 2, y: "id", title: tip, anchor: "top-left", lineWidth: Math.min(40, letters(place, .8)), maxRadius: Infinity })),
     ],

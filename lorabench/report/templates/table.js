@@ -114,6 +114,8 @@ const openRow = (row, arm) => {
   const made = document.createElement("tr"), inside = add(made, "td");
   made.className = "detail";
   inside.colSpan = row.cells.length;
+  const ratios = arm.n === shown.base ? [] : ["total", ...shown.family.phases].map(phase => [phase, ratioOf(arm.n, shown.base, phase)]).filter(([, three]) => three);
+  if (ratios.length) add(inside, "p", `Over ${shown.family.arms[shown.base].name}: ${ratios.map(([phase, three]) => `${phase} ${spread(three, " ×")}`).join(", ")}.`);
   if (arm.said) add(inside, "p", `Over its reference: ${arm.said}`);
   for (const claim of arm.claims ?? []) {
     const quote = add(inside, "p");
@@ -128,8 +130,6 @@ const openRow = (row, arm) => {
     else if (name === "measure it again") add(td, "code", fact);
     else td.textContent = fact;
   }
-  const ratios = arm.n === shown.base ? [] : ["total", ...shown.family.phases].map(phase => [phase, ratioOf(arm.n, shown.base, phase)]).filter(([, three]) => three);
-  if (ratios.length) add(inside, "p", `Over ${shown.family.arms[shown.base].name}: ${ratios.map(([phase, three]) => `${phase} ${spread(three, " ×")}`).join(", ")}.`);
   if (arm.log) add(inside, "pre", arm.log, "log");
   row.after(made);
 };

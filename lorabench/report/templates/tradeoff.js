@@ -1,6 +1,5 @@
 // Time against memory: each point has its name where it finds room, and the front joins what no other beats in both.
-const RISE = 15, ruler = document.createElement("canvas").getContext("2d");
-ruler.font = "11.5px system-ui, sans-serif";
+const RISE = 15, SIZE = 11.5;
 const shapes = { faster: ["triangle", "▲"], slower: ["triangle", "▼"], same: ["square", "■"], unclear: ["circle", "●"], soft: ["diamond", "◆", "baseline"] };
 const frontOf = (points, less) => {
   const kept = [];
@@ -14,14 +13,14 @@ const labelled = (points, width, height, lines) => {
   const taken = [...lines, ...points.map(p => [p.px - 7, p.py - 7, p.px + 7, p.py + 7])];
   const meets = ([a, b, c, d]) => taken.some(([e, f, g, h]) => a < g && e < c && b < h && f < d);
   return points.flatMap(point => {
-    const long = ruler.measureText(point.label).width;
+    const wide = long(point.label) * SIZE / 12.5;
     for (const away of [9, 18, 30, 44]) {
       for (const [sx, sy] of [[1, 0], [-1, 0], [1, -1], [1, 1], [-1, -1], [-1, 1], [0, -1], [0, 1]]) {
-        const left = sx > 0 ? point.px + away * (sy ? .6 : 1) : sx < 0 ? point.px - away * (sy ? .6 : 1) - long : point.px - long / 2;
-        const top = point.py + sy * away - RISE / 2, box = [left, top, left + long, top + RISE];
+        const left = sx > 0 ? point.px + away * (sy ? .6 : 1) : sx < 0 ? point.px - away * (sy ? .6 : 1) - wide : point.px - wide / 2;
+        const top = point.py + sy * away - RISE / 2, box = [left, top, left + wide, top + RISE];
         if (left < 2 || box[2] > width - 2 || top < 2 || box[3] > height - 30 || meets(box)) continue;
         taken.push(box);
-        return [{ ...point, lx: left, ly: top + RISE / 2, far: away > 18, ex: Math.min(Math.max(point.px, left), left + long) }];
+        return [{ ...point, lx: left, ly: top + RISE / 2, far: away > 18, ex: Math.min(Math.max(point.px, left), left + wide) }];
       }
     }
     return [];
@@ -63,7 +62,7 @@ const drawTradeoff = () => {
       Plot.line(leaders, { x: "x", y: "y", z: "id", stroke: "var(--soft)", strokeWidth: .8 }),
       Plot.ruleX(points, { x: "x", y1: "low", y2: "high", stroke: p => `var(--${p.tone})`, strokeWidth: 1.5 }),
       ...[true, false].map(waits => Plot.dot(points.filter(p => Boolean(shown.family.arms[p.id].hostBound) === waits), { x: "x", y: "y", r: 5, symbol: p => shapes[p.tone][0], rotate: p => (p.tone === "slower" ? 180 : 0), stroke: p => `var(--${p.tone})`, strokeWidth: 2, fill: waits ? "var(--paper)" : p => `var(--${p.tone})` })),
-      Plot.text(labels, { x: "x", y: "y", text: "label", textAnchor: "start", frameAnchor: "middle", fill: "var(--ink)", fontSize: 11.5, className: "labels" }),
+      Plot.text(labels, { x: "x", y: "y", text: "label", textAnchor: "start", frameAnchor: "middle", fill: "var(--ink)", fontSize: SIZE, className: "labels" }),
       Plot.dot(points, { x: "x", y: "y", r: 12, fill: "transparent", className: "pick" }),
       Plot.tip(points, Plot.pointer({ ...TIP, x: "x", y: "y", title: tip, lineWidth: Math.min(40, letters(place, .8)) })),
     ],
