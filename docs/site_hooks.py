@@ -81,6 +81,12 @@ def _results(files: Files, config: MkDocsConfig) -> None:
         files.append(File.generated(config, uri, content=html))
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Material's search is a dialog without a name, which a screen reader needs (axe: aria-dialog-name)."""
+    search = 'data-md-component="search" role="dialog"'
+    return output.replace(search, f'{search} aria-label="Search"')
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if not page.file.abs_src_path:  # the leaderboard, whose links are the site's already
         return markdown

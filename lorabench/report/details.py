@@ -94,7 +94,7 @@ def _numerics(found: Numerics) -> list[list[str]]:
          "" if allowed is None else "passed" if value <= allowed else "failed"]
         for name, value, allowed, where in named if value is not None
     ]  # fmt: skip
-    return [["what", "found", "allowed", "where", ""], *rows]
+    return [["what", "found", "allowed", "where", "outcome"], *rows]
 
 
 def _compared(found: Numerics) -> str:

@@ -1,13 +1,16 @@
 """The page in a real Chromium: another baseline changes everything, it sorts, filters, switches, opens, obeys keys,
-fits a phone, is dark, prints, and runs and asks for nothing else.
+tells a screen reader all of it, fits a phone, is dark, prints, and runs and asks for nothing else.
 
-Needs the package playwright, of which only the driver is used, and a Chromium of the system (Debian's `chromium`).
+Needs the package playwright, of which only the driver is used, and a Chromium of the system (Debian's `chromium`). The
+rules of axe-core come with the package axe-playwright-python.
 """
 
 import io
 import os
 import re
 import shutil
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,7 +100,7 @@ def heading(page, text):
 
 def cell(page, name, column):
     place = heading(page, column).evaluate("th => th.cellIndex")
-    return row(page, name).locator(":scope > td").nth(place).inner_text()
+    return row(page, name).locator(":scope > *").nth(place).inner_text()
 
 
 def bars(page):
@@ -135,7 +138,7 @@ def test_a_click_makes_an_arm_the_baseline_of_everything(rounds):
     assert "Everything is over b." in page.locator("#race .lead").inner_text()
     assert page.locator("#trials select[name=first] option:checked").inner_text() == "b"
     assert page.locator("#race [aria-pressed=true]").count() == 1
-    row(page, "c").get_by_role("button", name="make c the baseline").click()
+    row(page, "c").get_by_role("button", name="take c as baseline").click()
     assert page.locator("#baseline option:checked").inner_text() == "c" and cell(page, "c", "×").strip() == "1"
     page.locator("#baseline").select_option(label="reference")
     assert cell(page, "a", "×").startswith("1.5")
@@ -185,9 +188,13 @@ def test_trials_of_two_arms_are_drawn_by_round_and_phase(rounds):
     page.locator("#trials select[name=phase]").select_option("step")
     assert page.locator("#trials svg").first.screenshot() != before
     page.locator("#trials select[name=second]").select_option(label="c")
-    assert "The ratio is 0.8" in lead.inner_text() and "step of reference and c" in page.locator(
-        "#trials svg"
-    ).first.get_attribute("aria-label")
+    assert "The ratio is 0.8" in lead.inner_text()
+    told = page.locator("#trials svg").first.get_attribute("aria-label")
+    assert re.fullmatch(
+        r"step of reference, [\d.]+ to [\d.]+ ms in 30 rounds, and of c, [\d.]+ to [\d.]+ ms in .*", told
+    )
+    page.get_by_text("These rounds as a table").click()
+    assert page.locator("#trials table tr").count() == 1 + 2 * 30
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -275,24 +282,190 @@ def test_the_settings_are_under_a_button(older):
     assert "lorakernels.apply(model)" in page.locator("#settings pre").first.inner_text()
 
 
+# -- by keys alone, and read aloud -------------------------------------------------------------------------------------
+
+
+def tab_to(page, wanted, key="Tab"):
+    """Presses the key until `wanted` has the focus."""
+    element = wanted.element_handle()
+    for _ in range(200):
+        page.keyboard.press(key)
+        if element.evaluate("wanted => wanted === document.activeElement"):
+            return
+    raise AssertionError(f"{wanted} is not reached by {key}")
+
+
+def said(page):
+    """What a screen reader was told last, without being asked."""
+    return page.get_by_role("status").first.text_content()
+
+
 def test_keys_alone_do_all_of_it(rounds):
-    page = rounds()
-    bar = page.locator("#race [role=button]").nth(1)
-    bar.focus()
+    page = rounds(permissions=["clipboard-read", "clipboard-write"])
+    tab_to(page, page.locator("#baseline"))
+    page.keyboard.press("b")
+    assert cell(page, "b", "×").strip() == "1" and said(page) == "The baseline is now b."
+    tab_to(page, page.locator("input[name=unit]:checked"))
+    page.keyboard.press("ArrowRight")
+    assert page.locator("input[name=unit]:checked").get_attribute("value") == "ratio"
+    assert said(page) == "The race is now of ratio."
+    tab_to(page, page.locator("#race [role=button]").nth(3))  # c, the slowest
     page.keyboard.press("Enter")
-    assert page.locator("#baseline option:checked").inner_text() == "b"
+    assert page.locator("#baseline option:checked").inner_text() == "c" and said(page) == "The baseline is now c."
     assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"  # where one was
-    heading(page, "ms").get_by_role("button").focus()
+    tab_to(page, page.locator("#trials select[name=second]"))
+    page.keyboard.press("b")
+    assert page.locator("#trials select[name=second] option:checked").inner_text() == "b"
+    assert said(page).startswith("30 rounds in common")
+    tab_to(page, page.locator("select[name=status]"))
+    page.keyboard.press("o")
+    assert page.locator("select[name=status]").input_value() == "ok" and "d" not in names(page)
+    tab_to(page, heading(page, "ms").get_by_role("button"))
     page.keyboard.press("Enter")
-    assert heading(page, "ms").get_attribute("aria-sort") == "descending"
+    assert heading(page, "ms").get_attribute("aria-sort") == "descending" and said(page) == "Sorted by ms, descending."
     rows = page.locator(".results button.open")
-    rows.first.focus()
+    tab_to(page, rows.first)
     page.keyboard.press("ArrowDown")
     assert rows.nth(1).evaluate("button => button === document.activeElement")
     page.keyboard.press("Space")
     assert page.locator("tr.detail").count() == 1
     page.keyboard.press("ArrowUp")
     assert rows.first.evaluate("button => button === document.activeElement")
+
+
+def test_settings_are_copied_by_keys(older):
+    page = older(permissions=["clipboard-read", "clipboard-write"])
+    tab_to(page, page.locator("#settings summary"))
+    page.keyboard.press("Enter")
+    tab_to(page, page.locator("#settings button").first)
+    page.keyboard.press("Enter")
+    page.get_by_role("status").filter(has_text="Copied: ").first.wait_for(state="attached")
+    assert page.evaluate("navigator.clipboard.readText()") == page.locator("#settings pre").first.text_content()
+
+
+def test_the_first_tab_leads_to_the_table_and_nothing_hides_the_focus(rounds):
+    page = rounds(viewport={"width": 1400, "height": 600})
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "To the table"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.name") == "status"
+    bottom = page.locator("#controls").evaluate("form => form.getBoundingClientRect().bottom")
+    for _ in range(12):  # back up, where what is chosen stays in view
+        page.keyboard.press("Shift+Tab")
+        assert page.evaluate("document.activeElement.getBoundingClientRect().top") >= bottom
+
+
+def test_escape_closes_what_is_open_where_one_is(rounds):
+    page = rounds()
+    button = page.locator(".results button.open").first
+    button.press("Enter")
+    assert page.locator("tr.detail").count() == 1
+    page.keyboard.press("Escape")
+    assert page.locator("tr.detail").count() == 0 and button.evaluate("button => button === document.activeElement")
+    summary = page.get_by_text("What the words mean")
+    summary.press("Enter")
+    page.keyboard.press("Escape")
+    assert summary.evaluate("summary => summary === document.activeElement && !summary.parentElement.open")
+
+
+def test_who_comes_by_keys_is_shown_what_a_pointer_is_shown(rounds):
+    page = rounds()
+    tip = page.locator("#race svg [aria-label=tip]")
+    page.locator("#race [role=button]").last.focus()  # the one that failed has something to say, too
+    tip.get_by_text("oom: no room").wait_for()
+    page.keyboard.press("Escape")
+    tip.get_by_text("oom: no room").wait_for(state="detached")
+    page.locator("#tradeoff [role=button]").first.focus()
+    page.locator("#tradeoff svg [aria-label=tip]").get_by_text("tokens/s").wait_for()
+
+
+def test_a_screen_reader_gets_names_roles_and_states(rounds):
+    page = rounds()
+    assert page.evaluate("document.documentElement.lang") == "en" and "smollm2-135m" in page.title()
+    told = page.locator("body").aria_snapshot()
+    for landmark in ("- banner:", "- main:", 'form "What is shown"', *(
+        f'region "{name}"' for name in ("The race", "Against memory", "Trials by round", "Every stack")
+    )):  # fmt: skip
+        assert landmark in told
+    levels = [int(level) for level in re.findall(r"heading .*\[level=(\d)\]", told)]
+    assert levels[0] == 1 and all(b <= a + 1 for a, b in pairwise(levels))
+    assert re.findall(r'table "Every stack over reference, sorted by ms"', told)
+    assert (
+        'rowheader "a faster take a as baseline"' in told
+        and 'columnheader "× forward, ratio over the baseline"' in told
+    )
+    nameless = r"\s*- (button|combobox|checkbox|radio|link|img|region|table|columnheader|rowheader)(:| \[|$)"
+    assert not [line for line in told.splitlines() if re.match(nameless, line)]
+
+
+def test_a_drawing_is_read_as_its_rows_and_nothing_else(rounds, older):
+    page = rounds()
+    race = page.locator("#race .chart").aria_snapshot().splitlines()
+    assert race[0] == '- group "milliseconds of 4 stacks, a bar each, the best first; 1 failed":'
+    assert len(race) == 6 and all(re.match(r"  - '?button ", line) for line in race[1:])
+    assert re.search(r"a; [\d.]+ ms \[.*\], forward .*: faster; .* GiB, .* tokens/s", race[1])
+    assert "[pressed]" in race[3] and "[disabled]" in race[5] and "oom: no room" in race[5]
+    assert page.locator("#tradeoff .chart").aria_snapshot().startswith(
+        '- \'group "ms against peak GiB of 4 stacks; no other beats in both: '
+    )  # fmt: skip
+    trials = [page.locator("#trials .chart").nth(n).aria_snapshot() for n in (0, 1)]
+    assert trials[0].startswith('- img "total of reference, ') and trials[1].startswith(
+        '- img "ratio of the two by round'
+    )
+    assert "\n" not in "".join(trials)
+
+
+@pytest.mark.parametrize("width", [360, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(rounds, older, scheme, width):
+    axe = pytest.importorskip("axe_playwright_python", reason="needs the package axe-playwright-python")
+    rules = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    for opened in (rounds, older):
+        page = opened(color_scheme=scheme, viewport={"width": width, "height": 800})
+        page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+        page.evaluate("document.querySelectorAll('button.open').forEach(one => one.click())")
+        page.locator("#more").check()
+        page.evaluate(rules)
+        kinds = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+        found = page.evaluate("tags => axe.run({ runOnly: tags, preload: false })", kinds)
+        assert found["passes"] and [(v["id"], v["nodes"][0]["html"]) for v in found["violations"]] == []
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+# Each text with its colour, and that of what is painted behind it: in a drawing the page's.
+TEXTS = """() => [...document.querySelectorAll('body *')].filter(one => one.checkVisibility({ opacityProperty: true })
+  && [...one.childNodes].some(node => node.nodeType === 3 && node.data.trim())).map(one => {
+  const style = getComputedStyle(one), svg = one.closest('svg');
+  let under = svg ? document.body : one;
+  while (/rgba\\(.*, 0\\)|transparent/.test(getComputedStyle(under).backgroundColor)) under = under.parentElement;
+  return [one.textContent.slice(0, 40), svg ? style.fill : style.color, getComputedStyle(under).backgroundColor];
+})"""
+
+
+def _luminance(colour):
+    channels = [float(c) / 255 for c in re.findall(r"[\d.]+", colour)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_can_be_told_from_what_is_behind_it(rounds, older, scheme):
+    for opened in (rounds, older):
+        page = opened(color_scheme=scheme)
+        page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+        texts = page.evaluate(TEXTS)
+        assert len(texts) > 100
+        for text, *colours in texts:
+            dark, light = sorted(map(_luminance, colours))
+            needs = 4.5 if text.isascii() or len(text) > 2 else 3  # WCAG 2.2, 1.4.3 and 1.4.11: a sign is a drawing
+            assert (light + 0.05) / (dark + 0.05) >= needs, (text, colours)
+
+
+def test_nothing_moves(rounds):
+    page = rounds()
+    page.locator("#race [role=button]").nth(1).click()
+    assert page.evaluate("document.getAnimations().length") == 0
 
 
 # -- everywhere -------------------------------------------------------------------------------------------------------
@@ -331,6 +504,19 @@ def test_it_prints_without_what_one_can_only_click(rounds):
     assert page.pdf(format="A4")[:4] == b"%PDF"
 
 
+def test_nothing_is_cut_off_on_paper(rounds):
+    page = rounds(
+        viewport={"width": 900, "height": 700}
+    )  # Chromium shrinks what is wider than a sheet, up to this much
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    edge = page.locator(".results").evaluate("table => table.getBoundingClientRect().right")
+    assert edge <= 900 and heading(page, "real tokens/s").is_visible()
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("#race svg").evaluate("svg => svg.viewBox.baseVal.width") > 760  # the screen's width again
+
+
 def test_the_first_screen_is_there_in_a_second(rounds):
     page = rounds()
     page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
@@ -353,6 +539,6 @@ def test_without_scripts_the_answer_and_the_tables_are_there(older):
     page = older(java_script_enabled=False)
     assert "the fastest way to run" in page.locator("h1").inner_text()
     assert (
-        page.locator("noscript td").filter(has_text="unclear_one").first.is_visible()
+        page.locator("noscript th").filter(has_text="unclear_one").first.is_visible()
         and not page.locator("#controls").is_visible()
     )

@@ -10,6 +10,7 @@ const rebase = (n, place) => {
   $("#baseline").value = n;
   drawAll();
   remember();
+  say(`The baseline is now ${shown.family.arms[n].name}.`);
   if (place === "#results") $(`tr[data-arm="${n}"] button.open`)?.focus();
   else if (place) $(`${place} [role="button"][aria-pressed="true"]`)?.focus();
 };
@@ -21,7 +22,7 @@ const drawUnits = () => {
     const label = add(set, "label"), input = add(label, "input");
     Object.assign(input, { type: "radio", name: "unit", value: name, checked: name === shown.unit });
     add(label, "span", units[name].label);
-    input.addEventListener("change", () => { shown.unit = name; drawRace(); drawTradeoff(); remember(); });
+    input.addEventListener("change", () => { shown.unit = name; drawRace(); drawTradeoff(); remember(); say(`The race is now of ${units[name].label}.`); });
   }
 };
 const showFamily = (n, base) => {
@@ -40,12 +41,14 @@ const showFamily = (n, base) => {
   settings.hidden = !opening.code.length;
   place.replaceChildren();
   for (const [title, , text] of opening.code) {
-    add(place, "h3", title);
-    add(place, "pre", text).tabIndex = 0;
+    add(place, "h2", title);
+    const pre = add(place, "pre", text);
+    Object.assign(pre, { tabIndex: 0, role: "group", ariaLabel: title });
     if (!navigator.clipboard) continue; // an old browser: the text can still be selected
     const copy = add(place, "button", "copy");
+    add(copy, "span", ` ${title}`, "unseen");
     copy.type = "button";
-    copy.addEventListener("click", async () => { await navigator.clipboard.writeText(text); copy.textContent = "copied"; });
+    copy.addEventListener("click", async () => { await navigator.clipboard.writeText(text); copy.firstChild.data = "copied"; say(`Copied: ${title}.`); });
   }
   drawUnits();
   fillFilters();
@@ -54,18 +57,19 @@ const showFamily = (n, base) => {
 const drawPlaces = () => families.forEach((family, n) => {
   const body = $("#places tbody"), best = family.arms[family.opening.best], row = body && add(body, "tr");
   if (!row) return;
-  const button = add(add(row, "td"), "button", family.title);
+  const button = add(add(row, "th"), "button", family.title);
+  row.cells[0].scope = "row";
   button.type = "button";
-  button.addEventListener("click", () => { showFamily(n); remember(); scrollTo({ top: 0 }); $("#family").focus(); });
+  button.addEventListener("click", () => { showFamily(n); remember(); say($("#answer").textContent); scrollTo({ top: 0 }); $("#family").focus(); });
   const ratio = best && family.ratios.total[0][family.opening.best - 1];
   for (const text of [best?.name ?? "none is clearly faster", best ? number(best.ms.total[0], 4) : "", ratio && !bare(family.verdicts[0][family.opening.best]) ? number(ratio[0]) : ratio ? `${number(ratio[1])} to ${number(ratio[2])}` : "", number(best?.peak)]) add(row, "td", text);
 });
 if (families.length) {
-  $("#controls").hidden = $("main").hidden = false;
-  $("#family").addEventListener("change", event => { showFamily(Number(event.target.value)); remember(); });
+  $("#controls").hidden = $("#drawn").hidden = $(".skip").hidden = false;
+  $("#family").addEventListener("change", event => { showFamily(Number(event.target.value)); remember(); say($("#answer").textContent); });
   $("#baseline").addEventListener("change", event => rebase(Number(event.target.value)));
-  for (const name of ["first", "second"]) $("#trials form")[name].addEventListener("change", event => { picks[name] = Number(event.target.value); drawTrials(); });
-  $("#trials form").phase.addEventListener("change", event => { picks.phase = event.target.value; drawTrials(); });
+  for (const name of ["first", "second"]) $("#trials form")[name].addEventListener("change", event => { picks[name] = Number(event.target.value); drawTrials(); say($("#trials .lead").textContent); });
+  $("#trials form").phase.addEventListener("change", event => { picks.phase = event.target.value; drawTrials(); say($("#trials .lead").textContent); });
   $("#more").addEventListener("change", event => $(".results").classList.toggle("whole", event.target.checked));
   const filters = $("#results form");
   [filters.status, filters.toggle].forEach(select => select.addEventListener("change", drawTable));
@@ -76,11 +80,20 @@ if (families.length) {
     const next = step && buttons[buttons.indexOf(document.activeElement) + step];
     if (next) { event.preventDefault(); next.focus(); }
   });
+  // Escape closes what is open where one is: a tip, a row, some details.
+  document.addEventListener("keydown", event => {
+    if (event.key !== "Escape") return;
+    document.querySelectorAll(".chart svg").forEach(svg => hover(svg, "pointerleave"));
+    const row = event.target.closest(".results tbody tr"), details = event.target.closest("details[open]");
+    const n = Number((row?.matches(".detail") ? row.previousSibling : row)?.dataset.arm);
+    if (row && opened.has(n)) toggleRow(n);
+    else if (details) { details.open = false; $("summary", details).focus(); }
+  });
   const kept = new URLSearchParams(location.hash.slice(1));
   if (kept.get("unit") in units) shown.unit = kept.get("unit");
   showFamily(Number(kept.get("of") ?? 0), Number(kept.get("base") ?? 0));
   drawPlaces();
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawAll(); } });
-  addEventListener("beforeprint", drawAll);
+  for (const [event, px] of [["beforeprint", 760], ["afterprint", 0]]) addEventListener(event, () => { paper = px; drawAll(); });
 }

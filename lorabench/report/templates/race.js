@@ -14,7 +14,7 @@ const partsOf = (arm, value) => {
 };
 const noteOf = (arm, value, brief) => {
   const unit = { ms: " ms", ratio: " ×", tokens: "", joules: "", memory: " GiB" }[shown.unit];
-  if (shown.unit === "ratio") return arm.n === shown.base ? "baseline" : times(units.ratio.of(arm), verdictOf(arm.n));
+  if (shown.unit === "ratio") return arm.n === shown.base ? "baseline" : `${times(units.ratio.of(arm), verdictOf(arm.n))} ${signs[toneOf(arm)]?.[0] ?? ""}`;
   const ratio = arm.n !== shown.base && ["ms", "tokens"].includes(shown.unit) ? times(ratioOf(arm.n), verdictOf(arm.n)) : "";
   return brief ? number(value) + unit : `${number(value)}${unit}${ratio ? " · " + ratio : arm.n === shown.base ? " · baseline" : ""}`;
 };
@@ -26,9 +26,9 @@ const drawRace = () => {
   const bound = limit && (shown.unit === "tokens" ? 1000 * (family.arms.find(arm => arm.tokens)?.tokens ?? NaN) / limit.ms.total[0] : unit.of(limit)?.[0]);
   const rows = runners.map(arm => {
     const [value, low, high] = unit.of(arm);
-    return { id: arm.n, name: arm.name, note: noteOf(arm, value, narrow(place)), parts: partsOf(arm, value), ends: [low, high], at: value, chosen: arm.n === shown.base, told: told(arm).replaceAll("\n", "; ") };
+    return { id: arm.n, name: arm.name, note: noteOf(arm, value, narrow(place)), parts: partsOf(arm, value), ends: [low, high], at: value, chosen: arm.n === shown.base };
   });
-  rows.push(...failed.map(arm => ({ id: arm.n, name: arm.name, note: `${arm.status.replace("_", " ")}: ${arm.reason ?? ""}`, faint: true, told: told(arm) })));
+  rows.push(...failed.map(arm => ({ id: arm.n, name: arm.name, note: `${arm.status.replace("_", " ")}: ${arm.reason ?? ""}`, faint: true })));
   const marks = [], most = Math.max(...rows.map(row => row.ends?.[1] ?? 0));
   if (isFinite(bound) && bound > 0 && bound <= 3 * most) {
     marks.push(Plot.ruleX([bound], { stroke: "var(--limit)", strokeWidth: 2 }));
@@ -40,13 +40,13 @@ const drawRace = () => {
   }
   bars(place, rows, {
     axis: unit.axis + (unit.less ? ", less is better" : ", more is better"), marks, top: isFinite(bound) && bound <= 3 * most ? bound : 0,
-    label: `${unit.label} of ${rows.length} stacks, a bar each`, tip: row => told({ ...family.arms[row.id], n: row.id }),
-    pick: (row, byKey) => rows.find(r => r.id === row.id)?.faint ? null : rebase(row.id, byKey && "#race"),
+    label: `${unit.label} of ${runners.length} stacks, a bar each, the best first` + (failed.length ? `; ${failed.length} failed` : "") + (marks.length && limit ? `; ${limit.name} ${number(bound)} ${unit.axis}` : ""),
+    tip: row => told({ ...family.arms[row.id], n: row.id }), pick: row => rebase(row.id, "#race"),
   });
   const legends = { ms: family.phases.map((phase, n) => [`phase${n % 5 + 1}`, phase]), memory: [["memory", "stays between two steps"], ["memory2", "only during a step"]] };
   const tones = [...new Set(runners.filter(arm => arm.n !== shown.base).map(arm => toneOf(arm)))].filter(tone => signs[tone]);
   legend($("#race .legend"), [
-    ...(legends[shown.unit] ?? tones.map(tone => [tone, signs[tone][1]])),
+    ...(legends[shown.unit] ?? tones.map(tone => [tone, signs[tone][1], signs[tone][0]])),
     ...(["ms", "ratio", "tokens"].includes(shown.unit) ? [["ink", "95 % interval", "line"]] : []),
     ...(marks.length && limit ? [["limit", `${limit.name}: no step can be faster`, "line"]] : []),
     ...(shown.unit === "ratio" ? [["baseline", `noise floor ±${percent(family.floor)}`]] : []),
@@ -54,5 +54,5 @@ const drawRace = () => {
   $("#race .lead").textContent = `Everything is over ${family.arms[shown.base].name}` +
     (family.arms[shown.base].role === "reference" ? ` (${family.arms[shown.base].toggles.join(" + ") || "plain"}). ` : ". ") +
     (family.rounds ? "All took turns in the same rounds, on the same tokens. " : "Each was measured beside a reference of its own, before there were rounds. ") +
-    "Click a bar to hold everything against it.";
+    "Click a bar, or press Enter on it, to hold everything against it.";
 };

@@ -51,17 +51,19 @@ const fill = (cell, column, arm, scale) => {
   if (arm.n !== shown.base && arm.role !== "least") bar(cell, three, toneOf(arm) || "same", scale);
 };
 const nameCell = (row, arm) => {
-  const cell = add(row, "td"), button = add(cell, "button", arm.name, "open"), tone = toneOf(arm);
+  const cell = add(row, "th"), button = add(cell, "button", undefined, "open"), tone = toneOf(arm);
+  cell.scope = "row";
+  arm.name.split(/(?<=_)/).forEach((part, n) => button.append(...(n ? [document.createElement("wbr"), part] : [part]))); // long names break there
   button.type = "button";
   button.setAttribute("aria-expanded", String(opened.has(arm.n)));
   button.addEventListener("click", () => toggleRow(arm.n));
   const verdict = add(cell, "span", "", `verdict ${tone}`);
   if (signs[tone]) add(verdict, "span", signs[tone][0] + " ").setAttribute("aria-hidden", "true");
-  verdict.append(arm.status !== "ok" ? arm.status.replace("_", " ") : arm.n === shown.base ? "baseline" : { twin: "noise floor", least: "no candidate" }[arm.role] ?? (verdictOf(arm.n) || (arm.role === "reference" ? "reference" : "")));
+  verdict.append(arm.status !== "ok" ? arm.status.replace("_", " ") : arm.n === shown.base ? "baseline" : { twin: "noise floor", least: "limit, no stack" }[arm.role] ?? (verdictOf(arm.n) || (arm.role === "reference" ? "reference" : "")));
   if (arm.ms.total && arm.n !== shown.base && arm.role !== "least") {
     const base = add(verdict, "button", "as baseline");
     base.type = "button";
-    base.setAttribute("aria-label", `make ${arm.name} the baseline`);
+    base.setAttribute("aria-label", `take ${arm.name} as baseline`);
     base.addEventListener("click", () => rebase(arm.n, "#results"));
   }
 };
@@ -78,7 +80,8 @@ const drawTable = () => {
     th.scope = "col";
     button.type = "button";
     th.setAttribute("aria-sort", sorting.column === column.key ? (sorting.down ? "descending" : "ascending") : "none");
-    button.addEventListener("click", () => { Object.assign(sorting, sorting.column === column.key ? { down: !sorting.down } : { column: column.key, down: false }); drawTable(); head.rows[0].cells[th.cellIndex].firstChild.focus(); });
+    button.addEventListener("click", () => { Object.assign(sorting, sorting.column === column.key ? { down: !sorting.down } : { column: column.key, down: false }); drawTable(); say(`Sorted by ${column.key}, ${sorting.down ? "descending" : "ascending"}.`); head.rows[0].cells[th.cellIndex].firstChild.focus(); });
+    if (column.ratio) button.setAttribute("aria-label", `${column.key}, ratio over the baseline`);
   });
   const by = columns.find(column => column.key === sorting.column), sign = sorting.down ? -1 : 1;
   // What has no number stands below, either way, and below that the least work, which no stack can be.
@@ -97,6 +100,7 @@ const drawTable = () => {
     columns.forEach(column => fill(add(row, "td"), column, arm, scale));
     if (opened.has(arm.n)) openRow(row, arm);
   }
+  $(".results caption").textContent = `Every stack over ${shown.family.arms[shown.base].name}, sorted by ${sorting.column}`;
   $("#results output").textContent = `${arms.length} of ${shown.family.arms.length} rows`;
   legend($("#results .legend"), Object.entries(signs).map(([tone, [sign, word]]) => [tone, word, sign]));
   $("#results .lead").textContent = `Ratios over ${shown.family.arms[shown.base].name}, more is faster; on a logarithmic scale the dot is the ratio, the line its 95 % interval, the stroke 1.` +
@@ -104,12 +108,14 @@ const drawTable = () => {
 };
 const factTable = (parent, lines) => {
   const body = add(add(parent, "table"), "tbody");
-  lines.forEach((line, n) => { const tr = add(body, "tr"); line.forEach(text => add(tr, n ? "td" : "th", text)); });
+  lines.forEach((line, n) => { const tr = add(body, "tr"); line.forEach(text => { const cell = add(tr, n ? "td" : "th", text); if (!n) cell.scope = "col"; }); });
 };
 const openRow = (row, arm) => {
   const made = document.createElement("tr"), inside = add(made, "td");
   made.className = "detail";
   inside.colSpan = row.cells.length;
+  const ratios = arm.n === shown.base ? [] : ["total", ...shown.family.phases].map(phase => [phase, ratioOf(arm.n, shown.base, phase)]).filter(([, three]) => three);
+  if (ratios.length) add(inside, "p", `Over ${shown.family.arms[shown.base].name}: ${ratios.map(([phase, three]) => `${phase} ${spread(three, " ×")}`).join(", ")}.`);
   if (arm.said) add(inside, "p", `Over its reference: ${arm.said}`);
   for (const claim of arm.claims ?? []) {
     const quote = add(inside, "p");
@@ -118,7 +124,7 @@ const openRow = (row, arm) => {
   const body = add(add(inside, "table"), "tbody");
   for (const [name, fact] of Object.entries(arm.facts)) {
     const tr = add(body, "tr");
-    add(tr, "th", name);
+    add(tr, "th", name).scope = "row";
     const td = add(tr, "td");
     if (typeof fact !== "string") factTable(td, fact);
     else if (name === "measure it again") add(td, "code", fact);

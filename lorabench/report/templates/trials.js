@@ -21,7 +21,7 @@ const drawTrials = () => {
   $("#trials").hidden = timedArms().length < 2;
   if ($("#trials").hidden) return;
   chooseTrials();
-  const looks = [[picks.first, "phase2", "circle"], [picks.second, "phase1", "triangle"]], { arms } = shown.family;
+  const looks = [[picks.first, "phase5", "circle"], [picks.second, "phase1", "triangle"]], { arms } = shown.family;
   const both = [[picks.first, picks.second], [picks.second, picks.first]];
   const sessions = [...new Set(both.flatMap(([arm, other]) => trialsOf(arm, other).map(t => t.session)))];
   const together = both.map(([arm, other]) => turnsOf(arm, other, picks.phase));
@@ -33,29 +33,33 @@ const drawTrials = () => {
   const x = { label: sessions.length > 1 ? "round, session after session" : "round", labelArrow: "none", labelAnchor: "right", tickFormat: tick => (Number.isInteger(tick) ? String(tick) : "") };
   const points = looks.flatMap(([arm, look, symbol], n) => together[n].map(t => ({ x: at(t), y: t.ms, look, symbol, told: said(arm, t), session: t.name })));
   const drawing = Plot.plot({
-    ...common(place), height: 260, marginLeft: 52, marginBottom: 38, marginTop: 22, x, y: { label: `${picks.phase}, ms`, labelArrow: "none", nice: true, grid: false },
+    ...common(place), height: 260, marginLeft: 52, marginBottom: 38, marginTop: 28, x, y: { label: `${picks.phase}, ms`, labelArrow: "none", nice: true, grid: false },
     marks: [
       ...looks.flatMap(([arm, look, symbol]) => {
         const own = points.filter(p => p.look === look);
         return [Plot.line(own, { x: "x", y: "y", z: "session", stroke: `var(--${look})`, strokeOpacity: .45, sort: "x" }), Plot.dot(own, { x: "x", y: "y", r: 3.5, symbol, fill: `var(--${look})` })];
       }),
-      Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: "told", fontSize: 12.5, lineHeight: 1.35 })),
+      Plot.tip(points, Plot.pointer({ ...TIP, x: "x", y: "y", title: "told" })),
     ],
   });
-  put(place, drawing, `${picks.phase} of ${arms[picks.first].name} and ${arms[picks.second].name} by round, ms`);
+  const range = own => `${number(Math.min(...own.map(t => t.ms)), 4)} to ${number(Math.max(...own.map(t => t.ms)), 4)} ms in ${own.length} rounds`;
+  put(place, drawing, `${picks.phase} of ${looks.map(([arm], n) => `${arms[arm].name}, ${range(together[n])}`).join(", and of ")}`, "img");
   legend($("#trials .legend"), looks.map(([arm, look, symbol]) => [look, arms[arm].name, symbol === "circle" ? "●" : "▲"]));
   const below = $("#trials .ratio"), ratio = ratioOf(picks.second, picks.first, picks.phase);
   below.hidden = !shared.length || !ratio;
   if (!below.hidden) {
     put(below, Plot.plot({
-      ...common(below), height: 170, marginLeft: 52, marginBottom: 38, marginTop: 22, x, y: { label: "first / second in the same round", labelArrow: "none", nice: true },
+      ...common(below), height: 170, marginLeft: 52, marginBottom: 38, marginTop: 28, x, y: { label: "first / second in the same round", labelArrow: "none", nice: true },
       marks: [
         Plot.rect([ratio], { y1: r => r[1], y2: r => r[2], fill: "var(--phase1)", fillOpacity: .18 }), Plot.ruleY([ratio[0]], { stroke: "var(--phase1)", strokeWidth: 2 }),
         Plot.ruleY([1], { stroke: "var(--soft)", strokeDasharray: "3 3" }), Plot.dot(shared, { x: "x", y: "ratio", r: 3, fill: "var(--ink)" }),
-        Plot.tip(shared, Plot.pointer({ x: "x", y: "ratio", title: p => `round ${p.a.round + 1}: ${number(p.a.ms, 4)} / ${number(p.b.ms, 4)} ms = ${number(p.ratio, 4)}`, fontSize: 12.5, lineHeight: 1.35 })),
+        Plot.tip(shared, Plot.pointer({ ...TIP, x: "x", y: "ratio", title: p => `round ${p.a.round + 1}: ${number(p.a.ms, 4)} / ${number(p.b.ms, 4)} ms = ${number(p.ratio, 4)}` })),
       ],
-    }), `ratio of the two by round, ${spread(ratio)}`);
+    }), `ratio of the two by round, ${spread(ratio)}`, "img");
   }
+  const table = $("#trials .wide"), process = t => (sessions.length > 1 ? `${t.seat} of ${t.name}` : t.seat);
+  table.replaceChildren();
+  factTable(table, [["round", "process", "stack", "ms"], ...looks.flatMap(([arm], n) => together[n].map(t => [t.round + 1, process(t), arms[arm].name, number(t.ms, 4)])).sort((a, b) => String(a[1]).localeCompare(b[1]) || a[0] - b[0])]);
   const how = met[howOf(picks.second, picks.first)] ?? "";
   $("#trials .lead").textContent = shared.length ? `${shared.length} rounds in common, ${how}. ` + (ratio ? `The ratio is ${spread(ratio)}: the line, with its interval as a band.` : "") :
     `These two have no round in common${ratio ? `, ${how}; their ratio is ${spread(ratio)}` : ""}.`;

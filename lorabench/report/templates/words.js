@@ -1,4 +1,5 @@
 // Numbers and verdicts as words, as report/words.py has them.
+const say = text => { $("#said").textContent = text; }; // to a screen reader: what a choice changed elsewhere
 const number = (value, digits = 3) => {
   if (value === null || value === undefined || !isFinite(value)) return "";
   if (value === 0) return "0";
@@ -29,7 +30,7 @@ const legend = (place, entries) => {
   place.replaceChildren();
   for (const [className, label, shape] of entries) {
     const item = add(place, "span");
-    if (shape && shape.length === 1) add(item, "b", shape, className); else add(item, "i", "", `${className} ${shape ?? ""}`);
+    if (shape && shape.length === 1) add(item, "b", shape, className).setAttribute("aria-hidden", "true"); else add(item, "i", "", `${className} ${shape ?? ""}`);
     item.append(label);
   }
 };
