@@ -102,7 +102,7 @@ def _table(own: Sequence[Entry], pages: str) -> str:
         for entry in sorted(own, key=lambda entry: entry.ms):
             if entry.asked == asked:
                 ranked.setdefault((entry.stack, entry.ratio.partition("×")[2]), entry)
-        rows += [_row(entry, "" if n else asked, pages) for n, entry in enumerate([*ranked.values()][:MOST])]
+        rows += [_row(entry, asked, pages) for entry in [*ranked.values()][:MOST]]
     return _lines(HEADINGS, rows)
 
 

@@ -34,6 +34,7 @@ from lorakernels.ops.glu import (
     gated,
     whole_fits,
 )
+from lorakernels.ops.job_columns import keep_own_columns
 from lorakernels.ops.job_rows import JobRows
 from lorakernels.ops.linear_cross_entropy import linear_cross_entropy
 from lorakernels.ops.linear_log_probs import linear_log_probs
@@ -119,6 +120,11 @@ def kernels(dtype: torch.dtype) -> None:
         multi_lora.up(ds, table, rows, new(M, K), of_b=False, seeds=seeds)
         multi_lora.gradients(x, ds, table, rows, seeds=seeds)
         multi_lora.gradients(dy, s, table, rows, of_b=True)
+        slots = multi_lora.AdapterTable([a and a._replace(column=3 * i) for i, a in enumerate(adapters)])
+        multi_lora.down(x, slots, rows, seeds=seeds, out=new(M, 3 + P))
+    columns = torch.tensor([0] * 3 + [1] * P, dtype=torch.int32, device=DEVICE)
+    keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns)
+    keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns, new(M, 3 + P))
     items = []
     for n, r in ((N, 3), (K, 7)):
         buffer = new(n + r, K + r)

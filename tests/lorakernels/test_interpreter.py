@@ -79,3 +79,8 @@ def test_long_context_in_the_interpreter():
     """With the masks of the kernels, which have to be those of whole rows in every tile."""
     masks = "test_dropout_has_the_masks_of_the_form_without[0.0-llama-tiles]"
     run(FAST, "test_long_context.py::test_same_as_peft[tiles-llama]", f"test_long_context.py::{masks}")
+
+
+@pytest.mark.exhaustive
+def test_several_adapters_in_the_interpreter():
+    run(FAST, "test_multi.py::test_dropout_in_slots_is_that_of_linear_by_linear[[0, 1, 1, 2]-llama]")

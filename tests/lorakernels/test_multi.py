@@ -6,7 +6,8 @@ from copy import deepcopy
 import lorakernels
 import pytest
 import torch
-from lorakernels.model.forwards import DROPPED
+from kernel_checks import exhaustive
+from lorakernels.nodes import multi_linear, projection
 from lorakernels.ops.job_rows import JobRows
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import LINEARS, batch, build
@@ -224,7 +225,7 @@ def losses_and_gradients(ours, jobs, ids, said, **more):
 
 @pytest.mark.filterwarnings("ignore:lorakernels leaves forwards:UserWarning")
 def test_what_a_node_cannot_serve_goes_linear_by_linear():
-    """A hook inside, or dropout: never another adapter's rows, and counted."""
+    """A hook inside: never another adapter's rows, and counted."""
     ids, said = batch(4, 9)["input_ids"], [0, 1, 1, 2]
     apart, ours = model(), model()
     wanted, theirs = losses_and_gradients(apart, lorakernels.apply_multi(apart), ids, said)
@@ -241,11 +242,34 @@ def test_what_a_node_cannot_serve_goes_linear_by_linear():
     hook.remove()
     losses_and_gradients(ours, jobs, ids, said)
     assert sum(left_of(ours).values()) == 1
-    dropping = model(dropout=0.5)
-    jobs = lorakernels.apply_multi(dropping, fused=True)
-    jobs.set(said)
-    dropping(input_ids=ids)
-    assert left_of(dropping) == {DROPPED: 2}
+
+
+@pytest.mark.parametrize("family", ["llama", exhaustive("qwen2"), exhaustive("gemma2")])
+@pytest.mark.parametrize("said", [[0, 1, 1, 2], [2, 1, 0, 1], exhaustive([1, 1, 1, 1])], ids=str)
+def test_dropout_in_slots_is_that_of_linear_by_linear(family, said, monkeypatch):
+    """Under one seed everywhere both forms draw the same masks, of each job's own probability."""
+    same = lambda device, count=1: torch.full((count,), 77, device=device)  # noqa: E731
+    for module in (multi_linear, projection):
+        monkeypatch.setattr(module, "draw_seed", same)
+    ids, found = batch(4, 9)["input_ids"], []
+    for fused in (False, True):
+        ours = model(family, dropout=0.5)
+        for n, module in ours.named_modules():
+            if n.endswith("lora_dropout.second"):
+                module.p = 0.1
+            if n.endswith("lora_dropout.third"):
+                module.p = 0.0
+        jobs = lorakernels.apply_multi(ours, fused=fused)
+        found.append(losses_and_gradients(ours, jobs, ids, said))
+        assert not fused or not left_of(ours)
+    (wanted, theirs), (losses, own) = found
+    torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
+    assert own.keys() == theirs.keys() and own
+    for n, gradient in theirs.items():
+        torch.testing.assert_close(own[n], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+    monkeypatch.undo()
+    without = losses_and_gradients(ours.eval(), jobs, ids, said)[0]
+    assert not torch.allclose(without, wanted, rtol=1e-3)
 
 
 def test_one_job_s_rows_may_go_through_the_frozen_model_alone():

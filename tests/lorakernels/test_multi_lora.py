@@ -76,7 +76,7 @@ def wanted(x, dy, rows, adapters, seeds):
     for job in rows.present:
         if adapters[job] is None:
             continue
-        where, (a, b, scale, _) = rows.of(job).to(x.device), adapters[job]
+        where, (a, b, scale, *_) = rows.of(job).to(x.device), adapters[job]
         s[where, : len(a)] = scale * dropped_x[where] @ a.float().t()
         ds[where, : len(a)] = scale * dy[where].float() @ b.float()
         y[where] = s[where, : len(a)] @ b.float().t()
@@ -130,6 +130,37 @@ FAST = IN_THE_INTERPRETER if INTERPRET else [case for case in GRID if case[0] !=
 )
 def test_every_product(ranks, dropout, dtype, device):
     check(RUNS, ranks, dtype, device, dropout)
+
+
+def test_adapters_that_lie_in_an_operand_and_have_columns_of_their_own(dtype, device):
+    """As nodes/operand.py has them: A and B are parts of wider rows, and S and dS hold all adapters side by side."""
+    compact, rows = adapters_of((3, 16, 8, 1), dtype, device, 0.2), JobRows(RUNS, device)
+    column, own = 2, []
+    for adapter in compact:
+        own.append(Adapter(strided(adapter.a), strided(adapter.b), *adapter[2:4], column))
+        column += len(adapter.a) + 1
+    one, other = AdapterTable(compact), AdapterTable(own)
+    x, seeds = draw(rows.rows, K, dtype, device), torch.arange(4, device=device)
+    s = down(x, one, rows, seeds=seeds)
+    wide = down(x, other, rows, seeds=seeds, out=torch.full((rows.rows, column), 7.0, dtype=dtype, device=device))
+    for job, adapter in enumerate(own):
+        where, at = rows.of(job).to(device), slice(adapter.column, adapter.column + len(adapter.a))
+        assert torch.equal(wide[where, at], s[where, : len(adapter.a)])
+        others = torch.ones(len(where), column, dtype=torch.bool)
+        others[:, at] = False
+        assert (wide[where].cpu()[others] == 7).all()
+    ys = [torch.zeros(rows.rows, N, dtype=dtype, device=device) for _ in range(2)]
+    up(s, one, rows, ys[0])
+    up(wide, other, rows, ys[1])
+    assert torch.equal(*ys)
+    for mine, theirs in zip(
+        gradients(x, wide, other, rows, seeds=seeds), gradients(x, s, one, rows, seeds=seeds), strict=True
+    ):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert_close(mine, theirs, torch.float32, 3)
+    with pytest.raises(ValueError, match="need an out"):
+        down(x, other, rows, seeds=seeds)
 
 
 def test_one_job_alone(dtype, device):

@@ -136,7 +136,7 @@ def apply_multi(
     that `apply` has, with these switches of `apply`, and the adapters of a linear lie side by side in one product;
     there a number that is not finite, in one job's adapter, activations or gradients, makes the others' not finite too,
     so whoever trains must look at losses and gradients before an optimizer steps. Without it rows are kept apart, and
-    such a job leaves the others bitwise alone. Where a node cannot serve the rows (dropout, hooks …) they go linear by
+    such a job leaves the others bitwise alone. Where a node cannot serve the rows (hooks …) they go linear by
     linear. Raises ValueError for a name that is not there, and for a layer that is no plain LoRA on a linear.
     """
     if switches and not fused:

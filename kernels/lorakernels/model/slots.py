@@ -14,7 +14,7 @@ from torch import nn
 
 from ..nodes.member import Member
 from ..ops.job_rows import JobRows
-from .forwards import DROPPED, NO_JOBS
+from .forwards import NO_JOBS
 from .lora_modules import LinearModule, adapter_weights, is_lora
 from .module_checks import NotFused, is_unhooked
 
@@ -61,14 +61,15 @@ class SlotLinear(LinearModule):
             a, b, drop = found
             if not (type(a) is type(b) is nn.Linear and is_unhooked(a) and is_unhooked(b) and is_unhooked(drop)):
                 return "an adapter has hooks, or is of another kind than at apply"
-            if type(drop) is not nn.Identity and drop.training and drop.p:
-                return DROPPED
+            if type(drop) not in (nn.Identity, nn.Dropout):
+                return "an adapter has a dropout of another kind"
+            dropout = drop.p if type(drop) is nn.Dropout and drop.training else 0.0
             weight, shape = a._parameters["weight"], (self.ranks[slot.job], slot.shape[1])
             if weight.shape != shape:
                 return "an adapter is of another rank than at apply; call remove and apply again"
             slot.weight, slot.quantized = self.member.weight, self.member.quantized
             a, b = (weight, b._parameters["weight"]) if slot.job in jobs.serving else (None, None)
-            slot.adapter = a, b, None, float(module.scaling[name]), 0.0, jobs.rows
+            slot.adapter = a, b, None, float(module.scaling[name]), dropout, jobs.rows
         return None
 
     def __post_init__(self) -> None:

@@ -17,10 +17,12 @@ from ..ops.dropout import dropped
 from ..ops.grad_accumulator import GradAccumulator
 from ..ops.linear_cross_entropy import mm_in
 from ..ops.lora_grad import SavedInput, a_gradient
+from ..ops.multi_lora import gradients
 from ..runtime import MAX_FUSED_RANK, multiprocessors, tensor_cores, use_triton
 from ..tuning import tune
 from ..tuning.worth_trying import a_gradient_tiles
 from .member import Member
+from .operand import Operand
 from .output_grad import OutputGradient, SavedForward
 from .projection import Projection
 
@@ -51,6 +53,9 @@ def parameter_gradients(
     back = None if saved.raised is None else saved.raised.back[:, None]
     if da_all is not None and back is not None:
         da_all.mul_(back[: projection.rank])
+    das = {}
+    if projection.slot is not None and seeds is not None and any(needed[::4]):
+        das = _dropped_a_gradients(projection, gradient.ds_of_a, source, saved.op, seeds)
     out: list[torch.Tensor | None] = []
     dbs: dict[int, list[torch.Tensor]] = {}  # of each linear, by slot: one product is for all of them
     for i, (m, cols) in enumerate(zip(members, projection.columns, strict=True)):
@@ -59,6 +64,8 @@ def parameter_gradients(
         if need_a and m.a is not None:
             if da_all is not None:
                 da = da_all[cols]
+            elif i in das:
+                da = das[i] if back is None else das[i].mul_(back[cols])
             else:
                 seed = None if seeds is None else seeds[i : i + 1]
                 da = _a_gradients(projection, gradient.ds_of_a[:, cols], source, saved.accumulator, seed, m.dropout)
@@ -78,6 +85,18 @@ def parameter_gradients(
             d_biases = _bias_gradients(m, gradient.dy[:, rows], need_lora_bias, need_bias)
         out += [da, db, *d_biases]
     return out
+
+
+def _dropped_a_gradients(
+    projection: Projection, ds: torch.Tensor, source: SavedInput | None, op: Operand, seeds: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """dA (r, K) of each slot whose job has rows, by member, in one launch a linear, of dS (M, p)."""
+    assert source is not None, "a projection with an adapter has saved its input"
+    x, found = source.tensor(), {}
+    for slots in projection.dropped_slots(x, op, seeds):
+        das = gradients(x, ds[:, slots.columns], slots.table, slots.jobs, seeds=slots.seeds)
+        found |= {i: da for job, i in slots.members.items() if (da := das[job]) is not None}
+    return found
 
 
 def _by_slot(db: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> list[torch.Tensor]:

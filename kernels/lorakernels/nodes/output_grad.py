@@ -21,6 +21,7 @@ from ..ops.dropout import add_product_into
 from ..ops.grad_accumulator import GradAccumulator
 from ..ops.linear_cross_entropy import mm_in
 from ..ops.lora_grad import B_TILES, AdapterColumns, b_gradient, ds_and_db, fitting_tiles
+from ..ops.multi_lora import up
 from ..runtime import contiguous_on_cpu, deterministic, multiprocessors, rows, tensor_cores
 from ..side_stream import SideStream
 from ..tuning import tune
@@ -220,6 +221,10 @@ def _frozen_input_gradient(projection: Projection, dy: torch.Tensor, op: Operand
 
 def _add_dropped(projection: Projection, dx: torch.Tensor, ds: torch.Tensor, op: Operand, seeds: torch.Tensor) -> None:
     """dx (M, K) += dropout(dS · A), member by member."""
+    if projection.slot is not None:
+        for slots in projection.dropped_slots(dx, op, seeds):
+            up(ds[:, slots.columns], slots.table, slots.jobs, dx, of_b=False, seeds=slots.seeds)
+        return
     for i, (m, cols) in enumerate(zip(projection.members, projection.columns, strict=True)):
         if not m.rank:
             continue

@@ -18,6 +18,7 @@ import torch
 
 from ..ops.concat_operand import LoraColumns, ScaledS, s_into
 from ..ops.dropout import product_into
+from ..ops.multi_lora import down
 from ..runtime import tensor_cores
 from ..tuning import tune
 from ..tuning.worth_trying import dropped_s_tiles, s_tiles
@@ -31,7 +32,7 @@ def lora_input(
 ) -> None:  # fmt: skip
     """out (M, p) = S = dropout(x) · Aᵀ of x (M, K), member by member where their masks differ; sS to scaled_s.
 
-    seeds: (members,) int64, or None without dropout.
+    seeds: the projection's, or None without dropout.
     """
     if not projection.p:
         return
@@ -48,6 +49,10 @@ def _dropped_input(
     projection: Projection, x: torch.Tensor, op: Operand, seeds: torch.Tensor, out: torch.Tensor
 ) -> None:
     out.zero_()
+    if projection.slot is not None:
+        for slots in projection.dropped_slots(x, op, seeds):
+            down(x, slots.table, slots.jobs, seeds=slots.seeds, out=out[:, slots.columns])
+        return
     for i, (m, cols) in enumerate(zip(projection.members, projection.columns, strict=True)):
         if m.rank:
             arguments = x, op.a[cols], seeds[i : i + 1], m.dropout, out[:, cols]

@@ -13,15 +13,32 @@ it is taken (`tune`). Hu et al., "LoRA" (2021). Run: python -m pytest tests/lora
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 
 from ..ops.adapter import RaisedB, raised_b, raised_b_reference
 from ..ops.concat_operand import ScaledS
 from ..ops.dropout import draw_seed
 from ..ops.job_columns import SPARE, keep_own_columns
+from ..ops.job_rows import JobRows
+from ..ops.multi_lora import Adapter, AdapterTable
 from ..runtime import capturing, table
 from .member import Member
-from .operand import OperandBuffer
+from .operand import Operand, OperandBuffer
+
+
+class DroppedSlots(NamedTuple):
+    """The slots of one linear under dropout, for the products of multi_lora.py: its adapters by job, of scale 1, each
+    with its place in `columns`, the linear's columns of S; the jobs of the rows; a seed a job; of each member of the
+    linear its place in the projection, by job."""
+
+    table: AdapterTable
+    jobs: JobRows
+    seeds: torch.Tensor
+    columns: slice
+    members: dict[int, int]
 
 
 class Projection(OperandBuffer):
@@ -37,6 +54,7 @@ class Projection(OperandBuffer):
         self._scales: tuple[tuple, torch.Tensor] | None = None  # of `new_scaled_s`, behind what they were made for
         self.slot = next((m for m in members if m.job is not None), None)  # which knows the jobs of the rows
         self._job_of_column: torch.Tensor | None = None
+        self._tables: dict[int, AdapterTable] = {}  # of `dropped_slots`, by linear
 
     def total_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Bias (N,) of all members in dtype, with scale · lora_B.bias added, or None."""
@@ -96,10 +114,14 @@ class Projection(OperandBuffer):
         all rows have one adapter."""
         if self.slot is None:
             return
-        jobs = self.slot.jobs
-        assert jobs is not None, "slots know the jobs of the rows"
-        job_of_row = jobs.times(s.shape[0] // jobs.rows if jobs.rows else 0, s.device).job_of_row()
+        job_of_row = self._jobs_of(s).job_of_row()
         keep_own_columns(s, job_of_row, self._columns_jobs(s.device), scaled_s)
+
+    def _jobs_of(self, x: torch.Tensor) -> JobRows:
+        """The jobs of the rows of x (M, …), on its device."""
+        assert self.slot is not None and self.slot.jobs is not None, "slots know the jobs of the rows"
+        jobs = self.slot.jobs
+        return jobs.times(x.shape[0] // jobs.rows if jobs.rows else 0, x.device)
 
     def _columns_jobs(self, device: torch.device) -> torch.Tensor:
         """(p,) int32, made once."""
@@ -116,5 +138,35 @@ class Projection(OperandBuffer):
 
     def seeds(self, device: torch.device) -> torch.Tensor | None:
         """A seed a member, (members,) int64, or None without dropout: PEFT draws one mask for each projection, so these
-        do too."""
-        return draw_seed(device, len(self.members)) if self.dropped else None
+        do too. With slots a seed a linear and job, (linears · jobs,)."""
+        if not self.dropped:
+            return None
+        return draw_seed(device, len(self.members) if self.slot is None else len(self.linears) * self._job_count())
+
+    def _job_count(self) -> int:
+        """Of the jobs that have a slot here or rows in the batch."""
+        assert self.slot is not None and self.slot.jobs is not None
+        return 1 + max([*(m.job for m in self.members if m.job is not None), *self.slot.jobs.present])
+
+    def release(self) -> None:
+        super().release()
+        self._tables.clear()  # they hold the buffer
+
+    def dropped_slots(self, x: torch.Tensor, op: Operand, seeds: torch.Tensor) -> Iterator[DroppedSlots]:
+        """Of each linear that has an adapter with rows of x (M, …), as it lies in the operand; seeds: of `seeds`."""
+        jobs, each = self._jobs_of(x), seeds.view(len(self.linears), -1)
+        for linear, columns in enumerate(self.linear_columns):
+            of_linear = [i for i, j in enumerate(self.linear_of) if j == linear]
+            adapters: list[Adapter | None] = [None] * each.shape[1]
+            members: dict[int, int] = {}
+            for i in of_linear:
+                m = self.members[i]
+                if m.a is not None and m.job is not None:
+                    adapters[m.job] = Adapter(*op.places[i], 1.0, m.dropout, self.columns[i].start - columns.start)
+                    members[m.job] = i
+            if members:
+                known = self._tables.get(linear)
+                of_slots = AdapterTable(adapters) if known is None else known.still(adapters)
+                if op.full is not None and op.full is self.buffer:
+                    self._tables[linear] = of_slots
+                yield DroppedSlots(of_slots, jobs, each[linear], columns, members)

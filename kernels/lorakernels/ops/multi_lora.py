@@ -5,7 +5,8 @@
     dA = dSᵀ · dropout(X)          dB = dYᵀ · S                 (`gradients`)
 
 where each row of X (M, K) and Y (M, N) has an adapter of its own, A (r, K) and B (N, r) of any rank from 1, with scale
-and dropout of its own. S, dS: (M, R), R the largest rank. The frozen weight's product is one library GEMM for all rows
+and dropout of its own. S, dS: (M, R), R the largest rank; or wider, where adapters have columns of their own there
+(`Adapter.column`), as in nodes/operand.py. The frozen weight's product is one library GEMM for all rows
 (nodes/multi_linear.py). Nothing loops over adapters on the host, and no row is padded: a program reads from a table on
 the device which rows it has, all of one adapter, and finds that adapter's matrices by their addresses. What it loads of
 other rows is masked, and no sum goes over rows of two adapters: an adapter that has become NaN leaves the others'
@@ -33,6 +34,7 @@ from ..runtime import (
     tl,
     working_dtype,
 )
+from ..runtime import table as in_table
 from .adapter import TL
 from .dropout import keep_reference, keep_tile, threshold_and_scale
 from .job_rows import JobRows
@@ -40,16 +42,19 @@ from .job_rows import JobRows
 MAX_COLUMNS = 64  # of S in one launch: above it the accumulators leave the registers, and there are several
 # (rows, columns, warps, stages) of a program, and of `gradients` the blocks of rows that it walks down
 DOWN, UP, GRADIENT = (64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3, 8)
-FIELDS = 6  # of an adapter's row in the table: addresses of A and B, rank, p · 2¹⁶, where its dA and dB begin
+# Of an adapter's row in the table: addresses of A and B, rank, p · 2¹⁶, where its dA and dB begin, its first column of
+# S, and how far apart the rows of A and of B are.
+FIELDS = 9
 
 
 class Adapter(NamedTuple):
-    """A (r, K), B (N, r), scale = alpha / r, and the probability of a zero."""
+    """A (r, K), B (N, r), scale = alpha / r, the probability of a zero, and the adapter's first column of S and dS."""
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
     dropout: float = 0.0
+    column: int = 0
 
 
 Adapters = Sequence[Adapter | None]  # None: a job that has no adapter on this linear
@@ -70,9 +75,10 @@ class AdapterTable:
             fits = a.dim() == b.dim() == 2 and (a.shape[1], b.shape[0]) == (self.k, self.n) and len(a) == b.shape[1]
             check(fits, f"an adapter does not fit a linear of {self.k} inputs and {self.n} outputs", a=a, b=b)
         both = [t for a, b, *_ in there for t in (a, b)]
-        # The kernels take matrices of one dtype that lie as PEFT makes them.
-        self.alike = len({t.dtype for t in both}) == 1 and all(t.is_contiguous() for t in both)
+        # The kernels take matrices of one dtype whose rows lie in one piece each.
+        self.alike = len({t.dtype for t in both}) == 1 and all(t.shape[1] == 1 or t.stride(1) == 1 for t in both)
         self.sample, self.drops = there[0].a, any(a.dropout > 0 for a in there)
+        self.compact = not any(a.column for a in there)
         self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def still(self, adapters: Adapters) -> AdapterTable:
@@ -94,35 +100,39 @@ class AdapterTable:
                     continue
                 threshold, kept = threshold_and_scale(adapter.dropout)
                 a, b = adapter.a, adapter.b
-                numbers.append([a.data_ptr(), b.data_ptr(), a.shape[0], threshold, da, db])
+                places = a.data_ptr(), b.data_ptr(), a.shape[0], threshold, da, db, adapter.column
+                numbers.append([*places, a.stride(0), b.stride(0)])
                 factors.append((adapter.scale, kept))
                 da, db = da + a.numel(), db + b.numel()
             device = self.sample.device
             self._on_device = (
-                torch.tensor(numbers, dtype=torch.int64, device=device),
-                torch.tensor(factors, dtype=torch.float32, device=device),
+                in_table(numbers, torch.int64, device),
+                in_table(factors, torch.float32, device),
             )
         return self._on_device
 
 
 def _known(adapters: Adapters) -> list[tuple | None]:
     """It is made on every forward, so it asks little; a tensor of another shape is another tensor."""
-    return [a and (a[0].data_ptr(), a[1].data_ptr(), a[2], a[3], a[0].shape[0]) for a in adapters]
+    return [
+        a and (a.a.data_ptr(), a.b.data_ptr(), *a[2:], a.a.shape[0], a.a.stride(0), a.b.stride(0)) for a in adapters
+    ]
 
 
 @kernel
 def _down_kernel(
     x_ptr, program_ptr, number_ptr, factor_ptr, seed_ptr, s_ptr, n, columns, skip, x_row, s_row,
-    TYPE: tl.constexpr, OF_B: tl.constexpr, DROP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    TYPE: tl.constexpr, OF_B: tl.constexpr, DROP: tl.constexpr, OWN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of one adapter; the columns of S from `skip` on."""
+    """BM rows of one adapter; the columns of S from `skip` on, of an OWN adapter's up to its rank."""
     program = program_ptr + 4 * tl.program_id(0)
     first, end, adapter = tl.load(program), tl.load(program + 1), tl.load(program + 2)
     place = (tl.load(program + 3) + tl.arange(0, BM)).to(tl.int64)
     row = (first + tl.arange(0, BM)).to(tl.int64)
-    entry = number_ptr + 6 * adapter
+    entry = number_ptr + 9 * adapter
     matrix = tl.load(entry + OF_B).to(tl.pointer_type(TYPE))  # pyright: ignore[reportArgumentType]
-    rank = tl.load(entry + 2)
+    rank, apart = tl.load(entry + 2), tl.load(entry + 7 + OF_B)
     r = skip + tl.arange(0, R)
     acc = tl.zeros((BM, R), tl.float32)
     for start in range(0, n, BN):
@@ -132,14 +142,15 @@ def _down_kernel(
         )
         if DROP:
             x = tl.where(keep_tile(tl.load(seed_ptr + adapter), place, start, n, tl.load(entry + 3), BM, BN), x, 0.0)
-        spot = col[:, None] * rank + r[None, :] if OF_B else r[None, :] * n + col[:, None]
+        spot = col[:, None] * apart + r[None, :] if OF_B else r[None, :] * apart + col[:, None]
         m = tl.load(matrix + spot, mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(x.to(x_ptr.dtype.element_ty), m.to(x_ptr.dtype.element_ty), acc, input_precision="ieee")
     factor = tl.load(factor_ptr + 2 * adapter)
     if DROP:
         factor *= tl.load(factor_ptr + 2 * adapter + 1)
-    inside = (row[:, None] < end) & (r[None, :] < columns)
-    tl.store(s_ptr + row[:, None] * s_row + r[None, :], (acc * factor).to(s_ptr.dtype.element_ty), mask=inside)
+    inside = (row[:, None] < end) & (r[None, :] < (rank if OWN else columns))
+    spot = s_ptr + row[:, None] * s_row + tl.load(entry + 6) + r[None, :]
+    tl.store(spot, (acc * factor).to(s_ptr.dtype.element_ty), mask=inside)
 
 
 @kernel
@@ -151,14 +162,15 @@ def _up_kernel(
     first, end, adapter = tl.load(program), tl.load(program + 1), tl.load(program + 2)
     place = (tl.load(program + 3) + tl.arange(0, BM)).to(tl.int64)
     row = (first + tl.arange(0, BM)).to(tl.int64)
-    entry = number_ptr + 6 * adapter
+    entry = number_ptr + 9 * adapter
     matrix = tl.load(entry + OF_B).to(tl.pointer_type(TYPE))  # pyright: ignore[reportArgumentType]
-    rank = tl.load(entry + 2)
+    rank, apart = tl.load(entry + 2), tl.load(entry + 7 + OF_B)
     r = skip + tl.arange(0, R)
     start = tl.program_id(1) * BN
     col = start + tl.arange(0, BN)
-    s = tl.load(s_ptr + row[:, None] * s_row + r[None, :], mask=(row[:, None] < end) & (r[None, :] < rank), other=0.0)
-    spot = col[None, :] * rank + r[:, None] if OF_B else r[:, None] * n + col[None, :]
+    spot = s_ptr + row[:, None] * s_row + tl.load(entry + 6) + r[None, :]
+    s = tl.load(spot, mask=(row[:, None] < end) & (r[None, :] < rank), other=0.0)
+    spot = col[None, :] * apart + r[:, None] if OF_B else r[:, None] * apart + col[None, :]
     m = tl.load(matrix + spot, mask=(r[:, None] < rank) & (col[None, :] < n), other=0.0)
     new = tl.dot(s, m.to(s_ptr.dtype.element_ty), input_precision="ieee")
     if DROP:
@@ -179,7 +191,7 @@ def _gradient_kernel(
     program = program_ptr + 4 * tl.program_id(0)
     first, end, adapter = tl.load(program), tl.load(program + 1), tl.load(program + 2)
     offset = tl.load(program + 3)
-    entry = number_ptr + 6 * adapter
+    entry = number_ptr + 9 * adapter
     rank = tl.load(entry + 2)
     r = skip + tl.arange(0, R)
     start = tl.program_id(1) * BN
@@ -192,7 +204,8 @@ def _gradient_kernel(
         if DROP:
             place = (offset + i * BM + tl.arange(0, BM)).to(tl.int64)
             x = tl.where(keep_tile(tl.load(seed_ptr + adapter), place, start, n, tl.load(entry + 3), BM, BN), x, 0.0)
-        s = tl.load(s_ptr + row[:, None] * s_row + r[None, :], mask=known & (r[None, :] < rank), other=0.0)
+        spot = s_ptr + row[:, None] * s_row + tl.load(entry + 6) + r[None, :]
+        s = tl.load(spot, mask=known & (r[None, :] < rank), other=0.0)
         acc = tl.dot(tl.trans(s), x.to(s_ptr.dtype.element_ty), acc, input_precision="ieee")
     if DROP:
         acc *= tl.load(factor_ptr + 2 * adapter + 1)
@@ -202,23 +215,25 @@ def _gradient_kernel(
 
 
 def down(
-    x: torch.Tensor, table: AdapterTable, rows: JobRows, *, of_b: bool = False, seeds: torch.Tensor | None = None
-) -> torch.Tensor:
+    x: torch.Tensor, table: AdapterTable, rows: JobRows, *, of_b: bool = False, seeds: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """S (M, R) of X (M, K); of_b: dS (M, R) of dY (M, N). seeds: of each adapter one int64 where there is dropout.
-    Behind an adapter's own rank there is zero, or NaN in a row that is NaN. Raises ValueError where the shapes do not
-    fit."""
+    Behind an adapter's own rank there is zero, or NaN in a row that is NaN. out: (M, ≥ R), of which each row's own
+    columns alone are written. Raises ValueError where the shapes do not fit."""
     _check(x, table, rows, of_b)
+    check(out is not None or table.compact, "adapters with columns of their own need an out", x=x)
     if not table.takes(x):
-        return _down(x, table, rows, of_b, seeds)
-    s = torch.empty(x.shape[0], table.rank, dtype=x.dtype, device=x.device)
+        return _down(x, table, rows, of_b, seeds, out)
+    s = torch.empty(x.shape[0], table.rank, dtype=x.dtype, device=x.device) if out is None else out
     bm, bn, warps, stages = DOWN
     programs, (numbers, factors) = rows.programs(bm), table.on_device()
     for skip in range(0, table.rank, MAX_COLUMNS):
         _down_kernel[(programs.shape[0],)](
             x, programs, numbers, factors, numbers if seeds is None else seeds, s,
             x.shape[1], table.rank, skip, x.stride(0), s.stride(0),
-            TYPE=_type(table), OF_B=int(of_b), DROP=seeds is not None, BM=bm, BN=bn, R=_columns(table, skip),
-            num_warps=warps, num_stages=stages_of(x, stages),
+            TYPE=_type(table), OF_B=int(of_b), DROP=seeds is not None, OWN=out is not None, BM=bm, BN=bn,
+            R=_columns(table, skip), num_warps=warps, num_stages=stages_of(x, stages),
         )  # fmt: skip
     return s
 
@@ -318,6 +333,10 @@ def _each(table: AdapterTable, rows: JobRows, device: torch.device) -> list[tupl
     return [(job, adapter, rows.of(job).to(device)) for job, adapter in found if adapter is not None]
 
 
+def _columns_of(adapter: Adapter) -> slice:
+    return slice(adapter.column, adapter.column + adapter.a.shape[0])
+
+
 def _dropped(
     x: torch.Tensor, job: int, adapter: Adapter, rows: JobRows, where: torch.Tensor, seeds: torch.Tensor | None
 ) -> torch.Tensor:
@@ -327,12 +346,15 @@ def _dropped(
     return torch.where(mask == 0, 0, x[where].to(dtype) * mask)
 
 
-def _down(x: torch.Tensor, table: AdapterTable, rows: JobRows, of_b: bool, seeds: torch.Tensor | None) -> torch.Tensor:
-    s = torch.zeros(x.shape[0], table.rank, dtype=x.dtype, device=x.device)
+def _down(
+    x: torch.Tensor, table: AdapterTable, rows: JobRows, of_b: bool, seeds: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    s = torch.zeros(x.shape[0], table.rank, dtype=x.dtype, device=x.device) if out is None else out
     for job, adapter, where in _each(table, rows, x.device):
         own = _dropped(x, job, adapter, rows, where, seeds)
         matrix = adapter.b.t() if of_b else adapter.a
-        s[where, : matrix.shape[0]] = (adapter.scale * own @ matrix.detach().to(own.dtype).t()).to(s.dtype)
+        s[where, _columns_of(adapter)] = (adapter.scale * own @ matrix.detach().to(own.dtype).t()).to(s.dtype)
     return s
 
 
@@ -342,7 +364,7 @@ def _up(
     dtype = working_dtype(y)
     for job, adapter, where in _each(table, rows, y.device):
         matrix = (adapter.b.t() if of_b else adapter.a).detach().to(dtype)
-        new = s[where, : matrix.shape[0]].to(dtype) @ matrix
+        new = s[where, _columns_of(adapter)].to(dtype) @ matrix
         mask = mask_of(rows, job, y.shape[1], adapter, seeds, y.device, dtype)
         y[where] = (y[where].to(dtype) + torch.where(mask == 0, 0, new * mask)).to(y.dtype)
 
@@ -353,6 +375,6 @@ def _gradients(
     found: list[torch.Tensor | None] = [None] * len(table.adapters)
     for job, adapter, where in _each(table, rows, x.device):
         own = _dropped(x, job, adapter, rows, where, seeds)
-        narrow = s[where, : adapter.a.shape[0]].to(own.dtype)
+        narrow = s[where, _columns_of(adapter)].to(own.dtype)
         found[job] = own.t() @ narrow if of_b else narrow.t() @ own
     return found
