@@ -37,7 +37,9 @@ class DeepspeedZero(Parallel):
 
     name: ClassVar[str] = "deepspeed_zero"
     summary: ClassVar[str] = "DeepSpeed's ZeRO-1, 2 or 3: optimizer state, gradients, weights divided among the ranks"
-    requires: ClassVar[Requires] = Requires(packages={"deepspeed": "DS_BUILD_OPS=0 pip install 'lorabench[deepspeed]'"})
+    requires: ClassVar[Requires] = Requires(
+        packages={"deepspeed": "pip install 'lorabench[deepspeed]' (DS_BUILD_OPS=0 before it: without a compiler)"}
+    )
     excludes: ClassVar[dict[str, str]] = {"capture": CAPTURED, "compilation": COMPILED}
     stage: int = 2
 
