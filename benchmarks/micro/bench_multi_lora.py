@@ -20,7 +20,7 @@ def test_multi_linear(form, jobs, phase, time, tensor, shapes):
 
     def loop():
         each = zip(x.split(counts), adapters, strict=True)
-        return x @ weight.t() + torch.cat([own @ a.t() @ b.t() * scale for own, (a, b, scale, _) in each])
+        return x @ weight.t() + torch.cat([own @ a.t() @ b.t() * scale for own, (a, b, scale, *_) in each])
 
     forms = {"ours": lambda: multi_linear(x, weight, table, rows), "torch": loop, "bare": lambda: x @ weight.t()}
     learned = [] if form == "bare" else [t for a, b, *_ in adapters for t in (a, b)]
