@@ -44,13 +44,14 @@ def activate(
         glu.forward_into(gate, up, packed[:, :width], act)
         lora_input(down, packed[:, :width], op_down, seeds, packed[:, width:], scaled_s)
 
+    def fused(tile: str) -> None:
+        glu.forward_lora_into(gate, up, packed, LoraColumns(op_down.a, down.rank, scaled_s), act, tile)
+        down.keep_own_columns(packed[:, width:], scaled_s.out)
+
     forms = {"plain": plain}
     if down.p and seeds is None and tensor_cores(packed, op_down.a):
-        columns = LoraColumns(op_down.a, down.rank, scaled_s)
-        tiles = glu_tiles(tune.bucket(m))
-        forms = {t: partial(glu.forward_lora_into, gate, up, packed, columns, act, t) for t in tiles} | forms
+        forms = {tile: partial(fused, tile) for tile in glu_tiles(tune.bucket(m))} | forms
     forms[tune.pick("glu", (tune.bucket(m), width, down.p, act, packed.dtype), forms, packed.device)]()
-    down.keep_own_columns(packed[:, width:], scaled_s.out)
     return packed, scaled_s.out
 
 

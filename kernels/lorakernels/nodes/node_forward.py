@@ -78,9 +78,13 @@ class NodeInput:
             return rstd
 
         def fused(tile: str) -> torch.Tensor | None:
+            rstd = None
             if norm is None:
-                return concat_operand_into(x, columns, buffer, tile)
-            return norm_lora_into(norm, buffer, columns, tile)
+                concat_operand_into(x, columns, buffer, tile)
+            else:
+                rstd = norm_lora_into(norm, buffer, columns, tile)
+            group.keep_own_columns(buffer[:, k:], scaled_s.out)
+            return rstd
 
         tiles = s_tiles(copied=True) if norm is None else norm_tiles(k)
         forms: dict[str, Any] = {tile: partial(fused, tile) for tile in tiles if tensor_cores(buffer, op.a)}
@@ -111,14 +115,12 @@ def fill_operand(
     scaled = [g.new_scaled_s(m, dtype, x.device) for g in groups]
     if len(groups) == 1 and first.p > 0 and seeds[0] is None:
         rstd = node_input.write_with_s(buffer, first, ops[0], scaled[0])
-        first.keep_own_columns(buffer[:, k:], scaled[0].out)
         return Filled(buffer, rstd, [buffer[:, k:]], [scaled[0].out])
     rstd = node_input.write(buffer[:, :k])
     out = []
     for g, op, seed, scaled_s in zip(groups, ops, seeds, scaled, strict=True):
         s = torch.empty(m, g.p, dtype=dtype, device=x.device)
         lora_input(g, buffer[:, :k], op, seed, s, scaled_s)
-        g.keep_own_columns(s, scaled_s.out)
         out.append(s)
     return Filled(buffer, rstd, out, [scaled_s.out for scaled_s in scaled])
 
@@ -156,7 +158,6 @@ def output_of_foreign_input(
         s = torch.empty(x.shape[0], group.p, dtype=x.dtype, device=x.device)
         scaled_s = group.new_scaled_s(x.shape[0], x.dtype, x.device)
         lora_input(group, x, op, seed, s, scaled_s)
-        group.keep_own_columns(s, scaled_s.out)
         return separate_product(group, x, s, op), scaled_s.out
 
     if op.full is None or not group.p or not group.one_gemm:

@@ -30,7 +30,8 @@ def lora_input(
     projection: Projection, x: torch.Tensor, op: Operand, seeds: torch.Tensor | None, out: torch.Tensor,
     scaled_s: ScaledS,
 ) -> None:  # fmt: skip
-    """out (M, p) = S = dropout(x) · Aᵀ of x (M, K), member by member where their masks differ; sS to scaled_s.
+    """out (M, p) = S = dropout(x) · Aᵀ of x (M, K), member by member where their masks differ; sS to scaled_s. Each row
+    has zeros in the columns of other jobs' slots.
 
     seeds: the projection's, or None without dropout.
     """
@@ -40,6 +41,7 @@ def lora_input(
         columns = LoraColumns(op.a, projection.rank, scaled_s)
         tiles = s_tiles(copied=False)
         _by_tile("S", tiles, projection.rank, x, op.a, lambda tile: s_into(x, columns, out, tile))
+        projection.keep_own_columns(out, scaled_s.out)
         return
     _dropped_input(projection, x, op, seeds, out)
     scaled_s.write(out)

@@ -120,8 +120,7 @@ class Projection(OperandBuffer):
     def _jobs_of(self, x: torch.Tensor) -> JobRows:
         """The jobs of the rows of x (M, …), on its device."""
         assert self.slot is not None and self.slot.jobs is not None, "slots know the jobs of the rows"
-        jobs = self.slot.jobs
-        return jobs.times(x.shape[0] // jobs.rows if jobs.rows else 0, x.device)
+        return self.slot.jobs.in_all(x.shape[0], x.device)
 
     def _columns_jobs(self, device: torch.device) -> torch.Tensor:
         """(p,) int32, made once."""

@@ -65,10 +65,11 @@ class JobRows:
         count = x.numel() // max(1, x.shape[-1])
         if count != self.rows and (x.dim() != 3 or x.shape[0] != self.rows):
             raise ValueError(f"a linear has {count} rows {tuple(x.shape)}; the jobs were set for {self.rows}")
-        return self.times(count // self.rows if self.rows else 0, x.device)
+        return self.in_all(count, x.device)
 
-    def times(self, times: int, device: torch.device) -> JobRows:
-        """The same on the device, with so many rows in the place of each."""
+    def in_all(self, count: int, device: torch.device) -> JobRows:
+        """The same on the device, with as many rows in the place of each as make `count`."""
+        times = count // self.rows if self.rows else 0
         key = times, device
         if key not in self._of_input:
             self._of_input[key] = JobRows([(job, own * times) for job, own in self.runs], device)
