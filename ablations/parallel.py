@@ -131,7 +131,8 @@ class Ddp(Parallel):
         from torch.nn.parallel import DistributedDataParallel
 
         alike(self.name, step)
-        step.innermost.call = DistributedDataParallel(step.model, gradient_as_bucket_view=True)
+        # No broadcast of all weights: the ranks have drawn or read the same ones, and the base is not to be written to.
+        step.innermost.call = DistributedDataParallel(step.model, gradient_as_bucket_view=True, init_sync=False)
         return _Reduced(step)
 
     def audit(self, evidence: Evidence) -> int:

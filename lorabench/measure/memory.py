@@ -17,6 +17,9 @@ from lorabench.contract.hooks import message_of
 from lorabench.measure.trial import run_trial, synchronize
 from lorabench.record.schema import ArmMemory
 
+SHORT_OF_MEMORY = (
+    "DefaultCPUAllocator", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc",
+)  # fmt: skip
 CONTEXT = 0.7e9  # bytes that a process takes on a GPU for itself
 
 
@@ -125,10 +128,8 @@ def _process_peak(arm: Arm, static: int) -> int | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """torch's own exception on a GPU; on a CPU its allocator raises a RuntimeError that only its text tells apart."""
+    """torch's own exception on a GPU; of a CPU's allocator and of NCCL a RuntimeError that its text tells apart."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = message_of(error)
-    return isinstance(error, RuntimeError) and any(
-        words in text for words in ("DefaultCPUAllocator", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    )
+    return isinstance(error, RuntimeError) and any(words in text for words in SHORT_OF_MEMORY)

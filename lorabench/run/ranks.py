@@ -23,6 +23,7 @@ from lorabench.record.schema import ArmMemory
 
 HOST = "127.0.0.1"
 LATER_S = 60.0
+NCCL_BYTES = 4 << 30  # of a GPU that torch's allocator leaves to NCCL, whose buffers are none of its own
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,14 @@ def joined(
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }  # fmt: skip
     device = torch.device(device_type)
+    if device_type == "cuda" or not one_gpu:  # else they share one CPU as a GPU's processes share the GPU
+        # Each its share of the cores: threads that spin for cores of another rank make both many times as slow.
+        torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
     if nccl:  # else it is the first GPU, as in a seat of one process
         device = torch.device(device_type, place.rank)
         torch.cuda.set_device(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(max(0.5, 1 - NCCL_BYTES / total), device)
     backend = "nccl" if nccl else "gloo"
     # Later than the sweep's own limit: it says which rank hangs, torch only that a collective did not end.
     dist.init_process_group(backend, timeout=timedelta(seconds=place.timeout_s + LATER_S))
@@ -86,9 +92,9 @@ def joined(
         beat()
         reduced(0.0, dist.ReduceOp.SUM)
 
-    total = lambda value: reduced(value, dist.ReduceOp.SUM)  # noqa: E731
+    summed = lambda value: reduced(value, dist.ReduceOp.SUM)  # noqa: E731
     largest = lambda value: reduced(value, dist.ReduceOp.MAX)  # noqa: E731
-    return Ranks(place.rank, place.size, barrier, total, largest, beat), device
+    return Ranks(place.rank, place.size, barrier, summed, largest, beat), device
 
 
 def slowest(ranks: Sequence[Sequence[Made]]) -> tuple[list[int], list[Made]]:

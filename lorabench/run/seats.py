@@ -112,6 +112,8 @@ class Seats:
             entry = todo.pop(0)
             if not entry.stack.is_reference and self._late(entry):
                 continue
+            if entry.stack.ranks > 1:  # a rank without room leaves the others waiting for it: all would begin anew
+                self._make_room([])
             failed = self._prepare(seat, entry, gate=entry.ready is None)
             if failed is None:
                 continue
@@ -129,8 +131,12 @@ class Seats:
         there, unless it has had turns elsewhere."""
         beside = {name for seat in self.seats for name in seat.names} - {entry.name}
         entry.cramped = all(self.entries[name].stack.is_reference for name in beside)
+        self._put_off(entry)
+
+    def _put_off(self, entry: Entry) -> None:
         if entry not in self.crowded_out:
             self.crowded_out.append(entry)
+            self.tell(f"no room beside the others: {entry.name} comes in a later block")
 
     def _planned_now(self, failed: Entry, todo: Sequence[Entry]) -> list[Entry]:
         """Who is still to be seated, where a design goes on without what did not apply: some need not be, others come
@@ -361,7 +367,7 @@ class Seats:
                 return
             most = max(keeping, key=lambda e: e.ready.own_bytes if e.ready else 0)
             self._dismiss(next(seat for seat in self.seats if most.name in seat.names), most)
-            self.crowded_out.append(most)
+            self._put_off(most)
 
     def _bytes(self, seats: Sequence[Sequence[Entry]]) -> float:
         """Bytes on the device with these arms in these seats: what each holds, of each seat the largest peak beside."""

@@ -3,6 +3,7 @@ named."""
 
 from __future__ import annotations
 
+import os
 import time
 from importlib.util import find_spec
 
@@ -16,7 +17,7 @@ from lorabench.measure.seat import Made
 from lorabench.measure.trial import Trial
 from lorabench.plan.design import refusal
 from lorabench.record.store import read_records
-from lorabench.run.ranks import slowest, spread_of, whole_batch
+from lorabench.run.ranks import Place, joined, slowest, spread_of, whole_batch
 
 COMMON = ("models=[tiny-llama]", "workload=8x256", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
 
@@ -132,6 +133,20 @@ def fails_once(plugin, tmp_path, toggle, status, reason):
 def made(*trials):
     phases = [{"forward": forward, "backward": backward} for forward, backward in trials]
     return [Made(Trial(ms, ms, {}, 0.0, 1.0)) for ms in phases]
+
+
+@pytest.mark.parametrize(("one_gpu", "threads"), [(False, 2), (True, 8)])
+def test_ranks_of_one_machine_divide_its_threads(one_gpu, threads, monkeypatch):
+    """Two processes that each compute with all cores made an arm ten times as slow; jobs that share one CPU do so."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **more: None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        joined(Place(0, 4, 1, "", 0.0, 0, 9.0), "cpu", lambda: None, one_gpu)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_times_are_the_slowest_rank_s_and_the_spread_is_kept():
