@@ -455,6 +455,8 @@ SUITES: dict[str, Sequence[str]] = {
     "auto_batch_size": (cells.TIME, cells.WHOLE, cells.MEMORY),
     "checkpointing": (cells.TIME, cells.WHOLE, cells.MEMORY),
     "mlora": (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING),
+    "mlora_strategies": (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING),
+    "mlora_ways": (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING),
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     "packing": (cells.TIME, cells.WHOLE, cells.MEMORY),
     "prequantized_loading": (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND),

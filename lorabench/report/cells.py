@@ -156,8 +156,12 @@ def _phase(row: Mapping[Any, Any], phase: str) -> str:
 def _host(row: Mapping[Any, Any]) -> str:
     if not host_bound(row) or not math.isfinite(row[f"{TOTAL}_speedup"]):
         return ""
-    shown = [f"{number(row[f'{TOTAL}_{arm}_ms'])} ({100 * row[f'{arm}_host_share']:.0f} %)" for arm in ARMS]
-    return " → ".join(shown)
+    return " → ".join(number(row[f"{TOTAL}_{arm}_ms"]) + _of_host(row[f"{arm}_host_share"]) for arm in ARMS)
+
+
+def _of_host(share: float) -> str:
+    """Nothing where nobody knows: the waits of several processes on one device are not one wait."""
+    return f" ({100 * share:.0f} %)" if math.isfinite(share) else ""
 
 
 def _sessions(row: Mapping[Any, Any]) -> str:

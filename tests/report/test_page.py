@@ -14,6 +14,7 @@ from record.arms import Simulated, written
 from lorabench.report.analysis import Analysis
 from lorabench.report.answers import fastest, published_answer
 from lorabench.report.arms import LEAST, REFERENCE, TWIN, arms_of
+from lorabench.report.cells import HOST, text_groups
 from lorabench.report.opening import reference_name, settings
 from lorabench.report.page import page
 from lorabench.report.page_data import families
@@ -252,6 +253,16 @@ def test_a_host_that_the_gpu_waits_for_is_said(record, analysed):
     (family,) = families(analysed([record([]), made]))
     assert any("waits for its host" in doubt for doubt in family["opening"]["doubts"])
     assert named(family)["a"]["hostBound"]
+
+
+def test_a_share_of_the_host_that_nobody_knows_is_left_out(record, analysed):
+    """Of several processes on one GPU the device's waits are not measured."""
+    waits = {"forward": {"device_busy_ms": 6.0, "label": "host-bound"}}
+    made = record(["processes"], speedup=1.3, roofline={"reference": waits})
+    (group,) = text_groups(analysed([record([]), made]))
+    (said,) = [row[HOST] for row in group.rows if "processes" in row.values()]
+    before, after = said.split(" → ")
+    assert before.endswith(" %)") and "%" not in after
 
 
 def test_the_settings_to_paste_are_those_of_the_stack():
