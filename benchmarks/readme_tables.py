@@ -449,14 +449,15 @@ def _alone(row: Row | None) -> str:
 
 # -- a suite on a page of its own -------------------------------------------------------------------------------------
 
+JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING)  # of suites that train several
 # What the page of a suite's toggles shows of it, beside the toggle and the verdict.
 SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
     "auto_batch_size": (cells.TIME, cells.WHOLE, cells.MEMORY),
     "checkpointing": (cells.TIME, cells.WHOLE, cells.MEMORY),
-    "mlora": (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING),
-    "mlora_strategies": (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING),
-    "mlora_ways": (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING),
+    "mlora": JOBS,
+    "mlora_strategies": JOBS,
+    "mlora_ways": JOBS,
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     "packing": (cells.TIME, cells.WHOLE, cells.MEMORY),
     "prequantized_loading": (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND),

@@ -114,6 +114,7 @@ class Seats:
                 continue
             if entry.stack.ranks > 1:  # a rank without room leaves the others waiting for it: all would begin anew
                 self._make_room([])
+                seat = seat.now  # which an arm may have ended on leaving
             failed = self._prepare(seat, entry, gate=entry.ready is None)
             if failed is None:
                 continue

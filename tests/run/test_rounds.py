@@ -156,10 +156,12 @@ def test_an_arm_that_keeps_too_much_between_its_turns_comes_in_a_block_of_its_ow
     assert set(found["adamw"].seats) < set(found[REFERENCE].seats)
 
 
-def test_room_is_made_before_an_arm_of_several_ranks_is_prepared(tmp_path):
+@pytest.mark.parametrize("dies", [False, True])
+def test_room_is_made_before_an_arm_of_several_ranks_is_prepared(dies, tmp_path):
     """One that finds none leaves the other ranks waiting for it, and every arm of its seat is prepared again."""
     machine = MACHINE.model_copy(update={"gpu": {"memory_bytes": 100e9}})
     script = Script(ready=lambda name: Ready(own_bytes=int(95e9 if name == "adamw" else 1e9)))
+    script.fails = {("drop", "adamw"): raising(Lost("crash", "it died", None, None))} if dies else {}
     told, two = list[str](), ("ablations=[adamw,eager,ddp]", "world_size=2")
     with Runner(script, machine, None, "session", 9.0, tmp_path) as running:  # type: ignore[arg-type]
         found = {r.arm: r for r in running.family(family(*two), told.append)}
