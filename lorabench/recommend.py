@@ -235,13 +235,10 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
     from lorabench.advice.search import following, seat_seconds
     from lorabench.record.pairs import pairs
     from lorabench.run.entries import NO_TIME, Limits
-    from lorabench.run.journal import Journal
+    from lorabench.run.journal import kept
     from lorabench.run.progress import Display
 
-    for record in Journal(config.output).recovered():  # of a run that was killed
-        if record.status != "timeout":
-            store.append(record)
-    Journal(config.output).end()
+    kept(store, without=["timeout"])  # of a run that was killed
     question = _question(config, queue.machine, console)
     say_rows(console, [question.itself])
     lost: dict[Any, str] = {}

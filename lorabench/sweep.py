@@ -33,7 +33,7 @@ from lorabench.listing import say_rows, show_ablations, show_plan
 from lorabench.plan.compose import ConfigError, check_names, load_config, names_in, plan
 from lorabench.record.store import RECORDS, RecordError, Store, StoreError
 from lorabench.run.agenda import Agenda
-from lorabench.run.journal import Journal
+from lorabench.run.journal import kept
 from lorabench.run.load import disturbing, load_average
 from lorabench.run.session import new_session as new_session  # log_command takes it from here
 from lorabench.run.signals import uninterrupted
@@ -202,14 +202,11 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
 
     if store.repaired:
         console.print(f"[yellow]{escape(store.repaired)}")
-    if recovered := Journal(config.output).recovered():
-        for record in recovered:
-            store.append(record)
+    if recovered := kept(store):
         rounds = max(len(record.rounds) for record in recovered)
         console.print(
             f"[yellow]the last sweep was ended after {rounds} rounds of a family; they are kept, and it goes on"
         )
-    Journal(config.output).end()
     agenda = Agenda(config, store.records())
     if agenda.recorded and config.resume is False:
         raise ConfigError(

@@ -202,6 +202,7 @@ class Kind(KindSpec):
     def last_trial(self, arm: Arm, run: Callable[[], Any]) -> dict[str, Any]:
         """After the timed trials, of which none comes after it: run one more by `run()`, and say what there is to say
         of it."""
+        run()
         return {}
 
     def cross(self, reference: Arm, candidate: Arm) -> dict[str, Any]:

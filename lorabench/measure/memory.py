@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lorabench.contract.arm import Arm
 from lorabench.contract.hooks import message_of
-from lorabench.measure.trial import run_trial, synchronize
+from lorabench.measure.trial import Trial, run_trial, synchronize
 from lorabench.record.schema import ArmMemory
 
 SHORT_OF_MEMORY = (
@@ -75,56 +75,83 @@ def growth(device: torch.device, run: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+class Peaks:
+    """What an arm's trials take at most of memory above what was allocated when each began. Of several trials the last
+    one counts."""
+
+    def __init__(self, arm: Arm) -> None:
+        self.arm = arm
+        self.by_phase: dict[str, int] = {}
+        self.process: int | None = None
+        self.retries = 0
+
+    def trial(self) -> Trial:
+        """One trial, watched; `clear` has to follow before anything else is allocated."""
+        arm = self.arm
+        arm.kind.clear(arm)
+        resident = _resident_now() if arm.kind.measures_host(arm) else None
+        done = self._on_gpu() if arm.device.type == "cuda" else run_trial(arm)
+        arm.kind.clear(arm)
+        peak = _most_resident() if resident is not None else None
+        self.process = None if peak is None or resident is None else max(peak - resident, 0)
+        return done
+
+    def _on_gpu(self) -> Trial:
+        synchronize(self.arm.device)
+        before, retries = torch.cuda.memory_allocated(), _retries()
+        self.by_phase = {}
+        current: list[str] = []
+
+        def at(phase: str) -> None:
+            if current:
+                grown = torch.cuda.max_memory_allocated() - before
+                self.by_phase[current[0]] = max(self.by_phase.get(current[0], 0), grown)
+            current[:] = [phase]
+            torch.cuda.reset_peak_memory_stats()  # host bookkeeping only: it does not wait for the device
+
+        done = run_trial(self.arm, at)
+        at("end")
+        self.retries = _retries() - retries
+        return done
+
+    def memory(self, static: int, reserved_growth: int) -> ArmMemory:
+        """With what this arm added when it was built and warm: a phase's peak is its growth and this `static` part."""
+        parts = self.arm.kind.held(self.arm)
+        own = static if self.arm.device.type == "cpu" else 0
+        process = None if self.process is None else self.process + own
+        if self.arm.device.type != "cuda":
+            return ArmMemory(**parts, process=process)
+        peaks = {phase: grown + static for phase, grown in self.by_phase.items()}
+        return ArmMemory(
+            **parts, static=static, peaks=peaks, peak=max(peaks.values()), process=process, reserved=reserved_growth,
+            retries=self.retries,
+        )  # fmt: skip
+
+
 def measure(arm: Arm, static: int, reserved_growth: int) -> ArmMemory:
-    """One more trial, with the peak read per phase. `static` is what this arm added when it was built and warm.
-
-    A phase's peak is the growth above what was allocated when the trial began (all arms' static parts), plus this
-    arm's own static part.
-    """
-    parts = arm.kind.held(arm)
-    process = _process_peak(arm, static if arm.device.type == "cpu" else 0) if arm.kind.measures_host(arm) else None
-    if arm.device.type != "cuda":
-        return ArmMemory(**parts, process=process)
-    arm.kind.clear(arm)
-    synchronize(arm.device)
-    before = torch.cuda.memory_allocated()
-    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    peaks: dict[str, int] = {}
-    current: list[str] = []
-
-    def at(phase: str) -> None:
-        if current:
-            peaks[current[0]] = max(peaks.get(current[0], 0), torch.cuda.max_memory_allocated())
-        current[:] = [phase]
-        torch.cuda.reset_peak_memory_stats()  # host bookkeeping only: it does not wait for the device
-
-    run_trial(arm, at)
-    at("end")
-    arm.kind.clear(arm)
-    net = {phase: peak - before + static for phase, peak in peaks.items()}
-    return ArmMemory(
-        **parts,
-        static=static,
-        peaks=net,
-        peak=max(net.values()),
-        process=process,
-        reserved=reserved_growth,
-        retries=torch.cuda.memory_stats().get("num_alloc_retries", 0) - retries,
-    )
+    """`Peaks` of one more trial."""
+    peaks = Peaks(arm)
+    peaks.trial()
+    return peaks.memory(static, reserved_growth)
 
 
-def _process_peak(arm: Arm, static: int) -> int | None:
-    """Peak resident set size of one trial, above what the process held, plus the arm's own part. Linux only."""
+def _retries() -> int:
+    return torch.cuda.memory_stats().get("num_alloc_retries", 0)
+
+
+def _resident_now() -> int | None:
+    """Bytes resident in this process, from which its peak is counted anew. None where that is not permitted. Linux
+    only."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak (proc(5)); not everywhere permitted
     except OSError:
         return None
-    before = psutil.Process().memory_info().rss
-    run_trial(arm)
-    arm.kind.clear(arm)
+    return psutil.Process().memory_info().rss
+
+
+def _most_resident() -> int | None:
     status = Path("/proc/self/status").read_text().splitlines()
-    peak = next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
-    return None if peak is None else max(peak - before, 0) + static
+    return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lorabench.contract.arm import Arm
-from lorabench.measure.trial import run_trial, synchronize
+from lorabench.measure.trial import Trial, run_trial, synchronize
 
 T = TypeVar("T")
 
@@ -65,11 +65,12 @@ def _raw(trace: profile) -> Sequence[Any]:
     return trace.profiler.kineto_results.events()  # type: ignore[union-attr]
 
 
-def device_busy(arm: Arm) -> dict[str, float] | None:
-    """Milliseconds per phase in which the GPU had at least one kernel or copy running (union of intervals), from one
-    trial that is not timed. None on a CPU. Comes after the trials: a profiler that was once on leaves a trace."""
+def watched_trial(arm: Arm, number: int | None = None) -> tuple[Trial, dict[str, float] | None]:
+    """One trial that is not timed, on the data of `number`, and the milliseconds per phase in which the GPU had at
+    least one kernel or copy running (union of intervals); None on a CPU. Comes after the timed trials: a profiler that
+    was once on leaves a trace."""
     if arm.device.type != "cuda":
-        return None
+        return run_trial(arm, number=number), None
     busy: dict[str, float] = dict.fromkeys(arm.kind.phases, 0.0)
     running: list[tuple[str, profile]] = []
 
@@ -87,10 +88,9 @@ def device_busy(arm: Arm) -> dict[str, float] | None:
         trace.__enter__()
         running.append((phase, trace))
 
-    run_trial(arm, at)
+    done = run_trial(arm, at, number)
     stop()
-    arm.kind.clear(arm)
-    return busy
+    return done, busy
 
 
 def device_spans(trace: profile) -> list[tuple[int, int, str]]:

@@ -212,16 +212,18 @@ class Seat:
             into.evidence = of_kind.first_trial(arm, traced, request)
             self._audit(stack, arm, ops, handed, into)
             of_kind.settle(arm, lambda: trial.run_trial(arm))
-            into.warm_ms = [done.total_ms for done in trial.warm_up(arm, stack.cell.warmup)]
+            peaks = memory.Peaks(arm)
+            # One trial less than is asked for: each arm has a turn that does not count before the first round.
+            warm = trial.warm_up(arm, max(1, stack.cell.warmup - 1), peaks.trial)
+            into.warm_ms = [done.total_ms for done in warm]
             of_kind.clear(arm)
         with _seconds(into, "profile"):
-            self.tell(f"memory of {name}")
             # As if it were alone: without what the base kept meanwhile, with all of the base that it uses.
             into.base_bytes = lent = self.base.bytes_of(arm.model)
             kept = self.base.nbytes - kept
             into.own_bytes = memory.allocated(self.device) - held - kept
             reserved = memory.reserved(self.device) - cached - kept
-            into.memory = memory.measure(arm, into.own_bytes + lent, reserved + lent)
+            into.memory = peaks.memory(into.own_bytes + lent, reserved + lent)
             into.jobs = of_kind.counts(arm)
             of_kind.clear(arm)
         self.guard.check_all()
@@ -314,38 +316,47 @@ class Seat:
         return kind(self.stacks[name].kind)
 
     def end(self, name: str, number: int, usual_ms: float, measure_energy: bool) -> Ended:
-        """One more trial from the start, whole; then energy, and where the time goes."""
-        arm, of_kind, into = self.arms[name], self._kind(name), Ended()
+        """Energy; then one more trial from the start, whole, in which it is seen where the time goes."""
+        arm, of_kind, into, stack = self.arms[name], self._kind(name), Ended(), self.stacks[name]
+        busy: dict[str, float] | None = None
+
+        def last() -> trial.Trial:
+            nonlocal busy
+            done, busy = profile.watched_trial(arm, number)
+            return done
+
         with _seconds(into, "evidence"):
             if changed := fairness.difference(self.before[name], fairness.of_arm(arm)):
                 # Another arm can have done it: it is said when it is so without the others, too.
                 raise fairness.Disturbed(f"the {name} was changed while it was timed: {changed}")
-            self.tell(f"certifying {name}")
+        with _seconds(into, "energy"):
             arm.kind.clear(arm)
-            into.last = of_kind.last_trial(arm, partial(trial.run_trial, arm, number=number))
+            if measure_energy and arm.kind.counts(arm) and stack.ranks == 1:
+                self.tell(f"measuring the energy of {name}")
+                into.energy = energy.measure(arm, usual_ms)
+        with _seconds(into, "evidence"):
+            self.tell(f"certifying {name}")
+            into.last = of_kind.last_trial(arm, last)
+            if any(job.lora.lora_dropout for job in stack.cell.jobs):  # that one ran without its masks
+                last()
             if timed := self.host[name]:  # none, where the process was started again after the last round
                 into.said = of_kind.said(arm, {p: [t.device_ms[p] for t in timed] for p in timed[0].device_ms})
             arm.kind.clear(arm)
-        with _seconds(into, "energy"):
-            if measure_energy and arm.kind.counts(arm) and self.stacks[name].ranks == 1:
-                self.tell(f"measuring the energy of {name}")
-                into.energy = energy.measure(arm, usual_ms)
         with _seconds(into, "profile"):
-            self.tell(f"profiling {name}")
-            self._profile(self.stacks[name], arm, into)
+            self._profile(stack, arm, into, busy)
             arm.kind.clear(arm)
         return into
 
-    def _profile(self, stack: Stack, arm: Arm, into: Ended) -> None:
-        """Busy time of the device, and with it the label and the distance to the ceiling."""
+    def _profile(self, stack: Stack, arm: Arm, into: Ended, busy: dict[str, float] | None) -> None:
+        """From the busy time of the device by phase, where that is known, the label and the distance to the ceiling."""
         dtype = str(self.dtype).removeprefix("torch.")  # which the model may leave to the machine
         cell = replace(stack.cell, model=stack.cell.model.model_copy(update={"dtype": dtype}))
         works = arm.kind.work(cell, kind(stack.kind).samples(cell), arm.ablations)
         into.tflop = {job.name: work.tflop for job, work in zip(cell.jobs, works, strict=False)}
         ceiling = self.seating.ceiling_tflops  # of one device; the work is that of all ranks together
-        of_all = busy = None
-        if not stack.process_a_job:  # else one process sees neither the others' kernels nor the time of the slowest
-            of_all, busy = ceiling and ceiling * arm.ranks.size, profile.device_busy(arm)
+        of_all = ceiling and ceiling * arm.ranks.size
+        if stack.process_a_job:  # one process sees neither the others' kernels nor the time of the slowest
+            of_all = busy = None
         if done := self.host[stack.name]:
             into.roofline = roofline.phase_rooflines(done, busy, sum(works, Work()), of_all, arm.kind.rates(arm))
 

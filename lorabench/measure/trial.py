@@ -10,6 +10,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter  # the function itself: whoever puts another one into `time` changes nothing here
 
 import torch
@@ -20,6 +21,7 @@ from lorabench.contract.arm import Arm
 
 TURN_S = 0.1  # a turn is as many trials as this holds, one at least
 MOST_TRIALS = 20
+WARM_S = 1.0  # of trials that warm an arm up: of long ones two are enough
 _record, _elapsed, _wait = Event.record, Event.elapsed_time, Event.synchronize  # as perf_counter
 
 
@@ -122,17 +124,22 @@ def _sums(times: Sequence[float], labels: Sequence[str]) -> dict[str, float]:
     return made
 
 
-def warm_up(arm: Arm, rounds: int) -> list[Trial]:
-    """At least `rounds` trials, and more (up to four times as many) while a trial is still much faster than the one
-    before it: autotuning and compilation have to be over before anything is timed. All ranks take as many."""
-    trials = [run_trial(arm) for _ in range(rounds)]
-    while 2 <= len(trials) < 4 * rounds and arm.ranks.largest(float(_still_faster(trials))):
-        trials.append(run_trial(arm))
+def warm_up(arm: Arm, rounds: int, take: Callable[[], Trial] | None = None) -> list[Trial]:
+    """`rounds` trials; of trials that take long two, if two take a second; and more (up to four times `rounds`) while a
+    trial is still much faster than the one before it: autotuning and compilation have to be over before anything is
+    timed. All ranks take as many. `take`: how a trial is made, where it is to be watched."""
+    take = take or partial(run_trial, arm)
+    trials = [take()]
+    while arm.ranks.largest(float(_wants_more(trials, rounds))):
+        trials.append(take())
     return trials
 
 
-def _still_faster(trials: Sequence[Trial]) -> bool:
-    return trials[-1].total_ms < 0.7 * trials[-2].total_ms
+def _wants_more(trials: Sequence[Trial], rounds: int) -> bool:
+    if len(trials) > 1 and trials[-1].total_ms < 0.7 * trials[-2].total_ms:
+        return len(trials) < 4 * rounds
+    took = sum(trial.total_ms for trial in trials) / 1000
+    return len(trials) < (min(rounds, 2) if took >= WARM_S else rounds)
 
 
 def trials_a_turn(ms: float) -> int:

@@ -4,12 +4,14 @@
     python -m lorabench.report results/h200/first_sweep against=lora_kernels
 
 Nothing is measured: summary.md, .csv and .tex, plots/ and report.html are written anew into the folder, its records
-stay as they are. against=NAME shows every arm over the arm of that name, which shared its rounds, instead of over the
-reference. Exit code 2 and one line where the folder cannot be read or written, or no arm has that name.
+stay as they are; rounds of a sweep that was ended before it wrote its records become records that say so.
+against=NAME shows every arm over the arm of that name, which shared its rounds, instead of over the reference. Exit
+code 2 and one line where the folder cannot be read or written, or no arm has that name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
@@ -24,7 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("against", nargs="?", type=against, metavar="against=NAME", help="show every arm over this one")
     asked = parser.parse_intermixed_args(arguments)
     folder = asked.run
-    from lorabench.record.store import RECORDS
+    from lorabench.record.store import RECORDS, Store, StoreError
+    from lorabench.run.journal import JOURNAL, kept
 
     if folder.is_dir() and not (folder / RECORDS).exists():
         wanted = "the folder that a sweep had as output="
@@ -34,6 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     console = Console()
     console.print(f"reading {folder} …", highlight=False, markup=False, style="dim", soft_wrap=True)
+    if (folder / JOURNAL).exists():
+        with contextlib.suppress(StoreError), Store(folder) as store:  # else the sweep that writes there still runs
+            if recovered := kept(store):
+                rounds = max(len(record.rounds) for record in recovered)
+                console.print(f"a sweep was ended after {rounds} rounds of a family: they are kept", highlight=False)
     from lorabench.report.write import Report  # only now: pandas, scipy and matplotlib take seconds
 
     try:

@@ -1,18 +1,20 @@
 """The journal of a family's rounds: a line a round, on the disk before the next one begins.
 
-A sweep that is killed loses the round in flight. The next one makes records of what the journal holds, and empties it.
+A sweep that is killed loses the round in flight. The next one, or a report, makes records of what the journal holds,
+and empties it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lorabench.record.schema import INTERRUPTED, UNCHECKED, ArmRecord
+from lorabench.record.store import Store
 
 JOURNAL = "rounds.jsonl"
 
@@ -84,6 +86,17 @@ class Journal:
                 arm["notes"] = {**arm.get("notes", {}), INTERRUPTED: len(rounds), UNCHECKED: True}
         found = [arm for arm in arms.values() if arm.get("rounds") or arm["status"] != "ok"]
         return [ArmRecord.model_validate(arm) for arm in found]
+
+
+def kept(store: Store, without: Container[str] = ()) -> list[ArmRecord]:
+    """What a sweep that was killed has left in this folder's journal, as records in the store; the journal is emptied.
+    `without`: records of these statuses are dropped."""
+    journal = Journal(store.folder)
+    found = [record for record in journal.recovered() if record.status not in without]
+    for record in found:
+        store.append(record)
+    journal.end()
+    return found
 
 
 def _add(arm: dict[str, Any], number: int, seat: int, phases: Mapping[str, float]) -> None:

@@ -41,6 +41,7 @@ from lorabench.run.seats import Generations, Seats
 SKETCHED = 12  # rounds whose gradients are compared beside the losses of all, picked when they are there
 LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
+ENDING_S = 2.0  # that an arm's end is taken to need beside two of its trials
 BY_TURNS_MS = 300.0  # a turn of so long moves the GPU's energy counter three times
 BEFORE = -1  # the round of turns that do not count
 NO_EVIDENCE = (AttributeError, KeyError, TypeError, ValueError)  # where an answer is not what its kind's arms say
@@ -144,7 +145,9 @@ class Rounds(Seats):
                 own = own or [seat for entry, seat in seated if self._seated(entry, seat)]
                 self._warm()
                 for number in part:
-                    if time.monotonic() > self.limits.stop_at:
+                    # Its end has to fit into what there is of time, but for the sake of a verdict.
+                    ends = sum(map(_end_s, everyone)) if number - rounds[0] >= LEAST_ROUNDS else 0.0
+                    if time.monotonic() > self.limits.stop_at - ends:
                         self.stopped = True
                         break
                     self._round(number, [e for e in self._ready() if taking.takes(e, number)], number in sketched)
@@ -441,6 +444,11 @@ class Rounds(Seats):
         except fairness.Disturbed as error:
             entry.leave("untrusted", str(error))
             entry.disturbed = True
+
+
+def _end_s(entry: Entry) -> float:
+    """About how many seconds an arm takes after its last round."""
+    return 2 * entry.warm_ms / 1000 + ENDING_S
 
 
 def _alike(reference: Sequence[dict[str, Any]], mine: dict[str, Any]) -> Sequence[dict[str, Any]]:

@@ -147,6 +147,14 @@ def test_warm_up_goes_on_while_trials_still_get_faster(monkeypatch):
     assert [t.total_ms for t in warm_up(SimpleNamespace(ranks=ONE), 2)] == [100.0, 50.0, 20.0, 19.0]
 
 
+@pytest.mark.parametrize(
+    "ms, wanted, taken", [(10.0, 5, 5), (400.0, 5, 3), (900.0, 5, 2), (4000.0, 5, 2), (4000.0, 1, 1), (4000.0, 2, 2)]
+)
+def test_of_long_trials_two_warm_an_arm_up(ms, wanted, taken):
+    arm = SimpleNamespace(ranks=ONE)
+    assert len(warm_up(arm, wanted, lambda: SimpleNamespace(total_ms=ms))) == taken
+
+
 def test_the_loss_is_transformers_own_for_one_batch():
     made = arm(*PEFT)
     batch = made.step.batches[0]

@@ -351,3 +351,14 @@ def test_a_reference_that_rounds_its_updates_on_purpose_is_allowed_its_own_toler
     declared = [Tolerance(words="states in 8 bits", update=0.1)]
     assert name in failed(certify(rounding, reference, torch.float32, declared))
     assert name not in failed(certify(rounding, reference, torch.float32, declared, declared))
+
+
+@pytest.mark.parametrize("factor, right", [(1.006, True), (1.02, False)])
+def test_what_two_runs_hide_of_the_typical_scale_by_luck_is_known_from_all_tensors(reference, tmp_path, factor, right):
+    """Two runs in which the middle of all projections is right to 1e-5, and nine tenths of them to 0.014."""
+    noise = depth_noise.DepthNoise(dict.fromkeys(reference.names, (0.02, 0.014)), 1e-5, 0.01)
+    made = arm(*PEFT)
+    for _, p in made.adapters():
+        p.register_hook(lambda grad: factor * grad)
+    checks = {c.name: c for c in certify(replace(reference, noise=noise), evidence(made, tmp_path), torch.bfloat16)}
+    assert checks["the typical gradient's scale before the trials"].passed == right

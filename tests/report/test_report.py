@@ -4,11 +4,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+from lorabench.record.store import Store, read_arms
 from lorabench.report import load_results, panels, plots, write_report
 from lorabench.report.__main__ import main
 from lorabench.report.analysis import Analysis
 from lorabench.report.figure import short
 from lorabench.report.race import bars
+from lorabench.run.journal import JOURNAL, Journal, Turn
 
 TEXTS = {"summary.csv", "summary.md", "summary.tex", "report.html"}
 # No claim or layout is of what a simulated sweep measures, and it has no jobs.
@@ -44,6 +46,23 @@ def test_full_sweep_writes_every_file_and_nothing_else(tmp_path, sweep, record, 
     ):
         assert said in text
     assert len(load_results(run)) == len(sweep()) + 2
+
+
+def test_rounds_of_a_sweep_that_was_ended_become_records_unless_it_still_runs(tmp_path, record, folder):
+    arms = read_arms(folder(tmp_path / "whole", [record(["a"], speedup=2.0)]))
+    run, phases = folder(tmp_path / "run", []), ("forward", "backward", "step")
+    journal = Journal(run)
+    journal.begin([arm.model_copy(update={"rounds": [], "seats": [], "phases": {}}) for arm in arms], 12)
+    for n in range(9):
+        ms = {arm.arm: (1 + (arm.role == "reference")) * (20.0 + n) for arm in arms}
+        journal.round(n, {name: [Turn(n, 0, dict.fromkeys(phases, each))] for name, each in ms.items()})
+    with Store(run):
+        assert main([str(run)]) == 0
+        assert (run / JOURNAL).exists() and not read_arms(run)
+    assert main([str(run)]) == 0
+    assert not (run / JOURNAL).exists() and [len(arm.rounds) for arm in read_arms(run)] == [9, 9]
+    said = (run / "summary.md").read_text()
+    assert "2.00" in said and "after 9 rounds" in said
 
 
 @pytest.mark.parametrize("case", ["nothing", "only failures", "one ok on a CPU", "no environment"])

@@ -393,6 +393,22 @@ def test_no_round_begins_after_the_budget(tmp_path):
     assert {record.status for record in found} == {"timeout"}
 
 
+@pytest.mark.parametrize("seconds, rounds", [(65.0, 9), (30.0, LEAST_ROUNDS)])
+def test_a_budget_has_room_for_what_follows_the_last_round_unless_there_would_be_no_verdict(
+    tmp_path, monkeypatch, seconds, rounds
+):
+    """Five arms of one second, so that a round takes five and the ends are taken to need five times four."""
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "adamw", "adamw_fused"), 1000.0))
+    clock = SimpleNamespace(monotonic=lambda: script.now, perf_counter=time.perf_counter)
+    for file in ("rounds", "seats"):
+        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
+    with runner(script, tmp_path) as running:
+        running.limits = Limits(stop_at=seconds)
+        found = running.family(family())
+    assert {len(record.rounds) for record in found} == {rounds}
+    assert {record.notes[INTERRUPTED] for record in found} == {rounds}
+
+
 def test_no_candidate_is_seated_after_its_time_and_the_others_have_their_rounds(tmp_path, monkeypatch):
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)

@@ -45,13 +45,14 @@ def scaled_mm(
 ) -> torch.Tensor:
     """As `fp8_mm`, by torch's product of FP8 operands. It has scales of rows in bfloat16 only; another dtype gets the
     sums in float32 and is rounded once, after the scales. An out whose rows lie apart is copied to: a form that torch
-    takes for some shapes writes as if they did not."""
+    takes for some shapes writes as if they did not. The bias is added behind the product: cuBLASLt 13.0 has none for
+    scales of rows (CUBLAS_STATUS_NOT_SUPPORTED on an H100)."""
     if dtype == torch.bfloat16:
         into = out if out is not None and out.is_contiguous() else None
         y = torch._scaled_mm(
-            x.q, w.q.t(), scale_a=x.scale, scale_b=w.scale.t(), bias=bias, out_dtype=dtype, use_fast_accum=True,
-            out=into,
-        )  # fmt: skip
+            x.q, w.q.t(), scale_a=x.scale, scale_b=w.scale.t(), out_dtype=dtype, use_fast_accum=True, out=into
+        )
+        y = y if bias is None else y.add_(bias)
         return y if out is None or into is not None else out.copy_(y)
     one = torch.ones((), device=x.q.device)
     sums = torch._scaled_mm(x.q, w.q.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)

@@ -90,9 +90,8 @@ class _Allowed:
 
     def typical(self, errors: Sequence[float]) -> float:
         """|projection - 1| of the middle one of all tensors, which are off by these `errors`."""
-        return min(
-            limits.MOST_SCALE, limits.scaled(limits.MULTIPLE * self.turned, statistics.median(errors), self.declared)
-        )
+        own = max(limits.MULTIPLE * self.turned, limits.TYPICAL * self.typical_scale)
+        return min(limits.MOST_SCALE, limits.scaled(own, statistics.median(errors), self.declared))
 
 
 def _check(name: str, found: float, allowed: float, where: str = "") -> Check:
