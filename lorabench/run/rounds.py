@@ -36,7 +36,7 @@ from lorabench.run.entries import (
 from lorabench.run.journal import Turn
 from lorabench.run.process import Doubtful, Lost
 from lorabench.run.ranks import slowest, spread_of
-from lorabench.run.seats import Generations, Seats
+from lorabench.run.seats import Generations, Seats, said_by
 
 SKETCHED = 12  # rounds whose gradients are compared beside the losses of all, picked when they are there
 LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
@@ -191,11 +191,13 @@ class Rounds(Seats):
 
     def _warm(self) -> None:
         """A turn of every arm that does not count: what an arm's start gave back to the device is taken again."""
-        for seat in [s for s in self._active() if s.names and not s.warm]:
+        while seat := next((s for s in self._active() if s.names and not s.warm), None):
             for name in list(seat.names):
                 began, entry = time.perf_counter(), self.entries[name]
                 with contextlib.suppress(Left):
                     self._tried(seat, entry, self._number(BEFORE, 0), False)
+                if seat not in self.seats:  # it was started again without this arm: all of the new one's turns
+                    break
                 self._give_back(seat)
                 entry.spent("warmup", time.perf_counter() - began)
             seat.warm = True
@@ -292,10 +294,12 @@ class Rounds(Seats):
             self._crowd_out(entry)
             if seat.alone:
                 self._close(seat, judged=False)
+            elif failed.spoilt:  # other ranks wait for the one that has failed
+                self._again(seat)
             raise Left
         if failed is not None:
             entry.disturbed = failed.disturbed
-            self._gone(seat, entry, failed.status, failed.reason, spoilt=failed.spoilt)
+            self._gone(seat, entry, failed.status, *said_by(failed, answers), spoilt=failed.spoilt)
             raise Left
 
     def _gone(

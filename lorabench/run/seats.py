@@ -203,9 +203,7 @@ class Seats:
                 self._crowd_out(entry)
             return failed  # whatever else fails is the arm's, in any seat
         if failed:
-            rank = answers.index(failed) if len(answers) > 1 and failed.status == "oom" else None
-            reason = failed.reason if rank is None else f"rank {rank}: {failed.reason}"
-            self._leave(entry, failed.status, reason, rank)
+            self._leave(entry, failed.status, *said_by(failed, answers))
             entry.disturbed, entry.numerics = failed.disturbed, dict(failed.numerics)
             if failed.status == "oom":
                 failed.spoilt |= not self._find_edge(seat, entry)
@@ -415,6 +413,14 @@ def _is_edge(found: Any) -> bool:
     if type(found) is not Edge or found.of not in (TOKENS, JOBS):
         return False
     return all(isinstance(number, int | float | None) for number in astuple(found)[1:])
+
+
+def said_by(failed: Failed, answers: Sequence[Any]) -> tuple[str, int | None]:
+    """The reason of a failure, and the one of several ranks that ran out of memory."""
+    if len(answers) == 1 or failed.status != "oom":
+        return failed.reason, None
+    rank = answers.index(failed)
+    return f"rank {rank}: {failed.reason}", rank
 
 
 def _above(ready: Ready) -> int:
