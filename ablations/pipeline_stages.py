@@ -40,7 +40,7 @@ class Elsewhere(nn.Module):
 def leave_out(base: Any, each: int, layers: Sequence[int] | None) -> int | None:
     """Replace the decoder layers of a model without weights that cannot be of this rank; how many. What stays is each
     of its `each` stages: as `layers` says, else as the numbers of parameters let expect, and MARGIN layers on both
-    sides. None: the layers cannot be divided so, which the step will refuse."""
+    sides. None: this model's layers cannot be divided so, and it stays whole."""
     backbone = getattr(base, base.base_model_prefix)
     count, ranks = len(backbone.layers), dist.get_world_size()
     if count < each * ranks or (layers and (len(layers), sum(layers)) != (each * ranks, count)):

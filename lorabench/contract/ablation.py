@@ -186,7 +186,7 @@ class Ablation:
     def divide(self, base: torch.nn.Module) -> int | None:
         """Divide transformers' model among the ranks while it is on the meta device, so that none ever holds the whole:
         its weights are drawn afterwards, one after the other, of which each rank keeps its part. Return the number of
-        modules that are divided. None: leave it whole. Weights that are read come whole, and this is not asked."""
+        modules that are divided or left out. None: leave it whole. Weights that are read come whole: not asked then."""
         return None
 
     def prepare(self, base: torch.nn.Module, *, upcast: bool) -> None:

@@ -1,7 +1,7 @@
 """A seat's frozen weights: one copy, over which every arm that changes none of them has parameters of its own.
 
 The first arm is built as if it were alone, and the Base keeps its weights. A later one of the same recipe is built on
-the meta device, where nothing is allocated, and gets the kept storages; where it leaves layers out, those of the others.
+the meta device, where nothing is allocated, and gets the kept storages, where it leaves layers out those of the others.
 Another process gets them by CUDA IPC, on a CPU by a file that it maps. Whatever replaces a parameter's data (a merged
 projection, a cast) changes its own arm alone; what writes into it is noticed by the checksum.
 """
