@@ -38,6 +38,7 @@ class Pipelined(Ablation):
 
     slot: ClassVar[str] = "parallel"
     parallel: ClassVar[bool] = True
+    leaves_out: ClassVar[bool] = True
     rank: ClassVar[int] = -10  # first, and innermost: what others wrap is the pipeline
     decides: ClassVar[tuple[str, ...]] = ("batching",)
     own_dropout_masks: ClassVar[bool] = True  # drawn stage by stage
@@ -69,6 +70,11 @@ class Pipelined(Ablation):
 
     def least_layers(self, ranks: int) -> int:
         return self.each * ranks
+
+    def divide(self, base: nn.Module) -> int | None:
+        from .pipeline_stages import leave_out
+
+        return leave_out(base, self.each, self.layers)
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         """Every rank has all of them, and counts none but on rank 0."""

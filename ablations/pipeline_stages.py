@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +22,7 @@ from lorabench.contract.ablation import Unsupported
 from lorabench.schedule.stage_times import balanced
 
 FORWARD, BACKWARD = "forward", "backward"
+MARGIN = 2  # layers by which a measured stage may begin or end beside the estimated one
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
@@ -33,6 +35,33 @@ class Elsewhere(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
+
+
+def leave_out(base: Any, each: int, layers: Sequence[int] | None) -> int | None:
+    """Replace the decoder layers of a model without weights that cannot be of this rank; how many. What stays is each
+    of its `each` stages: as `layers` says, else as the numbers of parameters let expect, and MARGIN layers on both
+    sides. None: this model's layers cannot be divided so, and it stays whole."""
+    backbone = getattr(base, base.base_model_prefix)
+    count, ranks = len(backbone.layers), dist.get_world_size()
+    if count < each * ranks or (layers and (len(layers), sum(layers)) != (each * ranks, count)):
+        return None
+    margin = 0 if layers else MARGIN
+    split = layers or balanced(count, each * ranks, _parameters(backbone.layers[0]), _parameters(base.lm_head))
+    spans = [range(span.start - margin, span.stop + margin) for span in spans_of(split)[dist.get_rank() :: ranks]]
+    others = [n for n in range(count) if not any(n in span for span in spans)]
+    for n in others:
+        backbone.layers[n] = Elsewhere(backbone.layers[n])
+    backbone.estimated_split = list(split)  # on every rank, also on one that keeps all layers
+    return len(others)
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def spans_of(split: Sequence[int]) -> list[range]:
+    """The layers of each stage, of so many layers each."""
+    return [range(begin, end) for begin, end in pairwise(accumulate(split, initial=0))]
 
 
 class _Contiguous(torch.autograd.Function):
@@ -58,7 +87,7 @@ class Parts:
         self.norm = self.backbone.norm
 
     @contextlib.contextmanager
-    def only(self, layers: range, last: bool = True) -> Iterator[None]:
+    def only(self, layers: Sequence[int], last: bool = True) -> Iterator[None]:
         """The backbone with these layers alone, and without its norm unless it is the last stage's."""
         before = self.backbone.layers, self.backbone.norm
         kept = [layer if n in layers else Elsewhere(layer) for n, layer in enumerate(self.layers)]
@@ -215,26 +244,36 @@ class Pipeline:
 def measured_split(parts: Parts, inputs: dict[str, Any], stages: int, repeats: int = 3) -> list[int]:
     """How many layers each stage has, so that the slowest is as fast as can be; the same on every rank. One layer's
     forward and backward are measured on a micro-batch, and what stands outside of the layers, which the last stage has
-    as well."""
+    as well. Where `leave_out` has left layers out, no stage gets one that its rank has not."""
     count = len(parts.layers)
     if count < stages:
         raise Unsupported(f"{stages} stages need as many layers at least; the model has {count}")
     if count == stages:
         return [1] * count
     device = inputs["input_ids"].device
+    here = [n for n, layer in enumerate(parts.layers) if not isinstance(layer, Elsewhere)]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        one, two = (min(_ms(parts, inputs, n) for _ in range(repeats + 1)) for n in (1, 2))
+        one, two = (min(_ms(parts, inputs, here[:n]) for _ in range(repeats + 1)) for n in (1, 2))
     layer = max(two - one, 1e-3 * two)
     times = torch.tensor([layer, max(one - layer, 0.0)], dtype=torch.float64, device=device)
     dist.all_reduce(times)
-    return balanced(count, stages, *times.tolist())
+    found = balanced(count, stages, *times.tolist())
+    return _within(found, getattr(parts.backbone, "estimated_split", found))
 
 
-def _ms(parts: Parts, inputs: dict[str, Any], layers: int) -> float:
-    """Milliseconds of one forward and backward of the model with its first few layers alone. No gradient stays."""
+def _within(split: Sequence[int], estimate: Sequence[int]) -> list[int]:
+    """The split, each boundary of which is moved to at most MARGIN layers from the estimate's. All boundaries of both
+    ascend, so the moved ones do, and no stage is left empty."""
+    both = zip(accumulate(split, initial=0), accumulate(estimate, initial=0), strict=True)
+    ends = [min(max(end, guess - MARGIN), guess + MARGIN) for end, guess in both]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def _ms(parts: Parts, inputs: dict[str, Any], layers: Sequence[int]) -> float:
+    """Milliseconds of one forward and backward of the model with these layers alone. No gradient stays."""
     device = inputs["input_ids"].device
     trained = [p for p in parts.model.parameters() if p.requires_grad]
-    with parts.only(range(layers)):
+    with parts.only(layers):
         clock = Clock(device.type == "cuda")
         with clock.run():
             parts.model(**inputs, use_cache=False).loss.backward()

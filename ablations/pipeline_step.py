@@ -25,7 +25,16 @@ from lorabench.contract.joint import Joint
 from lorabench.contract.step import Step
 from lorabench.schedule.pipeline import pipeline
 from lorabench_ablations.joint_step import Part
-from lorabench_ablations.pipeline_stages import BACKWARD, FORWARD, Clock, Parts, Pipeline, Stage, measured_split
+from lorabench_ablations.pipeline_stages import (
+    BACKWARD,
+    FORWARD,
+    Clock,
+    Parts,
+    Pipeline,
+    Stage,
+    measured_split,
+    spans_of,
+)
 
 STEP = "step"
 RUNS = 32  # of which the times are kept
@@ -58,15 +67,11 @@ def _filled(batch: Batch, rows: int, width: int, masked: bool) -> Batch:
 class Owners:
     """What of the trained tensors is on which rank: by rank the names, in order, and their shapes."""
 
-    def __init__(self, model: nn.Module, parts: Parts, stages: Sequence[Sequence[int]]) -> None:
-        """`stages`: of each rank its layers. Made while the whole model is there. The embedding is on the first rank,
-        what is behind the layers on the last."""
-        owner = {id(p): rank for rank, own in enumerate(stages) for n in own for p in parts.layers[n].parameters()}
-        owner |= {id(p): 0 for p in parts.backbone.embed_tokens.parameters() if id(p) not in owner}
-        self.shapes: list[dict[str, torch.Size]] = [{} for _ in stages]
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                self.shapes[owner.get(id(p), len(stages) - 1)][name] = p.shape
+    def __init__(self, model: nn.Module) -> None:
+        """All ranks ask, when each has nothing but its own stages."""
+        own = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        self.shapes: list[dict[str, torch.Size]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(self.shapes, own)
 
     def others(self, own: dict[str, Tensor], adapter: str = "") -> dict[str, Tensor]:
         """What the other ranks have of tensors like these, in float32; each rank gives its own. `adapter`: of one of
@@ -101,12 +106,11 @@ class Machinery:
         self.model = model
         self.device: torch.device = shapes[0].inputs["input_ids"].device
         self.split = list(layers or measured_split(parts, shapes[0].inputs, ranks * each))
-        ends = [sum(self.split[: n + 1]) for n in range(len(self.split))]
-        spans = [range(end - count, end) for end, count in zip(ends, self.split, strict=True)]
-        self.owners = Owners(model, parts, [[n for span in spans[r::ranks] for n in span] for r in range(ranks)])
+        spans = spans_of(self.split)
         last = len(spans) - 1
         mine = [Stage(parts, spans[n], n == 0, n == last) for n in range(rank, len(spans), ranks)]
         parts.keep(mine)
+        self.owners = Owners(model)
         self.kind, self.counts = kind, list(parts_of) or [len(shapes)]
         self.clock = Clock(self.device.type == "cuda", deque(maxlen=RUNS), deque(maxlen=RUNS))
         self.begins = [sum(self.counts[:n]) for n in range(len(self.counts))]

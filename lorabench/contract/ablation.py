@@ -165,6 +165,7 @@ class Ablation:
     slow_start: ClassVar[bool] = False  # the host compiles for minutes before its first trial: prepared last
     switches: ClassVar[tuple[str, ...]] = ()  # torch's own that it sets for its process (contract/switches.py)
     parallel: ClassVar[bool] = False  # its arm steps on `world_size` processes, one a GPU
+    leaves_out: ClassVar[bool] = False  # `divide` leaves modules out and all else as it is: arms may share the rest
     process_a_job: ClassVar[bool] = False  # with `parallel`: on one process a job of the workload, all on the first GPU
     tolerance: ClassVar[Tolerance | None] = None
     rank: ClassVar[int] = 0  # `step` wrappers of a higher rank go further outside
@@ -185,7 +186,7 @@ class Ablation:
     def divide(self, base: torch.nn.Module) -> int | None:
         """Divide transformers' model among the ranks while it is on the meta device, so that none ever holds the whole:
         its weights are drawn afterwards, one after the other, of which each rank keeps its part. Return the number of
-        modules that are divided. None: leave it whole. Weights that are read come whole, and this is not asked."""
+        modules that are divided or left out. None: leave it whole. Weights that are read come whole: not asked then."""
         return None
 
     def prepare(self, base: torch.nn.Module, *, upcast: bool) -> None:

@@ -1,9 +1,9 @@
 """A seat's frozen weights: one copy, over which every arm that changes none of them has parameters of its own.
 
 The first arm is built as if it were alone, and the Base keeps its weights. A later one of the same recipe is built on
-the meta device, where nothing is allocated, and gets the kept storages. Another process gets them by CUDA IPC, on a CPU
-by a file that it maps. Whatever replaces a parameter's data (a merged projection, a cast) changes its own arm alone;
-what writes into it is noticed by the checksum.
+the meta device, where nothing is allocated, and gets the kept storages, where it leaves layers out those of the others.
+Another process gets them by CUDA IPC, on a CPU by a file that it maps. Whatever replaces a parameter's data (a merged
+projection, a cast) changes its own arm alone; what writes into it is noticed by the checksum.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Base:
         self, recipe: str, make: Callable[[torch.device], nn.Module], device: torch.device
     ) -> nn.Module | None:  # fmt: skip
         """A model over the kept weights. `make` builds it on a device, here on the meta device. None where the Base has
-        no weights of this recipe on this device, or where they do not fit what was made."""
+        no weights of this recipe on this device, or not all that were made."""
         if recipe != self.recipe or not self._is_on(device):
             return None
         model = make(WITHOUT_WEIGHTS)
@@ -104,9 +104,9 @@ class Base:
                 parameters[first] = nn.Parameter(self.weights[first].data, made.requires_grad)
             module, leaf = _place(model, name)
             module._parameters[leaf] = parameters[first]
-        for name, buffer in self.buffers.items():
+        for name, _ in list(model.named_buffers(remove_duplicate=False)):
             module, leaf = _place(model, name)
-            module._buffers[leaf] = buffer.clone()
+            module._buffers[leaf] = self.buffers[name].clone()
         if self.generation_config is not None:
             model.generation_config = copy.deepcopy(self.generation_config)
         return model
@@ -191,9 +191,9 @@ class Base:
 
     def _fits(self, model: nn.Module) -> bool:
         shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
-        wanted = {name: self.weights[first].shape for name, first in self.names.items()}
+        kept = {name: self.weights[first].shape for name, first in self.names.items()}
         buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        return shapes == wanted and buffers == set(self.buffers)
+        return shapes.items() <= kept.items() and buffers <= set(self.buffers)
 
     def _storages(self) -> set[int]:
         return {_storage(tensor) for tensor in self.weights.values()}

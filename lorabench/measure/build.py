@@ -158,22 +158,33 @@ def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, conf
 def _recipe(request: Request, load: dict[str, Any]) -> str | None:
     """Of the base that the arm may share with others. None: its weights are its own. Of several ranks each has a base
     on its own device."""
-    whole = request.layers is None and not request.upcast and not _divides(request)
-    if request.base is None or not whole or any(map(replaces_weights, request.ablations)):
+    shallow_or_gold = request.layers is not None or request.upcast
+    parted = any(not ablation.leaves_out for ablation in _dividing(request))
+    if request.base is None or shallow_or_gold or parted or any(map(replaces_weights, request.ablations)):
         return None
     return recipe(request.model, request.seed, request.dtype, load)
 
 
-def _divides(request: Request) -> bool:
-    """Whether a toggle is asked to divide the base before it has weights."""
-    drawn = request.model.weights == "random" and not request.upcast
-    return drawn and any(type(a).divide is not Ablation.divide for a in request.ablations)
+def _dividing(request: Request) -> list[Ablation]:
+    """The toggles that are asked to divide the base before it has weights. Other libraries' patches walk over the
+    decoder layers and expect each of them: beside these none is left out."""
+    if request.model.weights != "random" or request.upcast:
+        return []
+    walked = any(ablation.global_patch for ablation in request.ablations)
+    dividing = [a for a in request.ablations if type(a).divide is not Ablation.divide]
+    return [ablation for ablation in dividing if not (walked and ablation.leaves_out)]
 
 
-def _divided(request: Request, hooks: Hooks, make: Callable[[torch.device], nn.Module]) -> nn.Module | None:
-    """The base model divided among the ranks, its weights not yet drawn; None where it stays whole."""
-    made: Any = make(WITHOUT_WEIGHTS) if _divides(request) else None
-    if made is None or hooks.first(Ablation.divide, made) is None:
+def _divided(request: Request, hooks: Hooks, make: Callable[[torch.device], nn.Module]) -> tuple[Any, bool]:
+    """(the base model on the meta device, whether it is divided among the ranks)"""
+    made = make(WITHOUT_WEIGHTS)
+    return made, hooks.first(Ablation.divide, made, among=_dividing(request)) is not None
+
+
+def _parted(request: Request, hooks: Hooks, make: Callable[[torch.device], nn.Module]) -> nn.Module | None:
+    """The divided base model on its device, its weights not yet drawn; None where it stays whole."""
+    made, divided = _divided(request, hooks, make) if _dividing(request) else (None, False)
+    if made is None or not divided:
         return None
     made.to_empty(device=request.device)
     made.tie_weights()
@@ -185,10 +196,12 @@ def _base(
     request: Request, hooks: Hooks, make: Callable[[torch.device], nn.Module], recipe: str | None
 ) -> nn.Module:  # fmt: skip
     """The base model, its weights drawn or read, or those that another arm of this recipe has drawn or read before."""
-    shared = request.base if recipe is not None else None
-    if shared is not None and recipe is not None and (lent := shared.lent(recipe, make, request.device)) is not None:
-        return lent
-    made = _divided(request, hooks, make) or make(request.device)
+    shared = request.base
+    if shared is not None and recipe is not None:
+        lent = shared.lent(recipe, lambda _: _divided(request, hooks, make)[0], request.device)
+        if lent is not None:
+            return lent
+    made = _parted(request, hooks, make) or make(request.device)
     if request.model.weights == "random":
         _fill(made, request.dtype, request.seed, None)
     if shared is not None and recipe is not None:

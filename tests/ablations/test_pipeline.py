@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import PEFT, arm, config, random_samples
+from helpers import PEFT, arm, config, random_samples, request
 from peft import PeftModel
 from several_ranks import on_ranks
 
 from lorabench.contract.ablation import Unsupported
 from lorabench.contract.ranks import ONE
 from lorabench.contract.workload import Workload
+from lorabench.measure import build
+from lorabench.measure.base import Base
 from lorabench.measure.judging.numerics import clear, one_step
 from lorabench.measure.kind import kind, request_of
 from lorabench.plan import registry
-from lorabench.plan.compose import plan
+from lorabench.plan.compose import load_config, model, plan
+from lorabench_ablations import pipeline_stages
 from lorabench_ablations.pipeline_step import save_adapter
 
 FEED = Workload(name="test", kind="fixed", batch_size=2, seq_len=16)
@@ -135,11 +141,11 @@ def test_what_peft_saves_has_the_same_loss_in_plain_peft(tmp_path):
 TWO_JOBS = ("workload=two_jobs", "reference=[sdpa,adamw_foreach,padding]")
 
 
-def jobs_arm(ranks, *toggles):
+def jobs_arm(ranks, *toggles, layers=3):
     cell = plan(config(f"models=[{DEEP}]", *TWO_JOBS, "trials=3"), "cpu").cells[0]
     names = [*PEFT[:2], *toggles]
     made = request_of(cell, "reference", torch.float32, torch.device("cpu"), Path())
-    made = replace(made, ablations=tuple(map(registry.ablation, names)), layers=3, ranks=ranks)
+    made = replace(made, ablations=tuple(map(registry.ablation, names)), layers=layers, ranks=ranks)
     return kind("train").build(made)
 
 
@@ -177,3 +183,138 @@ def test_several_jobs_in_one_pipeline_are_each_what_it_is_alone(tmp_path, flush)
         rows = 1 if flush else 2  # a job alone has to fill the pipeline with its two samples
         assert said["sent_bytes_by_rank"] == [said["micro_batches"] * rows * 48 * 64 * 4] * 2
         assert said["predicted_bubble_pct"] < 100 and sum(said["layers_by_stage"]) == 3
+
+
+# -- layers that a rank never has ------------------------------------------------------------------------------------
+
+LAYERS = 8
+HALF, MARGIN = LAYERS // 2, pipeline_stages.MARGIN  # the head of this model is less than half of a layer
+
+
+def deep(*names, ranks=ONE, base=None, overrides=()):
+    """An arm of the whole model: no gate's shallow one."""
+    made = request(
+        *PEFT[:2], *names, samples=random_samples(LENGTHS), workload=FEED, model=DEEP, ranks=ranks, overrides=overrides
+    )
+    return kind("train").build(replace(made, base=base))
+
+
+def layers_of(model):
+    """The decoder layers of which a model has frozen weights."""
+    found = (re.search(r"\.layers\.(\d+)\.", n) for n, p in model.named_parameters() if "lora_" not in n and p.numel())
+    return sorted({int(one[1]) for one in found if one})
+
+
+def watched():
+    """A list that gets, of each base model whose weights are drawn, its layers and its parameters, these weakly."""
+    drawn, fill = [], build._fill
+
+    def filling(model, dtype, seed, adapter):
+        if adapter is None:
+            drawn.append((layers_of(model), [weakref.ref(p) for p in model.parameters()]))
+        fill(model, dtype, seed, adapter)
+
+    build._fill = filling
+    return drawn
+
+
+def held(ranks, toggle):
+    """(layers that are drawn, layers when the arm is built, those after a step, bytes that outlive the cut unused)"""
+    drawn = watched()
+    jobs = "pipeline_multi_adapter" in toggle
+    made = jobs_arm(ranks, toggle, layers=None) if jobs else deep(toggle, ranks=ranks)
+    built = layers_of(made.model)
+    for step in made.steps:
+        one_step(made, step)
+    gc.collect()
+    ((first, parameters),) = drawn
+    mine = {id(p) for p in made.model.parameters()}
+    left = [p for one in parameters if (p := one()) is not None and id(p) not in mine]
+    return first, built, layers_of(made.model), sum(p.nbytes for p in left)
+
+
+MARGINS = [[*range(HALF + MARGIN)], [*range(HALF - MARGIN, LAYERS)]]
+
+
+@pytest.mark.parametrize(
+    ("toggle", "wanted"),
+    [
+        ("pipeline_1f1b", MARGINS),
+        ({"pipeline_gpipe": {"layers": [HALF, HALF]}}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ({"pipeline_interleaved": {"layers": [1, 3, 2, 2]}}, [[0, 4, 5], [1, 2, 3, 6, 7]]),
+        ({"pipeline_multi_adapter": {"flush": True}}, MARGINS),
+    ],
+)
+def test_a_rank_has_its_own_layers_and_a_margin_from_the_start(tmp_path, toggle, wanted):
+    answers = on_ranks(2, tmp_path, held, toggle)
+    assert [first for first, *_ in answers] == wanted
+    for first, built, after, left in answers:
+        assert set(after) <= set(built) <= set(first) and left == 0
+        assert built == (first if "pipeline_multi_adapter" in toggle else after)  # whose batches come with the step
+    assert sorted(n for *_, after, _ in answers for n in after) == [*range(LAYERS)]
+
+
+def stepped_beyond_the_margin(ranks, toggles):
+    """As if the head took as long as 50 layers, which no number of parameters says."""
+    pipeline_stages._ms = lambda parts, inputs, layers: 50.0 + len(layers)
+    return stepped(ranks, toggles, None)
+
+
+@pytest.mark.parametrize(
+    ("toggles", "split"),
+    [
+        (("pipeline_1f1b", "lora_kernels"), [HALF + MARGIN, HALF - MARGIN]),
+        (({"pipeline_interleaved": {"layers": [1, 3, 2, 2]}},), [1, 3, 2, 2]),
+    ],
+)
+def test_no_stage_has_a_layer_that_its_rank_has_not(tmp_path, toggles, split):
+    answers = on_ranks(2, tmp_path, stepped_beyond_the_margin, toggles)
+    compare(answers, plain(None))
+    assert all(answer[-1] == split for answer in answers)
+
+
+def shared(ranks, folder, first):
+    """Of two pipelines behind a `first` arm over one Base: whether the arms' frozen weights all lie in it, how many
+    models were drawn, the Base's layers, whether the second's loss is the first's and the weights are as they were."""
+    base, drawn = Base(folder), watched()
+    names = [*first, "pipeline_1f1b", {"pipeline_gpipe": {"tokens": 32}}]
+    arms = [deep(name, ranks=ranks, base=base) for name in names]
+    before, arms = base.checksum(), arms[-2:]
+    frozen = [{n: p for n, p in arm.model.named_parameters() if not p.requires_grad} for arm in arms]
+    places = [{n: p.data_ptr() for n, p in own.items()} for own in frozen]
+    common = places[0].keys() & places[1].keys()
+    inside = all(base.bytes_of(arm.model) == arm.parameter_bytes()["weights"] for arm in arms)
+    same = inside and bool(common) and all(places[0][n] == places[1][n] for n in common)
+    losses = [one_step(arm).loss for arm in arms]
+    kept = {int(n.split(".")[2]) for n in base.weights if ".layers." in n}
+    return same, len(drawn), sorted(kept), losses, base.checksum() == before
+
+
+@pytest.mark.parametrize("first", [(), ("padding",)], ids=str)
+def test_pipelines_of_one_process_share_the_layers_that_they_keep(tmp_path, first):
+    answers = on_ranks(2, tmp_path, shared, tmp_path, first)
+    for (same, drawn, kept, losses, unchanged), own in zip(answers, MARGINS, strict=True):
+        assert same and drawn == 1 and unchanged
+        assert kept == ([*range(LAYERS)] if first else own)  # an arm of the whole model lends what a stage needs
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def read(ranks, folder):
+    made = deep("pipeline_1f1b", ranks=ranks, overrides=(f"weights={folder}",))
+    outcome = one_step(made)
+    return outcome.loss, {name: x.numpy() for name, x in outcome.gradients.items()}, outcome.update_error
+
+
+def test_weights_that_are_read_come_whole_and_are_cut_then(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_config(model(DEEP, load_config([])).hf_config(), dtype=torch.float32)
+    saved.save_pretrained(tmp_path / "real")
+    answers = on_ranks(2, tmp_path, read, tmp_path / "real")
+    compare(answers, one_step(deep("padding", overrides=(f"weights={tmp_path / 'real'}",))))
+
+
+def test_other_libraries_patches_find_every_layer():
+    """They walk over the layers of the model, and expect attention and MLP in each."""
+    alone, beside = request("pipeline_1f1b"), request("pipeline_1f1b", "liger")
+    assert [a.name for a in build._dividing(alone)] == ["pipeline_1f1b"] and build._dividing(beside) == []

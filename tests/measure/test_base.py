@@ -260,6 +260,25 @@ def test_a_model_that_does_not_fit_gets_weights_of_its_own(base):
     assert base.lent("any", lambda device: nn.Linear(4, 4, device=device), cpu) is not None
 
 
+def test_a_model_that_leaves_modules_out_gets_the_others_and_never_the_reverse(base, tmp_path):
+    def make(places, device="meta"):
+        made = nn.Sequential(*(nn.BatchNorm1d(4, device=device) if n in places else nn.Identity() for n in range(3)))
+        made[0].register_parameter("tied", made[0].weight)
+        return made
+
+    cpu, part = torch.device("cpu"), Base(tmp_path)
+    base.keep("any", make({0, 1, 2}, cpu))
+    lent = base.lent("any", lambda device: make({0, 2}), cpu)
+    assert lent is not None and lent[0].tied is lent[0].weight
+    assert {p.data_ptr() for p in lent.parameters()} == {
+        base.weights[n].data_ptr() for n in ("0.weight", "0.bias", "2.weight", "2.bias")
+    }
+    assert base.bytes_of(lent) == 4 * 4 * 4 and {n for n, _ in lent.named_buffers()} < base.buffers.keys()
+    part.keep("any", make({0, 2}, cpu))
+    assert part.lent("any", lambda device: make({0, 1, 2}), cpu) is None
+    assert part.lent("any", lambda device: make({0, 2}), cpu) is not None
+
+
 @pytest.mark.parametrize("first", TOGGLES)
 def test_no_toggle_changes_the_base_by_its_steps(base, first):
     """Each as the first arm, too, whose weights are those that are kept."""
