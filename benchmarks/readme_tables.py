@@ -461,6 +461,7 @@ SUITES: dict[str, Sequence[str]] = {
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     "packing": (cells.TIME, cells.WHOLE, cells.MEMORY),
     "prequantized_loading": (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND),
+    "several_gpus": (cells.TIME, cells.WHOLE, cells.MEMORY),
     "text_metrics": (cells.TIME, cells.WHOLE),
 }
 
@@ -470,7 +471,7 @@ def of_suite(name: str) -> Callable[[Results], str]:
     there is none."""
 
     def made(results: Results) -> str:
-        analysis = results.folders.get(f"h200/{name}")
+        analysis = results.folders.get(f"h200/{name}") or results.folders.get(f"h100/{name}")
         return _not_measured(name) if analysis is None else "\n\n".join(_of_groups(analysis, SUITES[name]))
 
     return made
