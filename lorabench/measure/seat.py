@@ -142,23 +142,21 @@ class Seat:
             return getattr(self, what)(*arguments)
         except fairness.Untrusted as error:
             disturbed = isinstance(error, fairness.Disturbed)
-            return self._failed("untrusted", str(error), disturbed=disturbed, spoilt=not disturbed)
+            failed = Failed("untrusted", str(error), disturbed=disturbed, spoilt=not disturbed)
         except Unsupported as error:
-            return self._failed("unsupported", message_of(error))
+            failed = Failed("unsupported", message_of(error))
         except NotApplied as error:
-            return self._failed("not_applied", message_of(error))
+            failed = Failed("not_applied", message_of(error))
         except WrongNumerics as error:
-            return self._failed("wrong_numerics", str(error), numerics=error.numerics)
+            failed = Failed("wrong_numerics", str(error), numerics=error.numerics)
         except Exception as error:
             if not memory.out_of_memory(error):
                 raise
-            return self._failed("oom", f"it ran out of memory: {_shortage(error)}")
-
-    def _failed(self, status: str, reason: str, **more: Any) -> Failed:
-        """The arm that was worked on is gone."""
-        words = printable(reason) if reason.strip() else f"{status}, and nobody says why"
+            failed = Failed("oom", f"it ran out of memory: {_shortage(error)}")
+        # Only now: while the exception is handled, its traceback holds the arm that is to be given back.
         self.drop(self.now)
-        return Failed(status, words, **more)
+        words = printable(failed.reason) if failed.reason.strip() else f"{failed.status}, and nobody says why"
+        return replace(failed, reason=words)
 
     def open(self) -> None:
         """Before any toggle is asked. Nothing of it needs the GPU, so seats open side by side."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lorabench.contract.family import Family, Stack
+from lorabench.contract.family import REFERENCE, TWIN, Family, Stack
 from lorabench.contract.memory_fit import Edge
 from lorabench.measure.seat import Ended, Ready
 from lorabench.measure.trial import Trial
@@ -60,7 +60,7 @@ class Entry:
     numerics: dict[str, Numerics] = field(default_factory=dict)
     # Of each process and rank, by job; of processes that train a job each, all jobs together.
     evidence: list[dict[str, Any]] = field(default_factory=list)
-    cramped: bool = False  # it did not fit beside the reference alone
+    beside: tuple[str, ...] = (REFERENCE, TWIN)  # what may sit with it in a later block, as far as it is known to fit
     turns: list[Turn] = field(default_factory=list)
     stopped_after: int | None = None  # rounds, where the time was up before the last one
     trials: list[Trial] = field(default_factory=list)  # those that count

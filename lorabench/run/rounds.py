@@ -93,21 +93,18 @@ class Rounds(Seats):
                 entry.leave("timeout", NO_TIME)
 
     def _next_block(self, waiting: list[Entry]) -> Generations:
-        """Arms that did not fit beside the others: with the reference, or one of them alone with the base. Those that
-        sit in processes of their own come last, one after the other. What has no place here waits on."""
-        both = [self.entries[n] for n in (REFERENCE, TWIN) if n in self.entries and self.entries[n].ok]
-        together = [e for e in waiting if not e.stack.alone and not e.cramped]
-        now = together or [next((e for e in waiting if e.cramped), waiting[0])]
+        """Arms that did not fit beside the others: with the reference and its twin, or one of them with as much of the
+        two as there is room for. Those that sit in processes of their own come last, one after the other. What has no
+        place here waits on."""
+        together = [e for e in waiting if not e.stack.alone and TWIN in e.beside]
+        now = together or [next((e for e in waiting if TWIN not in e.beside), waiting[0])]
         self.crowded_out = [e for e in waiting if e not in now]
         self.tell(f"another block: {', '.join(e.name for e in now)}")
-        (first, *_), beside = now, not now[0].cramped
-        if beside:
-            self._sit_together([*both, *(e for e in together if e not in both)])
-        if first.stack.alone:
-            return self._sit_alone(now, beside=beside)
-        if not beside:
-            self._sit_together([first])
-        return []
+        first = now[0]
+        again = [self.entries[n] for n in first.beside if n in self.entries and self.entries[n].ok]
+        if again or not first.stack.alone:
+            self._sit_together([*again, *(e for e in now if not e.stack.alone and e not in again)])
+        return self._sit_alone(now, beside=bool(first.beside)) if first.stack.alone else []
 
     # ---- rounds
 
@@ -124,7 +121,8 @@ class Rounds(Seats):
             generations = [[]]
         own = [seat for entry, seat in generations[0] if self._seated(entry, seat)]
         everyone = self._ready()
-        if not everyone or (self.begun and generations[0] and all(e.stack.is_reference for e in everyone)):
+        idle = all(e.stack.is_reference and (e.turns or generations[0]) for e in everyone)
+        if not everyone or (self.begun and idle):  # who came for their sake found no room
             return
         self.trials_a_turn = self._trials()
         # Numbers of their own in each block: what was not in one round must not look as if it were.

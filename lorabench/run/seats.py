@@ -128,10 +128,11 @@ class Seats:
         return any(name != entry.name for name in seat.names) or any(s.names for s in self.seats if s is not seat)
 
     def _crowd_out(self, entry: Entry) -> None:
-        """An arm that ran out of memory beside others comes in a later block, without the reference if nobody else was
-        there, unless it has had turns elsewhere."""
+        """An arm that ran out of memory beside others comes in a later block, unless it has had turns elsewhere. Where
+        nobody was there but the reference and its twin, it comes without the twin, and then without either."""
         beside = {name for seat in self.seats for name in seat.names} - {entry.name}
-        entry.cramped = all(self.entries[name].stack.is_reference for name in beside)
+        if all(self.entries[name].stack.is_reference for name in beside):
+            entry.beside = () if entry.stack.alone else entry.beside[: len(beside) - 1]
         self._put_off(entry)
 
     def _put_off(self, entry: Entry) -> None:
@@ -314,7 +315,7 @@ class Seats:
             if entry in self.crowded_out:  # in one of its processes: all of them come later, and are judged then
                 self._close(seat, judged=False)
                 seat.names, entry.ready, entry.evidence = [], None, []
-                entry.cramped = candidates == {entry.name}
+                entry.beside = () if candidates == {entry.name} else entry.beside
         spent = {
             (entry.name, part): seconds - before.get(entry.name, {}).get(part, 0.0)
             for entry in self.entries.values() for part, seconds in entry.seconds.items()

@@ -180,6 +180,23 @@ def test_out_of_memory_is_said_of_an_arm_that_was_alone(tmp_path):
     assert [rest for seat, what, *rest in script.heard if seat == last and what == "prepare"] == [["adamw"]]
 
 
+def test_an_arm_without_room_beside_the_reference_and_its_twin_sits_beside_the_reference_alone(tmp_path):
+    script = Script(room=4.0)
+    script.bytes = {"adamw": 3.0}
+    found = measured(script, tmp_path)
+    assert {r.status for r in found.values()} == {"ok"}
+    (seat,) = set(found["adamw"].seats)
+    assert len(found["adamw"].rounds) == 12 and set(found["adamw"].rounds) < set(found[REFERENCE].rounds)
+    assert seat in found[REFERENCE].seats and seat not in found[TWIN].seats
+
+
+def test_nobody_has_rounds_where_the_arm_that_they_are_for_found_no_room(tmp_path):
+    script = Script(room=4.0)
+    script.bytes = {"adamw": 9.0}
+    found = measured(script, tmp_path)
+    assert found["adamw"].status == "oom" and found[REFERENCE].rounds == list(range(12))
+
+
 FITS = Edge("jobs", 8, 3, 4, 80.0, 70.0, 71.0, 2)
 
 
