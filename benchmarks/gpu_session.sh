@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# A session on a GPU machine that has no package index and may be gone at any time: install, run lists of jobs, pack what is there.
+#   bash benchmarks/gpu_session.sh start|wait SECONDS PACK     (in a checkout, beside which nothing else is needed)
+# .whl/ has the wheels that the machine lacks, .clone/ a clone of the commit to measure (git clone --no-checkout --depth 1).
+# `start`, on a fresh machine: installs both, then runs benchmarks/gpu_jobs/all_gpus.txt one line after the other, then
+# one_gpu.txt with a worker a GPU (gpu_queue.sh). `wait`, on that machine: goes on waiting, and adds the lines that one_gpu.txt
+# has more. Both end after SECONDS or when all is done, and leave folders and logs so far in PACK (a .tgz).
+set -u
+mode=${1:?start or wait}; seconds=${2:?seconds}; pack=$(realpath -m "${3:?a file}"); here=$PWD; at=${AT:-/tmp/gpu_session}
+export PYTHONPATH=$at/site PATH=$at/site/bin:$PATH HF_HUB_OFFLINE=1
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+ends=$(($(date +%s) + seconds))
+if [ "$mode" = start ]; then
+  mkdir -p "$at/out/log"
+  python3 -m pip install -q --no-index --no-deps --no-compile --target "$at/site" "$here"/.whl/*.whl
+  git clone -q "file://$here/.clone" "$at/src" && cd "$at/src" || exit 3
+  python3 -m pip install -q --no-index --no-deps --no-build-isolation -e ./kernels -e .
+  cp "$here"/benchmarks/gpu_jobs/*.txt "$at"
+  setsid bash -c '
+    at=$1; gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU)
+    while read -r name limit command; do
+      if [ -z "$name" ] || [[ $name == \#* ]] || [ "$gpus" -lt 2 ]; then continue; fi
+      echo "$(date +%T) $name"
+      timeout -k 20 "$limit" bash -c "${command//\{out\}/$at/out/$name}" > "$at/out/log/$name.txt" 2>&1 < /dev/null
+      echo "$(date +%T) $name ended with $?"
+    done < "$at/all_gpus.txt" > "$at/out/log/all_gpus.log"
+    bash benchmarks/gpu_queue.sh "$at/one_gpu.txt" "$at/out/queue" > /dev/null
+    touch "$at/done"' _ "$at" > /dev/null 2>&1 < /dev/null &
+elif [ ! -d "$at/src" ]; then
+  echo "no session was started here: a fresh machine"; exit 9
+else
+  comm -13 <(sort "$at/one_gpu.txt") <(sort "$here/benchmarks/gpu_jobs/one_gpu.txt") >> "$at/one_gpu.txt"
+fi
+while [ "$(date +%s)" -lt "$ends" ] && [ ! -e "$at/done" ]; do sleep 1; done
+tar czf "$pack" --exclude='*.safetensors' -C "$at" out
+cat "$at/out/log/all_gpus.log" "$at"/out/queue/log/worker*.txt 2> /dev/null
+for log in "$at"/out/log/*.txt "$at"/out/queue/log/[!w]*.txt; do
+  [ -f "$log" ] && echo "== $log" && tail -c 1500 "$log" | tr '\r' '\n' | tail -n 12 | cut -c1-200
+done | tail -c 9000
+nvidia-smi --query-gpu=name,memory.used,utilization.gpu --format=csv,noheader 2> /dev/null
