@@ -83,42 +83,49 @@ class GradientKind(Kind):
     def _golds(self, gate: GateRequest, request: Request) -> Iterator[tuple[str, Plain]]:
         """Each job's name and its outcomes alone on its base; before anything is patched here."""
         gate.working_on("gold")
-        held = request.ablations
-        for i, job in enumerate(request.jobs):
-            mine = request.only(i)
-            spec = mine.model.with_lora(job.lora)
-            cut = max(len(s.tokens) for s in mine.samples[0])
+        held, every = request.ablations, dict[str, Plain]()
+
+        def computed(name: str) -> Plain:
+            every.update(every or self._gold_and_plain(request))
+            return every[name]
+
+        for job, samples in zip(request.jobs, request.samples, strict=True):
+            spec = request.model.with_lora(job.lora)
+            cut = max(len(s.tokens) for s in samples)
             file = gold_cache.path(
                 request.scratch, spec, job.workload, job.seed, request.dtype, held, cut, request.layers
             )
-            yield job.name, gold_cache.cached(file, request.device, partial(self._gold_and_plain, mine))
+            yield job.name, gold_cache.cached(file, request.device, partial(computed, job.name))
 
     def _measure_noise(self, gate: GateRequest) -> None:
         """How far two right runs are apart at full depth, of each job alone; kept for `first`. Jobs alike have one
-        answer, which eight full models in turn would take a minute or two to give."""
+        answer."""
         gate.working_on("plain model at full depth")
         request = gate.arm("plain", gate.cell.held_weights)
+        made: list[Arm] = []
+
+        def measured(index: int) -> depth_noise.DepthNoise | None:
+            try:
+                arm = made[0] if made else self.build(request)
+                made[:] = [arm]
+                return depth_noise.measure(arm, partial(numerics.one_pass, arm, arm.steps[index]))
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                return None  # the limits are then wider: Numerics.depth_noise says that
+
         for i, job in enumerate(request.jobs):
-            like = _first_like(request, i)
-            file = _noise_file(request, like)
-            gate.noise(job.name, file.name, depth_noise.cached(file, partial(self._noise, request.only(like))))
+            file = _noise_file(request, i)
+            gate.noise(job.name, file.name, depth_noise.cached(file, partial(measured, _first_like(request, i))))
 
-    def _noise(self, request: Request) -> depth_noise.DepthNoise | None:
-        try:
-            arm = self.build(request)
-            return depth_noise.measure(arm, partial(numerics.one_pass, arm, arm.step))
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            return None  # the limits are then wider: Numerics.depth_noise says that
-
-    def _gold_and_plain(self, request: Request) -> tuple[numerics.Outcome, numerics.Outcome]:
-        gold = self._outcomes(replace(request, upcast=True))[""]
+    def _gold_and_plain(self, request: Request) -> dict[str, Plain]:
+        """Of each job. One model has the adapters of all, of which PEFT computes the active one."""
+        golds = self._outcomes(replace(request, upcast=True))
         if request.dtype == torch.float32:
-            return gold, gold
+            return {name: (gold, gold) for name, gold in golds.items()}
         arm = self.build(request)
         numerics.share_masks(arm.model)
-        return gold, numerics.plain_step(arm, gold)
+        return {s.name: (golds[s.name], numerics.plain_step(arm, golds[s.name], s)) for s in arm.steps}
 
     def _outcomes(self, request: Request) -> dict[str, numerics.Outcome]:
         """Of each job one step on a shallow model, under dropout masks that every model shares."""

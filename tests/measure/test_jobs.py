@@ -11,7 +11,6 @@ from helpers import PEFT, InProcess, cells, seat_of
 
 from lorabench.contract.kind import kind
 from lorabench.contract.ranks import ONE
-from lorabench.measure.gradient_kind import GradientKind
 from lorabench.measure.judging import depth_noise
 from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.kind import GateRequest, request_of
@@ -187,14 +186,25 @@ def test_the_noise_of_jobs_alike_is_measured_once(workload, kinds, tmp_path, mon
     """And told of each of them."""
     cell = cells(f"workload={workload}", "dtype=float32")[0]
     asked, told = [], {}
-
-    def measure(self, request):
-        asked.append(request.jobs[0])
-        return depth_noise.DepthNoise({}, 0.0, 0.0)
-
-    monkeypatch.setattr(GradientKind, "_noise", measure)
+    monkeypatch.setattr(
+        depth_noise, "measure", lambda arm, run: asked.append(arm) or depth_noise.DepthNoise({}, 0.0, 0.0)
+    )
     made = lambda name, ablations: replace(request_of(cell, "reference", torch.float32, CPU), scratch=tmp_path)  # noqa: E731
     gate = GateRequest(cell, (), made, ONE, lambda name: None, lambda job, file, noise: told.update({job: file}))
     kind("train")._measure_noise(gate)
-    assert len(asked) == len({*told.values()}) == kinds
+    assert len(asked) == len({*told.values()}) == kinds and len(set(map(id, asked))) == 1
     assert list(told) == [job.name for job in cell.jobs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_job_is_gated_against_is_what_it_comes_to_alone(dtype, tmp_path):
+    """One shallow model has all their adapters."""
+    cell = cells("workload=two_jobs", f"dtype={str(dtype).removeprefix('torch.')}")[0]
+    request = replace(request_of(cell, "reference", dtype, CPU), scratch=tmp_path, layers=2, ablations=())
+    together = kind("train")._gold_and_plain(request)
+    assert list(together) == [job.name for job in cell.jobs]
+    for index, both in enumerate(together.values()):
+        for found, alone in zip(both, kind("train")._gold_and_plain(request.only(index))[""], strict=True):
+            assert (found.loss, found.update_error) == (alone.loss, alone.update_error)
+            assert found.gradients.keys() == alone.gradients.keys()
+            assert all(torch.equal(g, alone.gradients[n]) for n, g in found.gradients.items())

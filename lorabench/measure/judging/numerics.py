@@ -88,14 +88,14 @@ def one_step(arm: Arm, step: Step | None = None) -> Outcome:
     return Outcome(loss, gradients, _update_error(arm, step, before, gradients))
 
 
-def plain_step(arm: Arm, gold: Outcome) -> Outcome:
+def plain_step(arm: Arm, gold: Outcome, step: Step | None = None) -> Outcome:
     """`one_step` of plain PEFT in the compute dtype. What rounding makes of a projection is luck, and one run may have
     had it: so `scales` are the worst of this run and of RUNS with other rounding."""
-    runs = []
+    runs, step = [], step or arm.step
     with other_rounding(arm.model):
         for _ in range(RUNS):
-            runs.append(_scales(one_pass(arm, arm.step)[1], gold))
-    plain = one_step(arm)
+            runs.append(_scales(one_pass(arm, step)[1], gold))
+    plain = one_step(arm, step)
     runs.append(_scales(plain.gradients, gold))
     return replace(plain, scales={name: max(run[name] for run in runs) for name in gold.gradients})
 
