@@ -119,9 +119,20 @@ class Results:
         return {name: analysis for name, analysis in self.folders.items() if name.startswith("h200/")}
 
     @cached_property
-    def found(self) -> list[tuple[str, Match]]:
-        """Every claim beside every record of a GPU that says anything about it: (folder, match)."""
-        return [(n, m) for n, a in self.on_gpu.items() for m in a.matches if answers(m)]
+    def over_other_arms(self) -> list[tuple[str, Analysis]]:
+        """Folders once more, each shown over an arm that is the baseline of a claim and not of the sweep."""
+        baselines = sorted({toggle for s in load_claims() for claim in s.claims for toggle in claim.must_hold})
+        found = []
+        for name, analysis in self.on_gpu.items():
+            arms = {arm.arm for arm in analysis.arms}
+            found += [(name, Analysis.read(self.place / name, against=one)) for one in baselines if one in arms]
+        return found
+
+    @cached_property
+    def found(self) -> list[tuple[str, Match, Analysis]]:
+        """Every claim beside every record of a GPU that says anything about it, with its folder."""
+        every = [*self.on_gpu.items(), *self.over_other_arms]
+        return [(n, m, a) for n, a in every for m in a.matches if answers(m)]
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -165,8 +176,10 @@ def beside(claim: Claim, results: Results) -> Measured | None:
     """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any;
     several cells as the range of their ratios. In the claim's direction."""
     found: dict[tuple[int, int, str, str, str], list[Match]] = {}
-    for folder, m in results.found:
-        if m.claim is claim and math.isfinite(_value(m, results.folders[folder])[0]):
+    of: dict[int, Analysis] = {}
+    for folder, m, analysis in results.found:
+        if m.claim is claim and math.isfinite(_value(m, analysis)[0]):
+            of[id(m)] = analysis
             apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
             tested = "" if claim.over else " + ".join(m.record.ablations)
             found.setdefault((bool(m.stands_for), apart, folder, m.differs, tested), []).append(m)
@@ -180,7 +193,7 @@ def beside(claim: Claim, results: Results) -> Measured | None:
     toggles = " + ".join(f"`{t}`" for t in rows[0].record.ablations)
     toggles += f", in place of `{rows[0].stands_for}`" if rows[0].stands_for else ""
     toggles = "the baseline's own" if claim.of_reference else toggles
-    return Measured(_together(claim, rows, results.folders[folder]), toggles, baseline, folder)
+    return Measured(_together(claim, rows, of[id(rows[0])]), toggles, baseline, folder)
 
 
 def _of_steps(steps: Sequence[Step]) -> Measured:
