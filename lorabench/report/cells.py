@@ -135,9 +135,15 @@ def moved(row: Mapping[Any, Any]) -> bool:
     return bool(row["reference_moved"] > MOVED)
 
 
+def host_share(row: Mapping[Any, Any]) -> float:
+    """The larger share of the step in which the device of an arm waits for its host, of the arms of which it is known;
+    0 of none."""
+    return max((one for arm in ARMS if math.isfinite(one := row[f"{arm}_host_share"])), default=0.0)
+
+
 def host_bound(row: Mapping[Any, Any]) -> bool:
     """Whether the device of either arm waits for its host in a fifth of the step or more: a ratio of hosts."""
-    return any(row[f"{arm}_host_share"] >= HOST_BOUND for arm in ARMS)
+    return host_share(row) >= HOST_BOUND
 
 
 def _phase(row: Mapping[Any, Any], phase: str) -> str:

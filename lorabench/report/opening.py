@@ -20,7 +20,7 @@ from lorabench.record.stats import without_figure
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.answers import fastest
 from lorabench.report.arms import CANDIDATE, REFERENCE, Arm
-from lorabench.report.cells import HOST_BOUND, moved
+from lorabench.report.cells import HOST_BOUND, host_share, moved
 from lorabench.report.groups import Group
 from lorabench.report.paste import switches
 from lorabench.report.words import number
@@ -111,7 +111,7 @@ def _changes(record: Record) -> str:
 def _doubts(best: Record, level: Sequence[Record], analysis: Analysis) -> list[str]:
     row = analysis.row(best)
     said = [f"Level with {' and with '.join(analysis.row(r)['toggles'] for r in level)}."] if level else []
-    waits = max(row["reference_host_share"], row["candidate_host_share"])
+    waits = host_share(row)
     if waits >= HOST_BOUND:
         said.append(f"The GPU waits for its host up to {100 * waits:.0f} % of the step: the ratio is of this host.")
     if row["dirty"]:

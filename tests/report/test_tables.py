@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lorabench.record.schema import ARMS, INTERRUPTED, UNCHECKED, Record
 from lorabench.record.store import read_records
-from lorabench.report import claim_tables, tables, words
+from lorabench.report import cells, claim_tables, tables, words
 from lorabench.report.analysis import Analysis
 from lorabench.report.cells import judgement
 from lorabench.report.details import detail
@@ -311,3 +311,10 @@ def test_rounds_of_a_sweep_that_was_killed_are_said_to_lack_their_last_checks(re
     for notes, said in ((killed, "(ended from outside after 9 rounds, before its last checks)"), (stopped, "faster")):
         (row,) = md_rows(markdown([record(["a"], speedup=2.0, notes=notes)]), "smollm2-135m @ alpaca")
         assert said in row["verdict"] and ("checks" in row["verdict"]) == (UNCHECKED in notes)
+
+
+@pytest.mark.parametrize("reference, candidate, share", [(math.nan, 0.6, 0.6), (0.6, math.nan, 0.6), (0.1, 0.3, 0.3)])
+def test_what_one_arm_waits_is_known_although_the_other_s_is_not(reference, candidate, share):
+    """Several processes on one device do not have one wait, whichever side they stand on."""
+    row = {"reference_host_share": reference, "candidate_host_share": candidate}
+    assert cells.host_share(row) == share and cells.host_bound(row)
