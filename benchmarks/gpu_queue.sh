@@ -5,6 +5,7 @@
 # JOBS: a line a job, `NAME LIMIT_S COMMAND …`; {out} in it is FOLDER/NAME. A job that takes longer than LIMIT_S seconds is ended.
 #   ladder 1500 python3 -m lorabench.sweep suite=predibase_ladder design=ladder output={out}
 # Lines may be added to JOBS while it runs, and nothing else: workers go on reading where they are.
+# ALL_GPUS=1: one worker, whose jobs see all GPUs and all cores.
 # FOLDER/log has what each job printed, and what each worker did when. Where no GPU is found there is one worker.
 set -u
 jobs=$(realpath "${1:?a file of jobs}"); folder=$(realpath -m "${2:?a folder}")
@@ -22,6 +23,7 @@ work() {
 if [ "${3:-}" ]; then work "$3"; exit; fi
 if ! mkdir -p "$folder/log" || ! mkdir "$folder/taken" 2> /dev/null; then echo "$folder has workers already: waiting for them"; else
   gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU); gpus=$((gpus > 0 ? gpus : 1)); each=$(($(nproc) / gpus))
+  if [ "${ALL_GPUS:-}" ]; then gpus=0; setsid bash "$0" "$jobs" "$folder" 0 > "$folder/log/worker0.txt" 2>&1 < /dev/null & fi
   for ((gpu = 0; gpu < gpus; gpu++)); do
     CUDA_VISIBLE_DEVICES=$gpu setsid taskset -c $((gpu * each))-$((gpu * each + each - 1)) \
       bash "$0" "$jobs" "$folder" "$gpu" > "$folder/log/worker$gpu.txt" 2>&1 < /dev/null &

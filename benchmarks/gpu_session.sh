@@ -11,20 +11,17 @@ export PYTHONPATH=$at/site PATH=$at/site/bin:$PATH HF_HUB_OFFLINE=1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 ends=$(($(date +%s) + seconds))
 if [ "$mode" = start ]; then
-  mkdir -p "$at/out/log"
+  mkdir -p "$at/out"
   python3 -m pip install -q --no-index --no-deps --no-compile --target "$at/site" "$here"/.whl/*.whl
   git clone -q "file://$here/.clone" "$at/src" && cd "$at/src" || exit 3
   python3 -m pip install -q --no-index --no-deps --no-build-isolation -e ./kernels -e .
   cp "$here"/benchmarks/gpu_jobs/*.txt "$at"
   setsid bash -c '
-    at=$1; gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU)
-    while read -r name limit command; do
-      if [ -z "$name" ] || [[ $name == \#* ]] || [ "$gpus" -lt 2 ]; then continue; fi
-      echo "$(date +%T) $name"
-      timeout -k 20 "$limit" bash -c "${command//\{out\}/$at/out/$name}" > "$at/out/log/$name.txt" 2>&1 < /dev/null
-      echo "$(date +%T) $name ended with $?"
-    done < "$at/all_gpus.txt" > "$at/out/log/all_gpus.log"
-    bash benchmarks/gpu_queue.sh "$at/one_gpu.txt" "$at/out/queue" > /dev/null
+    at=$1
+    if [ "$(nvidia-smi -L 2> /dev/null | grep -c ^GPU)" -gt 1 ]; then
+      ALL_GPUS=1 bash benchmarks/gpu_queue.sh "$at/all_gpus.txt" "$at/out/all" > /dev/null
+    fi
+    bash benchmarks/gpu_queue.sh "$at/one_gpu.txt" "$at/out/each" > /dev/null
     touch "$at/done"' _ "$at" > /dev/null 2>&1 < /dev/null &
 elif [ ! -d "$at/src" ]; then
   echo "no session was started here: a fresh machine"; exit 9
@@ -33,8 +30,8 @@ else
 fi
 while [ "$(date +%s)" -lt "$ends" ] && [ ! -e "$at/done" ]; do sleep 1; done
 tar czf "$pack" --exclude='*.safetensors' -C "$at" out
-cat "$at/out/log/all_gpus.log" "$at"/out/queue/log/worker*.txt 2> /dev/null
-for log in "$at"/out/log/*.txt "$at"/out/queue/log/[!w]*.txt; do
-  [ -f "$log" ] && echo "== $log" && tail -c 1500 "$log" | tr '\r' '\n' | tail -n 12 | cut -c1-200
+cat "$at"/out/*/log/worker?.txt 2> /dev/null
+for log in "$at"/out/*/log/*.txt; do
+  [ -f "$log" ] && [[ $log != */worker?.txt ]] && echo "== $log" && tail -c 1500 "$log" | tr '\r' '\n' | tail -n 12 | cut -c1-200
 done | tail -c 9000
 nvidia-smi --query-gpu=name,memory.used,utilization.gpu --format=csv,noheader 2> /dev/null

@@ -175,25 +175,24 @@ class Measured(NamedTuple):
 def beside(claim: Claim, results: Results) -> Measured | None:
     """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any;
     several cells as the range of their ratios. In the claim's direction."""
-    found: dict[tuple[int, int, str, str, str], list[Match]] = {}
-    of: dict[int, Analysis] = {}
+    found: dict[tuple[int, int, str, str, str], list[tuple[Match, Analysis]]] = {}
     for folder, m, analysis in results.found:
         if m.claim is claim and math.isfinite(_value(m, analysis)[0]):
-            of[id(m)] = analysis
             apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
             tested = "" if claim.over else " + ".join(m.record.ablations)
-            found.setdefault((bool(m.stands_for), apart, folder, m.differs, tested), []).append(m)
+            found.setdefault((bool(m.stands_for), apart, folder, m.differs, tested), []).append((m, analysis))
     same_baseline = any(apart == 0 for _, apart, *_ in found)
     if not same_baseline and (steps := [step for step in results.steps if step.claim is claim]):
         return _of_steps(steps)
     if not found:
         return None
-    (_, _, folder, differs, _), rows = min(found.items(), key=lambda item: item[0])
+    (_, _, folder, differs, _), pairs = min(found.items(), key=lambda item: item[0])
+    rows, (_, analysis) = [m for m, _ in pairs], pairs[0]
     baseline = f"another: {differs}" if differs else "the same"
     toggles = " + ".join(f"`{t}`" for t in rows[0].record.ablations)
     toggles += f", in place of `{rows[0].stands_for}`" if rows[0].stands_for else ""
     toggles = "the baseline's own" if claim.of_reference else toggles
-    return Measured(_together(claim, rows, of[id(rows[0])]), toggles, baseline, folder)
+    return Measured(_together(claim, rows, analysis), toggles, baseline, folder)
 
 
 def _of_steps(steps: Sequence[Step]) -> Measured:

@@ -202,8 +202,7 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
 
     if store.repaired:
         console.print(f"[yellow]{escape(store.repaired)}")
-    if recovered := kept(store):
-        rounds = max(len(record.rounds) for record in recovered)
+    if (rounds := kept(store)) is not None:
         console.print(
             f"[yellow]the last sweep was ended after {rounds} rounds of a family; they are kept, and it goes on"
         )

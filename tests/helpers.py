@@ -25,7 +25,7 @@ from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
 from lorabench.contract.family import Family, Stack
-from lorabench.contract.job import jobs_of
+from lorabench.contract.job import ADAPTER, jobs_of
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import ONE, Ranks
@@ -70,6 +70,12 @@ def gate_of(cell: Cell, scratch: Path, machine: Any = None) -> Ready:
 def cells(*overrides: str) -> list[Cell]:
     """The cells of a sweep of tiny-llama with these overrides."""
     return plan(config("models=[tiny-llama]", "trials=3", "workload=2x16", *overrides), "cpu").cells
+
+
+def only(request: Request, index: int) -> Request:
+    """The same with one of its jobs, as if it were the only one on its base."""
+    job = replace(request.jobs[index], name="", adapter=ADAPTER)
+    return replace(request, jobs=[job], samples=[request.samples[index]])
 
 
 def request(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import cells
+from helpers import cells, only
 
 from lorabench.contract.ablation import Evidence
 from lorabench.contract.kind import kind
@@ -47,7 +47,7 @@ def alone(wanted):
     """Each job by plain PEFT, as the only one on its base."""
     found = []
     for index in range(len(wanted.jobs)):
-        arm = build(plain(wanted.only(index)))
+        arm = build(plain(only(wanted, index)))
         share_masks(arm.model)
         found.append(one_step(arm))
     return found

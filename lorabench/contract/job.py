@@ -40,8 +40,3 @@ def jobs_of(model: ModelSpec, workload: Workload, seed: int) -> list[Job]:
         )
         for spec in workload.jobs
     ]  # fmt: skip
-
-
-def as_only_job(job: Job) -> Job:
-    """The same job as the only one on its base."""
-    return Job("", ADAPTER, job.workload, job.lora, job.learning_rate, job.seed, job.optimizer)

@@ -17,7 +17,7 @@ from lorabench.contract.ablation import Ablation
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.cell import Cell
-from lorabench.contract.job import ADAPTER, Job, as_only_job
+from lorabench.contract.job import ADAPTER, Job
 from lorabench.contract.kind import KindSpec, kind
 from lorabench.contract.memory_fit import Edge
 from lorabench.contract.model import ModelSpec
@@ -66,10 +66,6 @@ class Request:
             return self
         job = replace(self.jobs[self.mine], adapter=ADAPTER)
         return replace(self, jobs=[job], samples=[self.samples[self.mine]], mine=None)
-
-    def only(self, index: int) -> Request:
-        """The same with one of its jobs, as if it were the only one."""
-        return replace(self, jobs=[as_only_job(self.jobs[index])], samples=[self.samples[index]])
 
 
 def request_of(cell: Cell, name: str, dtype: torch.dtype, device: torch.device, scratch: Path = Path()) -> Request:

@@ -39,8 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(f"reading {folder} …", highlight=False, markup=False, style="dim", soft_wrap=True)
     if (folder / JOURNAL).exists():
         with contextlib.suppress(StoreError), Store(folder) as store:  # else the sweep that writes there still runs
-            if recovered := kept(store):
-                rounds = max(len(record.rounds) for record in recovered)
+            if (rounds := kept(store)) is not None:
                 console.print(f"a sweep was ended after {rounds} rounds of a family: they are kept", highlight=False)
     from lorabench.report.write import Report  # only now: pandas, scipy and matplotlib take seconds
 

@@ -88,15 +88,15 @@ class Journal:
         return [ArmRecord.model_validate(arm) for arm in found]
 
 
-def kept(store: Store, without: Container[str] = ()) -> list[ArmRecord]:
-    """What a sweep that was killed has left in this folder's journal, as records in the store; the journal is emptied.
-    `without`: records of these statuses are dropped."""
+def kept(store: Store, without: Container[str] = ()) -> int | None:
+    """What a sweep that was killed has left in this folder's journal, as records in the store: of how many rounds they
+    are, or None. The journal is emptied. `without`: records of these statuses are dropped."""
     journal = Journal(store.folder)
     found = [record for record in journal.recovered() if record.status not in without]
     for record in found:
         store.append(record)
     journal.end()
-    return found
+    return max((len(record.rounds) for record in found), default=None)
 
 
 def _add(arm: dict[str, Any], number: int, seat: int, phases: Mapping[str, float]) -> None:

@@ -130,6 +130,7 @@ class Rounds(Seats):
         rounds = list(range(self.begun, self.begun + self.count))
         self.begun += self.count
         parts = self._parts(rounds, len(generations))
+        ends = sum(map(_end_s, everyone))
         taking = self._shares(rounds)
         # The last one among them: after it nobody would look any more.
         early, last = taking.common[:-1], taking.common[-1:]
@@ -143,9 +144,9 @@ class Rounds(Seats):
                 own = own or [seat for entry, seat in seated if self._seated(entry, seat)]
                 self._warm()
                 for number in part:
-                    # Its end has to fit into what there is of time, but for the sake of a verdict.
-                    ends = sum(map(_end_s, everyone)) if number - rounds[0] >= LEAST_ROUNDS else 0.0
-                    if time.monotonic() > self.limits.stop_at - ends:
+                    # The ends have to fit into what there is of time, but for the sake of a verdict.
+                    reserved = ends if number - rounds[0] >= LEAST_ROUNDS else 0.0
+                    if time.monotonic() > self.limits.stop_at - reserved:
                         self.stopped = True
                         break
                     self._round(number, [e for e in self._ready() if taking.takes(e, number)], number in sketched)

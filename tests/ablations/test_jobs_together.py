@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import InProcess, cells, config, gate_of, random_samples
+from helpers import InProcess, cells, config, gate_of, only, random_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from several_jobs import CPU, ONE_LENGTH, UNEQUAL, alone, audited, build, outcomes, plain, request, same
@@ -51,7 +51,7 @@ def test_every_job_is_as_it_is_alone_under_one_dropout_mask(name, workload):
 @pytest.mark.parametrize("name", WAYS)
 def test_the_trial_that_is_timed_steps_every_job_as_alone(name):
     wanted = request(name)
-    arm, others = build(wanted), [build(plain(wanted.only(i))) for i in range(3)]
+    arm, others = build(wanted), [build(plain(only(wanted, i))) for i in range(3)]
     for number in range(3):
         together = run_trial(arm, number=number)
         losses = [run_trial(other, number=number).loss for other in others]
@@ -307,7 +307,7 @@ def test_every_family_s_jobs_run_through_the_layers_of_one_adapter(model):
     made = cells(f"models=[{model}]", UNEQUAL, "dtype=float32", "ablations=[[fused_multi_lora]]")
     wanted = request_of(made[-1], "candidate", torch.float32, CPU)
     wanted = replace(wanted, ablations=tuple(ablation(n) for n in ("eager", "adamw_foreach", "fused_multi_lora")))
-    eager = [replace(wanted.only(i), ablations=wanted.ablations[:2]) for i in range(3)]
+    eager = [replace(only(wanted, i), ablations=wanted.ablations[:2]) for i in range(3)]
     same(outcomes(wanted), [one_step(build(one)) for one in eager])
     _, notes = audited("fused_multi_lora", wanted)
     changed, layers = notes["lorakernels"]["changed"], wanted.model.hf_config().num_hidden_layers
@@ -349,5 +349,5 @@ def test_logits_that_are_capped_are_made_whole():
     wanted = request_of(made[-1], "candidate", torch.float32, CPU)
     wanted = replace(wanted, ablations=tuple(ablation(n) for n in ("eager", "adamw_foreach", "fused_multi_lora")))
     assert audited("fused_multi_lora", wanted)[1]["loss_of_each_job"] == "of the whole logits"
-    eager = [replace(wanted.only(i), ablations=wanted.ablations[:2]) for i in range(3)]
+    eager = [replace(only(wanted, i), ablations=wanted.ablations[:2]) for i in range(3)]
     same(outcomes(wanted), [one_step(build(one)) for one in eager])

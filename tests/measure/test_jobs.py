@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import PEFT, InProcess, cells, seat_of
+from helpers import PEFT, InProcess, cells, only, seat_of
 
 from lorabench.contract.kind import kind
 from lorabench.contract.ranks import ONE
@@ -57,7 +57,7 @@ def test_each_job_trains_as_if_it_were_alone():
     other by `set_adapter`, shares nothing but the frozen base."""
     together, train = request(), kind("train")
     arm = train.build(together)
-    alone = [train.build(together.only(i)) for i in range(2)]
+    alone = [train.build(only(together, i)) for i in range(2)]
     for step, own in zip(arm.steps, alone, strict=True):
         mine, theirs = one_step(arm, step), one_step(own)
         assert mine.loss == theirs.loss
@@ -204,7 +204,7 @@ def test_what_a_job_is_gated_against_is_what_it_comes_to_alone(dtype, tmp_path):
     together = kind("train")._gold_and_plain(request)
     assert list(together) == [job.name for job in cell.jobs]
     for index, both in enumerate(together.values()):
-        for found, alone in zip(both, kind("train")._gold_and_plain(request.only(index))[""], strict=True):
+        for found, alone in zip(both, kind("train")._gold_and_plain(only(request, index))[""], strict=True):
             assert (found.loss, found.update_error) == (alone.loss, alone.update_error)
             assert found.gradients.keys() == alone.gradients.keys()
             assert all(torch.equal(g, alone.gradients[n]) for n, g in found.gradients.items())
