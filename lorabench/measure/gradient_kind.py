@@ -24,7 +24,7 @@ from lorabench.measure.judging import depth_noise, gold_cache, numerics
 from lorabench.measure.judging.certificate import certify
 from lorabench.measure.judging.witness import Glimpse, Last, Look, Observed, Witness, without_dropout
 from lorabench.measure.kind import EVIDENCE, GateRequest, JobCounts, Kind, Request, Verdicts
-from lorabench.measure.memory import out_of_memory
+from lorabench.measure.memory import give_back, out_of_memory
 from lorabench.record.schema import Numerics
 
 Plain = tuple[numerics.Outcome, numerics.Outcome]  # (gold, plain PEFT in the compute dtype) of one job
@@ -99,20 +99,25 @@ class GradientKind(Kind):
 
     def _measure_noise(self, gate: GateRequest) -> None:
         """How far two right runs are apart at full depth, of each job alone; kept for `first`. Jobs alike have one
-        answer."""
+        answer. No process runs the whole of a model whose reference has its layers on several devices."""
+        if any(ablation.leaves_out for ablation in gate.cell.reference):
+            return
         gate.working_on("plain model at full depth")
         request = gate.arm("plain", gate.cell.held_weights)
         made: list[Arm] = []
 
         def measured(index: int) -> depth_noise.DepthNoise | None:
-            try:
-                arm = made[0] if made else self.build(request)
-                made[:] = [arm]
-                return depth_noise.measure(arm, partial(numerics.one_pass, arm, arm.steps[index]))
-            except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                return None  # the limits are then wider: Numerics.depth_noise says that
+            for recompute in (False, True):  # which takes longer, and changes no number
+                try:
+                    arm = made[0] if made else self.build(request)
+                    made[:] = [arm]
+                    if not recompute or _recomputes(arm.model):
+                        return depth_noise.measure(arm, partial(numerics.one_pass, arm, arm.steps[index]))
+                except RuntimeError as error:
+                    if not out_of_memory(error):
+                        raise
+                give_back(request.device)
+            return None  # the limits are then wider: Numerics.depth_noise says that
 
         for i, job in enumerate(request.jobs):
             file = _noise_file(request, i)
@@ -259,6 +264,15 @@ def _first_like(request: Request, index: int) -> int:
 
     wanted = what(request.jobs[index])
     return next(i for i, job in enumerate(request.jobs) if what(job) == wanted)
+
+
+def _recomputes(model: Any) -> bool:
+    """Whether each layer of the model runs again in backward from here on; some models cannot."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not getattr(base, "supports_gradient_checkpointing", False):
+        return False
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return True
 
 
 def _noise_file(request: Request, index: int) -> Path:

@@ -196,6 +196,47 @@ def test_the_noise_of_jobs_alike_is_measured_once(workload, kinds, tmp_path, mon
     assert list(told) == [job.name for job in cell.jobs]
 
 
+def noise_of(cell, folder):
+    """What is told of the cell's jobs."""
+    told = {}
+    made = lambda name, ablations: replace(request_of(cell, "reference", torch.bfloat16, CPU), scratch=folder)  # noqa: E731
+    gate = GateRequest(cell, (), made, ONE, lambda name: None, lambda job, file, noise: told.update({job: noise}))
+    kind("train")._measure_noise(gate)
+    return told
+
+
+def test_noise_that_does_not_fit_is_measured_with_layers_that_run_again(tmp_path, monkeypatch):
+    """The loss is moved by the same neighbours, for layers that run again draw what they drew; gradients by as much."""
+    cell = cells("ablations=[adamw]")[0]
+    measure, asked = depth_noise.measure, []
+
+    def seeded(arm, run):
+        torch.manual_seed(0)
+        return measure(arm, run)
+
+    def short_of_memory(arm, run):
+        asked.append(arm.model.get_base_model().is_gradient_checkpointing)
+        return seeded(arm, run) if asked[-1] else never(arm, run)
+
+    def never(arm, run):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 22.57 GiB.")
+
+    found = []
+    for one in (seeded, short_of_memory, never):
+        monkeypatch.setattr(depth_noise, "measure", one)
+        (folder := tmp_path / one.__name__).mkdir()
+        found.append(noise_of(cell, folder)[""])
+    whole, again, none = found
+    assert whole.loss == again.loss and none is None
+    assert all(0.5 < again.tensors[n][0] / error < 2 for n, (error, _) in whole.tensors.items())
+    assert asked == [False, True]
+
+
+def test_no_process_measures_the_noise_of_a_model_that_is_divided_among_several(tmp_path):
+    (cell, *_) = cells("world_size=2", "reference=[pipeline_gpipe]", "ablations=[pipeline_1f1b]", "dtype=bfloat16")
+    assert noise_of(cell, tmp_path) == {}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_a_job_is_gated_against_is_what_it_comes_to_alone(dtype, tmp_path):
     """One shallow model has all their adapters."""
