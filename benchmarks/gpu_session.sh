@@ -8,11 +8,13 @@
 set -u
 mode=${1:?start or wait}; seconds=${2:?seconds}; pack=$(realpath -m "${3:?a file}"); here=$PWD; at=${AT:-/tmp/gpu_session}
 export PYTHONPATH=$at/site PATH=$at/site/bin:$PATH HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE  # or every worker process compiles each package that it imports
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 ends=$(($(date +%s) + seconds))
 if [ "$mode" = start ]; then
   mkdir -p "$at/out"
   python3 -m pip install -q --no-index --no-deps --no-compile --target "$at/site" "$here"/.whl/*.whl
+  python3 -m compileall -q -j 0 "$at/site" "$(python3 -c 'import torch; print(torch.__path__[0] + "/..")')" > /dev/null 2>&1
   git clone -q "file://$here/.clone" "$at/src" && cd "$at/src" || exit 3
   python3 -m pip install -q --no-index --no-deps --no-build-isolation -e ./kernels -e .
   cp "$here"/benchmarks/gpu_jobs/*.txt "$at"

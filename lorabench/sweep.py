@@ -78,6 +78,7 @@ how
 where to
   output=output/sweep      records.jsonl, environment.json, summary.md/.csv/.tex, plots/*.png, report.html
   resume=true              true: what is missing; failed: also what crashed, hung or did not fit; false: no old records
+  report=true              false: no tables, plots and page; python -m lorabench.report OUTPUT makes them on any machine
 instead of measuring
   list=true                the ablations, their slots, and what they lack on this machine
   dry_run=true             the cells and how long they will take: as such cells took on this machine before, by the
@@ -174,7 +175,7 @@ def run(config: Any, arguments: list[str], console: Console) -> int:
         chosen = _queue(config)
         with Store(config.output) as store, chosen as queue:
             _measure(store, queue, config, arguments, console)
-            return _report(config, console)
+            return _report(config, console) if config.report else _left_out(config, console)
     except (ProbeError, QueueError) as error:
         raise ConfigError(str(error)) from None
 
@@ -294,6 +295,13 @@ def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replica
             _say(console, "going on without what did not apply")
     for name in stored:
         store.add_session({**queue.sessions[name], "wall_s": round(time.monotonic() - began, 1)})
+
+
+def _left_out(config: Any, console: Console) -> int:
+    console.print(
+        f"tables, plots and page: python -m lorabench.report {config.output}", highlight=False, soft_wrap=True
+    )
+    return 0
 
 
 def _report(config: Any, console: Console) -> int:

@@ -87,6 +87,7 @@ class SweepConfig(BaseModel):
     output: Path
     estimate_from: list[Path]
     resume: bool | Literal["failed"]
+    report: bool
     list: bool
     dry_run: bool
 
@@ -117,7 +118,7 @@ class RecommendConfig(SweepConfig):
 
 
 # What of a sweep's keys `recommend` decides itself.
-OF_A_SWEEP = ("kind", "design", "repeat", "part", "queue", "own_ablations", "isolate", "list", "dry_run")
+OF_A_SWEEP = ("kind", "design", "repeat", "part", "queue", "own_ablations", "isolate", "report", "list", "dry_run")
 Configured = TypeVar("Configured", bound=SweepConfig)
 
 

@@ -15,7 +15,7 @@ from lorabench.record.schema import Record
 
 # What a single cell says for itself, and what is of the whole sweep.
 OWN = ("kind", "models", "workload", "ablations", "reference", "design", "output", "resume", "repeat", "part",
-       "queue", "list", "dry_run", "budget_minutes")  # fmt: skip
+       "queue", "report", "list", "dry_run", "budget_minutes")  # fmt: skip
 COMMANDS = ("lorabench.sweep", "lorabench.recommend")  # that measure cells, and take the same keys
 CHANGED = re.compile(r"(?P<name>.*)\((?P<values>[^()]*=[^()]*)\)")
 PLAIN = re.compile(r"[\w.+-]+")

@@ -44,6 +44,7 @@ SLOWER = 3.0  # an arm may take this many times as long as the median arm before
 ENDING_S = 2.0  # that an arm's end is taken to need beside two of its trials
 BY_TURNS_MS = 300.0  # a turn of so long moves the GPU's energy counter three times
 BEFORE = -1  # the round of turns that do not count
+LONG_MS = 5000.0  # of a trial that takes longer, what a turn before it brings back to the device is a small part
 NO_EVIDENCE = (AttributeError, KeyError, TypeError, ValueError)  # where an answer is not what its kind's arms say
 DIGITS = 4  # of a millisecond that a record keeps: tenths of a microsecond are below what any clock here resolves
 
@@ -189,9 +190,10 @@ class Rounds(Seats):
         return [list(rounds[a:b]) for a, b in itertools.pairwise(cuts)]
 
     def _warm(self) -> None:
-        """A turn of every arm that does not count: what an arm's start gave back to the device is taken again."""
+        """A turn of every arm that does not count: what an arm's start gave back to the device is taken again. None of
+        arms whose trials are long."""
         while seat := next((s for s in self._active() if s.names and not s.warm), None):
-            for name in list(seat.names):
+            for name in [n for n in seat.names if self.entries[n].warm_ms < LONG_MS]:
                 began, entry = time.perf_counter(), self.entries[name]
                 with contextlib.suppress(Left):
                     self._tried(seat, entry, self._number(BEFORE, 0), False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from helpers import sweep
 
 from lorabench.record.store import read_records
+from lorabench.report.__main__ import main
 
 TOGGLES = (
     "polite,leaky,grumpy,greedy,hang,killed,raises,wrong,deep_wrong,nothing,refuses,absent,not_a_number,odd_notes,"
@@ -30,6 +32,22 @@ def test_a_failing_cell_never_stops_the_sweep(outcomes):
     assert len(records) == 18
     assert (folder / "report.html").exists() and (folder / "summary.md").exists()
     assert "Traceback" not in done.stderr
+
+
+def test_a_sweep_may_leave_its_tables_to_another_machine(outcomes, plugin, tmp_path):
+    """The same command goes on with nothing to measure, so that it shows who writes."""
+    folder = tmp_path / "measured"
+    folder.mkdir()
+    for name in ("records.jsonl", "environment.json"):
+        shutil.copy(outcomes[2] / name, folder)
+    again = (*COMMON, f"ablations=[{TOGGLES}]", f"output={folder}")
+    done = sweep(*again, "report=false", cwd=tmp_path, env=plugin)
+    assert done.returncode == 0 and f"python -m lorabench.report {folder}" in done.stdout
+    assert {file.name for file in folder.iterdir() if not file.name.startswith(".")} == {
+        "records.jsonl",
+        "environment.json",
+    }
+    assert main([str(folder)]) == 0 and (folder / "report.html").exists()
 
 
 def test_a_third_party_s_toggle_is_measured_like_ours(outcomes):

@@ -23,7 +23,7 @@ from lorabench.record.schema import INTERRUPTED, ArmRecord
 from lorabench.run.entries import NO_TIME, Limits
 from lorabench.run.journal import JOURNAL, Journal, Turn
 from lorabench.run.process import Lost
-from lorabench.run.rounds import LEAST_ROUNDS, Rounds
+from lorabench.run.rounds import LEAST_ROUNDS, LONG_MS, Rounds
 from lorabench.run.runner import Runner
 
 FOUR = "ablations=[eager,adamw,adamw_fused]"
@@ -84,6 +84,15 @@ def test_a_turn_holds_as_many_trials_as_a_tenth_of_a_second_and_the_first_does_n
     made = Counter((name, rounds_of(numbers)) for _, name, numbers in turns(script) for _ in numbers)
     assert set(made.values()) == {5}
     assert 1 <= MOST_TRIALS < 64
+
+
+def test_each_arm_has_a_turn_before_the_rounds_unless_its_trials_are_long(tmp_path):
+    script = Script(
+        ms={"eager": LONG_MS, "adamw": LONG_MS - 1, **dict.fromkeys((REFERENCE, TWIN, "adamw_fused"), 2000.0)}
+    )
+    measured(script, tmp_path)
+    before = Counter(rest[0] for _, what, *rest in script.heard if what == "turn" and rounds_of(rest[1]) < 0)
+    assert before == {REFERENCE: 1, TWIN: 1, "adamw": 1, "adamw_fused": 1}
 
 
 def test_arms_get_the_same_data_in_a_round_and_other_data_in_each_trial(tmp_path):
