@@ -91,7 +91,7 @@ class Family:
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """The reference, the reference again where a cell asks for it, then every other stack in the cells' order: as
-        candidate or as what one is held against."""
+        candidate or as what one is held against; again too, where a cell holds it against itself."""
         base = self.reference.reference
         made: dict[frozenset[str], Stack] = {}
         shown: dict[frozenset[str], list[Cell]] = {}
@@ -104,7 +104,12 @@ class Family:
                     shown.setdefault(key, []).append(cell)
         itself = tuple(shown.get(_key(base), ()))
         twin = (Stack(name=TWIN, cell=self.reference, cells=itself),) if itself else ()
-        others = (replace(stack, cells=tuple(shown.get(key, ()))) for key, stack in made.items())
+        others: list[Stack] = []
+        for key, stack in made.items():
+            own = tuple(cell for cell in shown.get(key, ()) if cell.toggles)
+            itself = tuple(cell for cell in shown.get(key, ()) if not cell.toggles)
+            others.append(replace(stack, cells=own))
+            others += [replace(stack, name=f"{stack.name} again", cells=itself)] if itself else []
         return (Stack(name=REFERENCE, cell=self.reference), *twin, *others)
 
     def _stack(self, cell: Cell, ablations: Sequence[Ablation]) -> Stack:
@@ -118,8 +123,8 @@ class Family:
 
     def names(self, cell: Cell) -> set[str]:
         """Of the two arms that a cell holds together, but for the reference."""
-        named = {_key(s.ablations): s.name for s in self.stacks if not s.is_reference}
-        return {named[key] for key in map(_key, (cell.reference, cell.candidate)) if key in named}
+        both = {_key(cell.reference), _key(cell.candidate)}
+        return {s.name for s in self.stacks if not s.is_reference and _key(s.ablations) in both}
 
     @property
     def rounds(self) -> int:

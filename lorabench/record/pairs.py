@@ -70,9 +70,9 @@ class Siblings:
         self.twin = next((arm for arm in self.arms if arm.role == "twin"), None)
 
     def stack(self, toggles: Iterable[str]) -> ArmRecord | None:
-        """The arm with these toggles; of the reference's stack the reference, and the twin only without it."""
+        """The arm with these toggles; one that is there to be held against its like only without that."""
         found = [arm for arm in self.arms if set(arm.toggles) == set(toggles)]
-        return min(found, key=lambda arm: arm.role == "twin", default=None)
+        return min(found, key=lambda arm: any(not shown.ablations for shown in arm.shown), default=None)
 
     def named(self, name: str) -> ArmRecord | None:
         """The arm of that name; or the one whose name or toggles have the same parts in another order."""

@@ -19,6 +19,7 @@ from lorabench.contract.memory_fit import Edge
 from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Failed, Ready
 from lorabench.measure.trial import MOST_TRIALS
+from lorabench.record.pairs import Siblings
 from lorabench.record.schema import INTERRUPTED, ArmRecord
 from lorabench.run.entries import NO_TIME, Limits
 from lorabench.run.journal import JOURNAL, Journal, Turn
@@ -27,6 +28,7 @@ from lorabench.run.rounds import LEAST_ROUNDS, LONG_MS, Rounds
 from lorabench.run.runner import Runner
 
 FOUR = "ablations=[eager,adamw,adamw_fused]"
+LOW = "adapters_in_compute_dtype"
 
 
 def runner(script: Script, folder: Path, journal: Journal | None = None) -> Runner:
@@ -75,6 +77,18 @@ def test_every_arm_has_a_turn_in_every_round_in_an_order_of_its_own(tmp_path):
             by_round[rounds_of(numbers)].append(name)
     assert all(sorted(names) == sorted(found) for names in by_round.values())
     assert len({tuple(names) for names in by_round.values()}) > 6  # of 120 orders, twelve are hardly alike
+
+
+def test_each_of_several_references_has_a_twin_that_is_measured(tmp_path):
+    """Else the second one would be held against its own times, and nothing would seem as quiet."""
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", LOW, f"{LOW} again", f"{LOW} + eager"), 200.0))
+    found = measured(script, tmp_path, "reference=[peft,peft_low]", "ablations=[eager]")
+    family = Siblings(found.values())
+    over = {arm.arm: [family.stack(shown.against) for shown in arm.shown] for arm in family.arms}
+    assert over == {
+        REFERENCE: [], TWIN: [found[REFERENCE]], "eager": [found[REFERENCE]],
+        LOW: [], f"{LOW} again": [found[LOW]], f"{LOW} + eager": [found[LOW]],
+    }  # fmt: skip
 
 
 def test_a_turn_holds_as_many_trials_as_a_tenth_of_a_second_and_the_first_does_not_count(tmp_path):
