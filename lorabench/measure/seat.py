@@ -69,7 +69,7 @@ class Ready:
     notes: dict[str, Any] = field(default_factory=dict)
     memory: ArmMemory | None = None
     own_bytes: int = 0  # that stay allocated beside the base
-    base_bytes: int = 0  # of the base that the arms of its process share, as far as it uses that
+    base_bytes: int = 0  # of the base that the arms of its process share, whatever it uses of that
     jobs: dict[str, JobCounts] = field(default_factory=dict)
     phases: tuple[str, ...] = ()  # of the first trial
     warm_ms: list[float] = field(default_factory=list)
@@ -219,8 +219,8 @@ class Seat:
             of_kind.clear(arm)
         with _seconds(into, "profile"):
             # As if it were alone: without what the base kept meanwhile, with all of the base that it uses.
-            into.base_bytes = lent = self.base.bytes_of(arm.model)
-            kept = self.base.nbytes - kept
+            lent, into.base_bytes = self.base.bytes_of(arm.model), self.base.nbytes
+            kept = into.base_bytes - kept
             into.own_bytes = memory.allocated(self.device) - held - kept
             reserved = memory.reserved(self.device) - cached - kept
             into.memory = peaks.memory(into.own_bytes + lent, reserved + lent)

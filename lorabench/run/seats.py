@@ -115,6 +115,9 @@ class Seats:
             if entry.stack.ranks > 1:  # a rank without room leaves the others waiting for it: all would begin anew
                 self._make_room([])
                 seat = seat.now  # which an arm may have ended on leaving
+                if self._is_beside(seat, entry) and not self._fits(1):
+                    self._crowd_out(entry)
+                    continue
             failed = self._prepare(seat, entry, gate=entry.ready is None)
             if failed is None:
                 continue
@@ -352,22 +355,25 @@ class Seats:
 
     def _make_room(self, alone: Sequence[Entry]) -> None:
         """Arms that keep most between two turns (captured graphs' pools) leave for a later block, until the largest
-        step fits beside what all others keep. One that will sit alone is taken to need what the reference does."""
-        while True:
-            ready = [e for e in self._ready() if e.ready]
-            own = sum(e.ready.own_bytes for e in ready if e.ready)
-            beside = [e.ready.own_bytes for e in ready if e.ready and e.name == REFERENCE] * (len(alone) + 1)
-            peak = max((_above(e.ready) for e in ready if e.ready), default=0)
-            base = max((e.ready.base_bytes for e in ready if e.ready), default=0)
-            contexts = CONTEXT * (1 + len(beside)) if alone else CONTEXT
-            if base + own + (sum(beside) if alone else 0) + peak + contexts <= self._room:
-                return
-            keeping = [e for e in ready if not e.stack.is_reference and e.ready and e.ready.own_bytes]
+        step fits beside what all others keep. One that will sit alone is taken to keep what the reference does."""
+        more = len(alone) + 1 if alone else 0  # and the reference again
+        while not self._fits(more, processes=more):
+            keeping = [e for e in self._ready() if not e.stack.is_reference and e.ready and e.ready.own_bytes]
             if len(keeping) < (1 if alone else 2):  # the last one stays: a block has to come to something
                 return
             most = max(keeping, key=lambda e: e.ready.own_bytes if e.ready else 0)
             self._dismiss(next(seat for seat in self.seats if most.name in seat.names), most)
             self._put_off(most)
+
+    def _fits(self, more: int, processes: int = 0) -> bool:
+        """Whether the largest step fits beside what all arms keep, and what so many more would keep that are like the
+        reference, in so many more processes."""
+        ready = {e.name: e.ready for e in self._ready() if e.ready}
+        like = ready[REFERENCE].own_bytes if REFERENCE in ready else 0
+        held = sum(r.own_bytes for r in ready.values()) + more * like
+        peak = max((_above(r) for r in ready.values()), default=0)
+        base = max((r.base_bytes for r in ready.values()), default=0)
+        return base + held + peak + CONTEXT * (1 + processes) <= self._room
 
     def _bytes(self, seats: Sequence[Sequence[Entry]]) -> float:
         """Bytes on the device with these arms in these seats: what each holds, of each seat the largest peak beside."""

@@ -194,6 +194,18 @@ def test_room_is_made_before_an_arm_of_several_ranks_is_prepared(dies, tmp_path)
     assert "no room beside the others: adamw comes in a later block" in told
 
 
+def test_an_arm_of_several_ranks_that_cannot_fit_waits_for_a_block_without_being_prepared(tmp_path):
+    """It is taken to keep what the reference does."""
+    machine = MACHINE.model_copy(update={"gpu": {"memory_bytes": 100e9}})
+    script = Script(ready=lambda name: Ready(own_bytes=int(25e9), base_bytes=int(30e9)))
+    two = ("ablations=[ddp]", "world_size=2")
+    with Runner(script, machine, None, "session", 9.0, tmp_path) as running:  # type: ignore[arg-type]
+        found = {r.arm: r for r in running.family(family(*two))}
+    assert len(found[TWIN].rounds) == 12
+    prepared = [(seat, *rest) for seat, what, *rest in script.heard if what == "prepare"]
+    assert prepared[:4] == [(1, REFERENCE), (1, TWIN), (2, REFERENCE), (2, "ddp")]
+
+
 def test_out_of_memory_is_said_of_an_arm_that_was_alone(tmp_path):
     script = Script(room=4.0)
     script.bytes = {"adamw": 9.0}
