@@ -140,8 +140,13 @@ def _names(file: Path) -> list[str]:
 @lru_cache(maxsize=4)  # an arm is held against the reference before its trials and after them
 def _distances(reference: Path, candidate: Path) -> dict[str, Distance]:
     """Of each tensor of the candidate's file the distance from the one of its name in the reference's."""
-    with safe_open(reference, framework="pt") as first, safe_open(candidate, framework="pt") as second:
-        return {n: distance(second.get_tensor(n), first.get_tensor(n)) for n in _names(reference)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # hundreds of small tensors: several threads wait for cores on which arms compute
+    try:
+        with safe_open(reference, framework="pt") as first, safe_open(candidate, framework="pt") as second:
+            return {n: distance(second.get_tensor(n), first.get_tensor(n)) for n in _names(reference)}
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> Iterator[Check]:
