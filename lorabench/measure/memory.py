@@ -49,10 +49,14 @@ def reserved(device: torch.device) -> int:
 
 
 def free(device: torch.device) -> int:
-    """Bytes that can still be had: of a GPU with what the allocator keeps cached, of a CPU without swapping."""
+    """Bytes that can still be had: of a GPU with what the allocator keeps cached, as far as this process may have them
+    (several ranks leave some to NCCL); of a CPU without swapping."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
-    return torch.cuda.mem_get_info(device)[0] + max(0, torch.cuda.memory_reserved() - allocated(device))
+    held = allocated(device)
+    there = torch.cuda.mem_get_info(device)[0] + max(0, torch.cuda.memory_reserved() - held)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return min(there, int(torch.cuda.get_per_process_memory_fraction(device) * total) - held)
 
 
 def growth(device: torch.device, run: Callable[[], Any]) -> int:

@@ -1,9 +1,12 @@
 """Memory of an arm is its own, whatever the other arm has left behind."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import cells, seat_of
 
+from lorabench.measure import memory
 from lorabench.measure.memory import growth
 
 MIB = 1 << 20
@@ -19,6 +22,21 @@ def test_the_growth_of_a_call_on_a_cpu_is_its_largest_at_a_time():
     held = torch.empty(MIB, dtype=torch.uint8)
     assert growth(torch.device("cpu"), call) == 4 * MIB
     assert growth(torch.device("cpu"), held.zero_) == 0
+
+
+@pytest.mark.parametrize(("fraction", "left"), [(1.0, 40 + 5), (0.75, 75 - 50)])
+def test_what_is_left_to_nccl_is_not_free(fraction, left, monkeypatch):
+    """Of 100 bytes this process holds 50 and keeps 5 more; 40 nobody has."""
+    pretended = {
+        "mem_get_info": lambda device: (40, 100), "memory_reserved": lambda: 55, "memory_snapshot": lambda: [],
+        "memory_allocated": lambda: 50, "synchronize": lambda: None,
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=100),
+        "get_per_process_memory_fraction": lambda device: fraction,
+    }  # fmt: skip
+    for name, what in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, what)
+    monkeypatch.setattr(memory, "synchronize", lambda device: None)
+    assert memory.free(torch.device("cuda")) == left
 
 
 @pytest.mark.gpu
