@@ -274,8 +274,11 @@ def standing(claim: Claim, results: Results) -> list[str]:
     found = beside(claim, results)
     if found is None:
         return ["open: no published results measure it", "", ""]
-    name = found.folder.rpartition("/")[2]
-    return [f"{found.value} ({found.toggles})", md(found.baseline), f"[{name}](RESULTS/{found.folder}/summary.md)"]
+    gpu, _, name = found.folder.rpartition("/")
+    where = (
+        name if gpu == "h200" else f"{name}, {gpu.upper()}"
+    )  # all pages say that it was an H200, unless said otherwise
+    return [f"{found.value} ({found.toggles})", md(found.baseline), f"[{where}](RESULTS/{found.folder}/summary.md)"]
 
 
 def some_claims(results: Results) -> str:
