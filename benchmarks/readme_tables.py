@@ -264,16 +264,15 @@ def standing(claim: Claim, results: Results) -> list[str]:
     if claim.counted:
         said, where = bubble_tables.beside(claim.counted, claim.unit, results.place)
         return [md(said), "the same", where]
-    if claim.open and claim.simulated:
-        said, where = bubble_tables.beside(claim.simulated, claim.unit, results.place)
-        return [f"simulated, not measured: {md(said)}; open: {md(claim.open)}", "", where]
-    if claim.open:
-        return [f"open: {md(claim.open)}", "", ""]
     if claim.is_one:
         return [BY_DEFINITION, "", ""]
-    found = beside(claim, results)
+    found = None if claim.open else beside(claim, results)
     if found is None:
-        return ["open: no published results measure it", "", ""]
+        why, where = f"open: {md(claim.open or 'no published results measure it')}", ""
+        if claim.simulated:
+            said, where = bubble_tables.beside(claim.simulated, claim.unit, results.place)
+            why = f"simulated, not measured: {md(said)}; {why}"
+        return [why, "", where]
     gpu, _, name = found.folder.rpartition("/")
     where = (
         name if gpu == "h200" else f"{name}, {gpu.upper()}"

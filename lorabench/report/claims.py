@@ -13,7 +13,7 @@ import csv
 import hashlib
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
@@ -43,8 +43,8 @@ OTHER_QUANTITIES = {
     "jobs_that_fit": MORE, "jobs_that_fit_ratio": MORE,
 }  # fmt: skip
 TIMES = ("latency_h", "latency_days")
-PASSED, BUSY = "tokens_s", "gpu_utilization_pct"
-OF_STEPS = (*TIMES, PASSED, BUSY)  # follow from whole steps
+PASSED, BUSY, IDLE = "tokens_s", "gpu_utilization_pct", "pipeline_bubble_pct"
+OF_STEPS = (*TIMES, PASSED, BUSY, IDLE)  # follow from whole steps
 FIT = ("jobs_that_fit", "jobs_that_fit_ratio")  # follow from where an arm that ran out of memory had its edge
 # How a number is printed → the same as a ratio of two times; every other unit is kept as it is.
 AS_RATIO = {"x": lambda n: n, "% faster": lambda n: (100 + n) / 100, "% less time": lambda n: 100 / (100 - n)}
@@ -95,7 +95,7 @@ class Claim(Strict):
     of_reference: bool = False  # the quantity is the baseline's own
     is_one: bool = False  # a baseline to which others are a ratio, in a unit that does not compare by itself
     open: str | None = None  # why no record can stand beside it (yet)
-    simulated: Tabled | None = None  # what a simulation says meanwhile: never shown as measured
+    simulated: Tabled | None = None  # what a simulation says until it is measured: never shown as measured
     counted: Tabled | None = None  # what was measured beside sweeps, which do not measure it
     _base: float | None = PrivateAttr(None)  # printed of the claim that `ratio_to` names
 
@@ -116,8 +116,8 @@ class Claim(Strict):
             )
         if self.over and (self.statistic not in TOGETHER or self.measure != SPEEDUP):
             raise ValueError(f"`over` is for a speedup that is one of {', '.join(TOGETHER)}, not {self.statistic}")
-        if self.simulated and not self.open:
-            raise ValueError("`simulated` is for a claim that is open: what is measured needs no simulation beside it")
+        if self.simulated and self.counted:
+            raise ValueError("`simulated` is for a claim that is open: what was counted needs no simulation beside it")
         if self.measure == SPEEDUP and self.unit not in AS_RATIO:
             raise ValueError(f"{self.quantity} in {self.unit!r}: a ratio is printed in {', '.join(AS_RATIO)}")
         return self
@@ -339,11 +339,11 @@ def measured(record: Record, claim: Claim, contrasts: Contrasts) -> tuple[float,
 
 
 def _of_arms(record: Record, claim: Claim) -> float | None:
-    """What needs no interval: memory, how busy the GPU was, and what the kind says."""
+    """What needs no interval: memory, how busy the GPU was or a pipeline's were not, and what the kind says."""
     if claim.quantity in FIT:
         return _fitting(_edge(record), claim)
-    if claim.quantity == BUSY:
-        before, after = _busy(record, "reference"), _busy(record, "candidate")
+    if claim.quantity in SHARES:
+        before, after = (SHARES[claim.quantity](record, arm) for arm in ARMS)
     else:
         held: dict[Any, ArmMemory] = dict(record.memory or {})
         before, after = (_bytes(held.get(arm), claim.of_phase) for arm in ARMS)
@@ -355,7 +355,7 @@ def _of_arms(record: Record, claim: Claim) -> float | None:
         return after / before
     if claim.measure == HELD and after is not None:
         return after / 1e9
-    if claim.quantity == BUSY:
+    if claim.quantity in SHARES:
         return after
     return said(record, claim).get("value")
 
@@ -378,6 +378,14 @@ def _busy(record: Record, arm: ArmName) -> float | None:
             return None
         busy, took = busy + found.device_busy_ms, took + statistics.median(ms)
     return min(100.0, 100 * busy / took) if took else None
+
+
+def _idle(record: Record, arm: ArmName) -> float | None:
+    """Per cent of a pipeline's step in which its stages had nothing to do, over all of them."""
+    return record.notes.get(arm, {}).get("pipeline", {}).get("bubble_pct")
+
+
+SHARES: dict[str, Callable[[Record, ArmName], float | None]] = {BUSY: _busy, IDLE: _idle}
 
 
 def _passed(record: Record, claim: Claim, contrasts: Contrasts) -> tuple[float, float, float]:

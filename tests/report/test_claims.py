@@ -137,7 +137,7 @@ def test_a_newer_source_stands_among_the_claims_and_is_none_of_the_five_texts():
         assert {f"{n:g}" for n in claim.printed} <= set(re.findall(r"\d+(?:\.\d+)?", claim.wording))
 
 
-def test_what_is_simulated_is_of_an_open_claim_and_of_rows_that_are_there(tmp_path):
+def test_what_is_simulated_is_of_rows_that_are_there(tmp_path):
     table = "cpu/bubbles/bubbles.csv"
     found = claims.Tabled(table=table, column="bubble_pct", where={"adapters": "4"}, how="so")
     (tmp_path / table).parent.mkdir(parents=True)
@@ -148,8 +148,26 @@ def test_what_is_simulated_is_of_an_open_claim_and_of_rows_that_are_there(tmp_pa
     bubble = a_claim(quantity="pipeline_bubble_pct", unit="%", open="no suite", simulated=found)
     assert claims.Claim.model_validate(bubble).simulated == found
     with pytest.raises(ValidationError, match="for a claim that is open"):
-        claims.Claim.model_validate(bubble | {"open": None})
+        claims.Claim.model_validate(bubble | {"open": None, "counted": found, "reference": [], "candidate": []})
     assert claims.standing(claims.Claim.model_validate(bubble), []) == "open: no suite"
+
+
+def test_a_pipeline_s_bubbles_stand_beside_lorafusion_s_and_its_speed_beside_that_over_megatron(record):
+    """The reference empties the pipeline behind each job; both arms are one toggle with other parameters."""
+    notes = {"reference": {"pipeline": {"bubble_pct": 48.5}}, "candidate": {"pipeline": {"bubble_pct": 21.0}}}
+    own = ["pipeline_multi_adapter(tokens=7168)"]
+    base = ("padding", "pipeline_multi_adapter(tokens=7168, flush=True)")
+    row = record(own, reference=base, speedup=1.5, sd=0.0, model="qwen2.5-32b", workload="lorafusion_xsum", notes=notes)
+    found = {m.claim.id: m for m in claims.match([row]) if m.source.id == "lorafusion"}
+    values = {name: claims.measured(row, m.claim, Contrasts())[0] for name, m in found.items()}
+    assert values == {
+        "bubble-one-adapter": 48.5, "bubble-four-adapters": 21.0,
+        **dict.fromkeys(("over-megatron-most", "over-megatron-average"), pytest.approx(1.5)),
+    }  # fmt: skip
+    assert found["over-megatron-most"].differs == "without megatron_lm, with padding + pipeline_multi_adapter"
+    assert not any(m.inverted for m in found.values())
+    plain = record(own, reference=("padding",), workload="lorafusion_xsum", notes=notes)
+    assert "over-megatron-most" not in {m.claim.id for m in claims.match([plain])}
 
 
 def test_what_was_counted_beside_sweeps_is_measured():
