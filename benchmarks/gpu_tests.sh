@@ -27,7 +27,7 @@ failed=0
 finished() { local pid; for pid in "${pids[@]}"; do wait "$pid" || failed=$((failed + 1)); done; pids=(); }
 finished
 # What is judged by its times has the GPU for itself.
-part i tests/zoo tests/measure/test_base.py tests/measure/test_memory.py tests/measure/test_energy.py tests/measure/test_edge.py tests/measure/test_fairness.py tests/test_api.py
+part i tests/zoo tests/measure/test_base.py tests/measure/test_memory.py tests/measure/test_energy.py tests/measure/test_edge.py tests/measure/test_fairness.py tests/measure/test_roofline.py tests/test_api.py
 finished
 # And a sweep of every toggle.
 part j tests/test_every_toggle.py

@@ -68,29 +68,44 @@ def _raw(trace: profile) -> Sequence[Any]:
 def watched_trial(arm: Arm, number: int | None = None) -> tuple[Trial, dict[str, float] | None]:
     """One trial that is not timed, on the data of `number`, and the milliseconds per phase in which the GPU had at
     least one kernel or copy running (union of intervals); None on a CPU. Comes after the timed trials: a profiler that
-    was once on leaves a trace."""
+    was once on leaves a trace. One trace, in which a kernel of our own marks where a phase begins: to start a profiler
+    for each phase takes longer than a step of many micro-batches."""
     if arm.device.type != "cuda":
         return run_trial(arm, number=number), None
-    busy: dict[str, float] = dict.fromkeys(arm.kind.phases, 0.0)
-    running: list[tuple[str, profile]] = []
-
-    def stop() -> None:
-        if running:
-            phase, trace = running.pop()
-            synchronize(arm.device)
-            trace.__exit__(None, None, None)
-            busy[phase] += union(device_spans(trace)) / 1e6
+    began: list[str] = []
 
     def at(phase: str) -> None:
-        stop()
+        began.append(phase)
         synchronize(arm.device)
-        trace = profile(activities=[ProfilerActivity.CUDA])
-        trace.__enter__()
-        running.append((phase, trace))
+        torch.cuda._sleep(1)
+        synchronize(arm.device)
 
-    done = run_trial(arm, at, number)
-    stop()
-    return done, busy
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        done = run_trial(arm, at, number)
+        synchronize(arm.device)
+    return done, busy_by_phase(device_spans(trace), began, arm.kind.phases)
+
+
+MARK = "spin_kernel"  # what torch.cuda._sleep launches
+
+
+def busy_by_phase(
+    spans: Sequence[tuple[int, int, str]], began: Sequence[str], phases: Sequence[str]
+) -> dict[str, float] | None:
+    """Milliseconds by phase. `began`: the phases in the order in which each began, with a mark among the spans. None
+    where the marks are not as many."""
+    parts: list[list[tuple[int, int, str]]] = []
+    for span in spans:
+        if MARK in span[2]:
+            parts.append([])
+        elif parts:
+            parts[-1].append(span)
+    if len(parts) != len(began):
+        return None
+    busy = dict.fromkeys(phases, 0.0)
+    for phase, part in zip(began, parts, strict=True):
+        busy[phase] += union(part) / 1e6
+    return busy
 
 
 def device_spans(trace: profile) -> list[tuple[int, int, str]]:

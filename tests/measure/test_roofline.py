@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lorabench.contract.work import Work
 from lorabench.measure import flops
-from lorabench.measure.profile import union, waits
+from lorabench.measure.profile import busy_by_phase, union, waits, watched_trial
 from lorabench.measure.roofline import ceilings, label, phase_rooflines
 from lorabench.measure.trial import Trial
 from lorabench.plan.compose import load_config, model
@@ -84,6 +84,24 @@ def test_memory_parts_count_tied_weights_once(names):
     made = arm(*names)
     distinct = {p.data_ptr(): p.nbytes for p in made.model.parameters() if not p.requires_grad}
     assert made.kind.held(made)["weights"] == sum(distinct.values())
+
+
+def test_the_device_s_busy_time_goes_to_the_phase_whose_mark_was_before_it():
+    spans = [
+        (0, 9, "before"), (10, 11, "at::spin_kernel(long)"), (20, 30, "gemm"), (25, 40, "copy"),
+        (50, 51, "at::spin_kernel(long)"), (60, 61, "at::spin_kernel(long)"), (70, 75, "gemm"),
+    ]  # fmt: skip
+    phases = ("forward", "backward", "step")
+    found = busy_by_phase(spans, ["forward", "backward", "forward"], phases)
+    assert found == {"forward": pytest.approx(25e-6), "backward": 0.0, "step": 0.0}
+    assert busy_by_phase(spans, ["forward", "backward"], phases) is None
+
+
+@pytest.mark.gpu
+def test_a_watched_trial_says_how_long_the_gpu_was_busy_in_each_phase():
+    made = arm("sdpa", "adamw_fused", "padding", device="cuda")
+    done, busy = watched_trial(made)
+    assert busy is not None and busy.keys() == done.device_ms.keys() and all(ms > 0 for ms in busy.values())
 
 
 def test_the_device_is_busy_for_the_union_of_its_intervals():
