@@ -343,7 +343,8 @@ def _of_arms(record: Record, claim: Claim) -> float | None:
     if claim.quantity in FIT:
         return _fitting(_edge(record), claim)
     if claim.quantity in SHARES:
-        before, after = (SHARES[claim.quantity](record, arm) for arm in ARMS)
+        share = SHARES[claim.quantity]
+        before, after = share(record, "reference"), share(record, "candidate")
     else:
         held: dict[Any, ArmMemory] = dict(record.memory or {})
         before, after = (_bytes(held.get(arm), claim.of_phase) for arm in ARMS)
