@@ -463,20 +463,15 @@ def _alone(row: Row | None) -> str:
 
 # -- a suite on a page of its own -------------------------------------------------------------------------------------
 
+STEPS = (cells.TIME, cells.WHOLE, cells.MEMORY)
 JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING)  # of suites that train several
 # What the page of a suite's toggles shows of it, beside the toggle and the verdict.
 SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
-    "auto_batch_size": (cells.TIME, cells.WHOLE, cells.MEMORY),
-    "checkpointing": (cells.TIME, cells.WHOLE, cells.MEMORY),
-    "mlora": JOBS,
-    "mlora_strategies": JOBS,
-    "mlora_ways": JOBS,
+    **dict.fromkeys(("auto_batch_size", "checkpointing", "packing", "several_gpus", "several_gpus_ours"), STEPS),
+    **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways"), JOBS),
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
-    "packing": (cells.TIME, cells.WHOLE, cells.MEMORY),
     "prequantized_loading": (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND),
-    "several_gpus": (cells.TIME, cells.WHOLE, cells.MEMORY),
-    "several_gpus_ours": (cells.TIME, cells.WHOLE, cells.MEMORY),
     "text_metrics": (cells.TIME, cells.WHOLE),
 }
 
