@@ -1,10 +1,9 @@
 """An adapter that has hardly been trained: what it adds has to arrive, although it is less than a rounding of the base."""
 
+import lorakernels
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-
-import lorakernels
 
 
 def arrives(model: nn.Module, x: torch.Tensor) -> float:
