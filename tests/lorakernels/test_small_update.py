@@ -1,4 +1,4 @@
-"""An adapter that has hardly been trained: what it adds has to arrive, although it is less than a rounding of the base."""
+"""An adapter that has hardly been trained: what it adds arrives, although it is less than a rounding of the base."""
 
 import lorakernels
 import torch
