@@ -368,12 +368,9 @@ class Seats:
     def _fits(self, more: int, processes: int = 0) -> bool:
         """Whether the largest step fits beside what all arms keep, and what so many more would keep that are like the
         reference, in so many more processes."""
-        ready = {e.name: e.ready for e in self._ready() if e.ready}
-        like = ready[REFERENCE].own_bytes if REFERENCE in ready else 0
-        held = sum(r.own_bytes for r in ready.values()) + more * like
-        peak = max((_above(r) for r in ready.values()), default=0)
-        base = max((r.base_bytes for r in ready.values()), default=0)
-        return base + held + peak + CONTEXT * (1 + processes) <= self._room
+        ready = self._ready()
+        like = sum(e.ready.own_bytes for e in ready if e.name == REFERENCE and e.ready)
+        return self._bytes([ready]) + more * like + processes * CONTEXT <= self._room
 
     def _bytes(self, seats: Sequence[Sequence[Entry]]) -> float:
         """Bytes on the device with these arms in these seats: what each holds, of each seat the largest peak beside."""

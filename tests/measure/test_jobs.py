@@ -184,23 +184,20 @@ def test_a_workload_without_jobs_has_one_and_bears_no_name():
 @pytest.mark.parametrize(("workload", "kinds"), [("{jobs_4: {seq_len: 16}}", 1), ("two_jobs", 2)])
 def test_the_noise_of_jobs_alike_is_measured_once(workload, kinds, tmp_path, monkeypatch):
     """And told of each of them."""
-    cell = cells(f"workload={workload}", "dtype=float32")[0]
-    asked, told = [], {}
+    cell, asked = cells(f"workload={workload}", "dtype=float32")[0], []
     monkeypatch.setattr(
         depth_noise, "measure", lambda arm, run: asked.append(arm) or depth_noise.DepthNoise({}, 0.0, 0.0)
     )
-    made = lambda name, ablations: replace(request_of(cell, "reference", torch.float32, CPU), scratch=tmp_path)  # noqa: E731
-    gate = GateRequest(cell, (), made, ONE, lambda name: None, lambda job, file, noise: told.update({job: file}))
-    kind("train")._measure_noise(gate)
-    assert len(asked) == len({*told.values()}) == kinds and len(set(map(id, asked))) == 1
+    told = noise_of(cell, tmp_path, torch.float32)
+    assert len(asked) == len({file for file, _ in told.values()}) == kinds and len(set(map(id, asked))) == 1
     assert list(told) == [job.name for job in cell.jobs]
 
 
-def noise_of(cell, folder):
-    """What is told of the cell's jobs."""
+def noise_of(cell, folder, dtype=torch.bfloat16):
+    """What is told of the cell's jobs: the file and the noise, by job."""
     told = {}
-    made = lambda name, ablations: replace(request_of(cell, "reference", torch.bfloat16, CPU), scratch=folder)  # noqa: E731
-    gate = GateRequest(cell, (), made, ONE, lambda name: None, lambda job, file, noise: told.update({job: noise}))
+    made = lambda name, ablations: replace(request_of(cell, "reference", dtype, CPU), scratch=folder)  # noqa: E731
+    gate = GateRequest(cell, (), made, ONE, lambda name: None, lambda job, *both: told.update({job: both}))
     kind("train")._measure_noise(gate)
     return told
 
@@ -225,7 +222,7 @@ def test_noise_that_does_not_fit_is_measured_with_layers_that_run_again(tmp_path
     for one in (seeded, short_of_memory, never):
         monkeypatch.setattr(depth_noise, "measure", one)
         (folder := tmp_path / one.__name__).mkdir()
-        found.append(noise_of(cell, folder)[""])
+        found.append(noise_of(cell, folder)[""][1])
     whole, again, none = found
     assert whole.loss == again.loss and none is None
     assert all(0.5 < again.tensors[n][0] / error < 2 for n, (error, _) in whole.tensors.items())

@@ -15,6 +15,7 @@ from helpers import MACHINE, cells
 from run.scripted import Script
 
 from lorabench.contract.family import REFERENCE, TWIN, Family, families
+from lorabench.contract.machine import Machine
 from lorabench.contract.memory_fit import Edge
 from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Failed, Ready
@@ -31,8 +32,8 @@ FOUR = "ablations=[eager,adamw,adamw_fused]"
 LOW = "adapters_in_compute_dtype"
 
 
-def runner(script: Script, folder: Path, journal: Journal | None = None) -> Runner:
-    return Runner(script, MACHINE, None, "session", 9.0, folder, journal=journal)  # type: ignore[arg-type]
+def runner(script: Script, folder: Path, journal: Journal | None = None, machine: Machine = MACHINE) -> Runner:
+    return Runner(script, machine, None, "session", 9.0, folder, journal=journal)  # type: ignore[arg-type]
 
 
 def family(*overrides: str) -> Family:
@@ -171,7 +172,7 @@ def test_an_arm_that_keeps_too_much_between_its_turns_comes_in_a_block_of_its_ow
     """A captured graph's pool: it fits beside the others until one of them takes its step."""
     machine = MACHINE.model_copy(update={"gpu": {"memory_bytes": 100e9}})
     script = Script(ready=lambda name: Ready(own_bytes=int(95e9 if name == "adamw" else 1e9)))
-    with Runner(script, machine, None, "session", 9.0, tmp_path) as running:  # type: ignore[arg-type]
+    with runner(script, tmp_path, machine=machine) as running:
         found = {record.arm: record for record in running.family(family())}
     assert {record.status for record in found.values()} == {"ok"}
     assert {len(found[name].rounds) for name in ("eager", "adamw", "adamw_fused")} == {12}
@@ -186,7 +187,7 @@ def test_room_is_made_before_an_arm_of_several_ranks_is_prepared(dies, tmp_path)
     script = Script(ready=lambda name: Ready(own_bytes=int(95e9 if name == "adamw" else 1e9)))
     script.fails = {("drop", "adamw"): raising(Lost("crash", "it died", None, None))} if dies else {}
     told, two = list[str](), ("ablations=[adamw,eager,ddp]", "world_size=2")
-    with Runner(script, machine, None, "session", 9.0, tmp_path) as running:  # type: ignore[arg-type]
+    with runner(script, tmp_path, machine=machine) as running:
         found = {r.arm: r for r in running.family(family(*two), told.append)}
     heard = [tuple(call[1:]) for call in script.heard]
     assert heard.index(("drop", "adamw")) < heard.index(("prepare", "ddp"))
@@ -199,7 +200,7 @@ def test_an_arm_of_several_ranks_that_cannot_fit_waits_for_a_block_without_being
     machine = MACHINE.model_copy(update={"gpu": {"memory_bytes": 100e9}})
     script = Script(ready=lambda name: Ready(own_bytes=int(25e9), base_bytes=int(30e9)))
     two = ("ablations=[ddp]", "world_size=2")
-    with Runner(script, machine, None, "session", 9.0, tmp_path) as running:  # type: ignore[arg-type]
+    with runner(script, tmp_path, machine=machine) as running:
         found = {r.arm: r for r in running.family(family(*two))}
     assert len(found[TWIN].rounds) == 12
     prepared = [(seat, *rest) for seat, what, *rest in script.heard if what == "prepare"]
