@@ -56,7 +56,7 @@ def free(device: torch.device) -> int:
     held = allocated(device)
     there = torch.cuda.mem_get_info(device)[0] + max(0, torch.cuda.memory_reserved() - held)
     total = torch.cuda.get_device_properties(device).total_memory
-    return min(there, int(torch.cuda.get_per_process_memory_fraction(device) * total) - held)
+    return min(there, int(torch.cuda.get_per_process_memory_fraction() * total) - held)
 
 
 def growth(device: torch.device, run: Callable[[], Any]) -> int:
