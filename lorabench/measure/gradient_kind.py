@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from lorabench.contract.ablation import Ablation
+from lorabench.contract.ablation import Ablation, Unsupported
 from lorabench.contract.arm import Arm, bytes_of
 from lorabench.contract.cell import Cell
 from lorabench.contract.job import Job
@@ -72,7 +72,7 @@ class GradientKind(Kind):
         plain = {}
         if not gate.ranks.rank:
             plain = dict(self._golds(gate, request("gold", gate.cell.held_weights)))
-            self._measure_noise(gate)
+        self._measure_noise(gate)
         judged: list[Any] | None = None
         for name in gate.names:
             gate.working_on(name)
@@ -99,29 +99,53 @@ class GradientKind(Kind):
 
     def _measure_noise(self, gate: GateRequest) -> None:
         """How far two right runs are apart at full depth, of each job alone; kept for `first`. Jobs alike have one
-        answer. No process runs the whole of a model whose reference has its layers on several devices."""
-        if any(ablation.leaves_out for ablation in gate.cell.reference):
+        answer. No process runs the whole of a model whose reference has its layers on several devices: there all of
+        them run the reference."""
+        divided = any(ablation.leaves_out for ablation in gate.cell.reference)
+        if gate.ranks.rank and not divided:
             return
         gate.working_on("plain model at full depth")
         request = gate.arm("plain", gate.cell.held_weights)
+        files = [_noise_file(request, i) for i in range(len(request.jobs))]
         made: list[Arm] = []
+        for i in sorted({_first_like(request, i) for i in range(len(request.jobs))}):
+            if not gate.ranks.largest(float(not files[i].exists())):
+                continue
+            found = self._noise_of_reference(gate, i) if divided else self._noise_of_plain(request, made, i)
+            if not gate.ranks.rank:
+                depth_noise.keep(files[i], found)
+        made.clear()
+        give_back(request.device)
+        for job, file in zip(request.jobs, files, strict=True):
+            if not gate.ranks.rank:
+                gate.noise(job.name, file.name, depth_noise.read(file))
 
-        def measured(index: int) -> depth_noise.DepthNoise | None:
-            for recompute in (False, True):  # which takes longer, and changes no number
-                try:
-                    arm = made[0] if made else self.build(request)
-                    made[:] = [arm]
-                    if not recompute or _recomputes(arm.model):
-                        return depth_noise.measure(arm, partial(numerics.one_pass, arm, arm.steps[index]))
-                except RuntimeError as error:
-                    if not out_of_memory(error):
-                        raise
-                give_back(request.device)
-            return None  # the limits are then wider: Numerics.depth_noise says that
+    def _noise_of_plain(self, request: Request, made: list[Arm], index: int) -> depth_noise.DepthNoise | None:
+        """Of plain PEFT in this process; None where it does not fit, and the limits are then wider
+        (`Numerics.depth_noise` says that). `made`: its arm, built for the first job that asks."""
+        for recompute in (False, True):  # which takes longer, and changes no number
+            try:
+                made[:] = made or [self.build(request)]
+                if not recompute or _recomputes(made[0].model):
+                    return depth_noise.measure(made[0], partial(numerics.one_pass, made[0], made[0].steps[index]))
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+            give_back(request.device)
+        return None
 
-        for i, job in enumerate(request.jobs):
-            file = _noise_file(request, i)
-            gate.noise(job.name, file.name, depth_noise.cached(file, partial(measured, _first_like(request, i))))
+    def _noise_of_reference(self, gate: GateRequest, index: int) -> depth_noise.DepthNoise | None:
+        """Of the reference on all ranks, with this job alone where its micro-batches are enough for them; None where
+        another arm asks, of fewer ranks."""
+        request = gate.arm("plain", gate.cell.reference)
+        if request.ranks.size != gate.ranks.size:
+            return None
+        try:
+            arm = self.build(replace(request, jobs=[request.jobs[index]], samples=[request.samples[index]]))
+        except Unsupported:  # on every rank
+            arm = self.build(request)
+        step = arm.steps[min(index, len(arm.steps) - 1)]
+        return depth_noise.measure(arm, partial(numerics.one_pass, arm, step))
 
     def _gold_and_plain(self, request: Request) -> dict[str, Plain]:
         """Of each job. One model has the adapters of all, of which PEFT computes the active one."""

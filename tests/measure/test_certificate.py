@@ -238,8 +238,10 @@ def test_noise_under_dropout_is_that_of_the_masks(tmp_path):
     assert noise.masks and np.median([e for e, _ in noise.masks.tensors.values()]) > 0.05
     assert np.median([e for e, _ in noise.tensors.values()]) < 1e-5
     file = tmp_path / "noise.json"
-    assert depth_noise.cached(file, lambda: noise) == noise == depth_noise.read(file)
-    assert depth_noise.cached(tmp_path / "none.json", lambda: None) is None
+    depth_noise.keep(file, noise)
+    assert depth_noise.read(file) == noise
+    depth_noise.keep(tmp_path / "none.json", None)
+    assert depth_noise.read(tmp_path / "none.json") is None and depth_noise.read(tmp_path / "no file") is None
 
 
 def test_right_trials_under_masks_of_their_own_stay_within_the_noise_whatever_pairs_it_was_made_of():

@@ -10,7 +10,7 @@ import torch
 from helpers import PEFT, InProcess, cells, only, seat_of
 
 from lorabench.contract.kind import kind
-from lorabench.contract.ranks import ONE
+from lorabench.contract.ranks import ONE, Ranks
 from lorabench.measure.judging import depth_noise
 from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.kind import GateRequest, request_of
@@ -193,10 +193,10 @@ def test_the_noise_of_jobs_alike_is_measured_once(workload, kinds, tmp_path, mon
     assert list(told) == [job.name for job in cell.jobs]
 
 
-def noise_of(cell, folder, dtype=torch.bfloat16):
-    """What is told of the cell's jobs: the file and the noise, by job."""
-    told = {}
-    made = lambda name, ablations: replace(request_of(cell, "reference", dtype, CPU), scratch=folder)  # noqa: E731
+def noise_of(cell, folder, dtype=torch.bfloat16, ranks=ONE):
+    """What is told of the cell's jobs: the file and the noise, by job. `ranks`: of the arms, in this one process."""
+    told, asked = {}, replace(request_of(cell, "reference", dtype, CPU), scratch=folder, ranks=ranks)
+    made = lambda name, ablations: asked  # noqa: E731
     gate = GateRequest(cell, (), made, ONE, lambda name: None, lambda job, *both: told.update({job: both}))
     kind("train")._measure_noise(gate)
     return told
@@ -229,9 +229,9 @@ def test_noise_that_does_not_fit_is_measured_with_layers_that_run_again(tmp_path
     assert asked == [False, True]
 
 
-def test_no_process_measures_the_noise_of_a_model_that_is_divided_among_several(tmp_path):
+def test_a_process_alone_does_not_measure_the_noise_of_a_model_that_is_divided_among_several(tmp_path):
     (cell, *_) = cells("world_size=2", "reference=[pipeline_gpipe]", "ablations=[pipeline_1f1b]", "dtype=bfloat16")
-    assert noise_of(cell, tmp_path) == {}
+    assert noise_of(cell, tmp_path, ranks=Ranks(0, 2))[""][1] is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

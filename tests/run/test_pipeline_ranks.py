@@ -8,6 +8,7 @@ import time
 import pytest
 from helpers import MACHINE, cells, sweep, workers_in
 
+from lorabench.measure.judging.limits import UNKNOWN
 from lorabench.plan.design import refusal
 from lorabench.record.store import read_records
 
@@ -50,6 +51,24 @@ def test_several_jobs_from_the_command_to_a_right_row(tmp_path):
     assert list(record.jobs) == ["short", "long"]
     assert all(job.numerics.grad_error < 1e-5 for job in record.jobs.values())
     assert record.notes["pipeline_multi_adapter"]["micro_batches"] == 3
+
+
+@pytest.mark.parametrize("samples", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_all_ranks_measure_the_noise_of_a_reference_that_is_divided_among_them(tmp_path, samples):
+    """Of jobs alike once, with one job alone, or with all of them where one has fewer micro-batches than there are
+    ranks."""
+    done = sweep(
+        "world_size=2", "models=[tiny-llama]",
+        f"workload={{jobs_4: {{seq_len: 32, samples: {samples}, batch_size: 1}}}}",
+        "dtype=bfloat16", "reference=[sdpa,adamw_foreach,padding,pipeline_multi_adapter]",
+        "ablations=[adamw_fused]", "trials=3", "warmup=1", f"output={tmp_path}", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *_, record = read_records(tmp_path)
+    assert record.status == "ok", record.reason
+    assert all(job.numerics.depth_noise for job in record.jobs.values())
+    allowed = {check.name: check.allowed for check in record.numerics.checks}
+    assert allowed["each gradient before the trials"] not in UNKNOWN.values()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ each model and workload of a sweep, and kept in its folder.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -138,19 +137,15 @@ def off(value: float, reference: float) -> float:
     return abs(value - reference) / max(abs(reference), 1e-30)
 
 
-def cached(file: Path, compute: Callable[[], DepthNoise | None]) -> DepthNoise | None:
-    """Out of the file; where there is none, computed and put there. None: it could not be measured."""
-    if not file.exists():
-        found = compute()
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(None if found is None else asdict(found)))
-        os.replace(partial, file)
-        gc.collect()
-    return read(file)
+def keep(file: Path, found: DepthNoise | None) -> None:
+    """Into the file; None: it could not be measured."""
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(None if found is None else asdict(found)))
+    os.replace(partial, file)
 
 
 def read(file: Path) -> DepthNoise | None:
-    """What `cached` put there; None where nothing is."""
+    """What `keep` put there; None where nothing is."""
     if not file.exists():
         return None
     stored: dict[str, Any] | None = json.loads(file.read_text())
