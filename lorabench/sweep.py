@@ -277,10 +277,12 @@ def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replica
     for _ in range(1 + len(agenda.cells)):  # again only where one more did not apply, whatever the records' keys
         if not todo:
             break
+        stopped = False
         with Display(console, todo) as display:
-            for family, records in queue.run(todo, display, agenda.replan):
+            for family, found in queue.run(todo, display, agenda.replan):
                 store_sessions()
-                records = [record for record in records if record.reason != NO_TIME]
+                records = [record for record in found if record.reason != NO_TIME]
+                stopped |= len(records) < len(found)
                 for record in records:
                     record.replicate = replicate
                     store.append(record)
@@ -288,7 +290,7 @@ def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replica
                 for pair in shown:
                     agenda.take(pair)
                 display.end(family, shown)
-        if stopped := time.monotonic() >= getattr(queue, "limits", UNLIMITED).stop_at:
+        if stopped := stopped or time.monotonic() >= getattr(queue, "limits", UNLIMITED).stop_at:
             console.print("the budget is spent; the same command goes on", highlight=False, soft_wrap=True)
         todo = [] if stopped else agenda.families(replicate)
         if todo:

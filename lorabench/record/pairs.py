@@ -83,7 +83,7 @@ class Siblings:
     def records(self, against: str | None = None) -> list[Record]:
         """Every contrast that the designs show; or every arm that was measured over the arm called `against`."""
         if against in (None, REFERENCE):
-            made = [(arm, shown) for arm in self.arms for shown in arm.shown]
+            made = [(arm, shown) for arm in self.arms for shown in arm.shown if self._has(shown)]
         else:
             base = self.named(against)
             made = [(arm, self._over(base, arm)) for arm in self._others(base)] if base else []
@@ -101,6 +101,11 @@ class Siblings:
         if reference is None or reference.status != "ok":
             return self._failed(candidate, reference, shown, reference, "reference")
         return self._measured(shown, reference, candidate, self._together(reference, candidate))
+
+    def _has(self, shown: Shown) -> bool:
+        """Whether there is something to hold it against. Another arm than the reference may wait for its turn, where
+        the time was up: the row comes with it."""
+        return self.reference is None or self.stack(shown.against) is not None
 
     def between(self, candidate: ArmRecord | None, reference: ArmRecord | None) -> Record | None:
         """Two arms of the family, whether a design shows their contrast or not. None where one was not measured, and of

@@ -105,6 +105,15 @@ def test_an_arm_alone_beside_one_of_the_shared_seat_meets_a_single_process():
     assert turned.processes == {"reference": [8, 8, 7, 7], "candidate": [30]}
 
 
+def test_what_is_held_against_an_arm_that_waits_for_its_turn_has_its_row_later(simulated):
+    reference, before = simulated.arm(), simulated.arm(["a"], 1.5)
+    after = simulated.arm(["a", "b"], 3.0, shown=[shown(["b"], [*BASE, "a"]), shown(["a", "b"], BASE)])
+    assert [record.ablations for record in pairs([reference, after])] == [["a", "b"]]
+    step = by_name(pairs([reference, before, after]))["b"]
+    assert (step.status, step.pairing, ratio(step)) == ("ok", "paired", pytest.approx(2.0, rel=0.01))
+    assert pairs([after])[0].status == "crash"  # nothing else is there: the reference is lost
+
+
 def test_two_that_sat_alone_meet_process_by_process():
     made = Simulated(process=0.05)
     first, second = made.arm(["a"], 1.2, alone=True), made.arm(["b"], 1.5, alone=True, rounds=range(0, 30, 2))

@@ -148,3 +148,12 @@ def test_what_had_no_round_in_the_budget_has_no_record(tmp_path, machine):
     with Store(tmp_path) as store:
         sweep._measure(store, queue, config(*OVERRIDES, f"output={tmp_path}"), [], Console(file=io.StringIO()))
         assert not store.records()
+
+
+def test_a_sweep_ends_where_an_arm_had_no_time_left_although_some_of_the_budget_is(tmp_path, machine):
+    """What is left of it would prepare arms that never come to a round."""
+    queue, out = ScriptedQueue(tmp_path, Script(), machine), io.StringIO()
+    queue.limits = Limits(stop_at=math.inf, seat_by=0.0)
+    with Store(tmp_path) as store:
+        sweep._measure(store, queue, config(*OVERRIDES, "design=ladder", f"output={tmp_path}"), [], Console(file=out))
+    assert len(queue.asked) == 1 and "the budget is spent; the same command goes on" in out.getvalue()
