@@ -319,7 +319,8 @@ def standing(claim: Claim, matches: Iterable[Match]) -> str:
 
 def answers(match: Match) -> bool:
     """Whether the record says anything about the claim: it was measured, or ran out of memory where that is asked."""
-    return match.record.status == "ok" or (match.claim.quantity in FIT and bool(_edge(match.record)))
+    fitting = match.claim.quantity in FIT and _fitting(_edge(match.record), match.claim) is not None
+    return match.record.status == "ok" or fitting
 
 
 def _edge(record: Record) -> Mapping[str, Any]:
@@ -362,8 +363,11 @@ def _of_arms(record: Record, claim: Claim) -> float | None:
 
 
 def _fitting(edge: Mapping[str, Any], claim: Claim) -> float | None:
-    """Jobs that train together; of the baseline, processes of one job each that have room beside each other."""
+    """Jobs that train together, None where the time was up before one more was tried; of the baseline, processes of one
+    job each that have room beside each other."""
     together, beside = edge.get("fits"), edge.get("processes")
+    if together is not None and edge.get("too_many") != together + 1:
+        together = None
     if claim.quantity == "jobs_that_fit":
         return beside if claim.of_reference else together
     return together / beside if together is not None and beside else None

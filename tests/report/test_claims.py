@@ -232,6 +232,9 @@ def test_how_many_jobs_fit_is_said_by_an_arm_that_ran_out_of_memory(record):
     assert claims.measured(full, beside, Contrasts())[0] == 4
     assert {m.claim.id for m in found([full], "mlora") if claims.answers(m)} == {ratio.id, beside.id}
     assert claims.standing(ratio, found([full])) == "measured"
+    cut = {"candidate": {"edge": edge | {"fits": 4, "too_many": 16}}}  # the time was up before five were tried
+    early = found([record(["batched"], status="oom", arm="candidate", notes=cut, **many)])
+    assert claims.standing(ratio, early) != "measured" and claims.standing(beside, early) == "measured"
     room = record(["batched"], **many)  # all of its jobs fit: how many more would is not known
     assert math.isnan(claims.measured(room, ratio, Contrasts())[0])
 
