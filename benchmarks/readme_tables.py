@@ -141,7 +141,7 @@ class Results:
         return [
             Step(
                 m.claim, rung.added, rung.increment, increment(rung, analysis), increment_is_clear(rung, analysis),
-                rung.unpaired, n,
+                rung.unpaired, n, "(" in m.record.workload,
             )
             for n, analysis, rung in rungs if rung.increment
             for m in claimed_of(rung) if not m.differs and not m.inverted
@@ -158,6 +158,7 @@ class Step(NamedTuple):
     clear: bool
     unpaired: bool
     folder: str
+    changed: bool  # the workload is not as a file has it
 
 
 class Measured(NamedTuple):
@@ -173,20 +174,22 @@ class Measured(NamedTuple):
 
 
 def beside(claim: Claim, results: Results) -> Measured | None:
-    """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any;
-    several cells as the range of their ratios. In the claim's direction."""
-    found: dict[tuple[int, int, str, str, str], list[tuple[Match, Analysis]]] = {}
+    """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any,
+    and whose workload is as a file has it; several cells as the range of their ratios. In the claim's direction."""
+    found: dict[tuple[int, int, bool, str, str, str], list[tuple[Match, Analysis]]] = {}
     for folder, m, analysis in results.found:
         if m.claim is claim and math.isfinite(_value(m, analysis)[0]):
             apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
             tested = "" if claim.over else " + ".join(m.record.ablations)
-            found.setdefault((bool(m.stands_for), apart, folder, m.differs, tested), []).append((m, analysis))
-    same_baseline = any(apart == 0 for _, apart, *_ in found)
+            key = bool(m.stands_for), apart, "(" in m.record.workload, folder, m.differs, tested
+            found.setdefault(key, []).append((m, analysis))
+    same_baseline = any(apart == 0 and not changed for _, apart, changed, *_ in found)
     if not same_baseline and (steps := [step for step in results.steps if step.claim is claim]):
-        return _of_steps(steps)
+        first = min((step.changed, step.folder) for step in steps)
+        return _of_steps([step for step in steps if (step.changed, step.folder) == first])
     if not found:
         return None
-    (_, _, folder, differs, _), pairs = min(found.items(), key=lambda item: item[0])
+    (*_, folder, differs, _), pairs = min(found.items(), key=lambda item: item[0])
     rows, (_, analysis) = [m for m, _ in pairs], pairs[0]
     baseline = f"another: {differs}" if differs else "the same"
     toggles = " + ".join(f"`{t}`" for t in rows[0].record.ablations)

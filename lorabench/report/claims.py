@@ -318,9 +318,12 @@ def standing(claim: Claim, matches: Iterable[Match]) -> str:
 
 
 def answers(match: Match) -> bool:
-    """Whether the record says anything about the claim: it was measured, or ran out of memory where that is asked."""
-    fitting = match.claim.quantity in FIT and _fitting(_edge(match.record), match.claim) is not None
-    return match.record.status == "ok" or fitting
+    """Whether the record says anything about the claim: it was measured, or ran out of memory where that is asked, or
+    failed where the baseline's own is asked, which did not."""
+    record, claim = match.record, match.claim
+    if record.status == "ok" or record.arm != ARMS[1]:
+        return record.status == "ok"
+    return (claim.of_reference or claim.quantity in FIT) and _of_arms(record, claim) is not None
 
 
 def _edge(record: Record) -> Mapping[str, Any]:
