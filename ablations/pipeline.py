@@ -99,7 +99,8 @@ class Pipelined(Ablation):
         raise Unsupported(f"{self.name} needs at least {ranks} micro-batches on {ranks} ranks; a step has {samples}")
 
     def _rows(self, samples: Sequence[Sample], tokens: int, ranks: int) -> list[Batch]:
-        """Rows of at most so many tokens; of fewer, where the schedule needs more rows."""
+        """Rows of at most so many tokens; of fewer, where the schedule needs more rows. Of even lengths, as far as they
+        can be: each is filled up to the longest."""
         lengths = lengths_of(samples)
         longest = max(lengths)
         while True:
@@ -108,7 +109,7 @@ class Pipelined(Ablation):
             except ValueError as error:
                 raise Unsupported(f"{self.name}: {error}") from None
             if self.takes(len(found), ranks):
-                return [row([samples[n] for n in fit]) for fit in found]
+                return [row([samples[n] for n in fit]) for fit in _even(lengths, tokens, len(found))]
             if tokens == longest:
                 raise Unsupported(f"{self.name} cannot make rows of {len(samples)} samples for {ranks} ranks")
             tokens = max(longest, min(tokens, sum(lengths)) * 3 // 4)
@@ -249,6 +250,13 @@ class PipelineMultiAdapter(Pipelined):
         counts = [len(step.batches) for step in evidence.arm.steps]
         made[self.name]["empty_micro_batches_of_an_endless_run"] = _check(counts, dist.get_world_size())
         return made
+
+
+def _even(lengths: Sequence[int], tokens: int, count: int) -> list[list[int]]:
+    """The samples of each of `count` rows: of the fewest tokens that make no row more, where `tokens` make so many."""
+    rows = partial(first_fit_decreasing, lengths)
+    capacities = range(max(lengths), tokens + 1)
+    return rows(capacities[bisect_left(capacities[:-1], True, key=lambda fewer: len(rows(fewer)) == count)])
 
 
 def _check(counts: Sequence[int], stages: int | None = None) -> int:

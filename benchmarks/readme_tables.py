@@ -471,7 +471,8 @@ JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING) 
 # What the page of a suite's toggles shows of it, beside the toggle and the verdict.
 SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
-    **dict.fromkeys(("auto_batch_size", "checkpointing", "packing", "several_gpus", "several_gpus_ours"), STEPS),
+    **dict.fromkeys(("auto_batch_size", "checkpointing", "packing"), STEPS),
+    **dict.fromkeys([f"several_gpus{which}" for which in ("", "_ours", "_ours_fsdp2", "_fsdp2")], STEPS),
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways"), JOBS),
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     "prequantized_loading": (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND),
