@@ -65,18 +65,16 @@ class TensorParallel(Parallel):
     def prepare(self, base: Any, *, upcast: bool) -> None:
         import torch.distributed as dist
         from transformers.distributed.configuration_utils import DistributedConfig
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
         size = pieces(self.name, self.ranks, dist.get_world_size())
         _check(base.config, size)
         base.config.distributed_config = DistributedConfig(tp_size=size)
         base._device_mesh, base._tp_size = mesh(size, "tp")["tp"], size
-        plan, _, _ = base._resolve_parallel_plans(base.config.distributed_config)
-        apply_tensor_parallelism(base, base._device_mesh, plan)
+        _split(base)
 
     def patch(self, model: nn.Module) -> int:
-        """PEFT makes the factor that is split with a rank's own width, and transformers (5.23) takes the width of the
-        whole from the module: it is put right. Returns the split linears."""
+        """PEFT makes the factor that is split with a rank's own width, and transformers (from 5.21 on) takes the width
+        of the whole from the module: it is put right. Returns the split linears."""
         split = {n: p for n, p in model.named_parameters() if hasattr(p, "to_local")}
         for name, weight in split.items():
             if "lora_" in name:
@@ -132,6 +130,23 @@ class _Whole(Wrapped):
 
     def backward(self, loss: Tensor) -> None:
         self.inner.backward(loss * self.size)
+
+
+def _split(base: Any) -> None:
+    """Applies transformers' plan to `base`, which has its mesh and its distributed_config.
+
+    From 5.23 on `_resolve_parallel_plans` makes the plan, with a name for each layer, and apply_tensor_parallelism must
+    be given it. Before, that reads `base.tp_plan`: 5.17 and 5.18 take no plan as an argument, 5.19 to 5.22 need none.
+    """
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    if not base.tp_plan:  # with an empty one the older versions would split nothing and say nothing
+        raise Unsupported(f"tensor_parallel needs a plan, and transformers has none for {type(base).__name__}")
+    if hasattr(base, "_resolve_parallel_plans"):
+        plan, _, _ = base._resolve_parallel_plans(base.config.distributed_config)
+        apply_tensor_parallelism(base, base._device_mesh, plan)
+    else:
+        apply_tensor_parallelism(base, base._device_mesh)
 
 
 def _check(config: Any, size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lorabench.contract.ablation import Unsupported, conflict
 from lorabench.contract.batch import Sample
 from lorabench.contract.ranks import Ranks
 from lorabench.plan.registry import ablation
+from lorabench_ablations import tensor_parallel
 from lorabench_ablations.parallel import sent
 
 LAYERS, LINEARS = 3, 3 * 7
@@ -196,3 +198,37 @@ def test_samples_that_cannot_be_divided_and_odd_numbers_of_ranks_are_refused():
         ablation({"fsdp2": {"replicas": 2}}).shard([Sample([1], [1])] * 8, Ranks(0, 2))
     with pytest.raises(ValueError, match="expected replicated or sharded"):
         ablation({"fsdp2": {"adapters": "halved"}})
+
+
+PLAN = {"model.layers.*.mlp.up_proj": "colwise"}
+
+
+@pytest.fixture
+def base():
+    """What `_split` asks of a model before transformers 5.23."""
+    return SimpleNamespace(tp_plan=PLAN, config=SimpleNamespace(distributed_config="two ranks"), _device_mesh="mesh")
+
+
+def test_before_5_23_transformers_reads_the_plan_of_the_model_itself(base, monkeypatch):
+    calls = []
+    apply = lambda model, tp_mesh: calls.append((model, tp_mesh))  # noqa: E731 - 5.17's, which takes no plan
+    monkeypatch.setattr("transformers.distributed.tensor_parallel.apply_tensor_parallelism", apply)
+    tensor_parallel._split(base)
+    assert calls == [(base, "mesh")]
+
+
+def test_since_5_23_transformers_is_given_the_plan_that_it_resolves(base, monkeypatch):
+    calls, resolved = [], {"model.layers.0.mlp.up_proj": "colwise"}
+    apply = lambda model, tp_mesh, tp_plan: calls.append((model, tp_mesh, tp_plan))  # noqa: E731
+    monkeypatch.setattr("transformers.distributed.tensor_parallel.apply_tensor_parallelism", apply)
+    base._resolve_parallel_plans = lambda config: (resolved if config == "two ranks" else {}, {}, {})
+    tensor_parallel._split(base)
+    assert calls == [(base, "mesh", resolved)]
+
+
+@pytest.mark.parametrize("plan", [{}, None])
+def test_a_model_without_a_plan_is_refused_rather_than_left_whole(base, monkeypatch, plan):
+    monkeypatch.setattr("transformers.distributed.tensor_parallel.apply_tensor_parallelism", lambda *args: None)
+    base.tp_plan = plan
+    with pytest.raises(Unsupported, match="transformers has none for SimpleNamespace"):
+        tensor_parallel._split(base)
