@@ -7,8 +7,10 @@ The schedules are torch's (`torch.distributed.pipelining`); docs/pipelines.md sa
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported

@@ -138,15 +138,16 @@ def _split(base: Any) -> None:
     From 5.23 on `_resolve_parallel_plans` makes the plan, with a name for each layer, and apply_tensor_parallelism must
     be given it. Before, that reads `base.tp_plan`: 5.17 and 5.18 take no plan as an argument, 5.19 to 5.22 need none.
     """
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    from transformers.distributed import tensor_parallel
 
+    apply: Any = tensor_parallel.apply_tensor_parallelism
     if not base.tp_plan:  # with an empty one the older versions would split nothing and say nothing
         raise Unsupported(f"tensor_parallel needs a plan, and transformers has none for {type(base).__name__}")
     if hasattr(base, "_resolve_parallel_plans"):
         plan, _, _ = base._resolve_parallel_plans(base.config.distributed_config)
-        apply_tensor_parallelism(base, base._device_mesh, plan)
+        apply(base, base._device_mesh, plan)
     else:
-        apply_tensor_parallelism(base, base._device_mesh)
+        apply(base, base._device_mesh)
 
 
 def _check(config: Any, size: int) -> None:

@@ -24,6 +24,7 @@ from lorabench.measure.kind import kind, request_of
 from lorabench.plan import registry
 from lorabench.plan.compose import load_config, model, plan
 from lorabench_ablations import pipeline_stages
+from lorabench_ablations.pipeline import _even
 from lorabench_ablations.pipeline_step import save_adapter
 
 FEED = Workload(name="test", kind="fixed", batch_size=2, seq_len=16)
@@ -56,6 +57,21 @@ def compare(answers, wanted):
         assert update_error < 1e-6
         for name, gradient in wanted.gradients.items():
             torch.testing.assert_close(torch.from_numpy(gradients[name]), gradient, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "wanted"),
+    [
+        ([900, 800, 700, 600, 500, 400, 300, 200], 3600, [2200, 2200]),  # and not 3600 and 800
+        ([900, 800, 700, 600, 500, 400, 300, 200], 7168, [4400]),
+        ([500, 500, 500], 600, [500, 500, 500]),
+        ([16], 16, [16]),
+    ],
+)
+def test_rows_are_as_even_as_they_can_be_for_each_is_filled_up_to_the_longest(lengths, tokens, wanted):
+    rows = _even(lengths, tokens, len(wanted))
+    assert [sum(lengths[n] for n in row) for row in rows] == wanted
+    assert sorted(n for row in rows for n in row) == list(range(len(lengths)))
 
 
 @pytest.mark.parametrize(
