@@ -5,12 +5,12 @@
     python benchmarks/several_jobs.py --redraw results/cpu/several_jobs     # the figure alone, from losses.csv
 
 The jobs differ in rank, alpha, learning rate, schedule, batch and seed, and each has a slice of the file of its own.
-They are trained three times, as `lorabench jobs` trains them: together by --way; one after the other by plain PEFT; and
-so again, with each step's samples in micro-batches of one, which is the same step but for the order of its sums. What
-these last two differ by is what rounding does: a run that is repeated on a CPU is the same bit for bit, and no measure.
+They are trained three times, as `lorabench jobs` trains them: together by --way; one after the other by plain PEFT in
+float32, which is what each should learn; and so again in --dtype, with each step's samples in micro-batches of one,
+which is the same step but for the order of its sums. What these last two differ by is what rounding does to plain PEFT.
 
-A job passes if its curve lies no further from the one that it has alone, in the mean and at most, than rounding takes
-that of any job, --times over. Curves are moving averages. FILE.jsonl: one object a line, with the fields `question` and
+A job passes if its curve lies no further from the float32 one, in the mean and at most, than rounding takes that of any
+job, --times over. Curves are moving averages. FILE.jsonl: one object a line, with the fields `question` and
 `answer`. Writes losses.csv, summary.json and several_jobs.png and .svg.
 """
 
@@ -45,7 +45,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "large": {"lora": {"r": 64, "lora_alpha": 64}, "learning_rate": 1e-4, "batch_size": 2, "schedule": "cosine"},
     "odd": {"lora": {"r": 7, "lora_alpha": 20}, "learning_rate": 3e-4, "batch_size": 3, "schedule": "linear"},
 }
-TOGETHER, ALONE, AGAIN = "together", "alone", "alone again"
+TOGETHER, ALONE, AGAIN = "together", "alone in float32", "alone"
 ONE_AFTER_THE_OTHER = "sequential"
 
 
@@ -130,6 +130,7 @@ def trained(
     """The losses of each job, before each of its updates."""
     changes = {"fields": ["question", "answer"], "seq_len": options.seq_len}
     size = {"micro_batch_size": 1} if how == AGAIN else {}
+    dtype = "float32" if how == ALONE else options.dtype
     jobs = [
         {
             "name": name,
@@ -141,7 +142,7 @@ def trained(
         }
         for name, job in JOBS.items()
     ]
-    shared = {"model": options.model, "weights": options.weights, "dtype": options.dtype, "way": way, "output": folder}
+    shared = {"model": options.model, "weights": options.weights, "dtype": dtype, "way": way, "output": folder}
     file = JobsFile.model_validate(shared | {"jobs": jobs})
     folder.mkdir()
     trainer = Setup(file, describe()).trainer(toggles(file, way), lambda text: print(f"{how}: {text}"))
@@ -154,7 +155,7 @@ def trained(
 
 
 def verdict(curves: Mapping[Run, Sequence[float]], window: int, times: float) -> dict[str, Any]:
-    """How far each job's smoothed curve is from the one that it has alone, and how far rounding takes that."""
+    """How far each job's smoothed curve is from its own in float32, and how far rounding takes that of plain PEFT."""
     smoothed = {run: smooth(own, window) for run, own in curves.items()}
     far = {run: np.abs(own - smoothed[Run(run.job, ALONE)]) for run, own in smoothed.items()}
     mean, largest = (max(float(of(far[Run(job, AGAIN)])) for job in JOBS) for of in (np.mean, np.max))
@@ -170,25 +171,25 @@ def verdict(curves: Mapping[Run, Sequence[float]], window: int, times: float) ->
     return {
         "passed": all(job["passed"] for job in jobs.values()),
         "criterion": f"mean and largest distance of each job's curves (moving average over {window} steps), together "
-        f"to alone, at most {times:g} times what any job alone differs by with its samples in micro-batches of one",
+        f"to alone in float32, at most {times:g} times what plain PEFT's of any job differs by in this dtype",
         "window": window,
         "jobs": jobs,
     }
 
 
 def draw(folder: Path, curves: Mapping[Run, Sequence[float]], window: int) -> None:
-    """A column a job. Above, together and alone; below, on a linear axis, what they differ by, and rounding."""
+    """A column a job. Above, together and alone in float32; below, on a linear axis, how far from float32 each is."""
     figure = Figure(figsize=(11, 5.2), dpi=150, layout="constrained")
     axes: Any = figure.subplots(2, len(JOBS), sharex=True, height_ratios=(3, 2), squeeze=False)
     for (above, below), job in zip(axes.T, JOBS, strict=True):
         together, alone, again = (smooth(curves[Run(job, how)], window) for how in (TOGETHER, ALONE, AGAIN))
         steps = np.arange(window, window + len(alone))
-        above.plot(steps, alone, color="black", lw=2.2, label="alone, plain PEFT")
+        above.plot(steps, alone, color="black", lw=2.2, label="alone in float32, plain PEFT")
         above.plot(steps, together, color="#E69F00", lw=1.1, label="together")
         above.set_title(job, loc="left", fontsize=10, fontweight="bold")
         below.axhline(0, color="black", lw=0.8)
-        below.plot(steps, together - alone, color="#E69F00", lw=1.3, label="together - alone")
-        below.plot(steps, again - alone, color="#0072B2", lw=1.0, label="alone in micro-batches of one - alone")
+        below.plot(steps, together - alone, color="#E69F00", lw=1.3, label="together - alone in float32")
+        below.plot(steps, again - alone, color="#0072B2", lw=1.0, label="alone in this dtype - alone in float32")
         below.set_xlabel("step")
         below.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
         for ax in (above, below):
