@@ -31,12 +31,20 @@ def test_what_is_left_to_nccl_is_not_free(fraction, left, monkeypatch):
         "mem_get_info": lambda device: (40, 100), "memory_reserved": lambda: 55, "memory_snapshot": lambda: [],
         "memory_allocated": lambda: 50, "synchronize": lambda: None,
         "get_device_properties": lambda device: SimpleNamespace(total_memory=100),
-        "get_per_process_memory_fraction": lambda device: fraction,
+        "get_per_process_memory_fraction": lambda: fraction,  # torch refuses a device without an index
     }  # fmt: skip
     for name, what in pretended.items():
         monkeypatch.setattr(torch.cuda, name, what)
     monkeypatch.setattr(memory, "synchronize", lambda device: None)
     assert memory.free(torch.device("cuda")) == left
+
+
+@pytest.mark.gpu
+def test_what_is_free_can_be_had():
+    free = memory.free(torch.device("cuda"))
+    assert MIB < free <= torch.cuda.mem_get_info()[1]
+    held = torch.empty(free // 2, dtype=torch.uint8, device="cuda")
+    assert memory.free(torch.device("cuda")) == pytest.approx(free - held.nbytes, abs=64 * MIB)
 
 
 @pytest.mark.gpu
