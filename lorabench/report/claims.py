@@ -84,7 +84,8 @@ class Claim(Strict):
     candidate: list[str] = Field(default_factory=list)  # the candidate's, all of them
     equivalents: list[list[str]] = Field(default_factory=list)  # toggles that stand for those which the candidate adds
     may_hold: list[str] = Field(default_factory=list)  # toggles of a record's reference that change nothing about it
-    must_hold: list[str] = Field(default_factory=list)  # those without which it would compare with something else
+    # Those without which it would compare with something else: names, or patterns of a toggle with its settings.
+    must_hold: list[str] = Field(default_factory=list)
     model: str | None = None  # only records of this model, or of models like this pattern (*, ?)
     workload: str | None = None  # likewise of workloads
     over: list[str] = Field(default_factory=list)  # models over whose cells it is the average or the maximum
@@ -262,7 +263,7 @@ def about(
     own, of a ladder's rung also the one that it adds to those below."""
     every = load_claims() if sources is None else sources
     pairs = [(s, c) for s in every for c in s.claims if c.reference and not c.same_as and _is_about(c, record)]
-    return [m for s, c in pairs if (m := _match(s, c, record, _names(tested), _names(base)))]
+    return [m for s, c in pairs if (m := _match(s, c, record, _names(tested), base))]
 
 
 def _is_about(claim: Claim, record: Record) -> bool:
@@ -272,16 +273,18 @@ def _is_about(claim: Claim, record: Record) -> bool:
     return not named or any(fnmatchcase(record.model.lower(), pattern) for pattern in named)
 
 
-def _match(source: Source, claim: Claim, record: Record, tested: set[str], base: set[str]) -> Match | None:
-    own = claim.ways[0]
-    if tested in claim.ways and base.issuperset(claim.must_hold):
+def _match(source: Source, claim: Claim, record: Record, tested: set[str], labels: Sequence[str]) -> Match | None:
+    own, base = claim.ways[0], _names(labels)
+    held = [*labels, *base]
+    if tested in claim.ways and all(any(fnmatchcase(one, must) for one in held) for must in claim.must_hold):
         stands_for = "" if tested == own else " + ".join(t for t in claim.candidate if t in own)
         differs = _differs(claim.reference, base, claim.may_hold)
         return Match(source, claim, record, claim.low, claim.high, False, differs, stands_for)
     # The other way round: the record switches on what the source switched off. A ratio is then its inverse; what the
     # source saved is what the record spends; memory does not say.
     there = next((way for way in claim.ways if way <= base), None)
-    if tested == set(claim.reference) - set(claim.candidate) and there is not None and claim.measure not in MEMORY:
+    switched_off = tested == set(claim.reference) - set(claim.candidate) and tested.issuperset(claim.must_hold)
+    if switched_off and there is not None and claim.measure not in MEMORY:
         stands_for = "" if there == own else " + ".join(t for t in claim.candidate if t in own)
         baseline = [t for t in claim.candidate if t not in own] + sorted(there)
         differs = _differs(baseline, base, claim.may_hold)

@@ -165,6 +165,8 @@ def test_a_pipeline_s_bubbles_stand_beside_lorafusion_s_and_its_speed_beside_tha
         **dict.fromkeys(("over-megatron-most", "over-megatron-average"), pytest.approx(1.5)),
     }  # fmt: skip
     assert found["over-megatron-most"].differs == "without megatron_lm, with padding + pipeline_multi_adapter"
+    full = record(own, reference=("padding", "pipeline_multi_adapter(tokens=4096)"), workload="lorafusion_xsum")
+    assert not claims.match([full])  # nothing empties that one behind a job
     assert not any(m.inverted for m in found.values())
     plain = record(own, reference=("padding",), workload="lorafusion_xsum", notes=notes)
     assert "over-megatron-most" not in {m.claim.id for m in claims.match([plain])}
