@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -65,11 +65,19 @@ def _raw(trace: profile) -> Sequence[Any]:
     return trace.profiler.kineto_results.events()  # type: ignore[union-attr]
 
 
-def watched_trial(arm: Arm, number: int | None = None) -> tuple[Trial, dict[str, float] | None]:
-    """One trial that is not timed, on the data of `number`, and the milliseconds per phase in which the GPU had at
-    least one kernel or copy running (union of intervals); None on a CPU. Comes after the timed trials: a profiler that
-    was once on leaves a trace. One trace, in which a kernel of our own marks where a phase begins: to start a profiler
-    for each phase takes longer than a step of many micro-batches."""
+class Busy(NamedTuple):
+    """Milliseconds in which the GPU had at least one kernel or copy running (union of intervals); in which one of these
+    was a collective's; and in which nothing else was."""
+
+    device: float = 0.0
+    communication: float = 0.0
+    exposed: float = 0.0
+
+
+def watched_trial(arm: Arm, number: int | None = None) -> tuple[Trial, dict[str, Busy] | None]:
+    """One trial that is not timed, on the data of `number`, and what the GPU did in each phase; None on a CPU. Comes
+    after the timed trials: a profiler that was once on leaves a trace. One trace, in which a kernel of our own marks
+    where a phase begins: to start a profiler for each phase takes longer than a step of many micro-batches."""
     if arm.device.type != "cuda":
         return run_trial(arm, number=number), None
     began: list[str] = []
@@ -87,12 +95,13 @@ def watched_trial(arm: Arm, number: int | None = None) -> tuple[Trial, dict[str,
 
 
 MARK = "spin_kernel"  # what torch.cuda._sleep launches
+COLLECTIVE = "nccl"  # in the name of each of NCCL's kernels
 
 
 def busy_by_phase(
     spans: Sequence[tuple[int, int, str]], began: Sequence[str], phases: Sequence[str]
-) -> dict[str, float] | None:
-    """Milliseconds by phase. `began`: the phases in the order in which each began, with a mark among the spans. None
+) -> dict[str, Busy] | None:
+    """`began`: the phases in the order in which each began, with a mark among the spans. None
     where the marks are not as many."""
     parts: list[list[tuple[int, int, str]]] = []
     for span in spans:
@@ -102,9 +111,12 @@ def busy_by_phase(
             parts[-1].append(span)
     if len(parts) != len(began):
         return None
-    busy = dict.fromkeys(phases, 0.0)
+    busy = dict.fromkeys(phases, Busy())
     for phase, part in zip(began, parts, strict=True):
-        busy[phase] += union(part) / 1e6
+        sent = [span for span in part if COLLECTIVE in span[2]]
+        whole, alone = union(part), union([span for span in part if COLLECTIVE not in span[2]])
+        more = (ns / 1e6 for ns in (whole, union(sent), whole - alone))
+        busy[phase] = Busy(*map(sum, zip(busy[phase], more, strict=True)))
     return busy
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from lorabench.contract.work import Work
+from lorabench.measure.profile import Busy
 from lorabench.measure.trial import Trial, synchronize
 from lorabench.record.schema import PhaseRoofline
 
@@ -52,18 +53,21 @@ def _rate(call: Callable[[], object], device: torch.device, seconds: float) -> f
 
 
 def phase_rooflines(
-    trials: Sequence[Trial], busy_ms: dict[str, float] | None, work: Work, ceiling_tflops: float | None,
+    trials: Sequence[Trial], busy: Mapping[str, Busy] | None, work: Work, ceiling_tflops: float | None,
     rates: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, PhaseRoofline]:  # fmt: skip
-    """Where each phase's time goes. `busy_ms` None: the device's busy time is unknown, and there is no label. `rates`:
+    """Where each phase's time goes. `busy` None: the device's busy time is unknown, and there is no label. `rates`:
     10⁹ bytes a second at which a phase's bytes can be moved, of the phases of which that was measured."""
     result: dict[str, PhaseRoofline] = {}
     for phase in trials[0].device_ms:
         median = statistics.median(t.device_ms[phase] for t in trials)
         tflop = work.tflop.get(phase) or None
+        ran = busy.get(phase) if busy else None
         part = PhaseRoofline(
             host_ms=statistics.median(t.host_ms[phase] for t in trials),
-            device_busy_ms=busy_ms.get(phase) if busy_ms else None,
+            device_busy_ms=ran.device if ran else None,
+            communication_ms=ran.communication or None if ran else None,
+            exposed_ms=ran.exposed if ran and ran.communication else None,
             tflop=tflop,
             recompute_tflop=work.recompute_tflop.get(phase),
             gbytes=work.gbytes.get(phase),

@@ -318,7 +318,7 @@ class Seat:
     def end(self, name: str, number: int, usual_ms: float, measure_energy: bool) -> Ended:
         """Energy; then one more trial from the start, whole, in which it is seen where the time goes."""
         arm, of_kind, into, stack = self.arms[name], self._kind(name), Ended(), self.stacks[name]
-        busy: dict[str, float] | None = None
+        busy: dict[str, profile.Busy] | None = None
 
         def last() -> trial.Trial:
             nonlocal busy
@@ -347,7 +347,7 @@ class Seat:
             arm.kind.clear(arm)
         return into
 
-    def _profile(self, stack: Stack, arm: Arm, into: Ended, busy: dict[str, float] | None) -> None:
+    def _profile(self, stack: Stack, arm: Arm, into: Ended, busy: dict[str, profile.Busy] | None) -> None:
         """From the busy time of the device by phase, where that is known, the label and the distance to the ceiling."""
         dtype = str(self.dtype).removeprefix("torch.")  # which the model may leave to the machine
         cell = replace(stack.cell, model=stack.cell.model.model_copy(update={"dtype": dtype}))

@@ -86,6 +86,9 @@ class PhaseRoofline(Strict):
 
     host_ms: float | None = None  # until the call returned, without waiting for the device
     device_busy_ms: float | None = None  # union of the device's kernel and copy intervals
+    # Of several GPUs rank 0's: in which a collective's kernel ran, waiting for other ranks included, and nothing else.
+    communication_ms: float | None = None
+    exposed_ms: float | None = None
     tflop: float | None = None  # LoRA-aware, recompute excluded
     recompute_tflop: float | None = None
     gbytes: float | None = None  # 10⁹ bytes that have to be moved, where the kind counts them

@@ -26,6 +26,7 @@ MEMORY = "peak GiB, ref → cand"
 THROUGHPUT = "real tokens/s, ref → cand"
 ENERGY = "J per 1000 real tokens, ref → cand"
 PADDING = "padding, ref → cand"
+SENDING = "communication ms (exposed), ref → cand"
 BOUND = "bound (of ceiling)"
 GRADIENT = "gradient error / allowed"
 UNEQUAL = "differs from the reference's"
@@ -86,7 +87,7 @@ def _headings(kinds: Sequence[Any], shares: Sequence[ShareOf]) -> list[str]:
     bounded = [s.heading for s in reversed(shares) if set(s.kind.phases) <= set(phases)]
     return [
         TOGGLE, *map(times, phases), WHOLE, HOST, SESSIONS, *bounded, TIME, MEMORY, THROUGHPUT, ENERGY,
-        PADDING, BOUND, GRADIENT, UNEQUAL, VERDICT,
+        PADDING, SENDING, BOUND, GRADIENT, UNEQUAL, VERDICT,
     ]  # fmt: skip
 
 
@@ -111,6 +112,7 @@ def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequenc
         THROUGHPUT: arrow(*_both(row, "{}_tokens_s")),
         ENERGY: arrow(row.get("reference_j_per_ktok"), row.get("candidate_j_per_ktok")),
         PADDING: arrow(*_both(row, "{}_padded_share"), percent),
+        SENDING: _sending(row),
         BOUND: _roofline(row),
         **_gate(record),
         VERDICT: judgement(row, record, group),
@@ -168,6 +170,15 @@ def _host(row: Mapping[Any, Any]) -> str:
 def _of_host(share: float) -> str:
     """Nothing where nobody knows: the waits of several processes on one device are not one wait."""
     return f" ({100 * share:.0f} %)" if math.isfinite(share) else ""
+
+
+def _sending(row: Mapping[Any, Any]) -> str:
+    """Of each arm, and of it in brackets what nothing hid; '' where no arm communicates."""
+    spent = {arm: row.get(f"{arm}_communication_ms", math.nan) for arm in ARMS}
+    if not any(map(math.isfinite, spent.values())):
+        return ""
+    said = {a: f"{number(ms)} ({number(row[f'{a}_exposed_ms'])})" for a, ms in spent.items() if math.isfinite(ms)}
+    return " → ".join(said.get(arm, "none") for arm in ARMS)
 
 
 def _sessions(row: Mapping[Any, Any]) -> str:

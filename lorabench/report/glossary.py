@@ -21,6 +21,8 @@ GLOSSARY = {
     "interval is of": "the sessions that the interval knows; one session's says nothing of what differs in the next",
     "host-bound": "the device waits for its host in a fifth of the step or more: milliseconds, and the share of them "
     "that it waits. Such a ratio is of this host",
+    "communication": "milliseconds of a step in which a collective's kernel ran on rank 0, waits for other ranks "
+    "included; exposed: in which nothing else did",
     "range": "the reference took over 10 % longer in one session than in another: the sessions' ratios, without a mean",
     "noise floor": "how far the reference is from itself when measured twice (A/A) and paired alike, at least ±1 %",
     "detects": "the smallest true speed-up that as many trials would call faster 4 times out of 5",

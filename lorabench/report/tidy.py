@@ -50,8 +50,9 @@ def tidy(
     {arm}_peak_gib, memory_saved_pct; {arm}_tokens_s: real tokens; {arm}_j_per_ktok: joules for a thousand of them, only
     where a GPU counted them; {arm}_padded_share; {arm}_bound, {arm}_of_ceiling: of the phase that takes longest, and
     averaged by time (of phases that only move bytes: the longest at the measured rate, over their sum);
-    {arm}_host_share: of the time in which the device waited. {arm}_fits_tokens, {arm}_fits_jobs: of an arm that ran
-    out of memory, the longest samples or the most jobs with which it did not.
+    {arm}_host_share: of the time in which the device waited; {arm}_communication_ms, {arm}_exposed_ms: only where ranks
+    send, in which a collective ran and in which nothing else did. {arm}_fits_tokens, {arm}_fits_jobs: of an arm that
+    ran out of memory, the longest samples or the most jobs with which it did not.
     of_limit, _low, _high, _paired: limit's time / candidate's time, both of the limit's phases, and of_limit_forward of
     forward alone (see `shares`). limit: least work, no candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only
     where a record has several jobs or ranks. family: of both arms, only in records that were made of such.
@@ -236,7 +237,7 @@ def _energy(record: Record) -> dict[str, float]:
 
 def _roofline(record: Record, took: dict[str, float]) -> dict[str, Any]:
     """Columns {arm}_bound and {arm}_of_ceiling, as they have always been called: the label and the share reached; and
-    {arm}_host_share, of the phases' time in which the device waited for its host."""
+    {arm}_host_share, of the phases' time in which the device waited for its host; and what ranks send."""
     found: dict[str, Any] = {}
     for arm, profiled in (record.roofline or {}).items():
         timed = [(ms, x) for p, x in profiled.items() if (ms := took.get(f"{p}_{arm}_ms", math.nan)) > 0]
@@ -247,6 +248,9 @@ def _roofline(record: Record, took: dict[str, float]) -> dict[str, Any]:
         found[f"{arm}_host_share"] = (
             max(0.0, 1 - sum(b for _, b in busy) / sum(t for t, _ in busy)) if busy else math.nan
         )
+        for what in ("communication_ms", "exposed_ms"):
+            spent = [ms for _, x in timed if (ms := getattr(x, what)) is not None]
+            found |= {f"{arm}_{what}": sum(spent)} if spent else {}
         whole = sum(t for t, _ in reached)
         found[f"{arm}_of_ceiling"] = sum(t * x for t, x in reached) / whole if reached else _of_rates(timed)
     return found
@@ -315,7 +319,7 @@ def overhead_share(records: Sequence[Record]) -> float:
 _ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
 _WHERE_PRESENT = {
     *("family", "unequal", "jobs", "job_tokens", "job_r", "job_gate"),
-    *_ARMS_OF("ranks", "rank_spread", "j_per_ktok", "fits_tokens", "fits_jobs"),
+    *_ARMS_OF("ranks", "rank_spread", "j_per_ktok", "fits_tokens", "fits_jobs", "communication_ms", "exposed_ms"),
 }  # fmt: skip
 
 
@@ -341,6 +345,8 @@ def _order(records: Sequence[Record]) -> list[str]:
             "bound",
             "of_ceiling",
             "host_share",
+            "communication_ms",
+            "exposed_ms",
             "fits_tokens",
         ),
         "memory_saved_pct",

@@ -1,5 +1,7 @@
 """FLOPs against torch's own count, labels, and ceilings that were measured."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import PEFT, arm
@@ -93,7 +95,10 @@ def test_the_device_s_busy_time_goes_to_the_phase_whose_mark_was_before_it():
     ]  # fmt: skip
     phases = ("forward", "backward", "step")
     found = busy_by_phase(spans, ["forward", "backward", "forward"], phases)
-    assert found == {"forward": pytest.approx(25e-6), "backward": 0.0, "step": 0.0}
+    assert {phase: ran.device for phase, ran in found.items()} == {
+        "forward": pytest.approx(25e-6), "backward": 0.0, "step": 0.0,
+    }  # fmt: skip
+    assert all(ran.communication == ran.exposed == 0.0 for ran in found.values())
     assert busy_by_phase(spans, ["forward", "backward"], phases) is None
 
 
@@ -101,7 +106,23 @@ def test_the_device_s_busy_time_goes_to_the_phase_whose_mark_was_before_it():
 def test_a_watched_trial_says_how_long_the_gpu_was_busy_in_each_phase():
     made = arm("sdpa", "adamw_fused", "padding", device="cuda")
     done, busy = watched_trial(made)
-    assert busy is not None and busy.keys() == done.device_ms.keys() and all(ms > 0 for ms in busy.values())
+    assert busy is not None and busy.keys() == done.device_ms.keys() and all(ran.device > 0 for ran in busy.values())
+    assert not any(ran.communication for ran in busy.values())
+
+
+def test_a_collective_is_exposed_where_nothing_else_runs():
+    spans = [
+        (0, 1, "at::spin_kernel(long)"), (10, 30, "gemm"), (20, 50, "ncclDevKernel_AllGather"), (45, 60, "copy"),
+        (70, 71, "at::spin_kernel(long)"), (80, 90, "ncclDevKernel_AllReduce"), (90, 95, "gemm"),
+    ]  # fmt: skip
+    found = busy_by_phase(spans, ["forward", "backward"], ("forward", "backward"))
+    in_ns = {phase: tuple(round(1e6 * ms) for ms in ran) for phase, ran in found.items()}
+    assert in_ns == {"forward": (50, 30, 15), "backward": (15, 10, 10)}
+    trials = [SimpleNamespace(device_ms=dict.fromkeys(found, 1.0), host_ms=dict.fromkeys(found, 1.0))]
+    parts = phase_rooflines(trials, found, Work(), None)
+    assert (parts["forward"].communication_ms, parts["forward"].exposed_ms) == pytest.approx((30e-6, 15e-6))
+    alone = {phase: ran._replace(communication=0.0, exposed=0.0) for phase, ran in found.items()}
+    assert phase_rooflines(trials, alone, Work(), None)["forward"].exposed_ms is None
 
 
 def test_the_device_is_busy_for_the_union_of_its_intervals():

@@ -14,7 +14,7 @@ from record.arms import Simulated, written
 from lorabench.report.analysis import Analysis
 from lorabench.report.answers import fastest, published_answer
 from lorabench.report.arms import LEAST, REFERENCE, TWIN, arms_of
-from lorabench.report.cells import HOST, text_groups
+from lorabench.report.cells import HOST, SENDING, text_groups
 from lorabench.report.opening import reference_name, settings
 from lorabench.report.page import page
 from lorabench.report.page_data import families
@@ -263,6 +263,17 @@ def test_a_share_of_the_host_that_nobody_knows_is_left_out(record, analysed):
     (said,) = [row[HOST] for row in group.rows if "processes" in row.values()]
     before, after = said.split(" → ")
     assert before.endswith(" %)") and "%" not in after
+
+
+def test_what_ranks_send_is_shown_where_any_do(record, analysed):
+    sends = {
+        "forward": {"communication_ms": 12.0, "exposed_ms": 3.0},
+        "backward": {"communication_ms": 8.0, "exposed_ms": 0.5},
+    }
+    (group,) = text_groups(analysed([record([]), record(["fsdp2"], speedup=1.6, roofline={"candidate": sends})]))
+    assert [row[SENDING] for row in group.rows if "fsdp2" in row.values()] == ["none → 20.0 (3.50)"]
+    (alone,) = text_groups(analysed([record([]), record(["a"], speedup=1.6)]))
+    assert SENDING in group.columns and SENDING not in alone.columns
 
 
 def test_the_settings_to_paste_are_those_of_the_stack():
