@@ -109,7 +109,8 @@ class GradientKind(Kind):
         files = [_noise_file(request, i) for i in range(len(request.jobs))]
         made: list[Arm] = []
         for i in sorted({_first_like(request, i) for i in range(len(request.jobs))}):
-            if not gate.ranks.largest(float(not files[i].exists())):
+            missing = float(not files[i].exists())
+            if not (gate.ranks.largest(missing) if divided else missing):  # else no other rank is here
                 continue
             found = self._noise_of_reference(gate, i) if divided else self._noise_of_plain(request, made, i)
             if not gate.ranks.rank:
