@@ -37,6 +37,7 @@ class DeepspeedZero(Parallel):
 
     name: ClassVar[str] = "deepspeed_zero"
     summary: ClassVar[str] = "DeepSpeed's ZeRO-1, 2 or 3: optimizer state, gradients, weights divided among the ranks"
+    one_rank: ClassVar[bool] = True
     requires: ClassVar[Requires] = Requires(
         packages={"deepspeed": "pip install 'lorabench[deepspeed]' (DS_BUILD_OPS=0 before it: without a compiler)"}
     )
@@ -99,13 +100,17 @@ class DeepspeedZero(Parallel):
         }
 
     def audit(self, evidence: Evidence) -> int:
-        """Of stage 3 the frozen weights of which this rank holds a part; else the adapters that it updates alone."""
+        """Of stage 3 the frozen weights of which this rank holds a part; else the adapters that it updates alone, which
+        on one rank are all."""
+        import torch.distributed as dist
+
         arm = evidence.arm
         if self.stage == 3:
             return len(_divided(arm))
         parts = arm.step.innermost.parts or ()
         most = sum(p.numel() for _, p in arm.adapters())
-        return len(parts) if sum(part.copies[0].numel() for part in parts) < most else 0
+        divided = sum(part.copies[0].numel() for part in parts) < most
+        return len(parts) if divided or dist.get_world_size() == 1 else 0
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         made = super().notes(evidence)

@@ -45,7 +45,8 @@ class Fsdp2(Parallel):
     the optimizer sees plain tensors. "sharded" makes the adapters DTensors, too, whose gradients are reduce-scattered.
     `reshard`: give a layer's weights back after its forward, and gather them again in backward; False keeps them.
     `replicas`: as many groups of ranks hold the weights once each, so that weights travel inside a group (HSDP, Zhao et
-    al. 2023), and the adapters' gradients are added over all ranks.
+    al. 2023), and the adapters' gradients are added over all ranks. On one rank nothing travels, and what it costs to
+    gather a layer beside that is left.
     """
 
     name: ClassVar[str] = "fsdp2"
@@ -56,6 +57,7 @@ class Fsdp2(Parallel):
         "nf4_base": PACKED_4_BIT,
         "fp8_base": "its scaled weights are no parameters that fully_shard knows",
     }
+    one_rank: ClassVar[bool] = True
     adapters: Literal["replicated", "sharded"] = "replicated"
     reshard: bool = True
     replicas: int = added(1)
@@ -72,7 +74,7 @@ class Fsdp2(Parallel):
 
     def _part(self, world: int) -> int:
         """How many ranks hold the weights together. Raises Unsupported where that cannot be."""
-        if world % self.replicas or world // self.replicas < 2:
+        if world % self.replicas or 1 < world < 2 * self.replicas:
             raise Unsupported(
                 f"fsdp2 with replicas={self.replicas} needs a multiple of that many ranks, twice as many at least; "
                 f"there are {world} ranks"

@@ -67,6 +67,7 @@ def whole(parts: Phases):
     return step
 
 
+@pytest.mark.exhaustive
 def test_twenty_times_the_forward_is_slower():
     found = measure(reference=phases(net()), candidate=phases(net(), times=60), **QUICK)
     low, high = found.speedup.speedup[1:]  # six rounds on a busy machine may leave it wide
@@ -116,6 +117,7 @@ def test_the_answer_has_a_verdict_and_the_noise_floor_that_it_was_held_against(w
     assert words in str(found)
 
 
+@pytest.mark.exhaustive
 def test_whole_steps_and_the_order_of_the_ratio():
     slow, quick = whole(phases(net(), times=100)), whole(phases(net()))
     found = measure(reference=slow, candidate=quick, **QUICK)

@@ -19,6 +19,7 @@ def script():
         yield module
 
 
+@pytest.mark.exhaustive
 def test_it_trains_compares_and_writes(script, tmp_path, monkeypatch, capsys):
     own = script.apart
     monkeypatch.setattr(

@@ -21,6 +21,7 @@ def inputs(tmp_path):
     return word_model(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_it_trains_compares_and_writes(script, inputs, tmp_path, capsys):
     model, text = inputs
     command = [str(text), "--weights", str(model), "--steps", "4", "--batch", "3", "--out", str(tmp_path / "out")]

@@ -20,6 +20,7 @@ def test_a_small_pipeline_waits_as_long_as_the_simulator_says(order):
     assert row.measured_pct == pytest.approx(row.predicted_pct, abs=4)  # tests run beside it; unpipelined it is 50
 
 
+@pytest.mark.exhaustive
 def test_the_published_run_is_within_one_point_of_what_the_simulator_says_now():
     with open(PUBLISHED, newline="") as file:
         rows = list(csv.DictReader(file))

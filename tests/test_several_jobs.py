@@ -27,6 +27,7 @@ def arguments(tmp_path):
     return [str(text), *common, "--steps", "3", "--out", str(tmp_path / "out")]
 
 
+@pytest.mark.exhaustive
 def test_each_job_learns_together_what_it_learns_alone(script, arguments, tmp_path):
     assert script.main([*arguments, "--times", "100"]) == 0
     out = tmp_path / "out"

@@ -52,6 +52,11 @@ class Seating:
         return self.family.ranks
 
     @property
+    def joins(self) -> bool:
+        """Whether its processes are connected, be it only with themselves."""
+        return self.ranks > 1 or any(a.parallel for stack in self.family.stacks for a in stack.ablations)
+
+    @property
     def one_gpu(self) -> bool:
         """Whether its ranks, if there are several, are all on the machine's first GPU."""
         return self.family.gpus < self.ranks

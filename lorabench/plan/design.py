@@ -289,7 +289,7 @@ def _unsupported(cell: Cell, machine: Machine) -> str | None:
                 )
             if cell.world_size > 1:
                 return f"{ablation.name} has a process a job, all on one GPU: give world_size=1"
-        elif ablation.parallel and cell.world_size < 2:
+        elif ablation.parallel and cell.world_size < 2 and not ablation.one_rank:
             return f"{ablation.name} steps on several processes: give world_size=2 or more"
         if ablation.parallel and (least := ablation.least_layers(cell.world_size)) > (has := _layers(cell)):
             return f"{ablation.name} needs {least} layers on {cell.world_size} ranks; {cell.model.name} has {has}"

@@ -63,7 +63,7 @@ def main(seating: Seating, place: Place, pipes: Pipes) -> None:
 
 def _seat(seating: Seating, place: Place, connection: Connection) -> Seat:
     tell, on_trial = _teller(place, connection), _trial_teller(connection)
-    if place.size == 1:
+    if not seating.joins:
         return Seat(seating, tell, on_trial=on_trial)
     ranks, device = joined(place, seating.machine.device, lambda: _beat(place), seating.one_gpu)
     return Seat(seating, tell, ranks, device, on_trial)

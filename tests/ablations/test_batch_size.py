@@ -353,6 +353,7 @@ def test_an_emulated_device_is_full_where_its_budget_ends(tmp_path, made):
     assert stepped.found["tried"][0] == 6 and 1 <= stepped.batch_size < 6
 
 
+@pytest.mark.exhaustive
 def test_a_whole_cell_passes_its_gate_and_its_certificate(tmp_path):
     feed = "{gsm8k: {batch_size: 1, samples: 6, seq_len: 32}}"
     _, cell = cells("ablations=[auto_batch_size]", f"workload={feed}")

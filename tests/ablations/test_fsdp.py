@@ -48,6 +48,7 @@ def held_alone():
         build._fill = fill
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_of_lora_kernels_over_fsdp2_passes_the_gate(tmp_path):
     common = ("models=[tiny-llama]", "workload=8x64", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
     done = sweep(*common, "ablations=[[fsdp2,lora_kernels]]", f"output={tmp_path}", cwd=tmp_path)

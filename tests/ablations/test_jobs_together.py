@@ -223,6 +223,7 @@ def test_the_gate_catches_a_pass_that_gives_rows_another_job_s_adapter(monkeypat
         gate_of(cell, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_has_them_in_one_table(tmp_path):
     chosen = cells("workload=two_jobs", "dtype=float32", f"ablations=[{','.join(WAYS)}]")
     with Runner(InProcess(), describe(), None, "test", 60, tmp_path) as runner:

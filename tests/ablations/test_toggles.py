@@ -72,6 +72,7 @@ def test_padding_counts_its_batches():
     assert sites("padding", *PEFT[:2]) == 1
 
 
+@pytest.mark.exhaustive
 def test_torch_compile_counts_its_graphs():
     toggle, found = evidence("torch_compile", layers=1)["torch_compile"]
     assert toggle.audit(found) >= 1

@@ -39,6 +39,7 @@ def test_with_room_all_samples_go_together_and_each_job_is_as_it_is_alone(way):
     same([one_step(arm, step) for step in arm.steps], alone(wanted))  # as one whose tries have left no trace
 
 
+@pytest.mark.exhaustive
 def test_a_smaller_budget_makes_more_micro_batches_each_of_which_fits():
     wanted = request(*FAST_FIT)
     longest = max(len(s.tokens) for own in wanted.samples for s in own)

@@ -98,6 +98,7 @@ def test_memory_and_work_are_counted_by_job():
     assert long.tflop["forward"] > 3 * short.tflop["forward"]  # three times the tokens, and a larger adapter
 
 
+@pytest.mark.exhaustive
 def test_two_jobs_become_a_record_with_a_gate_of_each(tmp_path):
     with Runner(InProcess(), describe(), None, "test", 60, tmp_path) as runner:
         records = [runner.measure(c) for c in two_jobs("ablations=[gradient_checkpointing,lora_kernels]")]

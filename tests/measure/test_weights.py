@@ -48,6 +48,7 @@ def feed(real, tmp_path_factory):
     return workload({"gsm8k_text": {**changes, "seq_len": 64}})
 
 
+@pytest.mark.exhaustive
 def test_real_weights_know_english_and_random_ones_do_not(real, feed):
     samples = draw(feed, 49152, 0)
     assert "Paris" in load_tokenizer(real).decode([t for s in samples for t in s.tokens])

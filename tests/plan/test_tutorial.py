@@ -67,6 +67,7 @@ def test_what_it_says_of_float32_adapters_is_so(packages, tmp_path):
     assert f"{arm.status}  {arm.reason}" in PAGE
 
 
+@pytest.mark.exhaustive
 def test_a_declared_switch_of_torch_s_is_trusted(packages, tmp_path):
     (command,) = commands("output/switch")
     run(command, packages, tmp_path, "dtype=float32", *SMALL)

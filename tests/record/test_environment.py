@@ -54,6 +54,7 @@ def test_what_is_no_such_file_at_all(tmp_path, content):
         read_sessions(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_report_and_resume_end_in_one_line(tmp_path, capsys):
     write(tmp_path, GOOD | {"machine": {"memory_bytes": "8 GiB"}})
     (tmp_path / "records.jsonl").write_bytes(b"")

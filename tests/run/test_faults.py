@@ -50,6 +50,7 @@ def rounds_of(arms) -> dict[str, int]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
     """In the middle of the rounds: those that were over are kept, and the next run measures the others."""
     args = [*ARGS[:2], "trials=30", "warmup=1", "ablations=[eager]", f"output={tmp_path}"]
@@ -86,6 +87,7 @@ def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
     assert not journal.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_toggle_that_kills_its_process_in_a_round_costs_the_others_nothing(plugin, tmp_path):
     """resume=true leaves its record alone, resume=failed measures it again."""
     args = [*ARGS[:2], "trials=20", "warmup=3", "ablations=[eager,killed_later]", f"output={tmp_path}"]
@@ -117,7 +119,7 @@ def test_the_last_session_says_where_it_measured_if_it_does(tmp_path):
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
-        (signal.SIGKILL, -signal.SIGKILL, ""),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, "", marks=pytest.mark.exhaustive),
         pytest.param(  # raises what SIGINT raises: see the two tests below
             signal.SIGTERM, 128 + signal.SIGTERM, "lorabench: stopped; the same command continues where it stopped\n",
             marks=pytest.mark.exhaustive,

@@ -1,5 +1,7 @@
 """Link curves: on processes of a CPU, and what the doctor says of them."""
 
+import pytest
+
 from lorabench import doctor
 from lorabench.run.links import curve
 
@@ -14,6 +16,7 @@ def test_every_collective_has_a_point_of_every_size() -> None:
         assert abs(point.gbs - point.bytes / point.ms / 1e6) < 1e-9  # of two ranks a ring sends what one gives, once
 
 
+@pytest.mark.exhaustive
 def test_the_doctor_names_latency_and_bandwidth() -> None:
     found = doctor.links("cpu", 2)
     assert found.level == "ok"

@@ -140,6 +140,7 @@ def test_a_reference_that_does_not_fit_still_shows_the_candidate(plugin, tmp_pat
     assert len(record.phases["total"].candidate_ms) == 4
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_says_how_much_would(plugin, tmp_path):
     own = ("models=[tiny-llama]", "workload=1x256", "trials=4", "warmup=1", "ablations=[lengthy,polite]")
     done = sweep(*own, f"output={tmp_path}", cwd=tmp_path, env=plugin)

@@ -16,6 +16,7 @@ COMMON = ("world_size=2", "trials=3", "warmup=1", "dtype=float32")
 FEED = "workload={alpaca: {samples: 8, batch_size: 1, seq_len: 64}}"
 
 
+@pytest.mark.exhaustive
 def test_from_the_command_to_a_right_row_of_each_schedule(tmp_path):
     done = sweep(
         *COMMON, "models=[tiny-llama-8-layers]", FEED,

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 WATCHED = """
 import torch
 
@@ -19,6 +21,7 @@ print("never asked")
 """
 
 
+@pytest.mark.exhaustive
 def test_preloading_never_asks_for_the_gpu():
     done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1:] == ["never asked"], done.stderr[-1000:]

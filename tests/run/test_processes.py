@@ -8,6 +8,7 @@ from helpers import sweep
 
 from lorabench.record.store import read_records
 
+pytestmark = pytest.mark.exhaustive
 MS = 2 * 150  # that rank_slow adds to a step of the job `long`, which has two micro-batches
 
 

@@ -161,6 +161,21 @@ def test_positions_are_counted_over_all_ranks_and_trained_tokens_once():
     assert whole == {"": JobCounts(real=18, padded=6, trained=18)}
 
 
+@pytest.mark.parametrize("toggle", ["fsdp2", pytest.param("deepspeed_zero", marks=pytest.mark.exhaustive)])
+def test_on_one_rank_a_toggle_shows_what_its_machinery_costs(tmp_path, toggle):
+    if "deepspeed" in toggle:
+        pytest.importorskip("deepspeed")
+    done = sweep(
+        "models=[tiny-llama]", "workload=8x64", "trials=3", "warmup=1", "dtype=float32", f"ablations=[{toggle}]",
+        f"output={tmp_path}", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, one = read_records(tmp_path)
+    assert one.status == "ok", one.reason
+    assert one.ranks is None and (one.notes[toggle]["world_size"], one.notes[toggle]["backend"]) == (1, "gloo")
+    assert one.numerics.grad_error < 1e-5 and one.applied[toggle] > 0
+
+
 def test_what_cannot_be_divided_is_known_before_a_start():
     class Cpu:
         device, gpus, capability = "cpu", 0, None

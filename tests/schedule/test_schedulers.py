@@ -183,6 +183,7 @@ def test_no_samples_overtake_the_next_global_batch_of_their_job():
     assert blocks[0][-1] == tail
 
 
+@pytest.mark.exhaustive
 def test_staggered_needs_fewer_micro_batches_and_hardly_an_empty_one():
     draw = random.Random(1)
     jobs = [[[draw.randint(20, 400) for _ in range(16)] for _ in range(10)] for _ in range(4)]
