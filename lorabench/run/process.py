@@ -102,7 +102,7 @@ class Workers:
     def open(self, seating: Seating, timeout_s: float, tell: Callable[[str], None], log: Path) -> Desk:
         """Start a seat, a process a rank. `timeout_s`: for each call."""
         size = seating.ranks
-        port = free_port() if seating.joins else 0
+        port = free_port() if size > 1 else 0
         beats = self._context.RawArray("Q", size) if size > 1 else None
         ranks: list[_Rank] = []
         desk = Desk(ranks, timeout_s, beats, tell)

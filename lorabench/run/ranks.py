@@ -30,9 +30,9 @@ NCCL_BYTES = 4 << 30  # of a GPU that torch's allocator leaves to NCCL, whose bu
 class Place:
     """Where a seat's process belongs: its rank, the sweep that it must not outlive, its log.
 
-    `port` is where rank 0 listens, and 0 where no arm of the seat needs a process group. `beats` (shared memory, one
-    count a rank; None with one) is counted up with whatever a rank begins; of ranks that hang, the one that began least
-    is the one that the others wait for.
+    `port` is where rank 0 of several listens, and 0 with one rank. `beats` (shared memory, one count a rank) is
+    counted up with whatever a rank begins; of ranks that hang, the one that began least is the one that the others
+    wait for.
     """
 
     rank: int
@@ -82,7 +82,11 @@ def joined(
             torch.cuda.set_per_process_memory_fraction(max(0.5, 1 - NCCL_BYTES / total), device)
     backend = "nccl" if nccl else "gloo"
     # Later than the sweep's own limit: it says which rank hangs, torch only that a collective did not end.
-    dist.init_process_group(backend, timeout=timedelta(seconds=place.timeout_s + LATER_S))
+    timeout = timedelta(seconds=place.timeout_s + LATER_S)
+    if place.size > 1:
+        dist.init_process_group(backend, timeout=timeout)
+    else:  # it has nobody to find
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
     def reduced(value: float, how: dist.ReduceOp.RedOpType) -> float:
         number = torch.tensor(value, dtype=torch.float64, device=device if nccl else "cpu")
