@@ -86,15 +86,15 @@ class Arm:
         frozen = [p for p in self.model.parameters() if id(p) not in ours]
         return {"weights": bytes_of(frozen), "adapters": bytes_of(trained)}
 
-    def gradients(self, step: Step | None = None, updated: bool = False) -> dict[str, Tensor]:
-        """A float32 copy of every adapter gradient, without the loss scale, which an update has divided out. A missing
-        one is zeros: the gate will see it."""
+    def gradients(self, step: Step | None = None) -> dict[str, Tensor]:
+        """A float32 copy of every adapter gradient between backward and update. A missing one is zeros: the gate will
+        see it."""
         import torch
 
         step = step or self.step
-        params, scale = dict(self.adapters(step)), 1.0 if updated else step.loss_scale
+        params = dict(self.adapters(step))
         return {
-            n: whole(torch.zeros_like(p) if grad is None else grad.detach()).float() / scale
+            n: whole(torch.zeros_like(p) if grad is None else grad.detach()).float() / step.loss_scale
             for (n, p), grad in zip(params.items(), gradients(step.innermost.parts, [*params.values()]), strict=True)
         }
 

@@ -124,8 +124,13 @@ class Witness:
         self.shadow: Shadow | None = None
 
     def gradients(self, outs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What the last trial left of gradients, and what else the step compares of its outputs."""
-        return self.arm.gradients(self.step, updated=self.step.updates) | self._compared(outs)
+        """What the last trial left of gradients, in float32 and without the loss scale, zeros where nothing was left;
+        and what else the step compares of its outputs."""
+        found = {
+            n: whole(torch.zeros_like(p) if grad is None else grad.detach()).float() / self._scale
+            for (n, p), grad in zip(self.params.items(), self._gradients(), strict=True)
+        }
+        return found | self._compared(outs)
 
     def gradient_sketch(self, outs: Sequence[Tensor]) -> np.ndarray:
         """The sketch of `gradients`."""
