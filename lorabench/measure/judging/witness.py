@@ -113,7 +113,7 @@ class Witness:
         """`folder` takes the files; it is made where it is missing."""
         self.arm, self.step, self.folder = arm, step, folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.params = dict(arm.adapters(step))
+        self.params = dict(arm.adapters(step))  # a pipeline cuts its model later: the order is that of before
         self.start = {n: local(p.detach()).cpu().clone() for n, p in self.params.items()}
         self.ordered = sorted(self.params)
         self.testimony = Testimony(
