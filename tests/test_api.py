@@ -8,6 +8,7 @@ import pydoc
 import re
 import subprocess
 import sys
+import time
 from itertools import groupby
 from pathlib import Path
 
@@ -131,7 +132,12 @@ def test_the_same_step_is_not_faster_than_itself_and_the_reference_runs_twice_a_
     monkeypatch.setattr("lorabench.measure.trial.trials_a_turn", lambda ms: 3)
 
     def step(name: str):
-        return lambda: calls.append(name) or 1.0
+        def one() -> float:
+            calls.append(name)
+            time.sleep(0.001)  # of a step of a microsecond the clock is what would be compared
+            return 1.0
+
+        return one
 
     found = measure(reference=step("r"), candidate=step("c"), trials=30, warmup=1)
     assert len(found.candidate_ms["total"]) == found.rounds == 30
