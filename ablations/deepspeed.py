@@ -102,15 +102,13 @@ class DeepspeedZero(Parallel):
     def audit(self, evidence: Evidence) -> int:
         """Of stage 3 the frozen weights of which this rank holds a part; else the adapters that it updates alone, which
         on one rank are all."""
-        import torch.distributed as dist
-
         arm = evidence.arm
         if self.stage == 3:
             return len(_divided(arm))
         parts = arm.step.innermost.parts or ()
         most = sum(p.numel() for _, p in arm.adapters())
         divided = sum(part.copies[0].numel() for part in parts) < most
-        return len(parts) if divided or dist.get_world_size() == 1 else 0
+        return len(parts) if divided or arm.ranks.size == 1 else 0
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         made = super().notes(evidence)

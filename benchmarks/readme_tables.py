@@ -141,7 +141,7 @@ class Results:
         return [
             Step(
                 m.claim, rung.added, rung.increment, increment(rung, analysis), increment_is_clear(rung, analysis),
-                rung.unpaired, n, "(" in m.record.workload,
+                rung.unpaired, n, m.changed,
             )
             for n, analysis, rung in rungs if rung.increment
             for m in claimed_of(rung) if not m.differs and not m.inverted
@@ -181,7 +181,7 @@ def beside(claim: Claim, results: Results) -> Measured | None:
         if m.claim is claim and math.isfinite(_value(m, analysis)[0]):
             apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
             tested = "" if claim.over else " + ".join(m.record.ablations)
-            key = bool(m.stands_for), apart, "(" in m.record.workload, folder, m.differs, tested
+            key = bool(m.stands_for), apart, m.changed, folder, m.differs, tested
             found.setdefault(key, []).append((m, analysis))
     same_baseline = any(apart == 0 and not changed for _, apart, changed, *_ in found)
     if not same_baseline and (steps := [step for step in results.steps if step.claim is claim]):

@@ -117,9 +117,10 @@ class GradientKind(Kind):
                 depth_noise.keep(files[i], found)
         made.clear()
         give_back(request.device)
+        if gate.ranks.rank:
+            return
         for job, file in zip(request.jobs, files, strict=True):
-            if not gate.ranks.rank:
-                gate.noise(job.name, file.name, depth_noise.read(file))
+            gate.noise(job.name, file.name, depth_noise.read(file))
 
     def _noise_of_plain(self, request: Request, made: list[Arm], index: int) -> depth_noise.DepthNoise | None:
         """Of plain PEFT in this process; None where it does not fit, and the limits are then wider

@@ -101,8 +101,8 @@ COLLECTIVE = "nccl"  # in the name of each of NCCL's kernels
 def busy_by_phase(
     spans: Sequence[tuple[int, int, str]], began: Sequence[str], phases: Sequence[str]
 ) -> dict[str, Busy] | None:
-    """`began`: the phases in the order in which each began, with a mark among the spans. None
-    where the marks are not as many."""
+    """`began`: the phases in the order in which each began, with a mark among the spans. None where the marks are not
+    as many."""
     parts: list[list[tuple[int, int, str]]] = []
     for span in spans:
         if MARK in span[2]:

@@ -238,6 +238,11 @@ class Match(NamedTuple):
     differs: str  # in words, how the record's baseline differs from the claim's; '' where it is the same
     stands_for: str  # the claim's own toggles, where the record has others in their place; else ''
 
+    @property
+    def changed(self) -> bool:
+        """Whether the record's workload is not as a file has it: then its settings stand behind its name."""
+        return "(" in self.record.workload
+
 
 @cache
 def load_claims() -> tuple[Source, ...]:
