@@ -113,10 +113,11 @@ class Results:
         places = sorted(path.parent for path in folder.rglob("records.jsonl"))
         self.folders = {place.relative_to(folder).as_posix(): Analysis.read(place) for place in places}
 
-    @property
+    @cached_property
     def on_gpu(self) -> dict[str, Analysis]:
-        """Those to which published numbers are held: all of them are of GPUs."""
-        return {name: analysis for name, analysis in self.folders.items() if not name.startswith("cpu/")}
+        """Those to which published numbers are held: all of them are of GPUs. The one measured last comes first."""
+        found = [(name, analysis) for name, analysis in self.folders.items() if not name.startswith("cpu/")]
+        return dict(sorted(found, key=lambda item: max(s["id"] for s in item[1].sessions), reverse=True))
 
     @cached_property
     def over_other_arms(self) -> list[tuple[str, Analysis]]:
@@ -175,27 +176,29 @@ class Measured(NamedTuple):
 
 def beside(claim: Claim, results: Results) -> Measured | None:
     """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any,
-    and whose workload is as a file has it; several cells as the range of their ratios. In the claim's direction."""
-    found: dict[tuple[int, int, bool, str, str, str], list[tuple[Match, Analysis]]] = {}
+    and whose workload is as a file has it, of the folder that was measured last; several cells as the range of their
+    ratios. In the claim's direction."""
+    newest = list(results.on_gpu).index
+    found: dict[tuple[int, int, bool, int, str, str], list[tuple[Match, Analysis]]] = {}
     for folder, m, analysis in results.found:
         if m.claim is claim and math.isfinite(_value(m, analysis)[0]):
             apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
             tested = "" if claim.over else " + ".join(m.record.ablations)
-            key = bool(m.stands_for), apart, m.changed, folder, m.differs, tested
+            key = bool(m.stands_for), apart, m.changed, newest(folder), m.differs, tested
             found.setdefault(key, []).append((m, analysis))
     same_baseline = any(apart == 0 and not changed for _, apart, changed, *_ in found)
     if not same_baseline and (steps := [step for step in results.steps if step.claim is claim]):
-        first = min((step.changed, step.folder) for step in steps)
-        return _of_steps([step for step in steps if (step.changed, step.folder) == first])
+        first = min((step.changed, newest(step.folder)) for step in steps)
+        return _of_steps([step for step in steps if (step.changed, newest(step.folder)) == first])
     if not found:
         return None
-    (*_, folder, differs, _), pairs = min(found.items(), key=lambda item: item[0])
+    (*_, place, differs, _), pairs = min(found.items(), key=lambda item: item[0])
     rows, (_, analysis) = [m for m, _ in pairs], pairs[0]
     baseline = f"another: {differs}" if differs else "the same"
     toggles = " + ".join(f"`{t}`" for t in rows[0].record.ablations)
     toggles += f", in place of `{rows[0].stands_for}`" if rows[0].stands_for else ""
     toggles = "the baseline's own" if claim.of_reference else toggles
-    return Measured(_together(claim, rows, analysis), toggles, baseline, folder)
+    return Measured(_together(claim, rows, analysis), toggles, baseline, list(results.on_gpu)[place])
 
 
 def _of_steps(steps: Sequence[Step]) -> Measured:
@@ -277,9 +280,7 @@ def standing(claim: Claim, results: Results) -> list[str]:
             why = f"simulated, not measured: {md(said)}; {why}"
         return [why, "", where]
     gpu, _, name = found.folder.rpartition("/")
-    where = (
-        name if gpu == "h200" else f"{name}, {gpu.upper()}"
-    )  # all pages say that it was an H200, unless said otherwise
+    where = name if gpu == "h200" else f"{name}, {gpu.upper()}"  # all pages say that an H200 is meant elsewhere
     return [f"{found.value} ({found.toggles})", md(found.baseline), f"[{where}](RESULTS/{found.folder}/summary.md)"]
 
 
@@ -287,11 +288,8 @@ def some_claims(results: Results) -> str:
     """README's table."""
     heads = ["published", "what", "measured here", "baseline", "in"]
     every = {(s.id, c.id): (s, c) for s in load_claims() for c in s.claims}
-    rows = []
-    for key in SHOWN:
-        source, claim = every[key]
-        who = f"{source.name}: **{printed(claim)}**"
-        rows.append([who, _what(claim), *standing(claim, results)])
+    shown = [every[key] for key in SHOWN]
+    rows = [[f"{s.name}: **{printed(c)}**", _what(c), *standing(c, results)] for s, c in shown]
     return grid(heads, rows).replace("RESULTS/", "results/")
 
 
@@ -467,13 +465,14 @@ def _alone(row: Row | None) -> str:
 # -- a suite on a page of its own -------------------------------------------------------------------------------------
 
 STEPS = (cells.TIME, cells.WHOLE, cells.MEMORY)
+GPUS = (*STEPS, cells.SENDING)
 JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING)  # of suites that train several
 # What the page of a suite's toggles shows of it, beside the toggle and the verdict.
 SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
     **dict.fromkeys(("auto_batch_size", "checkpointing", "packing"), STEPS),
-    **dict.fromkeys([f"several_gpus{which}" for which in ("", "_ours", "_ours_fsdp2", "_fsdp2")], STEPS),
-    **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways"), JOBS),
+    **{f"several_gpus{which}": GPUS for which in ("", "_ours", "_ours_fsdp2", "_fsdp2", "_one_rank", "_tensor")},
+    **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "lorafusion_pipeline"), JOBS),
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     "prequantized_loading": (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND),
     "text_metrics": (cells.TIME, cells.WHOLE),

@@ -105,10 +105,10 @@ def timed(own, base, line, turns):
     made = own | {"pairing": "turns" if apart else "paired", "phases": {}}
     made["raw"] = base if line["role"] == "twin" else line  # what is shown of the limit's share is the reference's
     made["turns_of"] = [process for *_, process in turns]
-    for phase in line["phases"]:
+    for phase in {**line["phases"], **base["phases"]}:
         made["phases"][phase] = {
-            "reference_ms": [base["phases"][phase][first] for first, *_ in turns],
-            "candidate_ms": [line["phases"][phase][second] for _, second, _ in turns],
+            arm: [x["phases"][phase][turn[place]] if phase in x["phases"] else 0.0 for turn in turns]
+            for place, (arm, x) in enumerate((("reference_ms", base), ("candidate_ms", line)))
         }
     each = made["phases"].values()
     made["phases"]["total"] = {
@@ -204,9 +204,9 @@ def share(folder, line, phases, paired):
     return unpaired(trials(least, "candidate", phases), trials(line, "candidate", phases))
 
 
-def median(line, arm):
-    """ms of the whole, over sessions that of their medians; None where the arm was not timed."""
-    found = [trials(x, arm) for x in line["sessions"]]
+def median(line, arm, phases=None):
+    """ms of the whole or of these phases, over sessions that of their medians; None where the arm was not timed."""
+    found = [trials(x, arm, phases) for x in line["sessions"]]
     return None if any(ms is None for ms in found) else float(np.median([np.median(ms) for ms in found]))
 
 
@@ -284,6 +284,8 @@ def checks(folder, line, row):
             yield column, any(all_agree(cell, ends) for ends in zip(np.min(ratios, 0), np.max(ratios, 0), strict=True))
         elif column.startswith("total ×"):
             yield column, is_ratio(cell, speedup(line), rounding(line))
+        elif cell.startswith("candidate only, "):  # a phase that the reference does not have
+            yield column, all_agree(cell, [median(line, "candidate", [column[:-2]])])
         elif column.endswith(" ×") and column[:-2] in phases_of(line):
             phases = [column[:-2]]
             yield column, is_ratio(cell, speedup(line, phases), rounding(line, phases))
