@@ -46,7 +46,8 @@ class Fsdp2(Parallel):
     `reshard`: give a layer's weights back after its forward, and gather them again in backward; False keeps them.
     `replicas`: as many groups of ranks hold the weights once each, so that weights travel inside a group (HSDP, Zhao et
     al. 2023), and the adapters' gradients are added over all ranks. On one rank nothing travels, and what it costs to
-    gather a layer beside that is left.
+    gather a layer beside that is left. `copy_engine`: the GPUs' copy engines gather, so that no multiprocessor is taken
+    from what is computed meanwhile.
     """
 
     name: ClassVar[str] = "fsdp2"
@@ -61,6 +62,7 @@ class Fsdp2(Parallel):
     adapters: Literal["replicated", "sharded"] = "replicated"
     reshard: bool = True
     replicas: int = added(1)
+    copy_engine: bool = added(False)
 
     def __post_init__(self) -> None:
         if self.adapters not in ("replicated", "sharded"):
@@ -69,7 +71,8 @@ class Fsdp2(Parallel):
             raise ValueError(f"replicas={self.replicas}; expected 1 or more")
 
     def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
-        self._part(ranks.size)
+        if self._part(ranks.size) == 1 and self.copy_engine:
+            raise Unsupported("fsdp2 with copy_engine=True copies between ranks, and one rank holds all weights here")
         return super().shard(samples, ranks)
 
     def _part(self, world: int) -> int:
@@ -95,6 +98,7 @@ class Fsdp2(Parallel):
         ignored = {p for p in model.parameters() if p.requires_grad} if self.adapters == "replicated" else None
         count = self._shard_layers(model.get_base_model(), ignored)
         fully_shard(model, mesh=self._mesh(), ignored_params=ignored)
+        self._gather_in(model)
         return count
 
     def _shard_layers(self, base: nn.Module, ignored: set[nn.Parameter] | None = None) -> int:
@@ -105,10 +109,21 @@ class Fsdp2(Parallel):
         for layer in layers:
             if not isinstance(layer, FSDPModule):
                 fully_shard(layer, mesh=self._mesh(), reshard_after_forward=self.reshard, ignored_params=ignored)
+                self._gather_in(layer)
         return len(layers)
 
+    def _gather_in(self, module: Any) -> None:
+        """Has the weights of a group that was just made gathered as `copy_engine` says."""
+        if self.copy_engine:
+            from lorabench_ablations.copy_engine import CopyEngineGather
+
+            module.set_custom_all_gather(CopyEngineGather(self._mesh().get_group(FSDP)))
+
     def _mesh(self) -> DeviceMesh:
-        grid = mesh(self._part(_world()), FSDP)
+        options = None
+        if self.copy_engine:
+            from lorabench_ablations.copy_engine import options
+        grid = mesh(self._part(_world()), FSDP, options)
         return grid if self.replicas > 1 else grid[FSDP]
 
     def step(self, step: Step) -> Step:

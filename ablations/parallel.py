@@ -6,7 +6,7 @@ python -m lorabench.sweep world_size=2 'ablations=[ddp]' workload=4x2048
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -83,19 +83,23 @@ def divided(name: str, samples: Sequence[Sample], rank: int, size: int) -> list[
     return list(samples[rank::size])
 
 
-def mesh(size: int, name: str) -> DeviceMesh:
-    """All ranks as a mesh of (data, `name`): `size` ranks in a row share their samples. Made once."""
+def mesh(size: int, name: str, options: Callable[[], Any] | None = None) -> DeviceMesh:
+    """All ranks as a mesh of (data, `name`): `size` ranks in a row share their samples. Made once. options: what makes
+    those of a process group of NCCL's that these ranks have to themselves."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    if (size, name) not in _MESHES:
+    if (size, name, options) not in _MESHES:
         world = dist.get_world_size()
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        _MESHES[size, name] = init_device_mesh(device, (world // size, size), mesh_dim_names=("data", name))
-    return _MESHES[size, name]
+        own = {name: (dist.get_backend(), options())} if options else None
+        shape = world // size, size
+        made = init_device_mesh(device, shape, mesh_dim_names=("data", name), backend_override=own)
+        _MESHES[size, name, options] = made
+    return _MESHES[size, name, options]
 
 
-_MESHES: dict[tuple[int, str], DeviceMesh] = {}  # a group that is made stays for the life of its process
+_MESHES: dict[tuple[int, str, Any], DeviceMesh] = {}  # a group that is made stays for the life of its process
 
 
 def pieces(name: str, size: int | None, world: int) -> int:

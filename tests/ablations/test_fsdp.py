@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 from helpers import arm, sweep
 from ranks_of import samples
@@ -46,6 +49,45 @@ def held_alone():
         return held(ONE, ())
     finally:
         build._fill = fill
+
+
+def gathered_in_registered_buffers(ranks, name):
+    """(Gathers, of which into a buffer that was registered) of a micro-batch, with a CPU's memory and group in the
+    place of NCCL's."""
+    from lorabench_ablations import copy_engine
+
+    registered, gathers = set(), []
+    gather = copy_engine.CopyEngineGather.__call__
+
+    def counted(self, output_tensor, *rest, **named):
+        done = gather(self, output_tensor, *rest, **named)
+        gathers.append(output_tensor.data_ptr() in registered)
+        return done
+
+    copy_engine.symmetric_memory = SimpleNamespace(
+        set_backend=lambda name: None, get_mem_pool=lambda device: None,
+        rendezvous=lambda tensor, group: registered.add(tensor.data_ptr()),
+    )  # fmt: skip
+    copy_engine.torch.cuda.use_mem_pool = lambda pool: nullcontext()
+    copy_engine.options = None  # a group of gloo's
+    copy_engine.CopyEngineGather.__call__ = counted
+    made = arm("sdpa", "adamw_foreach", "padding", name, samples=samples(), ranks=ranks)
+    made.step.backward(made.step.forward(made.step.batches[0]))
+    return len(gathers), sum(gathers)
+
+
+def test_copy_engines_gather_each_layer_in_both_directions(tmp_path):
+    of_each = on_ranks(2, tmp_path, gathered_in_registered_buffers, {"fsdp2": {"copy_engine": True}})
+    for gathers, registered in of_each:
+        assert gathers == registered == 2 * 3 + 1  # three layers, forward and backward, and the rest once
+
+
+def test_copy_engines_are_refused_over_gloo(tmp_path):
+    common = ("models=[tiny-llama]", "workload=8x64", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
+    done = sweep(*common, "ablations=[{fsdp2: {copy_engine: true}}]", f"output={tmp_path}", cwd=tmp_path)
+    record = next(r for r in read_records(tmp_path) if r.ablations)
+    assert (done.returncode, record.status) == (0, "unsupported")
+    assert "copy engines copy between GPUs, and these ranks send over gloo" in record.reason
 
 
 @pytest.mark.exhaustive
