@@ -13,17 +13,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
+from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported, added
 from lorabench.contract.batch import Batch, Sample, pad
+from lorabench.contract.ranks import Ranks
 from lorabench.contract.step import Step
 from lorabench.contract.workload import Workload
 from lorabench.schedule import Sample as Planned
 from lorabench.schedule import fill, verify
 from lorabench_ablations.batching import lengths_of, positive
 from lorabench_ablations.packing import first_fit_decreasing, row
+from lorabench_ablations.parallel import Summed, divided, pieces
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from .pipeline_stages import Line
 
 ONE_SHAPE = "a stage receives into buffers of one shape, and its rows have many; tokens= of the pipeline packs as well"
 
@@ -35,7 +39,8 @@ class Pipelined(Ablation):
     A step's samples go in micro-batches of one shape, as many as the workload's `batch_size` gives, and smaller ones
     where the schedule needs more of them. tokens: samples end to end instead, in rows of so many tokens that are filled
     up with padding; None: side by side, padded to the longest of the step. layers: of each stage; None: as many that
-    the slowest stage is as fast as can be, by a measured layer and a measured head.
+    the slowest stage is as fast as can be, by a measured layer and a measured head. ranks: so many in a row are one
+    pipeline, and the pipelines divide the samples; None: all are one.
     """
 
     slot: ClassVar[str] = "parallel"
@@ -56,6 +61,7 @@ class Pipelined(Ablation):
 
     tokens: int | None = None
     layers: tuple[int, ...] | None = None
+    ranks: int | None = added(None)
 
     def __post_init__(self) -> None:
         if self.tokens is not None:
@@ -71,25 +77,35 @@ class Pipelined(Ablation):
         return 1
 
     def least_layers(self, ranks: int) -> int:
-        return self.each * ranks
+        return self.each * (self.ranks or ranks)
+
+    def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample] | None:
+        if self.ranks is None:
+            return None
+        size = pieces(self.name, self.ranks, ranks.size)
+        return divided(self.name, samples, ranks.rank // size, ranks.size // size)
+
+    @property
+    def line(self) -> Line:
+        from .pipeline_stages import line
+
+        return line(self.name, self.ranks)
 
     def divide(self, base: nn.Module) -> int | None:
         from .pipeline_stages import leave_out
 
-        return leave_out(base, self.each, self.layers)
+        return leave_out(base, self.line, self.each, self.layers)
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
-        """Every rank has all of them, and counts none but on rank 0."""
-        import torch.distributed as dist
-
+        """Every rank of a pipeline has all of its samples, and counts none but on the first one."""
         from .pipeline_step import alike
 
-        ranks = dist.get_world_size()
+        ranks = self.line.ranks
         if self.tokens is None:
             made = alike(pad(samples, self._size(len(samples), workload.batch_size, ranks)))
         else:
             made = alike(self._rows(samples, self.tokens, ranks))
-        if dist.get_rank() == 0:
+        if self.line.rank == 0:
             return made
         return [Batch(b.inputs, real=0, padded=0, trained=b.trained) for b in made]
 
@@ -125,23 +141,20 @@ class Pipelined(Ablation):
 
         if step.name:
             raise Unsupported(f"{self.name} knows one job a model; pipeline_multi_adapter has several")
-        return PipelineStep(step, self.schedule, self.each, self._split())
+        made = PipelineStep(step, self.line, self.schedule, self.each, self._split())
+        return made if self.line.data is None else Summed(made, self.line.data)
 
     def _split(self) -> tuple[int, ...] | None:
-        import torch.distributed as dist
-
-        stages = self.each * dist.get_world_size()
+        stages = self.each * self.line.ranks
         if self.layers is not None and len(self.layers) != stages:
             raise Unsupported(f"layers={list(self.layers)}: expected {stages} numbers, one a stage")
         return self.layers
 
     def audit(self, evidence: Evidence) -> int:
-        """The stages of all ranks, where each of them has computed."""
-        import torch.distributed as dist
-
+        """The stages of a pipeline, where each of its ranks has computed."""
         machinery: Any = (evidence.arm.turns or evidence.arm.steps)[0].innermost.machinery  # type: ignore[attr-defined]
         ran = {stage for (_, stage) in machinery.clock.runs[-1]}
-        return len(machinery.split) if len(ran) * dist.get_world_size() == len(machinery.split) else 0
+        return len(machinery.split) if len(ran) * self.line.ranks == len(machinery.split) else 0
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         import torch.distributed as dist
@@ -216,6 +229,11 @@ class PipelineMultiAdapter(Pipelined):
 
     flush: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ranks is not None:
+            raise ValueError(f"ranks={self.ranks}; pipeline_multi_adapter has one pipeline, of all ranks")
+
     def patch(self, model: nn.Module) -> int:
         from .jobs import MARK
         from .joint_linears import route
@@ -240,7 +258,9 @@ class PipelineMultiAdapter(Pipelined):
                 f"and there are {dist.get_world_size()} ranks"
             )
         _check(counts)
-        return [PipelineJoint(steps, getattr(steps[0].model, MARK), self.schedule, self._split(), self.flush)]
+        return [
+            PipelineJoint(steps, self.line, getattr(steps[0].model, MARK), self.schedule, self._split(), self.flush)
+        ]
 
     def step(self, step: Step) -> Step:
         return step

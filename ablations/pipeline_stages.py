@@ -20,10 +20,32 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from lorabench.contract.ablation import Unsupported
 from lorabench.schedule.stage_times import balanced
+from lorabench_ablations.parallel import mesh, pieces
 
 FORWARD, BACKWARD = "forward", "backward"
 MARGIN = 2  # layers by which a measured stage may begin or end beside the estimated one
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One pipeline, of which this process is rank `rank` of `ranks`, in `group`; `data` are the processes that have the
+    same stages for other samples, None where there are none."""
+
+    rank: int
+    ranks: int
+    group: Any = None
+    data: Any = None
+
+
+def line(name: str, ranks: int | None) -> Line:
+    """This process's, of `ranks` ranks in a row (None: of all). Raises Unsupported where the ranks do not divide so."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if ranks in (None, world):
+        return Line(rank, world)
+    size = pieces(name, ranks, world)
+    grid = mesh(size, "pipeline")
+    return Line(rank % size, size, grid["pipeline"].get_group(), grid["data"].get_group())
 
 
 class Elsewhere(nn.Module):
@@ -37,17 +59,17 @@ class Elsewhere(nn.Module):
         return hidden_states
 
 
-def leave_out(base: Any, each: int, layers: Sequence[int] | None) -> int | None:
+def leave_out(base: Any, line: Line, each: int, layers: Sequence[int] | None) -> int | None:
     """Replace the decoder layers of a model without weights that cannot be of this rank; how many. What stays is each
     of its `each` stages: as `layers` says, else as the numbers of parameters let expect, and MARGIN layers on both
     sides. None: this model's layers cannot be divided so, and it stays whole."""
     backbone = getattr(base, base.base_model_prefix)
-    count, ranks = len(backbone.layers), dist.get_world_size()
+    count, ranks = len(backbone.layers), line.ranks
     if count < each * ranks or (layers and (len(layers), sum(layers)) != (each * ranks, count)):
         return None
     margin = 0 if layers else MARGIN
     split = layers or balanced(count, each * ranks, _parameters(backbone.layers[0]), _parameters(base.lm_head))
-    spans = [range(span.start - margin, span.stop + margin) for span in spans_of(split)[dist.get_rank() :: ranks]]
+    spans = [range(span.start - margin, span.stop + margin) for span in spans_of(split)[line.rank :: ranks]]
     others = [n for n in range(count) if not any(n in span for span in spans)]
     for n in others:
         backbone.layers[n] = Elsewhere(backbone.layers[n])
@@ -215,13 +237,15 @@ class Pipeline:
 
     def __init__(
         self, modules: Sequence[nn.Module], kind: str, count: int, device: torch.device, before: Callable[..., None],
-        after: Callable[[int], None], clock: Clock | None = None,
+        after: Callable[[int], None], clock: Clock | None = None, line: Line | None = None,
     ) -> None:  # fmt: skip
-        """`modules`: stage r, r + ranks, … of rank r. `clock`: in whose `run` the schedule is called."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        """`modules`: stage r, r + ranks, … of rank r. `clock`: in whose `run` the schedule is called. `line`: which
+        ranks these are; None: all."""
+        line = line or Line(dist.get_rank(), dist.get_world_size())
         self.clock = clock or Clock(device.type == "cuda")
         self.stages = [
-            ClockedStage(module, rank + n * ranks, ranks * len(modules), device) for n, module in enumerate(modules)
+            ClockedStage(module, line.rank + n * line.ranks, line.ranks * len(modules), device, group=line.group)
+            for n, module in enumerate(modules)
         ]
         for stage in self.stages:
             stage.clock, stage.before, stage.after = self.clock, before, after

@@ -29,6 +29,7 @@ from lorabench_ablations.pipeline_stages import (
     BACKWARD,
     FORWARD,
     Clock,
+    Line,
     Parts,
     Pipeline,
     Stage,
@@ -65,13 +66,14 @@ def _filled(batch: Batch, rows: int, width: int, masked: bool) -> Batch:
 
 
 class Owners:
-    """What of the trained tensors is on which rank: by rank the names, in order, and their shapes."""
+    """What of the trained tensors is on which rank of a pipeline: by rank the names, in order, and their shapes."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """All ranks ask, when each has nothing but its own stages."""
+    def __init__(self, model: nn.Module, line: Line) -> None:
+        """All its ranks ask, when each has nothing but its own stages."""
+        self.line = line
         own = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-        self.shapes: list[dict[str, torch.Size]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(self.shapes, own)
+        self.shapes: list[dict[str, torch.Size]] = [{}] * line.ranks
+        dist.all_gather_object(self.shapes, own, line.group)
 
     def others(self, own: dict[str, Tensor], adapter: str = "") -> dict[str, Tensor]:
         """What the other ranks have of tensors like these, in float32; each rank gives its own. `adapter`: of one of
@@ -80,12 +82,12 @@ class Owners:
         device = next(iter(own.values())).device
         for rank, every in enumerate(self.shapes):
             shapes = {name: shape for name, shape in every.items() if not adapter or f".{adapter}." in name}
-            if rank == dist.get_rank():
+            if rank == self.line.rank:
                 flat = torch.cat([own[name].detach().float().flatten() for name in shapes])
             else:
                 flat = torch.empty(sum(shape.numel() for shape in shapes.values()), device=device)
-            dist.broadcast(flat, rank)
-            if rank != dist.get_rank():
+            dist.broadcast(flat, group=self.line.group, group_src=rank)
+            if rank != self.line.rank:
                 pieces = flat.split([shape.numel() for shape in shapes.values()])
                 made |= {name: x.view(shapes[name]) for name, x in zip(shapes, pieces, strict=True)}
         return made
@@ -95,28 +97,35 @@ class Machinery:
     """The cut model and its pipeline, for one step or for the joint one of several jobs."""
 
     def __init__(
-        self, model: Any, kind: str, each: int, layers: Sequence[int] | None, shapes: Sequence[Batch],
+        self, model: Any, line: Line, kind: str, each: int, layers: Sequence[int] | None, shapes: Sequence[Batch],
         parts_of: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`each`: stages a rank. `layers`: of each stage; None: as measured. `shapes`: the micro-batches. `parts_of`:
-        so many micro-batches each, behind which the pipeline is emptied; none: all together."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        parts = Parts(model)
+        """`line`: its ranks. `each`: stages a rank. `layers`: of each stage; None: as measured. `shapes`: the
+        micro-batches. `parts_of`: so many micro-batches each, behind which the pipeline is emptied; none: all
+        together."""
+        parts, ranks = Parts(model), line.ranks
         _check_checkpointing(model)
-        self.model = model
+        self.model, self.line = model, line
         self.device: torch.device = shapes[0].inputs["input_ids"].device
         self.split = list(layers or measured_split(parts, shapes[0].inputs, ranks * each))
         spans = spans_of(self.split)
         last = len(spans) - 1
-        mine = [Stage(parts, spans[n], n == 0, n == last) for n in range(rank, len(spans), ranks)]
+        mine = [Stage(parts, spans[n], n == 0, n == last) for n in range(line.rank, len(spans), ranks)]
         parts.keep(mine)
-        self.owners = Owners(model)
+        self.owners = Owners(model, line)
         self.kind, self.counts = kind, list(parts_of) or [len(shapes)]
         self.clock = Clock(self.device.type == "cuda", deque(maxlen=RUNS), deque(maxlen=RUNS))
         self.begins = [sum(self.counts[:n]) for n in range(len(self.counts))]
         self.pipelines = [
             Pipeline(
-                mine, kind, count, self.device, partial(self._before, begin), partial(self._after, begin), self.clock
+                mine,
+                kind,
+                count,
+                self.device,
+                partial(self._before, begin),
+                partial(self._after, begin),
+                self.clock,
+                line,
             )
             for begin, count in zip(self.begins, self.counts, strict=True)
         ]
@@ -158,28 +167,28 @@ class Machinery:
 
     def said(self) -> dict[str, Any]:
         """The bubbles as they were, by rank, in the mean over the runs, and as they follow from the stages' times. All
-        ranks are asked."""
-        clock = self.clock
+        ranks of the pipeline are asked."""
+        clock, (rank, ranks) = self.clock, (self.line.rank, self.line.ranks)
         numbers = range(len(clock.walls))[-20:]
         every = [clock.milliseconds(n) for n in numbers]
         busy = torch.tensor([sum(map(sum, one.values())) for one in every], dtype=torch.float64)
         walls = torch.tensor([clock.wall_ms(n) for n in numbers], dtype=torch.float64)
-        stages, ranks = len(self.split), dist.get_world_size()
+        stages = len(self.split)
         times = torch.zeros(2, stages, dtype=torch.float64)
         for i, what in enumerate((FORWARD, BACKWARD)):
-            for stage in range(dist.get_rank(), stages, ranks):
+            for stage in range(rank, stages, ranks):
                 times[i, stage] = median(ms for one in every for ms in one[what, stage])
         walls, times = walls.to(self.device), times.to(self.device)
-        dist.all_reduce(walls, op=dist.ReduceOp.MAX)
-        dist.all_reduce(times)
+        dist.all_reduce(walls, op=dist.ReduceOp.MAX, group=self.line.group)
+        dist.all_reduce(times, group=self.line.group)
         idle = torch.zeros(ranks, dtype=torch.float64, device=self.device)
-        idle[dist.get_rank()] = float((1 - busy.to(self.device) / walls).mean())
-        dist.all_reduce(idle)
+        idle[rank] = float((1 - busy.to(self.device) / walls).mean())
+        dist.all_reduce(idle, group=self.line.group)
         sent = torch.zeros(ranks, dtype=torch.int64, device=self.device)
-        sent[dist.get_rank()] = clock.sent
-        dist.all_reduce(sent)
+        sent[rank] = clock.sent
+        dist.all_reduce(sent, group=self.line.group)
         forward, backward = times.tolist()
-        count = len(every[0][FORWARD, dist.get_rank()])
+        count = len(every[0][FORWARD, rank])
         ends = [begin - 1 for begin in self.begins[1:]]
         predicted = pipeline([forward] * count, [backward] * count, flush_after=ends, order=self.kind, ranks=ranks)
         return {
@@ -203,11 +212,11 @@ def _check_checkpointing(model: nn.Module) -> None:
 class PipelineStep(Step):
     """One job. The schedule runs within the first micro-batch's forward, and holds every forward and backward."""
 
-    def __init__(self, step: Step, kind: str, each: int, layers: Sequence[int] | None) -> None:
+    def __init__(self, step: Step, line: Line, kind: str, each: int, layers: Sequence[int] | None) -> None:
         super().__init__(step.model, step.optimizer, (), step.loss_scale, job=step.job, samples=step.samples,
                          items=step.items)  # fmt: skip
         self.batches = step.batches  # the list itself, which a feed fills
-        self.machinery = Machinery(step.model, kind, each, layers, step.batches)
+        self.machinery = Machinery(step.model, line, kind, each, layers, step.batches)
         self.machinery.own(step.optimizer)
         self.machinery.before = lambda phase, number: self.begin and self.begin(phase)
         self.losses = torch.zeros(0)
@@ -248,10 +257,10 @@ class PipelineJoint(Joint):
     job's optimizer step as soon as the backward of the job's last micro-batch has left it."""
 
     def __init__(
-        self, steps: Sequence[Step], router: Any, kind: str, layers: Sequence[int] | None, flush: bool
+        self, steps: Sequence[Step], line: Line, router: Any, kind: str, layers: Sequence[int] | None, flush: bool
     ) -> None:
         super().__init__(steps)
-        self.flush = flush
+        self.line, self.flush = line, flush
         self.router, self.kind, self.layers = router, kind, layers
         self.machinery: Machinery | None = None
         self.losses = torch.zeros(0)
@@ -288,7 +297,7 @@ class PipelineJoint(Joint):
         jobs, batches = zip(*self.order, strict=True)
         if self.machinery is None:  # the batches are on their device only now
             parts_of = [len(step.batches) for step in self.steps] if self.flush else []
-            self.machinery = Machinery(self.model, self.kind, 1, self.layers, batches, parts_of)
+            self.machinery = Machinery(self.model, self.line, self.kind, 1, self.layers, batches, parts_of)
             for step in self.steps:
                 self.machinery.own(step.optimizer)
             self.machinery.before, self.machinery.after = self._before, self._after

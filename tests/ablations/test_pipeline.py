@@ -15,7 +15,7 @@ from peft import PeftModel
 from several_ranks import on_ranks
 
 from lorabench.contract.ablation import Unsupported
-from lorabench.contract.ranks import ONE
+from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.workload import Workload
 from lorabench.measure import build
 from lorabench.measure.base import Base
@@ -96,6 +96,30 @@ def test_loss_and_every_gradient_are_those_of_one_process(tmp_path, ranks, layer
     assert sum(split) == layers and min(split) >= 1
     assert toggle in ("pipeline_gpipe", "pipeline_1f1b") or "layers" not in str(toggle) or split == [1, 2]
     assert all(answer[-1] == split for answer in answers)
+
+
+@pytest.mark.parametrize(
+    "toggle",
+    [
+        {"pipeline_1f1b": {"ranks": 2}},
+        pytest.param({"pipeline_gpipe": {"ranks": 2, "tokens": 32}}, marks=pytest.mark.exhaustive),
+        pytest.param({"pipeline_interleaved": {"ranks": 2}}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_pipelines_divide_the_samples_and_add_their_gradients(tmp_path, toggle):
+    answers = on_ranks(4, tmp_path, stepped, (toggle,), 4)
+    compare(answers, plain(4))
+    real = [sum(counts) for *_, counts, _, _ in answers]
+    assert real == [sum(LENGTHS[0::2]), 0, sum(LENGTHS[1::2]), 0]
+    first, second, *others = [own for *_, own, _ in answers]
+    assert [first, second] == others and not set(first) & set(second)
+
+
+def test_a_pipeline_of_some_ranks_wants_a_multiple_of_them_and_one_job():
+    with pytest.raises(Unsupported, match="pipeline_1f1b with ranks=3 needs a multiple of that, two at least"):
+        registry.ablation({"pipeline_1f1b": {"ranks": 3}}).shard(random_samples(LENGTHS), Ranks(0, 4))
+    with pytest.raises(ValueError, match="pipeline_multi_adapter has one pipeline, of all ranks"):
+        registry.ablation({"pipeline_multi_adapter": {"ranks": 2}})
 
 
 @pytest.mark.parametrize(
