@@ -26,7 +26,7 @@ from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import put
 from lorabench.contract.rehearsal import Capacity, Sizing
 from lorabench.contract.step import Step
-from lorabench.measure import memory
+from lorabench.measure import memory, parted_weights
 from lorabench.measure.base import WITHOUT_WEIGHTS, recipe, replaces_weights
 from lorabench.measure.feed import Feed, marked
 from lorabench.measure.hooks import Hooks
@@ -168,7 +168,7 @@ def _recipe(request: Request, load: dict[str, Any]) -> str | None:
 def _dividing(request: Request) -> list[Ablation]:
     """The toggles that are asked to divide the base before it has weights. Other libraries' patches walk over the
     decoder layers and expect each of them: beside these none is left out."""
-    if request.model.weights != "random" or request.upcast:
+    if request.upcast or not (request.model.weights == "random" or parted_weights.files_of(request.model)):
         return []
     walked = any(ablation.global_patch for ablation in request.ablations)
     dividing = [a for a in request.ablations if type(a).divide is not Ablation.divide]
@@ -182,13 +182,18 @@ def _divided(request: Request, hooks: Hooks, make: Callable[[torch.device], nn.M
 
 
 def _parted(request: Request, hooks: Hooks, make: Callable[[torch.device], nn.Module]) -> nn.Module | None:
-    """The divided base model on its device, its weights not yet drawn; None where it stays whole."""
+    """The divided base model on its device, its weights read or not yet drawn; None where it stays whole."""
     made, divided = _divided(request, hooks, make) if _dividing(request) else (None, False)
     if made is None or not divided:
         return None
+    files = parted_weights.files_of(request.model) or {}
+    if files and not files.keys() >= {name for name, _ in made.named_parameters()}:
+        return None  # names that transformers knows how to translate
     made.to_empty(device=request.device)
     made.tie_weights()
     _start(made, buffers=True)
+    if files:
+        parted_weights.read_parts(made, request.model, files)
     return made
 
 

@@ -17,7 +17,7 @@ from several_ranks import on_ranks
 from lorabench.contract.ablation import Unsupported
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.workload import Workload
-from lorabench.measure import build
+from lorabench.measure import build, parted_weights
 from lorabench.measure.base import Base
 from lorabench.measure.judging.numerics import clear, one_step
 from lorabench.measure.kind import kind, request_of
@@ -339,19 +339,51 @@ def test_pipelines_of_one_process_share_the_layers_that_they_keep(tmp_path, firs
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def read(ranks, folder):
-    made = deep("pipeline_1f1b", ranks=ranks, overrides=(f"weights={folder}",))
+def read(ranks, folder, name):
+    """The outcome of a step, and how often a rank has read a whole model."""
+    whole, reading = [], build._read
+    build._read = lambda *rest: whole.append(rest) or reading(*rest)
+    made = deep(name, ranks=ranks, overrides=(f"weights={folder}",))
     outcome = one_step(made)
-    return outcome.loss, {name: x.numpy() for name, x in outcome.gradients.items()}, outcome.update_error
+    gradients = {name: x.numpy() for name, x in outcome.gradients.items()}
+    return outcome.loss, gradients, outcome.update_error, len(whole)
 
 
-def test_weights_that_are_read_come_whole_and_are_cut_then(tmp_path):
+def real(folder):
+    """A model with weights of its own, in several files of a folder."""
     from transformers import AutoModelForCausalLM
 
     saved = AutoModelForCausalLM.from_config(model(DEEP, load_config([])).hf_config(), dtype=torch.float32)
-    saved.save_pretrained(tmp_path / "real")
-    answers = on_ranks(2, tmp_path, read, tmp_path / "real")
-    compare(answers, one_step(deep("padding", overrides=(f"weights={tmp_path / 'real'}",))))
+    saved.save_pretrained(folder, max_shard_size="200KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+@pytest.mark.parametrize("name", ["pipeline_1f1b", "fsdp2"])
+def test_of_weights_in_a_folder_each_rank_reads_its_part(tmp_path, name):
+    folder = real(tmp_path / "real")
+    answers = on_ranks(2, tmp_path, read, folder, name)
+    compare(answers, one_step(deep("padding", overrides=(f"weights={folder}",))))
+    assert [answer[-1] for answer in answers] == [0, 0]
+
+
+def whole_read(ranks, folder):
+    def reading(*rest):
+        raise LookupError("read whole")
+
+    build._read = reading
+    try:
+        deep("pipeline_1f1b", ranks=ranks, overrides=(f"weights={folder}",))
+    except LookupError as error:
+        return error.args[0]
+
+
+def test_weights_by_other_names_come_whole_and_are_cut_then(tmp_path):
+    folder = real(tmp_path / "real")
+    names = folder / "model.safetensors.index.json"
+    names.write_text(names.read_text().replace("model.norm.weight", "norm.weight"))
+    assert parted_weights.files_of(model(DEEP, load_config([f"weights={folder}"])))["norm.weight"].is_file()
+    assert on_ranks(2, tmp_path, whole_read, folder) == ["read whole"] * 2
 
 
 def test_other_libraries_patches_find_every_layer():
