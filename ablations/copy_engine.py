@@ -21,10 +21,10 @@ def options() -> Any:
     """Of the process group whose collectives keep off the multiprocessors where they can."""
     if dist.get_backend() != "nccl":
         raise Unsupported(f"copy engines copy between GPUs, and these ranks send over {dist.get_backend()}")
-    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if not hasattr(nccl, "NCCL_CTA_POLICY_ZERO"):
         raise Unsupported(f"copy engines need NCCL 2.28's zero-CTA policy, and torch {torch.__version__} has none")
-    found: Any = nccl.Options()
+    found = nccl.Options()
     found.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
     return found
 

@@ -92,7 +92,7 @@ def mesh(size: int, name: str, options: Callable[[], Any] | None = None) -> Devi
     if (size, name, options) not in _MESHES:
         world = dist.get_world_size()
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        own = {name: (dist.get_backend(), options())} if options else None
+        own: Any = {name: (dist.get_backend(), options())} if options else None
         shape = world // size, size
         made = init_device_mesh(device, shape, mesh_dim_names=("data", name), backend_override=own)
         _MESHES[size, name, options] = made

@@ -142,14 +142,14 @@ class TensorFile:
         with torch.cuda.stream(self.stream):
             host.copy_(tensor.detach(), non_blocking=True)
         tensor.record_stream(self.stream)
-        return self.stream.record_event()
+        return self._behind_it()
 
     def _write(self, buffer: Tensor, copied: torch.cuda.Event | None, offset: int) -> None:
         """In the thread. Onto the disk and out of the page cache: there it would lie in the host's memory, which other
         toggles use and say so, and be written while somebody else is measured."""
         if copied is not None:
             copied.synchronize()
-        left = memoryview(buffer.numpy())
+        left = buffer.numpy().data
         with self._room(len(left)):
             while left:
                 done = os.pwrite(self.descriptor, left, offset)
@@ -164,7 +164,7 @@ class TensorFile:
     def _read(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, torch.cuda.Event | None]:
         """In the thread. A tensor on the device, and when its copy is done, where that is later."""
         buffer = self._buffer(shape.numel() * dtype.itemsize)
-        left = memoryview(buffer.numpy())
+        left = buffer.numpy().data
         while left:
             done = os.preadv(self.descriptor, [left], offset)
             if not done:
@@ -174,7 +174,13 @@ class TensorFile:
         if self.stream is None:
             return host.to(self.device), None
         with torch.cuda.stream(self.stream):
-            return host.to(self.device, non_blocking=True), self.stream.record_event()
+            return host.to(self.device, non_blocking=True), self._behind_it()
+
+    def _behind_it(self) -> torch.cuda.Event:
+        """When all is done that the stream was given so far."""
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
 
     def filesystem(self) -> str | None:
         """Its name as Linux gives it ("ext4", "tmpfs"), or None where that is not to be seen."""

@@ -41,8 +41,7 @@ def read_parts(model: nn.Module, spec: ModelSpec, files: Mapping[str, Path]) -> 
     from safetensors import SafetensorError, safe_open
     from transformers import AutoConfig
 
-    folder = local(spec.weights)
-    check_sizes(spec, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    check_sizes(spec, AutoConfig.from_pretrained(next(iter(files.values())).parent, trust_remote_code=False))
     by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
     for name, tensor in model.named_parameters():
         by_file.setdefault(files[name], []).append((name, tensor))
