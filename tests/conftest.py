@@ -41,6 +41,18 @@ def environment_as_it_was() -> Iterator[None]:
         os.environ.update(before)
 
 
+@pytest.fixture(autouse=True)
+def threads_as_they_were() -> Iterator[None]:
+    """A test that left torch with two threads made some after it thirty times as slow, beside the other worker's tests:
+    threads of which one waits for a core keep the others' cores busy with waiting."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def what_is_older_is_no_garbage() -> None:
     """A seat collects garbage before each arm. A worker does not walk what was there before it (lorabench.run.preload),
