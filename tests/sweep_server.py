@@ -107,10 +107,11 @@ END = End()
 def serve() -> None:
     """A line for each sweep: its process's id at its start, its exit code at its end."""
     atexit.register(END.leave)  # before what the imports register, and so after it
+    gc.disable()
     for name in IMPORTS:
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # no sweep walks what was there before it
+    gc.freeze()  # what was there before a sweep it need not walk
+    gc.enable()
     whole = True  # the first one's end
     for line in iter(sys.stdin.readline, ""):
         pid = os.fork()
