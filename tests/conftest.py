@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two cores, and tests beside one another
 
@@ -41,12 +42,35 @@ def environment_as_it_was() -> Iterator[None]:
         os.environ.update(before)
 
 
+@pytest.fixture(autouse=True)
+def threads_as_they_were() -> Iterator[None]:
+    """A test that left torch with two threads made some after it thirty times as slow, beside the other worker's tests:
+    threads of which one waits for a core keep the others' cores busy with waiting."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def what_is_older_is_no_garbage() -> None:
     """A seat collects garbage before each arm. A worker does not walk what was there before it (lorabench.run.preload),
     and a test in the middle of a thousand walked whatever these had left: two jobs took 130 seconds in place of 20."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """What collecting imports stays: that the collector walks it again and again takes a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,6 +162,14 @@ def sweep(
         return server.run(overrides, cwd, environment, timeout)
     command = [sys.executable, "-m", "lorabench.sweep", *overrides]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, env=env)
+
+
+def killed_sweep(
+    *overrides: str, cwd: Path, when: Callable[[], bool], timeout: float, env: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """The same, killed as soon as `when` says so."""
+    assert _sweep_server().can(env)
+    return _sweep_server().run(overrides, cwd, env, timeout, when)
 
 
 @functools.cache

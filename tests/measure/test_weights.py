@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -31,9 +32,13 @@ def real(tmp_path_factory) -> str:
         gguf_file(REAL)
     except WeightsError as error:
         pytest.skip(f"the weights cannot be had here: {error}")
+    import gguf
+
     folder = tmp_path_factory.mktemp("real")
-    load_tokenizer(REAL).save_pretrained(folder)
-    base = arm("sdpa", model="smollm2-135m", overrides=(f"weights={REAL}",)).model.unload()
+    with pytest.MonkeyPatch.context() as patch:  # a reader parses 49152 words of the vocabulary, which takes seconds
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        load_tokenizer(REAL).save_pretrained(folder)
+        base = arm("sdpa", model="smollm2-135m", overrides=(f"weights={REAL}",)).model.unload()
     model("smollm2-135m", load_config([])).hf_config().save_pretrained(folder)
     state = {n: t for n, t in base.state_dict().items() if n != "lm_head.weight"}  # tied to the embedding
     save_file(state, folder / "model.safetensors", {"format": "pt"})

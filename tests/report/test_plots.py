@@ -22,9 +22,8 @@ SLACK = 1.0  # pixels at 110 dpi: boxes hold the room for letters that a text ha
 
 def texts(figure):
     """(text, its box in pixels) of all that a figure prints."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()  # puts everything in its place, without the pixels, which take twice as long
     unseen = {id(label) for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for label in beyond(axis)}
     found = [t for t in figure.findobj(matplotlib.text.Text) if t.get_visible() and t.get_text().strip()]
     found = [t for t in found if id(t) not in unseen]

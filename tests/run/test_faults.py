@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import MACHINE, cells, sweep, workers_in
+from helpers import MACHINE, cells, killed_sweep, sweep, workers_in
 
 from lorabench import cli
 from lorabench.contract.family import Family
@@ -54,14 +54,12 @@ def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
     """In the middle of the rounds: those that were over are kept, and the next run measures the others."""
     args = [*ARGS[:2], "trials=12", "warmup=1", "dtype=float32", "ablations=[eager]", f"output={tmp_path}"]
     path, journal = tmp_path / "records.jsonl", tmp_path / JOURNAL
-    command = [sys.executable, "-m", "lorabench.sweep", *args]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path, env=plugin)
-    deadline = time.monotonic() + PATIENCE_S
-    while not (journal.exists() and journal.read_bytes().count(b'"round"') >= 3):
-        assert time.monotonic() < deadline and first.poll() is None
-        time.sleep(0.01)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+
+    def in_the_middle():
+        return journal.exists() and journal.read_bytes().count(b'"round"') >= 3
+
+    first = killed_sweep(*args, cwd=tmp_path, when=in_the_middle, timeout=PATIENCE_S, env=plugin)
+    assert first.returncode == -signal.SIGKILL
     over = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     with open(path, "ab") as file:
         file.write(b'{"schema": 1, "key": "ha')
