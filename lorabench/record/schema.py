@@ -353,6 +353,11 @@ class Record(Strict):
         said: dict[Any, list[int]] = dict(self.processes or {})
         return (said["reference"], said["candidate"]) if len(said) == len(ARMS) else None
 
+    def held(self, arm: str) -> ArmMemory:
+        """The memory of an arm; without any number where it is not known."""
+        by_name: dict[Any, ArmMemory] = dict(self.memory or {})
+        return by_name.get(arm) or ArmMemory()
+
     def trials(self, phases: Sequence[str]) -> Phase | None:
         """The trials of a phase, or the sums of several, trial by trial; None where one of them was not measured."""
         there = [phase for name in phases if (phase := (self.phases or {}).get(name))]
