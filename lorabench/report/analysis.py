@@ -114,12 +114,6 @@ class Analysis:
         return match(self.records)
 
 
-def load_results(folder: str | Path, against: str | None = None) -> pd.DataFrame:
-    """The tidy table of one results folder (see `tidy`). Raises RecordError where it cannot be read."""
-    with collector_paused():  # until the records are gone again
-        return Analysis.read(folder, against=against).table
-
-
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Without Python's cycle collector: 10,000 records are millions of objects that all live, and looking at them again

@@ -7,13 +7,11 @@ so their rows stand beside one another without a ratio between them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lorabench.contract.kind import kind
 from lorabench.record.schema import TOTAL
-from lorabench.record.store import RECORDS
 from lorabench.report.analysis import Analysis
 from lorabench.report.answers import fastest
 from lorabench.report.groups import Group
@@ -42,14 +40,9 @@ class Entry(NamedTuple):
     page: str
 
 
-def read(root: Path) -> dict[Path, Analysis]:
-    """Every results folder below `root`, by its path from there. Raises RecordError."""
-    folders = sorted(path.parent for path in root.rglob(RECORDS))
-    return {folder.relative_to(root): Analysis.read(folder) for folder in folders}
-
-
-def entries(found: dict[Path, Analysis]) -> list[Entry]:
-    """Of families in which anything was clearly faster than its reference, in the folders' order."""
+def entries(found: Mapping[str, Analysis]) -> list[Entry]:
+    """Of families in which anything was clearly faster than its reference, in the order of the folders, which have
+    names as `folders.analyses` gives them."""
     made = [
         _entry(group, n, folder, analysis)
         for folder, analysis in found.items() for n, group in enumerate(analysis.groups)
@@ -57,7 +50,7 @@ def entries(found: dict[Path, Analysis]) -> list[Entry]:
     return [entry for entry in made if entry]
 
 
-def _entry(group: Group, place: int, folder: Path, analysis: Analysis) -> Entry | None:
+def _entry(group: Group, place: int, folder: str, analysis: Analysis) -> Entry | None:
     faster = [r for r in group.records if str(analysis.row(r)["verdict"]).startswith("faster")]
     if not faster:
         return None
@@ -69,7 +62,7 @@ def _entry(group: Group, place: int, folder: Path, analysis: Analysis) -> Entry 
         device or "an unknown machine", group.kind.name, f"{best.model} @ {best.workload}", row["toggles"],
         row[f"{TOTAL}_candidate_ms"], f"{times(row)} × {reference_name(best.reference)}", row["candidate_peak_gib"],
         str(session.get("started") or "")[:10], str(session.get("commit") or "")[:7], row["sessions"],
-        f"{folder.as_posix()}/report.html#of={place}",
+        f"{folder}/report.html#of={place}",
     )  # fmt: skip
 
 

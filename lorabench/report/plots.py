@@ -184,9 +184,9 @@ def _memory(panels: Sequence[Panel]) -> Figured:
     figure, axes = rows_figure([_strip(p, _saves, "peak allocated, GiB (left is better)") for p in shown], left_out)
     for ax, panel in zip(axes, shown, strict=True):
         rows = [mark.row for mark in panel.marks]
-        ax.plot([_number(row, peaks[0]) for row in rows], panel.ys, "o", color="black", mfc="white", ms=6, zorder=3)
+        ax.plot([row[peaks[0]] for row in rows], panel.ys, "o", color="black", mfc="white", ms=6, zorder=3)
         for colour, found in by(lambda mark: _peak_colour(mark.row), zip(panel.ys, panel.marks, strict=True)).items():
-            before, after = ([_number(m.row, peak) for _, m in found] for peak in peaks)
+            before, after = ([m.row[peak] for _, m in found] for peak in peaks)
             ys = [y for y, _ in found]
             ax.hlines(ys, before, after, color=colour, lw=2, alpha=0.6)
             ax.plot(after, ys, "o", color=colour, ms=6, zorder=3)
@@ -198,11 +198,6 @@ def _memory(panels: Sequence[Panel]) -> Figured:
         Line2D([], [], marker="o", color=VERMILLION, lw=0, label="candidate, more"),
     ])  # fmt: skip
     return figure, left_out
-
-
-def _number(row: Row, column: str) -> float:
-    """NaN where a row has none: a plot leaves it out."""
-    return float(row[column])
 
 
 def _saves(row: Row) -> tuple[str, str]:
