@@ -67,10 +67,11 @@ class Analysis:
 
     def device(self, record: Record) -> str:
         """That of one record."""
-        return self.devices[self._place_of[id(record)]]
+        return self.devices[self.place_of[id(record)]]
 
     @cached_property
-    def _place_of(self) -> dict[int, int]:
+    def place_of(self) -> dict[int, int]:
+        """id(record) → its place among `records`, and its row's in `table`."""
         return {id(record): place for place, record in enumerate(self.records)}
 
     @cached_property

@@ -16,7 +16,7 @@ from lorabench.report.analysis import Analysis
 from lorabench.report.answers import fastest
 from lorabench.report.groups import Group
 from lorabench.report.opening import reference_name, times
-from lorabench.report.tables import md
+from lorabench.report.tables import md, md_table
 from lorabench.report.words import number
 
 MOST = 3  # stacks of one model and workload
@@ -96,7 +96,7 @@ def _table(own: Sequence[Entry], pages: str) -> str:
             if entry.asked == asked:
                 ranked.setdefault((entry.stack, entry.ratio.partition("×")[2]), entry)
         rows += [_row(entry, asked, pages) for entry in [*ranked.values()][:MOST]]
-    return _lines(HEADINGS, rows)
+    return md_table(HEADINGS, rows)
 
 
 def _row(entry: Entry, asked: str, pages: str) -> list[str]:
@@ -118,9 +118,4 @@ def _side_by_side(made: Sequence[Entry], devices: Sequence[str], pages: str) -> 
             for device in devices
         ]
         rows.append([md(asked), *cells])
-    return _lines(("model @ workload", *map(md, devices)), rows)
-
-
-def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return md_table(("model @ workload", *map(md, devices)), rows)
