@@ -396,12 +396,8 @@ class Seat:
         self.give_back()
 
     def give_back(self, collect: bool = True) -> None:
-        """Cached memory to the device, for another seat. `collect`: what garbage holds, too, which takes half a second
-        in a process with so many objects."""
-        if collect:
-            gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        """Cached memory to the device, for another seat: see `memory.give_back`."""
+        memory.give_back(self.device, collect)
 
 
 class WrongNumerics(Exception):
