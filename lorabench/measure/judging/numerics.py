@@ -225,8 +225,6 @@ def share_of_allowance(numerics: Numerics) -> float:
         (numerics.grad_error, numerics.grad_allowed),
         (numerics.loss_error, numerics.loss_allowed),
         (numerics.scale_error, numerics.scale_allowed),
-        (numerics.full_loss_error, numerics.full_loss_allowed),  # of older records, as is the next
-        (numerics.full_grad_norm_error, numerics.full_grad_norm_allowed),
         *((check.found, check.allowed) for check in numerics.checks),
     )
     return max((share(e, a) for e, a in pairs if e is not None and a is not None), default=0.0)

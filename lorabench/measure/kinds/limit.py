@@ -53,8 +53,7 @@ class Limit(Kind):
 
     def build(self, request: Request) -> Arm:
         """An arm of the bounded kind: only what of it is recorded is the limit's own."""
-        bounded = self._of(request.cell.candidate)
-        return bounded.build(request)
+        return self._of(request.cell.candidate).build(request)
 
     def audited(self, arm: Arm) -> Sequence[Ablation]:
         """A limit runs no part of the model, so the reference's toggles cannot be at work in it."""
