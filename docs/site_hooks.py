@@ -20,6 +20,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from lorabench.report import leaderboard, recommendation
+from lorabench.report.folders import analyses
 from lorabench.report.page import page as report_page
 from lorabench.report.shown import show
 
@@ -70,12 +71,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def _results(files: Files, config: MkDocsConfig) -> None:
     """The leaderboard, and the page of each results folder that it leads to."""
     root = Path(os.environ.get("RESULTS") or ROOT / "results")
-    found = leaderboard.read(root)
+    found = analyses(root)
     text = leaderboard.markdown(leaderboard.entries(found))
     files.append(File.generated(config, FIRST, content=text))
     for folder, analysis in found.items():
         html = report_page(analysis, show(analysis), recommendation.read(root / folder))
-        uri = f"results/{folder.as_posix()}/report.html"
+        uri = f"results/{folder}/report.html"
         if known := files.get_file_from_path(uri):
             files.remove(known)
         files.append(File.generated(config, uri, content=html))

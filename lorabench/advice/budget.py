@@ -10,10 +10,8 @@ from lorabench.advice.known import Known
 from lorabench.contract.cell import PROCESSES
 from lorabench.record.schema import ArmRecord
 
-OPENING_S, START_S = (
-    15.0,
-    4.0,
-)  # a family's processes, and an arm until its rounds, before this machine has shown its own
+# Of a family's processes, and of an arm until its rounds, before this machine has shown its own.
+OPENING_S, START_S = 15.0, 4.0
 MARGIN = 1.15  # what has to fit beside something else may take as much longer than is expected
 
 
@@ -61,9 +59,8 @@ class Pace:
         return max(0, int((seconds - self._starts(stacks)) / max(self._round(stacks), 1e-3)))
 
     def _starts(self, stacks: Sequence[Toggles]) -> float:
-        twins = 1 + PROCESSES * any(
-            t.global_patch for s in stacks for t in s
-        )  # the twin sits alone too, where one does
+        alone = any(t.global_patch for s in stacks for t in s)
+        twins = 1 + (PROCESSES if alone else 0)  # the twin sits alone too, where one does
         return self.opening + twins * self.usual + sum(map(self.start, stacks))
 
     def _round(self, stacks: Sequence[Toggles]) -> float:

@@ -14,7 +14,7 @@ from lorabench.advice.expected import Toggles
 from lorabench.contract.ablation import combine, conflict
 from lorabench.contract.cell import Cell
 from lorabench.contract.machine import Machine
-from lorabench.record.contrast import Speedup, speedup
+from lorabench.record.contrast import Speedup, contrast_of
 from lorabench.record.pairs import Siblings, by_place
 from lorabench.record.schema import TOTAL, ArmRecord, Record
 from lorabench.record.stats import MIN_FLOOR, MIN_TRIALS_FOR_VERDICT, without_figure
@@ -105,10 +105,8 @@ class Told:
     def beside(self, arm: Labels, other: Labels) -> Speedup | None:
         """How many times as fast an arm is as another."""
         found = self._siblings.between(self.arms.get(arm), self.arms.get(other))
-        total = found and (found.phases or {}).get(TOTAL)
-        if not found or not total or not total.reference_ms or not total.candidate_ms:
-            return None
-        return speedup(total.reference_ms, total.candidate_ms, found.pairing != "abba", found.trials_by_process)
+        contrast = found and contrast_of(found, (TOTAL,))
+        return contrast and contrast.speedup
 
     def best(self, stacks: Mapping[Labels, Toggles]) -> tuple[Labels, list[Labels]]:
         """(the best of these arms, else the reference; others that may be better by what matters, as far as the rounds

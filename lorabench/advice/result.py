@@ -70,14 +70,16 @@ def recommendation(known: Known, config: RecommendConfig, where: str, spent: flo
 
 
 def _sentences(known: Known, config: RecommendConfig, tried: Sequence[Tried]) -> Iterator[str]:
-    reference = config.reference if isinstance(config.reference, str) else _reference(known)
+    itself = known.question.itself
+    reference = config.reference if isinstance(config.reference, str) else ", ".join(a.label for a in itself.reference)
     if (found := _chosen(known)) is not None:
         yield from _bought(known, *found, reference)
     else:
         yield _nothing(known, reference)
     if known.families:
-        yield f"A micro-batch has {_batch(known).size} samples: {_batch(known).words}."
-    if drawn := known.question.itself.workload.drawn:
+        batch = _batch(known)
+        yield f"A micro-batch has {batch.size} samples: {batch.words}."
+    if drawn := itself.workload.drawn:
         yield f"Measured on {drawn.words}."
     yield from _others([t for t in tried if t.outcome not in (KEPT, NO_TIME, UNTRIED)], config.ablations is not None)
     open_, seconds = more(known)
@@ -97,10 +99,6 @@ def _others(tried: Sequence[Tried], asked_for: bool) -> Iterator[str]:
         yield from (f"{outcome.capitalize()}: {_alike(own)}." for outcome, own in alike.items())
     elif alike:
         yield f"Others that were considered: {', '.join(f'{len(own)} {outcome}' for outcome, own in alike.items())}."
-
-
-def _reference(known: Known) -> str:
-    return ", ".join(a.label for a in known.question.itself.reference)
 
 
 def _alike(tried: Sequence[Tried]) -> str:

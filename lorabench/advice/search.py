@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lorabench.advice.budget import Pace
 from lorabench.advice.expected import Toggles, slow
-from lorabench.advice.known import ALONE, DECIDING, TOGETHER, Known
+from lorabench.advice.known import ALONE, DECIDING, TOGETHER, Known, named
 from lorabench.contract.family import Family
 from lorabench.plan.design import refusal
 from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
@@ -136,14 +136,14 @@ def more(known: Known) -> tuple[str, float]:
     if known.reference and known.reference.status not in ("ok", "oom"):
         return "", 0.0
     if left := known.measurable:
-        parts.append("measure " + ", ".join(" + ".join(t.label for t in c) for c in left))
+        parts.append("measure " + ", ".join(map(named, left)))
         seconds += pace.seconds(left, FEWEST)
     if not known.is_put_together:
         saving = " with what saves memory" if len(known.members) < 2 else ""
         parts.append("put " + ", ".join(t.label for t in known.whole) + f" together{saving}")
         seconds += pace.seconds([known.whole], FEWEST)
     elif known.contested:
-        names = [" + ".join(t.label for t in s) or "the reference" for s in known.contested]
+        names = [named(s) or "the reference" for s in known.contested]
         parts.append(f"tell whether {' or '.join(names[1:])} is better than {names[0]}")
         seconds += pace.seconds(known.contested, MOST)
     return " and ".join(parts), seconds

@@ -43,16 +43,14 @@ def pad(samples: Sequence[Sample], batch_size: int) -> list[Batch]:
 
 def _pad_one(samples: Sequence[Sample]) -> Batch:
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    width = max(len(s.tokens) for s in samples)
-    ids = torch.zeros(len(samples), width, dtype=torch.long)
-    labels = torch.full_like(ids, IGNORE)
-    mask = torch.zeros_like(ids)
-    for row, sample in enumerate(samples):
-        n = len(sample.tokens)
-        ids[row, :n] = torch.tensor(sample.tokens)
-        labels[row, :n] = torch.tensor(sample.labels)
-        mask[row, :n] = 1
+    def padded(rows: Sequence[Sequence[int]], padding: int = 0) -> torch.Tensor:
+        each = [torch.tensor(row, dtype=torch.long) for row in rows]
+        return pad_sequence(each, batch_first=True, padding_value=padding)
+
+    ids, labels = padded([s.tokens for s in samples]), padded([s.labels for s in samples], IGNORE)
+    mask = padded([[1] * len(s.tokens) for s in samples])
     real = int(mask.sum())
     inputs = {"input_ids": ids, "labels": labels}
     if real < ids.numel():  # without padding there is no mask, so that attention may take its causal path

@@ -83,10 +83,8 @@ class Family:
     def reference(self) -> Cell:
         """The reference against itself: of the cell that the plan has for that, or of the first cell's reference."""
         itself = next((c for c in self.cells if not c.toggles), None)
-        first = itself or self.cells[0]
-        home = next((a.bounds for a in first.candidate if a.bounds), first.kind)
-        kind = first.kind if home == first.kind else home
-        return itself or replace(first, kind=kind, candidate=first.reference, toggles=(), rung=None)
+        first = self.cells[0]
+        return itself or replace(first, kind=_home(first), candidate=first.reference, toggles=(), rung=None)
 
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
@@ -172,13 +170,17 @@ def families(cells: Iterable[Cell], together: bool = True, done: Mapping[str, in
 
 
 def _question(cell: Cell) -> str:
-    """What the cells of one family share. A limit stands with the kind that it bounds."""
-    kind = next((a.bounds for a in cell.candidate if a.bounds), None) or cell.kind
+    """What the cells of one family share."""
     content = [
-        kind, cell.model.content(), cell.workload.model_dump(mode="json"), cell.trials, cell.warmup, cell.seed,
+        _home(cell), cell.model.content(), cell.workload.model_dump(mode="json"), cell.trials, cell.warmup, cell.seed,
         cell.world_size,
     ]  # fmt: skip
     return json.dumps(content, sort_keys=True, default=str)
+
+
+def _home(cell: Cell) -> str:
+    """The kind with which a cell is measured: a limit stands with the kind that it bounds."""
+    return next((a.bounds for a in cell.candidate if a.bounds), cell.kind)
 
 
 def _key(ablations: Sequence[Ablation]) -> frozenset[str]:

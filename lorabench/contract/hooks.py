@@ -35,10 +35,12 @@ class HookError(Exception):
 @contextmanager
 def contained(whose: str) -> Iterator[None]:
     """For a toggle's code, which must not end the process that runs it: what it raises that is no Exception, as
-    `sys.exit()` does, becomes a HookError. Ctrl-C goes through."""
+    `sys.exit()` does, becomes a HookError. Ctrl-C goes through, and so does any other exception, with a note of `whose`
+    it is."""
     try:
         yield
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
+        error.add_note(whose)
         raise
     except BaseException as error:
         raise HookError(f"{whose} raised {described(error)}") from error
@@ -59,9 +61,6 @@ def asked(ablation: Ablation, hook: Hook, *args: Any, **kwargs: Any) -> Any:
         if message_of(error):
             raise
         raise type(error)(f"{whose} gave no reason") from error
-    except BaseException as error:
-        error.add_note(whose)
-        raise
     expected = EXPECTED.get(hook)
     if expected is not None and not expected.allows(answer):
         raise wrong_answer(ablation, hook.__name__, answer, expected.words)
@@ -71,12 +70,8 @@ def asked(ablation: Ablation, hook: Hook, *args: Any, **kwargs: Any) -> Any:
 def asked_requires(ablation: Ablation | type[Ablation], machine: Machine, model: ModelSpec | None = None) -> str | None:
     """`Requires.unmet` of a toggle or of its class, asked likewise: what is not met, in words, or None."""
     hook = "requires.unmet"
-    try:
-        with contained(_whose(ablation, hook)):
-            answer = ablation.requires.unmet(machine, model)
-    except BaseException as error:
-        error.add_note(_whose(ablation, hook))
-        raise
+    with contained(_whose(ablation, hook)):
+        answer = ablation.requires.unmet(machine, model)
     if answer is None or _is_reason(answer):
         return answer
     raise wrong_answer(ablation, hook, answer, EXPECTED[Ablation.without_effect].words)

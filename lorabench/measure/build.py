@@ -52,7 +52,7 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
     held, room = memory.allocated(request.device), memory.free(request.device)
     model = _model(request, kind, hooks, make_base, config)
     for job in request.jobs:
-        _fill(model, request.dtype, job.seed, job.adapter)
+        fill_weights(model, request.dtype, job.seed, job.adapter)
     if request.upcast:
         model.float()
     model.train()
@@ -208,7 +208,7 @@ def _base(
             return lent
     made = _parted(request, hooks, make) or make(request.device)
     if request.model.weights == "random":
-        _fill(made, request.dtype, request.seed, None)
+        fill_weights(made, request.dtype, request.seed)
     if shared is not None and recipe is not None:
         shared.keep(recipe, made)
     return made
@@ -258,7 +258,7 @@ def _turns(request: Request, hooks: Hooks, own: list[Step]) -> tuple[list[Step],
     """(the step of each job, what a trial steps, in order), with what the toggles wrap around them."""
     turns = hooks.first(Ablation.join, own) or own
     for joint in joints(turns):
-        _put_together(request, hooks, joint)
+        put_together(hooks, joint, *_members(request, hooks, joint), request.device)
     wrapped = [hooks.wrapped(Ablation.step, turn) for turn in turns]
     steps = {}
     for turn, outer in zip(turns, wrapped, strict=True):
@@ -271,10 +271,6 @@ def _turns(request: Request, hooks: Hooks, own: list[Step]) -> tuple[list[Step],
 
 def joints(turns: Sequence[Step]) -> list[Joint]:
     return [inner for turn in turns if isinstance(inner := turn.innermost, Joint)]
-
-
-def _put_together(request: Request, hooks: Hooks, joint: Joint) -> None:
-    put_together(hooks, joint, *_members(request, hooks, joint), request.device)
 
 
 def _members(request: Request, hooks: Hooks, joint: Joint) -> tuple[list[str], list[list[Batch]]]:
@@ -357,7 +353,8 @@ def causal_lm(spec: ModelSpec, load: dict[str, Any], device: torch.device, layer
     if spec.weights == "random" or device == WITHOUT_WEIGHTS:
         from transformers.initialization import no_init_weights
 
-        with device, no_init_weights():  # every weight is drawn in `_fill`; the library's own draw would be wasted
+        # Every weight is drawn in `fill_weights`; the library's own draw would be wasted.
+        with device, no_init_weights():
             model = _refusing(lambda: AutoModelForCausalLM.from_config(spec.hf_config(layers), **load), spec)
         model.tie_weights()  # what no_init_weights leaves out
         if device != WITHOUT_WEIGHTS:
@@ -367,8 +364,8 @@ def causal_lm(spec: ModelSpec, load: dict[str, Any], device: torch.device, layer
 
 
 def _start(model: Any, buffers: bool = False) -> None:
-    """transformers' own start for the vectors that `_fill` leaves as they are: some (attention sinks, the decay of a
-    state space) are nothing before it. `buffers`: for these as well (frequencies), where the model was on the meta
+    """transformers' own start for the vectors that `fill_weights` leaves as they are: some (attention sinks, the decay
+    of a state space) are nothing before it. `buffers`: for these as well (frequencies), where the model was on the meta
     device."""
     for module in model.modules():
         own = [*module.named_parameters(recurse=False)]
@@ -417,12 +414,7 @@ def named_generator(seed: int, name: str, device: torch.device) -> torch.Generat
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
 
 
-def fill_base(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
-    """Draw every weight of a base model: see `_fill`."""
-    _fill(model, dtype, seed, None)
-
-
-def _fill(model: nn.Module, dtype: torch.dtype, seed: int, adapter: str | None) -> None:
+def fill_weights(model: nn.Module, dtype: torch.dtype, seed: int, adapter: str | None = None) -> None:
     """Draw one job's adapter, or (None) everything else, each tensor from a generator seeded by its own name.
 
     An adapter's tensors bear the names that they would have alone, so a job starts alike alone and beside others.

@@ -7,7 +7,8 @@ in itself, so no toggle sees a trial's data before the clock runs, and none can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +25,17 @@ FILLED = ("input_ids", "labels", "shift_labels")  # the last where a sequence is
 
 
 def marked(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with a number of its own in place of each token; labels are left out where they were."""
-    made, start = [], FIRST_MARKER
+    """The samples with a number of its own in place of each token."""
+    return _with_tokens(samples, itertools.count(FIRST_MARKER))
+
+
+def _with_tokens(samples: Sequence[Sample], tokens: Iterable[int]) -> list[Sample]:
+    """The samples with these in place of their tokens, one after the other; labels are left out where they were."""
+    rest, made = iter(tokens), []
     for sample in samples:
-        tokens = list(range(start, start + len(sample.tokens)))
-        labels = [IGNORE if old == IGNORE else new for old, new in zip(sample.labels, tokens, strict=True)]
-        made.append(Sample(tokens, labels))
-        start += len(tokens)
+        own = list(itertools.islice(rest, len(sample.tokens)))
+        labels = [IGNORE if old == IGNORE else new for old, new in zip(sample.labels, own, strict=True)]
+        made.append(Sample(own, labels))
     return made
 
 
@@ -137,10 +142,4 @@ def _same(own: dict[str, Tensor], filled: dict[str, Tensor]) -> bool:
 
 def fresh_samples(samples: Sequence[Sample], vocabulary: int, random: bool, seed: int, number: int) -> list[Sample]:
     """The samples of a trial, as a feed puts them into the batches: see `fresh_tokens`."""
-    flat = fresh_tokens(samples, vocabulary, random, seed, number).tolist()
-    made = []
-    for sample in samples:
-        tokens, flat = flat[: len(sample.tokens)], flat[len(sample.tokens) :]
-        labels = [IGNORE if old == IGNORE else new for old, new in zip(sample.labels, tokens, strict=True)]
-        made.append(Sample(tokens, labels))
-    return made
+    return _with_tokens(samples, fresh_tokens(samples, vocabulary, random, seed, number).tolist())

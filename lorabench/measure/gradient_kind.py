@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from lorabench.contract.ablation import Ablation, Unsupported
+from lorabench.contract.ablation import Ablation, Tolerance, Unsupported
 from lorabench.contract.arm import Arm, bytes_of
 from lorabench.contract.cell import Cell
 from lorabench.contract.job import Job
@@ -73,16 +73,10 @@ class GradientKind(Kind):
         if not gate.ranks.rank:
             plain = dict(self._golds(gate, request("gold", gate.cell.held_weights)))
         self._measure_noise(gate)
-        judged: list[Any] | None = None
-        for name in gate.names:
-            gate.working_on(name)
-            if gate.cell.toggles or judged is None:
-                judged = list(self._judged(gate, name, request, plain))
-            yield from ((name, job, verdict) for _, job, verdict in judged)  # reference against itself: judged once
+        yield from self._judged(gate, request, plain)
 
     def _golds(self, gate: GateRequest, request: Request) -> Iterator[tuple[str, Plain]]:
         """Each job's name and its outcomes alone on its base; before anything is patched here."""
-        gate.working_on("gold")
         held, every = request.ablations, dict[str, Plain]()
 
         def computed(name: str) -> Plain:
@@ -104,7 +98,6 @@ class GradientKind(Kind):
         divided = any(ablation.leaves_out for ablation in gate.cell.reference)
         if gate.ranks.rank and not divided:
             return
-        gate.working_on("plain model at full depth")
         request = gate.arm("plain", gate.cell.held_weights)
         files = [_noise_file(request, i) for i in range(len(request.jobs))]
         made: list[Arm] = []
@@ -165,22 +158,21 @@ class GradientKind(Kind):
         return {step.name: numerics.one_step(arm, step) for step in arm.steps}
 
     def _judged(
-        self, gate: GateRequest, name: str, request: Callable[..., Request], plain: Mapping[str, Plain],
+        self, gate: GateRequest, request: Callable[..., Request], plain: Mapping[str, Plain]
     ) -> Verdicts:  # fmt: skip
-        """The verdicts on the jobs that an arm trains in this process. On a rank that does not report, only the steps
-        that the others wait for."""
-        ablations = gate.cell.arm(name)
-        wanted = request(name, ablations)
+        """The verdicts on the jobs that the candidate trains in this process. On a rank that does not report, only the
+        steps that the others wait for."""
+        wanted = request("candidate", gate.cell.candidate)
         if gate.ranks.rank and wanted.ranks.size == 1:
             return
         found = self._outcomes(wanted.own())
         if gate.ranks.rank:
             return
-        judged = [a for a in ablations if a not in gate.cell.held_weights]
+        declared = _declared(gate.cell, gate.cell.candidate)
         longest = max(len(s.tokens) for samples in wanted.samples for s in samples)
         for job, got in found.items():
-            verdict = numerics.judge(*plain[job], got, wanted.dtype, judged)
-            yield name, job, verdict.model_copy(update={"shallow_tokens": longest})
+            verdict = numerics.judge(*plain[job], got, wanted.dtype, declared)
+            yield job, verdict.model_copy(update={"shallow_tokens": longest})
 
     def first_trial(self, arm: Arm, run: Callable[[], Any], request: Request) -> dict[str, Any]:
         held = replace(request, ablations=request.cell.held_weights)
@@ -242,15 +234,17 @@ class GradientKind(Kind):
     ) -> Numerics | None:
         if verdict is None:
             return None
-        own, others = (
-            [a.tolerance for a in arm if a.tolerance and a not in cell.held_weights]
-            for arm in (cell.reference, cell.candidate)
-        )
+        own, others = (_declared(cell, arm) for arm in (cell.reference, cell.candidate))
         verdict = verdict.model_copy(update={"depth_noise": reference.noise is not None})
         return numerics.with_checks(verdict, certify(reference, candidate, dtype, [*own, *others], own))
 
     def explain(self, numerics_: Numerics) -> str:
         return numerics.explain(numerics_)
+
+
+def _declared(cell: Cell, toggles: Sequence[Ablation]) -> list[Tolerance]:
+    """What these toggles declare; what both arms alike hold in another form is part of the model."""
+    return [a.tolerance for a in toggles if a.tolerance and a not in cell.held_weights]
 
 
 def _shallow(

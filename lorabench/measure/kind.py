@@ -30,7 +30,7 @@ Begin = Callable[[str], None]  # called with a phase's name where it begins; the
 # A timed trial's number is (drawn * ROUNDS + round) * TURN + its position in its arm's turn. `drawn` is another one
 # for each, the same in all arms: its data follows from the number, and so nobody can work ahead.
 TURN, ROUNDS = 64, 1 << 16
-Verdicts = Iterator[tuple[str, str, Numerics]]  # (arm, job, verdict); the job is "" where there is but one
+Verdicts = Iterator[tuple[str, Numerics]]  # (job, verdict); the job is "" where there is but one
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,13 @@ def request_of(cell: Cell, name: str, dtype: torch.dtype, device: torch.device, 
 
 @dataclass(frozen=True)
 class GateRequest:
-    """What a gate needs: the cell, which arms this process judges, and how to ask for an arm."""
+    """What a gate needs: the cell, whose candidate is judged, and how to ask for an arm."""
 
     cell: Cell
-    names: Sequence[str]
     arm: Callable[[str, Sequence[Ablation]], Request]  # (name, toggles) → what such an arm is built from
     ranks: Ranks
-    working_on: Callable[[str], None]  # says what is being built or judged, for the reason of a failure
     # Called with what two right runs of each job differ by (job, name of its file, noise), before any toggle is asked.
-    noise: Callable[[str, str, Any], None] = lambda job, file, noise: None
+    noise: Callable[[str, str, Any], None]
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ class Kind(KindSpec):
         return {}
 
     def gate(self, gate: GateRequest) -> Verdicts:
-        """Judge the arms before anything is built at full size and timed."""
+        """Judge the cell's candidate before anything is built at full size and timed."""
         yield from ()
 
     def feed(self, arm: Arm, number: int) -> None:

@@ -37,9 +37,11 @@ def _idle_in_pools() -> int:
     return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
 
 
-def give_back(device: torch.device) -> None:
-    """What garbage holds to the allocator, and what that has cached to the device."""
-    gc.collect()
+def give_back(device: torch.device, collect: bool = True) -> None:
+    """What the allocator has cached to the device. `collect`: what garbage holds, too, which takes half a second in a
+    process with so many objects."""
+    if collect:
+        gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

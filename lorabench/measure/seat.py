@@ -243,13 +243,13 @@ class Seat:
         """Before the arm is built and timed. Raises WrongNumerics."""
         self.tell("numerics gate")
         asking = GateRequest(
-            stack.cell, (CANDIDATE,), lambda name, ablations: replace(self._request(stack, ablations), name=name),
+            stack.cell, lambda name, ablations: replace(self._request(stack, ablations), name=name),
             # Where each process trains a job of its own, it judges that one itself.
-            self.ranks if stack.ranks > 1 and not stack.process_a_job else ONE, lambda name: None,
+            self.ranks if stack.ranks > 1 and not stack.process_a_job else ONE,
             lambda job, file, noise: into.noise.update({job: (file, noise)}),
         )  # fmt: skip
         of_kind = kind(stack.kind)
-        for _, job, verdict in of_kind.gate(asking):
+        for job, verdict in of_kind.gate(asking):
             into.numerics[job] = verdict
             if not verdict.passed:
                 reason = of_kind.explain(verdict)
@@ -396,12 +396,8 @@ class Seat:
         self.give_back()
 
     def give_back(self, collect: bool = True) -> None:
-        """Cached memory to the device, for another seat. `collect`: what garbage holds, too, which takes half a second
-        in a process with so many objects."""
-        if collect:
-            gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        """Cached memory to the device, for another seat: see `memory.give_back`."""
+        memory.give_back(self.device, collect)
 
 
 class WrongNumerics(Exception):

@@ -10,6 +10,8 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from lorabench.measure.machine import nvml_handle
@@ -79,28 +81,20 @@ class Sampler:
             if process.pid not in self._ours():
                 self._foreign.add(f"pid {process.pid}, {(process.usedGpuMemory or 0) >> 20} MiB")
 
-    def summary(self, rounds: Sequence[Sequence[Trial]]) -> Telemetry:
-        """`rounds[i]` are the trials of round i, one an arm, the arms always in the same order."""
+    def summary(self, trials: Sequence[Trial]) -> Telemetry:
+        """While these trials of one arm ran; a disturbed one is named by its place among them."""
         load = os.getloadavg()[0]
         if not self._samples:
             return Telemetry(load_average=load)
         _, clock, power, heat, reasons = zip(*self._samples, strict=True)
-        seen = 0
-        for mask in reasons:
-            seen |= mask
-        usual = [self._usual_clock(trials) for trials in zip(*rounds, strict=True)]
-        disturbed = [
-            number
-            for number, trials in enumerate(rounds)
-            if any(self._disturbed(t, clock) for t, clock in zip(trials, usual, strict=True))
-        ]
+        seen, usual = reduce(or_, reasons), self._usual_clock(trials)
         return Telemetry(
             sm_clock_mhz=_spread(clock),
             power_w=_spread(power),
             temperature_c=_spread(heat),
             throttle=[words for bit, words in REASONS.items() if seen & bit],
             foreign_processes=sorted(self._foreign),
-            disturbed_trials=disturbed,
+            disturbed_trials=[number for number, trial in enumerate(trials) if self._disturbed(trial, usual)],
             load_average=load,
         )
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from lorabench.contract.ablation import Ablation, Tolerance
+from lorabench.contract.ablation import Tolerance
 from lorabench.contract.arm import Arm
 from lorabench.contract.step import Step, Wrapped
 from lorabench.measure.judging import numerics
@@ -31,15 +30,6 @@ class WrongNumerics(Exception):
     def __init__(self, message: str, numerics: Numerics) -> None:
         super().__init__(message)
         self.numerics = numerics
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Declared(Ablation):
-    """Carries what the user tolerates to where toggles declare it."""
-
-    name: ClassVar[str] = "declared"
-    slot: ClassVar[str] = "declared"
-    tolerance: Tolerance | None = None  # type: ignore[misc]  # a toggle's is its class's, this one's each user's
 
 
 class _WithoutUpdate(Wrapped):
@@ -65,7 +55,7 @@ def judge(gold: Arm, reference: Arm, candidate: Arm, tolerance: Tolerance | None
         if set(golden.gradients) == set(got.gradients):
             got = replace(got, update_error=_update_error(gold, candidate, got.gradients))
         reference.step.update()  # it has as many behind it as the candidate when the trials begin
-    dtype, declared = reference.dtype, [_Declared(tolerance=tolerance)]
+    dtype, declared = reference.dtype, [tolerance] if tolerance else []
     _check_reference(golden, own, numerics.judge(golden, own, own, dtype, []))
     verdict = numerics.judge(golden, own, got, dtype, declared)
     if not verdict.passed:

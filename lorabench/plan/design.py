@@ -172,8 +172,7 @@ def cells(
         make = partial(
             _cell, subject, design=design, trials=trials, warmup=warmup, seed=seed, world_size=world_size
         )  # fmt: skip
-        family = [make(own, []), *(contrasts(design, own, fitting, make, known) if fitting else ())]
-        made += family
+        made += [make(own, []), *(contrasts(design, own, fitting, make, known) if fitting else ())]
     return made
 
 

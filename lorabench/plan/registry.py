@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from lorabench.contract.ablation import Ablation
-from lorabench.contract.hooks import Faulty, HookError, contained, described, first_line
+from lorabench.contract.hooks import Faulty, contained, described, first_line
 from lorabench.contract.names import NameUnknown, nearest
 
 GROUP = "lorabench.ablations"
@@ -65,15 +65,11 @@ def ablation(item: str | Mapping[str, Any]) -> Ablation:
     Raises NameUnknown for a wrong name or parameter, and for a value that the toggle refuses (TypeError, ValueError).
     Whatever else goes wrong in the toggle's own code makes a Faulty, whose cells say so.
     """
-    if isinstance(item, str):
-        name, params = item, {}
-    elif isinstance(item, Mapping) and len(item) == 1:
-        name, params = next(iter(item.items()))
-        if not isinstance(name, str) or not isinstance(params, Mapping | None):
-            raise NameUnknown(f"an ablation is a name or {{name: {{parameter: value}}}}, not {item!r}")
-        params = dict(params or {})
-    else:
+    named = {item: None} if isinstance(item, str) else item
+    name, params = next(iter(named.items())) if isinstance(named, Mapping) and len(named) == 1 else (None, None)
+    if not isinstance(name, str) or not isinstance(params, Mapping | None):
         raise NameUnknown(f"an ablation is a name or {{name: {{parameter: value}}}}, not {item!r}")
+    params = dict(params or {})
     cls = ablation_class(name)
     known = [f.name for f in fields(cls)]
     for param in params:
@@ -81,15 +77,13 @@ def ablation(item: str | Mapping[str, Any]) -> Ablation:
             if not known:
                 raise NameUnknown(f"{name} has no parameters, so {param!r} means nothing to it")
             raise nearest("parameter", str(param), known, where=f" of {name}")
-    whose = f"the toggle {name}'s constructor"
     try:
-        with contained(whose):
+        with contained(f"the toggle {name}'s constructor"):
             made, again = cls(**params), cls(**params)
     except (TypeError, ValueError) as error:
         raise NameUnknown(f"{name}: {first_line(error)}") from None
     except Exception as error:
-        words = described(error)
-        return Faulty.of(cls, params, words if isinstance(error, HookError) else f"{whose} raised {words}")
+        return Faulty.of(cls, params, described(error))
     fault = _fault(made, again)
     return made if fault is None else Faulty.of(cls, params, fault)
 
@@ -120,8 +114,6 @@ def _fault(made: Ablation, again: Ablation) -> str | None:
                 said, anew = getattr(made, word), getattr(again, word)
                 if not right(said) or right(said) != right(anew):
                     return f"{whose} is {reprlib.repr(said)}; expected {expected}"
-        except HookError as error:
-            return str(error)
         except Exception as error:
-            return f"{whose} raised {described(error)}"
+            return described(error)
     return None

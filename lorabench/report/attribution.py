@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lorabench.record.contrast import Contrast, Speedup, combined
-from lorabench.record.schema import ARMS, DID_NOT_APPLY, TOTAL, ArmMemory, Record
+from lorabench.record.schema import ARMS, DID_NOT_APPLY, TOTAL, Record
 from lorabench.report.contrasts import Beside, Contrasts, how, toggles
 
 Subset = frozenset[str]
@@ -210,9 +210,7 @@ def _subsets(players: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _saved(record: Record) -> int | None:
-    held: dict[Any, ArmMemory] = dict(record.memory or {})
-    peaks = [held.get(arm) for arm in ARMS]
-    before, after = (m.peak if m else None for m in peaks)
+    before, after = (record.held(arm).peak for arm in ARMS)
     return before - after if before is not None and after is not None else None
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from lorabench.record.contrast import Speedup
-from lorabench.record.schema import ARMS, TOTAL, ArmMemory, Record
+from lorabench.record.schema import ARMS, TOTAL, Record
 from lorabench.report import claims
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import (
@@ -120,8 +119,7 @@ def _verdict(record: Record | None, analysis: Analysis) -> str | None:
 
 def peak(record: Record, arm: str) -> float:
     """GiB of an arm at its most; NaN where unknown."""
-    held: dict[Any, ArmMemory] = dict(record.memory or {})
-    most = held[arm].peak if arm in held else None
+    most = record.held(arm).peak
     return math.nan if most is None else most / GIB
 
 

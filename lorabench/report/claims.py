@@ -358,8 +358,7 @@ def _of_arms(record: Record, claim: Claim) -> float | None:
         share = SHARES[claim.quantity]
         before, after = share(record, "reference"), share(record, "candidate")
     else:
-        held: dict[Any, ArmMemory] = dict(record.memory or {})
-        before, after = (_bytes(held.get(arm), claim.of_phase) for arm in ARMS)
+        before, after = (_bytes(record.held(arm), claim.of_phase) for arm in ARMS)
     if claim.of_reference:
         after = before
     if claim.measure == SAVED and before and after is not None:
@@ -433,9 +432,7 @@ def tabled(found: Tabled, results: Path) -> list[float]:
     return [float(row[found.column]) for row in rows]
 
 
-def _bytes(held: ArmMemory | None, phase: str) -> int | None:
-    if held is None:
-        return None
+def _bytes(held: ArmMemory, phase: str) -> int | None:
     return held.peak if phase == PEAK else (held.peaks or {}).get(phase)
 
 

@@ -25,7 +25,7 @@ def parts(records: Sequence[Record], took: Sequence[float]) -> list[tuple[str, l
     stands apart only where there are several. Last those of `steps` and of leave-one-out, whose references have toggles
     of their own and are to differ.
     """
-    base = _base(records)
+    base = base_of(records)
     over_base = [n for n, record in enumerate(records) if set(record.reference) == base]
     apart: dict[str, list[int]] = {}
     for n in sorted({*range(len(records))} - {*over_base}, key=lambda n: (records[n].rung or 0, n)):
@@ -44,12 +44,13 @@ def references(rows: Sequence[Mapping[Any, Any]]) -> list[float]:
     return [first.get(family, ms) for family, ms in zip(families, took, strict=True)]
 
 
-def _base(records: Sequence[Record]) -> set[str]:
-    """The arm that was chosen on reading; else the reference of the row that has it against itself, or of most rows."""
+def base_of(records: Sequence[Record]) -> frozenset[str]:
+    """The stack that a table is over: the arm that was chosen on reading; else the reference of the row that has it
+    against itself, or of most rows."""
     every = [frozenset(r.reference) for r in records]
     own = [base for base, r in zip(every, records, strict=True) if r.design == AGAINST]
     own = own or [base for base, r in zip(every, records, strict=True) if r.is_noise_floor]
-    return set(own[0] if own else max(every, key=every.count))
+    return own[0] if own else max(every, key=every.count)
 
 
 def _by_time(took: Sequence[float], places: Sequence[int]) -> list[tuple[str, list[int]]]:

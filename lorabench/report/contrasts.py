@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lorabench.record.contrast import Contrast, Speedup, contrast, mean, over_sessions
+from lorabench.record.contrast import Contrast, Speedup, contrast_of, mean, over_sessions
 from lorabench.record.older import across
 from lorabench.record.pairs import by_place, place_of
 from lorabench.record.schema import TOTAL, ArmRecord, Record
@@ -116,13 +116,9 @@ class Contrasts:
         return mean(found) if found and len(found) == len(records) else None
 
     def _make(self, record: Record, phases: Phases) -> Contrast | None:
-        found = record.trials(phases)
-        if found is None or not found.reference_ms or not found.candidate_ms:
-            return None
         seed = zlib.crc32(f"{self._salt}{record.key}{record.replicate}{record.session}".encode())
-        together = record.pairing != "abba"
         try:
-            return contrast(found.reference_ms, found.candidate_ms, together, seed, record.trials_by_process)
+            return contrast_of(record, phases, seed)
         except ValueError as error:
             where = f"record {record.key} ({toggles(record)}), {' + '.join(phases)}"
             raise RecordError(f"{where}: {error}") from None

@@ -54,7 +54,7 @@ def rows_figure(strips: Sequence[Strip], said: str) -> tuple[Figure, list[Axes]]
     for ax, strip, names in zip(axes, strips, labels, strict=True):
         ys = lines(len(names), strip.headings)
         _name_rows(ax, ys, names)
-        title(ax, strip.title)
+        ax.set_title(strip.title, loc="left", fontsize=10.5, fontweight="bold")
         ax.set_xlabel(strip.axis, fontsize=SMALL)
         for y, (text, colour) in zip(ys, strip.notes, strict=True):
             _beside(ax, y, text, 0.08, ha="left", color=colour)
@@ -104,11 +104,7 @@ def svg(figure: Figure, name: str) -> bytes:
 
 def widest(texts: Iterable[str]) -> float:
     """Inches that the longest of these texts takes beside a panel."""
-    return max((_width(text) for text in set(texts)), default=0.0) + 0.2
-
-
-def _width(text: str) -> float:
-    return extent(text, size_of(text))[0]
+    return max((extent(text, size_of(text))[0] for text in set(texts)), default=0.0) + 0.2
 
 
 def extent(text: str, size: float) -> tuple[float, float]:
@@ -136,10 +132,6 @@ def legend_rows(labels: Sequence[str], width: float) -> int:
     return math.ceil(sum(widest([label]) + 0.45 for label in labels) / width)
 
 
-def title(ax: Axes, text: str) -> None:
-    ax.set_title(text, loc="left", fontsize=10.5, fontweight="bold")
-
-
 def _name_rows(ax: Axes, ys: Sequence[int], labels: Sequence[str]) -> None:
     ax.set_yticks([])
     for y, label in zip(ys, labels, strict=True):
@@ -157,8 +149,8 @@ def _beside(ax: Axes, y: float, text: str, inches: float, size: float = SMALL, *
     ax.text(x, y, text, transform=ax.get_yaxis_transform(), va="center", fontsize=size, **style)
 
 
-def short(label: str, longest: int = 40, lines: int = 2) -> str:
-    """A row's name that fits beside the axis, on several lines if need be; of too many toggles the last one, which
+def short(label: str, longest: int = 40) -> str:
+    """A row's name that fits beside the axis, on two lines if need be; of too many toggles the last one, which
     tells a ladder's rungs apart."""
     names = label.split(" + ")
     filled = [names[0]]
@@ -169,7 +161,7 @@ def short(label: str, longest: int = 40, lines: int = 2) -> str:
         else:
             filled[-1] += " +"
             filled.append(name)
-    if len(filled) <= lines and all(len(line) <= longest for line in filled):
+    if len(filled) <= 2 and all(len(line) <= longest for line in filled):
         return "\n".join(filled)
     if len(names) > 1:
         label = f"{len(names) - 1} more + {names[-1]}"

@@ -91,7 +91,7 @@ class Home(NamedTuple):
     device: str = ""
 
 
-def homes(records: Sequence[Record], devices: Sequence[str] = ()) -> dict[int, Home]:
+def homes(records: Sequence[Record], devices: Sequence[str]) -> dict[int, Home]:
     """id(record) → its home, for all records of a folder."""
     return {
         id(record): Home(model, workload, name, device)

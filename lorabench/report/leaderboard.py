@@ -7,18 +7,16 @@ so their rows stand beside one another without a ratio between them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lorabench.contract.kind import kind
 from lorabench.record.schema import TOTAL
-from lorabench.record.store import RECORDS
 from lorabench.report.analysis import Analysis
 from lorabench.report.answers import fastest
 from lorabench.report.groups import Group
 from lorabench.report.opening import reference_name, times
-from lorabench.report.tables import md
+from lorabench.report.tables import md, md_table
 from lorabench.report.words import number
 
 MOST = 3  # stacks of one model and workload
@@ -42,14 +40,9 @@ class Entry(NamedTuple):
     page: str
 
 
-def read(root: Path) -> dict[Path, Analysis]:
-    """Every results folder below `root`, by its path from there. Raises RecordError."""
-    folders = sorted(path.parent for path in root.rglob(RECORDS))
-    return {folder.relative_to(root): Analysis.read(folder) for folder in folders}
-
-
-def entries(found: dict[Path, Analysis]) -> list[Entry]:
-    """Of families in which anything was clearly faster than its reference, in the folders' order."""
+def entries(found: Mapping[str, Analysis]) -> list[Entry]:
+    """Of families in which anything was clearly faster than its reference, in the order of the folders, which have
+    names as `folders.analyses` gives them."""
     made = [
         _entry(group, n, folder, analysis)
         for folder, analysis in found.items() for n, group in enumerate(analysis.groups)
@@ -57,7 +50,7 @@ def entries(found: dict[Path, Analysis]) -> list[Entry]:
     return [entry for entry in made if entry]
 
 
-def _entry(group: Group, place: int, folder: Path, analysis: Analysis) -> Entry | None:
+def _entry(group: Group, place: int, folder: str, analysis: Analysis) -> Entry | None:
     faster = [r for r in group.records if str(analysis.row(r)["verdict"]).startswith("faster")]
     if not faster:
         return None
@@ -69,7 +62,7 @@ def _entry(group: Group, place: int, folder: Path, analysis: Analysis) -> Entry 
         device or "an unknown machine", group.kind.name, f"{best.model} @ {best.workload}", row["toggles"],
         row[f"{TOTAL}_candidate_ms"], f"{times(row)} × {reference_name(best.reference)}", row["candidate_peak_gib"],
         str(session.get("started") or "")[:10], str(session.get("commit") or "")[:7], row["sessions"],
-        f"{folder.as_posix()}/report.html#of={place}",
+        f"{folder}/report.html#of={place}",
     )  # fmt: skip
 
 
@@ -103,7 +96,7 @@ def _table(own: Sequence[Entry], pages: str) -> str:
             if entry.asked == asked:
                 ranked.setdefault((entry.stack, entry.ratio.partition("×")[2]), entry)
         rows += [_row(entry, asked, pages) for entry in [*ranked.values()][:MOST]]
-    return _lines(HEADINGS, rows)
+    return md_table(HEADINGS, rows)
 
 
 def _row(entry: Entry, asked: str, pages: str) -> list[str]:
@@ -125,9 +118,4 @@ def _side_by_side(made: Sequence[Entry], devices: Sequence[str], pages: str) -> 
             for device in devices
         ]
         rows.append([md(asked), *cells])
-    return _lines(("model @ workload", *map(md, devices)), rows)
-
-
-def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return md_table(("model @ workload", *map(md, devices)), rows)

@@ -23,7 +23,7 @@ class Floor(NamedTuple):
 class NoiseFloors:
     """The A/A intervals of a folder, found by what they have in common with a record."""
 
-    def __init__(self, records: Sequence[Record], contrasts: Contrasts, devices: Sequence[str] = ()) -> None:
+    def __init__(self, records: Sequence[Record], contrasts: Contrasts, devices: Sequence[str]) -> None:
         self._contrasts, self._homes = contrasts, homes(records, devices)
         self._of_home: dict[Home, list[Record]] = {}
         for record in records:

@@ -18,14 +18,13 @@ from lorabench.plan.registry import ablation
 from lorabench.record.schema import TOTAL, Record
 from lorabench.record.stats import without_figure
 from lorabench.report.analysis import Analysis, Row
-from lorabench.report.answers import fastest
+from lorabench.report.answers import MS, fastest
 from lorabench.report.arms import CANDIDATE, REFERENCE, Arm
 from lorabench.report.cells import HOST_BOUND, host_share, moved
 from lorabench.report.groups import Group
 from lorabench.report.paste import switches
 from lorabench.report.words import number
 
-MS = f"{TOTAL}_candidate_ms"
 CHANGED = re.compile(r"(?P<name>[^(]+)\((?P<values>.*)\)")
 
 

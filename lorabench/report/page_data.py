@@ -22,7 +22,7 @@ from lorabench.report.claim_tables import quantity
 from lorabench.report.claims import SPEEDUP
 from lorabench.report.details import detail
 from lorabench.report.groups import Group
-from lorabench.report.opening import Opening, opening
+from lorabench.report.opening import opening
 from lorabench.report.pairwise import held_together
 from lorabench.report.shares import columns
 from lorabench.report.tidy import kinds_of
@@ -49,15 +49,11 @@ def _family(group: Group, analysis: Analysis, commands: Mapping[str, Sequence[ob
         "total": group.kind.total,
         "rounds": not is_made_of(first.family or ""),
         "floor": rounded(max(f for r in group.records if math.isfinite(f := analysis.row(r)["noise_floor"]))),
-        "opening": _opening(said, arms),
+        "opening": said._asdict() | {"best": arms.index(said.best) if said.best else None},
         "arms": [_arm(arm, name, group, analysis, commands) for arm, name in zip(arms, short_names(arms), strict=True)],
         **held_together(arms, phases, analysis)._asdict(),
         "ladder": _ladder(group, analysis),
     }
-
-
-def _opening(said: Opening, arms: Sequence[Arm]) -> dict[str, Any]:
-    return said._asdict() | {"best": arms.index(said.best) if said.best else None}
 
 
 def _arm(

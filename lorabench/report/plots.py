@@ -167,13 +167,13 @@ def _forest(ax: Axes, panel: Panel, claims: dict[str, list[tuple[float, float]]]
 # -- memory and phases ----------------------------------------------------------------------------------------------
 
 
-def _one_scale(axes: Sequence[Axes], panels: Sequence[Panel], alike: Callable[[Panel], Any]) -> None:
-    """From 0 to the same end in all panels that are alike."""
-    ends: dict[Any, float] = {}
-    for ax, panel in zip(axes, panels, strict=True):
-        ends[alike(panel)] = max(ax.get_xlim()[1], ends.get(alike(panel), 0.0))
-    for ax, panel in zip(axes, panels, strict=True):
-        ax.set_xlim(0, ends[alike(panel)])
+def _one_scale(axes: Sequence[Axes], models: Sequence[str]) -> None:
+    """From 0 to the same end in all panels of a model."""
+    ends: dict[str, float] = {}
+    for ax, model in zip(axes, models, strict=True):
+        ends[model] = max(ax.get_xlim()[1], ends.get(model, 0.0))
+    for ax, model in zip(axes, models, strict=True):
+        ax.set_xlim(0, ends[model])
 
 
 def _memory(panels: Sequence[Panel]) -> Figured:
@@ -184,13 +184,13 @@ def _memory(panels: Sequence[Panel]) -> Figured:
     figure, axes = rows_figure([_strip(p, _saves, "peak allocated, GiB (left is better)") for p in shown], left_out)
     for ax, panel in zip(axes, shown, strict=True):
         rows = [mark.row for mark in panel.marks]
-        ax.plot([_number(row, peaks[0]) for row in rows], panel.ys, "o", color="black", mfc="white", ms=6, zorder=3)
+        ax.plot([row[peaks[0]] for row in rows], panel.ys, "o", color="black", mfc="white", ms=6, zorder=3)
         for colour, found in by(lambda mark: _peak_colour(mark.row), zip(panel.ys, panel.marks, strict=True)).items():
-            before, after = ([_number(m.row, peak) for _, m in found] for peak in peaks)
+            before, after = ([m.row[peak] for _, m in found] for peak in peaks)
             ys = [y for y, _ in found]
             ax.hlines(ys, before, after, color=colour, lw=2, alpha=0.6)
             ax.plot(after, ys, "o", color=colour, ms=6, zorder=3)
-    _one_scale(axes, shown, lambda panel: panel.marks[0].record.model)
+    _one_scale(axes, [panel.marks[0].record.model for panel in shown])
     legend(figure, [
         Line2D([], [], marker="o", color="black", mfc="white", lw=0, label="reference"),
         Line2D([], [], marker="o", color=BLUE, lw=0, label="candidate, less"),
@@ -198,11 +198,6 @@ def _memory(panels: Sequence[Panel]) -> Figured:
         Line2D([], [], marker="o", color=VERMILLION, lw=0, label="candidate, more"),
     ])  # fmt: skip
     return figure, left_out
-
-
-def _number(row: Row, column: str) -> float:
-    """NaN where a row has none: a plot leaves it out."""
-    return float(row[column])
 
 
 def _saves(row: Row) -> tuple[str, str]:

@@ -34,28 +34,21 @@ def rerun(record: Record, command: Sequence[object]) -> str:
     if not record.is_candidate:
         named.remove("kind")
     kept = [word for word in given if word.lstrip("+~").partition("=")[0] not in named]
+    together = f"[{_list(record.ablations)}]" if record.ablations else ""  # one candidate; none: the reference again
     own = [
         *([f"kind={record.kind}"] if record.is_candidate else []),
         f"models=[{_named(record.model)}]",
         f"workload={_named(record.workload)}",
-        *_compared(record),
+        f"reference=[{_list(record.reference)}]",
+        f"ablations=[{together}]",
         "design=solo",
         "output=output/rerun",
     ]
     return shlex.join(["python", "-m", "lorabench.sweep", *kept, *own])
 
 
-def _compared(record: Record) -> list[str]:
-    """Reference and candidate. Older records of a head to head have the other side in their reference."""
-    return [f"reference=[{_list(record.reference)}]", f"ablations=[{_together(record.ablations)}]"]
-
-
 def _list(names: Sequence[str]) -> str:
     return ", ".join(map(_named, names))
-
-
-def _together(names: Sequence[str]) -> str:
-    return f"[{_list(names)}]" if names else ""
 
 
 def _named(label: str) -> str:

@@ -52,9 +52,8 @@ def _trials(analysis: Analysis) -> str:
 def in_groups(shown: Shown, analysis: Analysis) -> pd.DataFrame:
     """The tidy table in the order in which it is shown, with the title of each row's group before the other columns:
     only rows of one group may be ranked."""
-    place = {id(record): n for n, record in enumerate(analysis.records)}
     titles = [group.title for group in shown.groups for _ in group.records]
-    order = [place[id(record)] for group in shown.groups for record in group.records]
+    order = [analysis.place_of[id(record)] for group in shown.groups for record in group.records]
     table = analysis.table.iloc[order].reset_index(drop=True)
     table.insert(0, GROUP, titles)
     return table

@@ -33,9 +33,14 @@ def md(text: str) -> str:
     return " ".join(escaped.replace(">", "&gt;").split())
 
 
-def _md_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *([md(cell) for cell in row] for row in rows)]
+def md_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Of cells that are Markdown already."""
+    lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _md_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return md_table(headings, [list(map(md, row)) for row in rows])
 
 
 _TEX = {

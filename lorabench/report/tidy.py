@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lorabench.contract.kind import kind, registered
+from lorabench.contract.kind import registered
 from lorabench.record import stats
-from lorabench.record.schema import ARMS, TOTAL, ArmMemory, JobRecord, Phase, PhaseRoofline, Record
+from lorabench.record.schema import ARMS, TOTAL, Cost, JobRecord, Phase, PhaseRoofline, Record
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.labels import labels
 from lorabench.report.noise import NoiseFloors
@@ -68,7 +68,7 @@ def tidy(
     found |= _sessions(rows, sessions, contrasts)
     found |= _shares(records, devices, contrasts)
     found |= _judged(records, contrasts, floors, found)
-    names = [c for c in _order(records) if c in found or not _only_where_present(c)]
+    names = [c for c in _order(records) if c in found or c not in _WHERE_PRESENT]
     return pd.DataFrame({c: found.get(c, [math.nan] * len(records)) for c in names}, columns=pd.Index(names))
 
 
@@ -199,8 +199,7 @@ def _shares(records: Sequence[Record], devices: Sequence[str], contrasts: Contra
 
 
 def _memory(record: Record) -> dict[str, Any]:
-    held: dict[Any, ArmMemory] = dict(record.memory or {})
-    arms = {arm: held.get(arm) or ArmMemory() for arm in ARMS}
+    arms = {arm: record.held(arm) for arm in ARMS}
     # A CPU has only the process's resident set; the two are never compared with each other.
     measure = "peak" if any(m.peak is not None for m in arms.values()) else "process"
     used = {arm: getattr(m, measure) for arm, m in arms.items()}
@@ -280,7 +279,7 @@ def _checks(record: Record) -> dict[str, Any]:
         }
         found |= {} if gate.unequal is None else {"unequal": gate.unequal}
     if cost:
-        found |= {"wall_s": cost.wall, "overhead_share": overhead_share([record])}
+        found |= {"wall_s": cost.wall, "overhead_share": _overhead_share(cost)}
     return found
 
 
@@ -309,11 +308,9 @@ def _ranks(record: Record) -> dict[str, Any]:
     return found
 
 
-def overhead_share(records: Sequence[Record]) -> float:
-    """Share of the wall time that is neither warm-up nor trials; NaN where no record has its cost."""
-    costs = [r.cost for r in records if r.cost]
-    wall = sum(c.wall for c in costs)
-    return max(0.0, 1 - sum(c.warmup + c.trials for c in costs) / wall) if wall > 0 else math.nan
+def _overhead_share(cost: Cost) -> float:
+    """Share of the wall time that is neither warm-up nor trials; NaN where that took no time."""
+    return max(0.0, 1 - (cost.warmup + cost.trials) / cost.wall) if cost.wall > 0 else math.nan
 
 
 _ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
@@ -321,10 +318,6 @@ _WHERE_PRESENT = {
     *("family", "unequal", "jobs", "job_tokens", "job_r", "job_gate"),
     *_ARMS_OF("ranks", "rank_spread", "j_per_ktok", "fits_tokens", "fits_jobs", "communication_ms", "exposed_ms"),
 }  # fmt: skip
-
-
-def _only_where_present(column: str) -> bool:
-    return column in _WHERE_PRESENT
 
 
 def _order(records: Sequence[Record]) -> list[str]:
@@ -362,8 +355,8 @@ def _judged(
 ) -> dict[str, Any]:
     """What takes more than one record: Holm's correction, noise floor, verdict."""
     p, floor_of = found["p"], [floors.of(r) for r in records]
-    same = [floors.same(r) for r in records]
-    tested = [r.status == "ok" and not r.is_noise_floor and kind(r.kind).candidate for r in records]
+    same = [f and f.same for f in floor_of]
+    tested = [r.status == "ok" and not r.is_noise_floor and r.is_candidate for r in records]
     judged = [i for i, is_tested in enumerate(tested) if is_tested and p[i] >= 0]
     adjusted = dict(zip(judged, stats.holm([p[i] for i in judged]), strict=True))
     floor = [stats.noise_floor(s) for s in same]

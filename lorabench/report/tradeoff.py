@@ -121,7 +121,7 @@ def tradeoff(panels: Sequence[Panel]) -> Figured:
     if not shown:
         return None
     frames = [Frame.of(panel) for panel in shown]
-    looks = _looks([mark for frame in frames for mark in frame.marks])
+    looks = looks_of([_name(mark) for frame in frames for mark in frame.marks])
     handles = [_handle(name, look) for name, look in looks.items()]
     handles += [Line2D([], [], color=GREY, lw=1, ls="--", label="Pareto front")]
     if any(frame.took for frame in frames):
@@ -153,13 +153,8 @@ def _name(mark: Mark) -> str:
     return ITSELF if mark.record.is_noise_floor else mark.row["toggles"]
 
 
-def _looks(marks: Sequence[Mark]) -> dict[str, Look]:
-    """Toggles → look, the same in every panel. All references are one, as they come."""
-    return looks_of([_name(mark) for mark in marks])
-
-
 def looks_of(names: Sequence[str]) -> dict[str, Look]:
-    """Of each name, the reference's own first."""
+    """Of each name its look, the same in every panel; the reference's own first."""
     found = {ITSELF: Look(BLACK, CIRCLE)} if ITSELF in names else {}
     for n, name in enumerate(dict.fromkeys(name for name in names if name != ITSELF)):
         found[name] = Look(COLOURS[n % len(COLOURS)], MARKERS[n // len(COLOURS) % len(MARKERS)])

@@ -77,16 +77,11 @@ class Agenda:
             return family
         self.failed |= wrong
         self.plan_for(self.device, self.machine)
-        mine = {cell.key: cell for cell in family.cells}
-        kept = [cell for cell in self.cells if cell.key in mine or cell.key not in self._known]
+        mine, recorded = {cell.key: cell for cell in family.cells}, {key for key, _ in self.recorded}
+        kept = [cell for cell in self.cells if cell.key in mine or cell.key not in recorded]
         now = next((f for f in families(kept) if f.key == family.key), family)
         done = tuple(mine[key] for key in outcomes if key not in {c.key for c in now.cells})
         return Family((*now.cells, *done), family.done)
-
-    @property
-    def _known(self) -> set[str]:
-        """The keys of the cells that have a record."""
-        return {key for key, _ in self.recorded}
 
     def take(self, record: Record) -> None:
         """A cell has its record: the others may have to do without its toggle."""

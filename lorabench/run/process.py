@@ -232,10 +232,7 @@ class Desk:
         killed = [rank for rank in asked if rank.died and ABORTED not in rank.died]
         raised = sorted((rank for rank in asked if rank.failed), key=lambda rank: rank.failed or (0.0, ""))
         first = (killed or raised or [rank for rank in asked if rank.died])[0]
-        reason = first.died or (first.failed or (0.0, ""))[1]
-        if len(self.ranks) == 1:
-            return Lost("crash", reason, None, tail(first.log))
-        return Lost("crash", f"rank {first.number}: {reason}", first.number, tail(first.log))
+        return self._lost_by(first, "crash", first.died or (first.failed or (0.0, ""))[1])
 
     def _hung(self, asked: Sequence[_Rank]) -> Lost:
         """A time-out, with the rank that the others wait for: the one that began least, and waits for nobody."""
@@ -248,9 +245,13 @@ class Desk:
                 behind = [r for r in behind if not any(word in calls[r.number] for word in where)] or behind
         first = behind[0]
         reason = f"no answer after {self.timeout_s:g} s; it was {first.phase} (raise timeout_s= if that is only slow)"
+        return self._lost_by(first, "timeout", reason)
+
+    def _lost_by(self, rank: _Rank, status: str, reason: str) -> Lost:
+        """By this rank, which is named where there are several."""
         if len(self.ranks) == 1:
-            return Lost("timeout", reason, None, tail(first.log))
-        return Lost("timeout", f"rank {first.number}: {reason}", first.number, tail(first.log))
+            return Lost(status, reason, None, tail(rank.log))
+        return Lost(status, f"rank {rank.number}: {reason}", rank.number, tail(rank.log))
 
 
 class Doubtful(Exception):

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lorabench.contract.family import Family
-from lorabench.record.contrast import speedup
+from lorabench.record.contrast import contrast_of
 from lorabench.record.schema import TOTAL, Record
 
 # What is done, of which a log has a line; a round each is too much for it.
@@ -89,8 +89,5 @@ def _named(record: Record) -> str:
 
 
 def _ratio(record: Record) -> str:
-    total = (record.phases or {}).get(TOTAL)
-    if total is None or not total.reference_ms or not total.candidate_ms:
-        return ""
-    found = speedup(total.reference_ms, total.candidate_ms, record.pairing != "abba", record.trials_by_process)
+    found = contrast_of(record, (TOTAL,))
     return f"total {found.centre:.3f} × [{found.low:.3f}, {found.high:.3f}]" if found else ""

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,9 +98,8 @@ def joined(
         beat()
         reduced(0.0, dist.ReduceOp.SUM)
 
-    summed = lambda value: reduced(value, dist.ReduceOp.SUM)  # noqa: E731
-    largest = lambda value: reduced(value, dist.ReduceOp.MAX)  # noqa: E731
-    return Ranks(place.rank, place.size, barrier, summed, largest, beat), device
+    total, largest = partial(reduced, how=dist.ReduceOp.SUM), partial(reduced, how=dist.ReduceOp.MAX)
+    return Ranks(place.rank, place.size, barrier, total, largest, beat), device
 
 
 def slowest(ranks: Sequence[Sequence[Made]]) -> tuple[list[int], list[Made]]:

@@ -125,14 +125,14 @@ class Rounds(Seats):
         idle = all(e.stack.is_reference and (e.turns or generations[0]) for e in everyone)
         if not everyone or (self.begun and idle):  # who came for their sake found no room
             return
-        self.trials_a_turn = self._trials()
+        self.trials_a_turn = trials_a_turn(everyone[0].warm_ms)  # the reference is the first of them
         # Numbers of their own in each block: what was not in one round must not look as if it were.
         self.count = self._count(everyone)
         rounds = list(range(self.begun, self.begun + self.count))
         self.begun += self.count
         parts = self._parts(rounds, len(generations))
         ends = sum(map(_end_s, everyone))
-        taking = self._shares(rounds)
+        taking = self._shares(rounds, everyone)
         # The last one among them: after it nobody would look any more.
         early, last = taking.common[:-1], taking.common[-1:]
         sketched = {*last, *self.random.sample(early, min(SKETCHED - 1, len(early)))}
@@ -151,16 +151,16 @@ class Rounds(Seats):
                         self.stopped = True
                         break
                     self._round(number, [e for e in self._ready() if taking.takes(e, number)], number in sketched)
-                while own:
-                    if (seat := own.pop()) in self.seats:
-                        self._close(seat)
+                for seat in own:
+                    self._close(seat)
+                own = []
                 if self.stopped:
                     break
         for entry in everyone:
             if self.stopped:
                 entry.stopped_after = number - rounds[0]
             if entry.trials and entry.ready:
-                entry.telemetry = sampler.summary([[t] for t in entry.trials])
+                entry.telemetry = sampler.summary(entry.trials)
 
     def _count(self, entries: Sequence[Entry]) -> int:
         """How many rounds a block of these arms has."""
@@ -168,15 +168,9 @@ class Rounds(Seats):
             return self.family.rounds
         return max(1, self.limits.rounds(sum(e.warm_ms for e in entries) * self.trials_a_turn / 1000))
 
-    def _trials(self) -> int:
-        """How many of the reference's trials a turn holds."""
-        found = [e.warm_ms for e in self._ready()]
-        return trials_a_turn(found[0]) if found else 1
-
-    def _shares(self, rounds: Sequence[int]) -> Taking:
+    def _shares(self, rounds: Sequence[int], ready: Sequence[Entry]) -> Taking:
         """Which arm takes which rounds. Those of fewer rounds are among those of more, so that all share them."""
         order = self.random.sample(rounds, len(rounds))
-        ready = self._ready()
         usual = statistics.median(e.warm_ms for e in ready)
         counts = {}
         for entry in ready:

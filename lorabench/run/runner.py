@@ -142,11 +142,9 @@ class Runner:
         """What is known of the family's arms now."""
         family = rounds.family
         made = [self._of(family, entry, rounds) for entry in rounds.entries.values()]
-        own = rounds.overhead
-        seconds = {part: own.get(part, 0.0) for part in own}
         cost = made[0].cost
         assert cost is not None
-        parts = {part: round(getattr(cost, part) + value, 3) for part, value in seconds.items()}
+        parts = {part: round(getattr(cost, part) + value, 3) for part, value in rounds.overhead.items()}
         wall = sum({**cost.model_dump(exclude={"wall"}), **parts}.values())
         made[0].cost = cost.model_copy(update={**parts, "wall": round(wall, 3)})
         return made

@@ -16,12 +16,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from lorabench.contract.hooks import described
-from lorabench.measure.seat import OnTrial, Seat, Seating
+from lorabench.measure.seat import Seat, Seating
 from lorabench.run.messages import send
 from lorabench.run.ranks import Place, joined
 from lorabench.run.signals import has_ended
@@ -62,28 +61,18 @@ def main(seating: Seating, place: Place, pipes: Pipes) -> None:
 
 
 def _seat(seating: Seating, place: Place, connection: Connection) -> Seat:
-    tell, on_trial = _teller(place, connection), _trial_teller(connection)
-    if not seating.joins:
-        return Seat(seating, tell, on_trial=on_trial)
-    ranks, device = joined(place, seating.machine.device, lambda: _beat(place), seating.one_gpu)
-    return Seat(seating, tell, ranks, device, on_trial)
-
-
-def _teller(place: Place, connection: Connection) -> Callable[[str], None]:
     def tell(text: str) -> None:
         _beat(place)
         send(connection, ("phase", time.time(), text))
 
-    return tell
-
-
-def _trial_teller(connection: Connection) -> OnTrial:
-    """Tells of each trial where it begins, and how long it took where it ends: the runner has a clock of its own."""
-
     def on_trial(name: str, ms: float | None) -> None:
+        """Where a trial begins, and how long it took where it ends: the runner has a clock of its own."""
         send(connection, ("trial", time.time(), (name, ms)))
 
-    return on_trial
+    if not seating.joins:
+        return Seat(seating, tell, on_trial=on_trial)
+    ranks, device = joined(place, seating.machine.device, lambda: _beat(place), seating.one_gpu)
+    return Seat(seating, tell, ranks, device, on_trial)
 
 
 def _beat(place: Place) -> None:

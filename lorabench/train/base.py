@@ -13,7 +13,7 @@ import torch
 
 from lorabench.contract.ablation import Ablation, Unsupported
 from lorabench.contract.model import ModelSpec
-from lorabench.measure.build import causal_lm, fill_base
+from lorabench.measure.build import causal_lm, fill_weights
 from lorabench.measure.hooks import Hooks
 from lorabench.plan.weights import RANDOM
 from lorabench.record.store import StoreError
@@ -32,7 +32,7 @@ def with_adapters(
     hooks.each(Ablation.load, load)
     base: Any = causal_lm(spec, load, device, None)
     if spec.weights == RANDOM:
-        fill_base(base, dtype, seed)
+        fill_weights(base, dtype, seed)
     hooks.each(Ablation.prepare, base, upcast=False)
     # PEFT writes it into each adapter's configuration.
     base.name_or_path = spec.weights if spec.weights != RANDOM else spec.location or spec.source

@@ -42,9 +42,9 @@ def test_the_shallow_model_has_the_full_model_s_weights():
 def test_another_seed_gives_other_weights():
     spec = arm(*PEFT)
     name, first = next(iter(tensors(spec).items()))
-    from lorabench.measure.build import fill_base
+    from lorabench.measure.build import fill_weights
 
-    fill_base(spec.model, torch.float32, 1)
+    fill_weights(spec.model, torch.float32, 1)
     assert not torch.equal(arm(*PEFT).model.get_parameter(name), first)
 
 

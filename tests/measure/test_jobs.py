@@ -198,7 +198,7 @@ def noise_of(cell, folder, dtype=torch.bfloat16, ranks=ONE):
     """What is told of the cell's jobs: the file and the noise, by job. `ranks`: of the arms, in this one process."""
     told, asked = {}, replace(request_of(cell, "reference", dtype, CPU), scratch=folder, ranks=ranks)
     made = lambda name, ablations: asked  # noqa: E731
-    gate = GateRequest(cell, (), made, ONE, lambda name: None, lambda job, *both: told.update({job: both}))
+    gate = GateRequest(cell, made, ONE, lambda job, *both: told.update({job: both}))
     kind("train")._measure_noise(gate)
     return told
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from lorabench.plan import registry
 from lorabench.record.schema import Check, Numerics
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+OF_FP8 = [registry.ablation("fp8_base").tolerance]
 
 
 def outcomes(dtype, *names, overrides=()):
@@ -85,11 +85,8 @@ def test_a_declared_tolerance_widens_the_gate_and_is_said():
         noise = torch.randn(g.shape, generator=generator)
         g += 0.05 * g.norm() * noise / noise.norm()
 
-    class Toggle:
-        tolerance = Tolerance(words="rounds on purpose", grad=0.1)
-
     assert not judge(gold, low, got, torch.float32, ()).passed
-    wide = judge(gold, low, got, torch.float32, (Toggle(),))
+    wide = judge(gold, low, got, torch.float32, [Tolerance(words="rounds on purpose", grad=0.1)])
     assert wide.passed and wide.tolerance == "rounds on purpose"
 
 
@@ -103,8 +100,8 @@ def test_of_checks_of_one_name_the_worst_stands_and_decides():
     assert not wrong.passed and explain(wrong) == "the loss is off by 0.2 at trial 0.2 (allowed 0.1)"
 
 
-def toggle(**declared):
-    return SimpleNamespace(tolerance=Tolerance(words="on purpose", **declared))
+def tolerated(**declared):
+    return Tolerance(words="on purpose", **declared)
 
 
 def one_tensor(error, own=0.0):
@@ -139,7 +136,7 @@ def test_a_scale_of_1_02_is_refused_in_whichever_tensor():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tolerance_of_the_update_alone_changes_nothing_else(dtype):
-    plain, update = (judge(*one_tensor(0), dtype, toggles) for toggles in ([], [toggle(update=0.1)]))
+    plain, update = (judge(*one_tensor(0), dtype, own) for own in ([], [tolerated(update=0.1)]))
     assert update.tolerance and update.model_copy(update={"tolerance": None}) == plain
 
 
@@ -154,14 +151,14 @@ def test_a_tolerance_of_the_update_alone_changes_nothing_else(dtype):
     ],
 )
 def test_what_rounds_to_a_coarser_format_may_be_off_by_as_much_coarser_as_that_is(dtype, own, allowed):
-    fp8 = toggle(grad=0.5, eps=torch.finfo(torch.float8_e4m3fn).eps)
+    fp8 = tolerated(grad=0.5, eps=torch.finfo(torch.float8_e4m3fn).eps)
     below, above = (judge(*one_tensor(allowed * f, own), dtype, [fp8]) for f in (0.99, 1.01))
     assert below.grad_allowed == pytest.approx(allowed, rel=1e-3)
     assert below.passed and not above.passed
 
 
 def test_a_coarse_format_is_never_held_tighter_than_the_compute_dtype():
-    verdict = judge(*one_tensor(0, own=0.01), torch.bfloat16, [toggle(grad=0.5, eps=2**-10)])
+    verdict = judge(*one_tensor(0, own=0.01), torch.bfloat16, [tolerated(grad=0.5, eps=2**-10)])
     assert verdict.grad_allowed == pytest.approx(0.03, rel=1e-3)
 
 
@@ -187,7 +184,7 @@ def fp8():
 def spoilt_fp8(fp8, name, change):
     gold, low, got = fp8
     gradients = got.gradients | {name: change(got.gradients[name].clone())}
-    return judge(gold, low, replace(got, gradients=gradients), torch.bfloat16, [registry.ablation("fp8_base")])
+    return judge(gold, low, replace(got, gradients=gradients), torch.bfloat16, OF_FP8)
 
 
 def half_zero(gradient):
@@ -197,7 +194,7 @@ def half_zero(gradient):
 
 def test_fp8_passes_within_its_own_tolerance_alone(fp8):
     assert not judge(*fp8, torch.bfloat16, ()).passed
-    verdict = judge(*fp8, torch.bfloat16, [registry.ablation("fp8_base")])
+    verdict = judge(*fp8, torch.bfloat16, OF_FP8)
     assert verdict.passed, explain(verdict)
     assert 0.03 < verdict.grad_error < verdict.grad_allowed < 0.2
 
@@ -239,7 +236,7 @@ def test_what_the_tolerance_of_fp8_cannot_see(fp8):
 def test_a_tensor_that_is_not_there_fails_under_the_tolerance_of_fp8(fp8):
     gold, low, got = fp8
     rest = dict(sorted(got.gradients.items())[1:])
-    verdict = judge(gold, low, replace(got, gradients=rest), torch.bfloat16, [registry.ablation("fp8_base")])
+    verdict = judge(gold, low, replace(got, gradients=rest), torch.bfloat16, OF_FP8)
     assert not verdict.passed and "differ from plain PEFT" in explain(verdict)
 
 

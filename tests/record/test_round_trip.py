@@ -85,8 +85,7 @@ def phases(draw: Any, kind: str, pairing: str) -> dict[str, Phase]:
     for name in (*draw(st.sets(st.sampled_from(registered()[kind].phases), min_size=1)), TOTAL):
         reference = draw(st.lists(MS, min_size=rounds, max_size=rounds))
         candidate = draw(st.lists(MS, min_size=size, max_size=size))
-        ratio = {word: draw(st.none() | NUMBER) for word in ("speedup", "low", "high")}
-        made[name] = Phase(reference_ms=reference, candidate_ms=candidate, **ratio)
+        made[name] = Phase(reference_ms=reference, candidate_ms=candidate)
     return made
 
 

@@ -56,7 +56,7 @@ def test_the_page_has_what_its_column_of_another_machine_needs(both):
 
 
 def test_each_machine_is_a_column_of_the_leaderboard(both):
-    made = leaderboard.entries({Path("all"): Analysis.read(both)})
+    made = leaderboard.entries({"all": Analysis.read(both)})
     assert [(e.device, e.stack, e.commit, e.sessions) for e in made] == [
         ("GPU One", "a", "0123456", 1), ("GPU Two", "a", "0123456", 1),
     ]  # fmt: skip
@@ -68,7 +68,7 @@ def test_each_machine_is_a_column_of_the_leaderboard(both):
 
 
 def test_the_fastest_of_the_published_folders_stand_first_and_their_links_lead_to_their_family():
-    found = {Path("h200/peers"): Analysis.read(ROOT / "results/h200/peers")}
+    found = {"h200/peers": Analysis.read(ROOT / "results/h200/peers")}
     made = leaderboard.entries(found)
     text = leaderboard.markdown(made)
     (analysis,) = found.values()
@@ -88,7 +88,7 @@ def test_hostile_names_are_text(tmp_path):
     (run / "environment.json").write_text(
         json.dumps({"schema": 1, "sessions": [{"id": "s1", "machine": {"name": evil}}]})
     )
-    text = leaderboard.markdown(leaderboard.entries({Path("f"): Analysis.read(run)}))
+    text = leaderboard.markdown(leaderboard.entries({"f": Analysis.read(run)}))
     assert "[x](javascript" not in text and "<b>" not in text
 
 

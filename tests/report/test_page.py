@@ -122,6 +122,9 @@ def test_any_two_arms_are_held_together_as_the_report_against_one_of_them_holds_
     names = [arm["name"] for arm in family["arms"]]
     assert family["verdicts"][names.index("a")][names.index("b")] == "slower"
     assert family["verdicts"][0][names.index("b")] == "faster"
+    (over,) = families(against)
+    assert [arm["name"] for arm in over["arms"]] == ["a", "b", "reference", "reference again"]
+    assert over["arms"][0]["role"] == REFERENCE and over["arms"][0]["ms"] == named(family)["a"]["ms"]
 
 
 @pytest.mark.parametrize("folder", ["h200/peers_rounds", "h200/peers", "h200/predibase_ladder", "cpu/first_sweep"])

@@ -36,7 +36,7 @@ def certify(
     checks = [_same_phases(reference, candidate)]
     if reference.before and candidate.before:
         checks += _gradients("before the trials", reference.before, candidate.before, allowed)
-    checks.append(_loss("the loss", reference.loss, candidate.loss, allowed.loss))
+    checks.append(_check("the loss", off(candidate.loss, reference.loss), allowed.loss))
     if candidate.spread is not None and reference.spread is not None:
         checks.append(_spread(reference.spread, candidate.spread))
     for testimony, name, own in ((reference, "reference", of_reference), (candidate, "candidate", declared)):
@@ -46,7 +46,8 @@ def certify(
         checks += _trials(reference, candidate, _Allowed(reference.noise, reference.dropout, dtype, declared))
     if reference.after and candidate.after and reference.last_loss is not None and candidate.last_loss is not None:
         checks += _gradients("after the trials", reference.after, candidate.after, allowed)
-        checks.append(_loss("the loss after the trials", reference.last_loss, candidate.last_loss, allowed.loss))
+        apart = off(candidate.last_loss, reference.last_loss)
+        checks.append(_check("the loss after the trials", apart, allowed.loss))
     return checks
 
 
@@ -102,10 +103,6 @@ def _same_phases(reference: Testimony, candidate: Testimony) -> Check:
     missing = [p for p in reference.phases if p not in candidate.phases]
     added = [p for p in candidate.phases if p not in reference.phases]
     return _check("phases that only one arm has", len(missing) + len(added), 0, ", ".join([*missing, *added]))
-
-
-def _loss(name: str, reference: float, candidate: float, allowed: float) -> Check:
-    return _check(name, off(candidate, reference), allowed)
 
 
 def _worst(name: str, found: Mapping[str, tuple[float, float]]) -> Check:

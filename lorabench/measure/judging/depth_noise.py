@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from lorabench.contract.arm import Arm
@@ -40,6 +41,9 @@ class DepthNoise:
     scale: float
     loss: float
     masks: DepthNoise | None = None  # of two runs under dropout, where there is any
+
+
+_STORED = TypeAdapter(DepthNoise | None)
 
 
 class _Neighbour(torch.autograd.Function):
@@ -146,14 +150,4 @@ def keep(file: Path, found: DepthNoise | None) -> None:
 
 def read(file: Path) -> DepthNoise | None:
     """What `keep` put there; None where nothing is."""
-    if not file.exists():
-        return None
-    stored: dict[str, Any] | None = json.loads(file.read_text())
-    if stored is None:
-        return None
-    return _from_json(stored)
-
-
-def _from_json(stored: dict[str, Any]) -> DepthNoise:
-    tensors = {n: (error, scale) for n, (error, scale) in stored["tensors"].items()}
-    return DepthNoise(tensors, stored["scale"], stored["loss"], stored["masks"] and _from_json(stored["masks"]))
+    return _STORED.validate_python(json.loads(file.read_text())) if file.exists() else None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from lorabench.contract.ablation import Ablation, Tolerance
+from lorabench.contract.ablation import Tolerance
 from lorabench.contract.arm import Arm
 from lorabench.contract.batch import Sample
 from lorabench.contract.ranks import whole
@@ -150,9 +150,8 @@ def moved_off(updates: Iterable[tuple[Tensor, Tensor]]) -> float:
     return (wrong / max(moved, 1e-30)) ** 0.5
 
 
-def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, ablations: Sequence[Ablation]) -> Numerics:
-    """The verdict on one shallow model, given the gold's and plain PEFT's outcome."""
-    declared = [a.tolerance for a in ablations if a.tolerance]
+def judge(gold: Outcome, low: Outcome, got: Outcome, dtype: torch.dtype, declared: Sequence[Tolerance]) -> Numerics:
+    """The verdict on one shallow model, given the gold's and plain PEFT's outcome, and what its toggles declared."""
     extra_loss = max((t.loss for t in declared), default=0.0)
     extra_update = max((t.update for t in declared), default=0.0)
     if set(gold.gradients) != set(got.gradients):
@@ -226,8 +225,6 @@ def share_of_allowance(numerics: Numerics) -> float:
         (numerics.grad_error, numerics.grad_allowed),
         (numerics.loss_error, numerics.loss_allowed),
         (numerics.scale_error, numerics.scale_allowed),
-        (numerics.full_loss_error, numerics.full_loss_allowed),  # of older records, as is the next
-        (numerics.full_grad_norm_error, numerics.full_grad_norm_allowed),
         *((check.found, check.allowed) for check in numerics.checks),
     )
     return max((share(e, a) for e, a in pairs if e is not None and a is not None), default=0.0)

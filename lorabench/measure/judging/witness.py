@@ -342,7 +342,7 @@ class Shadow:
         wrong = torch._foreach_sub(
             [p.detach().to(c.device) for p, c in zip(params, self.copies, strict=True)], self.copies
         )
-        norms = [torch._foreach_norm(_floats(tensors)) for tensors in (wrong, expected, before)]
+        norms = [torch._foreach_norm([t.float() for t in tensors]) for tensors in (wrong, expected, before)]
         off, moved, size = torch.stack([torch.stack(list(each)) for each in norms]).cpu().double().numpy()
         # Of a tensor that hardly moves (weight decay alone) rounding is all that there is to see.
         errors = off / (moved + 4 * torch.finfo(torch.float32).eps * size).clip(1e-30)
@@ -362,10 +362,6 @@ def apart(one: Glimpse, other: Glimpse) -> float:
     """How far two runs' gradients are apart: the relative error of the middle one of their tensors."""
     lengths = np.linalg.norm(one.sketch, axis=1).clip(1e-30)
     return float(np.median(np.linalg.norm(other.sketch - one.sketch, axis=1) / lengths))
-
-
-def _floats(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t.float() for t in tensors]
 
 
 def sketch(tensors: Mapping[str, Tensor | None]) -> np.ndarray:

@@ -36,6 +36,7 @@ from lorabench.measure.hooks import Hooks
 from lorabench.measure.judging.depth_noise import off
 from lorabench.measure.judging.limits import LOSS
 from lorabench.measure.kind import Begin, JobCounts, Kind, Request
+from lorabench.measure.memory import give_back
 from lorabench.plan.samples import TEXT
 from lorabench.record.schema import Check, Numerics
 
@@ -190,8 +191,7 @@ class Evaluate(Kind):
     def settle(self, arm: Any, run: Callable[[], Any]) -> None:
         run()
         arm.evidence.add(0, self._read(arm, 0))
-        if arm.device.type == "cuda":
-            torch.cuda.empty_cache()  # what was reserved for reading the answers is none of the arm's
+        give_back(arm.device, collect=False)  # what was reserved for reading the answers is none of the arm's
 
     def observe(self, arm: Any, number: int, losses: dict[str, float]) -> dict[str, Any]:
         arm.timed.append(arm.seconds)

@@ -1,4 +1,5 @@
-"""Kind `limit`: the least work that any trial of another kind must do. No candidate: it has no gate and no verdict.
+"""Kind `limit`: the least work that any trial of another kind must do. No candidate: no adapter's
+gradients are computed, so it has no gate and no verdict.
 
 Its reference is an ordinary arm of the kind that the toggle bounds (`Ablation.bounds`), trained as ever, of which the
 phases that a limit has are recorded; so every other row of that reference can be given as a share of the limit.
@@ -7,7 +8,6 @@ phases that a limit has are recorded; so every other row of that reference can b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from lorabench.contract.ablation import Ablation
@@ -17,7 +17,7 @@ from lorabench.contract.cell import Cell
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.work import Work
-from lorabench.measure.kind import GateRequest, Kind, Request, Verdicts
+from lorabench.measure.kind import Kind, Request
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -53,14 +53,8 @@ class Limit(Kind):
 
     def build(self, request: Request) -> Arm:
         """An arm of the bounded kind: only what of it is recorded is the limit's own."""
-        bounded = self._of(request.cell.candidate)
-        return bounded.build(request)
+        return self._of(request.cell.candidate).build(request)
 
     def audited(self, arm: Arm) -> Sequence[Ablation]:
         """A limit runs no part of the model, so the reference's toggles cannot be at work in it."""
         return [a for a in arm.ablations if a.bounds] or super().audited(arm)
-
-    def gate(self, gate: GateRequest) -> Verdicts:
-        """The reference is judged as ever; a limit computes no adapter's gradients, so there is nothing to judge."""
-        names = [n for n in gate.names if not any(a.bounds for a in gate.cell.arm(n))]
-        yield from self._of(gate.cell.candidate).gate(replace(gate, names=names))

@@ -29,7 +29,7 @@ from lorabench.contract.cell import Cell
 from lorabench.contract.machine import Machine
 from lorabench.contract.reading import Checkpoint, WeightsForm, WeightsReader
 from lorabench.contract.work import Work
-from lorabench.measure.build import causal_lm, fill_base
+from lorabench.measure.build import causal_lm, fill_weights
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import TURN, Begin, Kind, Request
 from lorabench.measure.page_cache import forget, hold
@@ -207,7 +207,7 @@ def checkpoint(request: Request) -> Checkpoint:
 
     def save(folder: Path) -> None:
         model: Any = causal_lm(request.model, {"dtype": request.dtype}, request.device, None)
-        fill_base(model, request.dtype, request.seed)
+        fill_weights(model, request.dtype, request.seed)
         size = bytes_of(list(model.parameters()))
         model.save_pretrained(folder, max_shard_size=max(1, size // SHARDS))
 
