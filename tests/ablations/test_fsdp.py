@@ -18,13 +18,13 @@ from lorabench.record.store import read_records
 def held(ranks, names):
     """Bytes of weights: (of the layers when the first is drawn, of all else, of the finished model's layers)."""
     drawn = []
-    fill = build._fill
+    fill = build.fill_weights
 
     def filling(model, *rest):
         drawn.append((layers(model), bytes_of(list(model.parameters()))))
         fill(model, *rest)
 
-    build._fill = filling
+    build.fill_weights = filling
     made = arm("sdpa", "adamw_foreach", "padding", *names, samples=samples(), ranks=ranks)
     first, whole = drawn[0]
     return first, whole - first, layers(made.model)
@@ -44,11 +44,11 @@ def test_a_rank_draws_its_part_of_each_layer(tmp_path):
 def held_alone():
     from lorabench.contract.ranks import ONE
 
-    fill = build._fill
+    fill = build.fill_weights
     try:
         return held(ONE, ())
     finally:
-        build._fill = fill
+        build.fill_weights = fill
 
 
 def gathered_in_registered_buffers(ranks, name):

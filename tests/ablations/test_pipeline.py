@@ -247,14 +247,14 @@ def layers_of(model):
 
 def watched():
     """A list that gets, of each base model whose weights are drawn, its layers and its parameters, these weakly."""
-    drawn, fill = [], build._fill
+    drawn, fill = [], build.fill_weights
 
-    def filling(model, dtype, seed, adapter):
+    def filling(model, dtype, seed, adapter=None):
         if adapter is None:
             drawn.append((layers_of(model), [weakref.ref(p) for p in model.parameters()]))
         fill(model, dtype, seed, adapter)
 
-    build._fill = filling
+    build.fill_weights = filling
     return drawn
 
 
