@@ -84,7 +84,9 @@ def test_a_base_whose_backward_drops_dx_does_not_pass():
     quantize_(made.model, Int8DynamicActivationInt8WeightConfig(), lambda m, n: n.endswith("base_layer"))
     got = one_step(made)
     assert got.loss == pytest.approx(dense.loss, rel=1e-3)
-    verdict = judge(dense, dense, got, torch.float32, [registry.ablation("torchao_fp8")])  # as much as any may declare
+    verdict = judge(
+        dense, dense, got, torch.float32, [registry.ablation("torchao_fp8").tolerance]
+    )  # as much as any may declare
     assert not verdict.passed and "layers.0" in verdict.worst
     assert verdict.grad_error is not None and verdict.grad_error > 0.9
 
