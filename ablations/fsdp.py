@@ -115,9 +115,9 @@ class Fsdp2(Parallel):
     def _gather_in(self, module: Any) -> None:
         """Has the weights of a group that was just made gathered as `copy_engine` says."""
         if self.copy_engine:
-            from lorabench_ablations.copy_engine import CopyEngineGather
+            from lorabench_ablations.copy_engine import gather_in
 
-            module.set_custom_all_gather(CopyEngineGather(self._mesh().get_group(FSDP)))
+            module.set_custom_all_gather(gather_in(self._mesh().get_group(FSDP)))
 
     def _mesh(self) -> DeviceMesh:
         options = None

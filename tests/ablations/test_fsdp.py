@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import arm, sweep
 from ranks_of import samples
 from several_ranks import on_ranks
 
 from lorabench.contract.arm import bytes_of
 from lorabench.measure import build
+from lorabench.measure.judging import numerics
 from lorabench.record.store import read_records
 
 
@@ -52,34 +53,41 @@ def held_alone():
 
 
 def gathered_in_registered_buffers(ranks, name):
-    """(Gathers, of which into a buffer that was registered) of a micro-batch, with a CPU's memory and group in the
-    place of NCCL's."""
+    """(Gathers of a step, of which into a buffer that was registered, how many were; the outcome of a step with
+    and without), with a CPU's memory and group in the place of NCCL's."""
     from lorabench_ablations import copy_engine
 
-    registered, gathers = set(), []
+    registered, gathers = [], []
     gather = copy_engine.CopyEngineGather.__call__
 
     def counted(self, output_tensor, *rest, **named):
-        done = gather(self, output_tensor, *rest, **named)
         gathers.append(output_tensor.data_ptr() in registered)
-        return done
+        return gather(self, output_tensor, *rest, **named)
 
     copy_engine.symmetric_memory = SimpleNamespace(
-        set_backend=lambda name: None, get_mem_pool=lambda device: None,
-        rendezvous=lambda tensor, group: registered.add(tensor.data_ptr()),
+        set_backend=lambda name: None, empty=torch.empty,
+        rendezvous=lambda tensor, group: registered.append(tensor.data_ptr()),
     )  # fmt: skip
-    copy_engine.torch.cuda.use_mem_pool = lambda pool: nullcontext()
     copy_engine.options = None  # a group of gloo's
     copy_engine.CopyEngineGather.__call__ = counted
-    made = arm("sdpa", "adamw_foreach", "padding", name, samples=samples(), ranks=ranks)
-    made.step.backward(made.step.forward(made.step.batches[0]))
-    return len(gathers), sum(gathers)
+    outcomes, made = [], None
+    for one in ("fsdp2", name):
+        made = arm("sdpa", "adamw_foreach", "padding", one, samples=samples(), ranks=ranks)
+        outcomes.append(numerics.one_step(made))
+    plain, ours = [(o.loss, {n: x.numpy() for n, x in o.gradients.items()}) for o in outcomes]
+    return len(gathers), sum(gathers), len(registered), plain, ours
 
 
 def test_copy_engines_gather_each_layer_in_both_directions(tmp_path):
     of_each = on_ranks(2, tmp_path, gathered_in_registered_buffers, {"fsdp2": {"copy_engine": True}})
-    for gathers, registered in of_each:
-        assert gathers == registered == 2 * 3 + 1  # three layers, forward and backward, and the rest once
+    for gathers, into_registered, registered, plain, ours in of_each:
+        assert (
+            gathers == into_registered == 2 * (2 * 3 + 1)
+        )  # micro-batches; three layers, both ways, and the rest once
+        assert registered == 2 + 2  # that the layers take in turns, and those of the rest
+        assert ours[0] == plain[0]
+        for name, gradient in plain[1].items():
+            assert (ours[1][name] == gradient).all(), name
 
 
 def test_copy_engines_are_refused_over_gloo(tmp_path):
