@@ -66,9 +66,7 @@ class GradientCheckpointing(Ablation):
         offload_inputs(layers, moved, self.use_reentrant)
 
     def audit(self, evidence: Evidence) -> int:
-        enabled, again = super().audit(evidence), ran_again(evidence)
-        if again == 0:
-            raise NotApplied("no layer ran again in backward: attention ran no more often than its own backward")
+        enabled, again = super().audit(evidence), check_ran_again(evidence)
         if self.offload:
             getattr(evidence.arm.model, MARK).check()
         return enabled if again is None else min(enabled, again)
@@ -183,6 +181,14 @@ def ran_again(evidence: Evidence) -> int | None:
     forwards, backwards = _attention(evidence.ops)
     config: Any = evidence.arm.model.config
     return round(config.get_text_config().num_hidden_layers * (forwards / backwards - 1)) if backwards else None
+
+
+def check_ran_again(evidence: Evidence) -> int | None:
+    """The same; raises NotApplied where none did."""
+    again = ran_again(evidence)
+    if again == 0:
+        raise NotApplied("no layer ran again in backward: attention ran no more often than its own backward")
+    return again
 
 
 def _attention(ops: Counter[str]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.work import Recomputed
 
-from .checkpointing import MARK, NO_CAPTURE, SLOT, enable, ran_again
+from .checkpointing import MARK, NO_CAPTURE, SLOT, check_ran_again, enable, ran_again
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,8 +49,7 @@ class DiskOffloading(Ablation):
         file = getattr(evidence.arm.model, MARK)
         if not file.bytes_out or not file.bytes_back:
             raise NotApplied(f"{file.bytes_out} bytes went to the disk and {file.bytes_back} came back")
-        if ran_again(evidence) == 0:
-            raise NotApplied("no layer ran again in backward: attention ran no more often than its own backward")
+        check_ran_again(evidence)
         return super().audit(evidence)
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
+from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
 from lorabench.contract.settings import Settings
 from lorabench.contract.step import Step
 from lorabench.contract.work import Recomputed
 
-from .checkpointing import MARK, NO_CAPTURE, SLOT, enable, ran_again
+from .checkpointing import MARK, NO_CAPTURE, SLOT, check_ran_again, enable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,8 +107,7 @@ class UnslothCheckpointing(Ablation):
         return len(layers)
 
     def audit(self, evidence: Evidence) -> int:
-        if ran_again(evidence) == 0:
-            raise NotApplied("no layer ran again in backward: attention ran no more often than its own backward")
+        check_ran_again(evidence)
         return super().audit(evidence)
 
     def settings(self) -> Settings:

@@ -110,6 +110,12 @@ def pieces(name: str, size: int | None, world: int) -> int:
     return size
 
 
+def divided_among_groups(name: str, samples: Sequence[Sample], size: int | None, ranks: Ranks) -> list[Sample]:
+    """Those of this rank's group, where `size` ranks in a row (None: all) work on the same samples."""
+    size = pieces(name, size, ranks.size)
+    return divided(name, samples, ranks.rank // size, ranks.size // size)
+
+
 def alike(name: str, step: Step) -> None:
     """Raises Unsupported, on every rank, where the ranks would not call their collectives equally often."""
     import torch.distributed as dist

@@ -22,7 +22,7 @@ from lorabench.schedule import Sample as Planned
 from lorabench.schedule import fill, verify
 from lorabench_ablations.batching import lengths_of, positive
 from lorabench_ablations.packing import first_fit_decreasing, row
-from lorabench_ablations.parallel import Summed, divided, pieces
+from lorabench_ablations.parallel import Summed, divided_among_groups
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,16 +80,13 @@ class Pipelined(Ablation):
         return self.each * (self.ranks or ranks)
 
     def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample] | None:
-        if self.ranks is None:
-            return None
-        size = pieces(self.name, self.ranks, ranks.size)
-        return divided(self.name, samples, ranks.rank // size, ranks.size // size)
+        return None if self.ranks is None else divided_among_groups(self.name, samples, self.ranks, ranks)
 
     @property
     def line(self) -> Line:
-        from .pipeline_stages import line
+        from .pipeline_stages import Line
 
-        return line(self.name, self.ranks)
+        return Line.of(self.name, self.ranks)
 
     def divide(self, base: nn.Module) -> int | None:
         from .pipeline_stages import leave_out

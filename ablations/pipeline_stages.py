@@ -37,15 +37,15 @@ class Line:
     group: Any = None
     data: Any = None
 
-
-def line(name: str, ranks: int | None) -> Line:
-    """This process's, of `ranks` ranks in a row (None: of all). Raises Unsupported where the ranks do not divide so."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    if ranks in (None, world):
-        return Line(rank, world)
-    size = pieces(name, ranks, world)
-    grid = mesh(size, "pipeline")
-    return Line(rank % size, size, grid["pipeline"].get_group(), grid["data"].get_group())
+    @classmethod
+    def of(cls, name: str, ranks: int | None) -> Line:
+        """This process's, of `ranks` ranks in a row (None: of all). Raises Unsupported where they do not divide so."""
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if ranks in (None, world):
+            return cls(rank, world)
+        size = pieces(name, ranks, world)
+        grid = mesh(size, "pipeline")
+        return cls(rank % size, size, grid["pipeline"].get_group(), grid["data"].get_group())
 
 
 class Elsewhere(nn.Module):
@@ -236,12 +236,10 @@ class Pipeline:
     """This rank's stages under one of torch's schedules, for `count` micro-batches of one shape."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], kind: str, count: int, device: torch.device, before: Callable[..., None],
-        after: Callable[[int], None], clock: Clock | None = None, line: Line | None = None,
+        self, modules: Sequence[nn.Module], line: Line, kind: str, count: int, device: torch.device,
+        before: Callable[..., None], after: Callable[[int], None], clock: Clock | None = None,
     ) -> None:  # fmt: skip
-        """`modules`: stage r, r + ranks, … of rank r. `clock`: in whose `run` the schedule is called. `line`: which
-        ranks these are; None: all."""
-        line = line or Line(dist.get_rank(), dist.get_world_size())
+        """`modules`: stage r, r + ranks, … of rank r. `clock`: in whose `run` the schedule is called."""
         self.clock = clock or Clock(device.type == "cuda")
         self.stages = [
             ClockedStage(module, line.rank + n * line.ranks, line.ranks * len(modules), device, group=line.group)

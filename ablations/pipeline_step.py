@@ -119,13 +119,13 @@ class Machinery:
         self.pipelines = [
             Pipeline(
                 mine,
+                line,
                 kind,
                 count,
                 self.device,
                 partial(self._before, begin),
                 partial(self._after, begin),
                 self.clock,
-                line,
             )
             for begin, count in zip(self.begins, self.counts, strict=True)
         ]

@@ -22,7 +22,7 @@ from lorabench_ablations.parallel import (
     Parallel,
     Summed,
     alike,
-    divided,
+    divided_among_groups,
     mesh,
     pieces,
     sent,
@@ -57,8 +57,7 @@ class SequenceParallel(Parallel):
     ranks: int | None = None
 
     def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
-        size = pieces(self.name, self.ranks, ranks.size)
-        return divided(self.name, samples, ranks.rank // size, ranks.size // size)
+        return divided_among_groups(self.name, samples, self.ranks, ranks)
 
     def collate(self, batch: Batch) -> Batch:
         import torch

@@ -19,7 +19,7 @@ from lorabench_ablations.parallel import (
     Parallel,
     Summed,
     alike,
-    divided,
+    divided_among_groups,
     mesh,
     pieces,
     sent,
@@ -83,8 +83,7 @@ class TensorParallel(Parallel):
         return sum(name.endswith("base_layer.weight") for name in split)
 
     def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
-        size = pieces(self.name, self.ranks, ranks.size)
-        return divided(self.name, samples, ranks.rank // size, ranks.size // size)
+        return divided_among_groups(self.name, samples, self.ranks, ranks)
 
     def collate(self, batch: Batch) -> Batch:
         """All ranks of a group compute the same positions: each counts its share of them."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lorabench import simulate
-from lorabench_ablations.pipeline_stages import Pipeline
+from lorabench_ablations.pipeline_stages import Line, Pipeline
 
 Table = Sequence[Sequence[float]]  # milliseconds, of each micro-batch, of each stage
 
@@ -171,7 +171,7 @@ def _rank(rank: int, case: Case, where: str, pipe: Any) -> None:
     stages, count = len(case.forward_ms[0]), len(case.forward_ms)
     mine = [Sleeper(stage, stages) for stage in range(rank, stages, case.ranks)]
     nothing = lambda *_: None  # noqa: E731
-    made = Pipeline(mine, case.order, count, torch.device("cpu"), nothing, nothing)
+    made = Pipeline(mine, Line(rank, case.ranks), case.order, count, torch.device("cpu"), nothing, nothing)
     times = [torch.tensor(table, dtype=torch.float64) for table in (case.forward_ms, case.backward_ms)]
     x = torch.ones(count, 1)
     clock, walls = made.clock, list[float]()  # of all ranks together

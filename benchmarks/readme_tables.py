@@ -48,7 +48,7 @@ from lorabench.report.claims import (
 from lorabench.report.groups import Group
 from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
 from lorabench.report.shown import show
-from lorabench.report.tables import md
+from lorabench.report.tables import md, md_table
 from lorabench.report.words import interval, number, ratio
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -290,7 +290,7 @@ def some_claims(results: Results) -> str:
     every = {(s.id, c.id): (s, c) for s in load_claims() for c in s.claims}
     shown = [every[key] for key in SHOWN]
     rows = [[f"{s.name}: **{printed(c)}**", _what(c), *standing(c, results)] for s, c in shown]
-    return grid(heads, rows).replace("RESULTS/", "results/")
+    return md_table(heads, rows).replace("RESULTS/", "results/")
 
 
 def _what(claim: Claim) -> str:
@@ -311,7 +311,7 @@ def _of_source(source: Source, results: Results) -> str:
     said = f"{sum(len(c.printed) for c in source.claims)} numbers. Hardware: {source.hardware}. {source.protocol}."
     notes = "\n".join(f"- {md(caveat)}" for caveat in source.caveats)
     parts = [f"## {md(source.title)} ({md(source.publisher)})", md(said), notes]
-    return "\n\n".join([*parts, grid(heads, rows)] if rows else parts)
+    return "\n\n".join([*parts, md_table(heads, rows)] if rows else parts)
 
 
 # -- ours against the best peer ---------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def duels(results: Results) -> str:
     """README's table: our fastest row of each model and workload against the fastest of anybody else."""
     heads = ["model, batch × length", "best peer", "ours", "ms, peer → ours", "faster by [95 %]", "interval is of"]
     heads += ["GiB, peer → ours", "of the limit, peer → ours"]
-    return grid(heads, [_duel(results.folders[folder], folder, *at) for folder, *at in DUELS])
+    return md_table(heads, [_duel(results.folders[folder], folder, *at) for folder, *at in DUELS])
 
 
 def _duel(analysis: Analysis, folder: str, model: str, workload: str) -> list[str]:
@@ -383,7 +383,7 @@ def stacks(results: Results) -> str:
         shown += [analysis.row(r) for r in records if r]
     heads = ["stack", *(_starred(results, place) for place in PLACES)]
     rows = [[name, *cells] for (name, _), cells in zip(STACKS, zip(*columns, strict=True), strict=True)]
-    return "\n\n".join([grid(heads, rows), _hosts(results, PLACES), *_marks(shown)])
+    return "\n\n".join([md_table(heads, rows), _hosts(results, PLACES), *_marks(shown)])
 
 
 def _stack(row: Row, best: bool, waits: bool) -> str:
@@ -445,7 +445,7 @@ def toggles_alone(results: Results) -> str:
         rows.append([name, *(_alone(own.get(title)) for title, *_ in places)])
         shown += own.values()
     heads = ["toggle", *(_starred(results, place) for place in places)]
-    return "\n\n".join([grid(heads, rows), _hosts(results, places), *_marks(shown)])
+    return "\n\n".join([md_table(heads, rows), _hosts(results, places), *_marks(shown)])
 
 
 def _title(group: Group) -> str:
@@ -518,7 +518,7 @@ def of_ladder(make: Callable[[Analysis], str]) -> Callable[[Results], str]:
 
 def _markdown(table: AnyTable) -> str:
     _, headings, rows = table
-    return grid(list(map(md, headings)), [list(map(md, row)) for row in rows]) if rows else ""
+    return md_table(list(map(md, headings)), [list(map(md, row)) for row in rows]) if rows else ""
 
 
 def _split(analysis: Analysis) -> str:
@@ -545,14 +545,10 @@ def machines(results: Results) -> str:
 
 
 def of_bubbles(column: str, figure: str, most: bool) -> Callable[[Results], str]:
-    return lambda results: grid(*bubble_tables.of(results.place, column, figure, most))
+    return lambda results: md_table(*bubble_tables.of(results.place, column, figure, most))
 
 
 # -- into the files ---------------------------------------------------------------------------------------------------
-
-
-def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *rows])
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
@@ -567,7 +563,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder, today": of_ladder(lambda analysis: "\n".join(f"- {said}" for said in conclusions(analysis))),
     "two machines": machines,
     **{name: of_bubbles(*shown) for name, shown in bubble_tables.SHOWN.items()},
-    "pipeline bubbles": lambda results: grid(*bubble_tables.of_sleepers(results.place)),
+    "pipeline bubbles": lambda results: md_table(*bubble_tables.of_sleepers(results.place)),
     **{f"suite {name}": of_suite(name) for name in SUITES},
 }
 

@@ -168,10 +168,12 @@ def _recipe(request: Request, load: dict[str, Any]) -> str | None:
 def _dividing(request: Request) -> list[Ablation]:
     """The toggles that are asked to divide the base before it has weights. Other libraries' patches walk over the
     decoder layers and expect each of them: beside these none is left out."""
-    if request.upcast or not (request.model.weights == "random" or parted_weights.files_of(request.model)):
+    dividing = [a for a in request.ablations if type(a).divide is not Ablation.divide]
+    if not dividing or request.upcast:
+        return []
+    if request.model.weights != "random" and not parted_weights.files_of(request.model):
         return []
     walked = any(ablation.global_patch for ablation in request.ablations)
-    dividing = [a for a in request.ablations if type(a).divide is not Ablation.divide]
     return [ablation for ablation in dividing if not (walked and ablation.leaves_out)]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -11,27 +11,24 @@ from torch import nn
 
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.ranks import put
-from lorabench.plan.weights import WeightsError, check_sizes, local
-
-INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
+from lorabench.plan.weights import WeightsError, check_sizes, config_of, fingerprint, local, stored
 
 
-def files_of(spec: ModelSpec) -> dict[str, Path] | None:
+def files_of(spec: ModelSpec) -> Mapping[str, Path] | None:
     """The file of each tensor by its name. None where the weights are not a folder of this machine with plain
     safetensors: transformers reads those whole."""
-    from safetensors import SafetensorError, safe_open
+    return _files(spec.weights, fingerprint(spec.weights))
 
-    if (folder := local(spec.weights)) is None:
+
+@cache
+def _files(weights: str, fingerprint: str | None) -> Mapping[str, Path] | None:
+    """`fingerprint`: by which a folder that has changed is looked at again; None: it is none."""
+    if fingerprint is None or (folder := local(weights)) is None:
         return None
     try:
-        if "quantization_config" in json.loads((folder / "config.json").read_text()):
-            return None
-        if (folder / INDEX).is_file():
-            found = json.loads((folder / INDEX).read_text())["weight_map"]
-            return {name: folder / file for name, file in found.items()}
-        with safe_open(folder / ONE, "pt") as opened:
-            return dict.fromkeys(opened.keys(), folder / ONE)
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError):
+        quantized = getattr(config_of(weights, folder), "quantization_config", None)
+        return None if quantized else {name: file for name, (file, _) in stored(weights, folder).items()}
+    except WeightsError:  # transformers says what is wrong
         return None
 
 
@@ -39,9 +36,8 @@ def read_parts(model: nn.Module, spec: ModelSpec, files: Mapping[str, Path]) -> 
     """Put into each parameter of a model what its file has under its name, one tensor on the host at a time. Raises
     WeightsError where the folder is of another model, or cannot be read."""
     from safetensors import SafetensorError, safe_open
-    from transformers import AutoConfig
 
-    check_sizes(spec, AutoConfig.from_pretrained(next(iter(files.values())).parent, trust_remote_code=False))
+    check_sizes(spec, config_of(spec.weights, next(iter(files.values())).parent))
     by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
     for name, tensor in model.named_parameters():
         by_file.setdefault(files[name], []).append((name, tensor))

@@ -138,7 +138,7 @@ def check(spec: ModelSpec) -> None:
     if (folder := _folder(spec.weights)) is not None:
         _check_folder(spec, folder)
     else:
-        check_sizes(spec, _config(spec.weights, hub.fetch(spec.weights, CONFIG).parent))
+        check_sizes(spec, config_of(spec.weights, hub.fetch(spec.weights, CONFIG).parent))
 
 
 def _folder(name: str) -> Path | None:
@@ -151,7 +151,8 @@ def _folder(name: str) -> Path | None:
     return Path(files[0]).parent if isinstance(files[0], str) and any(isinstance(f, str) for f in files[1:]) else None
 
 
-def _config(name: str, folder: Path) -> Any:
+def config_of(name: str, folder: Path) -> Any:
+    """transformers' configuration in a folder of weights. Raises WeightsError."""
     from transformers import AutoConfig
 
     try:
@@ -161,9 +162,9 @@ def _config(name: str, folder: Path) -> Any:
 
 
 def _check_folder(spec: ModelSpec, folder: Path) -> None:
-    config = _config(spec.weights, folder)
+    config = config_of(spec.weights, folder)
     check_sizes(spec, config)
-    shapes = _shapes(spec.weights, folder)
+    shapes = {tensor: shape for tensor, (_, shape) in stored(spec.weights, folder).items()}
     if getattr(config, "quantization_config", None) is not None:
         _check_quantized(spec, config.quantization_config)  # its tensors have names and shapes of its own
         return
@@ -197,16 +198,16 @@ def _check_quantized(spec: ModelSpec, declared: Any) -> None:
         raise WeightsError(f"weights {spec.weights!r} are quantized ({method}): {first_line(error)}") from None
 
 
-def _shapes(name: str, folder: Path) -> dict[str, list[int]]:
-    """The shape of every tensor in the safetensors files' headers. Raises WeightsError."""
+def stored(name: str, folder: Path) -> dict[str, tuple[Path, list[int]]]:
+    """The file and the shape of every tensor, by the safetensors files' headers. Raises WeightsError."""
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, list[int]] = {}
+    found: dict[str, tuple[Path, list[int]]] = {}
     for file in _files(name, folder):
         try:
             with safe_open(file, framework="pt") as opened:
                 for tensor in opened.keys():  # noqa: SIM118 (no mapping)
-                    found[tensor] = opened.get_slice(tensor).get_shape()
+                    found[tensor] = file, opened.get_slice(tensor).get_shape()
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"weights {name!r}: {file.name} cannot be read: {first_line(error)}") from None
     return found

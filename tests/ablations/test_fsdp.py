@@ -70,7 +70,7 @@ def gathered_in_registered_buffers(ranks, name):
     )  # fmt: skip
     copy_engine.options = None  # a group of gloo's
     copy_engine.CopyEngineGather.__call__ = counted
-    outcomes, made = [], None
+    outcomes = []
     for one in ("fsdp2", name):
         made = arm("sdpa", "adamw_foreach", "padding", one, samples=samples(), ranks=ranks)
         outcomes.append(numerics.one_step(made))
@@ -81,9 +81,8 @@ def gathered_in_registered_buffers(ranks, name):
 def test_copy_engines_gather_each_layer_in_both_directions(tmp_path):
     of_each = on_ranks(2, tmp_path, gathered_in_registered_buffers, {"fsdp2": {"copy_engine": True}})
     for gathers, into_registered, registered, plain, ours in of_each:
-        assert (
-            gathers == into_registered == 2 * (2 * 3 + 1)
-        )  # micro-batches; three layers, both ways, and the rest once
+        # Two micro-batches, in each of which three layers are gathered both ways, and the rest once.
+        assert gathers == into_registered == 2 * (2 * 3 + 1)
         assert registered == 2 + 2  # that the layers take in turns, and those of the rest
         assert ours[0] == plain[0]
         for name, gradient in plain[1].items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import weakref
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from helpers import PEFT, arm, config, random_samples, request
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from several_ranks import on_ranks
 
 from lorabench.contract.ablation import Unsupported
@@ -381,6 +383,9 @@ def whole_read(ranks, folder):
 def test_weights_by_other_names_come_whole_and_are_cut_then(tmp_path):
     folder = real(tmp_path / "real")
     names = folder / "model.safetensors.index.json"
+    file = folder / json.loads(names.read_text())["weight_map"]["model.norm.weight"]
+    tensors = load_file(file)
+    save_file({"norm.weight": tensors.pop("model.norm.weight")} | tensors, file, {"format": "pt"})
     names.write_text(names.read_text().replace("model.norm.weight", "norm.weight"))
     assert parted_weights.files_of(model(DEEP, load_config([f"weights={folder}"])))["norm.weight"].is_file()
     assert on_ranks(2, tmp_path, whole_read, folder) == ["read whole"] * 2
