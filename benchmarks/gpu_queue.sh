@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# A list of jobs on all GPUs of a machine, without Ray: one worker a GPU, each with its share of the cores, takes the next job
-# that nobody has taken. Workers outlive the shell that started them; a second call with the same folder only waits for them.
+# A list of jobs on all GPUs of a machine, without Ray: one worker for every GPUS_EACH GPUs (1), with its share of the cores, takes
+# the next job that nobody has taken. Workers outlive the shell that started them; a second call with the same folder only waits for them.
 #   bash benchmarks/gpu_queue.sh JOBS FOLDER
 # JOBS: a line a job, `NAME LIMIT_S COMMAND …`; {out} in it is FOLDER/NAME. A job that takes longer than LIMIT_S seconds is ended.
 #   ladder 1500 python3 -m lorabench.sweep suite=predibase_ladder design=ladder output={out}
 # Lines may be added to JOBS while it runs, and nothing else: workers go on reading where they are.
-# ALL_GPUS=1: one worker, whose jobs see all GPUs and all cores.
-# FOLDER/log has what each job printed, and what each worker did when. Where no GPU is found there is one worker.
+# FOLDER/log has what each job printed, and what each worker did when. Where there are fewer GPUs than that there is one worker.
 set -u
 jobs=$(realpath "${1:?a file of jobs}"); folder=$(realpath -m "${2:?a folder}")
 work() {
-  local gpu=$1 name limit command status
-  say() { echo "$(date +%T) worker $gpu: $*"; }
+  local worker=$1 name limit command status
+  say() { echo "$(date +%T) worker $worker: $*"; }
   while read -r name limit command; do
     if [ -z "$name" ] || [[ $name == \#* ]] || ! mkdir "$folder/taken/$name" 2> /dev/null; then continue; fi
     say "$name"
@@ -22,11 +21,11 @@ work() {
 }
 if [ "${3:-}" ]; then work "$3"; exit; fi
 if ! mkdir -p "$folder/log" || ! mkdir "$folder/taken" 2> /dev/null; then echo "$folder has workers already: waiting for them"; else
-  gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU); gpus=$((gpus > 0 ? gpus : 1)); each=$(($(nproc) / gpus))
-  if [ "${ALL_GPUS:-}" ]; then gpus=0; setsid bash "$0" "$jobs" "$folder" 0 > "$folder/log/worker0.txt" 2>&1 < /dev/null & fi
-  for ((gpu = 0; gpu < gpus; gpu++)); do
-    CUDA_VISIBLE_DEVICES=$gpu setsid taskset -c $((gpu * each))-$((gpu * each + each - 1)) \
-      bash "$0" "$jobs" "$folder" "$gpu" > "$folder/log/worker$gpu.txt" 2>&1 < /dev/null &
+  gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU); n=${GPUS_EACH:-1}
+  workers=$((gpus / n > 0 ? gpus / n : 1)); cores=$(($(nproc) / workers))
+  for ((w = 0; w < workers; w++)); do
+    CUDA_VISIBLE_DEVICES=$(seq -s, $((w * n)) $((w * n + n - 1))) setsid taskset -c $((w * cores))-$((w * cores + cores - 1)) \
+      bash "$0" "$jobs" "$folder" "$w" > "$folder/log/worker$w.txt" 2>&1 < /dev/null &
   done
 fi
 sleep 1

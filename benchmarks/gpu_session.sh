@@ -2,9 +2,9 @@
 # A session on a GPU machine that has no package index and may be gone at any time: install, run lists of jobs, pack what is there.
 #   bash benchmarks/gpu_session.sh start|wait SECONDS PACK     (in a checkout, beside which nothing else is needed)
 # .whl/ has the wheels that the machine lacks, .clone/ a clone of the commit to measure (git clone --no-checkout --depth 1).
-# `start`, on a fresh machine: installs both, then runs benchmarks/gpu_jobs/all_gpus.txt one line after the other, then
-# one_gpu.txt with a worker a GPU (gpu_queue.sh). `wait`, on that machine: goes on waiting, and adds the lines that one_gpu.txt
-# has more. Both end after SECONDS or when all is done, and leave folders and logs so far in PACK (a .tgz).
+# `start`, on a fresh machine: installs both, then runs the lists of benchmarks/gpu_jobs by gpu_queue.sh: four_gpus.txt, one_gpu.txt and
+# two_gpus.txt, with as many jobs beside each other as the machine has room for. `wait`, on that machine: goes on waiting, and adds the lines that the lists
+# have more. Both end after SECONDS or when all is done, and leave folders and logs so far in PACK (a .tgz).
 set -u
 mode=${1:?start or wait}; seconds=${2:?seconds}; pack=$(realpath -m "${3:?a file}"); here=$PWD; at=${AT:-/tmp/gpu_session}
 export PYTHONPATH=$at/site PATH=$at/site/bin:$PATH HF_HUB_OFFLINE=1
@@ -19,16 +19,17 @@ if [ "$mode" = start ]; then
   python3 -m pip install -q --no-index --no-deps --no-build-isolation -e ./kernels -e .
   cp "$here"/benchmarks/gpu_jobs/*.txt "$at"
   setsid bash -c '
-    at=$1
-    if [ "$(nvidia-smi -L 2> /dev/null | grep -c ^GPU)" -gt 1 ]; then
-      ALL_GPUS=1 bash benchmarks/gpu_queue.sh "$at/all_gpus.txt" "$at/out/all" > /dev/null
-    fi
-    bash benchmarks/gpu_queue.sh "$at/one_gpu.txt" "$at/out/each" > /dev/null
+    at=$1; gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU)
+    for list in four_gpus:4 one_gpu:1 two_gpus:2; do
+      [ "$gpus" -lt "${list#*:}" ] || GPUS_EACH=${list#*:} bash benchmarks/gpu_queue.sh "$at/${list%:*}.txt" "$at/out/${list%:*}" > /dev/null
+    done
     touch "$at/done"' _ "$at" > /dev/null 2>&1 < /dev/null &
 elif [ ! -d "$at/src" ]; then
   echo "no session was started here: a fresh machine"; exit 9
 else
-  comm -13 <(sort "$at/one_gpu.txt") <(sort "$here/benchmarks/gpu_jobs/one_gpu.txt") >> "$at/one_gpu.txt"
+  for list in four_gpus one_gpu two_gpus; do
+    comm -13 <(sort "$at/$list.txt") <(sort "$here/benchmarks/gpu_jobs/$list.txt") >> "$at/$list.txt"
+  done
 fi
 while [ "$(date +%s)" -lt "$ends" ] && [ ! -e "$at/done" ]; do sleep 1; done
 tar czf "$pack" --exclude='*.safetensors' -C "$at" out

@@ -12,14 +12,14 @@ NEEDS = ("bash", "setsid", "taskset", "pgrep", "timeout")
 
 
 @pytest.mark.skipif(not all(map(shutil.which, NEEDS)), reason=f"needs {', '.join(NEEDS)}")
-@pytest.mark.parametrize("every", ["", "1"])
-def test_each_job_runs_once_and_no_longer_than_its_limit(tmp_path, every):
+@pytest.mark.parametrize("each", ["1", "2"])
+def test_each_job_runs_once_and_no_longer_than_its_limit(tmp_path, each):
     jobs, folder = tmp_path / "jobs.txt", tmp_path / "results"
     jobs.write_text(
         "# name, seconds, command\n\nfirst 20 echo {out}; date +%N >> {out}.ran\nslow 1 sleep 30\nlast 20 false\n"
     )
     for _ in range(2):
-        command, env = ["bash", str(SCRIPT), str(jobs), str(folder)], {**os.environ, "ALL_GPUS": every}
+        command, env = ["bash", str(SCRIPT), str(jobs), str(folder)], {**os.environ, "GPUS_EACH": each}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         said = {line.partition(": ")[2] for line in done.stdout.splitlines() if line[9:].startswith("worker ")}
@@ -27,3 +27,19 @@ def test_each_job_runs_once_and_no_longer_than_its_limit(tmp_path, every):
         assert said == {"first", "slow", "last", "no job is left"} | ended
     assert (folder / "log/first.txt").read_text() == f"{folder}/first\n"
     assert len((folder / "first.ran").read_text().splitlines()) == 1
+
+
+@pytest.mark.skipif(not all(map(shutil.which, NEEDS)), reason=f"needs {', '.join(NEEDS)}")
+def test_four_gpus_are_two_workers_of_two_gpus_each(tmp_path):
+    for name, says in {"nvidia-smi": "echo 'GPU 0\nGPU 1\nGPU 2\nGPU 3'", "nproc": "echo 2"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / name).chmod(0o755)
+    jobs, folder = tmp_path / "jobs.txt", tmp_path / "results"
+    line = "20 mkdir {out}; sleep 1; while [ ! -d %s/{other} ]; do sleep 0.1; done; echo $CUDA_VISIBLE_DEVICES"
+    jobs.write_text("".join(f"{a} {line.replace('{other}', b) % folder}\n" for a, b in ("xy", "yx")))
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUS_EACH": "2"}
+    done = subprocess.run(
+        ["bash", str(SCRIPT), str(jobs), str(folder)], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert {"x ended with 0", "y ended with 0"} <= {line.partition(": ")[2] for line in done.stdout.splitlines()}
+    assert {(folder / f"log/{name}.txt").read_text() for name in "xy"} == {"0,1\n", "2,3\n"}
