@@ -5,6 +5,7 @@
 
 `lorabench recommend` tries first what brought most on the nearest model. A toggle's speed-up is that of a stack with it
 over the same stack without it, both held against one reference in one folder; the geometric mean of all such pairs.
+A toggle that divides the work among GPUs is left out: its gain grows with their number.
 `start_s` is how many seconds longer it took beside its trials; the median.
 """
 
@@ -22,6 +23,7 @@ import yaml
 
 from lorabench.advice.expected import TABLE, parameters
 from lorabench.plan.compose import load_config, model
+from lorabench.plan.registry import ablation_class
 from lorabench.record.schema import Record
 from lorabench.report.analysis import Analysis
 
@@ -48,7 +50,8 @@ def found() -> dict[str, dict[str, list[Seen]]]:
                 groups[record.model, record.workload, frozenset(record.reference)].append(record)
         for (name, _, _), records in groups.items():
             for toggle, seen in _of_group(analysis, records, str(path.parent.relative_to(RESULTS))):
-                made[toggle][name.partition("(")[0]].append(seen)
+                if not divides_among_gpus(toggle):
+                    made[toggle][name.partition("(")[0]].append(seen)
     return made
 
 
@@ -86,6 +89,12 @@ def _row(name: str, seen: list[Seen]) -> dict[str, Any]:
         "start_s": max(0, round(statistics.median(s.start_s for s in seen))),
         "from": ", ".join(dict.fromkeys(s.folder for s in seen)),
     }
+
+
+@cache
+def divides_among_gpus(toggle: str) -> bool:
+    made = ablation_class(toggle)
+    return made.parallel and not made.process_a_job
 
 
 @cache

@@ -333,7 +333,7 @@ def test_every_number_of_a_summary_is_in_its_records(folder):
             # Several references: the row is of the one whose numbers it has.
             assert not found or any(all(ok for _, ok in own) for own in found), (model, workload, row, found)
             counted += max(map(len, found), default=0)
-    assert counted > 5 * sum(len(trials(x, "candidate")) >= 6 for x in ok.values())  # fewer rounds make no figure
+    assert counted >= 5 * sum(len(trials(x, "candidate")) >= 6 for x in ok.values())  # fewer rounds make no figure
 
 
 # -- README -----------------------------------------------------------------------------------------------------------
