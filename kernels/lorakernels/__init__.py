@@ -10,12 +10,12 @@ from .capturing.trainer import captured
 from .model.forwards import Forwards
 from .model.long_context import LongContext
 from .model.multi import MultiAdapters, apply_multi
-from .model.patching import Change, Left, Report, apply, remove, status
+from .model.patching import Change, Left, Report, apply, forget, remove, status
 from .tuning import tune
 
 __version__ = "0.1.0"  # the one place: kernels/pyproject.toml reads it here
 
 __all__ = [
     "CapturedStep", "Change", "Forwards", "Left", "LongContext", "MultiAdapters", "Report", "__version__", "apply",
-    "apply_multi", "capture", "captured", "remove", "status", "tune",
+    "apply_multi", "capture", "captured", "forget", "remove", "status", "tune",
 ]  # fmt: skip
