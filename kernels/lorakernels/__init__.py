@@ -1,8 +1,9 @@
 """Here belongs what makes LoRA fine-tuning faster under a PEFT model: kernels in Triton, each with a torch path for a
 CPU, the autograd nodes made of them, `apply(model)` and `remove(model)`, which put them under a model and take them
-away, `apply_multi(model)`, which trains several adapters at once, and `status(model)`, which tells what ran. It may
-import torch and triton, nothing else: PEFT and transformers are looked at through the model alone. `runtime.py` and its
-neighbours are for all; the folders import those before them: `ops`, `tuning`, `nodes`, `model`, `capturing`.
+away, `forget(model)`, which lets go of modules that have left it, `apply_multi(model)`, which trains several adapters
+at once, and `status(model)`, which tells what ran. It may import torch and triton, nothing else: PEFT and transformers
+are looked at through the model alone. `runtime.py` and its neighbours are for all; the folders import those before
+them: `ops`, `tuning`, `nodes`, `model`, `capturing`.
 """
 
 from .capturing.step import CapturedStep, capture
