@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 
     from .pipeline_stages import Line
 
+BESIDE_KERNELS = {
+    **dict.fromkeys(("norm", "rope", "loss"), "kernels=true already has this part"),
+    "selective_checkpointing": (
+        "a layer's second pass has to run the operators of its first, and with kernels=true it may have to empty the "
+        "slots of a job that came between them; gradient_checkpointing goes with it"
+    ),
+}
 ONE_SHAPE = "a stage receives into buffers of one shape, and its rows have many; tokens= of the pipeline packs as well"
 
 
@@ -235,12 +242,7 @@ class PipelineMultiAdapter(Pipelined):
         if self.ranks is not None:
             raise ValueError(f"ranks={self.ranks}; pipeline_multi_adapter has one pipeline, of all ranks")
         if self.kernels:
-            more = dict.fromkeys(("norm", "rope", "loss"), "kernels=true already has this part")
-            more["selective_checkpointing"] = (
-                "a layer's second pass has to run the operators of its first, and with kernels=true it may have to "
-                "empty the slots of a job that came between them; gradient_checkpointing goes with it"
-            )
-            object.__setattr__(self, "excludes", self.excludes | more)
+            object.__setattr__(self, "excludes", self.excludes | BESIDE_KERNELS)
             object.__setattr__(self, "requires", replace(self.requires, packages=FusedMultiLora.requires.packages))
 
     def patch(self, model: nn.Module) -> int:
