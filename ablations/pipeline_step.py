@@ -325,8 +325,8 @@ class PipelineJoint(Joint):
         self._route(number)
 
     def _route(self, number: int) -> None:
-        """Tell the linears whose rows a micro-batch has. A layer that is run again in the backward has to know it, too;
-        else a backward has the rows and the adapters of its own forward."""
+        """Tell the linears whose rows a micro-batch has. In a backward only a layer that runs again asks: any other has
+        the rows and the adapters of its own forward."""
         job, batch = self.order[number]
         rows, width = batch.inputs["input_ids"].shape
         self.router.set([Part(job, self.steps[job].adapter, rows, width, width)])
