@@ -142,7 +142,7 @@ class FusedMultiLora(BatchedPacked):
     def patch(self, model: nn.Module) -> int:
         from .joint_kernels import KernelRouter
 
-        router = KernelRouter(model, slots=self.form == "slots")
+        router = KernelRouter(model, self.name, slots=self.form == "slots")
         setattr(model, MARK, router)
         return router.linears
 
@@ -157,11 +157,17 @@ class FusedMultiLora(BatchedPacked):
             "loss_of_each_job": "chunked head" if chunked else "of the whole logits",
             "form": self.form,
         }
-        report = getattr(evidence.arm.model, MARK).report
-        if report is not None:
-            left = sorted({f"{site.part}: {site.reason}" for site in report.left})
-            notes["lorakernels"] = {"changed": dict(report.counts), "left": left, "forwards": str(report.forwards)}
-        return super().notes(evidence) | notes
+        return super().notes(evidence) | notes | kernel_notes(getattr(evidence.arm.model, MARK))
+
+
+def kernel_notes(router: Any) -> dict[str, Any]:
+    """What of a `KernelRouter`'s model runs on the nodes of the fused form; nothing of the linears' form."""
+    if router.report is None:
+        return {}
+    left = sorted({f"{site.part}: {site.reason}" for site in router.report.left})
+    return {
+        "lorakernels": {"changed": dict(router.report.counts), "left": left, "forwards": str(router.report.forwards)}
+    }
 
 
 def _of_jobs(evidence: Evidence) -> int:

@@ -25,10 +25,10 @@ TRIED = 4  # tokens by which it is found out whether the logits are the head's p
 
 
 class KernelRouter:
-    """lorakernels' `MultiAdapters`, told by the parts of a joint batch. slots: the fused form. Raises Unsupported where
-    a layer cannot have an adapter for each row."""
+    """lorakernels' `MultiAdapters`, told by the parts of a joint batch. name: of the toggle; slots: the fused form.
+    Raises Unsupported where a layer cannot have an adapter for each row."""
 
-    def __init__(self, model: nn.Module, slots: bool) -> None:
+    def __init__(self, model: nn.Module, name: str, slots: bool) -> None:
         import lorakernels
 
         if slots and any("_lorakernels_state" in module.__dict__ for module in model.modules()):
@@ -36,11 +36,8 @@ class KernelRouter:
         try:
             self.jobs = lorakernels.apply_multi(model, fused=slots)
         except ValueError as error:
-            raise Unsupported(f"fused_multi_lora: {error}") from None
+            raise Unsupported(f"{name}: {error}") from None
         self.linears, self.slots, self.report = self.jobs.linears, slots, self.jobs.report
-        base: Any = model.get_base_model()  # pyright: ignore[reportCallIssue]
-        self.body, self.head = base.base_model, base.get_output_embeddings()
-        self.plain_head = _is_product(base, self.body, self.head)  # now, while the linears have no rows set
 
     def set(self, parts: Sequence[Part], without: Collection[int] = ()) -> None:
         """without: jobs whose rows have no adapter."""
@@ -68,8 +65,9 @@ class KernelStep(JointStep):
         self, steps: Sequence[Step], router: Any, *, packed: bool, tokens: int | None, chunked_head: bool
     ) -> None:
         super().__init__(steps, router, packed=packed, tokens=tokens)
-        self.body, self.head = router.body, router.head
-        self.chunked = chunked_head and router.plain_head
+        base: Any = self.model.get_base_model()  # pyright: ignore[reportCallIssue]
+        self.body, self.head = base.base_model, base.get_output_embeddings()
+        self.chunked = chunked_head and _is_product(base, self.body, self.head)  # while the linears have no rows set
         self._passed: list[Passed] = []
 
     def forward(self, batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +21,7 @@ from lorabench.contract.workload import Workload
 from lorabench.schedule import Sample as Planned
 from lorabench.schedule import fill, verify
 from lorabench_ablations.batching import lengths_of, positive
+from lorabench_ablations.jobs import MARK, ONE_JOB, FusedMultiLora, kernel_notes
 from lorabench_ablations.packing import first_fit_decreasing, row
 from lorabench_ablations.parallel import Summed, divided_among_groups
 
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 
     from .pipeline_stages import Line
 
+BESIDE_KERNELS = {
+    **dict.fromkeys(("norm", "rope", "loss"), "kernels=true already has this part"),
+    "selective_checkpointing": (
+        "a layer's second pass has to run the operators of its first, and with kernels=true it may have to empty the "
+        "slots of a job that came between them; gradient_checkpointing goes with it"
+    ),
+}
 ONE_SHAPE = "a stage receives into buffers of one shape, and its rows have many; tokens= of the pipeline packs as well"
 
 
@@ -208,6 +216,8 @@ class PipelineMultiAdapter(Pipelined):
     job's optimizer step as soon as its last micro-batch is through. A trial is one global batch of every job.
 
     flush: the pipeline is emptied behind each job, as where the jobs are trained one after the other (Megatron-LM).
+    kernels: the layers run on lorakernels' `apply_multi` in slots, as those of `fused_multi_lora` do, and the last
+    stage has our chunked head.
     """
 
     name: ClassVar[str] = "pipeline_multi_adapter"
@@ -225,17 +235,26 @@ class PipelineMultiAdapter(Pipelined):
     }
 
     flush: bool = False
+    kernels: bool = added(False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ranks is not None:
             raise ValueError(f"ranks={self.ranks}; pipeline_multi_adapter has one pipeline, of all ranks")
+        if self.kernels:
+            object.__setattr__(self, "excludes", self.excludes | BESIDE_KERNELS)
+            object.__setattr__(self, "requires", replace(self.requires, packages=FusedMultiLora.requires.packages))
 
     def patch(self, model: nn.Module) -> int:
-        from .jobs import MARK
-        from .joint_linears import route
+        if not self.kernels:
+            from .joint_linears import route
 
-        return route(model, MARK)
+            return route(model, MARK)
+        from .joint_kernels import KernelRouter
+
+        router = KernelRouter(model, self.name, slots=True)
+        setattr(model, MARK, router)
+        return router.linears
 
     def takes(self, count: int, ranks: int) -> bool:
         return not self.flush or super().takes(count, ranks)  # all jobs together have to fill it, see `join`
@@ -243,7 +262,6 @@ class PipelineMultiAdapter(Pipelined):
     def join(self, steps: Sequence[Step]) -> list[Step]:
         import torch.distributed as dist
 
-        from .jobs import MARK, ONE_JOB
         from .pipeline_step import PipelineJoint
 
         if not all(step.name for step in steps):
@@ -268,7 +286,7 @@ class PipelineMultiAdapter(Pipelined):
         made = super().notes(evidence)
         counts = [len(step.batches) for step in evidence.arm.steps]
         made[self.name]["empty_micro_batches_of_an_endless_run"] = _check(counts, dist.get_world_size())
-        return made
+        return made | (kernel_notes(getattr(evidence.arm.model, MARK)) if self.kernels else {})
 
 
 def _even(lengths: Sequence[int], tokens: int, count: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ A module of its own because it is torch throughout.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -112,6 +113,11 @@ class Machinery:
         last = len(spans) - 1
         mine = [Stage(parts, spans[n], n == 0, n == last) for n in range(line.rank, len(spans), ranks)]
         parts.keep(mine)
+        if any("_lorakernels_state" in module.__dict__ for module in model.modules()):
+            import lorakernels
+
+            lorakernels.forget(model)  # the layers that were given back, whose weights would stay
+            gc.collect()  # they hold themselves in circles
         self.owners = Owners(model, line)
         self.kind, self.counts = kind, list(parts_of) or [len(shapes)]
         self.clock = Clock(self.device.type == "cuda", deque(maxlen=RUNS), deque(maxlen=RUNS))
@@ -254,7 +260,11 @@ def _some(x: Tensor, batches: int, begin: int, count: int) -> Tensor:
 
 class PipelineJoint(Joint):
     """Several jobs, whose micro-batches follow each other, without a flush unless it is asked for. A stage takes a
-    job's optimizer step as soon as the backward of the job's last micro-batch has left it."""
+    job's optimizer step as soon as the backward of the job's last micro-batch has left it.
+
+    A micro-batch has the rows of one job. So a number that is not finite stays with its job, in lorakernels' slots as
+    well: the other jobs' are empty then, and `KernelStep`'s search for such a job is not needed. And a backward reads
+    the adapter that its forward read, because a job's step comes behind the last backward of its own."""
 
     def __init__(
         self, steps: Sequence[Step], line: Line, router: Any, kind: str, layers: Sequence[int] | None, flush: bool
@@ -296,6 +306,7 @@ class PipelineJoint(Joint):
     def _run(self) -> None:
         jobs, batches = zip(*self.order, strict=True)
         if self.machinery is None:  # the batches are on their device only now
+            self._route(0)  # so that what is measured, and what torch learns shapes by, is as in the schedule
             parts_of = [len(step.batches) for step in self.steps] if self.flush else []
             self.machinery = Machinery(self.model, self.line, self.kind, 1, self.layers, batches, parts_of)
             for step in self.steps:
@@ -305,11 +316,17 @@ class PipelineJoint(Joint):
         owners = [self.steps[job] for job in jobs]
         self._scales = [step.loss_scale for step in self.steps]  # type: ignore[assignment]
         each = self.machinery.run(batches, [o.items for o in owners], [o.loss_scale for o in owners])
-        self.losses = each[:, None] * F.one_hot(torch.tensor(jobs, device=each.device), len(self.steps))
+        own = F.one_hot(torch.tensor(jobs, device=each.device), len(self.steps)).bool()
+        self.losses = each[:, None].where(own, 0)  # and no product, which would give a NaN to the other jobs, too
 
     def _before(self, phase: str, number: int) -> None:
         if self.begin:
             self.begin(phase)
+        self._route(number)
+
+    def _route(self, number: int) -> None:
+        """Tell the linears whose rows a micro-batch has. In a backward only a layer that runs again asks: any other has
+        the rows and the adapters of its own forward."""
         job, batch = self.order[number]
         rows, width = batch.inputs["input_ids"].shape
         self.router.set([Part(job, self.steps[job].adapter, rows, width, width)])

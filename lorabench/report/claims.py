@@ -86,6 +86,8 @@ class Claim(Strict):
     may_hold: list[str] = Field(default_factory=list)  # toggles of a record's reference that change nothing about it
     # Those without which it would compare with something else: names, or patterns of a toggle with its settings.
     must_hold: list[str] = Field(default_factory=list)
+    must_not_hold: list[str] = Field(default_factory=list)  # likewise, those with which it would
+    must_add: list[str] = Field(default_factory=list)  # likewise, of what a record puts on top of its reference
     model: str | None = None  # only records of this model, or of models like this pattern (*, ?)
     workload: str | None = None  # likewise of workloads
     over: list[str] = Field(default_factory=list)  # models over whose cells it is the average or the maximum
@@ -268,7 +270,7 @@ def about(
     own, of a ladder's rung also the one that it adds to those below."""
     every = load_claims() if sources is None else sources
     pairs = [(s, c) for s in every for c in s.claims if c.reference and not c.same_as and _is_about(c, record)]
-    return [m for s, c in pairs if (m := _match(s, c, record, _names(tested), base))]
+    return [m for s, c in pairs if _has(tested, c.must_add) and (m := _match(s, c, record, _names(tested), base))]
 
 
 def _is_about(claim: Claim, record: Record) -> bool:
@@ -281,7 +283,8 @@ def _is_about(claim: Claim, record: Record) -> bool:
 def _match(source: Source, claim: Claim, record: Record, tested: set[str], labels: Sequence[str]) -> Match | None:
     own, base = claim.ways[0], _names(labels)
     held = [*labels, *base]
-    if tested in claim.ways and all(any(fnmatchcase(one, must) for one in held) for must in claim.must_hold):
+    fits = _has(held, claim.must_hold) and not any(_has(held, [pattern]) for pattern in claim.must_not_hold)
+    if tested in claim.ways and fits:
         stands_for = "" if tested == own else " + ".join(t for t in claim.candidate if t in own)
         differs = _differs(claim.reference, base, claim.may_hold)
         return Match(source, claim, record, claim.low, claim.high, False, differs, stands_for)
@@ -297,6 +300,11 @@ def _match(source: Source, claim: Claim, record: Record, tested: set[str], label
         low, high = (1 / claim.high, 1 / claim.low) if ratio else (claim.low, claim.high)
         return Match(source, claim, record, low, high, ratio, differs, stands_for)
     return None
+
+
+def _has(toggles: Iterable[str], patterns: Iterable[str]) -> bool:
+    """Whether each pattern is one of these toggles."""
+    return all(any(fnmatchcase(one, pattern) for one in toggles) for pattern in patterns)
 
 
 def _differs(baseline: Sequence[str], base: set[str], may_hold: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import weakref
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +17,14 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from several_ranks import on_ranks
 
-from lorabench.contract.ablation import Unsupported
+from lorabench.contract.ablation import Evidence, Unsupported, conflict
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.workload import Workload
 from lorabench.measure import build, parted_weights
 from lorabench.measure.base import Base
 from lorabench.measure.judging.numerics import clear, one_step
 from lorabench.measure.kind import kind, request_of
+from lorabench.measure.trial import run_trial
 from lorabench.plan import registry
 from lorabench.plan.compose import load_config, model, plan
 from lorabench_ablations import pipeline_stages
@@ -183,8 +185,8 @@ def test_what_peft_saves_has_the_same_loss_in_plain_peft(tmp_path):
 TWO_JOBS = ("workload=two_jobs", "reference=[sdpa,adamw_foreach,padding]")
 
 
-def jobs_arm(ranks, *toggles, layers=3):
-    cell = plan(config(f"models=[{DEEP}]", *TWO_JOBS, "trials=3"), "cpu").cells[0]
+def jobs_arm(ranks, *toggles, layers=3, overrides=()):
+    cell = plan(config(f"models=[{DEEP}]", *TWO_JOBS, "trials=3", *overrides), "cpu").cells[0]
     names = [*PEFT[:2], *toggles]
     made = request_of(cell, "reference", torch.float32, torch.device("cpu"), Path())
     made = replace(made, ablations=tuple(map(registry.ablation, names)), layers=layers, ranks=ranks)
@@ -196,9 +198,13 @@ def jobs_alone():
     return {step.name: one_step(made, step) for step in made.steps}
 
 
-def jobs_stepped(ranks, flush):
+def multi_adapter(**settings):
+    return {"pipeline_multi_adapter": settings}
+
+
+def jobs_stepped(ranks, *toggles):
     """What the gate asks, job by job; then a trial, in which each job's update comes within the schedule."""
-    made = jobs_arm(ranks, {"pipeline_multi_adapter": {"flush": flush}})
+    made = jobs_arm(ranks, *toggles)
     gate = {step.name: one_step(made, step) for step in made.steps}
     found = {name: (o.loss, {n: x.numpy() for n, x in o.gradients.items()}, o.update_error) for name, o in gate.items()}
     begun = []
@@ -206,13 +212,24 @@ def jobs_stepped(ranks, flush):
         clear(made, step)
     outs = kind("train").trial(made, begun.append)
     losses = [ranks.total(sum(float(out) for out in own)) for own in outs]
-    return found, begun, losses, made.turns[0].said()["pipeline"]
+    return found, begun, losses, made.turns[0].innermost.said()["pipeline"]
 
 
-@pytest.mark.parametrize("flush", [False, True])
-def test_several_jobs_in_one_pipeline_are_each_what_it_is_alone(tmp_path, flush):
+@pytest.mark.parametrize(
+    ("flush", "kernels", "beside"),
+    [
+        (False, False, ()),
+        (True, False, ()),
+        (False, True, ()),
+        (True, True, ("gradient_checkpointing",)),
+        pytest.param(False, True, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
+        pytest.param(True, True, (), marks=pytest.mark.exhaustive),
+        pytest.param(False, True, ("save_on_cpu",), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_several_jobs_in_one_pipeline_are_each_what_it_is_alone(tmp_path, flush, kernels, beside):
     wanted = jobs_alone()
-    answers = on_ranks(2, tmp_path, jobs_stepped, flush)
+    answers = on_ranks(2, tmp_path, jobs_stepped, multi_adapter(flush=flush, kernels=kernels), *beside)
     for found, begun, losses, said in answers:
         assert found.keys() == wanted.keys()
         for job, (loss, gradients, update_error) in found.items():
@@ -225,6 +242,109 @@ def test_several_jobs_in_one_pipeline_are_each_what_it_is_alone(tmp_path, flush)
         rows = 1 if flush else 2  # a job alone has to fill the pipeline with its two samples
         assert said["sent_bytes_by_rank"] == [said["micro_batches"] * rows * 48 * 64 * 4] * 2
         assert said["predicted_bubble_pct"] < 100 and sum(said["layers_by_stage"]) == 3
+
+
+def trained(ranks, *toggles):
+    """(each job's losses in three trials, its adapter behind them)"""
+    made = jobs_arm(ranks, *toggles)
+    losses = [list(run_trial(made, number=number).losses.values()) for number in range(3)]
+    losses = [[ranks.total(loss) for loss in own] for own in losses]
+    return losses, [{n: p.detach().numpy().copy() for n, p in made.adapters(step)} for step in made.steps]
+
+
+@pytest.mark.parametrize(
+    ("settings", "beside"),
+    [
+        ({"kernels": True}, ()),
+        ({"kernels": True}, ("gradient_checkpointing",)),
+        ({"kernels": True, "flush": True}, ()),
+        ({"kernels": True, "tokens": 64}, ()),
+        pytest.param({}, (), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_steps_in_a_row_train_each_job_as_alone(tmp_path, settings, beside):
+    """A job's update comes between the forwards and the backwards of the other jobs' micro-batches."""
+    losses, adapters = trained(ONE, "padding")
+    answers = on_ranks(2, tmp_path, trained, multi_adapter(**settings), *beside)
+    for job, wanted in enumerate(adapters):
+        found = {name: x for _, own in answers for name, x in own[job].items()}
+        assert found.keys() == wanted.keys()
+        for name, x in wanted.items():
+            torch.testing.assert_close(torch.from_numpy(found[name]), torch.from_numpy(x), rtol=1e-3, atol=2e-5)
+    for own, _ in answers:
+        assert own == [pytest.approx(each, rel=1e-5) for each in losses]
+    assert losses[0] != losses[1]  # they learn
+
+
+def spoilt(ranks, settings, spoil):
+    """The losses of a trial, and the second job's gradients, where the first job's adapter is NaN or as it was."""
+    made = jobs_arm(ranks, multi_adapter(**settings))
+    with torch.no_grad():
+        for _, p in made.adapters(made.steps[0]) if spoil else ():
+            p.fill_(float("nan"))
+    losses = list(run_trial(made).losses.values())
+    return losses, {name: p.grad.numpy().copy() for name, p in made.adapters(made.steps[1])}
+
+
+@pytest.mark.parametrize("settings", [{"kernels": True}, {}], ids=str)
+def test_a_job_that_is_nan_leaves_the_others_bitwise_alone(tmp_path, settings):
+    for folder in (found := tmp_path / "found", usual := tmp_path / "usual"):
+        folder.mkdir()
+    pairs = zip(on_ranks(2, found, spoilt, settings, True), on_ranks(2, usual, spoilt, settings, False), strict=True)
+    for rank, ((losses, gradients), (wanted, own)) in enumerate(pairs):
+        assert losses[1] == wanted[1] and (losses[0] != losses[0]) == (rank == 1)  # the last stage has the losses
+        assert gradients.keys() == own.keys() and gradients
+        assert all((gradients[name] == x).all() for name, x in own.items())
+
+
+def forwards(ranks):
+    """By rank: forwards that the model's own code ran when the arm was built, those behind a step, the notes."""
+    made = jobs_arm(ranks, toggle := multi_adapter(kernels=True), layers=None)
+    ran = made.model._lorabench_jobs.report.forwards
+    built = dict(ran.left)
+    one_step(made, made.steps[0])
+    notes = registry.ablation(toggle).notes(Evidence(made, None, Counter()))
+    return built, dict(ran.left), dict(ran.fused), notes["lorakernels"]
+
+
+def test_every_forward_behind_the_patch_is_our_kernels(tmp_path):
+    """Those, too, by which the stages are measured, and by which torch learns shapes."""
+    answers = on_ranks(2, tmp_path, forwards)
+    for built, left, fused, notes in answers:
+        assert built == left and fused["layer"] > 0
+        assert notes["changed"]["mlp"] == HALF + MARGIN and notes["left"] == []
+    measured, *_ = (fused["linear_cross_entropy"] for _, _, fused, _ in answers)
+    assert answers[1][2]["linear_cross_entropy"] > measured > 0  # the first rank has the head while it measures
+
+
+@pytest.mark.parametrize(
+    ("beside", "why"),
+    [
+        ("fused_rms_norm", "kernels=true already has this part"),
+        ("fused_rope", "kernels=true already has this part"),
+        ("fused_linear_cross_entropy", "kernels=true already has this part"),
+        ("selective_checkpointing", "a layer's second pass has to run the operators of its first"),
+    ],
+)
+def test_what_goes_beside_the_pipeline_and_not_beside_its_kernels(beside, why):
+    both = [registry.ablation(beside), registry.ablation(multi_adapter(kernels=True))]
+    assert (conflict(both) or "").startswith(f"pipeline_multi_adapter excludes {beside}: {why}")
+    assert conflict([both[0], registry.ablation("pipeline_multi_adapter")]) is None
+    assert "lorakernels" in both[1].requires.packages and not registry.ablation_class(both[1].name).requires.packages
+
+
+def refused_jobs(ranks, *overrides):
+    try:
+        jobs_arm(ranks, multi_adapter(kernels=True), overrides=overrides)
+    except Unsupported as error:
+        return str(error)
+
+
+def test_an_adapter_that_the_kernels_do_not_know_is_one_line(tmp_path):
+    said = "an adapter is a variant of LoRA (DoRA, say); expected plain LoRA on a linear, so that each row"
+    for reason in on_ranks(2, tmp_path, refused_jobs, "lora.use_dora=true"):
+        assert reason.startswith("pipeline_multi_adapter: ") and said in reason
 
 
 # -- layers that a rank never has ------------------------------------------------------------------------------------
@@ -260,11 +380,11 @@ def watched():
     return drawn
 
 
-def held(ranks, toggle):
+def held(ranks, toggle, *beside):
     """(layers that are drawn, layers when the arm is built, those after a step, bytes that outlive the cut unused)"""
     drawn = watched()
     jobs = "pipeline_multi_adapter" in toggle
-    made = jobs_arm(ranks, toggle, layers=None) if jobs else deep(toggle, ranks=ranks)
+    made = jobs_arm(ranks, toggle, layers=None) if jobs else deep(toggle, *beside, ranks=ranks)
     built = layers_of(made.model)
     for step in made.steps:
         one_step(made, step)
@@ -279,20 +399,22 @@ MARGINS = [[*range(HALF + MARGIN)], [*range(HALF - MARGIN, LAYERS)]]
 
 
 @pytest.mark.parametrize(
-    ("toggle", "wanted"),
+    ("toggles", "wanted"),
     [
-        ("pipeline_1f1b", MARGINS),
-        ({"pipeline_gpipe": {"layers": [HALF, HALF]}}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ({"pipeline_interleaved": {"layers": [1, 3, 2, 2]}}, [[0, 4, 5], [1, 2, 3, 6, 7]]),
-        ({"pipeline_multi_adapter": {"flush": True}}, MARGINS),
+        (("pipeline_1f1b",), MARGINS),
+        (("pipeline_1f1b", "lora_kernels"), MARGINS),
+        (({"pipeline_gpipe": {"layers": [HALF, HALF]}},), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (({"pipeline_interleaved": {"layers": [1, 3, 2, 2]}},), [[0, 4, 5], [1, 2, 3, 6, 7]]),
+        ((multi_adapter(flush=True),), MARGINS),
+        ((multi_adapter(kernels=True),), MARGINS),
     ],
 )
-def test_a_rank_has_its_own_layers_and_a_margin_from_the_start(tmp_path, toggle, wanted):
-    answers = on_ranks(2, tmp_path, held, toggle)
+def test_a_rank_has_its_own_layers_and_a_margin_from_the_start(tmp_path, toggles, wanted):
+    answers = on_ranks(2, tmp_path, held, *toggles)
     assert [first for first, *_ in answers] == wanted
     for first, built, after, left in answers:
         assert set(after) <= set(built) <= set(first) and left == 0
-        assert built == (first if "pipeline_multi_adapter" in toggle else after)  # whose batches come with the step
+        assert built == (first if "pipeline_multi_adapter" in toggles[0] else after)  # whose batches come with the step
     assert sorted(n for *_, after, _ in answers for n in after) == [*range(LAYERS)]
 
 

@@ -1,6 +1,8 @@
 """`remove`, copies, what is saved, and who wraps the model: whatever comes between, nothing of ours is left behind."""
 
+import gc
 import io
+import weakref
 from copy import deepcopy
 
 import lorakernels
@@ -59,6 +61,26 @@ def test_remove_when_the_wrapper_is_gone():
     assert not bound(merged) and not strided(merged)
     data = batch()
     torch.testing.assert_close(merged(**data).logits, wanted(**data).logits)
+
+
+def test_layers_that_have_left_the_model_are_forgotten():
+    """As a pipeline gives back those of other stages: else their weights live as long as the model."""
+    ours, plain = pair()
+    gone = [weakref.ref(p) for p in ours.get_base_model().model.layers[-1].parameters()]
+    for model in (ours, plain):
+        del model.get_base_model().model.layers[-1]
+    gc.collect()
+    assert all(p() is not None for p in gone)
+    lorakernels.forget(ours)
+    gc.collect()
+    assert all(p() is None for p in gone)
+    assert_like_peft(ours, plain)
+    assert bound(ours) and strided(ours)
+    lorakernels.remove(ours)
+    assert not bound(ours) and not strided(ours)
+    assert_like_peft(ours, plain)
+    with pytest.raises(RuntimeError, match="apply was not called on this model"):
+        lorakernels.forget(ours)
 
 
 def test_apply_under_and_inside_a_wrapper():

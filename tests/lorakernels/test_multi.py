@@ -311,6 +311,30 @@ def test_batches_of_other_jobs_before_the_backward_of_the_first():
         torch.testing.assert_close(found[n], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
 
 
+@FORMS
+def test_a_layer_that_a_checkpoint_runs_again_has_the_adapters_of_its_own_forward(fused):
+    """As in a pipeline: forwards of other jobs come before the backward of the first, which is told its rows again."""
+    ids, rows = batch(4, 9)["input_ids"], ([0, 0, 0, 0], [1, 1, 1, 1])
+    found = []
+    for checkpointing in (False, True):
+        made = model()
+        if checkpointing:
+            made.gradient_checkpointing_enable({"use_reentrant": False})
+            made.enable_input_require_grads()
+        jobs, losses = lorakernels.apply_multi(made, fused=fused), []
+        for job in rows:
+            jobs.set(job)
+            losses.append(loss_of(made, ids).sum())
+        for job, loss in zip(rows, losses, strict=True):
+            jobs.set(job)
+            loss.backward()
+        found.append(gradients(made))
+    wanted, own = found
+    assert own.keys() == wanted.keys() and {n.split(".")[-2] for n in own} == {"first", "second"}
+    for n, gradient in wanted.items():
+        torch.testing.assert_close(own[n], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+
+
 def test_a_copy_has_jobs_of_its_own():
     ids = batch(2, 8)["input_ids"]
     ours = model()

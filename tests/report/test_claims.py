@@ -172,6 +172,29 @@ def test_a_pipeline_s_bubbles_stand_beside_lorafusion_s_and_its_speed_beside_tha
     assert "over-megatron-most" not in {m.claim.id for m in claims.match([plain])}
 
 
+def test_over_mlora_are_kernels_and_rows_of_tokens_against_padded_micro_batches(record):
+    """Neither a pipeline that is emptied or that fills rows is mLoRA's, nor one without our kernels LoRAFusion's."""
+    plain, full = "pipeline_multi_adapter", "pipeline_multi_adapter(tokens=7168, kernels=True)"
+
+    def beside(own, base, workload="lorafusion_xsum"):
+        row = record([own], reference=("padding", base), speedup=1.3, sd=0.0, workload=workload)
+        return {m.claim.id: m for m in claims.match([row])}
+
+    made = beside(full, plain)
+    assert {"over-mlora-most", "over-mlora-average"} <= made.keys()
+    assert made["over-mlora-most"].differs == "without gradient_checkpointing" and not made["over-mlora-most"].inverted
+    assert made["over-mlora-most"].stands_for == "lorafusion"
+    emptied = beside(full, "pipeline_multi_adapter(flush=True)")
+    assert "over-megatron-most" in emptied and "over-mlora-most" not in emptied
+    for own, base in (
+        ("pipeline_multi_adapter(tokens=7168)", plain),
+        ("pipeline_multi_adapter(kernels=True)", plain),
+        (full, "pipeline_multi_adapter(tokens=7168)"),
+    ):
+        assert "over-mlora-most" not in beside(own, base)
+    assert "over-mlora-most" not in beside(full, plain, workload="two_jobs")
+
+
 def test_what_was_counted_beside_sweeps_is_measured():
     found = claims.Tabled(table="a.csv", column="saved_pct", where={"arm": "lora_kernels"}, how="by ncu")
     traffic = a_claim(quantity="memory_traffic_saved_pct", unit="%", kind="op", counted=found)

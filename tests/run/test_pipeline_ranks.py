@@ -43,15 +43,21 @@ def test_from_the_command_to_a_right_row_of_each_schedule(tmp_path):
 @pytest.mark.exhaustive
 def test_several_jobs_from_the_command_to_a_right_row(tmp_path):
     done = sweep(
-        *COMMON, "models=[tiny-llama]", "workload=two_jobs", "ablations=[pipeline_multi_adapter]",
-        f"output={tmp_path}", cwd=tmp_path,
+        *COMMON, "models=[tiny-llama]", "workload=two_jobs",
+        "ablations=[pipeline_multi_adapter,{pipeline_multi_adapter: {kernels: true}}]", f"output={tmp_path}",
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    *_, record = read_records(tmp_path)
-    assert record.status == "ok", record.reason
-    assert list(record.jobs) == ["short", "long"]
-    assert all(job.numerics.grad_error < 1e-5 for job in record.jobs.values())
-    assert record.notes["pipeline_multi_adapter"]["micro_batches"] == 3
+    _, *records = read_records(tmp_path)
+    assert [record.ablations for record in records] == [
+        ["pipeline_multi_adapter"], ["pipeline_multi_adapter(kernels=True)"],
+    ]  # fmt: skip
+    for record in records:
+        assert record.status == "ok", record.reason
+        assert list(record.jobs) == ["short", "long"]
+        assert all(job.numerics.grad_error < 1e-5 for job in record.jobs.values())
+        assert record.notes["pipeline_multi_adapter"]["micro_batches"] == 3
+    assert "lorakernels" in records[1].notes and "lorakernels" not in records[0].notes
 
 
 @pytest.mark.parametrize("samples", [2, pytest.param(1, marks=pytest.mark.exhaustive)])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..nodes.member import SavedAdapters, with_saved_adapters
 from ..nodes.mlp_node import gated_mlp
 from ..nodes.operand import adapters_of, with_loaded_adapters
 from ..nodes.projection import Projection
@@ -235,7 +236,8 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: 
     if trained is not None:
         return kept_layer(_call(plan, **kwargs), hidden_states, trained)
     if checkpointed and plan.own_checkpointing:
-        return self._gradient_checkpointing_func(partial(_layer, plan, **kwargs), hidden_states)
+        run = partial(_layer_again, plan, adapters_of(plan.groups), **kwargs)
+        return self._gradient_checkpointing_func(run, hidden_states)
     return _layer(plan, hidden_states, **kwargs)
 
 
@@ -263,6 +265,13 @@ def _call(plan: LayerPlan, **kwargs: Any) -> Call:
 def _layer(plan: LayerPlan, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     with with_loaded_adapters(plan.groups, plan.loader, x):
         return _fused_layer(plan, x, *args, **kwargs)
+
+
+def _layer_again(plan: LayerPlan, adapters: SavedAdapters, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`_layer`, of which a checkpoint runs the second pass in the backward: other forwards may have read other adapters
+    since."""
+    with with_saved_adapters(adapters):
+        return _layer(plan, x, **kwargs)
 
 
 def _fused_layer(

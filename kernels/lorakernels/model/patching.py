@@ -97,8 +97,10 @@ class Report:
 
 @dataclass
 class _State:
+    """undo: (a module, what gives back to it what `apply` took), in the order in which it was taken."""
+
     forwards: Forwards
-    undo: list[Callable[[], object]] = field(default_factory=list)
+    undo: list[tuple[Any, Callable[[], object]]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> _State:
         return _State(copy.deepcopy(self.forwards, memo), copy.deepcopy(self.undo, memo))
@@ -187,16 +189,20 @@ class _Patcher:
 
         signed._lorakernels_forward = signed  # type: ignore[attr-defined]
         module.forward = MethodType(signed, module)
-        self.state.undo.append(partial(_unbind, module))
+        self.undoing(module, partial(_unbind, module))
+
+    def undoing(self, module: Any, *undo: Callable[[], object]) -> None:
+        self.state.undo += [(module, one) for one in undo]
 
     def take(self, linears: Linears | None) -> None:
         if linears is None:
             return
         linears.adopt()
-        self.state.undo.append(linears.release)
+        parent = linears.modules[0].parent  # which stays where adapters are unloaded
+        self.undoing(parent, linears.release)
         self.taken |= {m.name for m in linears.modules}
         for linear in linears.modules:
-            self.state.undo.append(linear.base.register_state_dict_post_hook(_own_weight).remove)
+            self.undoing(parent, linear.base.register_state_dict_post_hook(_own_weight).remove)
         for group in linears.groups:
             if group.not_fp8:
                 self.leave(" + ".join(m.name for m in group.members), "fp8", group.not_fp8)
@@ -207,7 +213,7 @@ class _Patcher:
     def saving(self, model: Any) -> None:
         if hasattr(model, "peft_config") and "save_pretrained" not in model.__dict__:
             model.save_pretrained = MethodType(_save_adapters, model)
-            self.state.undo.append(partial(_unbind_saving, model))
+            self.undoing(model, partial(_unbind_saving, model))
 
     # ---- the parts of a layer ----------------------------------------------------------------------------------------
     def layer(self, name: str, layer: Any) -> None:
@@ -338,8 +344,8 @@ class _Patcher:
         try:
             self.bind(model, causal_lm_forward, head_plan(model, self.proofs))
             object.__setattr__(whole, HEAD, model)
-            self.state.undo += [partial(give_back, model), whole.register_forward_pre_hook(watch).remove]
-            self.state.undo.append(partial(_unwatch, whole))
+            self.undoing(model, partial(give_back, model))
+            self.undoing(whole, whole.register_forward_pre_hook(watch).remove, partial(_unwatch, whole))
         except NotFused as reason:
             self.leave(name, "linear_cross_entropy", reason)
         else:
@@ -447,7 +453,7 @@ def _inner(model: Any) -> Any:
 
 
 def _undo(state: _State) -> None:
-    for undo in reversed(state.undo):
+    for _, undo in reversed(state.undo):
         undo()
 
 
@@ -456,10 +462,26 @@ def status(model: Any) -> Forwards:
 
     Takes what `remove` takes. Raises RuntimeError where `apply` was called on none of these."""
     _check_model(model, "status")
-    for module in model.modules():
-        if STATE in module.__dict__:
-            return module.__dict__[STATE].forwards
-    raise RuntimeError("lorakernels.apply was not called on this model")
+    return _states(model)[0].forwards
+
+
+def _states(model: Any) -> list[_State]:
+    """Raises RuntimeError where there is none."""
+    states = {id(m.__dict__[STATE]): m.__dict__[STATE] for m in model.modules() if STATE in m.__dict__}
+    if not states:
+        raise RuntimeError("lorakernels.apply was not called on this model")
+    return list(states.values())
+
+
+def forget(model: Any) -> None:
+    """Lets go of modules that are in the model no more, such as the layers of a pipeline's other stages: else what
+    `remove` would give back to them keeps their weights.
+
+    Takes what `remove` takes. Raises RuntimeError where `apply` was called on none of these."""
+    _check_model(model, "forget")
+    here = {id(module) for module in model.modules()}
+    for state in _states(model):
+        state.undo = [(module, undo) for module, undo in state.undo if id(module) in here]
 
 
 def remove(model: Any) -> None:
@@ -468,10 +490,7 @@ def remove(model: Any) -> None:
     Takes the model that `apply` was given, one that was wrapped around it since, or what is left of it when PEFT's
     wrapper is gone (merge_and_unload). Raises RuntimeError where `apply` was called on none of these."""
     _check_model(model, "remove")
-    holders = [m for m in model.modules() if STATE in m.__dict__]
-    if not holders:
-        raise RuntimeError("lorakernels.apply was not called on this model")
-    for state in {id(m.__dict__[STATE]): m.__dict__[STATE] for m in holders}.values():
+    for state in _states(model):
         _undo(state)
         state.undo.clear()
     for module in model.modules():
