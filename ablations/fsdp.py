@@ -48,7 +48,8 @@ class Fsdp2(Parallel):
     `replicas`: as many groups of ranks hold the weights once each, so that weights travel inside a group (HSDP, Zhao et
     al. 2023), and the adapters' gradients are added over all ranks. On one rank nothing travels, and what it costs to
     gather a layer beside that is left. `copy_engine`: the GPUs' copy engines gather, so that no multiprocessor is taken
-    from what is computed meanwhile.
+    from what is computed meanwhile. `operands`: beside `lora_kernels` and replicated adapters, what is sharded is what
+    its products read, frozen weights with room for adapters; off, each weight as it is, which shows what that is worth.
     """
 
     name: ClassVar[str] = "fsdp2"
@@ -64,6 +65,7 @@ class Fsdp2(Parallel):
     reshard: bool = True
     replicas: int = added(1)
     copy_engine: bool = added(False)
+    operands: bool = added(True)
 
     def __post_init__(self) -> None:
         if self.adapters not in ("replicated", "sharded"):
@@ -106,8 +108,8 @@ class Fsdp2(Parallel):
     def patch(self, model: Any) -> int:
         """One layer after the other, so that a rank never holds more than one of them whole."""
         base = model.get_base_model()
-        layers, before = _layers(base), getattr(base, LAY_OUT, None) if self.adapters == "replicated" else None
-        lay_out = before and before(model)
+        before = getattr(base, LAY_OUT, None) if self.operands and self.adapters == "replicated" else None
+        layers, lay_out = _layers(base), before and before(model)
         for layer in layers:
             _replace_parameters(layer, whole)
             if lay_out:
@@ -155,6 +157,12 @@ class Fsdp2(Parallel):
             return moved + sent("all_reduce", adapters, n)
         once = sent("reduce_scatter", adapters, part) + sent("all_reduce", adapters / part, self.replicas)
         return moved + once * len(arm.step.batches)
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        found = super().notes(evidence)
+        if operands := sum(name.endswith(".operand") for name, _ in evidence.arm.model.named_parameters()):
+            found[self.name]["operands"] = operands
+        return found
 
     def group(self, kind: str, n: int) -> int:
         if kind != "all_reduce":

@@ -32,6 +32,7 @@ TWO = {
         "gradient_checkpointing",
     ),
     "fsdp2 sharded with lora_kernels": ({"fsdp2": {"adapters": "sharded"}}, "lora_kernels"),
+    "fsdp2 apart with lora_kernels": ({"fsdp2": {"operands": False}}, "lora_kernels"),
     "fsdp2 kept": ({"fsdp2": {"reshard": False}},),
     "fsdp2 sharded": ({"fsdp2": {"adapters": "sharded"}},),
     "fsdp2 checkpointed": ("fsdp2", "gradient_checkpointing"),
@@ -196,6 +197,14 @@ def test_lora_kernels_over_fsdp2_runs_the_products_that_it_runs_over_ddp(one, tw
     found = (one, two)[number - 1][0][f"fsdp2{kept} with lora_kernels"]["products"]
     batches = 2 // number  # of four samples each
     assert found == [batches * n for n in two[0]["ddp with lora_kernels"]["products"]]
+    apart = (one, two)[number - 1][0]["fsdp2 apart with lora_kernels"]["products"]
+    assert sum(apart) > 1.5 * sum(found)
+
+
+def test_a_record_says_how_many_operands_are_sharded(two):
+    said = {case: found["notes"]["fsdp2"].get("operands") for case, found in two[0].items() if "fsdp2" in case}
+    merged = {f"fsdp2{how} with lora_kernels" for how in ("", " kept", " checkpointed", " kept checkpointed")}
+    assert said == {case: LAYERS * len(OPERANDS) if case in merged else None for case in said}
 
 
 def test_a_rank_holds_its_part_of_the_operands(two):

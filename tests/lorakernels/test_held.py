@@ -75,6 +75,31 @@ def test_three_updates_are_plain_peft_s(world_of_one, monkeypatch, family, resha
     assert len(made) == 2 * 6 * (1 + checkpointed)  # layers, forwards, and each once more in backward
 
 
+@pytest.mark.parametrize(
+    ("lora", "switches"),
+    [
+        ({"dtype": torch.bfloat16}, {}),
+        ({"dtype": torch.bfloat16, "autocast_adapter_dtype": True}, {}),
+        ({"lora_dropout": 0.3}, {}),
+        ({"targets": ["q_proj", "v_proj", "down_proj"]}, {}),
+        ({}, {"long_context": lorakernels.LongContext(mlp_rows=4)}),
+        ({}, {"one_gemm": False}),
+    ],
+    ids=["bfloat16", "float32 adapters", "dropout", "some linears", "long_context", "no one_gemm"],
+)  # fmt: skip
+def test_a_step_is_bit_for_bit_the_one_without_fsdp2(world_of_one, lora, switches):
+    alone = build("llama", **lora)
+    ours = sharded(deepcopy(alone))
+    found = []
+    for model in (ours, alone):
+        assert not lorakernels.apply(model, **switches).left
+        torch.manual_seed(7)  # the masks of a dropout
+        found.append(step(model))
+    assert found[0][0] == found[1][0] and found[0][1].keys() == found[1][1].keys()
+    for name, gradient in found[1][1].items():
+        assert torch.equal(found[0][1][name], gradient), name
+
+
 def test_q_k_v_and_gate_up_are_one_operand_each(world_of_one):
     ours, _, _ = pair()
     assert of_groups(ours) == [(3, True), (1, True), (2, True), (1, True)]
