@@ -27,9 +27,7 @@ MULTIPLY = (  # toggles that multiply with the frozen weights themselves, and so
     "axolotl", "axolotl_liger", "unsloth", "limit",
 )  # fmt: skip
 MARK = "_lorabench_lorakernels"  # on the model: the switches that are on, and the last report
-LAY_OUT = (
-    "_lorabench_lay_out"  # on the base model: (PEFT model) → what is done to a layer before its weights are sharded
-)
+LAY_OUT = "_lorabench_lay_out"  # on the base: of the PEFT model, makes what lays a layer out before it is sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +149,7 @@ class LoraKernels(Kernel):
     merge_projections: bool = True
 
     def prepare(self, base: nn.Module, *, upcast: bool) -> None:
-        """Whoever shards the weights is told of it, who comes first: fsdp2."""
+        """Leaves word for whoever shards the weights, and is asked to patch before us: fsdp2."""
         import lorakernels
 
         setattr(base, LAY_OUT, partial(lorakernels.before_fully_shard, merge_projections=self.merge_projections))
