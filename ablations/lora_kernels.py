@@ -143,6 +143,7 @@ class LoraKernels(Kernel):
     excludes: ClassVar[dict[str, str]] = dict.fromkeys(SLOTS, "lora_kernels already has this part")
 
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
+    keeps_weights: ClassVar[bool] = True
     worth_trying: ClassVar[Worth | None] = "time"
 
     one_gemm: bool = True
