@@ -7,14 +7,15 @@ python -m lorabench.sweep world_size=4 'ablations=[{fsdp2: {replicas: 2}}]' work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lorabench.contract.ablation import Evidence, Unsupported, added
 from lorabench.contract.batch import Sample
-from lorabench.contract.ranks import Ranks
+from lorabench.contract.ranks import Ranks, whole
 from lorabench.contract.step import Step
+from lorabench_ablations.lora_kernels import LAY_OUT
 from lorabench_ablations.parallel import (
     CAPTURED,
     COMPILED,
@@ -28,7 +29,7 @@ from lorabench_ablations.parallel import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from lorabench.contract.arm import Arm
@@ -47,7 +48,8 @@ class Fsdp2(Parallel):
     `replicas`: as many groups of ranks hold the weights once each, so that weights travel inside a group (HSDP, Zhao et
     al. 2023), and the adapters' gradients are added over all ranks. On one rank nothing travels, and what it costs to
     gather a layer beside that is left. `copy_engine`: the GPUs' copy engines gather, so that no multiprocessor is taken
-    from what is computed meanwhile.
+    from what is computed meanwhile. `operands`: beside `lora_kernels` and replicated adapters, what is sharded is what
+    its products read, frozen weights with room for adapters; off, each weight as it is, which shows what that is worth.
     """
 
     name: ClassVar[str] = "fsdp2"
@@ -63,6 +65,7 @@ class Fsdp2(Parallel):
     reshard: bool = True
     replicas: int = added(1)
     copy_engine: bool = added(False)
+    operands: bool = added(True)
 
     def __post_init__(self) -> None:
         if self.adapters not in ("replicated", "sharded"):
@@ -85,32 +88,43 @@ class Fsdp2(Parallel):
         return world // self.replicas
 
     def divide(self, base: nn.Module) -> int | None:
-        """Adapters that are sharded belong into the groups of their layers, and come later; and over a mesh of two
+        """A rank's part of each weight, without FSDP2, which may shard the weights in other pieces once all are drawn.
+
+        Adapters that are sharded belong into the groups of their layers, and come later; and over a mesh of two
         dimensions PEFT (0.21.2) takes a rank's part of a weight for the whole."""
         if self.adapters == "sharded" or self.replicas > 1:
             return None
         base.requires_grad_(False)
-        return self._shard_layers(base)
-
-    def patch(self, model: Any) -> int:
-        from torch.distributed.fsdp import fully_shard
-
-        ignored = {p for p in model.parameters() if p.requires_grad} if self.adapters == "replicated" else None
-        count = self._shard_layers(model.get_base_model(), ignored)
-        fully_shard(model, mesh=self._mesh(), ignored_params=ignored)
-        self._gather_in(model)
-        return count
-
-    def _shard_layers(self, base: nn.Module, ignored: set[nn.Parameter] | None = None) -> int:
-        """Each layer a group, if it is not one yet; returns how many there are."""
-        from torch.distributed.fsdp import FSDPModule, fully_shard
-
         layers = _layers(base)
         for layer in layers:
-            if not isinstance(layer, FSDPModule):
-                fully_shard(layer, mesh=self._mesh(), reshard_after_forward=self.reshard, ignored_params=ignored)
-                self._gather_in(layer)
+            _replace_parameters(layer, self._part_of)
         return len(layers)
+
+    def _part_of(self, weight: Tensor) -> Tensor:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        return distribute_tensor(weight, self._mesh(), [Shard(0)], src_data_rank=None)
+
+    def patch(self, model: Any) -> int:
+        """One layer after the other, so that a rank never holds more than one of them whole."""
+        base = model.get_base_model()
+        before = getattr(base, LAY_OUT, None) if self.operands and self.adapters == "replicated" else None
+        layers, lay_out = _layers(base), before and before(model)
+        for layer in layers:
+            _replace_parameters(layer, whole)
+            if lay_out:
+                lay_out(layer)
+            self._fully_shard(layer, reshard_after_forward=self.reshard)
+        self._fully_shard(model)
+        return len(layers)
+
+    def _fully_shard(self, module: nn.Module, **options: Any) -> None:
+        """Makes the module a group, of what is in none yet."""
+        from torch.distributed.fsdp import fully_shard
+
+        trained = {p for p in module.parameters() if p.requires_grad}
+        ignored = trained if self.adapters == "replicated" else None
+        self._gather_in(fully_shard(module, mesh=self._mesh(), ignored_params=ignored, **options))
 
     def _gather_in(self, module: Any) -> None:
         """Has the weights of a group that was just made gathered as `copy_engine` says."""
@@ -144,6 +158,12 @@ class Fsdp2(Parallel):
         once = sent("reduce_scatter", adapters, part) + sent("all_reduce", adapters / part, self.replicas)
         return moved + once * len(arm.step.batches)
 
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        found = super().notes(evidence)
+        if operands := sum(name.endswith(".operand") for name, _ in evidence.arm.model.named_parameters()):
+            found[self.name]["operands"] = operands
+        return found
+
     def group(self, kind: str, n: int) -> int:
         if kind != "all_reduce":
             return self._part(n)
@@ -155,6 +175,16 @@ class Fsdp2(Parallel):
 
         layers = _layers(_base(evidence.arm))
         return sum(all(isinstance(p, DTensor) for p in layer.parameters() if not p.requires_grad) for layer in layers)
+
+
+def _replace_parameters(layer: nn.Module, made_of: Callable[[Tensor], Tensor]) -> None:
+    """Each parameter by what is made of it, unless that is the tensor itself."""
+    from torch import nn
+
+    for module in layer.modules():
+        for name, p in module._parameters.items():
+            if p is not None and (made := made_of(p)) is not p:
+                module._parameters[name] = nn.Parameter(made, p.requires_grad)
 
 
 def _bytes(layer: nn.Module, adapters: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, added
@@ -26,6 +27,7 @@ MULTIPLY = (  # toggles that multiply with the frozen weights themselves, and so
     "axolotl", "axolotl_liger", "unsloth", "limit",
 )  # fmt: skip
 MARK = "_lorabench_lorakernels"  # on the model: the switches that are on, and the last report
+LAY_OUT = "_lorabench_lay_out"  # on the base: of the PEFT model, makes what lays a layer out before it is sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +143,17 @@ class LoraKernels(Kernel):
     excludes: ClassVar[dict[str, str]] = dict.fromkeys(SLOTS, "lora_kernels already has this part")
 
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
+    keeps_weights: ClassVar[bool] = True
     worth_trying: ClassVar[Worth | None] = "time"
 
     one_gemm: bool = True
     merge_projections: bool = True
+
+    def prepare(self, base: nn.Module, *, upcast: bool) -> None:
+        """Leaves word for whoever shards the weights, and is asked to patch before us: fsdp2."""
+        import lorakernels
+
+        setattr(base, LAY_OUT, partial(lorakernels.before_fully_shard, merge_projections=self.merge_projections))
 
     def patch(self, model: nn.Module) -> int:
         from lorabench.measure.kinds.operations.linear import OneLinear

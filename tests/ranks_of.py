@@ -37,7 +37,8 @@ def steps_of(names: tuple[Any, ...], ranks: Ranks = ONE, folder: str = "") -> di
     run = lambda: numerics.one_step(made)  # noqa: E731
     first, ops, handed = profile.collectives(run)
     found: dict[str, Any] = {"loss": first.loss, "gradients": first.gradients}
-    found |= {"update_error": first.update_error, "audits": {}, "notes": {}}
+    products = [ops[f"aten::{name}"] for name in ("mm", "addmm", "addmm_")]
+    found |= {"update_error": first.update_error, "audits": {}, "notes": {}, "products": products}
     for toggle in made.ablations:
         evidence = Evidence(made, made.patched[toggle.name], ops, handed)
         if toggle.slot in ("parallel", "fused_kernels"):

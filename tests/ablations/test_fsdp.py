@@ -42,6 +42,36 @@ def test_a_rank_draws_its_part_of_each_layer(tmp_path):
         assert rest == others  # embedding, norm and head stay whole until the model is divided
 
 
+def held_while_laid_out(ranks):
+    """(Bytes of the layers' weights as each layer is laid out for our kernels, and at the end; of one layer as it then
+    is whole)."""
+    import lorakernels
+
+    before, held, whole = lorakernels.before_fully_shard, [], []
+
+    def watching(model, **switches):
+        lay_out = before(model, **switches)
+
+        def watched(layer):
+            assert lay_out(layer) == 4  # q+k+v, o, gate+up, down
+            held.append(layers(model))
+            whole.append(bytes_of([p for p in layer.parameters() if not p.requires_grad]))
+
+        return watched
+
+    lorakernels.before_fully_shard = watching
+    made = arm("sdpa", "adamw_foreach", "padding", "fsdp2", "lora_kernels", samples=samples(), ranks=ranks)
+    return held, layers(made.model), whole
+
+
+def test_a_rank_lays_out_one_layer_at_a_time(tmp_path):
+    """Whole is at no time more than the layer that is laid out, and what a rank holds of the others is its part."""
+    for held, finished, whole in on_ranks(2, tmp_path, held_while_laid_out):
+        assert len(held) == len(whole) == 3 and len(set(whole)) == 1
+        assert finished == 3 * whole[0] / 2
+        assert all(bytes_ <= finished + whole[0] / 2 for bytes_ in held)
+
+
 def held_alone():
     from lorabench.contract.ranks import ONE
 

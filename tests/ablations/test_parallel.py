@@ -17,11 +17,22 @@ from lorabench_ablations import tensor_parallel
 from lorabench_ablations.parallel import sent
 
 LAYERS, LINEARS = 3, 3 * 7
+KERNELS = "fsdp2_replicas"  # of FOUR, the one with lora_kernels
+OPERANDS = ((128, 64, 48), (64, 64, 16), (256, 64, 32), (64, 128, 16))  # (N, K, p) of q+k+v, o, gate+up, down
 TWO = {
     "ddp": ("ddp",),
     "ddp with lora_kernels": ("ddp", "lora_kernels"),
     "fsdp2": ("fsdp2",),
     "fsdp2 with lora_kernels": ("fsdp2", "lora_kernels"),
+    "fsdp2 kept with lora_kernels": ({"fsdp2": {"reshard": False}}, "lora_kernels"),
+    "fsdp2 checkpointed with lora_kernels": ("fsdp2", "lora_kernels", "gradient_checkpointing"),
+    "fsdp2 kept checkpointed with lora_kernels": (
+        {"fsdp2": {"reshard": False}},
+        "lora_kernels",
+        "gradient_checkpointing",
+    ),
+    "fsdp2 sharded with lora_kernels": ({"fsdp2": {"adapters": "sharded"}}, "lora_kernels"),
+    "fsdp2 apart with lora_kernels": ({"fsdp2": {"operands": False}}, "lora_kernels"),
     "fsdp2 kept": ({"fsdp2": {"reshard": False}},),
     "fsdp2 sharded": ({"fsdp2": {"adapters": "sharded"}},),
     "fsdp2 checkpointed": ("fsdp2", "gradient_checkpointing"),
@@ -29,6 +40,7 @@ TWO = {
     "ulysses with lora_kernels": ("ulysses", "lora_kernels"),
     "tensor_parallel": ("tensor_parallel",),
 }
+ONE = {name: case for name, case in TWO.items() if name.startswith("fsdp2") and name.endswith("with lora_kernels")}
 ZERO = {
     **{f"zero {stage}": ({"deepspeed_zero": {"stage": stage}},) for stage in (1, 2, 3)},
     "zero 2 with lora_kernels": ("deepspeed_zero", "lora_kernels"),
@@ -38,6 +50,7 @@ ZERO = {
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 FOUR = {
     "fsdp2": ("fsdp2",),
+    "fsdp2 with lora_kernels": ("fsdp2", "lora_kernels"),
     "fsdp2_replicas": ({"fsdp2": {"replicas": 2}}, "lora_kernels"),
     "fsdp2_replicas_sharded": ({"fsdp2": {"replicas": 2, "adapters": "sharded"}},),
     "ulysses": ({"ulysses": {"ranks": 2}},),
@@ -49,6 +62,12 @@ FOUR = {
 @pytest.fixture(scope="module")
 def plain():
     return steps_of(())
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    return together(1, ONE, folder), folder
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +106,12 @@ def test_on_two_processes_all_is_as_in_one(two, plain, case):
     is_one_process_s(found[case], plain, folder / case)
 
 
+@pytest.mark.parametrize("case", ONE)
+def test_lora_kernels_over_fsdp2_on_one_process_too(one, plain, case):
+    found, folder = one
+    is_one_process_s(found[case], plain, folder / case)
+
+
 @needs_deepspeed
 @pytest.mark.parametrize("case", ZERO)
 def test_zero_s_stages_are_as_one_process_too(zero, plain, case):
@@ -120,7 +145,8 @@ def test_on_four_processes_too_also_beside_divided_samples(four, plain, case):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["fsdp2_replicas", "fsdp2_replicas_sharded"])
 def test_replicas_of_two_ranks_hold_half_each_and_gather_among_two(four, case):
-    notes, whole = (four[0][name]["notes"]["fsdp2"] for name in (case, "fsdp2"))
+    found, whole = (four[0][name]["notes"] for name in (case, f"fsdp2{' with lora_kernels' * (case == KERNELS)}"))
+    notes, whole = found["fsdp2"], whole["fsdp2"]
     assert notes["held_bytes"]["weights"] == pytest.approx(2 * whole["held_bytes"]["weights"], rel=0.1)
     assert notes["handed_bytes"]["all_gather"] >= 2 * whole["handed_bytes"]["all_gather"]  # a half, not a quarter
     assert whole["least_bytes"] > notes["least_bytes"] > 0
@@ -162,6 +188,31 @@ def test_fsdp2_sends_its_least_and_holds_half_of_the_frozen_weights(two):
         assert notes["held_bytes"]["adapters"] == ddp["ddp"]["held_bytes"]["adapters"]
     assert again["fsdp2"]["least_bytes"] > kept["fsdp2"]["least_bytes"]
     assert two[0]["fsdp2 sharded"]["notes"]["fsdp2"]["held_bytes"]["adapters"] < ddp["ddp"]["held_bytes"]["adapters"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("kept", ["", " kept"])
+def test_lora_kernels_over_fsdp2_runs_the_products_that_it_runs_over_ddp(one, two, number, kept):
+    """q, k, v and gate, up are one product each, and no adapter is added by one of its own."""
+    found = (one, two)[number - 1][0][f"fsdp2{kept} with lora_kernels"]["products"]
+    batches = 2 // number  # of four samples each
+    assert found == [batches * n for n in two[0]["ddp with lora_kernels"]["products"]]
+    apart = (one, two)[number - 1][0]["fsdp2 apart with lora_kernels"]["products"]
+    assert sum(apart) > 1.5 * sum(found)
+
+
+def test_a_record_says_how_many_operands_are_sharded(two):
+    said = {case: found["notes"]["fsdp2"].get("operands") for case, found in two[0].items() if "fsdp2" in case}
+    merged = {f"fsdp2{how} with lora_kernels" for how in ("", " kept", " checkpointed", " kept checkpointed")}
+    assert said == {case: LAYERS * len(OPERANDS) if case in merged else None for case in said}
+
+
+def test_a_rank_holds_its_part_of_the_operands(two):
+    """The spare columns are shared out like the weights."""
+    ddp, ours = (two[0][name]["notes"][name.split()[0]]["held_bytes"] for name in ("ddp", "fsdp2 with lora_kernels"))
+    wider = 4 * LAYERS * sum((n + p) * (k + p) - n * k for n, k, p in OPERANDS)
+    assert ours["weights"] == (ddp["weights"] + wider) / 2
+    assert ours["adapters"] == ddp["adapters"]
 
 
 @pytest.mark.parametrize("case", ["ddp with lora_kernels", "fsdp2 with lora_kernels", "ulysses with lora_kernels"])

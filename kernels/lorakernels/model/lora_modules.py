@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..nodes.member import Member
+from .held import HeldLinear, stored_weight
 from .module_checks import NotFused, check_weight, is_gathered, is_library_function, is_unhooked
 
 
@@ -38,6 +39,8 @@ class LinearModule:
 
     def __post_init__(self) -> None:
         self.leaf, self.rank, self.kind = self.name.rpartition(".")[2], self.member.rank, type(self.base)
+        self.stored = "operand" if isinstance(self.base, HeldLinear) else "weight"  # the parameter's name
+        self.known = stored_weight(self.base)
 
     def what_changed(self) -> str | None:
         """Reads weight, bias, A, B, scale and dropout anew; the reason, in words that are the same for every linear, if
@@ -53,16 +56,18 @@ class LinearModule:
             return "a linear has another base layer, or one of another class"
         if not ((self.called or self._unhooked()) and (module is base or is_unhooked(base))):
             return "a linear has hooks or a replaced forward"
-        weight = base._parameters.get("weight")  # None where somebody has put a parametrization on it
+        weight = base._parameters.get(self.stored)  # None where somebody has put a parametrization on it
         if weight is None or weight.requires_grad or "bias" not in base._parameters:
             _check_not_sharded(base)
             return "a base weight is trained, or parametrized"
         if member.gathered and hasattr(weight, "device_mesh"):
             return "a sharded base weight is not gathered (FSDP)"
-        if weight is not member.weight and not _alike(weight, member.weight):
-            _check_not_sharded(base)
-            return "a base weight of another kind is in the place of one that was known"
-        member.weight, member.bias = weight, base._parameters["bias"]
+        if weight is not self.known:
+            if not _alike(weight, self.known):
+                _check_not_sharded(base)
+                return "a base weight of another kind is in the place of one that was known"
+            self.known, member.weight = weight, base.weight
+        member.bias = base._parameters["bias"]
         if member.quantized is not None:
             member.quantized = weight.quant_state
         return None if module is base else self._adapter_changed()
@@ -109,7 +114,7 @@ def _alike(weight: Any, known: Any) -> bool:
 
 def _sharded(base: Any) -> bool:
     """Whether FSDP (1 or 2) manages this linear's weight."""
-    return getattr(base, "_is_fsdp_managed_module", False) or hasattr(base.weight, "device_mesh")
+    return getattr(base, "_is_fsdp_managed_module", False) or hasattr(stored_weight(base), "device_mesh")
 
 
 def _check_not_sharded(base: Any) -> None:
@@ -145,20 +150,23 @@ def linear_module(name: str, parent: Any) -> LinearModule:
         raise NotFused(f"the adapter {type(module).__module__}.{type(module).__name__} is not LoRA")
     base = module.base_layer if lora else module
     quantized, dtype = _base_kind(base)
-    if base.weight.requires_grad:
+    weight: Any = stored_weight(base)
+    if weight.requires_grad:
         raise NotFused("its base weight is trained")
     gathered = is_gathered(base)
     if _sharded(base) and not gathered:
         raise NotFused("its weight is sharded (FSDP of the first kind, or another library)")
     if quantized is None:
-        check_weight(base.weight, base)
+        check_weight(weight, base)
     if not is_unhooked(module) or not is_unhooked(base):
         raise NotFused("it has hooks or a replaced forward")
     adapter = _only_adapter(module) if lora else None
     known: dict[str, Any] = {"quantized": quantized, "compute_dtype": dtype, "gathered": gathered}
-    member = Member(name, base.weight, base.bias, **known)
+    if isinstance(base, HeldLinear):  # its weight is there once the operand is gathered, and stays in it
+        known |= {"shape": (base.out_features, base.in_features), "gathered": True}
+    member = Member(name, weight, base.bias, **known)
     if adapter is not None:
-        member = Member(name, base.weight, base.bias, *adapter_weights(module, adapter, base), **known)
+        member = Member(name, weight, base.bias, *adapter_weights(module, adapter, base), **known)
     return LinearModule(name, module, base, adapter, member, parent)
 
 
@@ -167,8 +175,8 @@ def adapter_weights(module: Any, adapter: str, base: Any) -> tuple[Any, Any]:
     a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
     for part in (module.lora_A[adapter], module.lora_B[adapter]):
         check_weight(part.weight, part)
-    if a.device != base.weight.device:
-        raise NotFused(f"its adapter is on {a.device}, its weight on {base.weight.device}")
+    if a.device != (device := stored_weight(base).device):
+        raise NotFused(f"its adapter is on {a.device}, its weight on {device}")
     return a, b
 
 
@@ -184,10 +192,10 @@ def _base_kind(base: Any) -> tuple[object | None, torch.dtype | None]:
         if state.quant_type != "nf4":
             raise NotFused(f"4-bit type {state.quant_type} is not NF4")
         return state, base.compute_dtype or state.dtype
-    if type(base) is not nn.Linear or not is_library_function(nn.Linear.forward, "torch"):
+    if type(base) not in (nn.Linear, HeldLinear) or not is_library_function(nn.Linear.forward, "torch"):
         raise NotFused(f"its base layer is a {kind}, not a Linear")
-    if base.weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        raise NotFused(f"its weight is {base.weight.dtype}")
+    if (kept := stored_weight(base).dtype) not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise NotFused(f"its weight is {kept}")
     return None, None
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..ops.glu import ACTIVATIONS, activation
+from .held import stored_weight
 
 LIBRARIES = ("transformers", "torch")
 
@@ -92,7 +93,7 @@ def own_class(module: Any) -> type:
 def is_gathered(module: Any) -> bool:
     """Whether FSDP2 shards the weight of this module: a plain tensor is in its place while the module's layer computes,
     forward and backward, and at no other time."""
-    return getattr(module, "_is_fsdp_managed_module", False) and hasattr(module.weight, "device_mesh")
+    return getattr(module, "_is_fsdp_managed_module", False) and hasattr(stored_weight(module), "device_mesh")
 
 
 def check_weight(weight: Any, module: Any = None) -> None:

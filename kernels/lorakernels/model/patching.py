@@ -392,20 +392,14 @@ def apply(
             raise ValueError(f"long_context takes decoder layers as a whole, so {', '.join(off)} must be on")
         if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             raise ValueError(EXCLUDES)
-    if any(STATE in m.__dict__ or "_lorakernels" in m.__dict__ for m in model.modules()):
-        raise RuntimeError("lorakernels.apply was called on this model before; call lorakernels.remove first")
+    _check_not_applied(model)
     switches = Switches(
         mlp=mlp, qkv=qkv, o=o, rms_norm=rms_norm, rope=rope, linear_cross_entropy=linear_cross_entropy, linear=linear,
         one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, fp8_attention=fp8_attention,
         sdpa_backends=_check_backends(sdpa_backends), long_context=long, jobs=jobs,
     )  # fmt: skip
     modules = list(model.named_modules())
-    weights = Counter(id(m._parameters["weight"]) for _, m in modules if m._parameters.get("weight") is not None)
-    switches.shared = frozenset(weight for weight, n in weights.items() if n > 1)
-    widths = {
-        2 * b.numel() // n for m in model.modules() for k, b in m._buffers.items() for n in (1, 2) if _rotary(k, b)
-    }
-    patcher = _Patcher(switches, frozenset(widths))
+    patcher = _patcher(model, switches)
     try:
         for name, module in modules:
             if module._modules.get("self_attn") is not None and looks_like_attention(module.self_attn):
@@ -432,6 +426,52 @@ def apply(
     return patcher.report
 
 
+def before_fully_shard(model: Any, *, merge_projections: bool = True) -> Callable[[torch.nn.Module], int]:
+    """What lays a decoder layer's frozen weights out for `apply`, before FSDP2's `fully_shard` takes the layer:
+
+        lay_out = lorakernels.before_fully_shard(model)     # model = peft.get_peft_model(...)
+        for layer in layers:
+            lay_out(layer)
+            fully_shard(layer, ignored_params=adapters)
+        fully_shard(model, ignored_params=adapters)
+        lorakernels.apply(model)
+
+    `[W | sB ; A]` of each of the layer's projections becomes one parameter, which FSDP2 shards and gathers in one
+    piece, and the linears' weights become views of it (`held.py`). It returns how many there are, 0 for a module
+    without a projection that is ours. Of the whole model that module alone needs its weights. `remove` does not take it
+    back, a state_dict has operands in the place of weights, and PEFT can put a further adapter on a layer only while it
+    is gathered. merge_projections: as `apply` will have it; what is laid out otherwise is not merged, and its adapters
+    stay apart. Raises TypeError where model is none, RuntimeError where `apply` was called before.
+    """
+    _check_model(model, "before_fully_shard")
+    _check_not_applied(model)
+    patcher = _patcher(model, Switches(merge_projections=merge_projections))
+    names = {module: name for name, module in model.named_modules()}
+
+    def lay_out(layer: torch.nn.Module) -> int:
+        name, parts, inside = names[layer], [], layer._modules
+        if inside.get("self_attn") is not None and looks_like_attention(layer.self_attn):
+            attention = patcher.attention_plan(f"{name}.self_attn", layer.self_attn)
+            parts += [attention.qkv, attention.o] if attention else []
+        if mlp := patcher.mlp_plan(f"{name}.mlp", inside.get("mlp")):
+            parts += [mlp.gate_up, mlp.down]
+        return sum(part.hold() for part in parts if part is not None)
+
+    return lay_out
+
+
+def _patcher(model: Any, switches: Switches) -> _Patcher:
+    """With what of the whole model a plan for one module asks for."""
+    weights = Counter(
+        id(m._parameters["weight"]) for m in model.modules() if m._parameters.get("weight") is not None
+    )  # fmt: skip
+    switches.shared = frozenset(weight for weight, n in weights.items() if n > 1)
+    widths = {
+        2 * b.numel() // n for m in model.modules() for k, b in m._buffers.items() for n in (1, 2) if _rotary(k, b)
+    }
+    return _Patcher(switches, frozenset(widths))
+
+
 def _rotary(name: str, buffer: Any) -> bool:
     """Whether a buffer has the frequencies of a rotary embedding, a pair of columns of cos and sin each."""
     return name.endswith("inv_freq") and buffer is not None and buffer.dim() == 1
@@ -445,6 +485,11 @@ def _is_norm(module: Any) -> bool:
 def _check_model(model: Any, function: str) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"lorakernels.{function} takes a model (torch.nn.Module), not {type(model).__name__}")
+
+
+def _check_not_applied(model: Any) -> None:
+    if any(STATE in m.__dict__ or "_lorakernels" in m.__dict__ for m in model.modules()):
+        raise RuntimeError("lorakernels.apply was called on this model before; call lorakernels.remove first")
 
 
 def _inner(model: Any) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..nodes.projection import Projection
+from .held import held_operand, hold
 from .lora_modules import LinearModule, linear_module
 from .module_checks import NotFused
 from .slots import Jobs, with_slots
@@ -47,12 +48,14 @@ class Linears:
         self.modules = modules
         members = [member for m in modules for member in m.members]
         # One dtype, device and kind of storage a buffer; q and k in NF4 with a bf16 v stay apart, as does what is
-        # gathered anew for each use: to merge it would be to copy it.
+        # gathered anew for each use, unless it is gathered in one piece: to merge it would be to copy it.
         same = len({(m.weight.dtype, m.weight.device, m.quantized is None, m.compute_dtype) for m in members}) == 1
-        one = switches.merge_projections and same and not any(m.gathered for m in members)
-        parts = [members] if one else [m.members for m in modules]
-        self.groups = [Projection(part, switches.one_gemm, fp8) for part in parts]
-        self._merged = [part for part in parts if len(part) > 1]
+        self.groups = []
+        if switches.merge_projections and same:
+            self.groups = [_projection(modules, switches, fp8)]
+        if not self.groups or self.groups[0].apart:
+            self.groups = [_projection([m], switches, fp8) for m in modules]
+        self._merged = [g.members for g in self.groups if len(g.members) > 1]
 
     def what_changed(self) -> str | None:
         """Reads all of them anew; the reason, in words, if PEFT must run this forward."""
@@ -71,10 +74,27 @@ class Linears:
         for g in self.groups:
             g.adopt()
 
+    def hold(self) -> int:
+        """Makes a parameter of the model of each projection's buffer; returns how many these are."""
+        held, bases = 0, [m.base for m in self.modules]
+        for g in self.groups:
+            own, bases = bases[: len(g.linears)], bases[len(g.linears) :]
+            g.adopt()
+            if g.buffer is not None:
+                hold(own, g)
+                held += 1
+        return held
+
     def release(self) -> None:
         """Gives each module a contiguous weight of its own again."""
         for g in self.groups:
             g.release()
+
+
+def _projection(modules: list[LinearModule], switches: Switches, fp8: bool) -> Projection:
+    """Of linears that share an input."""
+    members = [member for m in modules for member in m.members]
+    return Projection(members, switches.one_gemm, fp8, held_operand([m.base for m in modules]))
 
 
 def linears(module: Any, path: str, names: list[str], switches: Switches, fp8: bool = False) -> Linears:
@@ -86,7 +106,7 @@ def linears(module: Any, path: str, names: list[str], switches: Switches, fp8: b
             linear = linear_module(f"{path}.{name}", module)
             if switches.jobs is not None:
                 linear = with_slots(linear, switches.jobs)
-            if id(linear.base.weight) in switches.shared:
+            if id(linear.base._parameters.get("weight")) in switches.shared:
                 raise NotFused("its weight is another layer's, too (layer_replication), and can lie in one buffer only")
         except NotFused as reason:
             raise NotFused(f"{name}: {reason}") from None

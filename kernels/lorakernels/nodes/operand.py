@@ -10,6 +10,7 @@ of A and its columns of B beside those of the others; S and dS are then zero in 
 once, and the module's own parameter becomes a view into the buffer (`adopt`, undone by `release`). Several members (q,
 k, v; gate, up) stack their rows in W and their A's in A, and B becomes block-diagonal. p is the sum of the ranks
 rounded up, because GEMMs like a multiple of 64: those of an 8B take 338 ms with 64 columns a linear, 342 with 16.
+A buffer that somebody else holds, because FSDP2 shards it, comes and goes with each gather (`Holder`).
 sB and A are written anew on every forward: optimizers that update through raw pointers change no version counter, and a
 CUDA graph has to contain the refresh.
 Run: python -m pytest tests/lorakernels/test_projection.py
@@ -21,6 +22,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -48,13 +50,29 @@ class Operand:
     places: list[tuple[torch.Tensor, torch.Tensor]]
 
 
+class Holder(Protocol):
+    """Who holds a buffer in which the members' weights lie already: a parameter of the model that FSDP2 shards.
+
+    shape: of the buffer. Each gather may bring it to another address, or to the same one; either way its spare columns
+    are then those of the parts that are stored, without adapters.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def buffer(self) -> torch.Tensor:
+        """The buffer (N + p, K + p), while it is gathered: one object for as long as its storage is one."""
+        ...
+
+
 class OperandBuffer:
     """Members that share an input of K columns, and the buffer that their weights and adapters lie in.
 
-    fp8: the products with the weights in FP8. Raises ValueError where the members' inputs differ in width.
+    fp8: the products with the weights in FP8; holder: of the buffer, where it is not our own, and has room for today's
+    ranks. Raises ValueError where the members' inputs differ in width.
     """
 
-    def __init__(self, members: list[Member], fp8: bool = False):
+    def __init__(self, members: list[Member], fp8: bool = False, holder: Holder | None = None):
         self.members = members
         self.k = members[0].shape[1]
         wrong = [m.name for m in members if m.shape[1] != self.k]
@@ -77,7 +95,9 @@ class OperandBuffer:
         self.quantized = any(m.quantized is not None for m in members)
         self.not_fp8 = why_not(self.linears) if fp8 else None  # the reason, where FP8 was asked for
         self.fp8 = FrozenFp8() if fp8 and self.not_fp8 is None else None
-        self.apart = any(m.gathered for m in members)  # the weights stay with the modules
+        fits = holder is not None and not fp8 and tuple(holder.shape) == (self.n + self.p, self.k + self.p)
+        self.holder = holder if fits else None
+        self.apart = self.holder is None and any(m.gathered for m in members)  # the weights stay with the modules
         self.buffer: torch.Tensor | None = None
         self._loaded: tuple = ()
         self._operand: Operand | None = None  # of our own buffer
@@ -87,6 +107,9 @@ class OperandBuffer:
     # ---- whose weights lie in the buffer ----------------------------------------------------------------------------
     def owns_weights(self) -> bool:
         """True if the modules' weights still are the views that `adopt` made (a merge may have replaced them)."""
+        if self.holder is not None:
+            self.buffer = self.holder.buffer()
+            return True
         buffer = self.buffer
         if buffer is None:
             return False
@@ -100,7 +123,7 @@ class OperandBuffer:
 
     def adopt(self) -> None:
         """Moves the frozen weights into the buffer, one by one, so that they are stored once."""
-        if self.quantized or self.apart:
+        if self.quantized or self.apart or self.holder is not None:
             return
         first = self.members[0].weight
         with torch.inference_mode(False), torch.no_grad():  # what is born in inference mode cannot be trained with
@@ -110,8 +133,16 @@ class OperandBuffer:
                 m.weight.data = buffer[at, : self.k]
         self.buffer = buffer
 
+    def hand_over(self) -> torch.Tensor:
+        """The buffer that `adopt` has made, whose views the weights remain; from here on it is not ours."""
+        assert self.buffer is not None
+        buffer, self.buffer, self._operand = self.buffer, None, None
+        return buffer
+
     def release(self) -> None:
-        """Gives each module a contiguous weight of its own again."""
+        """Gives each module a contiguous weight of its own again, but where the buffer is not ours to leave."""
+        if self.holder is not None:
+            return
         if self.owns_weights():
             with torch.inference_mode(False), torch.no_grad():
                 for m in self.linears:
@@ -140,14 +171,20 @@ class OperandBuffer:
         return self._scratch(dtype)
 
     def operand_again(self, dtype: torch.dtype) -> Operand:
-        """For backward: what forward used. Loaded once more only if another adapter has been there since."""
-        if self.buffer is not None and self._loaded == self._identity() and self.members[0].weight.dtype == dtype:
+        """For backward: what forward used. Loaded once more only if another adapter has been there since, or where
+        FSDP2 may have gathered the buffer again, which no address would tell."""
+        loaded = self.buffer is not None and self.holder is None and self._loaded == self._identity()
+        if loaded and self.members[0].weight.dtype == dtype:
             return self._own()
         return self.operand(dtype)
 
     def places(self, dtype: torch.dtype) -> list[AdapterCopy] | None:
-        """The adapters and their places in the buffer, where today's weights lie there in dtype; else None."""
-        if self.quantized or self.apart or self.members[0].weight.dtype != dtype or not self.owns_weights():
+        """The adapters and their places in the buffer, where today's weights lie there in dtype; else None. Places of a
+        holder's buffer have other addresses at each gather: to bring a table of them to the device would take longer
+        than the launches that it saves."""
+        if self.quantized or self.apart or self.holder is not None:
+            return None
+        if self.members[0].weight.dtype != dtype or not self.owns_weights():
             return None
         op = self._own()
         if self._loaded != self._identity() or capturing(op.a):

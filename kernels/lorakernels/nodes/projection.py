@@ -26,7 +26,7 @@ from ..ops.job_rows import JobRows
 from ..ops.multi_lora import Adapter, AdapterTable
 from ..runtime import capturing, table
 from .member import Member
-from .operand import Operand, OperandBuffer
+from .operand import Holder, Operand, OperandBuffer
 
 
 class DroppedSlots(NamedTuple):
@@ -45,11 +45,14 @@ class Projection(OperandBuffer):
     """Members that share an input of K columns, and their operand buffer.
 
     one_gemm: [X | S]·[W | sB]ᵀ where it is measured to be faster; fp8: the frozen products in FP8, which have no such
-    operand. Raises ValueError where the members' inputs differ in width.
+    operand; holder: of the buffer, where it is not our own. Raises ValueError where the members' inputs differ in
+    width.
     """
 
-    def __init__(self, members: list[Member], one_gemm: bool = True, fp8: bool = False):
-        super().__init__(members, fp8)
+    def __init__(
+        self, members: list[Member], one_gemm: bool = True, fp8: bool = False, holder: Holder | None = None
+    ):  # fmt: skip
+        super().__init__(members, fp8, holder)
         self.one_gemm = one_gemm and self.fp8 is None
         self._scales: tuple[tuple, torch.Tensor] | None = None  # of `new_scaled_s`, behind what they were made for
         self.slot = next((m for m in members if m.job is not None), None)  # which knows the jobs of the rows
