@@ -408,6 +408,16 @@ def test_jobs_that_share_micro_batches_are_each_what_they_are_alone(tmp_path, ke
     assert rows == 1 and [counted for *_, counted in answers] == [(REAL, positions - REAL), (0, 0)]
 
 
+def counted(ranks):
+    made = jobs_arm(ranks, multi_adapter())
+    return made.real, made.padded
+
+
+def test_what_is_filled_up_for_another_job_is_counted_on_one_rank(tmp_path):
+    """Three micro-batches of 2 x 48 positions hold 128 tokens."""
+    assert on_ranks(2, tmp_path, counted) == [(128, 3 * 2 * 48 - 128), (0, 0)]
+
+
 def begun_in_a_trial(ranks):
     made, begun = jobs_arm(ranks, multi_adapter(), MIXING, overrides=(UNEQUAL,)), []
     kind("train").trial(made, begun.append)
