@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lorabench.contract.step import Step
 
 Tried = TypeVar("Tried")  # what a step that fits says of itself
+BY_RANK = "every rank would find a size of its own, and the others would wait for micro-batches it has not"
 SHAPES = "give batch_size of the workload the size that a cell without it finds"
 
 
@@ -41,7 +42,7 @@ class BatchSize(Ablation):
     slot: ClassVar[str] = "batch_size"
     excludes: ClassVar[dict[str, str]] = {
         "compilation": f"it would compile anew for every size that is tried; {SHAPES}",
-        "parallel": "every rank would find a size of its own, and the others would wait for micro-batches it has not",
+        "parallel": BY_RANK,
         "limit": "the limit runs no part of the model",
     }
 

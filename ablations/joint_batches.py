@@ -47,6 +47,22 @@ def evenly(lengths: Sequence[Sequence[int]], tokens: int, packed: bool) -> list[
     return [[place for _, place in held] for held in (_even(samples, tokens) if packed else _alike(samples, tokens))]
 
 
+def halved(together: Sequence[Sequence[Place]], lengths: Sequence[Sequence[int]], count: int) -> list[list[Place]]:
+    """These micro-batches, of which the one with the most tokens is cut in two until there are `count`, as long as one
+    has several samples."""
+    made = [list(held) for held in together if held]
+
+    def tokens(held: Sequence[Place]) -> int:
+        return sum(lengths[job][place] for job, place in held)
+
+    while len(made) < count and (several := [held for held in made if len(held) > 1]):
+        most = max(several, key=tokens)
+        cut = min(range(1, len(most)), key=lambda at: max(tokens(most[:at]), tokens(most[at:])))
+        where = made.index(most)
+        made[where : where + 1] = [most[:cut], most[cut:]]
+    return made
+
+
 Long = tuple[int, Place]  # tokens of a sample, and whose it is
 
 
@@ -130,11 +146,11 @@ def flat(batches: Sequence[Batch]) -> list[Batch]:
     packed = ["position_ids" in batch.inputs for batch in batches]
     if not any(packed) and not any(batch.padded for batch in batches) and len({width for _, width in shapes}) == 1:
         return list(batches)
-    return [batch if done else _row(batch) for batch, done in zip(batches, packed, strict=True)]
+    return [batch if done else in_a_row(batch) for batch, done in zip(batches, packed, strict=True)]
 
 
-def _row(batch: Batch) -> Batch:
-    """A padded batch as one row: its real tokens, sample after sample."""
+def in_a_row(batch: Batch) -> Batch:
+    """A batch of samples side by side as one row: its real tokens, sample after sample."""
     ids, labels = batch.inputs["input_ids"], batch.inputs["labels"].clone()
     real = batch.inputs.get("attention_mask", torch.ones_like(ids)).bool()
     labels[:, 0] = IGNORE  # in a row it would be predicted from the sample before

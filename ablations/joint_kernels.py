@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import IGNORE, Batch
 from lorabench.contract.step import Step
-from lorabench_ablations.joint_step import JointStep, Part
+from lorabench_ablations.joint_step import JointStep, Part, all_finite
 
 TRIED = 4  # tokens by which it is found out whether the logits are the head's product with what the layers give
 
@@ -78,7 +78,7 @@ class KernelStep(JointStep):
         if not losses.isfinite().all():  # here the host waits for the device
             broken = self._broken(batch, losses, random)
             losses = torch.stack(self._without(batch, broken, random))
-        if torch.is_grad_enabled() and not self.by_job:
+        if torch.is_grad_enabled() and self.by_job is None:
             self._passed.append(Passed(batch, random, broken))
         return losses
 
@@ -126,9 +126,7 @@ class KernelStep(JointStep):
         """Of the jobs that are not known to be broken; the host waits for the device."""
         broken = {job for passed in self._passed for job in passed.broken}
         every = [p for job in range(len(self.steps)) if job not in broken for p in self._parameters(job)]
-        grads = [p.grad for p in every if p.grad is not None]
-        largest = torch._foreach_norm(grads, float("inf")) if grads else []
-        return all(torch.stack(same).isfinite().all() for same in _by_dtype(largest))
+        return all_finite([p.grad for p in every if p.grad is not None])
 
     def _apart(self) -> None:
         """The step's gradients once more, each job's in a pass in which the others' rows have no adapter."""
@@ -157,10 +155,6 @@ class KernelStep(JointStep):
             items, own = self.steps[part.job].items, own.to(self.head.weight.dtype)
             found[part.job] = linear_cross_entropy(own, self.head.weight, target, self.head.bias, num_items=items)
         return torch.stack(found)
-
-
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    return [[t for t in tensors if t.dtype == dtype] for dtype in {t.dtype for t in tensors}]
 
 
 def _random(device: torch.device) -> list[Tensor]:

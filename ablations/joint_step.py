@@ -5,7 +5,7 @@ A module of its own because it is torch throughout: a list of toggles is to be h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -51,18 +51,28 @@ class JointStep(Joint):
         self._items: Tensor | None = None
 
     def lay_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
-        own: Sequence[Sequence[Batch]] = batches
+        return self._beside(self._shared(batches) or batches, flat if self.packed else widened)
+
+    def _shared(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]] | None:
+        """Each job's batches, of the samples that the schedule puts into one micro-batch, with `places` set; None where
+        the jobs' own stay."""
         self._items = None  # of another step's samples, where these are laid out anew
         together = self._schedule([[sample.real for batch in mine for sample in samples_of(batch)] for mine in batches])
-        if together is not None:
-            own, self.places = shared_out(batches, together)
+        if together is None:
+            return None
+        made, self.places = shared_out(batches, together)
+        return made
+
+    def _beside(
+        self, own: Sequence[Sequence[Batch]], lay: Callable[[Sequence[Batch]], list[Batch]]
+    ) -> list[list[Batch]]:
+        """Each job's batches; `lay` is given those of one micro-batch."""
         places = self.places or [list(range(len(mine))) for mine in own]
         there = [dict(zip(at, mine, strict=True)) for at, mine in zip(places, own, strict=True)]
         made: list[dict[int, Batch]] = [{} for _ in own]
         for number in sorted({place for at in places for place in at}):
             jobs = [job for job, mine in enumerate(there) if number in mine]
-            laid = (flat if self.packed else widened)([there[job][number] for job in jobs])
-            for job, batch in zip(jobs, laid, strict=True):
+            for job, batch in zip(jobs, lay([there[job][number] for job in jobs]), strict=True):
                 made[job][number] = batch
         return [list(mine.values()) for mine in made]
 
@@ -101,3 +111,10 @@ class JointStep(Joint):
         if self._items is None:
             self._items = each.new_tensor([step.items for step in self.steps])
         return torch.stack([sums.get(job, nothing) for job in range(len(self.steps))]) / self._items
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether every number of these is finite; the host waits for the device."""
+    largest = torch._foreach_norm(list(tensors), float("inf")) if tensors else []
+    of_dtype = [[x for x in largest if x.dtype == dtype] for dtype in {x.dtype for x in largest}]
+    return all(torch.stack(same).isfinite().all() for same in of_dtype)

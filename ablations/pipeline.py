@@ -18,8 +18,6 @@ from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.ranks import Ranks
 from lorabench.contract.step import Step
 from lorabench.contract.workload import Workload
-from lorabench.schedule import Sample as Planned
-from lorabench.schedule import fill, verify
 from lorabench_ablations.batching import lengths_of, positive
 from lorabench_ablations.jobs import MARK, ONE_JOB, FusedMultiLora, kernel_notes
 from lorabench_ablations.packing import first_fit_decreasing, row
@@ -37,6 +35,8 @@ BESIDE_KERNELS = {
         "slots of a job that came between them; gradient_checkpointing goes with it"
     ),
 }
+FLUSHED = "flush=true empties the pipeline behind each job, and its micro-batches hold several"
+BOTH_SAY = "tokens= of the pipeline and a scheduler both say which samples go together; leave one out"
 ONE_SHAPE = "a stage receives into buffers of one shape, and its rows have many; tokens= of the pipeline packs as well"
 
 
@@ -65,7 +65,7 @@ class Pipelined(Ablation):
         "activation_offloading": "it keeps one forward and its backward in mind, and here others lie between the two",
         **dict.fromkeys(("packing", "padding_free", "group_by_length", "token_budget"), ONE_SHAPE),
     }
-    schedule: ClassVar[str]
+    order: ClassVar[str]  # of a rank's forwards and backwards
 
     tokens: int | None = None
     layers: tuple[int, ...] | None = None
@@ -102,17 +102,16 @@ class Pipelined(Ablation):
         return leave_out(base, self.line, self.each, self.layers)
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
-        """Every rank of a pipeline has all of its samples, and counts none but on the first one."""
-        from .pipeline_step import alike
+        from .pipeline_step import alike, counted_once
 
+        return counted_once(alike(self._batches(samples, workload)), self.line)
+
+    def _batches(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
+        """Of their own shapes."""
         ranks = self.line.ranks
         if self.tokens is None:
-            made = alike(pad(samples, self._size(len(samples), workload.batch_size, ranks)))
-        else:
-            made = alike(self._rows(samples, self.tokens, ranks))
-        if self.line.rank == 0:
-            return made
-        return [Batch(b.inputs, real=0, padded=0, trained=b.trained) for b in made]
+            return pad(samples, self._size(len(samples), workload.batch_size, ranks))
+        return self._rows(samples, self.tokens, ranks)
 
     def _size(self, samples: int, wanted: int, ranks: int) -> int:
         """Samples a micro-batch: at most as many as wanted, so that the schedule can take the micro-batches."""
@@ -146,7 +145,7 @@ class Pipelined(Ablation):
 
         if step.name:
             raise Unsupported(f"{self.name} knows one job a model; pipeline_multi_adapter has several")
-        made = PipelineStep(step, self.line, self.schedule, self.each, self._split())
+        made = PipelineStep(step, self.line, self.order, self.each, self._split())
         return made if self.line.data is None else Summed(made, self.line.data)
 
     def _split(self) -> tuple[int, ...] | None:
@@ -178,14 +177,14 @@ class Pipelined(Ablation):
 class PipelineGpipe(Pipelined):
     name: ClassVar[str] = "pipeline_gpipe"
     summary: ClassVar[str] = "layers divided among the ranks; all forwards, then all backwards (GPipe)"
-    schedule: ClassVar[str] = "gpipe"
+    order: ClassVar[str] = "gpipe"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline1F1B(Pipelined):
     name: ClassVar[str] = "pipeline_1f1b"
     summary: ClassVar[str] = "layers divided among the ranks; one forward, one backward in turn (PipeDream-Flush)"
-    schedule: ClassVar[str] = "1f1b"
+    order: ClassVar[str] = "1f1b"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +193,7 @@ class PipelineInterleaved(Pipelined):
 
     name: ClassVar[str] = "pipeline_interleaved"
     summary: ClassVar[str] = "1F1B with several stages a rank, which makes the bubble smaller (Megatron-LM)"
-    schedule: ClassVar[str] = "interleaved"
+    order: ClassVar[str] = "interleaved"
 
     v: int = 2
 
@@ -213,7 +212,8 @@ class PipelineInterleaved(Pipelined):
 @dataclass(frozen=True, kw_only=True)
 class PipelineMultiAdapter(Pipelined):
     """LoRAFusion's and mLoRA's: 1F1B over the micro-batches of all jobs, one job after the other without a flush, each
-    job's optimizer step as soon as its last micro-batch is through. A trial is one global batch of every job.
+    job's optimizer step as soon as its last micro-batch is through. A trial is one global batch of every job. Beside a
+    toggle of the slot `scheduler` that one says which samples go through together, in packed rows, and in what order.
 
     flush: the pipeline is emptied behind each job, as where the jobs are trained one after the other (Megatron-LM).
     kernels: the layers run on lorakernels' `apply_multi` in slots, as those of `fused_multi_lora` do, and the last
@@ -224,7 +224,7 @@ class PipelineMultiAdapter(Pipelined):
     summary: ClassVar[str] = (
         "1F1B over several jobs' micro-batches without a flush between the jobs (LoRAFusion, mLoRA)"
     )
-    schedule: ClassVar[str] = "1f1b"
+    order: ClassVar[str] = "1f1b"
     excludes: ClassVar[dict[str, str]] = {
         **Pipelined.excludes,
         "jobs": "it says itself how the jobs are put together",
@@ -241,6 +241,9 @@ class PipelineMultiAdapter(Pipelined):
         super().__post_init__()
         if self.ranks is not None:
             raise ValueError(f"ranks={self.ranks}; pipeline_multi_adapter has one pipeline, of all ranks")
+        for alone, why in ((self.flush, FLUSHED), (self.tokens is not None, BOTH_SAY)):
+            if alone:
+                object.__setattr__(self, "excludes", self.excludes | {"scheduler": why})
         if self.kernels:
             object.__setattr__(self, "excludes", self.excludes | BESIDE_KERNELS)
             object.__setattr__(self, "requires", replace(self.requires, packages=FusedMultiLora.requires.packages))
@@ -259,33 +262,32 @@ class PipelineMultiAdapter(Pipelined):
     def takes(self, count: int, ranks: int) -> bool:
         return not self.flush or super().takes(count, ranks)  # all jobs together have to fill it, see `join`
 
-    def join(self, steps: Sequence[Step]) -> list[Step]:
-        import torch.distributed as dist
+    def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
+        """The joint step's layout gives them one shape: only it knows all jobs' samples, and whether a scheduler takes
+        them."""
+        from .pipeline_step import counted_once
 
+        return counted_once(self._batches(samples, workload), self.line)
+
+    def join(self, steps: Sequence[Step]) -> list[Step]:
         from .pipeline_step import PipelineJoint
 
         if not all(step.name for step in steps):
             raise Unsupported(f"{self.name}: {ONE_JOB}")
-        counts = [len(step.batches) for step in steps]
-        if sum(counts) < dist.get_world_size():
-            raise Unsupported(
-                f"{self.name} needs at least a micro-batch a rank; the jobs have {sum(counts)} together, "
-                f"and there are {dist.get_world_size()} ranks"
-            )
-        _check(counts)
-        return [
-            PipelineJoint(steps, self.line, getattr(steps[0].model, MARK), self.schedule, self._split(), self.flush)
-        ]
+        return [PipelineJoint(steps, self.line, getattr(steps[0].model, MARK), self.order, self._split(), self.flush)]
 
     def step(self, step: Step) -> Step:
         return step
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
-        import torch.distributed as dist
-
-        made = super().notes(evidence)
-        counts = [len(step.batches) for step in evidence.arm.steps]
-        made[self.name]["empty_micro_batches_of_an_endless_run"] = _check(counts, dist.get_world_size())
+        made, joint = super().notes(evidence), evidence.arm.turns[0].innermost
+        jobs_held = [len(batch.inputs["parts"]) for batch in evidence.arm.micro_batches]
+        made[self.name] |= {
+            "empty_micro_batches_of_an_endless_run": joint.empties,  # type: ignore[attr-defined]
+            "jobs_of_each_micro_batch": jobs_held,
+        }
+        if joint.halved:  # type: ignore[attr-defined]
+            made[self.name]["micro_batches_by_halving"] = joint.halved  # type: ignore[attr-defined]
         return made | (kernel_notes(getattr(evidence.arm.model, MARK)) if self.kernels else {})
 
 
@@ -294,18 +296,3 @@ def _even(lengths: Sequence[int], tokens: int, count: int) -> list[list[int]]:
     rows = partial(first_fit_decreasing, lengths)
     capacities = range(max(lengths), tokens + 1)
     return rows(capacities[bisect_left(capacities[:-1], True, key=lambda fewer: len(rows(fewer)) == count)])
-
-
-def _check(counts: Sequence[int], stages: int | None = None) -> int:
-    """Hold two rounds of so many micro-batches a job against the bubble lemma; how many empty ones it needs between
-    them. Raises ScheduleError."""
-    import torch.distributed as dist
-
-    stages = stages or dist.get_world_size()
-    jobs = [[[1] * count] * 2 for count in counts]
-    rounds = [
-        (Planned(job, batch, place, 1),) for batch in range(2) for job, n in enumerate(counts) for place in range(n)
-    ]
-    filled = fill(rounds, stages)
-    verify(filled, jobs, None, stages)
-    return len(filled) - len(rounds)

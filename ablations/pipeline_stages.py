@@ -136,7 +136,10 @@ class Stage(nn.Module):
     """One stage: some decoder layers, behind the embedding in the first, before norm, head and loss in the last.
 
     x is (B, S) token ids in the first stage and (B, S, H) hidden states in the others; what comes back is hidden
-    states, or in the last one the loss over `items` trained tokens, times `scale`; both (1,)."""
+    states, or in the last one the loss over `items` trained tokens, times `scale`; both (1,). `mixed`: what makes the
+    loss instead, of (hidden states behind the norm, labels), where the next micro-batch has rows of several jobs."""
+
+    mixed: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, parts: Parts, layers: range, first: bool, last: bool) -> None:
         super().__init__()
@@ -147,9 +150,17 @@ class Stage(nn.Module):
         inputs: dict[str, Any] = {"input_ids": x} if self.first else {"inputs_embeds": _Contiguous.apply(x)}
         inputs |= kwargs | {"use_cache": False}
         with parts.only(self.layers, self.last):
-            if self.last:
+            if self.last and self.mixed is None:
                 return parts.model(**inputs, labels=labels, num_items_in_batch=items[0]).loss * scale[0]
-            return parts.backbone(**inputs).last_hidden_state.contiguous()
+            hidden = parts.backbone(**inputs).last_hidden_state
+        return self.mixed(hidden, labels) if self.last and self.mixed else hidden.contiguous()
+
+    def loss(self, hidden: Tensor, labels: Tensor, items: int) -> Tensor:
+        """Of hidden states (B, S, H) behind the norm, by the model's own forward, in which only head and loss are left:
+        so they are as they are for the rows of one job, whatever a toggle has made of them."""
+        parts = self._parts[0]
+        with parts.only((), last=False):
+            return parts.model(inputs_embeds=hidden, labels=labels, num_items_in_batch=items, use_cache=False).loss
 
 
 @dataclass

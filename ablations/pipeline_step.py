@@ -7,8 +7,9 @@ A module of its own because it is torch throughout.
 from __future__ import annotations
 
 import gc
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -22,10 +23,13 @@ from torch.nn import functional as F
 from lorabench.contract.ablation import Unsupported
 from lorabench.contract.arm import own_name
 from lorabench.contract.batch import IGNORE, Batch
-from lorabench.contract.joint import Joint
+from lorabench.contract.joint import Place
 from lorabench.contract.step import Step
+from lorabench.schedule import Sample as Planned
+from lorabench.schedule import fill, verify
 from lorabench.schedule.pipeline import pipeline
-from lorabench_ablations.joint_step import Part
+from lorabench_ablations.joint_batches import halved, in_a_row
+from lorabench_ablations.joint_step import JointStep, Part, Router, all_finite
 from lorabench_ablations.pipeline_stages import (
     BACKWARD,
     FORWARD,
@@ -39,6 +43,7 @@ from lorabench_ablations.pipeline_stages import (
 )
 
 STEP = "step"
+NUMBER = "number"  # of a joint micro-batch, among its inputs
 RUNS = 32  # of which the times are kept
 
 
@@ -64,6 +69,11 @@ def _filled(batch: Batch, rows: int, width: int, masked: bool) -> Batch:
         mask[ids.shape[0] :, 0] = 1  # attention of a row without any token would be a division by zero
         inputs["attention_mask"] = mask
     return Batch(inputs, batch.real, batch.padded + rows * width - ids.numel(), batch.trained)
+
+
+def counted_once(batches: Sequence[Batch], line: Line) -> list[Batch]:
+    """Every rank of a pipeline has all of its samples, and counts none but on the first one."""
+    return [b if line.rank == 0 else replace(b, real=0, padded=0) for b in batches]
 
 
 class Owners:
@@ -111,8 +121,8 @@ class Machinery:
         self.split = list(layers or measured_split(parts, shapes[0].inputs, ranks * each))
         spans = spans_of(self.split)
         last = len(spans) - 1
-        mine = [Stage(parts, spans[n], n == 0, n == last) for n in range(line.rank, len(spans), ranks)]
-        parts.keep(mine)
+        self.mine = [Stage(parts, spans[n], n == 0, n == last) for n in range(line.rank, len(spans), ranks)]
+        parts.keep(self.mine)
         if any("_lorakernels_state" in module.__dict__ for module in model.modules()):
             import lorakernels
 
@@ -124,7 +134,7 @@ class Machinery:
         self.begins = [sum(self.counts[:n]) for n in range(len(self.counts))]
         self.pipelines = [
             Pipeline(
-                mine,
+                self.mine,
                 line,
                 kind,
                 count,
@@ -258,89 +268,166 @@ def _some(x: Tensor, batches: int, begin: int, count: int) -> Tensor:
     return x[begin * rows : (begin + count) * rows]
 
 
-class PipelineJoint(Joint):
+class PipelineJoint(JointStep):
     """Several jobs, whose micro-batches follow each other, without a flush unless it is asked for. A stage takes a
-    job's optimizer step as soon as the backward of the job's last micro-batch has left it.
+    job's optimizer step as soon as the backward of the last micro-batch that holds the job has left it. So a backward
+    reads the adapters that its forward read.
 
-    A micro-batch has the rows of one job. So a number that is not finite stays with its job, in lorakernels' slots as
-    well: the other jobs' are empty then, and `KernelStep`'s search for such a job is not needed. And a backward reads
-    the adapter that its forward read, because a job's step comes behind the last backward of its own."""
+    Without a scheduler a micro-batch has the rows of one job, one job comes after the other, and a number that is not
+    finite stays with its job, in lorakernels' slots as well: the other jobs' are empty then.
+
+    A scheduler's micro-batches are packed rows, in which several jobs may lie end to end. There such a number gets into
+    the other jobs' rows, by attention's masked products and by the slots. `KernelStep` searches for the job, and tries
+    the others without it; here the other stages would have to go back as well. So the step ends with a
+    FloatingPointError that names the jobs whose loss or gradient is not finite; some may have it from another. The last
+    stage looks at the losses before any backward of the micro-batch, and each stage at the gradients of a job that
+    shares micro-batches before it is updated. So no stage has trained an adapter on wrong numbers, though some may have
+    taken a step that others have not."""
 
     def __init__(
-        self, steps: Sequence[Step], line: Line, router: Any, kind: str, layers: Sequence[int] | None, flush: bool
+        self, steps: Sequence[Step], line: Line, router: Router, kind: str, layers: Sequence[int] | None, flush: bool
     ) -> None:
-        super().__init__(steps)
-        self.line, self.flush = line, flush
-        self.router, self.kind, self.layers = router, kind, layers
+        super().__init__(steps, router, packed=True)
+        self.line, self.flush, self.kind, self.layers = line, flush, kind, layers
         self.machinery: Machinery | None = None
-        self.losses = torch.zeros(0)
-        self._scales = [1.0] * len(steps)  # type: ignore[assignment]
-        self._early = False
+        self.halved = 0  # how many more micro-batches there are than the scheduler made, so that each rank has one
+        self.empties = 0  # that an endless run needs between two rounds
+        self._parts: list[Sequence[Part]] = []  # of each micro-batch
+        self._mixed: dict[int, dict[int, Tensor]] = {}  # by micro-batch of several jobs and by job: the losses
+        self._losses = torch.zeros(0)  # (micro-batches, jobs) of the run
+        self._left = [1.0] * len(steps)  # by job: the scale that its gradients still have
 
+    # ---- the layout --------------------------------------------------------------------------------------------------
     def lay_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
-        every = alike([batch for own in batches for batch in own])
-        made, places, at = [], [], 0
-        for own in batches:
-            made.append(every[at : at + len(own)])
-            places.append(list(range(at, at + len(own))))
-            at += len(own)
-        self.places = places
+        shared = self._shared(batches)
+        made = self._one_by_one(batches) if shared is None else self._in_rows(shared)
+        if self.count < self.line.ranks:
+            raise Unsupported(
+                f"pipeline_multi_adapter needs at least a micro-batch a rank; the jobs have {self.count} together, "
+                f"and there are {self.line.ranks} ranks"
+            )
+        self.empties = _empties(self.places, self.line.ranks)
+        return [counted_once(own, self.line) for own in made]
+
+    def _one_by_one(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
+        every = iter(enumerate(alike([batch for own in batches for batch in own])))
+        numbered = [[next(every) for _ in own] for own in batches]
+        self.places = [[number for number, _ in own] for own in numbered]
+        return [[batch for _, batch in own] for own in numbered]
+
+    def _in_rows(self, shared: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
+        """Each micro-batch as one row, of which the last job's part is filled up to the longest micro-batch."""
+        held = Counter[int]()
+        for places, own in zip(self.places, shared, strict=True):
+            held.update({number: batch.real for number, batch in zip(places, own, strict=True)})
+        longest = max(held.values())
+
+        def row(batches: Sequence[Batch]) -> list[Batch]:
+            *rows, last = map(in_a_row, batches)
+            return [*rows, _filled(last, 1, longest - sum(batch.real for batch in rows), masked=False)]
+
+        return self._beside(shared, row)
+
+    def _schedule(self, lengths: Sequence[Sequence[int]]) -> list[list[Place]] | None:
+        """The first rank's answer on every rank, because a programme with a time limit need not answer twice alike."""
+        found = super()._schedule(lengths)
+        if found is None:
+            return None
+        answer = [[held for held in found if held]]
+        dist.broadcast_object_list(answer, src=0)
+        made = halved(answer[0], lengths, self.line.ranks)
+        self.halved = len(made) - len(answer[0])
         return made
 
-    def joined(self, batches: Sequence[Batch | None]) -> Batch:
-        return next(batch for batch in batches if batch is not None)
+    def micro_batch(self, number: int) -> Batch:
+        made = super().micro_batch(number)
+        return replace(made, inputs=made.inputs | {NUMBER: number})
 
-    @property
-    def order(self) -> list[tuple[int, Batch]]:
-        """(job, its batch) of every micro-batch, in their order."""
-        return [(job, batch) for job, step in enumerate(self.steps) for batch in step.batches]
-
+    # ---- a run of the schedule ---------------------------------------------------------------------------------------
     def forward(self, batch: Batch) -> Tensor:
         """(jobs,) losses of one micro-batch; of the jobs that are not in it 0."""
-        ids = batch.inputs["input_ids"]
-        place = next(n for n, (_, own) in enumerate(self.order) if own.inputs["input_ids"] is ids)
-        if place == 0 or (self.by_job and any(place == own[0] for own in self.places)):
+        number = batch.inputs[NUMBER]
+        if number == (0 if self.by_job is None else self.places[self.by_job][0]):
             self._run()
-        return self.losses[place]
+        return self._losses[number]
 
     def _run(self) -> None:
-        jobs, batches = zip(*self.order, strict=True)
+        every = [self.micro_batch(number) for number in range(self.count)]
+        self._parts = [batch.inputs["parts"] for batch in every]
+        names = self.steps[0].batches[0].inputs  # what `collate` has added is no tensor of rows
+        batches = [replace(batch, inputs={name: batch.inputs[name] for name in names}) for batch in every]
         if self.machinery is None:  # the batches are on their device only now
-            self._route(0)  # so that what is measured, and what torch learns shapes by, is as in the schedule
-            parts_of = [len(step.batches) for step in self.steps] if self.flush else []
+            self._route(0)  # so that what is measured is as in the schedule
+            parts_of = [len(places) for places in self.places] if self.flush else []
             self.machinery = Machinery(self.model, self.line, self.kind, 1, self.layers, batches, parts_of)
             for step in self.steps:
                 self.machinery.own(step.optimizer)
             self.machinery.before, self.machinery.after = self._before, self._after
-        self._early = not self.by_job
-        owners = [self.steps[job] for job in jobs]
-        self._scales = [step.loss_scale for step in self.steps]  # type: ignore[assignment]
-        each = self.machinery.run(batches, [o.items for o in owners], [o.loss_scale for o in owners])
-        own = F.one_hot(torch.tensor(jobs, device=each.device), len(self.steps)).bool()
-        self.losses = each[:, None].where(own, 0)  # and no product, which would give a NaN to the other jobs, too
+        self._route(0)  # torch's first run learns the shapes by it
+        self._left = [step.loss_scale for step in self.steps]
+        owners = [self.steps[parts[0].job] if len(parts) == 1 else None for parts in self._parts]
+        found = self.machinery.run(
+            batches, [o.items if o else 1 for o in owners], [o.loss_scale if o else 1.0 for o in owners]
+        )
+        held = [[any(part.job == job for part in parts) for job in range(len(self.steps))] for parts in self._parts]
+        # No product, which would give a NaN to the other jobs, too.
+        self._losses = found[:, None].where(torch.tensor(held, device=found.device), 0)
+        for number, losses in self._mixed.items():
+            for job, loss in losses.items():
+                self._losses[number, job] = loss
 
     def _before(self, phase: str, number: int) -> None:
         if self.begin:
             self.begin(phase)
         self._route(number)
+        if phase == BACKWARD and number in self._mixed:
+            self._check_losses(self._mixed[number])
 
     def _route(self, number: int) -> None:
-        """Tell the linears whose rows a micro-batch has. In a backward only a layer that runs again asks: any other has
-        the rows and the adapters of its own forward."""
-        job, batch = self.order[number]
-        rows, width = batch.inputs["input_ids"].shape
-        self.router.set([Part(job, self.steps[job].adapter, rows, width, width)])
+        """Tell the linears, and the last stage, whose rows a micro-batch has. In a backward only a layer that runs
+        again asks: any other has the rows and the adapters of its own forward."""
+        parts = self._parts[number]
+        self.router.set(parts)
+        for stage in self.machinery.mine if self.machinery else ():
+            stage.mixed = partial(self._sum, stage, number) if len(parts) > 1 else None
+
+    def _sum(self, stage: Stage, number: int, hidden: Tensor, labels: Tensor) -> Tensor:
+        """What the backward of a micro-batch of several jobs begins with: their losses, each times its own scale."""
+        parts = self._parts[number]
+        sizes = [part.positions for part in parts]
+        losses = {
+            part.job: stage.loss(own, target, self.steps[part.job].items)
+            for part, own, target in zip(parts, hidden.split(sizes, 1), labels.split(sizes, 1), strict=True)
+        }
+        self._mixed[number] = {job: loss.detach() for job, loss in losses.items()}
+        return torch.stack([loss * self.steps[job].loss_scale for job, loss in losses.items()]).sum()
 
     def _after(self, number: int) -> None:
-        job = self.order[number][0]
-        if self._early and number == self.places[job][-1]:
-            if self.begin:
-                self.begin(STEP)
-            self._update(job)
+        for job in (part.job for part in self._parts[number]):
+            if self.by_job is None and number == self.places[job][-1]:
+                if self.begin:
+                    self.begin(STEP)
+                self._check_gradients(job)
+                self.steps[job].update()
+                self._left[job] = 1.0
 
-    def _update(self, job: int) -> None:
-        self.steps[job].update()
-        self._scales[job] = 1.0  # type: ignore[index]
+    def _check_losses(self, losses: dict[int, Tensor]) -> None:
+        finite = torch.stack(list(losses.values())).isfinite().tolist()  # here the host waits for the device
+        if not all(finite):
+            raise self._not_finite("the loss", [job for job, one in zip(losses, finite, strict=True) if not one])
+
+    def _check_gradients(self, job: int) -> None:
+        if any(len(self._parts[number]) > 1 for number in self.places[job]):
+            every = [p.grad for group in self.steps[job].optimizer.param_groups for p in group["params"]]
+            if not all_finite([grad for grad in every if grad is not None]):
+                raise self._not_finite("a gradient", [job])
+
+    def _not_finite(self, what: str, jobs: Sequence[int]) -> FloatingPointError:
+        names = ", ".join(self.steps[job].name for job in jobs)
+        return FloatingPointError(
+            f"{what} of {names} is not finite, in micro-batches of several jobs, where it reaches the others; the step "
+            "ends here, before these are trained on it"
+        )
 
     def backward(self, loss: Tensor) -> None:
         pass  # done in the schedule
@@ -353,11 +440,26 @@ class PipelineJoint(Joint):
         if out.storage_offset() // len(self.steps) != self.places[index][-1]:
             return {}
         adapter = self.steps[index].adapter
-        found = self.machinery.gradients(self._scales[index], adapter)  # type: ignore[index]
+        found = self.machinery.gradients(self._left[index], adapter)
         return {own_name(name, adapter): x for name, x in found.items()}
 
     def said(self) -> dict[str, Any]:
         return {"pipeline": self.machinery.said()} if self.machinery else {}
+
+
+def _empties(places: Sequence[Sequence[int]], stages: int) -> int:
+    """Hold two rounds of these micro-batches, which are said of each job, against the bubble lemma; how many empty ones
+    it needs between them. Raises ScheduleError."""
+    held: dict[int, list[Place]] = {}
+    for job, own in enumerate(places):
+        for place, number in enumerate(own):
+            held.setdefault(number, []).append((job, place))
+    rounds = [
+        tuple(Planned(job, n, place, 1) for job, place in held[number]) for n in range(2) for number in sorted(held)
+    ]
+    filled = fill(rounds, stages)
+    verify(filled, [[[1] * len(own)] * 2 for own in places], None, stages)
+    return len(filled) - len(rounds)
 
 
 def save_adapter(model: Any, folder: Path, adapter: str = "default") -> None:

@@ -1,7 +1,8 @@
 """Slot `scheduler`: which samples of all jobs go together into a micro-batch, under a budget of tokens.
 
 The rules are those of lorabench.schedule (docs/scheduling.md). Here each is a toggle beside one that trains several
-jobs in one pass: `batched`, `batched_packed`, `fused_multi_lora`. A job's loss and gradients do not depend on it.
+jobs together: `batched`, `batched_packed`, `fused_multi_lora`, `pipeline_multi_adapter`. A job's loss and gradients do
+not depend on it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsuppor
 from lorabench.contract.joint import Joint, Place
 from lorabench.contract.rehearsal import Capacity, Rehearsal
 from lorabench.schedule import SCHEDULERS, Budget
-from lorabench_ablations.batch_size import check_budget, within
+from lorabench_ablations.batch_size import BY_RANK, check_budget, within
 from lorabench_ablations.batching import positive
 from lorabench_ablations.token_capacity import capacity
 
 AUTO = "auto"
-APART = "no jobs train together here, so there is nothing to share out; expected batched, batched_packed or \
-fused_multi_lora beside it"
+APART = "no jobs train together here, so there is nothing to share out; expected batched, batched_packed, \
+fused_multi_lora or pipeline_multi_adapter beside it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class Scheduling(Ablation):
     def __post_init__(self) -> None:
         if self.tokens != AUTO:
             positive("tokens", self.tokens, "positions, or auto,")
+        else:
+            object.__setattr__(self, "excludes", self.excludes | {"parallel": BY_RANK})
         check_budget(self.budget_gib)
         positive("multiple", self.multiple, "positions")
 

@@ -27,11 +27,12 @@ class Joint(Step):
     `steps` are the jobs' own, each with its batches, optimizer and trained tokens. `places` says of each job in which
     micro-batch each of its batches is, in ascending order; by default those of one number are one. `collated` holds, by
     micro-batch, what the toggles' `collate` has added to it. `schedule` asks the toggles which samples of all jobs go
-    together; `lay_out` may call it. `capacity` is what a toggle found that a micro-batch holds. `by_job` is set while
-    the jobs are asked one by one: each job's update is then asked for apart, and may not come before.
+    together; `lay_out` may call it. `capacity` is what a toggle found that a micro-batch holds. `by_job` is the
+    job's number while the jobs are asked one by one: each job's update is then asked for apart, and may not come
+    before.
     """
 
-    by_job: bool = False
+    by_job: int | None = None
 
     def __init__(self, steps: Sequence[Step]) -> None:
         first = steps[0]
@@ -119,11 +120,11 @@ class Share(Step):
     def forward(self, batch: Batch) -> Tensor:
         together: Any = self.joint.innermost
         index, number = together.steps.index(self.own), next(i for i, b in enumerate(self.batches) if b is batch)
-        together.by_job = True
+        together.by_job = index
         try:
             self._outs = self.joint.forward(together.micro_batch(together.place(index, number)))
         finally:
-            together.by_job = False
+            together.by_job = None
         return self._outs[index]
 
     def backward(self, loss: Tensor) -> None:

@@ -60,6 +60,30 @@ def test_several_jobs_from_the_command_to_a_right_row(tmp_path):
     assert "lorakernels" in records[1].notes and "lorakernels" not in records[0].notes
 
 
+@pytest.mark.exhaustive
+def test_jobs_that_share_micro_batches_from_the_command_to_a_right_row(tmp_path):
+    done = sweep(
+        *COMMON, "models=[tiny-llama]", "workload=two_jobs",
+        "ablations=[[{pipeline_multi_adapter: {kernels: true}},{lorafusion: {tokens: 64}}],"
+        "[pipeline_multi_adapter,{fifo: {tokens: 80}}],[{pipeline_multi_adapter: {flush: true}},fifo]]",
+        f"output={tmp_path}", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    again, *records = sorted(read_records(tmp_path), key=lambda record: record.status == "conflict")
+    *run, refused = records
+    assert refused.status == "conflict" and "flush=true empties the pipeline behind each job" in refused.reason
+    held = {"lorafusion": ([2, 2], [64, 64]), "fifo": ([2, 1], [80, 80])}
+    for record, (jobs, tokens) in zip(run, held.values(), strict=True):
+        assert record.status == "ok", record.reason
+        assert all(job.numerics.grad_error < 1e-5 for job in record.jobs.values())
+        said = record.notes["pipeline_multi_adapter"]
+        assert said["jobs_of_each_micro_batch"] == jobs and said["shape"] == [1, tokens[0]]
+        (rule,) = record.applied.keys() & held.keys()
+        assert record.applied[rule] == 2 and record.notes["tokens_of_each_micro_batch"] == tokens
+        assert record.tokens.real == again.tokens.real == 128
+        assert record.tokens.candidate_padded == sum(tokens) - 128  # counted on one rank
+
+
 @pytest.mark.parametrize("samples", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_all_ranks_measure_the_noise_of_a_reference_that_is_divided_among_them(tmp_path, samples):
     """Of jobs alike once, with one job alone, or with all of them where one has fewer micro-batches than there are
