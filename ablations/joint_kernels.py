@@ -38,6 +38,15 @@ class KernelRouter:
         except ValueError as error:
             raise Unsupported(f"{name}: {error}") from None
         self.linears, self.slots, self.report = self.jobs.linears, slots, self.jobs.report
+        self._plain_head: bool | None = None
+
+    def plain_head(self, base: Any) -> bool:
+        """Whether this model's logits are its head's product with what its layers give. It is tried once, and nothing
+        of the model is kept: a stage of a pipeline gives its head back."""
+        if self._plain_head is None:
+            self.jobs.set(None)  # the rows of the last batch are not those that it is tried with
+            self._plain_head = _is_product(base, base.base_model, base.get_output_embeddings())
+        return self._plain_head
 
     def set(self, parts: Sequence[Part], without: Collection[int] = ()) -> None:
         """without: jobs whose rows have no adapter."""
@@ -67,7 +76,7 @@ class KernelStep(JointStep):
         super().__init__(steps, router, packed=packed, tokens=tokens)
         base: Any = self.model.get_base_model()  # pyright: ignore[reportCallIssue]
         self.body, self.head = base.base_model, base.get_output_embeddings()
-        self.chunked = chunked_head and _is_product(base, self.body, self.head)  # while the linears have no rows set
+        self.chunked = chunked_head and router.plain_head(base)
         self._passed: list[Passed] = []
 
     def forward(self, batch: Batch) -> Tensor:
