@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import cells, only
+from helpers import PEFT, cells, config, only
 
 from lorabench.contract.ablation import Evidence
 from lorabench.contract.kind import kind
 from lorabench.measure.judging.numerics import one_step, share_masks
 from lorabench.measure.kind import request_of
+from lorabench.plan.compose import plan
 from lorabench.plan.registry import ablation
 
 CPU = torch.device("cpu")
@@ -70,3 +72,19 @@ def audited(name, wanted):
     arm = build(wanted)
     toggle = ablation(name)
     return toggle.audit(Evidence(arm, arm.patched[name], {})), toggle.notes(Evidence(arm, arm.patched[name], {}))
+
+
+TWO_JOBS = ("workload=two_jobs", "reference=[sdpa,adamw_foreach,padding]")
+
+
+def jobs_arm(ranks, *toggles, layers=3, overrides=()):
+    """Two jobs in a pipeline's model, of which a test needs so many layers (None: all eight)."""
+    cell = plan(config("models=[tiny-llama-8-layers]", *TWO_JOBS, "trials=3", *overrides), "cpu").cells[0]
+    names = [*PEFT[:2], *toggles]
+    made = request_of(cell, "reference", torch.float32, CPU, Path())
+    made = replace(made, ablations=tuple(map(ablation, names)), layers=layers, ranks=ranks)
+    return kind("train").build(made)
+
+
+def multi_adapter(**settings):
+    return {"pipeline_multi_adapter": settings}

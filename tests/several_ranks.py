@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from lorabench.contract.ranks import Ranks
 
 
@@ -58,3 +61,13 @@ def _main(rank: int, size: int, file: Path, pipe: Any, function: Callable[..., A
         pipe.send((True, answer))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
+
+
+def compare(answers, wanted, rtol=1e-4, atol=1e-7):
+    """What each rank has, (loss, gradients, error of the update, …), with what one process has."""
+    for loss, gradients, update_error, *_ in answers:
+        assert loss == pytest.approx(wanted.loss, rel=1e-6)
+        assert gradients.keys() == wanted.gradients.keys()
+        assert update_error < 1e-6
+        for name, gradient in wanted.gradients.items():
+            torch.testing.assert_close(torch.from_numpy(gradients[name]), gradient, rtol=rtol, atol=atol)
