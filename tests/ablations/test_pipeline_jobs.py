@@ -108,7 +108,8 @@ def trains_as_alone(answers, alone):
 
 def spoilt(ranks, settings, spoil):
     """The losses of a trial, and the second job's gradients, where the first job's adapter is NaN or as it was."""
-    made = jobs_arm(ranks, multi_adapter(**settings))
+    # Which layers a rank has would follow from measured times, and two runs are compared.
+    made = jobs_arm(ranks, multi_adapter(layers=[2, 1], **settings))
     with torch.no_grad():
         for _, p in made.adapters(made.steps[0]) if spoil else ():
             p.fill_(float("nan"))
