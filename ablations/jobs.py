@@ -140,11 +140,9 @@ class FusedMultiLora(BatchedPacked):
             raise ValueError(f"form {self.form!r}: expected one of {', '.join(FORMS)}")
 
     def patch(self, model: nn.Module) -> int:
-        from .joint_kernels import KernelRouter
+        from .joint_kernels import route
 
-        router = KernelRouter(model, self.name, slots=self.form == "slots")
-        setattr(model, MARK, router)
-        return router.linears
+        return route(model, MARK, self.name, slots=self.form == "slots")
 
     def joint(self, steps: Sequence[Step], router: Any) -> Step:
         from .joint_kernels import KernelStep

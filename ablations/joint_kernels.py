@@ -20,8 +20,16 @@ from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import IGNORE, Batch
 from lorabench.contract.step import Step
 from lorabench_ablations.joint_step import JointStep, Part, all_finite
+from lorabench_ablations.lora_kernels import on_kernels
 
 TRIED = 4  # tokens by which it is found out whether the logits are the head's product with what the layers give
+
+
+def route(model: nn.Module, mark: str, name: str, slots: bool = True) -> int:
+    """As `joint_linears.route`, by a `KernelRouter`."""
+    router = KernelRouter(model, name, slots)
+    setattr(model, mark, router)
+    return router.linears
 
 
 class KernelRouter:
@@ -31,7 +39,7 @@ class KernelRouter:
     def __init__(self, model: nn.Module, name: str, slots: bool) -> None:
         import lorakernels
 
-        if slots and any("_lorakernels_state" in module.__dict__ for module in model.modules()):
+        if slots and on_kernels(model):
             lorakernels.remove(model)  # the norms or RoPE of another toggle, which the fused form has, too
         try:
             self.jobs = lorakernels.apply_multi(model, fused=slots)

@@ -30,6 +30,11 @@ MARK = "_lorabench_lorakernels"  # on the model: the switches that are on, and t
 LAY_OUT = "_lorabench_lay_out"  # on the base: of the PEFT model, makes what lays a layer out before it is sharded
 
 
+def on_kernels(model: nn.Module) -> bool:
+    """Whether lorakernels has changed some module of this model, which it may not be installed for."""
+    return any("_lorakernels_state" in module.__dict__ for module in model.modules())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernel(Ablation):
     """Base: `lorakernels.apply` with some of its switches."""

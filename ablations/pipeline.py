@@ -241,23 +241,17 @@ class PipelineMultiAdapter(Pipelined):
         super().__post_init__()
         if self.ranks is not None:
             raise ValueError(f"ranks={self.ranks}; pipeline_multi_adapter has one pipeline, of all ranks")
-        for alone, why in ((self.flush, FLUSHED), (self.tokens is not None, BOTH_SAY)):
-            if alone:
-                object.__setattr__(self, "excludes", self.excludes | {"scheduler": why})
+        beside = BESIDE_KERNELS if self.kernels else {}
+        if self.flush or self.tokens is not None:
+            beside = beside | {"scheduler": FLUSHED if self.tokens is None else BOTH_SAY}
+        object.__setattr__(self, "excludes", self.excludes | beside)
         if self.kernels:
-            object.__setattr__(self, "excludes", self.excludes | BESIDE_KERNELS)
             object.__setattr__(self, "requires", replace(self.requires, packages=FusedMultiLora.requires.packages))
 
     def patch(self, model: nn.Module) -> int:
-        if not self.kernels:
-            from .joint_linears import route
+        from . import joint_kernels, joint_linears
 
-            return route(model, MARK)
-        from .joint_kernels import KernelRouter
-
-        router = KernelRouter(model, self.name, slots=True)
-        setattr(model, MARK, router)
-        return router.linears
+        return joint_kernels.route(model, MARK, self.name) if self.kernels else joint_linears.route(model, MARK)
 
     def takes(self, count: int, ranks: int) -> bool:
         return not self.flush or super().takes(count, ranks)  # all jobs together have to fill it, see `join`

@@ -30,6 +30,7 @@ from lorabench.schedule import fill, verify
 from lorabench.schedule.pipeline import pipeline
 from lorabench_ablations.joint_batches import halved, in_a_row
 from lorabench_ablations.joint_step import JointStep, Part, Router, all_finite
+from lorabench_ablations.lora_kernels import on_kernels
 from lorabench_ablations.pipeline_stages import (
     BACKWARD,
     FORWARD,
@@ -123,7 +124,7 @@ class Machinery:
         last = len(spans) - 1
         self.mine = [Stage(parts, spans[n], n == 0, n == last) for n in range(line.rank, len(spans), ranks)]
         parts.keep(self.mine)
-        if any("_lorakernels_state" in module.__dict__ for module in model.modules()):
+        if on_kernels(model):
             import lorakernels
 
             lorakernels.forget(model)  # the layers that were given back, whose weights would stay
@@ -363,17 +364,16 @@ class PipelineJoint(JointStep):
             for step in self.steps:
                 self.machinery.own(step.optimizer)
             self.machinery.before, self.machinery.after = self._before, self._after
+        self._mixed.clear()
         self._route(0)  # torch's first run learns the shapes by it
         self._left = [step.loss_scale for step in self.steps]
         owners = [self.steps[parts[0].job] if len(parts) == 1 else None for parts in self._parts]
         found = self.machinery.run(
             batches, [o.items if o else 1 for o in owners], [o.loss_scale if o else 1.0 for o in owners]
         )
-        held = [[any(part.job == job for part in parts) for job in range(len(self.steps))] for parts in self._parts]
-        # No product, which would give a NaN to the other jobs, too.
-        self._losses = found[:, None].where(torch.tensor(held, device=found.device), 0)
-        for number, losses in self._mixed.items():
-            for job, loss in losses.items():
+        self._losses = found.new_zeros(len(every), len(self.steps))
+        for number, parts in enumerate(self._parts):
+            for job, loss in (self._mixed.get(number) or {parts[0].job: found[number]}).items():
                 self._losses[number, job] = loss
 
     def _before(self, phase: str, number: int) -> None:

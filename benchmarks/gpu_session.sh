@@ -27,8 +27,8 @@ if [ "$mode" = start ]; then
 elif [ ! -d "$at/src" ]; then
   echo "no session was started here: a fresh machine"; exit 9
 else
-  for list in four_gpus one_gpu two_gpus; do
-    comm -13 <(sort "$at/$list.txt") <(sort "$here/benchmarks/gpu_jobs/$list.txt") >> "$at/$list.txt"
+  for list in "$here"/benchmarks/gpu_jobs/*.txt; do
+    own=$at/${list##*/}; comm -13 <(sort "$own") <(sort "$list") >> "$own"
   done
 fi
 while [ "$(date +%s)" -lt "$ends" ] && [ ! -e "$at/done" ]; do sleep 1; done

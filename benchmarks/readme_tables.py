@@ -471,8 +471,10 @@ JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING) 
 SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
     **dict.fromkeys(("auto_batch_size", "checkpointing", "packing"), STEPS),
-    **{f"several_gpus{which}": GPUS for which in ("", "_ours", "_ours_fsdp2", "_fsdp2", "_one_rank", "_tensor")},
-    **{f"several_gpus_{which}": GPUS for which in ("four", "copy_engine")},
+    **{
+        f"several_gpus{which}": GPUS
+        for which in ("", "_ours", "_ours_fsdp2", "_copy_engine", "_four", "_fsdp2", "_one_rank", "_tensor")
+    },
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "lorafusion_pipeline"), JOBS),
     **dict.fromkeys(("multi_lora_scaling", "multi_lora_slots"), JOBS),
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),

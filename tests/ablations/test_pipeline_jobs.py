@@ -23,14 +23,17 @@ from lorabench_ablations.scheduler import Scheduling
 # -- several jobs -----------------------------------------------------------------------------------------------------
 
 
-def jobs_alone():
-    made = jobs_arm(ONE, "padding")
+def jobs_alone(*overrides):
+    made = jobs_arm(ONE, "padding", overrides=overrides)
     return {step.name: one_step(made, step) for step in made.steps}
 
 
-def jobs_stepped(ranks, *toggles, overrides=()):
+def jobs_stepped(ranks, *toggles):
+    return stepped(ranks, jobs_arm(ranks, *toggles))
+
+
+def stepped(ranks, made):
     """What the gate asks, job by job; then a trial, in which each job's update comes within the schedule."""
-    made = jobs_arm(ranks, *toggles, overrides=overrides)
     gate = {step.name: one_step(made, step) for step in made.steps}
     found = {name: (o.loss, {n: x.numpy() for n, x in o.gradients.items()}, o.update_error) for name, o in gate.items()}
     begun = []
@@ -164,16 +167,16 @@ def test_what_goes_beside_the_pipeline_and_not_beside_its_kernels(beside, why):
     assert "lorakernels" in both[1].requires.packages and not registry.ablation_class(both[1].name).requires.packages
 
 
-def refused_jobs(ranks, *overrides):
+def refused(ranks, toggles, override):
     try:
-        jobs_arm(ranks, multi_adapter(kernels=True), overrides=overrides)
+        jobs_arm(ranks, *toggles, overrides=(override,))
     except Unsupported as error:
         return str(error)
 
 
 def test_an_adapter_that_the_kernels_do_not_know_is_one_line(tmp_path):
     said = "an adapter is a variant of LoRA (DoRA, say); expected plain LoRA on a linear, so that each row"
-    for reason in on_ranks(2, tmp_path, refused_jobs, "lora.use_dora=true"):
+    for reason in on_ranks(2, tmp_path, refused, [multi_adapter(kernels=True)], "lora.use_dora=true"):
         assert reason.startswith("pipeline_multi_adapter: ") and said in reason
 
 
@@ -184,17 +187,12 @@ HELD = [[0, 1], [2], [1, 2]]  # the jobs of each of its micro-batches
 REAL = 48 + 173 + 160  # tokens of each job
 
 
-def shared_alone():
-    made = jobs_arm(ONE, "padding", overrides=(UNEQUAL,))
-    return {step.name: one_step(made, step) for step in made.steps}
-
-
 def shared_stepped(ranks, *toggles):
-    """`jobs_stepped`, the jobs of each micro-batch, the shapes of them all, and (real, padding) as this rank counts."""
+    """`stepped`, the jobs of each micro-batch, the shapes of them all, and (real, padding) as this rank counts."""
     made = jobs_arm(ranks, *toggles, overrides=(UNEQUAL,))
     held = [[part.job for part in batch.inputs["parts"]] for batch in made.micro_batches]
     shapes = {tuple(batch.inputs["input_ids"].shape) for batch in made.micro_batches}
-    return jobs_stepped(ranks, *toggles, overrides=(UNEQUAL,)), held, shapes, (made.real, made.padded)
+    return stepped(ranks, made), held, shapes, (made.real, made.padded)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +217,7 @@ def shared_stepped(ranks, *toggles):
     ids=str,
 )
 def test_jobs_that_share_micro_batches_are_each_what_they_are_alone(tmp_path, kernels, rule, held, beside):
-    wanted = shared_alone()
+    wanted = jobs_alone(UNEQUAL)
     answers = on_ranks(2, tmp_path, shared_stepped, multi_adapter(kernels=kernels), rule, *beside)
     for (found, begun, losses, said), jobs, _, _ in answers:
         assert jobs == held and said["micro_batches"] == len(held)
@@ -353,13 +351,6 @@ def test_what_goes_beside_the_pipeline_and_not_beside_a_scheduler(settings, rule
     assert conflict([registry.ablation(multi_adapter(kernels=True)), registry.ablation(MIXING)]) is None
 
 
-def refused_shared(ranks, rule):
-    try:
-        jobs_arm(ranks, multi_adapter(), rule, overrides=(UNEQUAL,))
-    except Unsupported as error:
-        return str(error)
-
-
 def test_a_sample_that_fits_no_micro_batch_is_one_line_on_every_rank(tmp_path):
-    for said in on_ranks(2, tmp_path, refused_shared, {"lorafusion": {"tokens": 20}}):
+    for said in on_ranks(2, tmp_path, refused, [multi_adapter(), {"lorafusion": {"tokens": 20}}], UNEQUAL):
         assert said.startswith("lorafusion: ") and "holds at most 20" in said and "\n" not in said
