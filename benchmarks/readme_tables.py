@@ -470,10 +470,10 @@ JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING) 
 # What the page of a suite's toggles shows of it, beside the toggle and the verdict.
 SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
-    **dict.fromkeys(("auto_batch_size", "checkpointing", "packing"), STEPS),
+    **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "guide_loss", "packing"), STEPS),
     **{
-        f"several_gpus{which}": GPUS
-        for which in ("", "_ours", "_ours_fsdp2", "_copy_engine", "_four", "_fsdp2", "_one_rank", "_tensor")
+        f"several_gpus{one}": GPUS
+        for one in ("", "_ours", "_ours_fsdp2", "_copy_engine", "_four", "_fsdp2", "_one_rank", "_operands", "_tensor")
     },
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "lorafusion_pipeline"), JOBS),
     **dict.fromkeys(("multi_lora_scaling", "multi_lora_slots"), JOBS),
@@ -484,11 +484,11 @@ SUITES: dict[str, Sequence[str]] = {
 
 
 def of_suite(name: str) -> Callable[[Results], str]:
-    """A table a model @ workload of the published folder that has the suite's name; the sentence that says so, where
-    there is none."""
+    """A table a model @ workload of the published folder of that name, an H200's if no GPU is named; the sentence that
+    says so, where there is none."""
 
     def made(results: Results) -> str:
-        analysis = results.folders.get(f"h200/{name}") or results.folders.get(f"h100/{name}")
+        analysis = next(filter(None, map(results.folders.get, (f"h200/{name}", f"h100/{name}", name))), None)
         return _not_measured(name) if analysis is None else "\n\n".join(_of_groups(analysis, SUITES[name]))
 
     return made

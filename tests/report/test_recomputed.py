@@ -39,7 +39,7 @@ def lines(folder):
 def pairs(line, found):
     """A line of two arms as it is; of one arm (schema 3) its pairs, over the turns that both had in one process. Beside
     an arm that sat alone stands the reference again where that sat alone, round by round; and this one itself, where it
-    sat alone, is held against the reference as well."""
+    sat alone, is held against the reference as well. Two arms that were never in one round are no pairs of turns."""
     if line["schema"] != 3:
         return [line]
     family = [x for x in found if (x.get("family"), x["session"]) == (line["family"], line["session"])]
@@ -63,11 +63,13 @@ def pairs(line, found):
             continue
         if together(base, line):
             made.append(timed(own, base, line, together(base, line)))
+        elif beside(family, base, line) is None:
+            made.append(apart(own, base, line))
         else:
             made.append(timed(own, *beside(family, base, line)))
         if line["role"] == "twin" and (alone := outside(line, base)):
-            apart = own | {"key": f"{own['key']} between processes"}
-            made.append(timed(apart, base, alone, by_round(base, alone)))
+            between = own | {"key": f"{own['key']} between processes"}
+            made.append(timed(between, base, alone, by_round(base, alone)))
     return made
 
 
@@ -94,28 +96,41 @@ def outside(arm, other):
 
 
 def beside(family, base, line):
+    """Of an arm that sat alone: the reference where that did, the arm, and the turns of rounds that both have. None
+    where the reference never had a round of the arm's."""
     twin = next(x for x in family if x["role"] == "twin")
     alone = outside(twin, base) if set(twin["toggles"]) == set(base["toggles"]) else base
-    return alone, line, by_round(alone, line)
+    turns = alone and by_round(alone, line)
+    return (alone, line, turns) if turns else None
 
 
 def timed(own, base, line, turns):
     """The pair with the times of these turns."""
-    apart = len({process for *_, process in turns}) > 1
-    made = own | {"pairing": "turns" if apart else "paired", "phases": {}}
+    several = len({process for *_, process in turns}) > 1
+    made = own | {"pairing": "turns" if several else "paired"}
     made["raw"] = base if line["role"] == "twin" else line  # what is shown of the limit's share is the reference's
     made["turns_of"] = [process for *_, process in turns]
-    for phase in {**line["phases"], **base["phases"]}:
-        made["phases"][phase] = {
-            arm: [x["phases"][phase][turn[place]] if phase in x["phases"] else 0.0 for turn in turns]
-            for place, (arm, x) in enumerate((("reference_ms", base), ("candidate_ms", line)))
-        }
-    each = made["phases"].values()
-    made["phases"]["total"] = {
-        arm: [float(sum(ms)) for ms in zip(*(p[arm] for p in each), strict=True)]
-        for arm in ("reference_ms", "candidate_ms")
+    return made | {"phases": of_turns((base, line), [[turn[place] for turn in turns] for place in (0, 1)])}
+
+
+def apart(own, base, line):
+    """The pair of two arms with all their turns, by the processes in which each sat."""
+    both = base, line
+    order = [sorted(range(len(x["seats"])), key=x["seats"].__getitem__) for x in both]
+    sizes = [[x["seats"].count(seat) for seat in sorted(set(x["seats"]))] for x in both]
+    made = own | {"pairing": "abba", "processes": dict(zip(("reference", "candidate"), sizes, strict=True))}
+    return made | {"raw": line, "phases": of_turns(both, order)}
+
+
+def of_turns(both, order):
+    """The phases and their total of two arms, at these places of each."""
+    named = list(zip(("reference_ms", "candidate_ms"), both, order, strict=True))
+    phases = {
+        phase: {arm: [x["phases"][phase][n] if phase in x["phases"] else 0.0 for n in own] for arm, x, own in named}
+        for phase in {**both[1]["phases"], **both[0]["phases"]}
     }
-    return made
+    total = {arm: [float(sum(ms)) for ms in zip(*(p[arm] for p in phases.values()), strict=True)] for arm, *_ in named}
+    return phases | {"total": total}
 
 
 def is_limit(line):
