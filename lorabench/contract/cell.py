@@ -90,6 +90,13 @@ class Cell:
         gold has the same weights, and nothing is tolerated for their sake."""
         return tuple(a for a in self.reference if a.changes_weights and a in self.candidate)
 
+    @property
+    def own_weights(self) -> tuple[Ablation, ...]:
+        """How the candidate holds its frozen weights where that is not how the reference does. The numbers are then
+        others, and so are right gradients: it is held against plain PEFT over its own numbers in plain linears."""
+        own = tuple(a for a in self.candidate if a.changes_weights)
+        return () if set(own) <= set(self.held_weights) else own
+
     def arm(self, name: str) -> tuple[Ablation, ...]:
         return self.reference if name == "reference" else self.candidate
 

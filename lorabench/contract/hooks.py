@@ -144,13 +144,21 @@ def noted(ablation: Ablation, evidence: Any) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line, with the toggle and the hook that it came from where these are known."""
+    """An exception in one line, with the toggle and the hook that it came from where these are known, and with the
+    exception that it was raised from: of a pipeline's stage torch's own says no more than the stage."""
     words = first_line(error)
     if isinstance(error, HookError):
         return words
     what = f"{type(error).__name__}: {words}"
+    if (cause := first_cause(error)) is not error:
+        what += f" from {type(cause).__name__}: {first_line(cause)}"
     whose = next((n for n in getattr(error, "__notes__", ()) if isinstance(n, str) and n.startswith(WORD)), None)
     return f"{whose} raised {what}" if whose else what
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The exception that this one was raised from, and that from another one, up to the first."""
+    return first_cause(error.__cause__) if error.__cause__ else error
 
 
 def message_of(error: BaseException) -> str:

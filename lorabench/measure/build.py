@@ -142,7 +142,7 @@ def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, conf
 
     def base() -> nn.Module:
         made = _base(request, hooks, partial(make_base, load), _recipe(request, load))
-        hooks.each(Ablation.prepare, made, upcast=request.upcast)
+        hooks.each(Ablation.prepare, made, upcast=request.upcast or request.dense)
         return made
 
     if not kind.adapts(request.model):

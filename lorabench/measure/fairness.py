@@ -308,18 +308,20 @@ class Guard:
     def busy(self) -> Iterator[tuple[str, float]]:
         """(what, seconds computed so far) of each Python thread and each child process that came after this guard. Not
         of autograd's own thread: Python knows it once something in it asks, and every arm's backward runs there."""
-        process = psutil.Process()
-        spent = {t.id: t.user_time + t.system_time for t in process.threads()}
-        for thread in threading.enumerate():
-            if thread.native_id is not None and thread.native_id not in self.threads:
-                yield f"the thread {thread.name}", spent.get(thread.native_id, 0.0)
-        for child in process.children(recursive=True):
+        yield from self.helpers().items()
+        for child in psutil.Process().children(recursive=True):
             if child.pid not in self.children:
                 try:
                     times = child.cpu_times()
                 except psutil.Error:
                     continue
                 yield f"the process {child.pid}", times.user + times.system
+
+    def helpers(self) -> dict[str, float]:
+        """The threads among those that are `busy`. Without any, nothing is asked of the system."""
+        here = [t for t in threading.enumerate() if t.native_id is not None and t.native_id not in self.threads]
+        spent = {t.id: t.user_time + t.system_time for t in psutil.Process().threads()} if here else {}
+        return {f"the thread {t.name}": spent.get(t.native_id or 0, 0.0) for t in here}
 
 
 def backward_threads(device: torch.device) -> set[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors.torch import save_file
 
 from lorabench.contract.ablation import Ablation, Tolerance, Unsupported
 from lorabench.contract.arm import Arm, bytes_of
@@ -70,9 +71,13 @@ class GradientKind(Kind):
         masked = any(a.own_dropout_masks for a in both)
         request = partial(_shallow, gate, masked, self.bytes_per_token(gate.cell.model))
         plain = {}
+        own = gate.cell.own_weights
         if not gate.ranks.rank:
-            plain = dict(self._golds(gate, request("gold", gate.cell.held_weights)))
+            wanted = request("gold", own or gate.cell.held_weights)
+            plain = dict(self._golds(gate, replace(wanted, dense=bool(own))))
         self._measure_noise(gate)
+        if own and not gate.ranks.rank:
+            self._measure_yardstick(replace(gate.arm("plain", own), dense=True))
         yield from self._judged(gate, request, plain)
 
     def _golds(self, gate: GateRequest, request: Request) -> Iterator[tuple[str, Plain]]:
@@ -89,6 +94,7 @@ class GradientKind(Kind):
             file = gold_cache.path(
                 request.scratch, spec, job.workload, job.seed, request.dtype, held, cut, request.layers
             )
+            file = file.with_suffix(".dense.safetensors") if request.dense else file
             yield job.name, gold_cache.cached(file, request.device, partial(computed, job.name))
 
     def _measure_noise(self, gate: GateRequest) -> None:
@@ -114,6 +120,25 @@ class GradientKind(Kind):
             return
         for job, file in zip(request.jobs, files, strict=True):
             gate.noise(job.name, file.name, depth_noise.read(file))
+
+    def _measure_yardstick(self, request: Request) -> None:
+        """The gradients of plain PEFT at full depth, over an arm's own weights in plain linears; kept for
+        `first_trial`. Where they do not fit there are none, and the arm is held against the reference's."""
+        files = [_yardstick_file(request, i) for i in range(len(request.jobs))]
+        for recompute in (False, True):
+            if all(file.exists() for file in files):
+                return
+            try:
+                arm = self.build(request)
+                if not recompute or _recomputes(arm.model):
+                    with without_dropout(arm.model):
+                        for file, step in zip(files, arm.steps, strict=True):
+                            save_file(numerics.one_pass(arm, step)[1], file)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+            arm = None
+            give_back(request.device)
 
     def _noise_of_plain(self, request: Request, made: list[Arm], index: int) -> depth_noise.DepthNoise | None:
         """Of plain PEFT in this process; None where it does not fit, and the limits are then wider
@@ -168,20 +193,25 @@ class GradientKind(Kind):
         found = self._outcomes(wanted.own())
         if gate.ranks.rank:
             return
-        declared = _declared(gate.cell, gate.cell.candidate)
+        declared = _exact(gate.cell, gate.cell.candidate)
+        words = "; ".join(t.words for t in _declared(gate.cell, gate.cell.candidate)) or None
         longest = max(len(s.tokens) for samples in wanted.samples for s in samples)
         for job, got in found.items():
             verdict = numerics.judge(*plain[job], got, wanted.dtype, declared)
-            yield job, verdict.model_copy(update={"shallow_tokens": longest})
+            yield job, verdict.model_copy(update={"shallow_tokens": longest, "tolerance": words})
 
     def first_trial(self, arm: Arm, run: Callable[[], Any], request: Request) -> dict[str, Any]:
-        held = replace(request, ablations=request.cell.held_weights)
+        held, weights = replace(request, ablations=request.cell.held_weights), request.cell.own_weights
         arm.witnesses = [Witness(arm, step, request.scratch / EVIDENCE) for step in arm.steps]
         trial = run()
         numbers = {job.name: number for number, job in enumerate(request.jobs)}
         for witness, outs in zip(arm.witnesses, arm.outs, strict=True):
             witness.testimony.phases = tuple(trial.device_ms)
-            witness.testimony.noise = depth_noise.read(_noise_file(held, numbers[witness.step.name]))
+            number = numbers[witness.step.name]
+            witness.testimony.noise = depth_noise.read(_noise_file(held, number))
+            if weights and arm.name != "reference":
+                yardstick = _yardstick_file(replace(request, ablations=weights), number)
+                witness.testimony.yardstick = yardstick if yardstick.exists() else None
             witness.first_trial(arm.ranks.total(trial.losses[witness.step.name]), outs)
         return {w.step.name: w.testimony for w in arm.witnesses}
 
@@ -236,7 +266,8 @@ class GradientKind(Kind):
             return None
         own, others = (_declared(cell, arm) for arm in (cell.reference, cell.candidate))
         verdict = verdict.model_copy(update={"depth_noise": reference.noise is not None})
-        return numerics.with_checks(verdict, certify(reference, candidate, dtype, [*own, *others], own))
+        exact = _exact(cell, (*cell.reference, *cell.candidate))
+        return numerics.with_checks(verdict, certify(reference, candidate, dtype, [*own, *others], own, exact))
 
     def explain(self, numerics_: Numerics) -> str:
         return numerics.explain(numerics_)
@@ -245,6 +276,12 @@ class GradientKind(Kind):
 def _declared(cell: Cell, toggles: Sequence[Ablation]) -> list[Tolerance]:
     """What these toggles declare; what both arms alike hold in another form is part of the model."""
     return [a.tolerance for a in toggles if a.tolerance and a not in cell.held_weights]
+
+
+def _exact(cell: Cell, toggles: Sequence[Ablation]) -> list[Tolerance]:
+    """The same against plain PEFT over the candidate's own weights: that they are rounded is then no error, and what is
+    left is that a toggle rounds inputs, too, as `eps` says."""
+    return _declared(cell, [a for a in toggles if a not in cell.own_weights or (a.tolerance and a.tolerance.eps)])
 
 
 def _shallow(
@@ -301,6 +338,14 @@ def _noise_file(request: Request, index: int) -> Path:
     spec = request.model.with_lora(job.lora)
     file = gold_cache.path(request.scratch, spec, job.workload, job.seed, request.dtype, request.ablations)
     return file.with_suffix(".noise.json")
+
+
+def _yardstick_file(request: Request, index: int) -> Path:
+    """Where a job's gradients by plain PEFT over these weights are kept."""
+    job = request.jobs[index]
+    spec = request.model.with_lora(job.lora)
+    file = gold_cache.path(request.scratch, spec, job.workload, job.seed, request.dtype, request.ablations)
+    return file.with_suffix(".yardstick.safetensors")
 
 
 def _states(step: Step) -> list[torch.Tensor]:

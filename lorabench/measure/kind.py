@@ -38,7 +38,8 @@ class Request:
     """What an arm is built from. `samples` are each job's, in the jobs' order.
 
     `layers` cuts the depth (for the gate); `upcast` turns the finished model to float32 (the gate's gold), with the
-    weights as `dtype` rounded them. `scratch` is a folder of the sweep for files that its cells share.
+    weights as `dtype` rounded them; `dense`: toggles that hold weights in another format leave plain linears with the
+    same numbers, as `upcast` has them, in `dtype`. `scratch` is a folder of the sweep for files that its cells share.
     `base`: the frozen weights that the seat's arms share; None: the arm has its own, as a shallow one always has.
     `mine`: the number of the one job that this process trains; None: it trains all of them.
     """
@@ -55,6 +56,7 @@ class Request:
     scratch: Path
     layers: int | None = None
     upcast: bool = False
+    dense: bool = False
     ranks: Ranks = ONE
     base: Base | None = None
     mine: int | None = None

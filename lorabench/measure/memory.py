@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lorabench.contract.arm import Arm
-from lorabench.contract.hooks import message_of
+from lorabench.contract.hooks import first_cause, message_of
 from lorabench.measure.trial import Trial, run_trial, synchronize
 from lorabench.record.schema import ArmMemory
 
@@ -161,8 +161,10 @@ def _most_resident() -> int | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """torch's own exception on a GPU; of a CPU's allocator and of NCCL a RuntimeError that its text tells apart."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    """torch's own exception on a GPU; of a CPU's allocator and of NCCL a RuntimeError that its text tells apart. One
+    that was raised from it says the same: torch's pipelines raise one of their own from whatever a stage raises."""
+    cause = first_cause(error)
+    if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
         return True
-    text = message_of(error)
-    return isinstance(error, RuntimeError) and any(words in text for words in SHORT_OF_MEMORY)
+    text = message_of(cause)
+    return isinstance(cause, RuntimeError) and any(words in text for words in SHORT_OF_MEMORY)

@@ -22,7 +22,7 @@ import torch
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.arm import Arm
 from lorabench.contract.family import Family, Stack
-from lorabench.contract.hooks import asked, first_line, message_of, noted, printable
+from lorabench.contract.hooks import asked, first_cause, first_line, message_of, noted, printable
 from lorabench.contract.kind import kind
 from lorabench.contract.machine import Machine
 from lorabench.contract.memory_fit import Edge
@@ -137,6 +137,7 @@ class Seat:
         self.written = ""  # checksum of the base when the first arm was ready
         self.turned = ""  # whose turn was the last
         self.idle: dict[str, float] | None = None  # what computed beside the arms before the first turn, in seconds
+        self.inside: dict[str, Counter[str]] = {}  # of each arm: what threads computed within its trials, in seconds
         self.now = "starting"
 
     def call(self, what: str, *arguments: Any) -> Answer:
@@ -296,7 +297,11 @@ class Seat:
                 of_kind.begin_turn(arm, numbers[0], each)
             for number in numbers:
                 self.on_trial(name, None)
+                helped = self.guard.helpers()
                 done = trial.run_trial(arm, number=number)
+                self.inside.setdefault(name, Counter()).update(
+                    {thread: spent - helped.get(thread, 0.0) for thread, spent in self.guard.helpers().items()}
+                )
                 self.on_trial(name, done.total_ms)
                 self.host[name].append(done)
                 made.append(Made(done, of_kind.observe(arm, number, done.losses)))
@@ -372,11 +377,13 @@ class Seat:
 
     def closing(self) -> dict[str, float]:
         """After the last turn: seconds computed beside the arms since the first one, by whom; and that nothing else was
-        changed."""
+        changed. A thread that writes an arm's tensors to the disk works within that arm's trials, and is no one's help
+        beside them: what it computed in those of one arm does not count."""
         self.guard.check_all()
         self._check_base()
+        own = {name: max(one[name] for one in self.inside.values()) for name in set().union(*self.inside.values())}
         before = self.idle or {}
-        return {name: spent - before.get(name, 0.0) for name, spent in self.guard.busy()}
+        return {name: spent - before.get(name, 0.0) - own.get(name, 0.0) for name, spent in self.guard.busy()}
 
     def _check_base(self) -> None:
         """Raises Untrusted where the weights that all arms share are not what they were."""
@@ -438,4 +445,4 @@ def _inside(arm: Arm) -> Any:
 
 def _shortage(error: BaseException) -> str:
     """What was asked for and what was free; torch's advice on its allocator is left out."""
-    return first_line(error).partition(" Including non-PyTorch")[0].removeprefix("CUDA out of memory. ")
+    return first_line(first_cause(error)).partition(" Including non-PyTorch")[0].removeprefix("CUDA out of memory. ")

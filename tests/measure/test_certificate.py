@@ -9,9 +9,11 @@ import pytest
 import torch
 from helpers import PEFT, arm, request
 from peft.tuners.lora import Linear
+from safetensors.torch import save_file
 
 from lorabench.contract.ablation import Tolerance
-from lorabench.measure.judging import depth_noise, numerics, witness
+from lorabench.contract.kind import kind
+from lorabench.measure.judging import certificate, depth_noise, numerics, witness
 from lorabench.measure.judging.certificate import certify
 from lorabench.measure.judging.limits import LOSS_MASKED, MOST
 from lorabench.measure.judging.witness import BLOCK, SKETCH, Look, Witness, sketch
@@ -76,6 +78,11 @@ def no_decay(made):
 
 def same_tokens(made):
     made.feeds = [lambda number: None]
+
+
+def scaled_by_a_third(made):
+    for _, p in made.adapters():
+        p.register_hook(lambda grad: 1.34 * grad)
 
 
 def scaled(made):
@@ -204,6 +211,36 @@ def test_evidence_of_numbers_that_are_not_finite_fails(reference):
     losses = dict.fromkeys(reference.losses, float("nan"))
     found = certify(reference, replace(reference, sketches={TURN: odd}, losses=losses), torch.float32)
     assert failed(found) >= {"the loss of each trial", "each gradient of each trial"}
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory):
+    """How an arm in 4 bits is made, and the gradients of plain PEFT over its weights in plain linears."""
+    folder = tmp_path_factory.mktemp("yardstick")
+    wanted = replace(request(*PEFT, "nf4_base"), dense=True)
+    made = kind(wanted.cell.kind).build(wanted)
+    save_file(numerics.one_pass(made, made.step)[1], folder / "yardstick.safetensors")
+    return partial(arm, *PEFT, "nf4_base"), folder / "yardstick.safetensors"
+
+
+NF4 = Tolerance(words="frozen weights in 4 bits", loss=0.05)
+
+
+def test_an_arm_with_weights_of_its_own_is_held_against_its_own_yardstick(reference, rounded, tmp_path):
+    made, yardstick = rounded
+    testimony = evidence(made(), tmp_path)
+    without = {c.name: c for c in certify(reference, testimony, torch.float32, [NF4])}
+    assert without["each gradient before the trials"].found > 0.05  # of what 4 bits make of the weights
+    checks = {c.name: c for c in certify(reference, replace(testimony, yardstick=yardstick), torch.float32, [NF4])}
+    assert not failed(checks.values())
+    assert checks["each gradient before the trials"].found < 1e-3 >= checks["each gradient before the trials"].allowed
+
+
+@pytest.mark.parametrize("change", [no_backward, scaled_by_a_third])
+def test_what_such_an_arm_does_wrong_in_its_trials_is_caught(reference, rounded, tmp_path, change):
+    made, yardstick = rounded
+    testimony = replace(evidence(made(), tmp_path, spoil=after(2, change)), yardstick=yardstick)
+    assert {c for c in failed(certify(reference, testimony, torch.float32, [NF4])) if c.endswith("each trial")}
 
 
 @pytest.mark.parametrize("tolerance", [Tolerance(words="anything", grad=9.0, loss=9.0), None])
@@ -364,3 +401,12 @@ def test_what_two_runs_hide_of_the_typical_scale_by_luck_is_known_from_all_tenso
         p.register_hook(lambda grad: factor * grad)
     checks = {c.name: c for c in certify(replace(reference, noise=noise), evidence(made, tmp_path), torch.bfloat16)}
     assert checks["the typical gradient's scale before the trials"].passed == right
+
+
+@pytest.mark.parametrize(("off", "right"), [(0.75, True), (0.95, False)])
+def test_a_tensor_in_which_two_right_runs_are_far_apart_may_be_off_by_more_and_still_needs_a_gradient(off, right):
+    noise = depth_noise.DepthNoise({"deep": (0.3, 0.1), "other": (0.01, 0.001)}, 0.001, 1e-4)
+    allowed = certificate._Allowed(noise, False, torch.bfloat16, [])
+    assert (off <= allowed.error("deep")) is right
+    assert allowed.error("other") < 0.5
+    assert 0.25 < allowed.scale("deep", off) <= 0.5

@@ -73,7 +73,7 @@ class LimitsLifted(Tampers):
         for table in (limits.GRADIENT, limits.LOSS, limits.UNKNOWN, limits.UPDATE):
             for key in table:
                 table[key] = 1e9
-        for name in ("MOST", "MOST_SCALE", "MOST_MASKED", "SCALE"):
+        for name in ("MOST", "MOST_SCALE", "MOST_NOISY", "SCALE"):
             setattr(limits, name, 1e9)
 
 

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -26,16 +27,23 @@ from lorabench.record.schema import Check, share
 
 def certify(
     reference: Testimony, candidate: Testimony, dtype: torch.dtype, declared: Sequence[Tolerance] = (),
-    of_reference: Sequence[Tolerance] = (),
+    of_reference: Sequence[Tolerance] = (), exact: Sequence[Tolerance] = (),
 ) -> list[Check]:  # fmt: skip
     """The checks of one job, of two processes or of one, causes before what follows from them: a record names the first
     that fails. Evidence that does not exist yet is not looked at. `declared` by the toggles of either arm,
-    `of_reference` by the reference's own."""
+    `of_reference` by the reference's own, `exact` what they declare against the candidate's own yardstick."""
     masked = not (reference.masks_off and candidate.masks_off)
     allowed = _Allowed(reference.noise, masked, dtype, declared)
+    yardstick, apart = None if masked else candidate.yardstick, dict[str, float]()
+    if yardstick and reference.before:  # on other tokens right gradients are about as far from the reference's as here
+        distances = {n: d.error for n, d in _distances(reference.before, yardstick).items()}
+        typical = statistics.median(distances.values())
+        apart = {n: limits.APART * max(error, typical) for n, error in distances.items()}
+    of_gradients = exact if yardstick else declared
+    allowed_before = _Allowed(reference.noise, masked, dtype, of_gradients)
     checks = [_same_phases(reference, candidate)]
     if reference.before and candidate.before:
-        checks += _gradients("before the trials", reference.before, candidate.before, allowed)
+        checks += _gradients("before the trials", yardstick or reference.before, candidate.before, allowed_before)
     checks.append(_check("the loss", off(candidate.loss, reference.loss), allowed.loss))
     if candidate.spread is not None and reference.spread is not None:
         checks.append(_spread(reference.spread, candidate.spread))
@@ -43,21 +51,26 @@ def certify(
         if testimony.update_errors:
             checks.append(_updates(name, testimony, own))
     if reference.losses.keys() & candidate.losses.keys():
-        checks += _trials(reference, candidate, _Allowed(reference.noise, reference.dropout, dtype, declared))
+        in_trials = _Allowed(reference.noise, reference.dropout, dtype, of_gradients, apart)
+        loss = _Allowed(reference.noise, reference.dropout, dtype, declared).loss
+        checks += _trials(reference, candidate, in_trials, loss)
     if reference.after and candidate.after and reference.last_loss is not None and candidate.last_loss is not None:
-        checks += _gradients("after the trials", reference.after, candidate.after, allowed)
-        apart = off(candidate.last_loss, reference.last_loss)
-        checks.append(_check("the loss after the trials", apart, allowed.loss))
+        allowed_after = _Allowed(reference.noise, masked, dtype, of_gradients, apart)
+        checks += _gradients("after the trials", reference.after, candidate.after, allowed_after)
+        last = off(candidate.last_loss, reference.last_loss)
+        checks.append(_check("the loss after the trials", last, allowed.loss))
     return checks
 
 
 class _Allowed:
-    """What two arms may differ by; `masked`: where they draw dropout masks of their own."""
+    """What two arms may differ by; `masked`: where they draw dropout masks of their own; `apart`: what each tensor may
+    be off by besides, because the arms hold other weights."""
 
     def __init__(
-        self, noise: DepthNoise | None, masked: bool, dtype: torch.dtype, declared: Sequence[Tolerance]
-    ) -> None:
-        self.dtype, self.declared, self.masked = dtype, declared, masked
+        self, noise: DepthNoise | None, masked: bool, dtype: torch.dtype, declared: Sequence[Tolerance],
+        apart: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        self.dtype, self.declared, self.masked, self.apart = dtype, declared, masked, apart
         known = (noise.masks if masked and noise.masks else noise) if noise else None
         self.noise = known.tensors if known else {}
         self.turned = known.scale if known else limits.UNKNOWN[dtype] / 10
@@ -68,7 +81,7 @@ class _Allowed:
         self.loss = max(
             [limits.LOSS[dtype], (limits.LOSS_MASKED if masked else limits.MULTIPLE) * own, *(t.loss for t in declared)]
         )
-        self.most = limits.MOST_MASKED if masked else limits.MOST
+        self.most = limits.MOST_NOISY if masked else limits.MOST
 
     def error(self, name: str) -> float:
         """Relative error of a tensor."""
@@ -76,18 +89,24 @@ class _Allowed:
             limit = limits.UNKNOWN[self.dtype]
             return min(self.most, max([limit, *(t.grad for t in self.declared)]))
         own = max(self.noise.get(name, (0.0, 0.0))[0], self.middle)
-        return min(
-            self.most,
-            limits.tolerated(max(limits.MULTIPLE * own, limits.GRADIENT[self.dtype]), own, self.dtype, self.declared),
-        )
+        limit = max(limits.MULTIPLE * own, limits.GRADIENT[self.dtype])
+        tolerated = min(self.most, limits.tolerated(limit, own, self.dtype, self.declared))
+        return max(tolerated, min(limits.MOST_NOISY, limit))
+
+    def turned_round(self, name: str) -> float:
+        """What a tensor of a single trial may be off by that dropout alone turns round, as it does the 8B's k_proj: a
+        multiple of what two right runs are. 0 of all others."""
+        own = limits.MULTIPLE * self.noise.get(name, (0.0, 0.0))[0]
+        return own if self.masked and own > 1.5 * self.most else 0.0
 
     def scale(self, name: str, error: float) -> float:
         """|projection - 1| of a tensor that was found to be off by `error`."""
         own = max(self.noise.get(name, (0.0, 0.0))[1], self.typical_scale)
         if not self.noise:
             own = limits.UNKNOWN[self.dtype] / 10
-        most = limits.MOST_SCALE if not self.masked else limits.MOST_MASKED
-        return min(most, limits.scaled(limits.MULTIPLE * own, error, self.declared))
+        most = limits.MOST_SCALE if not self.masked else limits.MOST_NOISY
+        tolerated = min(most, limits.scaled(limits.MULTIPLE * own, error, self.declared))
+        return max(tolerated, min(limits.MOST_SCALE_NOISY, limits.MULTIPLE * own))
 
     def typical(self, errors: Sequence[float]) -> float:
         """|projection - 1| of the middle one of all tensors, which are off by these `errors`."""
@@ -120,13 +139,15 @@ def _gradients(when: str, reference: Path, candidate: Path, allowed: _Allowed) -
         yield _check(f"gradients that only one arm has {when}", len(odd), 0, odd[0])
         return
     for name, (error, scale) in _distances(reference, candidate).items():
-        errors[name] = error, allowed.error(name)
-        scales[name] = abs(scale), allowed.scale(name, error)
+        apart = allowed.apart.get(name, 0.0)
+        errors[name] = error, allowed.error(name) + apart
+        scales[name] = abs(scale), allowed.scale(name, error) + apart
         signed.append(scale)
     yield _worst(f"each gradient {when}", errors)
     yield _worst(f"the scale of each gradient {when}", scales)
     typical = abs(statistics.median(signed))
-    yield _check(f"the typical gradient's scale {when}", typical, allowed.typical([e for e, _ in errors.values()]))
+    most = allowed.typical([e for e, _ in errors.values()]) + statistics.median([*allowed.apart.values(), 0.0])
+    yield _check(f"the typical gradient's scale {when}", typical, most)
 
 
 def _names(file: Path) -> list[str]:
@@ -146,7 +167,7 @@ def _distances(reference: Path, candidate: Path) -> dict[str, Distance]:
         torch.set_num_threads(threads)
 
 
-def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> Iterator[Check]:
+def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed, loss: float) -> Iterator[Check]:
     """Of the timed trials that both arms took: of equal numbers they saw the same tokens, from the same parameters
     but for what the trials before it in its turn did to those."""
     low = reference.low_precision or candidate.low_precision
@@ -162,16 +183,18 @@ def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> It
         ):
             limit = allowed.error(name)
             drift = limits.STEP * (limit**0.5 + behind) if n % TURN else 0.0  # which may lie along the gradient, too
-            most = min(allowed.most * 1.5, (limit + drift) * (1 + 4 / SKETCH**0.5))
-            gradients[f"{name}, {_trial(n)}"] = error, most
-            most = min(limits.MOST_MASKED, allowed.scale(name, error) + drift + 5 * error / SKETCH**0.5)
-            scales[f"{name}, {_trial(n)}"] = scale, most
+            apart = allowed.apart.get(name, 0.0) * (1 + 4 / SKETCH**0.5)
+            turned = allowed.turned_round(name)
+            most = min(allowed.most * 1.5, (limit + drift) * (1 + 4 / SKETCH**0.5)) + apart
+            gradients[f"{name}, {_trial(n)}"] = error, max(most, turned)
+            most = min(limits.MOST_NOISY, allowed.scale(name, error) + drift + 5 * error / SKETCH**0.5) + apart
+            scales[f"{name}, {_trial(n)}"] = scale, max(most, turned)
     if gradients:
         yield _worst("each gradient of each trial", gradients)
         yield _worst("the scale of each gradient of each trial", scales)
     for n in sorted(reference.losses.keys() & candidate.losses.keys()):
         drift = limits.STEP_LOSS * limits.BEHIND * (n % TURN) if low else 0.0
-        losses[_trial(n)] = off(candidate.losses[n], reference.losses[n]), allowed.loss + drift
+        losses[_trial(n)] = off(candidate.losses[n], reference.losses[n]), loss + drift
     yield _worst("the loss of each trial", losses)
 
 

@@ -60,6 +60,7 @@ class Testimony:
     loss: float = 0.0  # of the first trial
     before: Path | None = None  # gradients of the first trial
     after: Path | None = None  # gradients after the last trial, from where the first one started
+    yardstick: Path | None = None  # those of plain PEFT over the arm's own weights, where they are not the reference's
     last_loss: float | None = None
     low_precision: bool = False  # whether the trained parameters are held in fewer than 32 bits
     phases: tuple[str, ...] = ()
