@@ -3,7 +3,7 @@ of X and one a row of W, scale = max|row| / 448 (`quantize_rows.py`).
 
 X: (M, K), W: (N, K). Backward multiplies with the same Wq, so that dX belongs to the Y that forward made: sw, a scale a
 column of dY, goes into dY before that is quantized, and Wqᵀ is written anew, since Hopper's FP8 instructions read both
-operands along K alone. The weight stays with the module and is quantized at each product, as X is: PEFT merges through
+operands along K alone. The weight stays with the module and is quantized at each product: PEFT merges through
 `.data`, which no version counter sees, and a replayed graph has to read today's weights. The adapters and their
 gradients never pass through FP8.
 
@@ -68,7 +68,14 @@ class FrozenFp8:
         self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x (M, K) · wᵀ plus bias (N,): (M, N) in the dtype of x, in out where that is given."""
-        return fp8_mm(quantize_rows(x), quantize_rows(w), x.dtype, bias, out)
+        return self.product(quantize_rows(x), w, x.dtype, bias, out)
+
+    def product(
+        self, x: Quantized, w: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same of an x (M, K) that who made it has quantized: (M, N) in dtype."""
+        return fp8_mm(x, quantize_rows(w), dtype, bias, out)
 
     def backward(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """dy (M, N) · w: (M, K) in the dtype of dy."""

@@ -19,6 +19,7 @@ import torch
 from ..ops.concat_operand import LoraColumns, ScaledS, s_into
 from ..ops.dropout import product_into
 from ..ops.multi_lora import down
+from ..ops.quantize_rows import Quantized, quantize_rows
 from ..runtime import tensor_cores
 from ..tuning import tune
 from ..tuning.worth_trying import dropped_s_tiles, s_tiles
@@ -98,16 +99,18 @@ def concat_product(
 
 
 def separate_product(
-    projection: Projection, x: torch.Tensor, s: torch.Tensor, op: Operand, out: torch.Tensor | None = None,
+    projection: Projection, x: torch.Tensor | Quantized, s: torch.Tensor, op: Operand, out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Y (M, N) of x (M, K) and S (M, p) wherever they lie: the frozen GEMM, and S · (sB)ᵀ added in place. out and
-    residual as in `concat_product`."""
-    bias = projection.total_bias(x.dtype)
+    residual as in `concat_product`. x may be in e4m3 already where the projection's product is in FP8."""
+    bias = projection.total_bias(s.dtype)
     if projection.fp8 is None:
+        assert isinstance(x, torch.Tensor), "a product in the compute dtype has its input in it"
         y = _product(x, op.w.t(), bias, out, residual)
         return y.addmm_(s, op.sb.t()) if projection.p else y
-    y = projection.fp8.forward(x, op.w, bias, None if residual is out else out)
+    x = quantize_rows(x) if isinstance(x, torch.Tensor) else x
+    y = projection.fp8.product(x, op.w, s.dtype, bias, None if residual is out else out)
     y = y.addmm_(s, op.sb.t()) if projection.p else y
     return y if residual is None else torch.add(y, residual, out=y if out is None else out)
 
