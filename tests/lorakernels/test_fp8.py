@@ -7,13 +7,15 @@ import lorakernels
 import pytest
 import torch
 from kernel_checks import assert_close, strided
+from lorakernels import tune
 from lorakernels.nodes import fp8
 from lorakernels.nodes.member import Member
 from lorakernels.nodes.mlp_node import gated_mlp
 from lorakernels.nodes.projection import Projection
+from lorakernels.ops import quantized_glu
 from lorakernels.ops.quantize_rows import quantize_rows_reference
 from lorakernels.ops.rms_norm import Norm, rms_norm_reference
-from nodes import member
+from nodes import fix_seeds, member
 from tiny_models import batch, build, step, worst
 
 
@@ -115,6 +117,38 @@ def test_an_mlp_is_that_of_the_emulated_products(merged):
     results = [(y, *torch.autograd.grad(y, inputs, grad)) for y in (got, wanted)]
     for a, b in zip(*results, strict=True):
         assert relative(a, b) < 0.01
+
+
+@pytest.mark.parametrize("dropped", ["none", "gate and up", "down"])
+def test_both_forms_of_an_mlp_make_the_same_numbers(dropped, monkeypatch, device, dtype):
+    """Quantized on the way or afterwards: a GPU takes the faster one."""
+    if device == "cuda" and (reason := fp8.supported(torch.device(device))):
+        pytest.skip(reason)
+    p, q = (0.3 if dropped == name else 0.0 for name in ("gate and up", "down"))
+    first = [member(n, 48, 32, 3, dtype, p=p, device=device) for n in "gu"]
+    last = member("d", 32, 48, 3, dtype, p=q, device=device)
+    fix_seeds(monkeypatch, [*first, last], device)
+    x = torch.randn(2, 5, 32, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(32, device=device).to(dtype)
+    inputs = [x, *(t for m in (*first, last) for t in (m.a, m.b))]
+    grad, results, calls = torch.randn(2, 5, 32, device=device).to(dtype), {}, []
+    for name in ("forward", "backward"):
+        run = getattr(quantized_glu, name)
+        monkeypatch.setattr(quantized_glu, name, lambda *a, run=run, name=name: calls.append(name) or run(*a))
+    for form in ("fused_small", "whole_short", "plain"):
+        groups, down = [Projection(first, fp8=True)], Projection([last], fp8=True)
+        with tune.forced(form):
+            y = gated_mlp(x, groups, down, "silu", norm=Norm(1e-6), norm_weight=weight, residual=x, add=True)
+            results[form] = (y, *torch.autograd.grad(y, inputs, grad))
+        before, calls[:] = list(calls), []
+        assert form != "plain" or not before, "the plain form is quantized on the way"
+        if device == "cpu" and form != "plain" and dropped != "down":
+            assert before == ["forward", "backward"], before
+    wanted = results.pop("plain")
+    for got in results.values():
+        for a, b in zip(got, wanted, strict=True):
+            # A sum that rounds to another neighbour moves some elements to another number of e4m3, too.
+            assert relative(a, b) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
 @pytest.mark.parametrize("family, attention", [("llama", True), ("qwen2", True), ("llama", False)])

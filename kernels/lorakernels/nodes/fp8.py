@@ -16,6 +16,7 @@ tests/lorakernels/test_fp8.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -79,12 +80,29 @@ class FrozenFp8:
 
     def backward(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """dy (M, N) · w: (M, K) in the dtype of dy."""
+        transposed = self.transposed(w)
+        return transposed.product(quantize_rows(dy, transposed.factor), dy.dtype)
+
+    def transposed(self, w: torch.Tensor) -> TransposedWeight:
+        """The operand of the backward of w (N, K)."""
         n, k = w.shape
-        transposed = torch.empty(k, n, dtype=FP8, device=w.device)
+        q = torch.empty(k, n, dtype=FP8, device=w.device)
         scale = torch.empty(n, 1, dtype=torch.float32, device=w.device)
-        quantize_rows_into(w, transposed.t(), scale)
-        one = torch.ones(k, 1, dtype=torch.float32, device=w.device)
-        return fp8_mm(quantize_rows(dy, scale[:, 0]), Quantized(transposed, one), dy.dtype)
+        quantize_rows_into(w, q.t(), scale)
+        return TransposedWeight(q, scale[:, 0])
+
+
+class TransposedWeight(NamedTuple):
+    """Of a weight (N, K): q (K, N) e4m3, and factor (N,) float32, which belongs into the columns of dY before they are
+    quantized."""
+
+    q: torch.Tensor
+    factor: torch.Tensor
+
+    def product(self, dy: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """dX (M, K) in dtype, of dY · factor (M, N) in e4m3."""
+        one = torch.ones(self.q.shape[0], 1, dtype=torch.float32, device=self.q.device)
+        return fp8_mm(dy, Quantized(self.q, one), dtype)
 
 
 def supported(device: torch.device) -> str | None:

@@ -1,8 +1,9 @@
 """Forward of the autograd nodes: from the rows that come in to the output of the projections that share them.
 
 The operand [X | S] is written by whoever makes X: a norm, or a copy. A tensor that somebody else wrote is copied only
-where that is measured to be worth it. For products in FP8 the norm leaves X in e4m3, too: that spares them the read of
-X, of two bytes an element. X itself is written all the same, because S is made of it. Run: python -m pytest tests/lorakernels/test_projection_node.py
+where that is measured to be worth it. For products in FP8 a norm leaves X in e4m3, too, which spares them a read of two
+bytes an element. X itself is written all the same, because S is made of it.
+Run: python -m pytest tests/lorakernels/test_projection_node.py
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..runtime import tensor_cores
 from ..tuning import tune
 from ..tuning.worth_trying import norm_tiles, s_tiles
 from .operand import Operand, adapters_of
-from .products import concat_product, lora_input, separate_product
+from .products import Fp8Operand, concat_product, lora_input, separate_product
 from .projection import Projection
 
 
@@ -140,7 +141,7 @@ def outputs(
     buffer = filled.buffer
     if len(groups) == 1:
         if groups[0].fp8 is not None and filled.quantized is not None:
-            return separate_product(groups[0], filled.quantized, filled.s[0], ops[0], out)
+            return concat_product(groups[0], Fp8Operand(filled.quantized, filled.s[0]), ops[0], out)
         if groups[0].p and filled.s[0].data_ptr() != buffer[:, groups[0].k :].data_ptr():
             buffer[:, groups[0].k :].copy_(filled.s[0])
         return concat_product(groups[0], buffer, ops[0], out=out)
@@ -150,7 +151,7 @@ def outputs(
         into = y[:, at : at + g.n]
         at += g.n
         if g.fp8 is not None and filled.quantized is not None:
-            separate_product(g, filled.quantized, s, op, into)
+            concat_product(g, Fp8Operand(filled.quantized, s), op, into)
             continue
         part = buffer[:, : g.k + g.p]
         part[:, g.k :].copy_(s)
