@@ -168,6 +168,27 @@ def test_a_whole_model_is_that_of_the_emulated_products(family, attention):
     assert worst(got, gradients) < 0.01
 
 
+@pytest.mark.parametrize("merged, off", [(True, 0.05), (False, 0.01)])
+def test_linears_that_are_excepted_stay_in_the_compute_dtype(merged, off):
+    """v beside q and k in FP8, and up beside gate: what is merged has one form, and one scale a row of dY."""
+    kept = ("v_proj", "o_proj", "up_proj")
+    ours = build("llama")
+    with pytest.raises(ValueError, match=r"fp8_except has names that no module of the model has: \['v'\]"):
+        lorakernels.apply(ours, fp8=True, fp8_except=["v"])
+    plain = deepcopy(ours)
+    loras = [m for n, m in plain.named_modules() if hasattr(m, "base_layer") and not n.endswith(kept)]
+    for linear in (m.base_layer for m in loras):
+        linear.forward = lambda x, m=linear: Emulated.apply(x, m.weight, m.bias)
+    lorakernels.apply(ours, fp8=True, fp8_except=kept, merge_projections=merged)
+    layers = [m._lorakernels for m in ours.modules() if hasattr(m.__dict__.get("_lorakernels"), "groups")]
+    forms = {m.name.rpartition(".")[2]: g.fp8 is not None for p in layers for g in p.groups for m in g.members}
+    assert forms == {n: n not in kept for n in forms} and len(forms) == 7
+    loss, gradients = step(plain, batch())
+    got_loss, got = step(ours, batch())
+    assert lorakernels.status(ours).fused["layer"] == 2
+    assert float(got_loss) == pytest.approx(float(loss), rel=1e-3) and worst(got, gradients) < off
+
+
 @pytest.mark.parametrize("write", ["in place", "through data", "another tensor"])
 def test_weights_that_change_are_seen(write):
     """PEFT merges through `.data`, which changes neither the version nor, without a check for NaN, the address."""
