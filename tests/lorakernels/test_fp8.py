@@ -90,12 +90,14 @@ class Emulated(torch.autograd.Function):
         return (q.float() * scale) @ wq.float(), None, None
 
 
-@pytest.mark.parametrize("merged", [True, False])
-def test_an_mlp_is_that_of_the_emulated_products(merged):
-    """Output and every gradient, with a residual and biases; what is merged has one scale a row of dY."""
+@pytest.mark.parametrize("merged, alike", [(True, True), (True, False), (False, False)])
+def test_an_mlp_is_that_of_the_emulated_products(merged, alike):
+    """Output and every gradient, with a residual; what is merged has one scale a row of dY. alike: all ranks, and there
+    are no biases, so that dY is quantized on the way."""
     torch.manual_seed(1)
     x, residual, weight = (torch.randn(*s, requires_grad=True) for s in ((2, 5, 32), (2, 5, 32), (32,)))
-    first, down = [member(n, 48, 32, 3, torch.float32, bias=True) for n in "gu"], member("d", 32, 48, 4, torch.float32)
+    first = [member(n, 48, 32, 3, torch.float32, bias=not alike) for n in "gu"]
+    down = member("d", 32, 48, 3 if alike else 4, torch.float32)
     parts = [first] if merged else [[m] for m in first]
     groups = [Projection(part, fp8=True) for part in parts]
     last = Projection([down], fp8=True)
