@@ -190,7 +190,9 @@ class LoraKernels(Kernel):
         return {"one_gemm": self.one_gemm, "merge_projections": self.merge_projections}
 
     def settings(self) -> Settings:
-        changed = [f"{name}=False" for name, on in self.options().items() if not on] + ["fp8=True"] * self.fp8
+        changed = [f"{name}={value!r}" for name, value in self.options().items() if value is not True] + [
+            "fp8=True"
+        ] * self.fp8
         call = f"lorakernels.apply({', '.join(['model', *changed])})"
         return Settings(imports=("import lorakernels",), code=(call,))
 
@@ -209,7 +211,7 @@ class Fp8Products(Requires):
 @dataclass(frozen=True, kw_only=True)
 class Fp8Base(LoraKernels):
     """Rounds the frozen weights and the activations of their GEMMs to e4m3, scaled by rows. `attention` off keeps
-    q, k, v and o in the compute dtype."""
+    q, k, v and o in the compute dtype, and `keep` the linears of these names."""
 
     name: ClassVar[str] = "fp8_base"
     summary: ClassVar[str] = "ours: every kernel, with the frozen weights' GEMMs in FP8"
@@ -218,6 +220,7 @@ class Fp8Base(LoraKernels):
     kinds: ClassVar[tuple[str, ...]] = ("train",)
     worth_trying: ClassVar[Worth | None] = None  # it rounds more: for whoever asks for it
     attention: bool = added(True)
+    keep: tuple[str, ...] = added(())
     # Three bits of mantissa (eps 2⁻³): 16 times as coarse as bfloat16, 128 times as float16. Measured, over plain
     # PEFT's own error: 10.9 times in Llama-3.1-8B's worst tensor (0.38), at most 12.6 in SmolLM2-135M, 101 in float16.
     tolerance: ClassVar[Tolerance] = Tolerance(
@@ -225,4 +228,5 @@ class Fp8Base(LoraKernels):
     )
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {"fp8_attention": self.attention}
+        kept = {"fp8_except": tuple(self.keep)} if self.keep else {}
+        return super().options() | {"fp8_attention": self.attention} | kept

@@ -123,6 +123,11 @@ def main(layers: int = 32, width: int = 256, weights: str = "plain") -> None:
     show("forward of the MLP", {"x", "w"}, MLP)
     show("all but v's and o's", set(OPERANDS), (*KINDS[:2], *MLP))
     show("all but o's", set(OPERANDS), (*KINDS[:3], *MLP))
+    # What is left where the rounded weights count as the model's own, as those of NF4 do.
+    for what, kinds in (("all", KINDS), ("all of the MLP", MLP), ("all but v's and o's", (*KINDS[:2], *MLP))):
+        with rounding(model, frozenset({"w", "w of dX"}), kinds):
+            gold = gradients(model)
+        show(f"{what}, beside the same rounded weights", set(OPERANDS), kinds)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ part c $(files projection rope linear_cross_entropy tune trial_timing choice_cac
 part d $(files dropout fast_math rms_norm)
 part e $(files lora_grad)
 part f $(files concat_operand)
-part g $(files swiglu long_context quantize_rows)
+part g $(files swiglu long_context quantize_rows quantized_glu)
 part h $(files capture_graphs capture_trainer)
 failed=0
 finished() { local pid; for pid in "${pids[@]}"; do wait "$pid" || failed=$((failed + 1)); done; pids=(); }

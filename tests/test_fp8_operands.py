@@ -27,6 +27,6 @@ def test_every_operand_has_a_row(capsys):
     title, plain, *rows = capsys.readouterr().out.splitlines()
     names = [row.split(" | ")[0] for row in rows]
     assert title.startswith("rounded | worst | median") and plain.startswith("nothing, in bfloat16")
-    assert names[:3] == ["all", "forward", "backward"] and {*script.OPERANDS} <= {*names} and len(rows) == 25
+    assert names[:3] == ["all", "forward", "backward"] and {*script.OPERANDS} <= {*names} and len(rows) == 28
     worst = dict(zip(names, (float(row.split(" | ")[1]) for row in rows), strict=True))
     assert 0.01 < worst["backward"] < worst["all"] < 0.5

@@ -148,6 +148,8 @@ def test_an_fp8_base_without_attention_is_another_arm_and_says_so_where_it_is_pa
         groups = [g for layer in layers for g in layer.groups]
         assert {g.fp8 is not None for g in groups if "self_attn" in g.members[0].name} == {attention}
         assert {g.fp8 is not None for g in groups if "mlp" in g.members[0].name} == {True}
+    kept = registry.ablation({"fp8_base": {"keep": ["v_proj", "o_proj"]}}).settings().code
+    assert "fp8=True" in kept[0] and "fp8_except=('v_proj', 'o_proj')" in kept[0]
 
 
 def test_the_heads_stay_dense():

@@ -19,7 +19,7 @@ import torch
 from kernel_checks import quantized
 from lorakernels import tune
 from lorakernels.nodes import fp8
-from lorakernels.ops import multi_lora
+from lorakernels.ops import multi_lora, quantized_glu
 from lorakernels.ops.adapter import Loader, load_adapter, raised_b
 from lorakernels.ops.concat_operand import LoraColumns, ScaledS, concat_operand_into, s_into
 from lorakernels.ops.dropout import add_product_into, draw_seed, dropout_into, product_into
@@ -40,8 +40,9 @@ from lorakernels.ops.linear_cross_entropy import linear_cross_entropy
 from lorakernels.ops.linear_log_probs import linear_log_probs
 from lorakernels.ops.lora_grad import A_TILES, B_TILES, AdapterColumns, a_gradient, b_gradient, ds_and_db, fitting_tiles
 from lorakernels.ops.nf4 import dequantize_into
-from lorakernels.ops.quantize_rows import FP8, quantize_rows, quantize_rows_into
+from lorakernels.ops.quantize_rows import FP8, new_quantized, quantize_rows, quantize_rows_into
 from lorakernels.ops.rms_norm import Norm, NormFactors, NormInput, rms_norm
+from lorakernels.ops.rms_norm import forward_into as norm_into
 from lorakernels.ops.rms_norm import forward_lora_into as norm_lora_into
 from lorakernels.ops.rope import rope
 from lorakernels.runtime import TILES, tensor_cores
@@ -138,6 +139,17 @@ def kernels(dtype: torch.dtype) -> None:
             quantize_rows(new(M, width + P)[:, :width], random(width, dtype=torch.float32))
         q = torch.zeros(K, M, device=DEVICE).to(FP8)
         quantize_rows_into(new(M, K), q.t(), random(M, 1, dtype=torch.float32))
+        norm_into(NormInput(new(M, K), new(K), Norm(1e-6)), new(M, K), new_quantized(M, K, q.device))
+        factor = random(2 * N, dtype=torch.float32)
+        for act in ACTIVATIONS:
+            for tile in TILES:
+                gate_up, s, t = new(M, 2 * N + 3)[:, : 2 * N], new(M, 2 * P), new(M, P)
+                of_down = LoraColumns(new(P, N), P - 1, scaled_s)
+                quantized_glu.forward(gate_up, s, new(2 * N, 2 * P), act, of_down, t, 2 * P, tile)
+            for tile in WHOLE_TILES:
+                inputs = GluBackward(new(M, N), new(M, N), new(M, N), act)
+                sb, s = new(2 * N, 3 * P), new(M, 3 * P)
+                quantized_glu.backward(inputs, new(M, P), new(P, N), factor, sb, s, new(M, 3 * P), tile)
     for nested in (False, True):
         packed, state = quantized(N, 128, 64, nested, DEVICE)
         dequantize_into(packed, state, new(N, 128 + P)[:, :128])

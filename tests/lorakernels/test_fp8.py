@@ -7,13 +7,15 @@ import lorakernels
 import pytest
 import torch
 from kernel_checks import assert_close, strided
+from lorakernels import tune
 from lorakernels.nodes import fp8
 from lorakernels.nodes.member import Member
 from lorakernels.nodes.mlp_node import gated_mlp
 from lorakernels.nodes.projection import Projection
+from lorakernels.ops import quantized_glu
 from lorakernels.ops.quantize_rows import quantize_rows_reference
 from lorakernels.ops.rms_norm import Norm, rms_norm_reference
-from nodes import member
+from nodes import fix_seeds, member
 from tiny_models import batch, build, step, worst
 
 
@@ -88,12 +90,14 @@ class Emulated(torch.autograd.Function):
         return (q.float() * scale) @ wq.float(), None, None
 
 
-@pytest.mark.parametrize("merged", [True, False])
-def test_an_mlp_is_that_of_the_emulated_products(merged):
-    """Output and every gradient, with a residual and biases; what is merged has one scale a row of dY."""
+@pytest.mark.parametrize("merged, alike", [(True, True), (True, False), (False, False)])
+def test_an_mlp_is_that_of_the_emulated_products(merged, alike):
+    """Output and every gradient, with a residual; what is merged has one scale a row of dY. alike: all ranks, and there
+    are no biases, so that dY is quantized on the way."""
     torch.manual_seed(1)
     x, residual, weight = (torch.randn(*s, requires_grad=True) for s in ((2, 5, 32), (2, 5, 32), (32,)))
-    first, down = [member(n, 48, 32, 3, torch.float32, bias=True) for n in "gu"], member("d", 32, 48, 4, torch.float32)
+    first = [member(n, 48, 32, 3, torch.float32, bias=not alike) for n in "gu"]
+    down = member("d", 32, 48, 3 if alike else 4, torch.float32)
     parts = [first] if merged else [[m] for m in first]
     groups = [Projection(part, fp8=True) for part in parts]
     last = Projection([down], fp8=True)
@@ -117,6 +121,38 @@ def test_an_mlp_is_that_of_the_emulated_products(merged):
         assert relative(a, b) < 0.01
 
 
+@pytest.mark.parametrize("dropped", ["none", "gate and up", "down"])
+def test_both_forms_of_an_mlp_make_the_same_numbers(dropped, monkeypatch, device, dtype):
+    """Quantized on the way or afterwards: a GPU takes the faster one."""
+    if device == "cuda" and (reason := fp8.supported(torch.device(device))):
+        pytest.skip(reason)
+    p, q = (0.3 if dropped == name else 0.0 for name in ("gate and up", "down"))
+    first = [member(n, 48, 32, 3, dtype, p=p, device=device) for n in "gu"]
+    last = member("d", 32, 48, 3, dtype, p=q, device=device)
+    fix_seeds(monkeypatch, [*first, last], device)
+    x = torch.randn(2, 5, 32, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(32, device=device).to(dtype)
+    inputs = [x, *(t for m in (*first, last) for t in (m.a, m.b))]
+    grad, results, calls = torch.randn(2, 5, 32, device=device).to(dtype), {}, []
+    for name in ("forward", "backward"):
+        run = getattr(quantized_glu, name)
+        monkeypatch.setattr(quantized_glu, name, lambda *a, run=run, name=name: calls.append(name) or run(*a))
+    for form in ("fused_small", "whole_short", "plain"):
+        groups, down = [Projection(first, fp8=True)], Projection([last], fp8=True)
+        with tune.forced(form):
+            y = gated_mlp(x, groups, down, "silu", norm=Norm(1e-6), norm_weight=weight, residual=x, add=True)
+            results[form] = (y, *torch.autograd.grad(y, inputs, grad))
+        before, calls[:] = list(calls), []
+        assert form != "plain" or not before, "the plain form is quantized on the way"
+        if device == "cpu" and form != "plain" and dropped != "down":
+            assert before == ["forward", "backward"], before
+    wanted = results.pop("plain")
+    for got in results.values():
+        for a, b in zip(got, wanted, strict=True):
+            # A sum that rounds to another neighbour moves some elements to another number of e4m3, too.
+            assert relative(a, b) < (1e-5 if dtype == torch.float32 else 0.02)
+
+
 @pytest.mark.parametrize("family, attention", [("llama", True), ("qwen2", True), ("llama", False)])
 def test_a_whole_model_is_that_of_the_emulated_products(family, attention):
     """Loss and every gradient to 1 %: a tolerance for e4m3 would hide a wrong column or a lost residual. Nothing is
@@ -132,6 +168,27 @@ def test_a_whole_model_is_that_of_the_emulated_products(family, attention):
     assert lorakernels.status(ours).fused["layer"] == 2
     assert float(got_loss) == pytest.approx(float(loss), rel=1e-3)
     assert worst(got, gradients) < 0.01
+
+
+@pytest.mark.parametrize("merged, off", [(True, 0.05), (False, 0.01)])
+def test_linears_that_are_excepted_stay_in_the_compute_dtype(merged, off):
+    """v beside q and k in FP8, and up beside gate: what is merged has one form, and one scale a row of dY."""
+    kept = ("v_proj", "o_proj", "up_proj")
+    ours = build("llama")
+    with pytest.raises(ValueError, match=r"fp8_except has names that no module of the model has: \['v'\]"):
+        lorakernels.apply(ours, fp8=True, fp8_except=["v"])
+    plain = deepcopy(ours)
+    loras = [m for n, m in plain.named_modules() if hasattr(m, "base_layer") and not n.endswith(kept)]
+    for linear in (m.base_layer for m in loras):
+        linear.forward = lambda x, m=linear: Emulated.apply(x, m.weight, m.bias)
+    lorakernels.apply(ours, fp8=True, fp8_except=kept, merge_projections=merged)
+    layers = [m._lorakernels for m in ours.modules() if hasattr(m.__dict__.get("_lorakernels"), "groups")]
+    forms = {m.name.rpartition(".")[2]: g.fp8 is not None for p in layers for g in p.groups for m in g.members}
+    assert forms == {n: n not in kept for n in forms} and len(forms) == 7
+    loss, gradients = step(plain, batch())
+    got_loss, got = step(ours, batch())
+    assert lorakernels.status(ours).fused["layer"] == 2
+    assert float(got_loss) == pytest.approx(float(loss), rel=1e-3) and worst(got, gradients) < off
 
 
 @pytest.mark.parametrize("write", ["in place", "through data", "another tensor"])

@@ -14,6 +14,8 @@ FILES = [
     "swiglu",
     "geglu",
     "quantize_rows",
+    "quantized_glu",
+    "fp8",
     "rms_norm",
     "rope",
     "linear_cross_entropy",

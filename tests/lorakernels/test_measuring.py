@@ -9,6 +9,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
+import test_fp8
 import test_mlp_node
 import test_projection_node
 import torch
@@ -76,3 +77,10 @@ def test_the_first_step_of_a_shape_is_right(node, wins, p, dtype, measured, monk
     torch.manual_seed(0)
     NODES[node]((17, 17, 17), 3, "none is forced", True, p, True, "cpu", dtype, monkeypatch)
     assert {"plain", "addmm"} & set(measured.timed) and len(set(measured.timed)) > 3, measured.timed
+
+
+@pytest.mark.parametrize("wins", ["last", "first"])
+def test_the_first_step_of_an_mlp_in_fp8_is_right(wins, measured):
+    measured.wins = wins
+    test_fp8.test_an_mlp_is_that_of_the_emulated_products(True, True)
+    assert {"glu in fp8", "glu backward in fp8"} <= {key[0] for key in tune.choices()}

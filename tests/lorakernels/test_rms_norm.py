@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import assert_close, exhaustive_in_interpreter, poisoned, strided
 from lorakernels.ops.concat_operand import LoraColumns, ScaledS
+from lorakernels.ops.quantize_rows import FP8, Quantized, quantize_rows
 from lorakernels.ops.rms_norm import Norm, NormInput, forward_into, forward_lora_into, rms_norm, rms_norm_reference
 from lorakernels.runtime import TILES
 
@@ -116,3 +117,25 @@ def test_wrong_shapes():
         rms_norm(torch.zeros(2, 3), torch.zeros(4))
     with pytest.raises(ValueError, match="residual"):
         rms_norm(torch.zeros(2, 3), torch.zeros(3), residual=torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (3, 130), (1, 1), (0, 16), (2, 4096)], ids=str)
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_y_in_e4m3_has_the_bits_of_quantizing_y_afterwards(shape, with_residual, device, dtype):
+    m, k = shape
+    x, weight = strided(torch.randn(shape, device=device).to(dtype)), torch.randn(k, device=device).to(dtype)
+    x[:1], x[1:2, 0] = 0, float("inf")  # zeros stay zeros; what is not finite is NaN in its own row alone
+    residual = torch.randn(shape, device=device).to(dtype) if with_residual else None
+    h = torch.empty(shape, dtype=dtype, device=device) if with_residual else None
+    inputs = NormInput(x, weight, Norm(1e-6), residual, h)
+    y, alone = (strided(poisoned(*shape, dtype=dtype, device=device)) for _ in range(2))
+    got = Quantized(poisoned(m, k + 2, dtype=torch.float32, device=device).to(FP8)[:, :k], torch.empty(m, 1).to(device))
+    rstd = forward_into(inputs, y, got)
+    assert torch.equal(rstd, forward_into(inputs, alone)) or not rstd.isfinite().all()
+    wanted = quantize_rows(y)
+    assert torch.equal(y.nan_to_num(1), alone.nan_to_num(1)), "the norm itself has changed"
+    assert torch.equal(got.q.float(), wanted.q.float()) and torch.equal(
+        got.scale.nan_to_num(1), wanted.scale.nan_to_num(1)
+    )
+    with pytest.raises(ValueError, match="quantized does not fit"):
+        forward_into(inputs, y, Quantized(got.q[:, 1:], got.scale))

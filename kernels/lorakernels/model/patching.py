@@ -366,7 +366,7 @@ def _check_backends(names: str | Sequence[str] | None) -> tuple[str, ...] | None
 def apply(
     model: Any, *, mlp: bool = True, qkv: bool = True, o: bool = True, rms_norm: bool = True, rope: bool = True,
     linear_cross_entropy: bool = True, linear: bool = True, one_gemm: bool = True, merge_projections: bool = True,
-    fp8: bool = False, fp8_attention: bool = True,
+    fp8: bool = False, fp8_attention: bool = True, fp8_except: Sequence[str] = (),
     sdpa_backends: str | tuple[str, ...] | list[str] | None = None, long_context: bool | LongContext = False,
     jobs: Jobs | None = None,
 ) -> Report:  # fmt: skip
@@ -375,13 +375,14 @@ def apply(
     mlp, qkv, o, rms_norm, rope, linear_cross_entropy: the parts; linear: every LoRA linear that no part took, but for
     those of parts that are switched off. one_gemm: [X|S]·[W|sB]ᵀ where it is measured to be faster; off: a GEMM and an
     in-place addmm. merge_projections: q, k, v and gate, up as one GEMM each. fp8: the frozen weights' products in FP8
-    (changes the mathematics: see fp8.py); fp8_attention: those of q, k, v and o, too, or in the compute dtype.
+    (changes the mathematics: see fp8.py); fp8_attention: those of q, k, v and o, too, or in the compute dtype;
+    fp8_except: the names in their modules of linears that stay in it, such as "v_proj".
     sdpa_backends: an order of "cudnn", "flash", "efficient", "math" to pin where attention is plain causal SDPA without
     a mask; None leaves torch's choice. long_context: decoder layers keep their input and attention's result alone and
     are made again in backward (`LongContext` has the options). jobs: `apply_multi` gives them, of rows that have
-    several adapters. Raises TypeError where model is none, ValueError at an unknown backend, and where long_context has
-    not the parts of a layer, meets jobs, or the model checkpoints already, RuntimeError where `apply` was called
-    before.
+    several adapters. Raises TypeError where model is none, ValueError at an unknown backend or a name in fp8_except
+    that no module has, and where long_context has not the parts of a layer, meets jobs, or the model checkpoints
+    already, RuntimeError where `apply` was called before.
     """
     _check_model(model, "apply")
     long = LongContext.of(long_context)
@@ -396,9 +397,12 @@ def apply(
     switches = Switches(
         mlp=mlp, qkv=qkv, o=o, rms_norm=rms_norm, rope=rope, linear_cross_entropy=linear_cross_entropy, linear=linear,
         one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, fp8_attention=fp8_attention,
+        fp8_except=tuple(fp8_except),
         sdpa_backends=_check_backends(sdpa_backends), long_context=long, jobs=jobs,
     )  # fmt: skip
     modules = list(model.named_modules())
+    if unknown := set(switches.fp8_except) - {name.rpartition(".")[2] for name, _ in modules}:
+        raise ValueError(f"fp8_except has names that no module of the model has: {sorted(unknown)}")
     patcher = _patcher(model, switches)
     try:
         for name, module in modules:

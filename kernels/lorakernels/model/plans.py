@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..nodes.projection import Projection
@@ -35,6 +36,7 @@ class Switches:
     merge_projections: bool = True
     fp8: bool = False
     fp8_attention: bool = True
+    fp8_except: tuple[str, ...] = ()  # names of linears in their parents
     sdpa_backends: tuple[str, ...] | None = None
     long_context: LongContext | None = None
     jobs: Jobs | None = None  # whose rows are of several adapters
@@ -42,7 +44,8 @@ class Switches:
 
 
 class Linears:
-    """Linears that share an input: merged into one Projection, or one each. fp8: their frozen products in FP8."""
+    """Linears that share an input: merged into one Projection, or one each. fp8: their frozen products in FP8, but for
+    those that are excepted, which are merged with their like alone."""
 
     def __init__(self, modules: list[LinearModule], switches: Switches, fp8: bool = False):
         self.modules = modules
@@ -50,11 +53,16 @@ class Linears:
         # One dtype, device and kind of storage a buffer; q and k in NF4 with a bf16 v stay apart, as does what is
         # gathered anew for each use, unless it is gathered in one piece: to merge it would be to copy it.
         same = len({(m.weight.dtype, m.weight.device, m.quantized is None, m.compute_dtype) for m in members}) == 1
+
+        def in_fp8(m: LinearModule) -> bool:
+            return fp8 and m.name.rpartition(".")[2] not in switches.fp8_except
+
         self.groups = []
         if switches.merge_projections and same:
-            self.groups = [_projection(modules, switches, fp8)]
+            alike = [list(run) for _, run in groupby(modules, in_fp8)]
+            self.groups = [_projection(run, switches, in_fp8(run[0])) for run in alike]
         if not self.groups or self.groups[0].apart:
-            self.groups = [_projection([m], switches, fp8) for m in modules]
+            self.groups = [_projection([m], switches, in_fp8(m)) for m in modules]
         self._merged = [g.members for g in self.groups if len(g.members) > 1]
 
     def what_changed(self) -> str | None:

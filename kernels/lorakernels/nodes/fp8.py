@@ -3,7 +3,7 @@ of X and one a row of W, scale = max|row| / 448 (`quantize_rows.py`).
 
 X: (M, K), W: (N, K). Backward multiplies with the same Wq, so that dX belongs to the Y that forward made: sw, a scale a
 column of dY, goes into dY before that is quantized, and Wqᵀ is written anew, since Hopper's FP8 instructions read both
-operands along K alone. The weight stays with the module and is quantized at each product, as X is: PEFT merges through
+operands along K alone. The weight stays with the module and is quantized at each product: PEFT merges through
 `.data`, which no version counter sees, and a replayed graph has to read today's weights. The adapters and their
 gradients never pass through FP8.
 
@@ -16,6 +16,7 @@ tests/lorakernels/test_fp8.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -68,16 +69,40 @@ class FrozenFp8:
         self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x (M, K) · wᵀ plus bias (N,): (M, N) in the dtype of x, in out where that is given."""
-        return fp8_mm(quantize_rows(x), quantize_rows(w), x.dtype, bias, out)
+        return self.product(quantize_rows(x), w, x.dtype, bias, out)
+
+    def product(
+        self, x: Quantized, w: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same of an x (M, K) that who made it has quantized: (M, N) in dtype."""
+        return fp8_mm(x, quantize_rows(w), dtype, bias, out)
 
     def backward(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """dy (M, N) · w: (M, K) in the dtype of dy."""
+        transposed = self.transposed(w)
+        return transposed.product(quantize_rows(dy, transposed.factor), dy.dtype)
+
+    def transposed(self, w: torch.Tensor) -> TransposedWeight:
+        """The operand of the backward of w (N, K)."""
         n, k = w.shape
-        transposed = torch.empty(k, n, dtype=FP8, device=w.device)
+        q = torch.empty(k, n, dtype=FP8, device=w.device)
         scale = torch.empty(n, 1, dtype=torch.float32, device=w.device)
-        quantize_rows_into(w, transposed.t(), scale)
-        one = torch.ones(k, 1, dtype=torch.float32, device=w.device)
-        return fp8_mm(quantize_rows(dy, scale[:, 0]), Quantized(transposed, one), dy.dtype)
+        quantize_rows_into(w, q.t(), scale)
+        return TransposedWeight(q, scale[:, 0])
+
+
+class TransposedWeight(NamedTuple):
+    """Of a weight (N, K): q (K, N) e4m3, and factor (N,) float32, which belongs into the columns of dY before they are
+    quantized."""
+
+    q: torch.Tensor
+    factor: torch.Tensor
+
+    def product(self, dy: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """dX (M, K) in dtype, of dY · factor (M, N) in e4m3."""
+        one = torch.ones(self.q.shape[0], 1, dtype=torch.float32, device=self.q.device)
+        return fp8_mm(dy, Quantized(self.q, one), dtype)
 
 
 def supported(device: torch.device) -> str | None:

@@ -2,6 +2,7 @@
 
     forward      [act(gate)·up | S] of the down projection                               `activate`
     backward     the gradients of gate and up, dA of down, dS and dB of gate and up      `activation_backward`
+    both in FP8, with what LoRA adds to the frozen product before                        `…_in_fp8`
 
 gate, up, act(gate)·up: (M, I) each. Which of these a launch makes together is measured (`tune`).
 Run: python -m pytest tests/lorakernels/test_mlp_node.py
@@ -9,24 +10,31 @@ Run: python -m pytest tests/lorakernels/test_mlp_node.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch._C import _autograd
 
-from ..ops import glu
+from ..ops import glu, quantized_glu
 from ..ops.concat_operand import LoraColumns
 from ..ops.glu import GluBackward
 from ..ops.grad_accumulator import GradAccumulator
 from ..ops.linear_cross_entropy import mm_in
-from ..runtime import multiprocessors, tensor_cores
+from ..ops.quantize_rows import quantize_rows
+from ..runtime import multiprocessors, tensor_cores, use_triton
 from ..tuning import tune
 from ..tuning.worth_trying import glu_backward_tiles, glu_tiles
 from .operand import Operand
-from .output_grad import OutputGradient, SavedForward, wide_output_gradient, with_raised
-from .products import lora_input
+from .output_grad import (
+    OutputGradient,
+    SavedForward,
+    frozen_input_gradient,
+    wide_output_gradient,
+    with_raised,
+)
+from .products import Fp8Operand, lora_input
 from .projection import Projection
 
 
@@ -53,6 +61,37 @@ def activate(
         forms = {tile: partial(fused, tile) for tile in glu_tiles(tune.bucket(m))} | forms
     forms[tune.pick("glu", (tune.bucket(m), width, down.p, act, packed.dtype), forms, packed.device)]()
     return packed, scaled_s.out
+
+
+def activate_in_fp8(
+    gate_up: torch.Tensor, of_gate_up: tuple[Projection, Operand, torch.Tensor], act: str, down: Projection,
+    op_down: Operand,
+) -> tuple[Fp8Operand, torch.Tensor]:  # fmt: skip
+    """(act(gate)·up in e4m3 (M, I) and S (M, p) of the down projection, its sS (M, p)) of gate_up (M, 2·I), a frozen
+    product to which LoRA's part is added. of_gate_up: its projection, whose operand and S (M, p); down has no
+    dropout."""
+    (group, op, s), m, width = of_gate_up, gate_up.shape[0], down.k
+    scaled_s = down.new_scaled_s(m, gate_up.dtype, gate_up.device)
+
+    def sums(tile: str, gate_up: torch.Tensor) -> Fp8Operand:
+        t = torch.empty(m, down.p, dtype=gate_up.dtype, device=gate_up.device)
+        columns = LoraColumns(op_down.a, down.rank, scaled_s)
+        quantized = quantized_glu.forward(gate_up, s, op.sb, act, columns, t, group.rank, tile)
+        down.keep_own_columns(t, scaled_s.out)
+        return Fp8Operand(quantized, t)
+
+    def plain(gate_up: torch.Tensor) -> Fp8Operand:
+        packed, of_packed = activate(gate_up.addmm_(s, op.sb.t()), act, down, op_down, None)
+        scaled_s.out = of_packed
+        return Fp8Operand(quantize_rows(packed[:, :width]), packed[:, width:])
+
+    forms: dict[str, Any] = {"plain": plain}
+    if tensor_cores(gate_up, op.sb) or not use_triton(gate_up):
+        tiles = glu_tiles(tune.bucket(m)) or ["fused_small"]
+        forms = {tile: partial(sums, tile) for tile in tiles} | forms
+    key = (tune.bucket(m), width, group.rank, down.rank, act, gate_up.dtype)
+    picked = tune.pick("glu in fp8", key, forms, gate_up.device, lambda: (gate_up.clone(),))
+    return forms[picked](gate_up), scaled_s.out
 
 
 class ActivationGradient(NamedTuple):
@@ -82,6 +121,60 @@ def activation_backward(
     parts = wides[0][:, :width], wides[1][:, :width]
     inputs = GluBackward(gate, up, dh, act)
     return ActivationGradient(wides, None, _parts_backward(inputs, parts, ds_down, saved[0].main_stream_accumulator))
+
+
+def activation_backward_in_fp8(
+    gate_up: torch.Tensor, dh: torch.Tensor, act: str, group: Projection, saved: SavedForward,
+    of_down: tuple[torch.Tensor, torch.Tensor],
+) -> ActivationGradient:  # fmt: skip
+    """As `activation_backward` of one group, of a dh (M, I) that is the frozen product, to which dS · A of the down
+    projection is added. of_down: dS (M, rank) and A (rank, I). Needs `fits_fp8`."""
+    (ds, a), width, accumulator = of_down, dh.shape[1], saved.main_stream_accumulator
+    inputs = GluBackward(gate_up[:, :width], gate_up[:, width : 2 * width], dh, act)
+    assert group.fp8 is not None
+    fp8 = group.fp8
+
+    def sums(tile: str, dh: torch.Tensor) -> ActivationGradient:
+        of_group = torch.empty(dh.shape[0], group.p, dtype=dh.dtype, device=dh.device)
+        w = fp8.transposed(saved.op.w)
+        grad = inputs.of(dh)
+        dy, da, db = quantized_glu.backward(
+            grad, ds, a, w.factor, saved.sb, saved.scaled_s, of_group, tile, accumulator
+        )  # fmt: skip
+        group.keep_own_columns(of_group)
+        return ActivationGradient([], [OutputGradient(of_group[:, :0], of_group, db=db, in_fp8=(dy, w))], da)
+
+    def plain(dh: torch.Tensor) -> ActivationGradient:
+        return activation_backward(gate_up, dh.addmm_(ds, a), act, [group], [saved], ds)
+
+    def with_dx(form: Callable[[torch.Tensor], ActivationGradient], dh: torch.Tensor) -> None:
+        # A trial has the frozen dX in it, because one form quantizes on the way and the other for that product.
+        made = form(dh)
+        gradients = made.gradients or [wide_output_gradient(group, made.wides[0], saved)]
+        if made.da is None:
+            mm_in(ds.t(), dh, torch.float32)
+        frozen_input_gradient(group, gradients[0], saved.op)
+
+    tiles = glu_backward_tiles(tune.bucket(dh.shape[0]), width, multiprocessors(dh))
+    forms: dict[str, Any] = {**{tile: partial(sums, tile) for tile in tiles}, "plain": plain}
+    trials = {name: partial(with_dx, form) for name, form in forms.items()}
+    key = (tune.bucket(dh.shape[0]), width, group.rank, act, dh.dtype)
+    return forms[tune.pick("glu backward in fp8", key, trials, dh.device, lambda: (dh.clone(),))](dh)
+
+
+def fits_fp8(groups: Sequence[Projection], down: Projection, saved: Sequence[SavedForward], needed: list[bool]) -> bool:
+    """Whether `activation_backward_in_fp8` takes the gradient of groups' output and of the down projection's input.
+    saved: of each, down last; needed: autograd's flags of all their parameters. Gradients of biases are sums of dY,
+    which is not written there."""
+    if len(groups) != 1 or any(g.fp8 is None for g in (groups[0], down)) or saved[-1].seeds is not None:
+        return False
+    (group,), of_group, wanted = groups, 4 * len(groups[0].members), needed[::4]
+    biases = any(needed[2:of_group:4]) or any(needed[3:of_group:4])
+    if biases or not all(wanted) or not down.rank or any(s.raised is not None for s in saved):
+        return False
+    sb = saved[0].sb
+    runs = tensor_cores(sb) or not use_triton(sb)
+    return runs and quantized_glu.backward_fits(down.rank, group.ranks, group.widths)
 
 
 def _single_group_backward(

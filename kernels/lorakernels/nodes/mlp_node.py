@@ -21,12 +21,18 @@ from ..ops.rms_norm import Norm, NormInput
 from ..runtime import cdiv, check, compute_dtype, no_autocast, rows
 from .adapter_grad import parameter_gradients
 from .member import with_saved_adapters
-from .mlp_activation import activate, activation_backward
+from .mlp_activation import activate, activate_in_fp8, activation_backward, activation_backward_in_fp8, fits_fp8
 from .node_backward import NodeBackward, PerProjection, restored
 from .node_forward import NodeInput, NodeSpec, fill_operand, of_shape, outputs, save
 from .operand import Operand
-from .output_grad import OutputGradient, input_gradient, output_gradient, wide_output_gradient
-from .products import concat_product
+from .output_grad import (
+    OutputGradient,
+    frozen_input_gradient,
+    input_gradient,
+    output_gradient,
+    wide_output_gradient,
+)
+from .products import Fp8Operand, concat_product, frozen_product
 from .projection import Projection
 
 
@@ -59,10 +65,10 @@ class _Forward(NamedTuple):
 
 
 class _Activated(NamedTuple):
-    """packed: act(gate)·up and S of the down projection (M, I + p); total: a copy of h that down may add to, or None;
-    scaled_s: sS of each projection."""
+    """packed: act(gate)·up and S of the down projection (M, I + p), or the two apart with act(gate)·up in e4m3; total:
+    a copy of h that down may add to, or None; scaled_s: sS of each projection."""
 
-    packed: torch.Tensor
+    packed: torch.Tensor | Fp8Operand
     total: torch.Tensor | None
     own: MLPTensors
     scaled_s: list[torch.Tensor]
@@ -140,9 +146,18 @@ def _activated(
     wide = None
     if len(groups) == 1 and groups[0].fp8 is None:
         wide = torch.empty(flat.shape[0], groups[0].n + groups[0].p, dtype=dtype, device=flat.device)
-    gate_up = outputs(groups, ops[:-1], filled, None if wide is None else wide[:, : groups[0].n])
-    del filled  # the widest operand comes next
-    packed, scaled_s_down = activate(gate_up, spec.act, down, ops[-1], seeds[-1])
+    in_fp8 = len(groups) == 1 and groups[0].p > 0 and down.p > 0 and down.fp8 is not None and seeds[-1] is None
+    if in_fp8 and groups[0].fp8 is not None and filled.quantized is not None:
+        gate_up, of_gate_up = (
+            frozen_product(groups[0], filled.quantized, ops[0], dtype),
+            (groups[0], ops[0], filled.s[0]),
+        )
+        del filled  # the widest operand comes next
+        packed, scaled_s_down = activate_in_fp8(gate_up, of_gate_up, spec.act, down, ops[-1])
+    else:
+        gate_up = outputs(groups, ops[:-1], filled, None if wide is None else wide[:, : groups[0].n])
+        del filled
+        packed, scaled_s_down = activate(gate_up, spec.act, down, ops[-1], seeds[-1])
     own = MLPTensors(h, norm_weight, rstd, gate_up if wide is None else wide)
     return _Activated(packed, total, own, [*scaled_s, scaled_s_down])
 
@@ -182,8 +197,9 @@ def _output_dtype(spec: MLPSpec, h: torch.Tensor) -> torch.dtype:
 
 
 def _down(
-    packed: torch.Tensor, h: torch.Tensor, total: torch.Tensor | None, down: Projection, op_down: Operand, add: bool
-) -> torch.Tensor:
+    packed: torch.Tensor | Fp8Operand, h: torch.Tensor, total: torch.Tensor | None, down: Projection,
+    op_down: Operand, add: bool,
+) -> torch.Tensor:  # fmt: skip
     """The down projection of packed (M, I + p), added to h (M, K) with add; total: a copy of h that may go."""
     if not add:
         return concat_product(down, packed, op_down)
@@ -204,7 +220,7 @@ def _backward(
     needs = list(ctx.needs_input_grad)
     n_first = len(needs) - 4 * len(spec.down.members)  # where the flags of the down projection begin
     node = NodeBackward(ctx, each, own.h, own.rstd, own.norm_weight, grad.device, ops)
-    gradients, last = _down_backward(spec, own, node, grad, needs[n_first:])
+    gradients, last = _down_backward(spec, own, node, grad, needs[LEADING:])
     with_dx, d_residual = any(needs[1:LEADING]), d_pass
     if spec.add and with_dx:
         d_residual = grad if d_pass is None else grad + d_pass
@@ -261,18 +277,23 @@ class _Sums:
 def _down_backward(
     spec: MLPSpec, own: MLPTensors, node: NodeBackward, grad: torch.Tensor, needed: list[bool]
 ) -> tuple[list[OutputGradient], list[torch.Tensor | None]]:  # fmt: skip
-    """(the gradient of each group's output, the gradients of the down projection's parameters) of grad (…, K). A
-    function of its own, so that dh (M, I) is free before dX is made."""
+    """(the gradient of each group's output, the gradients of the down projection's parameters) of grad (…, K); needed:
+    autograd's flags of all parameters. A function of its own, so that dh (M, I) is free before dX is made."""
     groups, down, saved, side_stream = spec.groups, spec.down, node.saved, node.side_stream
-    saved_down = saved[-1]
+    saved_down, of_down = saved[-1], needed[-4 * len(spec.down.members) :]
     d_down = output_gradient(down, grad, saved_down)
-    dh = input_gradient(down, d_down, saved_down)
-    ds_down = d_down.ds_of_a[:, : down.rank] if any(needed[::4]) and saved_down.seeds is None else None
+    ds_down = d_down.ds_of_a[:, : down.rank] if any(of_down[::4]) and saved_down.seeds is None else None
     assert own.gate_up is not None
-    made = activation_backward(own.gate_up, dh, spec.act, groups, saved[:-1], ds_down)
+    if fits_fp8(groups, down, saved, needed):
+        dh = frozen_input_gradient(down, d_down, saved_down.op)
+        of_dh = d_down.ds[:, : down.rank], saved_down.op.a[: down.rank]
+        made = activation_backward_in_fp8(own.gate_up, dh, spec.act, groups[0], saved[0], of_dh)
+    else:
+        dh = input_gradient(down, d_down, saved_down)
+        made = activation_backward(own.gate_up, dh, spec.act, groups, saved[:-1], ds_down)
     source = SavedInput(dh, spec.dtype)  # which, without made.da, now holds act(gate) * up
     with side_stream:
-        last = parameter_gradients(down, d_down, saved_down, needed, source, made.da)
+        last = parameter_gradients(down, d_down, saved_down, of_down, source, made.da)
     side_stream.keep_alive(d_down, source if made.da is None else None)
     del dh, d_down, ds_down, source
     if made.gradients is not None:

@@ -1,7 +1,9 @@
 """Forward of the autograd nodes: from the rows that come in to the output of the projections that share them.
 
 The operand [X | S] is written by whoever makes X: a norm, or a copy. A tensor that somebody else wrote is copied only
-where that is measured to be worth it. Run: python -m pytest tests/lorakernels/test_projection_node.py
+where that is measured to be worth it. For products in FP8 a norm leaves X in e4m3, too, which spares them a read of two
+bytes an element. X itself is written all the same, because S is made of it.
+Run: python -m pytest tests/lorakernels/test_projection_node.py
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ops.concat_operand import LoraColumns, ScaledS, concat_operand_into
+from ..ops.quantize_rows import Quantized, new_quantized, quantize_rows_into
 from ..ops.rms_norm import Norm, NormInput
 from ..ops.rms_norm import forward_into as norm_into
 from ..ops.rms_norm import forward_lora_into as norm_lora_into
@@ -21,7 +24,7 @@ from ..runtime import tensor_cores
 from ..tuning import tune
 from ..tuning.worth_trying import norm_tiles, s_tiles
 from .operand import Operand, adapters_of
-from .products import concat_product, lora_input, separate_product
+from .products import Fp8Operand, concat_product, lora_input, separate_product
 from .projection import Projection
 
 
@@ -57,23 +60,25 @@ class NodeInput:
     x: torch.Tensor
     norm: NormInput | None = None
 
-    def write(self, x_out: torch.Tensor) -> torch.Tensor | None:
-        """X into x_out (M, K); returns rstd (M,), None without a norm."""
-        if self.norm is None:
-            x_out.copy_(self.x)
-            return None
-        return norm_into(self.norm, x_out)
+    def write(self, x_out: torch.Tensor, quantized: Quantized | None) -> torch.Tensor | None:
+        """X into x_out (M, K), and in e4m3 to quantized where that is given; returns rstd (M,), None without a norm."""
+        if self.norm is not None:
+            return norm_into(self.norm, x_out, quantized)
+        x_out.copy_(self.x)
+        if quantized is not None:
+            quantize_rows_into(x_out, *quantized)
+        return None
 
     def write_with_s(
-        self, buffer: torch.Tensor, group: Projection, op: Operand, scaled_s: ScaledS
+        self, buffer: torch.Tensor, group: Projection, op: Operand, scaled_s: ScaledS, quantized: Quantized | None
     ) -> torch.Tensor | None:
-        """[X | S] into buffer (M, K + p) and sS to scaled_s, in one launch or one after the other, whichever is faster;
-        returns rstd (M,), None without a norm."""
+        """[X | S] into buffer (M, K + p), sS to scaled_s, and X in e4m3 to quantized where that is given, in one launch
+        or one after the other, whichever is faster; returns rstd (M,), None without a norm."""
         x, norm, k = self.x, self.norm, self.x.shape[1]
         columns = LoraColumns(op.a, group.rank, scaled_s)
 
         def plain() -> torch.Tensor | None:
-            rstd = self.write(buffer[:, :k])
+            rstd = self.write(buffer[:, :k], quantized)
             lora_input(group, buffer[:, :k], op, None, buffer[:, k:], scaled_s)
             return rstd
 
@@ -83,6 +88,8 @@ class NodeInput:
                 concat_operand_into(x, columns, buffer, tile)
             else:
                 rstd = norm_lora_into(norm, buffer, columns, tile)
+            if quantized is not None:
+                quantize_rows_into(buffer[:, :k], *quantized)
             group.keep_own_columns(buffer[:, k:], scaled_s.out)
             return rstd
 
@@ -90,18 +97,19 @@ class NodeInput:
         forms: dict[str, Any] = {tile: partial(fused, tile) for tile in tiles if tensor_cores(buffer, op.a)}
         forms["plain"] = plain
         residual = norm is not None and norm.residual is not None
-        key = (tune.bucket(x.shape[0]), k, group.rank, buffer.dtype, residual)
+        key = (tune.bucket(x.shape[0]), k, group.rank, buffer.dtype, residual, *(["fp8"] if quantized else []))
         return forms[tune.pick("norm" if norm else "concat operand", key, forms, x.device)]()
 
 
 class Filled(NamedTuple):
     """buffer: X in its first columns, (M, K + the largest p); rstd: (M,) of the norm; s and scaled_s: S and sS (M, p)
-    of each group. A single group's S may lie behind X already."""
+    of each group; quantized: X in e4m3, where a product is in FP8. A single group's S may lie behind X already."""
 
     buffer: torch.Tensor
     rstd: torch.Tensor | None
     s: list[torch.Tensor]
     scaled_s: list[torch.Tensor]
+    quantized: Quantized | None = None
 
 
 def fill_operand(
@@ -113,16 +121,17 @@ def fill_operand(
     m, k = x.shape[0], first.k
     buffer = torch.empty(m, k + max(g.p for g in groups), dtype=dtype, device=x.device)
     scaled = [g.new_scaled_s(m, dtype, x.device) for g in groups]
+    quantized = new_quantized(m, k, x.device) if any(g.fp8 is not None for g in groups) else None
     if len(groups) == 1 and first.p > 0 and seeds[0] is None:
-        rstd = node_input.write_with_s(buffer, first, ops[0], scaled[0])
-        return Filled(buffer, rstd, [buffer[:, k:]], [scaled[0].out])
-    rstd = node_input.write(buffer[:, :k])
+        rstd = node_input.write_with_s(buffer, first, ops[0], scaled[0], quantized)
+        return Filled(buffer, rstd, [buffer[:, k:]], [scaled[0].out], quantized)
+    rstd = node_input.write(buffer[:, :k], quantized)
     out = []
     for g, op, seed, scaled_s in zip(groups, ops, seeds, scaled, strict=True):
         s = torch.empty(m, g.p, dtype=dtype, device=x.device)
         lora_input(g, buffer[:, :k], op, seed, s, scaled_s)
         out.append(s)
-    return Filled(buffer, rstd, out, [scaled_s.out for scaled_s in scaled])
+    return Filled(buffer, rstd, out, [scaled_s.out for scaled_s in scaled], quantized)
 
 
 def outputs(
@@ -131,16 +140,22 @@ def outputs(
     """Y (M, ΣN) of all groups side by side; a single group's goes to out (M, N) where that is given."""
     buffer = filled.buffer
     if len(groups) == 1:
+        if groups[0].fp8 is not None and filled.quantized is not None:
+            return concat_product(groups[0], Fp8Operand(filled.quantized, filled.s[0]), ops[0], out)
         if groups[0].p and filled.s[0].data_ptr() != buffer[:, groups[0].k :].data_ptr():
             buffer[:, groups[0].k :].copy_(filled.s[0])
         return concat_product(groups[0], buffer, ops[0], out=out)
     y = torch.empty(buffer.shape[0], sum(g.n for g in groups), dtype=buffer.dtype, device=buffer.device)
     at = 0
     for g, op, s in zip(groups, ops, filled.s, strict=True):
+        into = y[:, at : at + g.n]
+        at += g.n
+        if g.fp8 is not None and filled.quantized is not None:
+            concat_product(g, Fp8Operand(filled.quantized, s), op, into)
+            continue
         part = buffer[:, : g.k + g.p]
         part[:, g.k :].copy_(s)
-        concat_product(g, part, op, out=y[:, at : at + g.n])
-        at += g.n
+        concat_product(g, part, op, out=into)
     return y
 
 

@@ -22,10 +22,12 @@ from ..ops.grad_accumulator import GradAccumulator
 from ..ops.linear_cross_entropy import mm_in
 from ..ops.lora_grad import B_TILES, AdapterColumns, b_gradient, ds_and_db, fitting_tiles
 from ..ops.multi_lora import up
+from ..ops.quantize_rows import Quantized
 from ..runtime import contiguous_on_cpu, deterministic, multiprocessors, rows, tensor_cores
 from ..side_stream import SideStream
 from ..tuning import tune
 from ..tuning.worth_trying import ds_and_db_tiles
+from .fp8 import TransposedWeight
 from .operand import Operand
 from .projection import Projection
 
@@ -62,13 +64,15 @@ class SavedForward:
 class OutputGradient:
     """dY (M, N) and dS (M, p) of one projection. both: [dY | dS] (M, N + p) where they lie side by side, else None; db:
     dB of all members (N, r) in float32 where the read that made dS gave it, else None; raised: dS (M, p) as `raised_b`
-    makes it, of which dA is made in float16."""
+    makes it, of which dA is made in float16; in_fp8: dY in e4m3 and the weight that it belongs to, where dY was written
+    in nothing else: dy has no columns then."""
 
     dy: torch.Tensor
     ds: torch.Tensor
     both: torch.Tensor | None = None
     db: torch.Tensor | None = None
     raised: torch.Tensor | None = None
+    in_fp8: tuple[Quantized, TransposedWeight] | None = None
 
     @property
     def ds_of_a(self) -> torch.Tensor:
@@ -195,7 +199,7 @@ def input_gradient(projection: Projection, gradient: OutputGradient, saved: Save
     op, seeds, k, p = saved.op, saved.seeds, projection.k, projection.p
 
     def addmm() -> torch.Tensor:
-        dx = _frozen_input_gradient(projection, dy, op)
+        dx = frozen_input_gradient(projection, gradient, op)
         return dx.addmm_(ds, op.a) if p and seeds is None else dx
 
     if op.full is None or not p or seeds is not None:
@@ -215,8 +219,12 @@ def _concat_input_gradient(both: torch.Tensor, full: torch.Tensor, k: int) -> to
     return both @ full[:, :k]
 
 
-def _frozen_input_gradient(projection: Projection, dy: torch.Tensor, op: Operand) -> torch.Tensor:
-    return dy @ op.w if projection.fp8 is None else projection.fp8.backward(dy, op.w)
+def frozen_input_gradient(projection: Projection, gradient: OutputGradient, op: Operand) -> torch.Tensor:
+    """dX (M, K) without LoRA's part."""
+    if gradient.in_fp8 is not None:
+        dy, w = gradient.in_fp8
+        return w.product(dy, gradient.ds.dtype)
+    return gradient.dy @ op.w if projection.fp8 is None else projection.fp8.backward(gradient.dy, op.w)
 
 
 def _add_dropped(projection: Projection, dx: torch.Tensor, ds: torch.Tensor, op: Operand, seeds: torch.Tensor) -> None:

@@ -12,18 +12,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..ops.concat_operand import LoraColumns, ScaledS, s_into
 from ..ops.dropout import product_into
 from ..ops.multi_lora import down
+from ..ops.quantize_rows import Quantized, quantize_rows
 from ..runtime import tensor_cores
 from ..tuning import tune
 from ..tuning.worth_trying import dropped_s_tiles, s_tiles
 from .operand import Operand
 from .projection import Projection
+
+
+class Fp8Operand(NamedTuple):
+    """The operand of a product in FP8 whose X (M, K) was quantized by who made it: S (M, p), of which LoRA's part is,
+    stays in the compute dtype."""
+
+    x: Quantized
+    s: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the product's output."""
+        return self.s.dtype
 
 
 def lora_input(
@@ -73,11 +87,13 @@ def _by_tile(
 
 
 def concat_product(
-    projection: Projection, xs: torch.Tensor, op: Operand, out: torch.Tensor | None = None,
+    projection: Projection, xs: torch.Tensor | Fp8Operand, op: Operand, out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Y (M, N) of xs = [X | S] (M, K + p); written to out, added to residual, (M, N) each, where given. residual may be
     out itself."""
+    if isinstance(xs, Fp8Operand):
+        return separate_product(projection, xs.x, xs.s, op, out, residual)
     m, k, full = xs.shape[0], projection.k, op.full
     in_place = residual is not None and residual is out
 
@@ -98,18 +114,26 @@ def concat_product(
 
 
 def separate_product(
-    projection: Projection, x: torch.Tensor, s: torch.Tensor, op: Operand, out: torch.Tensor | None = None,
+    projection: Projection, x: torch.Tensor | Quantized, s: torch.Tensor, op: Operand, out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Y (M, N) of x (M, K) and S (M, p) wherever they lie: the frozen GEMM, and S · (sB)ᵀ added in place. out and
-    residual as in `concat_product`."""
-    bias = projection.total_bias(x.dtype)
+    residual as in `concat_product`. x may be in e4m3 already where the projection's product is in FP8."""
+    bias = projection.total_bias(s.dtype)
     if projection.fp8 is None:
+        assert isinstance(x, torch.Tensor), "a product in the compute dtype has its input in it"
         y = _product(x, op.w.t(), bias, out, residual)
         return y.addmm_(s, op.sb.t()) if projection.p else y
-    y = projection.fp8.forward(x, op.w, bias, None if residual is out else out)
+    x = quantize_rows(x) if isinstance(x, torch.Tensor) else x
+    y = projection.fp8.product(x, op.w, s.dtype, bias, None if residual is out else out)
     y = y.addmm_(s, op.sb.t()) if projection.p else y
     return y if residual is None else torch.add(y, residual, out=y if out is None else out)
+
+
+def frozen_product(projection: Projection, x: Quantized, op: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """Y (M, N) in dtype of x (M, K) in e4m3, without LoRA's part, of a projection whose product is in FP8."""
+    assert projection.fp8 is not None
+    return projection.fp8.product(x, op.w, dtype, projection.total_bias(dtype))
 
 
 def _product(

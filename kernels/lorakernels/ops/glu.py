@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from ..runtime import (
+    INTERPRET,
     cdiv,
     check,
     fuses,
@@ -36,6 +37,7 @@ from ..runtime import (
 from .concat_operand import LoraColumns, s_into, store_s
 from .fast_math import exp, sigmoid, tanh
 from .grad_accumulator import GradAccumulator, gradient_zeros
+from .quantize_rows import Quantized, quantized_tile, row_scale
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # Backward with dA of the down projection: (rows, columns, warps, stages, steps). A low tile: three inputs, two outputs
@@ -87,7 +89,7 @@ def reference(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
 
 
 @jit
-def _act(g, ACT: tl.constexpr):
+def act_and_slope(g, ACT: tl.constexpr):
     """(act(g), act'(g)) of a float32 tile."""
     if ACT == 0:
         s = sigmoid(g)
@@ -112,7 +114,7 @@ def _glu_forward_kernel(g_ptr, u_ptr, h_ptr, n, g_row, u_row, h_row, ACT: tl.con
     inside = col < n
     g = tl.load(g_ptr + row * g_row + col, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(u_ptr + row * u_row + col, mask=inside, other=0.0).to(tl.float32)
-    a, _ = _act(g, ACT)
+    a, _ = act_and_slope(g, ACT)
     tl.store(h_ptr + row * h_row + col, (a * u).to(h_ptr.dtype.element_ty), mask=inside)
 
 
@@ -130,7 +132,7 @@ def _glu_forward_lora_kernel(
         inside = (row[:, None] < m) & (col[None, :] < n)
         g = tl.load(g_ptr + row[:, None] * g_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
         u = tl.load(u_ptr + row[:, None] * u_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        a, _ = _act(g, ACT)
+        a, _ = act_and_slope(g, ACT)
         h = (a * u).to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + row[:, None] * h_row + col[None, :], h, mask=inside)
         w = tl.load(a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
@@ -149,7 +151,7 @@ def _glu_backward_kernel(
     g = tl.load(g_ptr + row * g_row + col, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(u_ptr + row * u_row + col, mask=inside, other=0.0).to(tl.float32)
     dh = tl.load(dh_ptr + row * dh_row + col, mask=inside, other=0.0).to(tl.float32)
-    a, d = _act(g, ACT)
+    a, d = act_and_slope(g, ACT)
     tl.store(dg_ptr + row * dg_row + col, (dh * u * d).to(dg_ptr.dtype.element_ty), mask=inside)
     tl.store(du_ptr + row * du_row + col, (dh * a).to(du_ptr.dtype.element_ty), mask=inside)
     if WITH_H:
@@ -159,12 +161,13 @@ def _glu_backward_kernel(
 @kernel
 def _glu_backward_a_kernel(
     g_ptr, u_ptr, dh_ptr, dg_ptr, du_ptr, ds_ptr, da_ptr, s_ptr, sb_ptr, tail_ptr, db_ptr,
-    m, n, rank, g_row, u_row, dh_row, dg_row, du_row, ds_row, s_row, sb_row, tail_row,
-    ACT: tl.constexpr, WHOLE: tl.constexpr,
+    bits_ptr, f_ptr, scale_ptr, m, n, rank, g_row, u_row, dh_row, dg_row, du_row, ds_row, s_row, sb_row, tail_row,
+    ACT: tl.constexpr, WHOLE: tl.constexpr, QUANTIZE: tl.constexpr, ROUND: tl.constexpr,
     STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """STEPS · BM rows times BN columns; dA of these columns grows in registers. WHOLE: dB of gate and of up too, and
-    their dS (tail) by atomic adds; s: their sS side by side; sb: (2 · n, 2 · rank), block-diagonal."""
+    their dS (tail) by atomic adds; s: their sS side by side; sb: (2 · n, 2 · rank), block-diagonal. QUANTIZE: dg and du
+    times f (2 · n,) go out in e4m3, of the rows' `largest_bits`."""
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     r = tl.arange(0, R)
     acc = tl.zeros((R, BN), tl.float32)
@@ -182,10 +185,22 @@ def _glu_backward_a_kernel(
         dh = tl.load(dh_ptr + row[:, None] * dh_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
         narrow = (row[:, None] < m) & (r[None, :] < rank)
         ds = tl.load(ds_ptr + row[:, None] * ds_row + r[None, :], mask=narrow, other=0.0)
-        a, d = _act(g, ACT)
-        dg, du = (dh * u * d).to(dg_ptr.dtype.element_ty), (dh * a).to(du_ptr.dtype.element_ty)
-        tl.store(dg_ptr + row[:, None] * dg_row + col[None, :], dg, mask=inside)
-        tl.store(du_ptr + row[:, None] * du_row + col[None, :], du, mask=inside)
+        a, d = act_and_slope(g, ACT)
+        if QUANTIZE:
+            dg, du = (dh * u * d).to(ds_ptr.dtype.element_ty), (dh * a).to(ds_ptr.dtype.element_ty)
+            f_g = tl.load(f_ptr + col, mask=col < n, other=0.0)[None, :]
+            f_u = tl.load(f_ptr + n + col, mask=col < n, other=0.0)[None, :]
+            bits = tl.load(bits_ptr + row, mask=row < m, other=0)
+            finite, scale, inverse = row_scale(bits)
+            if tl.program_id(0) == 0:
+                tl.store(scale_ptr + row, scale, mask=row < m)
+            out_g = quantized_tile(dg.to(tl.float32) * f_g, finite, inverse, dg_ptr, ROUND)
+            out_u = quantized_tile(du.to(tl.float32) * f_u, finite, inverse, du_ptr, ROUND)
+        else:
+            dg, du = (dh * u * d).to(dg_ptr.dtype.element_ty), (dh * a).to(du_ptr.dtype.element_ty)
+            out_g, out_u = dg, du
+        tl.store(dg_ptr + row[:, None] * dg_row + col[None, :], out_g, mask=inside)
+        tl.store(du_ptr + row[:, None] * du_row + col[None, :], out_u, mask=inside)
         acc = tl.dot(tl.trans(ds), (a * u).to(ds_ptr.dtype.element_ty), acc, input_precision="ieee")
         if WHOLE:
             s_g = tl.load(s_ptr + row[:, None] * s_row + r[None, :], mask=narrow, other=0.0)
@@ -287,9 +302,9 @@ def backward_a_into(
     bm, bn, warps, stages, steps = A_TILES[tile]
     da = gradient_zeros(accumulator, rank, n, gate.device)
     _glu_backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
-        gate, up, grad, d_gate, d_up, ds, da, ds, ds, da, da, m, n, rank,
+        gate, up, grad, d_gate, d_up, ds, da, ds, ds, da, da, da, da, da, m, n, rank,
         gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), ds.stride(0), 0, 0, 0,
-        ACT=ACTIVATIONS[act], WHOLE=False, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
+        ACT=ACTIVATIONS[act], WHOLE=False, QUANTIZE=False, ROUND=False, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
         num_warps=warps, num_stages=stages_of(gate, stages),
     )  # fmt: skip
     return da
@@ -316,25 +331,51 @@ def backward_whole_into(
     of the same rank and width. Needs `whole_fits`. tile is a key of WHOLE_TILES; accumulator: where dA, dB and dS grow.
     Raises ValueError where the shapes do not fit.
     """
-    gate, up, grad, act = inputs
+    gate = inputs.gate
     m, n = gate.shape
     rank, p = ds.shape[1], sb.shape[1]
     fits = wide.shape == (m, 2 * n + p) and sb.shape[0] == 2 * n and scaled_s.shape == (m, p) and 2 * rank <= p
     check(fits, "gate, the gradient, sB and S do not fit", gate=gate, wide=wide, sb=sb, s=scaled_s)
+    da, db, tail = whole_launch(inputs, wide, ds, sb, scaled_s, tile, accumulator)
+    wide[:, 2 * n :].copy_(tail)
+    return da, db
+
+
+class RowsInFp8(NamedTuple):
+    """Where `whole_launch` leaves dY · factor (M, 2·I) in e4m3, of the `largest_bits` (M,) of its rows; factor:
+    (2·I,)."""
+
+    out: Quantized
+    bits: torch.Tensor
+    factor: torch.Tensor
+
+
+def whole_launch(
+    inputs: GluBackward, wide: torch.Tensor, ds: torch.Tensor, sb: torch.Tensor, scaled_s: torch.Tensor, tile: str,
+    accumulator: GradAccumulator | None, in_fp8: RowsInFp8 | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dA (rank, I), dB (2·I, rank), dS (M, p)) in float32; [d gate ∣ d up] to the first columns of wide (M, ≥ 2·I),
+    which in_fp8 stands in for where it is given. Otherwise as in `backward_whole_into`."""
+    gate, up, grad, act = inputs
+    (m, n), rank, p = gate.shape, ds.shape[1], sb.shape[1]
     into = GradAccumulator(gate.device, rank * n + 2 * n * rank, m * p) if accumulator is None else accumulator
     ds = ds.contiguous()  # every block of columns reads it, and behind dY its rows would lie far apart
     da, db, tail = into.gradient(rank, n), into.gradient(2 * n, rank), into.scratch(m, p)
     bm, bn, warps, stages, steps = WHOLE_TILES[tile]
+    warps = (
+        warps if in_fp8 is None else 2 * warps
+    )  # a thread has no registers left for the scales beside half of a tile
+    wide = wide if in_fp8 is None else in_fp8.out.q
+    bits, factor, scale = (da, da, da) if in_fp8 is None else (in_fp8.bits, in_fp8.factor, in_fp8.out.scale)
     d_gate, d_up = wide[:, :n], wide[:, n : 2 * n]
     _glu_backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
-        gate, up, grad, d_gate, d_up, ds, da, scaled_s, sb, tail, db, m, n, rank,
+        gate, up, grad, d_gate, d_up, ds, da, scaled_s, sb, tail, db, bits, factor, scale, m, n, rank,
         gate.stride(0), up.stride(0), grad.stride(0), wide.stride(0), wide.stride(0), ds.stride(0),
         scaled_s.stride(0), sb.stride(0), tail.stride(0),
-        ACT=ACTIVATIONS[act], WHOLE=True, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
-        num_warps=warps, num_stages=stages_of(gate, stages),
+        ACT=ACTIVATIONS[act], WHOLE=True, QUANTIZE=in_fp8 is not None, ROUND=INTERPRET,
+        STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages_of(gate, stages),
     )  # fmt: skip
-    wide[:, 2 * n :].copy_(tail)
-    return da, db
+    return da, db, tail
 
 
 class GatedActivation(torch.autograd.Function):

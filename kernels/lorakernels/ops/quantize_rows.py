@@ -21,7 +21,7 @@ from ..runtime import INTERPRET, cdiv, check, jit, kernel, next_power_of_2, rows
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
-SMALLEST_ROW = 2.0**-100
+SMALLEST_ROW = 2.0**-100  # 7.888609052210118e-31 in the kernels, which know no name outside of them
 ONE_READ = 65536  # bytes of a row that a program keeps
 
 
@@ -42,13 +42,13 @@ def _scaled_tile(x_ptr, f_ptr, row, col, m, k, x_row, FACTOR: tl.constexpr):
 
 
 @jit
-def _largest_bits(x):
+def largest_bits(x):
     """max|x| of each row, as the bits of a float: compared as integers, NaN is the largest of all."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
 
 
 @jit
-def _rounded(x):
+def rounded(x):
     """x rounded to e4m3's numbers, ties to even, as the device's cast does it: the interpreter's does not."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 255, 121)  # below 2⁻⁶ the numbers are 2⁻⁹ apart
@@ -57,33 +57,47 @@ def _rounded(x):
     return tl.where(bits < 0, -size, size)
 
 
+@jit
+def row_scale(bits):
+    """(whether a row is finite, its scale, what its elements are multiplied with) of the `largest_bits` of each row."""
+    finite = bits < 0x7F800000
+    largest = tl.maximum(tl.where(finite, bits, 0).to(tl.float32, bitcast=True), 7.888609052210118e-31)
+    scale = tl.where(finite, largest * (1.0 / 448.0), float("nan"))
+    inverse = tl.where(finite, tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest), 0.0)
+    return finite, scale, inverse
+
+
+@jit
+def quantized_tile(x, finite, inverse, q_ptr, ROUND: tl.constexpr):
+    """A tile x (rows, columns) of float32 in the dtype that q_ptr points to; finite, inverse: (rows,) of
+    `row_scale`."""
+    y = tl.where(finite[:, None], x * inverse[:, None], 0.0)
+    if ROUND:
+        y = rounded(y)
+    return y.to(q_ptr.dtype.element_ty)
+
+
 @kernel
 def _quantize_kernel(
-    x_ptr, f_ptr, q_ptr, scale_ptr, m, k, x_row, q_row, q_col, smallest,
+    x_ptr, f_ptr, q_ptr, scale_ptr, m, k, x_row, q_row, q_col,
     FACTOR: tl.constexpr, ONE: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ONE: BLOCK holds a whole row, which stays in registers."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     col = tl.arange(0, BLOCK)
     x = _scaled_tile(x_ptr, f_ptr, row, col, m, k, x_row, FACTOR)
-    bits = _largest_bits(x)
+    bits = largest_bits(x)
     for start in range(BLOCK, k, BLOCK):
         x = _scaled_tile(x_ptr, f_ptr, row, start + col, m, k, x_row, FACTOR)
-        bits = tl.maximum(bits, _largest_bits(x))
-    finite = bits < 0x7F800000
-    largest = tl.maximum(tl.where(finite, bits, 0).to(tl.float32, bitcast=True), smallest)
-    scale = tl.where(finite, largest * (1.0 / 448.0), float("nan"))
+        bits = tl.maximum(bits, largest_bits(x))
+    finite, scale, inverse = row_scale(bits)
     tl.store(scale_ptr + row, scale, mask=row < m)
-    inverse = tl.where(finite, tl.div_rn(tl.full((ROWS,), 448.0, tl.float32), largest), 0.0)
     for start in range(0, k, BLOCK):
         if not ONE:
             x = _scaled_tile(x_ptr, f_ptr, row, start + col, m, k, x_row, FACTOR)
-        y = tl.where(finite[:, None], x * inverse[:, None], 0.0)
-        if ROUND:
-            y = _rounded(y)
         at = row[:, None] * q_row + (start + col)[None, :].to(tl.int64) * q_col
         inside = (row[:, None] < m) & ((start + col)[None, :] < k)
-        tl.store(q_ptr + at, y.to(q_ptr.dtype.element_ty), mask=inside)
+        tl.store(q_ptr + at, quantized_tile(x, finite, inverse, q_ptr, ROUND), mask=inside)
 
 
 def quantize_rows_reference(x: torch.Tensor, factor: torch.Tensor | None = None) -> Quantized:
@@ -112,7 +126,7 @@ def quantize_rows_into(
     transposed = q.stride(1) != 1
     block, n_rows, warps = _tile(x, transposed)
     _quantize_kernel[(cdiv(m, n_rows),)](
-        x, scale if factor is None else factor, q, scale, m, k, x.stride(0), *q.stride(), SMALLEST_ROW,
+        x, scale if factor is None else factor, q, scale, m, k, x.stride(0), *q.stride(),
         FACTOR=factor is not None, ONE=block >= k, ROUND=INTERPRET, ROWS=n_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
@@ -130,7 +144,12 @@ def _tile(x: torch.Tensor, transposed: bool) -> tuple[int, int, int]:
 def quantize_rows(x: torch.Tensor, factor: torch.Tensor | None = None) -> Quantized:
     """q (…, K) and scale (…, 1) of x (…, K), in one launch."""
     flat = rows(x)
-    q = torch.empty(flat.shape, dtype=FP8, device=x.device)
-    scale = torch.empty(flat.shape[0], 1, dtype=torch.float32, device=x.device)
-    quantize_rows_into(flat, q, scale, factor)
-    return Quantized(q.view(x.shape), scale.view(*x.shape[:-1], 1))
+    out = new_quantized(flat.shape[0], flat.shape[1], x.device)
+    quantize_rows_into(flat, *out, factor)
+    return Quantized(out.q.view(x.shape), out.scale.view(*x.shape[:-1], 1))
+
+
+def new_quantized(m: int, k: int, device: torch.device) -> Quantized:
+    """Room for m rows of k columns."""
+    q = torch.empty(m, k, dtype=FP8, device=device)
+    return Quantized(q, torch.empty(m, 1, dtype=torch.float32, device=device))

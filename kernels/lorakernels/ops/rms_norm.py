@@ -5,7 +5,8 @@ x, residual, h, y: (M, K), last dimension contiguous, any row stride; w: (K,); r
 Gemma, whose weights are stored minus one, else 0. Everything is computed in float32 and rounded once. Backward needs h
 and rstd, not y: dh = rstd · (g - h·rstd · mean(g · h·rstd)) + d_residual with g = dy · (w + offset). Who needs y again
 recomputes it (or, for dA = dSᵀ y, does without: see `adapter_grad.py`). With `LoraColumns` the same launch leaves
-S = y · Aᵀ behind y, from the tile in registers.
+S = y · Aᵀ behind y, from the tile in registers; with a `Quantized` it leaves y in e4m3 beside y, as `quantize_rows`
+would make it of y: a product in FP8 reads that, LoRA reads y.
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Run: python -m pytest
 tests/lorakernels/test_rms_norm.py
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime import (
+    INTERPRET,
     cdiv,
     check,
     fuses,
@@ -33,6 +35,7 @@ from ..runtime import (
     working_dtype,
 )
 from .concat_operand import LoraColumns, s_into, store_s
+from .quantize_rows import Quantized, largest_bits, quantize_rows_into, quantized_tile, row_scale
 
 MAX_COLUMNS = 65536  # one row has to fit a program's registers
 
@@ -80,8 +83,10 @@ def rms_norm_reference(
 
 @kernel
 def _norm_forward_kernel(
-    x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, m, n, x_row, r_row, h_row, c_row, y_row, eps, offset,
-    ADD: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, r_ptr, h_ptr, c_ptr, w_ptr, y_ptr, rstd_ptr, q_ptr, scale_ptr, m, n,
+    x_row, r_row, h_row, c_row, y_row, q_row, eps, offset,
+    ADD: tl.constexpr, COPY: tl.constexpr, QUANTIZE: tl.constexpr, ROUND: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -97,9 +102,15 @@ def _norm_forward_kernel(
         x = rounded.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / n + eps)
     w = tl.load(w_ptr + col, mask=col < n, other=0.0).to(tl.float32) + offset
-    y = x * rstd[:, None] * w[None, :]
-    tl.store(y_ptr + row[:, None] * y_row + col[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    y = (x * rstd[:, None] * w[None, :]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * y_row + col[None, :], y, mask=inside)
     tl.store(rstd_ptr + row, rstd, mask=row < m)
+    if QUANTIZE:
+        wide = tl.where(inside, y.to(tl.float32), 0.0)  # a row's end times an infinite rstd is NaN
+        finite, scale, inverse = row_scale(largest_bits(wide))
+        tl.store(scale_ptr + row, scale, mask=row < m)
+        q = quantized_tile(wide, finite, inverse, q_ptr, ROUND)
+        tl.store(q_ptr + row[:, None] * q_row + col[None, :], q, mask=inside)
 
 
 @kernel
@@ -174,26 +185,34 @@ def _warps(block: int) -> int:
     return 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
-def forward_into(inputs: NormInput, y: torch.Tensor) -> torch.Tensor:
-    """Writes y (M, K), and h and h_copy where there is a residual; returns rstd (M,) float32. Raises ValueError above
-    MAX_COLUMNS columns, and where a residual has no h."""
+def forward_into(inputs: NormInput, y: torch.Tensor, quantized: Quantized | None = None) -> torch.Tensor:
+    """Writes y (M, K), h and h_copy where there is a residual, and y in e4m3 to quantized (M, K) where that is given;
+    returns rstd (M,) float32. Raises ValueError above MAX_COLUMNS columns, where a residual has no h, and where
+    quantized does not fit."""
     x, weight, norm, residual, h, h_copy = inputs
     m, n = x.shape
     check(n <= MAX_COLUMNS, f"RMSNorm takes at most {MAX_COLUMNS} columns", x=x)
     if residual is not None and h is None:
         raise ValueError("a residual needs h")
+    if quantized is not None:
+        check(quantized.q.shape == (m, n) and quantized.scale.shape == (m, 1), "quantized does not fit", x=x)
     others = [t for t in (weight, y, residual) if t is not None]
     if not use_triton(x, *others):
-        return _forward_torch(inputs, y)
+        rstd = _forward_torch(inputs, y)
+        if quantized is not None:
+            quantize_rows_into(y, *quantized)
+        return rstd
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     block = next_power_of_2(n)
     n_rows = max(1, 1024 // block)
     r, hh = (x, x) if residual is None or h is None else (residual, h)
     c = hh if h_copy is None else h_copy
+    q, scale = (y, rstd) if quantized is None else quantized
     _norm_forward_kernel[(cdiv(m, n_rows),)](
-        x, r, hh, c, weight, y, rstd, m, n,
-        x.stride(0), r.stride(0), hh.stride(0), c.stride(0), y.stride(0), norm.eps, norm.offset,
-        ADD=residual is not None, COPY=h_copy is not None, ROWS=n_rows, BLOCK=block, num_warps=_warps(block),
+        x, r, hh, c, weight, y, rstd, q, scale, m, n,
+        x.stride(0), r.stride(0), hh.stride(0), c.stride(0), y.stride(0), q.stride(0), norm.eps, norm.offset,
+        ADD=residual is not None, COPY=h_copy is not None, QUANTIZE=quantized is not None, ROUND=INTERPRET,
+        ROWS=n_rows, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return rstd
 
