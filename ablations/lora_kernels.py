@@ -16,6 +16,7 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step
+from lorabench_ablations.loading import linears
 
 if TYPE_CHECKING:
     from torch import nn
@@ -216,6 +217,7 @@ class Fp8Base(LoraKernels):
     name: ClassVar[str] = "fp8_base"
     summary: ClassVar[str] = "ours: every kernel, with the frozen weights' GEMMs in FP8"
     fp8: ClassVar[bool] = True
+    rounds_weights: ClassVar[bool] = True
     requires: ClassVar[Requires] = Fp8Products(packages=Kernel.requires.packages)
     kinds: ClassVar[tuple[str, ...]] = ("train",)
     worth_trying: ClassVar[Worth | None] = None  # it rounds more: for whoever asks for it
@@ -226,6 +228,30 @@ class Fp8Base(LoraKernels):
     tolerance: ClassVar[Tolerance] = Tolerance(
         words="frozen weights and their inputs in e4m3", grad=0.5, eps=2**-3, loss=0.02
     )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
+            raise ValueError(f"keep={self.keep!r}: expected a list of linears' names, [v_proj, o_proj] say")
+        object.__setattr__(self, "keep", tuple(self.keep))  # a list as YAML has it
+
+    def prepare(self, base: nn.Module, *, upcast: bool) -> None:
+        if upcast:
+            self._round(base)
+        else:
+            super().prepare(base, upcast=upcast)
+
+    def _round(self, base: nn.Module) -> None:
+        """Each weight to the numbers that its products have."""
+        import torch
+        from lorakernels.ops.quantize_rows import quantize_rows
+
+        for name, linear in linears(base).items():
+            attention = ".self_attn." in name or ".attention." in name
+            if (attention and not self.attention) or name.rpartition(".")[2] in self.keep:
+                continue
+            with torch.no_grad():
+                rounded = quantize_rows(linear.weight)
+                linear.weight.copy_(rounded.q.float() * rounded.scale)
 
     def options(self) -> dict[str, Any]:
         kept = {"fp8_except": tuple(self.keep)} if self.keep else {}

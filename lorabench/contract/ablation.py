@@ -159,6 +159,8 @@ class Ablation:
     kinds: ClassVar[tuple[str, ...]] = ("train",)  # the kinds of cell that know this toggle (measure/kinds)
     bounds: ClassVar[str | None] = None  # no way to train, but the least work of a cell of that kind
     changes_weights: ClassVar[bool] = False  # how frozen weights are held: in both arms alike it is part of the model
+    # Multiplies with frozen weights that it rounds each time: `prepare` rounds them for good where it is to `upcast`.
+    rounds_weights: ClassVar[bool] = False
     own_dropout_masks: ClassVar[bool] = False  # draws masks that the gate cannot share: gated at dropout 0
     recomputes: ClassVar[Recomputed | None] = None  # what backward computes again: counted apart from useful work
     global_patch: ClassVar[bool] = False  # changes more than its own model: measured in separate processes

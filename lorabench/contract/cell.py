@@ -11,7 +11,7 @@ from typing import Any
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.hooks import Faulty
 from lorabench.contract.job import Job, jobs_of
-from lorabench.contract.model import ModelSpec
+from lorabench.contract.model import Lora, ModelSpec
 from lorabench.contract.workload import Workload
 
 # Fields of a workload that came after the first published records: unset, they leave the keys as they were.
@@ -92,10 +92,12 @@ class Cell:
 
     @property
     def own_weights(self) -> tuple[Ablation, ...]:
-        """How the candidate holds its frozen weights where that is not how the reference does. The numbers are then
-        others, and so are right gradients: it is held against plain PEFT over its own numbers in plain linears."""
-        own = tuple(a for a in self.candidate if a.changes_weights)
-        return () if set(own) <= set(self.held_weights) else own
+        """How the candidate holds or rounds its frozen weights where that is not how the reference does. The numbers
+        are then others, and so are right gradients: it is held against plain PEFT over its own numbers in plain
+        linears. A toggle that rounds the weights of linears with an adapter alone is asked where all have one."""
+        everywhere = self.model.lora.target_modules in ("all-linear", Lora().target_modules)
+        own = tuple(a for a in self.candidate if a.changes_weights or (a.rounds_weights and everywhere))
+        return () if all(a in self.held_weights for a in own) else own
 
     def arm(self, name: str) -> tuple[Ablation, ...]:
         return self.reference if name == "reference" else self.candidate

@@ -149,6 +149,27 @@ def test_against_another_base_it_is_held_against_its_own_weights_and_says_so(ref
     assert verdict.grad_error < verdict.grad_allowed < 0.01
 
 
+@pytest.mark.parametrize("toggle", ["fp8_base", "{fp8_base: {attention: false}}", "{fp8_base: {keep: [down_proj]}}"])
+def test_products_with_rounded_weights_are_held_against_these_weights(toggle, tmp_path, monkeypatch):
+    from lorabench_ablations.lora_kernels import Fp8Base
+
+    def verdict(folder):
+        folder.mkdir()
+        return gated(cell(f"ablations=[{toggle}]", dtype="float32"), folder)
+
+    own = verdict(tmp_path / "own")
+    monkeypatch.setattr(Fp8Base, "rounds_weights", False)
+    dense = verdict(tmp_path / "dense")
+    assert own.passed and own.tolerance == dense.tolerance == Fp8Base.tolerance.words
+    assert own.grad_error < 0.8 * dense.grad_error  # what is left is that the inputs and gradients are rounded
+
+
+def test_adapters_that_are_not_everywhere_leave_the_yardstick_dense():
+    assert cell("ablations=[fp8_base]").own_weights
+    some = "models=[{tiny-llama: {target_modules: [q_proj]}}]"
+    assert not cell("ablations=[fp8_base]", some).own_weights
+
+
 def test_our_kernels_change_as_many_sites_and_keep_no_expanded_weight(monkeypatch):
     from lorakernels.nodes.projection import Projection
 
