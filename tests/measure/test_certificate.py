@@ -410,3 +410,11 @@ def test_a_tensor_in_which_two_right_runs_are_far_apart_may_be_off_by_more_and_s
     assert (off <= allowed.error("deep")) is right
     assert allowed.error("other") < 0.5
     assert 0.25 < allowed.scale("deep", off) <= 0.5
+
+
+def test_a_trial_asks_nothing_of_a_tensor_that_dropout_turns_round():
+    masks = depth_noise.DepthNoise({"k_proj": (0.7, 0.4), "v_proj": (0.2, 0.1)}, 0.1, 1e-3)
+    noise = depth_noise.DepthNoise({"k_proj": (0.1, 0.01), "v_proj": (0.02, 0.001)}, 0.001, 1e-4, masks)
+    masked, plain = (certificate._Allowed(noise, on, torch.bfloat16, []) for on in (True, False))
+    assert masked.turned_round("k_proj") > 1.55  # which two right runs of the 8B came to
+    assert masked.turned_round("v_proj") == plain.turned_round("k_proj") == 0.0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import cells, seat_of
 
+from lorabench.contract.hooks import described
 from lorabench.measure import memory
 from lorabench.measure.memory import growth
 
@@ -62,3 +63,20 @@ def test_both_arms_of_one_kind_reserve_alike(tmp_path):
     assert two.reserved >= two.peak * 0.95  # what was in use at once had to be reserved
     assert two.static == pytest.approx(one.static, rel=0.15)
     assert second.own_bytes < two.static - two.weights / 2  # the base is there once
+
+
+@pytest.mark.parametrize(
+    ("first", "short"),
+    [(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True), (ValueError("a shape"), False)],
+)
+def test_what_was_raised_from_it_is_out_of_memory_too(first, short):
+    """As torch's pipelines do with whatever a stage raises."""
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            raise first
+        except Exception as error:
+            raise RuntimeError("[Stage 0] failed to run forward:\nargs: …") from error
+    assert memory.out_of_memory(raised.value) is short
+    assert described(raised.value) == (
+        f"RuntimeError: [Stage 0] failed to run forward: from {type(first).__name__}: {first}"
+    )

@@ -1,10 +1,15 @@
 """What a seat answers."""
 
 import gc
+import threading
+import time
 import weakref
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from lorabench.measure import fairness, trial
 from lorabench.measure.seat import Seat
 
 
@@ -34,3 +39,50 @@ def test_nothing_holds_an_arm_any_more_when_it_is_given_back():
     failed = seat.call("prepare", "eager")
     assert (failed.status, failed.reason) == ("oom", "it ran out of memory: CUDA out of memory: eager")
     assert not seat.alive
+
+
+class Helped(Seat):
+    """Two arms, of which one has a thread that computes when it is told to."""
+
+    def __init__(self):
+        self.guard, self.idle, self.turned, self.inside = fairness.Guard(alone=True), None, "", {}
+        self.arms, self.host = {"own": None, "other": None}, {"own": [], "other": []}
+        self.work = threading.Semaphore(0)
+        threading.Thread(target=self._compute, name="helper", daemon=True).start()
+
+    def _compute(self):
+        while self.work.acquire():
+            until = time.thread_time() + 0.1
+            while time.thread_time() < until:
+                pass
+
+    def on_trial(self, name, ms):
+        pass
+
+    def _check_base(self):
+        pass
+
+    def _kind(self, name):
+        return SimpleNamespace(begin_turn=lambda *_: None, observe=lambda *_: None)
+
+    def compute(self):
+        self.work.release()
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize(
+    ("within", "beside"), [(["own"], 0.0), (["own", "other"], 0.1), (["between"], 0.1), (["own", "between"], 0.1)]
+)
+def test_what_a_thread_computes_within_the_trials_of_one_arm_is_that_arm_s(within, beside, monkeypatch):
+    def run_trial(arm, number):
+        if number:
+            seat.compute()
+        return SimpleNamespace(total_ms=1.0, losses={})
+
+    monkeypatch.setattr(trial, "run_trial", run_trial)
+    seat = Helped()
+    for name in ("own", "other"):
+        seat.turn(name, [int(name in within)], on=True)
+    if "between" in within:
+        seat.compute()
+    assert abs(seat.closing()["the thread helper"] - beside) < 0.05
