@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, Unsupported
+from lorabench.contract.batch import Batch
 from lorabench.contract.settings import Settings
 from lorabench_ablations.lora_kernels import MULTIPLY, Fp8Products
 from lorabench_ablations.quantized import TORCHAO
@@ -89,6 +90,19 @@ class Float8Training(BasePrecision):
             raise Unsupported(f"float8_training multiplies beside bfloat16; this model computes in {weight.dtype}")
         config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=not weight.is_cuda)
         convert_to_float8_training(model, config=config, module_filter_fn=fits)
+
+    def collate(self, batch: Batch) -> Batch:
+        """As it is. The gradient of the frozen weights, which is made on a GPU, adds up over tokens, and its product
+        wants a multiple of 16 of them."""
+        import torch
+
+        tokens = batch.inputs["input_ids"].numel()
+        if torch.cuda.is_available() and tokens % 16:
+            raise NotApplied(
+                f"a micro-batch has {tokens} tokens, and torchao's float8 products want a multiple of 16: give the "
+                "workload a length of 16's multiple, as 4x2048"
+            )
+        return batch
 
     def settings(self) -> Settings:
         return Settings(axolotl={"fp8": True, "torch_compile": True}, note="put torch_compile beside it")

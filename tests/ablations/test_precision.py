@@ -9,6 +9,7 @@ import torch
 from helpers import MACHINE, PEFT, arm
 
 from lorabench.contract.ablation import Evidence, NotApplied, conflict
+from lorabench.contract.batch import Batch
 from lorabench.measure.judging.numerics import judge, one_step
 from lorabench.measure.profile import traced
 from lorabench.measure.trial import run_trial
@@ -46,6 +47,15 @@ def test_an_adapter_of_a_rank_that_is_not_divisible_is_let_alone():
 
 
 @needs_torchao
+def test_on_a_gpu_float8_refuses_tokens_that_its_products_do_not_take(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    toggle = registry.ablation("float8_training")
+    fits, not_so = (Batch({"input_ids": torch.zeros(2, n, dtype=torch.long)}, 2 * n, 0, 2 * n) for n in (24, 25))
+    assert toggle.collate(fits) is fits
+    with pytest.raises(NotApplied, match="a micro-batch has 50 tokens"):
+        toggle.collate(not_so)
+
+
 def test_float8_computes_the_gradient_of_frozen_weights_where_it_is_not_compiled():
     """Which is why the toggle says to put torch_compile beside it."""
 
