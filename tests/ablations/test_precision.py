@@ -46,7 +46,6 @@ def test_an_adapter_of_a_rank_that_is_not_divisible_is_let_alone():
     assert one_step(made).loss > 0
 
 
-@needs_torchao
 def test_on_a_gpu_float8_refuses_tokens_that_its_products_do_not_take(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     toggle = registry.ablation("float8_training")
@@ -56,6 +55,7 @@ def test_on_a_gpu_float8_refuses_tokens_that_its_products_do_not_take(monkeypatc
         toggle.collate(not_so)
 
 
+@needs_torchao
 def test_float8_computes_the_gradient_of_frozen_weights_where_it_is_not_compiled():
     """Which is why the toggle says to put torch_compile beside it."""
 
