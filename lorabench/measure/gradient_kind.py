@@ -76,7 +76,8 @@ class GradientKind(Kind):
             wanted = request("gold", own or gate.cell.held_weights)
             plain = dict(self._golds(gate, replace(wanted, dense=bool(own))))
         self._measure_noise(gate)
-        if own and not gate.ranks.rank:
+        divided = any(a.leaves_out for a in gate.cell.candidate)  # a model that no process may run the whole of
+        if own and not gate.ranks.rank and not divided:
             self._measure_yardstick(replace(gate.arm("plain", own), dense=True))
         yield from self._judged(gate, request, plain)
 
