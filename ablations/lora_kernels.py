@@ -191,10 +191,9 @@ class LoraKernels(Kernel):
         return {"one_gemm": self.one_gemm, "merge_projections": self.merge_projections}
 
     def settings(self) -> Settings:
-        changed = [f"{name}={value!r}" for name, value in self.options().items() if value is not True] + [
-            "fp8=True"
-        ] * self.fp8
-        call = f"lorakernels.apply({', '.join(['model', *changed])})"
+        changed = {name: value for name, value in self.options().items() if value is not True}
+        changed |= {"fp8": True} if self.fp8 else {}
+        call = f"lorakernels.apply({', '.join(['model', *(f'{name}={value!r}' for name, value in changed.items())])})"
         return Settings(imports=("import lorakernels",), code=(call,))
 
 
@@ -235,13 +234,10 @@ class Fp8Base(LoraKernels):
         object.__setattr__(self, "keep", tuple(self.keep))  # a list as YAML has it
 
     def prepare(self, base: nn.Module, *, upcast: bool) -> None:
-        if upcast:
-            self._round(base)
-        else:
-            super().prepare(base, upcast=upcast)
+        """With `upcast` each weight gets the numbers that its products have."""
+        if not upcast:
+            return super().prepare(base, upcast=upcast)
 
-    def _round(self, base: nn.Module) -> None:
-        """Each weight to the numbers that its products have."""
         import torch
         from lorakernels.ops.quantize_rows import quantize_rows
 
@@ -254,5 +250,5 @@ class Fp8Base(LoraKernels):
                 linear.weight.copy_(rounded.q.float() * rounded.scale)
 
     def options(self) -> dict[str, Any]:
-        kept = {"fp8_except": tuple(self.keep)} if self.keep else {}
+        kept = {"fp8_except": self.keep} if self.keep else {}
         return super().options() | {"fp8_attention": self.attention} | kept

@@ -57,8 +57,7 @@ def build(request: Request, kind: Kind, make_base: MakeBase, make_step: MakeStep
         model.float()
     model.train()
     _part(request, model)  # PEFT trains the biases where it is asked to
-    plain = request.upcast or request.dense
-    patched = {} if plain else hooks.each(Ablation.patch, model)
+    patched = {} if request.unpatched else hooks.each(Ablation.patch, model)
     _part(request, model)
     own = [
         _step(request, hooks, model, job, samples, make_step)
@@ -143,7 +142,7 @@ def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, conf
 
     def base() -> nn.Module:
         made = _base(request, hooks, partial(make_base, load), _recipe(request, load))
-        hooks.each(Ablation.prepare, made, upcast=request.upcast or request.dense)
+        hooks.each(Ablation.prepare, made, upcast=request.unpatched)
         return made
 
     if not kind.adapts(request.model):
@@ -159,7 +158,7 @@ def _model(request: Request, kind: Kind, hooks: Hooks, make_base: MakeBase, conf
 def _recipe(request: Request, load: dict[str, Any]) -> str | None:
     """Of the base that the arm may share with others. None: its weights are its own. Of several ranks each has a base
     on its own device."""
-    shallow_or_gold = request.layers is not None or request.upcast or request.dense
+    shallow_or_gold = request.layers is not None or request.unpatched
     parted = any(not ablation.leaves_out for ablation in _dividing(request))
     if request.base is None or shallow_or_gold or parted or any(map(replaces_weights, request.ablations)):
         return None

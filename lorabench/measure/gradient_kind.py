@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -28,6 +28,8 @@ from lorabench.measure.kind import EVIDENCE, GateRequest, JobCounts, Kind, Reque
 from lorabench.measure.memory import give_back, out_of_memory
 from lorabench.record.schema import Numerics
 
+T = TypeVar("T")
+YARDSTICK = ".yardstick.safetensors"
 Plain = tuple[numerics.Outcome, numerics.Outcome]  # (gold, plain PEFT in the compute dtype) of one job
 
 
@@ -112,7 +114,8 @@ class GradientKind(Kind):
             missing = float(not files[i].exists())
             if not (gate.ranks.largest(missing) if divided else missing):  # else no other rank is here
                 continue
-            found = self._noise_of_reference(gate, i) if divided else self._noise_of_plain(request, made, i)
+            # Where plain PEFT does not fit, the limits are wider, as `Numerics.depth_noise` says.
+            found = self._noise_of_reference(gate, i) if divided else self._of_plain(request, made, partial(_noise, i))
             if not gate.ranks.rank:
                 depth_noise.keep(files[i], found)
         made.clear()
@@ -125,30 +128,27 @@ class GradientKind(Kind):
     def _measure_yardstick(self, request: Request) -> None:
         """The gradients of plain PEFT at full depth, over an arm's own weights in plain linears; kept for
         `first_trial`. Where they do not fit there are none, and the arm is held against the reference's."""
-        files = [_yardstick_file(request, i) for i in range(len(request.jobs))]
-        for recompute in (False, True):
-            if all(file.exists() for file in files):
-                return
-            try:
-                arm = self.build(request)
-                if not recompute or _recomputes(arm.model):
-                    with without_dropout(arm.model):
-                        for file, step in zip(files, arm.steps, strict=True):
-                            save_file(numerics.one_pass(arm, step)[1], file)
-            except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-            arm = None
-            give_back(request.device)
+        files, made = [_kept(request, i, YARDSTICK) for i in range(len(request.jobs))], list[Arm]()
+        if all(file.exists() for file in files):
+            return
 
-    def _noise_of_plain(self, request: Request, made: list[Arm], index: int) -> depth_noise.DepthNoise | None:
-        """Of plain PEFT in this process; None where it does not fit, and the limits are then wider
-        (`Numerics.depth_noise` says that). `made`: its arm, built for the first job that asks."""
+        def keep(arm: Arm) -> None:
+            with without_dropout(arm.model):
+                for file, step in zip(files, arm.steps, strict=True):
+                    save_file(numerics.one_pass(arm, step)[1], file)
+
+        self._of_plain(request, made, keep)
+        made.clear()
+        give_back(request.device)
+
+    def _of_plain(self, request: Request, made: list[Arm], asked: Callable[[Arm], T]) -> T | None:
+        """What is asked of plain PEFT at full depth in this process; None where it does not fit. `made`: its arm, built
+        for the first who asks."""
         for recompute in (False, True):  # which takes longer, and changes no number
             try:
                 made[:] = made or [self.build(request)]
                 if not recompute or _recomputes(made[0].model):
-                    return depth_noise.measure(made[0], partial(numerics.one_pass, made[0], made[0].steps[index]))
+                    return asked(made[0])
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
@@ -211,7 +211,7 @@ class GradientKind(Kind):
             number = numbers[witness.step.name]
             witness.testimony.noise = depth_noise.read(_noise_file(held, number))
             if weights and arm.name != "reference":
-                yardstick = _yardstick_file(replace(request, ablations=weights), number)
+                yardstick = _kept(replace(request, ablations=weights), number, YARDSTICK)
                 witness.testimony.yardstick = yardstick if yardstick.exists() else None
             witness.first_trial(arm.ranks.total(trial.losses[witness.step.name]), outs)
         return {w.step.name: w.testimony for w in arm.witnesses}
@@ -335,18 +335,20 @@ def _recomputes(model: Any) -> bool:
 
 def _noise_file(request: Request, index: int) -> Path:
     """Where the noise of one job, and of all like it, is kept: see depth_noise.py."""
-    job = request.jobs[_first_like(request, index)]
-    spec = request.model.with_lora(job.lora)
-    file = gold_cache.path(request.scratch, spec, job.workload, job.seed, request.dtype, request.ablations)
-    return file.with_suffix(".noise.json")
+    return _kept(request, _first_like(request, index), ".noise.json")
 
 
-def _yardstick_file(request: Request, index: int) -> Path:
-    """Where a job's gradients by plain PEFT over these weights are kept."""
+def _kept(request: Request, index: int, suffix: str) -> Path:
+    """The file of what plain PEFT over the weights of `request.ablations` comes to in a job."""
     job = request.jobs[index]
     spec = request.model.with_lora(job.lora)
     file = gold_cache.path(request.scratch, spec, job.workload, job.seed, request.dtype, request.ablations)
-    return file.with_suffix(".yardstick.safetensors")
+    return file.with_suffix(suffix)
+
+
+def _noise(index: int, arm: Arm) -> depth_noise.DepthNoise:
+    """Of one of the arm's jobs."""
+    return depth_noise.measure(arm, partial(numerics.one_pass, arm, arm.steps[index]))
 
 
 def _states(step: Step) -> list[torch.Tensor]:

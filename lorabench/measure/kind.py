@@ -61,6 +61,11 @@ class Request:
     base: Base | None = None
     mine: int | None = None
 
+    @property
+    def unpatched(self) -> bool:
+        """Whether toggles leave a plain model, with the numbers of the weights that they would hold."""
+        return self.upcast or self.dense
+
     def own(self) -> Request:
         """The same with the jobs that this process trains. Where that is but one, it keeps its name, and PEFT calls its
         adapter as it does in a process without other jobs."""

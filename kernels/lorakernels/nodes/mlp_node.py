@@ -148,10 +148,8 @@ def _activated(
         wide = torch.empty(flat.shape[0], groups[0].n + groups[0].p, dtype=dtype, device=flat.device)
     in_fp8 = len(groups) == 1 and groups[0].p > 0 and down.p > 0 and down.fp8 is not None and seeds[-1] is None
     if in_fp8 and groups[0].fp8 is not None and filled.quantized is not None:
-        gate_up, of_gate_up = (
-            frozen_product(groups[0], filled.quantized, ops[0], dtype),
-            (groups[0], ops[0], filled.s[0]),
-        )
+        gate_up = frozen_product(groups[0], filled.quantized, ops[0], dtype)
+        of_gate_up = groups[0], ops[0], filled.s[0]
         del filled  # the widest operand comes next
         packed, scaled_s_down = activate_in_fp8(gate_up, of_gate_up, spec.act, down, ops[-1])
     else:

@@ -140,23 +140,23 @@ def outputs(
     """Y (M, ΣN) of all groups side by side; a single group's goes to out (M, N) where that is given."""
     buffer = filled.buffer
     if len(groups) == 1:
-        if groups[0].fp8 is not None and filled.quantized is not None:
-            return concat_product(groups[0], Fp8Operand(filled.quantized, filled.s[0]), ops[0], out)
-        if groups[0].p and filled.s[0].data_ptr() != buffer[:, groups[0].k :].data_ptr():
-            buffer[:, groups[0].k :].copy_(filled.s[0])
-        return concat_product(groups[0], buffer, ops[0], out=out)
+        return concat_product(groups[0], _operand(groups[0], filled, filled.s[0]), ops[0], out=out)
     y = torch.empty(buffer.shape[0], sum(g.n for g in groups), dtype=buffer.dtype, device=buffer.device)
     at = 0
     for g, op, s in zip(groups, ops, filled.s, strict=True):
-        into = y[:, at : at + g.n]
+        concat_product(g, _operand(g, filled, s), op, out=y[:, at : at + g.n])
         at += g.n
-        if g.fp8 is not None and filled.quantized is not None:
-            concat_product(g, Fp8Operand(filled.quantized, s), op, into)
-            continue
-        part = buffer[:, : g.k + g.p]
-        part[:, g.k :].copy_(s)
-        concat_product(g, part, op, out=into)
     return y
+
+
+def _operand(group: Projection, filled: Filled, s: torch.Tensor) -> torch.Tensor | Fp8Operand:
+    """What a group's product reads: [X | S] (M, K + p), its S (M, p) brought behind X, or the two apart in FP8."""
+    if group.fp8 is not None and filled.quantized is not None:
+        return Fp8Operand(filled.quantized, s)
+    xs = filled.buffer[:, : group.k + group.p]
+    if group.p and s.data_ptr() != xs[:, group.k :].data_ptr():
+        xs[:, group.k :].copy_(s)
+    return xs
 
 
 def output_of_foreign_input(

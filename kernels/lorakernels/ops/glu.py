@@ -362,11 +362,10 @@ def whole_launch(
     ds = ds.contiguous()  # every block of columns reads it, and behind dY its rows would lie far apart
     da, db, tail = into.gradient(rank, n), into.gradient(2 * n, rank), into.scratch(m, p)
     bm, bn, warps, stages, steps = WHOLE_TILES[tile]
-    warps = (
-        warps if in_fp8 is None else 2 * warps
-    )  # a thread has no registers left for the scales beside half of a tile
-    wide = wide if in_fp8 is None else in_fp8.out.q
-    bits, factor, scale = (da, da, da) if in_fp8 is None else (in_fp8.bits, in_fp8.factor, in_fp8.out.scale)
+    bits = factor = scale = da  # read by nobody
+    if in_fp8 is not None:
+        (wide, scale), bits, factor = in_fp8
+        warps *= 2  # a thread has no registers left for the scales beside half of a tile
     d_gate, d_up = wide[:, :n], wide[:, n : 2 * n]
     _glu_backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
         gate, up, grad, d_gate, d_up, ds, da, scaled_s, sb, tail, db, bits, factor, scale, m, n, rank,

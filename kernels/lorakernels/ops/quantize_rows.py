@@ -13,7 +13,7 @@ tests/lorakernels/test_quantize_rows.py
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,8 @@ from ..runtime import INTERPRET, cdiv, check, jit, kernel, next_power_of_2, rows
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
-SMALLEST_ROW = 2.0**-100  # 7.888609052210118e-31 in the kernels, which know no name outside of them
+SMALLEST_ROW = 2.0**-100
+SMALLEST: Any = tl.constexpr(SMALLEST_ROW)  # the same for kernels, in which a constexpr is the number that it holds
 ONE_READ = 65536  # bytes of a row that a program keeps
 
 
@@ -61,7 +62,7 @@ def rounded(x):
 def row_scale(bits):
     """(whether a row is finite, its scale, what its elements are multiplied with) of the `largest_bits` of each row."""
     finite = bits < 0x7F800000
-    largest = tl.maximum(tl.where(finite, bits, 0).to(tl.float32, bitcast=True), 7.888609052210118e-31)
+    largest = tl.maximum(tl.where(finite, bits, 0).to(tl.float32, bitcast=True), SMALLEST)
     scale = tl.where(finite, largest * (1.0 / 448.0), float("nan"))
     inverse = tl.where(finite, tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest), 0.0)
     return finite, scale, inverse

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -33,17 +32,13 @@ def certify(
     that fails. Evidence that does not exist yet is not looked at. `declared` by the toggles of either arm,
     `of_reference` by the reference's own, `exact` what they declare against the candidate's own yardstick."""
     masked = not (reference.masks_off and candidate.masks_off)
-    allowed = _Allowed(reference.noise, masked, dtype, declared)
-    yardstick, apart = None if masked else candidate.yardstick, dict[str, float]()
-    if yardstick and reference.before:  # on other tokens right gradients are about as far from the reference's as here
-        distances = {n: d.error for n, d in _distances(reference.before, yardstick).items()}
-        typical = statistics.median(distances.values())
-        apart = {n: limits.APART * max(error, typical) for n, error in distances.items()}
-    of_gradients = exact if yardstick else declared
-    allowed_before = _Allowed(reference.noise, masked, dtype, of_gradients)
+    yardstick = None if masked else candidate.yardstick
+    apart = _apart(reference.before, yardstick) if yardstick and reference.before else {}
+    limit = partial(_Allowed, reference.noise, dtype=dtype, declared=declared, exact=exact if yardstick else declared)
+    allowed = limit(masked)
     checks = [_same_phases(reference, candidate)]
     if reference.before and candidate.before:
-        checks += _gradients("before the trials", yardstick or reference.before, candidate.before, allowed_before)
+        checks += _gradients("before the trials", yardstick or reference.before, candidate.before, allowed)
     checks.append(_check("the loss", off(candidate.loss, reference.loss), allowed.loss))
     if candidate.spread is not None and reference.spread is not None:
         checks.append(_spread(reference.spread, candidate.spread))
@@ -51,26 +46,32 @@ def certify(
         if testimony.update_errors:
             checks.append(_updates(name, testimony, own))
     if reference.losses.keys() & candidate.losses.keys():
-        in_trials = _Allowed(reference.noise, reference.dropout, dtype, of_gradients, apart)
-        loss = _Allowed(reference.noise, reference.dropout, dtype, declared).loss
-        checks += _trials(reference, candidate, in_trials, loss)
+        checks += _trials(reference, candidate, limit(reference.dropout, apart=apart))
     if reference.after and candidate.after and reference.last_loss is not None and candidate.last_loss is not None:
-        allowed_after = _Allowed(reference.noise, masked, dtype, of_gradients, apart)
-        checks += _gradients("after the trials", reference.after, candidate.after, allowed_after)
+        checks += _gradients("after the trials", reference.after, candidate.after, limit(masked, apart=apart))
         last = off(candidate.last_loss, reference.last_loss)
         checks.append(_check("the loss after the trials", last, allowed.loss))
     return checks
 
 
+def _apart(reference: Path, yardstick: Path) -> dict[str, float]:
+    """What each right gradient may be off by from the reference's on other tokens, where the arms hold other weights:
+    it is about as far from it as the yardstick's is here."""
+    distances = {n: d.error for n, d in _distances(reference, yardstick).items()}
+    typical = statistics.median(distances.values())
+    return {n: limits.APART * max(error, typical) for n, error in distances.items()}
+
+
 class _Allowed:
-    """What two arms may differ by; `masked`: where they draw dropout masks of their own; `apart`: what each tensor may
-    be off by besides, because the arms hold other weights."""
+    """What two arms may differ by; `masked`: where they draw dropout masks of their own; `exact`: what is declared of
+    gradients, where that is not `declared`; `apart`: what each tensor may be off by besides, see `_apart`."""
 
     def __init__(
         self, noise: DepthNoise | None, masked: bool, dtype: torch.dtype, declared: Sequence[Tolerance],
-        apart: Mapping[str, float] = MappingProxyType({}),
+        exact: Sequence[Tolerance] | None = None, apart: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
-        self.dtype, self.declared, self.masked, self.apart = dtype, declared, masked, apart
+        self.dtype, self.masked, self.apart = dtype, masked, apart or {}
+        self.declared = declared if exact is None else exact
         known = (noise.masks if masked and noise.masks else noise) if noise else None
         self.noise = known.tensors if known else {}
         self.turned = known.scale if known else limits.UNKNOWN[dtype] / 10
@@ -167,7 +168,7 @@ def _distances(reference: Path, candidate: Path) -> dict[str, Distance]:
         torch.set_num_threads(threads)
 
 
-def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed, loss: float) -> Iterator[Check]:
+def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed) -> Iterator[Check]:
     """Of the timed trials that both arms took: of equal numbers they saw the same tokens, from the same parameters
     but for what the trials before it in its turn did to those."""
     low = reference.low_precision or candidate.low_precision
@@ -194,7 +195,7 @@ def _trials(reference: Testimony, candidate: Testimony, allowed: _Allowed, loss:
         yield _worst("the scale of each gradient of each trial", scales)
     for n in sorted(reference.losses.keys() & candidate.losses.keys()):
         drift = limits.STEP_LOSS * limits.BEHIND * (n % TURN) if low else 0.0
-        losses[_trial(n)] = off(candidate.losses[n], reference.losses[n]), loss + drift
+        losses[_trial(n)] = off(candidate.losses[n], reference.losses[n]), allowed.loss + drift
     yield _worst("the loss of each trial", losses)
 
 
