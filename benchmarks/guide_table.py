@@ -17,6 +17,7 @@ import pandas as pd
 import yaml
 
 import lorabench
+from lorabench.record.stats import without_figure
 from lorabench.report.tables import md
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,7 +28,7 @@ PAGE, ENTRIES, RESULTS = ROOT / "docs/guide.md", Path(__file__).parent / "guide.
 MODELS = {"llama-3.1-8b": "8B", "smollm2-135m": "135M"}
 # PEFT as it comes, and in the compute dtype; a row over the first is taken where there are both.
 REFERENCES = ("sdpa + adamw_foreach + padding", "sdpa + adamw_foreach + padding + adapters_in_compute_dtype")
-WORKLOADS = ("alpaca", "4x2048")  # of suite=guide, and of the published sweeps
+WORKLOADS = ("alpaca", "4x2048", "2x2048")  # of suite=guide, and of the published sweeps
 COMMON = "adapters_in_compute_dtype"  # which a published stack has wherever it can
 NOTHING = "not measured yet"
 SIZES_GB = (24, 48, 80, 141)
@@ -71,7 +72,9 @@ def said(row: Any) -> str:
     low = "" if row.reference == REFERENCES[0] else ", over adapters in the compute dtype"
     low += ", adapters in the compute dtype" if COMMON in row.toggles else ""
     peaks = f"{row.reference_peak_gib:.1f} → {row.candidate_peak_gib:.1f} GiB"
-    time = f"{row.total_speedup:.2f} × [{row.total_low:.2f}, {row.total_high:.2f}]"
+    interval = f"[{row.total_low:.2f}, {row.total_high:.2f}]"
+    bare = without_figure(row.verdict)
+    time = f"{row.verdict.partition(',')[0]} {interval}" if bare else f"{row.total_speedup:.2f} × {interval}"
     return f"{time}, {peaks} ({row.workload}{low})"
 
 

@@ -176,15 +176,16 @@ class Measured(NamedTuple):
 
 def beside(claim: Claim, results: Results) -> Measured | None:
     """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any,
-    and whose workload is as a file has it, of the folder that was measured last; several cells as the range of their
-    ratios. In the claim's direction."""
+    and whose workload is as a file has it, and which have rounds enough for a figure, of the folder that was measured
+    last; several cells as the range of their ratios. In the claim's direction."""
     newest = list(results.on_gpu).index
-    found: dict[tuple[int, int, bool, int, str, str], list[tuple[Match, Analysis]]] = {}
+    found: dict[tuple[int, int, bool, bool, int, str, str], list[tuple[Match, Analysis]]] = {}
     for folder, m, analysis in results.found:
-        if m.claim is claim and math.isfinite(_value(m, analysis)[0]):
+        if m.claim is claim and math.isfinite((value := _value(m, analysis))[0]):
+            few = str(judged(m, value, analysis)).endswith("few trials")
             apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
             tested = "" if claim.over else " + ".join(m.record.ablations)
-            key = bool(m.stands_for), apart, m.changed, newest(folder), m.differs, tested
+            key = bool(m.stands_for), apart, m.changed, few, newest(folder), m.differs, tested
             found.setdefault(key, []).append((m, analysis))
     same_baseline = any(apart == 0 and not changed for _, apart, changed, *_ in found)
     if not same_baseline and (steps := [step for step in results.steps if step.claim is claim]):
@@ -237,7 +238,7 @@ def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
     ((value, is_clear),) = values
     if unit != "×":
         return f"{number(value[0])} {unit}"
-    return f"{ratio(*value) if is_clear else interval(*value[1:])} {unit}"
+    return f"{ratio(*value) if is_clear else interval(*value[1:], str(judged(rows[0], value, analysis)))} {unit}"
 
 
 def _is_clear(m: Match, analysis: Analysis) -> bool:
@@ -470,13 +471,12 @@ JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING) 
 # What the page of a suite's toggles shows of it, beside the toggle and the verdict.
 SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
-    **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "guide_loss", "packing"), STEPS),
-    **{
-        f"several_gpus{one}": GPUS
-        for one in ("", "_ours", "_ours_fsdp2", "_copy_engine", "_four", "_fsdp2", "_one_rank", "_operands", "_tensor")
-    },
-    **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "lorafusion_pipeline"), JOBS),
-    **dict.fromkeys(("multi_lora_scaling", "multi_lora_slots"), JOBS),
+    **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "guide_memory", "packing"), STEPS),
+    **dict.fromkeys(("guide_loss", "h100/guide_loss"), STEPS),
+    **dict.fromkeys(("scaling", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
+    **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
+    **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
+    **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_ours", "_three")},
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     "prequantized_loading": (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND),
     "text_metrics": (cells.TIME, cells.WHOLE),

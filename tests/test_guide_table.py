@@ -48,6 +48,8 @@ def test_a_row_is_shown_with_interval_and_peaks_and_held_to_the_words(script):
     assert script.said(row) == "1.25 × [1.20, 1.30], 90.0 → 70.0 GiB (4x2048)"
     assert script.verdict(row, ["time", "memory"]) == "time: as said; memory: as said"
     assert script.verdict(row, []) == ""
+    unclear = script.row_of(rows(verdict="unclear"), "llama-3.1-8b", "liger")
+    assert script.said(unclear) == "unclear [1.20, 1.30], 90.0 → 70.0 GiB (4x2048)"
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,7 @@ def groups(folder):
     for title, rows in tables((folder / "summary.md").read_text()):
         if rows and "toggle" in rows[0] and "verdict" in rows[0]:
             place, _, workload = title.partition(" @ ")
-            yield place, workload.split(", ")[0], rows
+            yield place, re.split(r", (?![^(]*\))", workload)[0], rows
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
