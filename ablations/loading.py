@@ -147,14 +147,16 @@ class LoadIn8bit(QuantizedLinears):
 
     def quantized(self, linear: Any) -> Any:
         from bitsandbytes import nn
+        from bitsandbytes.functional import int8_vectorwise_quant
 
-        params: Any = nn.Int8Params  # its annotations take `to` for a module's
+        params: Any = nn.Int8Params  # its annotations know neither CB nor SCB
         made: Any = nn.Linear8bitLt(
             linear.in_features, linear.out_features, bias=False, has_fp16_weights=False,
             threshold=self.llm_int8_threshold, device="meta",
         )  # fmt: skip
-        weight = linear.weight.data
-        made.weight = params(weight, requires_grad=False, has_fp16_weights=False).to(weight.device)
+        # Not by `Int8Params.to`: it quantizes on the way from the host alone, and leaves what lies on a GPU as it is.
+        rows, scales, _ = int8_vectorwise_quant(linear.weight.data.half())
+        made.weight = params(rows, requires_grad=False, has_fp16_weights=False, CB=rows, SCB=scales)
         made.bias = linear.bias
         return made
 

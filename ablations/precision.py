@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, Unsupported
 from lorabench.contract.batch import Batch
 from lorabench.contract.settings import Settings
+from lorabench_ablations.loading import linears
 from lorabench_ablations.lora_kernels import MULTIPLY, Fp8Products
 from lorabench_ablations.quantized import TORCHAO
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+def divisible(linear: nn.Linear) -> bool:
+    """Whether float8's products take a linear: they want sizes divisible by 16."""
+    return not any(size % 16 for size in linear.weight.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +45,8 @@ class BasePrecision(Ablation):
     def patch(self, model: nn.Module) -> int:
         from torch import nn
 
-        def fits(module: nn.Module, name: str) -> bool:  # float8's products want sizes divisible by 16
-            return name.endswith("base_layer") and type(module) is nn.Linear and not any(
-                size % 16 for size in module.weight.shape
-            )  # fmt: skip
+        def fits(module: nn.Module, name: str) -> bool:
+            return name.endswith("base_layer") and type(module) is nn.Linear and divisible(module)
 
         self.convert(model, fits)
         return sum(type(module).__name__ == self.made for module in model.modules())
@@ -117,6 +121,7 @@ class Qat(BasePrecision):
     summary: ClassVar[str] = "quantization-aware training: int8 inputs, int4 weights, simulated (torchao)"
     made: ClassVar[str] = "FakeQuantizedLinear"
     requires: ClassVar[Requires] = Requires(packages={"torchao": TORCHAO})
+    rounds_weights: ClassVar[bool] = True
     # Against dense weights a gradient of tiny models is off by at most 0.3.
     tolerance: ClassVar[Tolerance] = Tolerance(
         words="simulated int4 weights and int8 inputs", grad=0.5, eps=2**-3, loss=0.05
@@ -128,19 +133,38 @@ class Qat(BasePrecision):
         if self.group_size < 16 or self.group_size % 16:
             raise ValueError(f"group_size={self.group_size!r}: expected a multiple of 16")
 
+    def prepare(self, base: nn.Module, *, upcast: bool) -> None:
+        """With `upcast` each weight gets the numbers that its products have."""
+        if not upcast:
+            return
+
+        import torch
+        from torchao.quantization.qat import FakeQuantizedLinear
+
+        for linear in linears(base).values():
+            if divisible(linear) and self._has_groups(linear):
+                made: Any = FakeQuantizedLinear.from_linear(linear, weight_config=self._weights())
+                with torch.no_grad():
+                    linear.weight.copy_(made.weight_fake_quantizer(linear.weight))
+
     def convert(self, model: nn.Module, fits: Callable[[nn.Module, str], bool]) -> None:
         import torch
         from torchao.quantization import quantize_
         from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
         from torchao.quantization.qat.api import QATStep
 
-        def has_groups(module: Any, name: str) -> bool:
-            return fits(module, name) and module.in_features % self.group_size == 0
-
         inputs = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
-        weights = IntxFakeQuantizeConfig(torch.int4, group_size=self.group_size)  # pyright: ignore
-        config = QATConfig(activation_config=inputs, weight_config=weights, step=QATStep.PREPARE)
-        quantize_(model, config, has_groups)
+        config = QATConfig(activation_config=inputs, weight_config=self._weights(), step=QATStep.PREPARE)
+        quantize_(model, config, lambda module, name: fits(module, name) and self._has_groups(module))
+
+    def _weights(self) -> Any:
+        import torch
+        from torchao.quantization.qat import IntxFakeQuantizeConfig
+
+        return IntxFakeQuantizeConfig(torch.int4, group_size=self.group_size)  # pyright: ignore
+
+    def _has_groups(self, linear: Any) -> bool:
+        return linear.in_features % self.group_size == 0
 
     def settings(self) -> Settings:
         keys = {"activation_dtype": "int8", "weight_dtype": "int4", "group_size": self.group_size}

@@ -40,6 +40,24 @@ def test_every_frozen_linear_rounds_and_adapters_do_not(way):
 
 
 @needs_torchao
+def test_the_gold_of_qat_holds_the_rounded_weights():
+    """Against these only the rounding of the inputs is left to be off by."""
+    dense, gold, made = arm(*PEFT), arm(*PEFT, "qat", upcast=True), arm(*PEFT, "qat")
+    held = {n: m for n, m in gold.model.named_modules() if n.endswith("base_layer")}
+    assert len(held) == LINEARS
+    for name, linear in held.items():
+        rounded = made.model.get_submodule(name)
+        assert torch.equal(linear.weight, rounded.weight_fake_quantizer(rounded.weight))
+        assert not torch.equal(linear.weight, dense.model.get_submodule(name).weight)
+    right, got, plain = one_step(gold), one_step(made), one_step(dense)
+    off = [
+        max(float((other.gradients[n] - g).norm() / g.norm()) for n, g in got.gradients.items())
+        for other in (right, plain)
+    ]
+    assert off[0] < 0.5 * off[1]
+
+
+@needs_torchao
 def test_an_adapter_of_a_rank_that_is_not_divisible_is_let_alone():
     made = arm(*PEFT, "float8_training", overrides=("lora.r=5",))
     assert made.patched["float8_training"] == LINEARS

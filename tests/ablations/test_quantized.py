@@ -156,3 +156,16 @@ def test_the_heads_stay_dense():
     made = arm(*PEFT, "load_in_8bit") if importlib.util.find_spec("bitsandbytes") else arm(*PEFT)
     assert type(made.model.get_base_model().lm_head) is nn.Linear
     assert numerics.one_step(made).loss > 0
+
+
+@lacking("bitsandbytes")
+@pytest.mark.gpu
+def test_what_lies_on_a_gpu_is_quantized_there():
+    """bitsandbytes' own `to` quantizes on the way from the host alone."""
+    linear = nn.Linear(64, 48, bias=False, device="cuda", dtype=torch.bfloat16)
+    eight = registry.ablation("load_in_8bit")
+    made = eight.quantized(linear)
+    assert made.weight.dtype == torch.int8 and made.weight.is_cuda
+    torch.testing.assert_close(eight.dense(made), linear.weight.float(), rtol=0, atol=0.01 * float(linear.weight.max()))
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    assert (made(x) - linear(x)).norm() < 0.03 * linear(x).norm()

@@ -12,7 +12,7 @@ MULTIPLE = 3.0  # of what plain PEFT in the same precision is off by, or of how 
 SCALE = 0.005  # of a projection on the other's gradient: rounding turns a tensor, and hardly scales a large one
 # Of what nine tenths of the tensors' projections are off by, for the typical one: two runs may agree in it by luck.
 TYPICAL = 0.5
-ALONG = 0.6  # share of a declared rounding's error that may lie along the gradient; of a factor's all of it does
+ALONG = 0.75  # share of a declared rounding's error that may lie along the gradient; of a factor's all of it does
 
 # -- of the gate, on a shallow model
 SCALE_MULTIPLE = 2.0  # a projection may be off by this multiple of what runs of plain PEFT are
