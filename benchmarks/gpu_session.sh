@@ -3,7 +3,7 @@
 #   bash benchmarks/gpu_session.sh start|wait SECONDS PACK     (in a checkout, beside which nothing else is needed)
 # .whl/ has the wheels that the machine lacks, .clone/ a clone of the commit to measure (git clone --no-checkout --depth 1).
 # `start`, on a fresh machine: installs both, then runs the lists of benchmarks/gpu_jobs by gpu_queue.sh, in the order of their names, which say how many
-# GPUs a job takes and whether they need 141 GB, with as many jobs beside each other as the machine has room for. `wait`, on that machine: goes on waiting, and adds the lines that the
+# GPUs a job takes, with as many jobs beside each other as the machine has room for. `wait`, on that machine: goes on waiting, and adds the lines that the
 # lists have more. Both end after SECONDS or when all is done, and leave folders and logs so far in PACK (a .tgz).
 set -u
 mode=${1:?start or wait}; seconds=${2:?seconds}; pack=$(realpath -m "${3:?a file}"); here=$PWD; at=${AT:-/tmp/gpu_session}
@@ -20,10 +20,8 @@ if [ "$mode" = start ]; then
   cp "$here"/benchmarks/gpu_jobs/*.txt "$at"
   setsid bash -c '
     at=$1; gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU)
-    mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | head -n 1)
     for list in "$at"/*_gpu*.txt; do
       case $list in *_four_*) n=4 ;; *_two_*) n=2 ;; *) n=1 ;; esac
-      if [[ $list == *_141gb.txt ]] && [ "${mib:-0}" -lt 120000 ]; then continue; fi
       [ "$gpus" -lt "$n" ] || GPUS_EACH=$n bash benchmarks/gpu_queue.sh "$list" "$at/out/$(basename "$list" .txt)" > /dev/null
     done
     touch "$at/done"' _ "$at" > /dev/null 2>&1 < /dev/null &

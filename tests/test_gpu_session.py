@@ -38,7 +38,12 @@ def test_a_sweep_of_the_lists_can_be_planned_and_ends_before_its_limit(line):
     (minutes,) = (float(found[1]) for a in arguments if (found := re.fullmatch(r"budget_minutes=(.+)", a)))
     assert int(limit) >= 60 * minutes + 60
     found = plan(load_config([*arguments[: arguments.index("output={out}")], "output=somewhere"]), "cpu")
-    assert len(found.cells) > 1
+    assert found.cells
     # A pipeline refuses a sample that is longer than its rows, which four GPUs have found out twice.
-    rows = [(cell.workload, own) for cell in found.cells for own in cell.candidate if getattr(own, "tokens", None)]
+    rows = [
+        (cell.workload, own)
+        for cell in found.cells
+        for own in (*cell.reference, *cell.candidate)
+        if getattr(own, "tokens", None)
+    ]
     assert all(workload.seq_len <= own.tokens for workload, own in rows if own.slot == "parallel")
