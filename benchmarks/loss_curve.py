@@ -2,11 +2,13 @@
 
     python benchmarks/loss_curve.py gsm8k_train.jsonl --out results/h200/loss_curve
     python benchmarks/loss_curve.py FILE.jsonl --weights FOLDER --steps 20 --batch 4 --out somewhere
+    python benchmarks/loss_curve.py gsm8k_train.jsonl --fp8 --out results/h200/loss_curve_fp8
     python benchmarks/loss_curve.py --redraw results/h200/loss_curve     # the figure alone, from losses.csv
 
-Trains LoRA on every linear with PEFT, plain and after `lorakernels.apply`, from two seeds; a seed decides the adapter's
-start and the order of the samples. Plain seed 0 runs twice: what a run differs by from itself (atomic adds, say) is the
-least that anything can differ by. Then every run is evaluated on samples that none has seen.
+Trains LoRA on every linear with PEFT, plain and after `lorakernels.apply`, from two seeds; with --fp8 the frozen
+products of the latter are in FP8. A seed decides the adapter's start and the order of the samples. Plain seed 0 runs
+twice: what a run differs by from itself (atomic adds, say) is the least that anything can differ by. Then every run is
+evaluated on samples that none has seen.
 
 Their distance from PEFT at the same seed, as the mean and the largest distance of the smoothed curves (moving average
 over WINDOW steps), is held against two others: that of PEFT from itself, one seed twice, and that of PEFT's two seeds.
@@ -83,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for run in RUNS:
         model = adapter(base, run.seed)
         if run.ours:
-            sites = dict(lorakernels.apply(model).counts)
+            sites = dict(lorakernels.apply(model, fp8=options.fp8).counts)
         batches = order(train, run.seed, options.steps, options.batch)
         curves[run] = fit(model, batches, device, lambda step, n=run.name: print(f"\r{n}: step {step}", end=""))
         evaluated[run] = evaluate(model, pad(held_out, options.batch), device)
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "settings": {
             "weights": options.weights, "text": Path(options.text).name, "steps": options.steps, "batch": options.batch,
             "seq_len": options.seq_len, "lora": LORA, "learning_rate": LEARNING_RATE, "optimizer": "AdamW, constant",
-            "dtype": str(dtype).removeprefix("torch."), "held_out_samples": len(held_out),
+            "dtype": str(dtype).removeprefix("torch."), "fp8": options.fp8, "held_out_samples": len(held_out),
         },
         "machine": describe().model_dump(mode="json"),
         "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
@@ -115,6 +117,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="samples a step, padded to the longest of them")
     parser.add_argument("--seq-len", type=int, default=512, help="longer samples are cut")
+    parser.add_argument("--fp8", action="store_true", help="the frozen products of lorakernels in FP8")
     parser.add_argument("--out", default="output/loss_curve")
     options = parser.parse_args(argv)
     if not options.text and not options.redraw:

@@ -51,6 +51,20 @@ def test_it_trains_compares_and_writes(script, inputs, tmp_path, capsys):
         script.main([*command[:3], "--steps", "300"])
 
 
+@pytest.mark.exhaustive
+def test_fp8_rounds_more_and_the_settings_say_so(script, inputs, tmp_path, capsys):
+    model, text = inputs
+
+    def distance(*more):
+        out = tmp_path / f"out{len(more)}"
+        script.main([str(text), "--weights", str(model), "--steps", "4", "--batch", "3", "--out", str(out), *more])
+        found = json.loads((out / "summary.json").read_text())
+        assert found["settings"]["fp8"] is bool(more)
+        return found["mean_distance"]["lorakernels and peft, seed 0"]
+
+    assert 10 * distance() < distance("--fp8")
+
+
 def test_held_out_samples_are_trained_on_by_nobody(script, inputs):
     model, text = inputs
     train, held_out = script.samples(script.parse([str(text), "--weights", str(model), "--steps", "4"]))
