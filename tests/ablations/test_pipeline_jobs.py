@@ -376,6 +376,8 @@ def over_two_pipelines(ranks):
     for toggles, _ in OVER_TWO:
         made = jobs_arm(ranks, *toggles, overrides=(EIGHT,))
         held = [[part.job for part in batch.inputs["parts"]] for batch in made.micro_batches]
+        if SHARED in toggles:
+            assert all(batch.inputs["input_ids"].numel() <= 150 for batch in made.micro_batches)
         gate = stepped(ranks, made)
         nbytes = sum(p.nbytes for step in made.steps for _, p in made.adapters(step))
         learnt = trained(ranks, *toggles, overrides=(EIGHT,), trials=5)
