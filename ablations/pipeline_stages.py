@@ -214,10 +214,11 @@ class Clock:
         began, self._waits = self._now(), []
         yield
         self.runs[-1].setdefault((what, stage), []).append((self._since(began), self._waits))
+        self._waits = []
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
-        """Within a piece of work, what is none."""
+        """Within a piece of work, what is none of it."""
         began = self._now()
         yield
         self._waits.append(self._since(began))

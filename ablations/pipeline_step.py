@@ -159,7 +159,8 @@ class Machinery:
     def add_up(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients of what it trains here, over the pipelines."""
         if self.line.data is not None:
-            self.clock.given += add_up(optimizer, self.line.data)
+            with self.clock.wait():
+                self.clock.given += add_up(optimizer, self.line.data)
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
         """Take from an optimizer what is of other ranks."""
@@ -423,8 +424,7 @@ class PipelineJoint(JointStep):
             if number != self.places[job][-1] or self.by_job not in (None, job):
                 continue
             assert self.machinery is not None
-            with self.machinery.clock.wait():
-                self.machinery.add_up(self.steps[job].optimizer)
+            self.machinery.add_up(self.steps[job].optimizer)
             if self.by_job is None:
                 if self.begin:
                     self.begin(STEP)
