@@ -18,6 +18,7 @@ from lorabench.contract.step import Step, Wrapped
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from lorabench.contract.arm import Arm
 
@@ -76,10 +77,10 @@ def trained_bytes(arm: Arm) -> int:
     return sum(p.numel() * p.element_size() for _, p in arm.adapters())
 
 
-def divided(name: str, samples: Sequence[Sample], rank: int, size: int) -> list[Sample]:
+def divided(name: str, samples: Sequence[Sample], rank: int, size: int, whom: str = "ranks") -> list[Sample]:
     """Every `size`-th sample. Raises Unsupported where some rank would get fewer."""
     if len(samples) % size:
-        raise Unsupported(f"{name} divides {len(samples)} samples among {size} ranks: give a multiple")
+        raise Unsupported(f"{name} divides {len(samples)} samples among {size} {whom}: give a multiple of {size}")
     return list(samples[rank::size])
 
 
@@ -113,7 +114,7 @@ def pieces(name: str, size: int | None, world: int) -> int:
 def divided_among_groups(name: str, samples: Sequence[Sample], size: int | None, ranks: Ranks) -> list[Sample]:
     """Those of this rank's group, where `size` ranks in a row (None: all) work on the same samples."""
     size = pieces(name, size, ranks.size)
-    return divided(name, samples, ranks.rank // size, ranks.size // size)
+    return divided(name, samples, ranks.rank // size, ranks.size // size, f"groups of {size} ranks")
 
 
 def alike(name: str, step: Step) -> None:
@@ -192,13 +193,21 @@ class Summed(Wrapped):
             self.reduce()
 
     def reduce(self) -> None:
-        import torch
-        import torch.distributed as dist
-        from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+        add_up(self.optimizer, self.group)
 
-        held = (p.grad for group in self.optimizer.param_groups for p in group["params"])
-        gradients = [local(grad) for grad in held if grad is not None]
-        if gradients:
-            flat = _flatten_dense_tensors(gradients)
-            dist.all_reduce(flat, group=self.group)
-            torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
+
+def add_up(optimizer: Optimizer, group: Any = None) -> int:
+    """One all-reduce, in the group (None: of all ranks), of the gradients of all that an optimizer trains; the bytes
+    that this rank gave to it."""
+    import torch
+    import torch.distributed as dist
+    from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+    held = (p.grad for of_group in optimizer.param_groups for p in of_group["params"])
+    gradients = [local(grad) for grad in held if grad is not None]
+    if not gradients:
+        return 0
+    flat = _flatten_dense_tensors(gradients)
+    dist.all_reduce(flat, group=group)
+    torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
+    return flat.nbytes

@@ -21,7 +21,7 @@ from lorabench.contract.workload import Workload
 from lorabench_ablations.batching import lengths_of, positive
 from lorabench_ablations.jobs import MARK, ONE_JOB, FusedMultiLora, kernel_notes
 from lorabench_ablations.packing import first_fit_decreasing, row
-from lorabench_ablations.parallel import Summed, divided_among_groups
+from lorabench_ablations.parallel import divided_among_groups, pieces
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,7 +104,10 @@ class Pipelined(Ablation):
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         from .pipeline_step import alike, counted_once
 
-        return counted_once(alike(self._batches(samples, workload)), self.line)
+        return counted_once(alike(self._agreed(samples, workload)), self.line)
+
+    def _agreed(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
+        return self.line.agreed(partial(self._batches, samples, workload))
 
     def _batches(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         """Of their own shapes."""
@@ -145,8 +148,7 @@ class Pipelined(Ablation):
 
         if step.name:
             raise Unsupported(f"{self.name} knows one job a model; pipeline_multi_adapter has several")
-        made = PipelineStep(step, self.line, self.order, self.each, self._split())
-        return made if self.line.data is None else Summed(made, self.line.data)
+        return PipelineStep(step, self.line, self.order, self.each, self._split())
 
     def _split(self) -> tuple[int, ...] | None:
         stages = self.each * self.line.ranks
@@ -217,7 +219,8 @@ class PipelineMultiAdapter(Pipelined):
 
     flush: the pipeline is emptied behind each job, as where the jobs are trained one after the other (Megatron-LM).
     kernels: the layers run on lorakernels' `apply_multi` in slots, as those of `fused_multi_lora` do, and the last
-    stage has our chunked head.
+    stage has our chunked head. ranks: each job's samples are divided, and a job's gradients are added up over the
+    pipelines before its own optimizer step.
     """
 
     name: ClassVar[str] = "pipeline_multi_adapter"
@@ -239,14 +242,23 @@ class PipelineMultiAdapter(Pipelined):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ranks is not None:
-            raise ValueError(f"ranks={self.ranks}; pipeline_multi_adapter has one pipeline, of all ranks")
         beside = BESIDE_KERNELS if self.kernels else {}
         if self.flush or self.tokens is not None:
             beside = beside | {"scheduler": FLUSHED if self.tokens is None else BOTH_SAY}
         object.__setattr__(self, "excludes", self.excludes | beside)
         if self.kernels:
             object.__setattr__(self, "requires", replace(self.requires, packages=FusedMultiLora.requires.packages))
+
+    def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample] | None:
+        """Those next to each other in the order of their length go to different pipelines, in the same place of each:
+        so the pipelines have like work, and wait little for each other at each job's step. The order is otherwise the
+        samples' own."""
+        if self.ranks is None:
+            return None
+        count = ranks.size // pieces(self.name, self.ranks, ranks.size)
+        by_length = sorted(range(len(samples)), key=lambda n: -len(samples[n].tokens))
+        places = sorted((by_length[n : n + count] for n in range(0, len(samples), count)), key=min)
+        return super().shard([samples[n] for place in places for n in place], ranks)
 
     def patch(self, model: nn.Module) -> int:
         from . import joint_kernels, joint_linears
@@ -261,7 +273,7 @@ class PipelineMultiAdapter(Pipelined):
         them."""
         from .pipeline_step import counted_once
 
-        return counted_once(self._batches(samples, workload), self.line)
+        return counted_once(self._agreed(samples, workload), self.line)
 
     def join(self, steps: Sequence[Step]) -> list[Step]:
         from .pipeline_step import PipelineJoint

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from lorabench.contract.ablation import Unsupported
 from lorabench.schedule.stage_times import balanced
 from lorabench_ablations.parallel import mesh, pieces
 
+T = TypeVar("T")
 FORWARD, BACKWARD = "forward", "backward"
 MARGIN = 2  # layers by which a measured stage may begin or end beside the estimated one
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -46,6 +47,30 @@ class Line:
         size = pieces(name, ranks, world)
         grid = mesh(size, "pipeline")
         return cls(rank % size, size, grid["pipeline"].get_group(), grid["data"].get_group())
+
+    @property
+    def pipelines(self) -> int:
+        return dist.get_world_size() // self.ranks
+
+    def of_each(self, own: T) -> list[T]:
+        """What each pipeline has of this; every rank asks."""
+        if self.data is None:
+            return [own]
+        every: list[Any] = [None] * self.pipelines
+        dist.all_gather_object(every, own, group=self.data)
+        return every
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        """What this makes. Raises Unsupported, on every rank, where it cannot be made in one of the pipelines: else the
+        others would wait for that one."""
+        made, why = None, None
+        try:
+            made = make()
+        except Unsupported as error:
+            why = str(error)
+        if reasons := [reason for reason in self.of_each(why) if reason is not None]:
+            raise Unsupported(reasons[0])
+        return cast("T", made)
 
 
 class Elsewhere(nn.Module):
@@ -166,26 +191,37 @@ class Stage(nn.Module):
 @dataclass
 class Clock:
     """How long this rank computed: of each run of the schedule the milliseconds of its forwards and of its backwards,
-    with what follows them, by stage. On a GPU they are read from events afterwards."""
+    with what follows them, by stage, without what it waited for other pipelines meanwhile. On a GPU they are read from
+    events afterwards."""
 
     cuda: bool = False
     runs: MutableSequence[dict[tuple[str, int], list[Any]]] = field(default_factory=list)
     walls: MutableSequence[Any] = field(default_factory=list)  # milliseconds of each run, of this rank
-    sent: int = 0  # bytes that this rank sent in the last run
+    sent: int = 0  # bytes that this rank sent to other stages in the last run
+    given: int = 0  # bytes of gradients that it gave to be added up over the pipelines, in the last run
+    _waits: list[Any] = field(default_factory=list)  # of the piece of work that it is in
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         self.runs.append({})
-        self.sent = 0
+        self.sent = self.given = 0
         began = self._now()
         yield
         self.walls.append(self._since(began))
 
     @contextlib.contextmanager
     def work(self, what: str, stage: int) -> Iterator[None]:
+        began, self._waits = self._now(), []
+        yield
+        self.runs[-1].setdefault((what, stage), []).append((self._since(began), self._waits))
+        self._waits = []
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[None]:
+        """Within a piece of work, what is none of it."""
         began = self._now()
         yield
-        self.runs[-1].setdefault((what, stage), []).append(self._since(began))
+        self._waits.append(self._since(began))
 
     def _now(self) -> Any:
         if not self.cuda:
@@ -199,7 +235,9 @@ class Clock:
 
     def milliseconds(self, run: int) -> dict[tuple[str, int], list[float]]:
         """Of one run, by phase and stage: each piece of work."""
-        return {key: [_read(one) for one in each] for key, each in self.runs[run].items()}
+        return {
+            key: [_read(span) - sum(map(_read, waits)) for span, waits in each] for key, each in self.runs[run].items()
+        }
 
     def wall_ms(self, run: int) -> float:
         return _read(self.walls[run])

@@ -31,6 +31,7 @@ from lorabench.schedule.pipeline import pipeline
 from lorabench_ablations.joint_batches import halved, in_a_row
 from lorabench_ablations.joint_step import JointStep, Part, Router, all_finite
 from lorabench_ablations.lora_kernels import on_kernels
+from lorabench_ablations.parallel import add_up, sent
 from lorabench_ablations.pipeline_stages import (
     BACKWARD,
     FORWARD,
@@ -155,6 +156,12 @@ class Machinery:
     def _after(self, begin: int, number: int) -> None:
         self.after(begin + number)
 
+    def add_up(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of what it trains here, over the pipelines."""
+        if self.line.data is not None:
+            with self.clock.wait():
+                self.clock.given += add_up(optimizer, self.line.data)
+
     def own(self, optimizer: torch.optim.Optimizer) -> None:
         """Take from an optimizer what is of other ranks."""
         mine = {id(p) for p in self.model.parameters()}
@@ -201,18 +208,19 @@ class Machinery:
         idle = torch.zeros(ranks, dtype=torch.float64, device=self.device)
         idle[rank] = float((1 - busy.to(self.device) / walls).mean())
         dist.all_reduce(idle, group=self.line.group)
-        sent = torch.zeros(ranks, dtype=torch.int64, device=self.device)
-        sent[rank] = clock.sent
-        dist.all_reduce(sent, group=self.line.group)
+        bytes_ = torch.zeros(2, ranks, dtype=torch.int64, device=self.device)
+        bytes_[:, rank] = torch.tensor([clock.sent, round(sent("all_reduce", clock.given, self.line.pipelines))])
+        dist.all_reduce(bytes_, group=self.line.group)
+        between, added = bytes_.tolist()
         forward, backward = times.tolist()
         count = len(every[0][FORWARD, rank])
         ends = [begin - 1 for begin in self.begins[1:]]
         predicted = pipeline([forward] * count, [backward] * count, flush_after=ends, order=self.kind, ranks=ranks)
         return {
             "bubble_pct_by_rank": [100 * one for one in idle.tolist()], "bubble_pct": 100 * fmean(idle.tolist()),
-            "predicted_bubble_pct": 100 * predicted.ratio, "sent_bytes_by_rank": sent.tolist(), "micro_batches": count,
+            "predicted_bubble_pct": 100 * predicted.ratio, "sent_bytes_by_rank": between, "micro_batches": count,
             "forward_ms_by_stage": forward, "backward_ms_by_stage": backward, "layers_by_stage": self.split,
-        }  # fmt: skip
+        } | ({"added_up_bytes_by_rank": added} if self.line.pipelines > 1 else {})  # fmt: skip
 
 
 def _check_checkpointing(model: nn.Module) -> None:
@@ -245,6 +253,7 @@ class PipelineStep(Step):
             count = len(self.batches)
             self.losses = self.machinery.run(self.batches, [self.items] * count, [self.loss_scale] * count)
             self._scale = self.loss_scale
+            self.machinery.add_up(self.optimizer)
         return self.losses[place]
 
     def backward(self, loss: Tensor) -> None:
@@ -300,6 +309,9 @@ class PipelineJoint(JointStep):
 
     # ---- the layout --------------------------------------------------------------------------------------------------
     def lay_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
+        return self.line.agreed(partial(self._laid_out, batches))
+
+    def _laid_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
         shared = self._shared(batches)
         made = self._one_by_one(batches) if shared is None else self._in_rows(shared)
         if self.count < self.line.ranks:
@@ -330,7 +342,12 @@ class PipelineJoint(JointStep):
         return self._beside(shared, row)
 
     def _schedule(self, lengths: Sequence[Sequence[int]]) -> list[list[Place]] | None:
-        """The first rank's answer on every rank, because a programme with a time limit need not answer twice alike."""
+        """The first rank's answer on every rank, because a programme with a time limit need not answer twice alike. Of
+        several pipelines each has a sample in each place, and the longest of them is asked for. So all of them have
+        the same micro-batches, and a job's step comes behind the same one: in other orders the pipelines' stages could
+        wait for each other's gradients for ever."""
+        every = self.line.of_each(lengths)
+        lengths = [[max(place) for place in zip(*own, strict=True)] for own in zip(*every, strict=True)]
         found = super()._schedule(lengths)
         if found is None:
             return None
@@ -404,7 +421,11 @@ class PipelineJoint(JointStep):
 
     def _after(self, number: int) -> None:
         for job in (part.job for part in self._parts[number]):
-            if self.by_job is None and number == self.places[job][-1]:
+            if number != self.places[job][-1] or self.by_job not in (None, job):
+                continue
+            assert self.machinery is not None
+            self.machinery.add_up(self.steps[job].optimizer)
+            if self.by_job is None:
                 if self.begin:
                     self.begin(STEP)
                 self._check_gradients(job)

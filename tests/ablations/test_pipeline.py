@@ -49,7 +49,11 @@ def stepped(ranks, toggles, layers):
     counts = [batch.real for batch in made.step.batches]
     names = [name for name, _ in made.adapters(made.step)]
     gradients = {name: x.numpy() for name, x in outcome.gradients.items()}
-    return outcome.loss, gradients, outcome.update_error, counts, names, made.step.innermost.machinery.split
+    machinery = made.step.innermost.machinery
+    trained = sum(p.nbytes for _, p in made.adapters(made.step))
+    added_up = machinery.said().get("added_up_bytes_by_rank")
+    of_own = None if added_up is None else (added_up[machinery.line.rank], trained)
+    return outcome.loss, gradients, outcome.update_error, of_own, counts, names, machinery.split
 
 
 @pytest.mark.parametrize(
@@ -106,13 +110,26 @@ def test_two_pipelines_divide_the_samples_and_add_their_gradients(tmp_path, togg
     assert real == [sum(LENGTHS[0::2]), 0, sum(LENGTHS[1::2]), 0]
     first, second, *others = [own for *_, own, _ in answers]
     assert [first, second] == others and not set(first) & set(second)
+    added_up = [of_own for *_, of_own, _, _, _ in answers]
+    assert all(found == trained > 0 for found, trained in added_up)  # a ring of two sends each gradient once
 
 
-def test_a_pipeline_of_some_ranks_wants_a_multiple_of_them_and_one_job():
-    with pytest.raises(Unsupported, match="pipeline_1f1b with ranks=3 needs a multiple of that, two at least"):
-        registry.ablation({"pipeline_1f1b": {"ranks": 3}}).shard(random_samples(LENGTHS), Ranks(0, 4))
-    with pytest.raises(ValueError, match="pipeline_multi_adapter has one pipeline, of all ranks"):
-        registry.ablation({"pipeline_multi_adapter": {"ranks": 2}})
+@pytest.mark.parametrize("name", ["pipeline_1f1b", "pipeline_multi_adapter"])
+def test_a_pipeline_of_some_ranks_wants_a_multiple_of_them_and_samples_for_each(name):
+    with pytest.raises(Unsupported, match=f"{name} with ranks=3 needs a multiple of that, two at least"):
+        registry.ablation({name: {"ranks": 3}}).shard(random_samples(LENGTHS), Ranks(0, 4))
+    line = f"^{name} divides 1 samples among 2 groups of 2 ranks: give a multiple of 2$"
+    with pytest.raises(Unsupported, match=line):
+        registry.ablation({name: {"ranks": 2}}).shard(random_samples([16]), Ranks(0, 4))
+
+
+def test_neighbours_in_the_order_of_length_go_to_different_pipelines_in_the_samples_own_order():
+    lengths = [47, 56, 41, 29, 37, 27, 49, 99]
+    toggle = registry.ablation({"pipeline_multi_adapter": {"ranks": 2}})
+    shares = [[len(s.tokens) for s in toggle.shard(random_samples(lengths), Ranks(r, 4))] for r in range(4)]
+    assert shares[0] == shares[1] == [49, 99, 41, 29] and shares[2] == shares[3] == [47, 56, 37, 27]
+    whole = registry.ablation("pipeline_multi_adapter").shard(random_samples(lengths), Ranks(0, 4))
+    assert whole is None
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,10 @@ def test_several_jobs_in_one_pipeline_are_each_what_it_is_alone(tmp_path, flush,
         assert said["predicted_bubble_pct"] < 100 and sum(said["layers_by_stage"]) == 3
 
 
-def trained(ranks, *toggles, overrides=()):
-    """(each job's losses in three trials, its adapter behind them)"""
+def trained(ranks, *toggles, overrides=(), trials=3):
+    """(each job's losses in so many trials, its adapter behind them)"""
     made = jobs_arm(ranks, *toggles, overrides=overrides)
-    losses = [list(run_trial(made, number=number).losses.values()) for number in range(3)]
+    losses = [list(run_trial(made, number=number).losses.values()) for number in range(trials)]
     losses = [[ranks.total(loss) for loss in own] for own in losses]
     return losses, [{n: p.detach().numpy().copy() for n, p in made.adapters(step)} for step in made.steps]
 
@@ -354,3 +354,75 @@ def test_what_goes_beside_the_pipeline_and_not_beside_a_scheduler(settings, rule
 def test_a_sample_that_fits_no_micro_batch_is_one_line_on_every_rank(tmp_path):
     for said in on_ranks(2, tmp_path, refused, [multi_adapter(), {"lorafusion": {"tokens": 20}}], UNEQUAL):
         assert said.startswith("lorafusion: ") and "holds at most 20" in said and "\n" not in said
+
+
+# -- several pipelines -------------------------------------------------------------------------------------------------
+
+EIGHT = UNEQUAL.replace("samples: 4, batch_size: 2", "samples: 8, batch_size: 2").replace("samples: 2,", "samples: 4,")
+SHARED = {"lorafusion": {"tokens": 150}}
+OVER_TWO = [  # toggles, and by pipeline the jobs of each micro-batch
+    ([multi_adapter(ranks=2)], [[[0], [1], [1], [2], [2]]] * 2),
+    ([multi_adapter(ranks=2, flush=True)], [[[0], [0], [1], [1], [2], [2]]] * 2),
+    ([multi_adapter(ranks=2, tokens=110)], [[[0], [1], [1], [1], [2], [2]], [[0], [1], [1], [2], [2]]]),
+    # of its own samples alone either pipeline would have another order
+    ([multi_adapter(ranks=2, kernels=True), SHARED], [[[1], [0, 1], [2], [2]]] * 2),
+]
+
+
+def over_two_pipelines(ranks):
+    """Of each of OVER_TWO: what the gate asks and a trial has, the jobs of each micro-batch, the bytes of what is
+    trained here, the real tokens that are counted, and the losses of five steps with the adapters behind them."""
+    found = []
+    for toggles, _ in OVER_TWO:
+        made = jobs_arm(ranks, *toggles, overrides=(EIGHT,))
+        held = [[part.job for part in batch.inputs["parts"]] for batch in made.micro_batches]
+        if SHARED in toggles:
+            assert all(batch.inputs["input_ids"].numel() <= 150 for batch in made.micro_batches)
+        gate = stepped(ranks, made)
+        nbytes = sum(p.nbytes for step in made.steps for _, p in made.adapters(step))
+        learnt = trained(ranks, *toggles, overrides=(EIGHT,), trials=5)
+        found.append((gate, held, nbytes, made.real, learnt))
+    return found
+
+
+def test_each_job_over_two_pipelines_is_what_it_is_alone_and_the_replicas_stay_bitwise_equal(tmp_path):
+    wanted, alone = jobs_alone(EIGHT), trained(ONE, "padding", overrides=(EIGHT,), trials=5)
+    everything = on_ranks(4, tmp_path, over_two_pipelines)
+    for number, (_, jobs) in enumerate(OVER_TWO):
+        answers = [own[number] for own in everything]
+        assert [held for _, held, *_ in answers] == [own for own in jobs for _ in range(2)]
+        for (found, begun, losses, said), held, nbytes, _, _ in answers:
+            assert found.keys() == wanted.keys()
+            for job, outcome in found.items():
+                compare([outcome], wanted[job], rtol=1e-3, atol=1e-6)
+            assert begun.count("step") == 3 + 1 and len(losses) == 3
+            assert said["micro_batches"] == len(held)
+            assert nbytes in said["added_up_bytes_by_rank"]  # a ring of two sends each gradient once
+        assert [real for *_, real, _ in answers] == [48 + 218 + 160, 0, 48 + 167 + 155, 0]
+        learnt = [own for *_, own in answers]
+        trains_as_alone(learnt, alone)
+        for (_, first), (_, second) in zip(learnt[:2], learnt[2:], strict=True):
+            for own, other in zip(first, second, strict=True):
+                assert own.keys() == other.keys() and own
+                assert all((x == other[name]).all() for name, x in own.items())
+
+
+def refused_over_two(ranks):
+    """Each has to come on every rank: one that goes on would wait for the others."""
+    some = UNEQUAL.replace("samples: 2,", "samples: 1,")
+    return [
+        refused(ranks, [multi_adapter(ranks=2)], some),
+        refused(ranks, [multi_adapter(ranks=2, flush=True)], UNEQUAL),
+        refused(ranks, [multi_adapter(ranks=2, tokens=80)], EIGHT),  # the sample of 99 is in the first pipeline
+        refused(ranks, [multi_adapter(ranks=2), {"lorafusion": {"tokens": 80}}], EIGHT),
+    ]
+
+
+def test_what_two_pipelines_cannot_do_is_one_line_on_every_rank_of_both(tmp_path):
+    answers = on_ranks(4, tmp_path, refused_over_two)
+    assert answers[1:] == answers[:1] * 3
+    uneven, flushed, long, scheduled = answers[0]
+    assert uneven == "pipeline_multi_adapter divides 1 samples among 2 groups of 2 ranks: give a multiple of 2"
+    assert flushed == "pipeline_multi_adapter needs at least 2 micro-batches on 2 ranks; a step has 1"
+    assert long == "pipeline_multi_adapter: a sample of 99 tokens does not fit a row of 80"
+    assert scheduled.startswith("lorafusion: ") and "holds at most 80" in scheduled and "\n" not in scheduled

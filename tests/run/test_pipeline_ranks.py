@@ -84,6 +84,29 @@ def test_jobs_that_share_micro_batches_from_the_command_to_a_right_row(tmp_path)
         assert record.tokens.candidate_padded == sum(tokens) - 128  # counted on one rank
 
 
+@pytest.mark.exhaustive
+def test_two_pipelines_divide_each_job_from_the_command_to_a_right_row_or_a_typed_record(tmp_path):
+    done = sweep(
+        "world_size=4", *COMMON[1:], "models=[tiny-llama]", "workload={lorafusion_mixed: {seq_len: 64}}",
+        "ablations=[{pipeline_multi_adapter: {tokens: 128, ranks: 2}},"
+        "[{pipeline_multi_adapter: {ranks: 2, kernels: true}},{lorafusion: {tokens: 192}}],"
+        "{pipeline_multi_adapter: {ranks: 3}},{pipeline_multi_adapter: {ranks: 2, tokens: 32}}]",
+        f"output={tmp_path}", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    again, *run = [record for record in read_records(tmp_path) if record.status == "ok"]
+    refused = [record for record in read_records(tmp_path) if record.status != "ok"]
+    assert len(run) == len(refused) == 2 and all(record.status == "unsupported" for record in refused)
+    for record in run:
+        assert len(record.jobs) == 4 and all(job.numerics.grad_error < 1e-5 for job in record.jobs.values())
+        assert record.tokens.real == again.tokens.real and record.tokens.trained == again.tokens.trained
+        said = record.notes["candidate"]["pipeline"]
+        assert len(said["added_up_bytes_by_rank"]) == len(said["sent_bytes_by_rank"]) == 2
+    reasons = sorted(record.reason for record in refused)
+    assert reasons[0].startswith("pipeline_multi_adapter with ranks=3 needs a multiple of that, two at least")
+    assert reasons[1] == "pipeline_multi_adapter: a sample of 64 tokens does not fit a row of 32"
+
+
 @pytest.mark.parametrize("samples", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_all_ranks_measure_the_noise_of_a_reference_that_is_divided_among_them(tmp_path, samples):
     """Of jobs alike once, with one job alone, or with all of them where one has fewer micro-batches than there are
