@@ -11,7 +11,8 @@ from helpers import PEFT, cells, config, only
 
 from lorabench.contract.ablation import Evidence
 from lorabench.contract.kind import kind
-from lorabench.measure.judging.numerics import one_step, share_masks
+from lorabench.contract.ranks import ONE
+from lorabench.measure.judging.numerics import Outcome, one_step, share_masks
 from lorabench.measure.kind import request_of
 from lorabench.plan.compose import plan
 from lorabench.plan.registry import ablation
@@ -45,14 +46,22 @@ def outcomes(wanted, shared=True):
     return [one_step(arm, step) for step in arm.steps]
 
 
+ALONE: dict[str, list[Outcome]] = {}  # by what a job alone is built from: tests of many toggles ask for the same
+
+
 def alone(wanted):
     """Each job by plain PEFT, as the only one on its base."""
-    found = []
-    for index in range(len(wanted.jobs)):
-        arm = build(plain(only(wanted, index)))
-        share_masks(arm.model)
-        found.append(one_step(arm))
-    return found
+    assert wanted.ranks is ONE and wanted.base is None and wanted.mine is None
+    cell = replace(wanted.cell, candidate=(), reference=(), toggles=())
+    key = repr((cell, replace(plain(wanted), name="", cell=None, ranks=None)))
+    if key not in ALONE:
+        found = []
+        for index in range(len(wanted.jobs)):
+            arm = build(plain(only(wanted, index)))
+            share_masks(arm.model)
+            found.append(one_step(arm))
+        ALONE[key] = found
+    return [*ALONE[key]]
 
 
 def plain(wanted):

@@ -69,7 +69,7 @@ def growth(device: torch.device, run: Callable[[], Any]) -> int:
     """
     synchronize(device)
     if device.type != "cuda":
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as traced:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
             run()
         events = [e for e in traced.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
         changes = (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))  # pyright: ignore[reportAttributeAccessIssue]

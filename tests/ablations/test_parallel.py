@@ -26,21 +26,28 @@ TWO = {
     "fsdp2 with lora_kernels": ("fsdp2", "lora_kernels"),
     "fsdp2 kept with lora_kernels": ({"fsdp2": {"reshard": False}}, "lora_kernels"),
     "fsdp2 checkpointed with lora_kernels": ("fsdp2", "lora_kernels", "gradient_checkpointing"),
+    "fsdp2 sharded with lora_kernels": ({"fsdp2": {"adapters": "sharded"}}, "lora_kernels"),
+    "fsdp2 apart with lora_kernels": ({"fsdp2": {"operands": False}}, "lora_kernels"),
+    "fsdp2 kept": ({"fsdp2": {"reshard": False}},),
+    "fsdp2 sharded": ({"fsdp2": {"adapters": "sharded"}},),
+    "ulysses": ("ulysses",),
+    "ulysses with lora_kernels": ("ulysses", "lora_kernels"),
+    "tensor_parallel": ("tensor_parallel",),
+}
+TWO_MORE = {
     "fsdp2 kept checkpointed with lora_kernels": (
         {"fsdp2": {"reshard": False}},
         "lora_kernels",
         "gradient_checkpointing",
     ),
-    "fsdp2 sharded with lora_kernels": ({"fsdp2": {"adapters": "sharded"}}, "lora_kernels"),
-    "fsdp2 apart with lora_kernels": ({"fsdp2": {"operands": False}}, "lora_kernels"),
-    "fsdp2 kept": ({"fsdp2": {"reshard": False}},),
-    "fsdp2 sharded": ({"fsdp2": {"adapters": "sharded"}},),
     "fsdp2 checkpointed": ("fsdp2", "gradient_checkpointing"),
-    "ulysses": ("ulysses",),
-    "ulysses with lora_kernels": ("ulysses", "lora_kernels"),
-    "tensor_parallel": ("tensor_parallel",),
 }
-ONE = {name: case for name, case in TWO.items() if name.startswith("fsdp2") and name.endswith("with lora_kernels")}
+ONE = {f"fsdp2{how} with lora_kernels": TWO[f"fsdp2{how} with lora_kernels"] for how in ("", " kept", " apart")}
+ONE_MORE = {
+    name: case
+    for name, case in (TWO | TWO_MORE).items()
+    if name.startswith("fsdp2") and name.endswith("with lora_kernels") and name not in ONE
+}
 ZERO = {
     **{f"zero {stage}": ({"deepspeed_zero": {"stage": stage}},) for stage in (1, 2, 3)},
     "zero 2 with lora_kernels": ("deepspeed_zero", "lora_kernels"),
@@ -77,6 +84,13 @@ def two(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    """Of one process and of two: the remainder of both grids."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("one-more", "two-more")]
+    return [(together(n, cases, at), at) for n, cases, at in zip((1, 2), (ONE_MORE, TWO_MORE), folders, strict=True)]
+
+
+@pytest.fixture(scope="module")
 def zero(tmp_path_factory):
     folder = tmp_path_factory.mktemp("zero")
     return together(2, ZERO, folder), folder
@@ -95,7 +109,7 @@ def is_one_process_s(found, plain, saved):
     for name, gradient in plain["gradients"].items():
         torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
     assert found["update_error"] < 1e-4
-    assert found["differs"] == 0  # after five steps, of all adapters, on all ranks
+    assert found["differs"] == 0  # after all steps, of all adapters, on all ranks
     assert found["last_loss"] == pytest.approx(plain["last_loss"], rel=1e-5) and found["last_loss"] < found["loss"]
     assert loss_of_saved(str(saved)) == pytest.approx(found["last_loss"], rel=1e-5)
 
@@ -109,6 +123,13 @@ def test_on_two_processes_all_is_as_in_one(two, plain, case):
 @pytest.mark.parametrize("case", ONE)
 def test_lora_kernels_over_fsdp2_on_one_process_too(one, plain, case):
     found, folder = one
+    is_one_process_s(found[case], plain, folder / case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("number", "case"), [*((1, case) for case in ONE_MORE), *((2, case) for case in TWO_MORE)])
+def test_more_of_fsdp2_is_as_one_process_too(more, plain, number, case):
+    found, folder = more[number - 1]
     is_one_process_s(found[case], plain, folder / case)
 
 
@@ -201,10 +222,20 @@ def test_lora_kernels_over_fsdp2_runs_the_products_that_it_runs_over_ddp(one, tw
     assert sum(apart) > 1.5 * sum(found)
 
 
-def test_a_record_says_how_many_operands_are_sharded(two):
-    said = {case: found["notes"]["fsdp2"].get("operands") for case, found in two[0].items() if "fsdp2" in case}
+def operands_are_said(cases):
+    said = {case: found["notes"]["fsdp2"].get("operands") for case, found in cases.items() if "fsdp2" in case}
     merged = {f"fsdp2{how} with lora_kernels" for how in ("", " kept", " checkpointed", " kept checkpointed")}
     assert said == {case: LAYERS * len(OPERANDS) if case in merged else None for case in said}
+    assert merged & said.keys() and said.keys() - merged
+
+
+def test_a_record_says_how_many_operands_are_sharded(two):
+    operands_are_said(two[0])
+
+
+@pytest.mark.exhaustive
+def test_a_record_of_more_says_so_too(more):
+    operands_are_said(more[1][0])
 
 
 def test_a_rank_holds_its_part_of_the_operands(two):

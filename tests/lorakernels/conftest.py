@@ -18,9 +18,11 @@ os.environ["LORAKERNELS_CACHE"] = "0"  # what a test measures is neither read no
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 if INTERPRET:
-    from quick_interpreter import remember_types
+    from quick_interpreter import patch_once_a_launch, remember_answers, remember_types
 
     remember_types()
+    remember_answers()
+    patch_once_a_launch()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -55,6 +55,7 @@ def run(marks: str, *arguments: str) -> None:
 
 
 FAST = "not gpu and not exhaustive"
+WHOLE_LAYERS = "test_rope.py::test_same_as_transformers"  # whose imports take longer than any kernel
 
 
 def whole_model(family: str) -> str:
@@ -63,13 +64,13 @@ def whole_model(family: str) -> str:
 
 def test_triton_kernels_in_the_interpreter():
     """Files in one process: each would spend longer on its imports than on its tests."""
-    run(FAST, *(f"test_{name}.py" for name in FEW))
+    run(FAST, *(f"test_{name}.py" for name in FEW), f"--deselect=tests/lorakernels/{WHOLE_LAYERS}")
 
 
 @pytest.mark.exhaustive
 def test_the_rest_of_the_triton_kernels_in_the_interpreter():
     run("not gpu and exhaustive", *(f"test_{name}.py" for name in FEW))
-    run("not gpu", *(f"test_{name}.py" for name in FILES if name not in FEW), whole_model("qwen3"))
+    run("not gpu", *(f"test_{name}.py" for name in FILES if name not in FEW), WHOLE_LAYERS, whole_model("qwen3"))
 
 
 @pytest.mark.exhaustive

@@ -52,7 +52,7 @@ def rounds_of(arms) -> dict[str, int]:
 
 def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
     """In the middle of the rounds: those that were over are kept, and the next run measures the others."""
-    args = [*ARGS[:2], "trials=12", "warmup=1", "dtype=float32", "ablations=[eager]", f"output={tmp_path}"]
+    args = [*ARGS[:2], "trials=8", "warmup=1", "dtype=float32", "ablations=[eager]", f"output={tmp_path}"]
     path, journal = tmp_path / "records.jsonl", tmp_path / JOURNAL
 
     def in_the_middle():
@@ -71,10 +71,10 @@ def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
     arms = read_arms(tmp_path)
     before, after = ([arm for arm in arms if arm.session == name] for name in dict.fromkeys(a.session for a in arms))
     assert {arm.arm for arm in before} == {arm.arm for arm in after} == {"reference", "reference again", "eager"}
-    assert all(len(arm.rounds) == len(over) < 12 and arm.status == "ok" for arm in before)
+    assert all(len(arm.rounds) == len(over) < 8 and arm.status == "ok" for arm in before)
     for arm in before:
         assert arm.phases["forward"] == [phases["forward"] for line in over for _, phases in line["turns"][arm.arm]]
-    assert rounds_of(arms) == {"reference": 12, "reference again": 12, "eager": 12}
+    assert rounds_of(arms) == {"reference": 8, "reference again": 8, "eager": 8}
     environment = (tmp_path / "environment.json").read_bytes()
     nothing = sweep(*args, cwd=tmp_path, env=plugin)
     assert nothing.returncode == 0 and (tmp_path / "environment.json").read_bytes() == environment

@@ -15,7 +15,7 @@ TOGGLES = (
     "polite,leaky,grumpy,greedy,hang,killed,raises,wrong,deep_wrong,nothing,refuses,absent,not_a_number,odd_notes,"
     "frozen_limit,{polite:{times:2}},compiles"
 )  # fmt: skip
-COMMON = ("models=[tiny-llama]", "workload=2x16", "trials=4", "warmup=1", "timeout_s=12")
+COMMON = ("models=[tiny-llama]", "workload=2x16", "trials=2", "warmup=1", "timeout_s=12")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_third_party_s_toggle_is_measured_like_ours(outcomes):
     record = outcomes[1]["polite"]
     assert record.status == "ok" and record.pairing == "paired"
     assert record.applied["polite"] == 21
-    assert len(record.phases["total"].candidate_ms) == 4
+    assert len(record.phases["total"].candidate_ms) == 2
     assert outcomes[1]["polite(times=2)"].applied["polite"] == 42
 
 
@@ -72,7 +72,7 @@ def test_a_limit_has_fewer_phases_than_were_told_trial_by_trial(outcomes):
 def test_a_global_patch_is_measured_in_processes_of_its_own(outcomes):
     record = outcomes[1]["leaky"]
     assert record.status == "ok" and record.pairing == "turns"
-    assert record.processes == {"reference": [1] * 4, "candidate": [1] * 4}
+    assert record.processes == {"reference": [1] * 2, "candidate": [1] * 2}
     assert {c.name: c.found for c in record.numerics.checks}["the loss"] == 0.0
 
 
@@ -137,7 +137,7 @@ def test_a_reference_that_does_not_fit_still_shows_the_candidate(plugin, tmp_pat
     record = next(r for r in read_records(tmp_path) if r.ablations)
     assert (record.status, record.arm) == ("oom", "reference")
     assert record.phases["total"].reference_ms is None
-    assert len(record.phases["total"].candidate_ms) == 4
+    assert len(record.phases["total"].candidate_ms) == 2
 
 
 @pytest.mark.exhaustive
