@@ -67,6 +67,7 @@ class FakeRehearsal:
 BYTES = st.integers(1, 1 << 36)
 
 
+@settings(deadline=None)  # the first call imports scipy
 @given(
     static=BYTES,
     slope=st.integers(0, 1 << 24),

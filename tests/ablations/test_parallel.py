@@ -33,6 +33,7 @@ TWO = {
     "ulysses": ("ulysses",),
     "ulysses with lora_kernels": ("ulysses", "lora_kernels"),
     "tensor_parallel": ("tensor_parallel",),
+    "fsdp2 checkpointed": ("fsdp2", "gradient_checkpointing"),
 }
 TWO_MORE = {
     "fsdp2 kept checkpointed with lora_kernels": (
@@ -40,7 +41,6 @@ TWO_MORE = {
         "lora_kernels",
         "gradient_checkpointing",
     ),
-    "fsdp2 checkpointed": ("fsdp2", "gradient_checkpointing"),
 }
 ONE = {f"fsdp2{how} with lora_kernels": TWO[f"fsdp2{how} with lora_kernels"] for how in ("", " kept", " apart")}
 ONE_MORE = {
@@ -109,7 +109,7 @@ def is_one_process_s(found, plain, saved):
     for name, gradient in plain["gradients"].items():
         torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
     assert found["update_error"] < 1e-4
-    assert found["differs"] == 0  # after all steps, of all adapters, on all ranks
+    assert found["differs"] == 0  # after five steps, of all adapters, on all ranks
     assert found["last_loss"] == pytest.approx(plain["last_loss"], rel=1e-5) and found["last_loss"] < found["loss"]
     assert loss_of_saved(str(saved)) == pytest.approx(found["last_loss"], rel=1e-5)
 
@@ -226,16 +226,16 @@ def operands_are_said(cases):
     said = {case: found["notes"]["fsdp2"].get("operands") for case, found in cases.items() if "fsdp2" in case}
     merged = {f"fsdp2{how} with lora_kernels" for how in ("", " kept", " checkpointed", " kept checkpointed")}
     assert said == {case: LAYERS * len(OPERANDS) if case in merged else None for case in said}
-    assert merged & said.keys() and said.keys() - merged
+    return merged & said.keys(), said.keys() - merged
 
 
 def test_a_record_says_how_many_operands_are_sharded(two):
-    operands_are_said(two[0])
+    assert all(operands_are_said(two[0]))
 
 
 @pytest.mark.exhaustive
 def test_a_record_of_more_says_so_too(more):
-    operands_are_said(more[1][0])
+    assert any(operands_are_said(more[1][0]))
 
 
 def test_a_rank_holds_its_part_of_the_operands(two):
