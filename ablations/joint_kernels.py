@@ -47,6 +47,7 @@ class KernelRouter:
             raise Unsupported(f"{name}: {error}") from None
         self.linears, self.slots, self.report = self.jobs.linears, slots, self.jobs.report
         self._plain_head: bool | None = None
+        self._kept: list[int] = []
 
     def plain_head(self, base: Any) -> bool:
         """Whether this model's logits are its head's product with what its layers give. It is tried once, and nothing
@@ -63,7 +64,11 @@ class KernelRouter:
         places = [self.jobs.adapters.index(part.adapter) for part in parts]
         rows = JobRows((place, part.positions) for place, part in zip(places, parts, strict=True))
         absent = [place for place, part in zip(places, parts, strict=True) if part.job in without]
-        self.jobs.set(rows, without=absent)
+        self.jobs.set(rows, without=absent, resident=self._kept)
+
+    def keep(self, adapters: Sequence[str]) -> None:
+        """Which adapters are known to be finite."""
+        self._kept = [self.jobs.adapters.index(adapter) for adapter in adapters]
 
 
 class Passed(NamedTuple):

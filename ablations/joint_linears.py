@@ -30,6 +30,9 @@ class TorchRouter:
     def set(self, parts: Sequence[Part] | None) -> None:
         self.parts = parts
 
+    def keep(self, adapters: Sequence[str]) -> None:
+        """An adapter lies nowhere but in PEFT's own linears."""
+
 
 def route(model: nn.Module, mark: str) -> int:
     """Bind a forward to every LoRA linear of a PEFT model, let every adapter be trained, and put the router on the

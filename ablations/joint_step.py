@@ -39,6 +39,9 @@ class Router(Protocol):
 
     def set(self, parts: Sequence[Part]) -> None: ...
 
+    def keep(self, adapters: Sequence[str]) -> None:
+        """Which adapters are known to be finite, and may stay where they lie in batches without their rows."""
+
 
 class JointStep(Joint):
     """Packed: samples end to end in one row, positions starting again at each, which keeps attention inside a sample;

@@ -284,7 +284,8 @@ class PipelineJoint(JointStep):
     reads the adapters that its forward read.
 
     Without a scheduler a micro-batch has the rows of one job, one job comes after the other, and a number that is not
-    finite stays with its job, in lorakernels' slots as well: the other jobs' are empty then.
+    finite stays with its job. In lorakernels' slots as well: those of adapters not known to be finite are empty where
+    they have no rows. The others stay until their own update, since to bring them in and out costs the host time.
 
     A scheduler's micro-batches are packed rows, in which several jobs may lie end to end. There such a number gets into
     the other jobs' rows, by attention's masked products and by the slots. `KernelStep` searches for the job, and tries
@@ -306,6 +307,7 @@ class PipelineJoint(JointStep):
         self._mixed: dict[int, dict[int, Tensor]] = {}  # by micro-batch of several jobs and by job: the losses
         self._losses = torch.zeros(0)  # (micro-batches, jobs) of the run
         self._left = [1.0] * len(steps)  # by job: the scale that its gradients still have
+        self._kept: list[int] = []  # the jobs whose adapters are known to be finite
 
     # ---- the layout --------------------------------------------------------------------------------------------------
     def lay_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
@@ -382,6 +384,9 @@ class PipelineJoint(JointStep):
                 self.machinery.own(step.optimizer)
             self.machinery.before, self.machinery.after = self._before, self._after
         self._mixed.clear()
+        with torch.no_grad():
+            self._kept = [job for job in range(len(self.steps)) if all_finite(self._trained(job))]
+        self._keep()
         self._route(0)  # torch's first run learns the shapes by it
         self._left = [step.loss_scale for step in self.steps]
         owners = [self.steps[parts[0].job] if len(parts) == 1 else None for parts in self._parts]
@@ -431,6 +436,14 @@ class PipelineJoint(JointStep):
                 self._check_gradients(job)
                 self.steps[job].update()
                 self._left[job] = 1.0
+                self._kept = [other for other in self._kept if other != job]  # nobody has looked at what it is now
+                self._keep()
+
+    def _keep(self) -> None:
+        self.router.keep([self.steps[job].adapter for job in self._kept])
+
+    def _trained(self, job: int) -> list[torch.nn.Parameter]:
+        return [p for group in self.steps[job].optimizer.param_groups for p in group["params"]]
 
     def _check_losses(self, losses: dict[int, Tensor]) -> None:
         finite = torch.stack(list(losses.values())).isfinite().tolist()  # here the host waits for the device
@@ -438,10 +451,9 @@ class PipelineJoint(JointStep):
             raise self._not_finite("the loss", [job for job, one in zip(losses, finite, strict=True) if not one])
 
     def _check_gradients(self, job: int) -> None:
-        if any(len(self._parts[number]) > 1 for number in self.places[job]):
-            every = [p.grad for group in self.steps[job].optimizer.param_groups for p in group["params"]]
-            if not all_finite([grad for grad in every if grad is not None]):
-                raise self._not_finite("a gradient", [job])
+        shares = any(len(self._parts[number]) > 1 for number in self.places[job])
+        if shares and not all_finite([p.grad for p in self._trained(job) if p.grad is not None]):
+            raise self._not_finite("a gradient", [job])
 
     def _not_finite(self, what: str, jobs: Sequence[int]) -> FloatingPointError:
         names = ", ".join(self.steps[job].name for job in jobs)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_close, poisoned
+from lorakernels.ops import adapter as of_adapters
 from lorakernels.ops.adapter import (
     MAX_RAISED,
     Loader,
@@ -93,6 +94,21 @@ def test_a_loader_loads_all_and_sees_every_change(adapter, device, dtype):
     items[2] = (*items[2][:2], 3.0, *items[2][3:])  # another scale
     loader.load(items)
     check()
+
+
+def test_what_is_loaded_in_turns_is_planned_once(monkeypatch):
+    planned = []
+    monkeypatch.setattr(of_adapters, "_plan", planned.append)  # None: one by one
+    made = [(torch.ones(2, 3), torch.ones(4, 2), 1.0, torch.zeros(2, 3), torch.zeros(4, 2)) for _ in range(2)]
+    loader = Loader()
+    for turn in (0, 1, 0, 1, 1):
+        made[turn][3].zero_()
+        loader.load(made[turn : turn + 1])
+        assert made[turn][3].eq(1).all()
+    assert len(planned) == 2
+    for n in range(of_adapters.MOST_PLANS):  # another scale each time
+        loader.load([(*made[0][:2], 2.0 + n, *made[0][3:])])
+    assert len(loader._plans) <= of_adapters.MOST_PLANS
 
 
 def test_wrong_shapes():

@@ -7,7 +7,7 @@ import lorakernels
 import pytest
 import torch
 from kernel_checks import exhaustive
-from lorakernels.nodes import multi_linear, projection
+from lorakernels.nodes import multi_linear, operand, projection
 from lorakernels.ops.job_rows import JobRows
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import LINEARS, batch, build
@@ -293,6 +293,39 @@ def test_one_job_s_rows_may_go_through_the_frozen_model_alone():
     with ours.disable_adapter():
         jobs.set(None)
         torch.testing.assert_close(loss_of(ours, ids)[[1, 2]], losses[[1, 2]], rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_that_are_finite_may_stay_in_their_slots(monkeypatch):
+    """Batches of one job after another, each forward before the backward of the one before it: not a bit is another,
+    an adapter without rows gets no gradient, and no slot is emptied, or filled for a backward."""
+    ids, calls = batch(4, 9)["input_ids"], []
+    for name in ("_clear_absent", "_load"):
+        own = getattr(operand.OperandBuffer, name)
+        monkeypatch.setattr(operand.OperandBuffer, name, lambda *a, n=name, o=own: (calls.append(n), o(*a))[1])
+
+    def run(**resident):
+        ours = model()
+        jobs, found, emptied, filled = lorakernels.apply_multi(ours, fused=True), [], 0, 0
+        jobs.set([0, 0], **resident)
+        waits = loss_of(ours, ids[:2])
+        for number, job in enumerate((1, 2, 0)):
+            calls.clear()
+            jobs.set([job, job], **resident)
+            following = loss_of(ours, ids[number : number + 2])
+            emptied += calls.count("_clear_absent")
+            calls.clear()
+            waits.sum().backward()
+            emptied, filled = emptied + calls.count("_clear_absent"), filled + calls.count("_load")
+            found.append((waits.detach(), gradients(ours)))
+            ours.zero_grad()
+            waits = following
+        return found, emptied, filled
+
+    (usual, *often), (kept, *never) = run(), run(resident=[0, 1, 2])
+    assert all(often) and never == [0, 0]
+    for (wanted, theirs), (losses, own) in zip(usual, kept, strict=True):
+        assert torch.equal(losses, wanted) and own.keys() == theirs.keys() and own
+        assert all(torch.equal(own[n], gradient) for n, gradient in theirs.items())
 
 
 def test_batches_of_other_jobs_before_the_backward_of_the_first():

@@ -89,7 +89,7 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
 class MultiAdapters:
     """What `apply_multi` returns. adapters: the jobs' adapters, a job being its place among them; linears: how many
     linears have rows of several adapters; report: of the fused form what runs on its nodes, else None; rows: what `set`
-    was given; serving: the jobs whose adapters their rows have."""
+    was given; serving: the jobs whose adapters their rows have; resident: those whose adapters stay in their slots."""
 
     linear_forward = staticmethod(_forward)
 
@@ -97,20 +97,24 @@ class MultiAdapters:
         self.model, self.adapters, self.linears = model, tuple(adapters), 0
         self.on = False
         self.report: Report | None = None
-        self.rows, self.serving = JobRows([]), frozenset[int]()
+        self.rows, self.serving, self.resident = JobRows([]), frozenset[int](), frozenset[int]()
         self._trained: dict[str, bool] = {}
 
     def set(
-        self, job: Sequence[int] | torch.Tensor | JobRows | None, *, without: Collection[int] = ()
+        self, job: Sequence[int] | torch.Tensor | JobRows | None, *, without: Collection[int] = (),
+        resident: Collection[int] = (),
     ) -> None:  # fmt: skip
         """Which job the rows of the batches to come are of: for each sample (B,), or for each position (B, S) or
         (B · S,); give it on the host. None: PEFT's own forward, with its active adapter, until the next call. without:
-        jobs whose rows go through the frozen model alone (one that has become NaN, say)."""
+        jobs whose rows go through the frozen model alone (one that has become NaN, say). resident: jobs whose adapters
+        are known to be finite: in the fused form they stay in their slots where they have no rows, so that batches of
+        one job after another need not bring them in and out. Their gradients are None all the same."""
         self.on = job is not None
         if job is None:
             return
         self.rows = job if isinstance(job, JobRows) else JobRows.each(job)
         self.serving = frozenset(self.rows.present) - frozenset(without)
+        self.resident = frozenset(resident) - frozenset(without)
         if self.rows.present and self.rows.present[-1] >= len(self.adapters):
             raise ValueError(f"job {self.rows.present[-1]}: expected one of the {len(self.adapters)} from 0")
 

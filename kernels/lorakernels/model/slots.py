@@ -21,13 +21,14 @@ from .module_checks import NotFused, is_unhooked
 
 class Jobs(Protocol):
     """What says which rows are whose. adapters: by job; on: whether that was said; rows: of the batches to come;
-    serving: the jobs whose adapters their rows have; linear_forward: what is bound to PEFT's linears, and runs where a
-    node steps back."""
+    serving: the jobs whose adapters their rows have; resident: those whose adapters stay in their slots without rows;
+    linear_forward: what is bound to PEFT's linears, and runs where a node steps back."""
 
     adapters: tuple[str, ...]
     on: bool
     rows: JobRows
     serving: frozenset[int]
+    resident: frozenset[int]
     linear_forward: Callable[..., Any]
 
 
@@ -68,7 +69,9 @@ class SlotLinear(LinearModule):
             if weight.shape != shape:
                 return "an adapter is of another rank than at apply; call remove and apply again"
             slot.weight, slot.quantized = self.member.weight, self.member.quantized
-            a, b = (weight, b._parameters["weight"]) if slot.job in jobs.serving else (None, None)
+            both = weight, b._parameters["weight"]
+            slot.resident = both if slot.job in jobs.resident else None
+            a, b = both if slot.job in jobs.serving else (None, None)
             slot.adapter = a, b, None, float(module.scaling[name]), dropout, jobs.rows
         return None
 

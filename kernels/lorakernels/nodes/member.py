@@ -32,8 +32,8 @@ class Member:
     quantized: bitsandbytes' quant_state of an NF4 weight; compute_dtype: of such a weight; gathered: whether FSDP2 has
     a part of the weight here, and puts the whole in its place while the layer computes; shape: (N, K), taken from the
     weight if not given. job: of a slot, the job whose rows it adapts; shares: whether it is a further slot of the
-    member before it, whose weight and bias it has; jobs: which rows are of which job. Raises ValueError where A and B
-    do not fit the weight.
+    member before it, whose weight and bias it has; jobs: which rows are of which job; resident: of a slot, (A, B) that
+    may lie in its columns of the operand while it has no rows. Raises ValueError where A and B do not fit the weight.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Member:
     job: int | None = None
     shares: bool = False
     jobs: JobRows | None = None
+    resident: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.shape == (0, 0):
@@ -66,6 +67,11 @@ class Member:
     def rank(self) -> int:
         """Rows of A, 0 without an adapter."""
         return 0 if self.a is None else self.a.shape[0]
+
+    @property
+    def lying(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(A, B) that lie in the operand: its adapter's, or those of a slot without rows that may stay."""
+        return self.resident if self.a is None or self.b is None else (self.a, self.b)
 
     @property
     def adapter(self) -> Adapter:

@@ -199,9 +199,7 @@ class OperandBuffer:
     def _copies(self, op: Operand) -> list[AdapterCopy]:
         """Every adapter with its place in the operand."""
         placed = zip(self.members, op.places, strict=True)
-        return [
-            (m.a, m.b, m.scale, *at) for m, at in placed if m.a is not None and m.b is not None
-        ]  # fmt: skip
+        return [(*lying, m.scale, *at) for m, at in placed if (lying := m.lying) is not None]
 
     def _load(self, op: Operand) -> None:
         with torch.no_grad():
@@ -210,14 +208,15 @@ class OperandBuffer:
 
     def _clear_absent(self, op: Operand) -> None:
         """Zeros in the slot of an adapter without rows, which another batch may have left there: its columns of S are
-        zero, and zero times what has become infinite would be NaN in every row."""
+        zero, and zero times what has become infinite would be NaN in every row. One that is known to be finite may
+        stay (`Member.resident`)."""
         for m, (a, b) in zip(self.members, op.places, strict=True):
-            if m.a is None and len(a):
+            if m.lying is None and len(a):
                 a.zero_()
                 b.zero_()
 
     def _identity(self) -> tuple:
-        return tuple((id(m.a), id(m.b), m.scale) for m in self.members)
+        return tuple((*map(id, m.lying or ()), m.scale) for m in self.members)
 
     def _own(self) -> Operand:
         """The views of our own buffer, made once: some views a forward and linear add up on the host."""

@@ -20,6 +20,7 @@ import torch
 from ..runtime import capturing, cdiv, check, kernel, next_power_of_2, table, tl, use_triton, working_dtype
 
 BLOCK = 2048
+MOST_PLANS = 64  # of a Loader: a module's adapters, by which jobs have rows
 TL = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -86,12 +87,12 @@ def _load_many_kernel(table_ptr, scale_ptr, item_ptr, IN: tl.constexpr, OUT: tl.
 
 
 class Loader:
-    """Loads the same adapters again and again: what a launch needs to know of them stays on the device until one of
-    them is another tensor, in another place, or of another scale."""
+    """Loads the same adapters again and again: what a launch needs to know of them stays on the device. An adapter that
+    is another tensor, in another place, or of another scale is another one; batches of one job after another come back
+    to each."""
 
     def __init__(self) -> None:
-        self._known: tuple = ()
-        self._plan: tuple | None = None
+        self._plans: dict[tuple, tuple | None] = {}
         self._captured: list[tuple] = []  # plans that a CUDA graph reads on every replay: they must outlive a change
 
     def load(self, items: Sequence[AdapterCopy]) -> None:
@@ -99,15 +100,18 @@ class Loader:
         ValueError where a place differs in shape."""
         known = tuple((a.data_ptr(), b.data_ptr(), a.shape, a.dtype, f, to.data_ptr()) for a, b, f, to, _ in items)
         captured = bool(items) and capturing(items[0][0])
-        if known != self._known:
+        if known not in self._plans:
             if captured:  # a table cannot be brought to the device inside a capture
                 return _one_by_one(items)
-            self._plan, self._known = _plan(items), known
-        if self._plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[known] = _plan(items)
+        plan = self._plans[known]
+        if plan is None:
             return _one_by_one(items)
         if captured:
-            self._captured.append(self._plan)
-        matrices, scales, blocks, dtypes = self._plan
+            self._captured.append(plan)
+        matrices, scales, blocks, dtypes = plan
         in_dtype, out_dtype = (getattr(tl, TL[d]) for d in dtypes)
         _load_many_kernel[(blocks.shape[0],)](
             matrices, scales, blocks, IN=in_dtype, OUT=out_dtype, BLOCK=BLOCK, num_warps=4
