@@ -18,6 +18,7 @@ OWN = ("kind", "models", "workload", "ablations", "reference", "design", "output
        "queue", "report", "list", "dry_run", "budget_minutes")  # fmt: skip
 COMMANDS = ("lorabench.sweep", "lorabench.recommend")  # that measure cells, and take the same keys
 CHANGED = re.compile(r"(?P<name>.*)\((?P<values>[^()]*=[^()]*)\)")
+KEY, NONE = re.compile(r"'(\w+)':"), re.compile(r"(?<=: )None\b")
 PLAIN = re.compile(r"[\w.+-]+")
 
 
@@ -55,6 +56,7 @@ def _named(label: str) -> str:
     """A label in Hydra's grammar: NAME, or {NAME: {field: value}} of `NAME(field=value)`; quoted where neither."""
     if found := CHANGED.fullmatch(label):
         values = ", ".join(pair.replace("=", ": ", 1) for pair in found["values"].split(", "))
+        values = KEY.sub(r"\1:", NONE.sub("null", values))  # of a value as Python writes it
         return f"{{{_quoted(found['name'])}: {{{values}}}}}"
     return _quoted(label)
 

@@ -328,6 +328,23 @@ def test_adapters_that_are_finite_may_stay_in_their_slots(monkeypatch):
         assert all(torch.equal(own[n], gradient) for n, gradient in theirs.items())
 
 
+def test_the_slot_of_a_job_without_rows_is_empty_whoever_had_rows_before(monkeypatch):
+    clear, empty, ids = operand.OperandBuffer._clear_absent, [], batch(2, 9)["input_ids"]
+
+    def cleared(own, op):
+        clear(own, op)
+        slots = zip(own.members, op.places, strict=True)
+        empty.append(not any(tensor.any() for m, at in slots if m.lying is None for tensor in at))
+
+    monkeypatch.setattr(operand.OperandBuffer, "_clear_absent", cleared)
+    ours = model()
+    jobs = lorakernels.apply_multi(ours, fused=True)
+    for job in (0, 1, 0, 2, 1, 0):
+        jobs.set([job, job])
+        loss_of(ours, ids).sum().backward()
+    assert len(empty) > 20 and all(empty)
+
+
 def test_batches_of_other_jobs_before_the_backward_of_the_first():
     """A backward has the rows and the adapters of its own forward."""
     ids = batch(4, 9)["input_ids"]

@@ -37,6 +37,14 @@ def test_parameters_of_toggles_models_and_workloads_are_kept(record):
     assert load_config(words[3:]).models == [{"linear-64x64": {"r": 8}}]
 
 
+def test_values_that_python_writes_in_its_own_way_are_hydra_s(record):
+    jobs = "lorafusion_xsum(jobs=[{'name': 'job', 'copies': 3}])"
+    made = record(["cut_cross_entropy(filter_eps=None)"], workload=jobs)
+    read = load_config(shlex.split(rerun(made, []))[3:])
+    assert read.workload == {"lorafusion_xsum": {"jobs": [{"name": "job", "copies": 3}]}}
+    assert read.ablations == [[{"cut_cross_entropy": {"filter_eps": None}}]]
+
+
 def test_hostile_names_stay_one_word_of_the_shell(record):
     evil = "a'; rm -rf ~ #$(x)"
     words = shlex.split(rerun(record([evil], model=evil), ["python", "-m", "lorabench.sweep", "suite=x; echo"]))

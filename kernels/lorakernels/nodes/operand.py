@@ -100,6 +100,7 @@ class OperandBuffer:
         self.apart = self.holder is None and any(m.gathered for m in members)  # the weights stay with the modules
         self.buffer: torch.Tensor | None = None
         self._loaded: tuple = ()
+        self._empty: set[int] = set()  # members whose slots in our own buffer have been emptied
         self._operand: Operand | None = None  # of our own buffer
         self._fresh = False  # `places` has just been asked for, and its adapters are what the next `operand` would load
         self._released = False  # a backward may still come, which must not take the weights again
@@ -132,6 +133,7 @@ class OperandBuffer:
                 buffer[at, : self.k].copy_(m.weight.data)
                 m.weight.data = buffer[at, : self.k]
         self.buffer = buffer
+        self._empty.clear()
 
     def hand_over(self) -> torch.Tensor:
         """The buffer that `adopt` has made, whose views the weights remain; from here on it is not ours."""
@@ -210,8 +212,15 @@ class OperandBuffer:
         """Zeros in the slot of an adapter without rows, which another batch may have left there: its columns of S are
         zero, and zero times what has become infinite would be NaN in every row. One that is known to be finite may
         stay (`Member.resident`)."""
-        for m, (a, b) in zip(self.members, op.places, strict=True):
-            if m.lying is None and len(a):
+        if capturing(op.a):  # the graph has to contain it, and each replay fills slots that were empty
+            self._empty.clear()
+        own = op is self._operand and self.holder is None and not capturing(op.a)
+        empty = self._empty if own else set[int]()
+        for number, (m, (a, b)) in enumerate(zip(self.members, op.places, strict=True)):
+            if m.lying is not None:
+                empty.discard(number)
+            elif number not in empty and len(a):
+                empty.add(number)
                 a.zero_()
                 b.zero_()
 
