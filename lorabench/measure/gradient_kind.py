@@ -157,7 +157,8 @@ class GradientKind(Kind):
 
     def _noise_of_reference(self, gate: GateRequest, index: int) -> depth_noise.DepthNoise | None:
         """Of the reference on all ranks, with this job alone where its micro-batches are enough for them; None where
-        another arm asks, of fewer ranks."""
+        another arm asks, of fewer ranks. Its layers run again in backward, which changes no number: on kernels of its
+        own they have more to keep while every module's output is rounded in another way."""
         request = gate.arm("plain", gate.cell.reference)
         if request.ranks.size != gate.ranks.size:
             return None
@@ -165,6 +166,7 @@ class GradientKind(Kind):
             arm = self.build(replace(request, jobs=[request.jobs[index]], samples=[request.samples[index]]))
         except Unsupported:  # on every rank
             arm = self.build(request)
+        _recomputes(arm.model)
         step = arm.steps[min(index, len(arm.steps) - 1)]
         return depth_noise.measure(arm, partial(numerics.one_pass, arm, step))
 
