@@ -138,16 +138,13 @@ class KernelStep(JointStep):
         _put_back(random, self.device)
         losses = list(self._losses(batch, absent).unbind())
         for job in absent:
-            losses[job] = torch.stack([p.sum() for p in self._parameters(job)]).sum().float() * torch.nan
+            losses[job] = torch.stack([p.sum() for p in self.trained(job)]).sum().float() * torch.nan
         return losses
-
-    def _parameters(self, job: int) -> list[Tensor]:
-        return [p for group in self.steps[job].optimizer.param_groups for p in group["params"]]
 
     def _finite_gradients(self) -> bool:
         """Of the jobs that are not known to be broken; the host waits for the device."""
         broken = {job for passed in self._passed for job in passed.broken}
-        every = [p for job in range(len(self.steps)) if job not in broken for p in self._parameters(job)]
+        every = [p for job in range(len(self.steps)) if job not in broken for p in self.trained(job)]
         return all_finite([p.grad for p in every if p.grad is not None])
 
     def _apart(self) -> None:

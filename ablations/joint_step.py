@@ -53,6 +53,10 @@ class JointStep(Joint):
         self.router, self.packed, self.tokens = router, packed, tokens
         self._items: Tensor | None = None
 
+    def trained(self, job: int) -> list[Tensor]:
+        """What a job's optimizer updates in this process."""
+        return [p for group in self.steps[job].optimizer.param_groups for p in group["params"]]
+
     def lay_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
         return self._beside(self._shared(batches) or batches, flat if self.packed else widened)
 

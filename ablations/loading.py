@@ -9,6 +9,7 @@ What both arms of a cell have from this slot is part of the model: the gate's go
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,16 +40,11 @@ class QuantizedLinears(Ablation):
     mark: ClassVar[str] = ""  # the attribute by which PEFT knows such a model; transformers' loader sets it
 
     def prepare(self, base: nn.Module, *, upcast: bool) -> None:
-        import torch
-
-        for name in list(linears(base)):  # the dense weight of each goes before the next is quantized
-            linear = base.get_submodule(name)
-            quantized = self.quantized(linear)
-            if upcast:
-                with torch.no_grad():
-                    linear.weight.copy_(self.dense(quantized))  # pyright: ignore[reportArgumentType, reportCallIssue]
-            else:
-                base.set_submodule(name, quantized)
+        if upcast:
+            round_weights(base, lambda name, linear: self.dense(self.quantized(linear)))
+        else:
+            for name in list(linears(base)):  # the dense weight of each goes before the next is quantized
+                base.set_submodule(name, self.quantized(base.get_submodule(name)))
         if self.mark:
             setattr(base, self.mark, not upcast)
 
@@ -189,6 +185,16 @@ def linears(model: Any) -> dict[str, nn.Linear]:
 
     head = model.get_output_embeddings()
     return {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+
+
+def round_weights(base: nn.Module, rounded: Callable[[str, Any], torch.Tensor | None]) -> None:
+    """Give each of `linears`, in place, the numbers that its products have; None: its own stay."""
+    import torch
+
+    with torch.no_grad():
+        for name, linear in linears(base).items():
+            if (numbers := rounded(name, linear)) is not None:
+                linear.weight.copy_(numbers)
 
 
 def as_nf4(weight: torch.Tensor, double: bool, module: Any = None) -> Any:

@@ -16,9 +16,10 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step
-from lorabench_ablations.loading import linears
+from lorabench_ablations.loading import round_weights
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 PARTS = ("mlp", "qkv", "o", "rms_norm", "rope", "linear_cross_entropy", "linear")
@@ -238,16 +239,16 @@ class Fp8Base(LoraKernels):
         if not upcast:
             return super().prepare(base, upcast=upcast)
 
-        import torch
         from lorakernels.ops.quantize_rows import quantize_rows
 
-        for name, linear in linears(base).items():
+        def rounded(name: str, linear: Any) -> torch.Tensor | None:
             attention = ".self_attn." in name or ".attention." in name
             if (attention and not self.attention) or name.rpartition(".")[2] in self.keep:
-                continue
-            with torch.no_grad():
-                rounded = quantize_rows(linear.weight)
-                linear.weight.copy_(rounded.q.float() * rounded.scale)
+                return None
+            made = quantize_rows(linear.weight)
+            return made.q.float() * made.scale
+
+        round_weights(base, rounded)
 
     def options(self) -> dict[str, Any]:
         kept = {"fp8_except": self.keep} if self.keep else {}

@@ -385,7 +385,7 @@ class PipelineJoint(JointStep):
             self.machinery.before, self.machinery.after = self._before, self._after
         self._mixed.clear()
         with torch.no_grad():
-            self._kept = [job for job in range(len(self.steps)) if all_finite(self._trained(job))]
+            self._kept = [job for job in range(len(self.steps)) if all_finite(self.trained(job))]
         self._keep()
         self._route(0)  # torch's first run learns the shapes by it
         self._left = [step.loss_scale for step in self.steps]
@@ -442,9 +442,6 @@ class PipelineJoint(JointStep):
     def _keep(self) -> None:
         self.router.keep([self.steps[job].adapter for job in self._kept])
 
-    def _trained(self, job: int) -> list[torch.nn.Parameter]:
-        return [p for group in self.steps[job].optimizer.param_groups for p in group["params"]]
-
     def _check_losses(self, losses: dict[int, Tensor]) -> None:
         finite = torch.stack(list(losses.values())).isfinite().tolist()  # here the host waits for the device
         if not all(finite):
@@ -452,7 +449,7 @@ class PipelineJoint(JointStep):
 
     def _check_gradients(self, job: int) -> None:
         shares = any(len(self._parts[number]) > 1 for number in self.places[job])
-        if shares and not all_finite([p.grad for p in self._trained(job) if p.grad is not None]):
+        if shares and not all_finite([p.grad for p in self.trained(job) if p.grad is not None]):
             raise self._not_finite("a gradient", [job])
 
     def _not_finite(self, what: str, jobs: Sequence[int]) -> FloatingPointError:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, Unsupported
 from lorabench.contract.batch import Batch
 from lorabench.contract.settings import Settings
-from lorabench_ablations.loading import linears
+from lorabench_ablations.loading import round_weights
 from lorabench_ablations.lora_kernels import MULTIPLY, Fp8Products
 from lorabench_ablations.quantized import TORCHAO
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -138,14 +139,15 @@ class Qat(BasePrecision):
         if not upcast:
             return
 
-        import torch
         from torchao.quantization.qat import FakeQuantizedLinear
 
-        for linear in linears(base).values():
-            if divisible(linear) and self._has_groups(linear):
-                made: Any = FakeQuantizedLinear.from_linear(linear, weight_config=self._weights())
-                with torch.no_grad():
-                    linear.weight.copy_(made.weight_fake_quantizer(linear.weight))
+        def rounded(name: str, linear: Any) -> torch.Tensor | None:
+            if not (divisible(linear) and self._has_groups(linear)):
+                return None
+            made: Any = FakeQuantizedLinear.from_linear(linear, weight_config=self._weights())
+            return made.weight_fake_quantizer(linear.weight)
+
+        round_weights(base, rounded)
 
     def convert(self, model: nn.Module, fits: Callable[[nn.Module, str], bool]) -> None:
         import torch

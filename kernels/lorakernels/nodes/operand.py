@@ -212,10 +212,11 @@ class OperandBuffer:
         """Zeros in the slot of an adapter without rows, which another batch may have left there: its columns of S are
         zero, and zero times what has become infinite would be NaN in every row. One that is known to be finite may
         stay (`Member.resident`)."""
-        if capturing(op.a):  # the graph has to contain it, and each replay fills slots that were empty
+        in_graph = capturing(op.a)  # which has to contain it, and each replay fills slots that were empty
+        if in_graph:
             self._empty.clear()
-        own = op is self._operand and self.holder is None and not capturing(op.a)
-        empty = self._empty if own else set[int]()
+        remembered = op is self._operand and self.holder is None and not in_graph
+        empty = self._empty if remembered else set[int]()
         for number, (m, (a, b)) in enumerate(zip(self.members, op.places, strict=True)):
             if m.lying is not None:
                 empty.discard(number)

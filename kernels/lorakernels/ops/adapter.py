@@ -92,7 +92,7 @@ class Loader:
     to each."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple, tuple | None] = {}
+        self._plans: dict[tuple, tuple] = {}  # (): adapters that are not alike
         self._captured: list[tuple] = []  # plans that a CUDA graph reads on every replay: they must outlive a change
 
     def load(self, items: Sequence[AdapterCopy]) -> None:
@@ -100,14 +100,14 @@ class Loader:
         ValueError where a place differs in shape."""
         known = tuple((a.data_ptr(), b.data_ptr(), a.shape, a.dtype, f, to.data_ptr()) for a, b, f, to, _ in items)
         captured = bool(items) and capturing(items[0][0])
-        if known not in self._plans:
+        plan = self._plans.get(known)
+        if plan is None:
             if captured:  # a table cannot be brought to the device inside a capture
                 return _one_by_one(items)
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[known] = _plan(items)
-        plan = self._plans[known]
-        if plan is None:
+            plan = self._plans[known] = _plan(items) or ()
+        if not plan:
             return _one_by_one(items)
         if captured:
             self._captured.append(plan)
