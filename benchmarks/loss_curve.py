@@ -26,8 +26,12 @@ import argparse
 import copy
 import csv
 import json
-from collections.abc import Callable, Mapping, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,7 @@ from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.workload import Workload
 from lorabench.measure.machine import commit, describe
 from lorabench.plan.samples import draw as draw_samples
-from lorabench.plan.weights import source_arguments
+from lorabench.plan.weights import dense, source_arguments
 from lorabench.record.store import write_atomically
 from lorabench.report.figure import png, svg
 
@@ -78,18 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     train, held_out = samples(options)
-    base = load(options.weights, dtype, device)
-    curves: dict[Run, list[float]] = {}
-    evaluated: dict[Run, float] = {}
-    sites: dict[str, int] = {}
-    for run in RUNS:
-        model = adapter(base, run.seed)
-        if run.ours:
-            sites = dict(lorakernels.apply(model, fp8=options.fp8).counts)
-        batches = order(train, run.seed, options.steps, options.batch)
-        curves[run] = fit(model, batches, device, lambda step, n=run.name: print(f"\r{n}: step {step}", end=""))
-        evaluated[run] = evaluate(model, pad(held_out, options.batch), device)
-        print(f"\r{run.name}: {curves[run][0]:.4f} -> {curves[run][-1]:.4f}, held out {evaluated[run]:.4f}")
+    with beside(options.at_once) as each:
+        results = dict(zip(RUNS, each(partial(trained, options, train, held_out, dtype, device), RUNS), strict=True))
+    curves = {run: result[0] for run, result in results.items()}
+    evaluated = {run: result[1] for run, result in results.items()}
+    sites = next(result[2] for run, result in results.items() if run.ours)
     found = {
         **verdict(curves, min(WINDOW, max(1, options.steps // 4))),
         "held_out_loss": {run.name: evaluated[run] for run in RUNS},
@@ -98,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "weights": options.weights, "text": Path(options.text).name, "steps": options.steps, "batch": options.batch,
             "seq_len": options.seq_len, "lora": LORA, "learning_rate": LEARNING_RATE, "optimizer": "AdamW, constant",
             "dtype": str(dtype).removeprefix("torch."), "fp8": options.fp8, "held_out_samples": len(held_out),
+            "at_once": options.at_once,
         },
         "machine": describe().model_dump(mode="json"),
         "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
@@ -118,11 +116,36 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="samples a step, padded to the longest of them")
     parser.add_argument("--seq-len", type=int, default=512, help="longer samples are cut")
     parser.add_argument("--fp8", action="store_true", help="the frozen products of lorakernels in FP8")
+    parser.add_argument("--at-once", type=int, default=1, help="runs beside each other; their time is not looked at")
     parser.add_argument("--out", default="output/loss_curve")
     options = parser.parse_args(argv)
     if not options.text and not options.redraw:
         parser.error("a text to train on is needed, or --redraw FOLDER")
     return options
+
+
+@contextmanager
+def beside(count: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """A `map` that runs so many at once, each in a process of its own; one at a time in this process."""
+    if count == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool.map
+
+
+def trained(
+    options: argparse.Namespace, train: list[Sample], held_out: list[Sample], dtype: torch.dtype, device: torch.device,
+    run: Run,
+) -> tuple[list[float], float, dict[str, int]]:  # fmt: skip
+    """(loss of each step, of the samples held out, linears and more that `lorakernels` replaced)"""
+    model = adapter(_read_once(options.weights, dtype, device), run.seed)
+    sites = dict(lorakernels.apply(model, fp8=options.fp8).counts) if run.ours else {}
+    batches = order(train, run.seed, options.steps, options.batch)
+    losses = fit(model, batches, device, lambda step: print(f"{run.name}: step {step}", flush=True))
+    evaluated = evaluate(model, pad(held_out, options.batch), device)
+    print(f"{run.name}: {losses[0]:.4f} -> {losses[-1]:.4f}, held out {evaluated:.4f}", flush=True)
+    return losses, evaluated, sites
 
 
 def samples(options: argparse.Namespace) -> tuple[list[Sample], list[Sample]]:
@@ -150,7 +173,10 @@ def load(weights: str, dtype: torch.dtype, device: torch.device) -> Any:
     safe = {} if "gguf_file" in kwargs else {"use_safetensors": True}  # nothing is unpickled
     model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation="sdpa", **kwargs, **safe)
     model.config.use_cache = False
-    return model.to(device)
+    return (dense(model) if "gguf_file" in kwargs else model).to(device)
+
+
+_read_once = cache(load)
 
 
 def adapter(base: Any, seed: int) -> Any:

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from lorabench.train.setup import Setup
 from lorabench.train.state import LOSSES
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loss_curve import WINDOW, read, save, smooth
+from loss_curve import WINDOW, beside, read, save, smooth
 
 JOBS: dict[str, dict[str, Any]] = {
     "small": {"lora": {"r": 4, "lora_alpha": 8}, "learning_rate": 5e-4, "batch_size": 2, "seed": 1},
@@ -45,7 +46,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "large": {"lora": {"r": 64, "lora_alpha": 64}, "learning_rate": 1e-4, "batch_size": 2, "schedule": "cosine"},
     "odd": {"lora": {"r": 7, "lora_alpha": 20}, "learning_rate": 3e-4, "batch_size": 3, "schedule": "linear"},
 }
-TOGETHER, ALONE, AGAIN = "together", "alone in float32", "alone"
+TOGETHER, ALONE, AGAIN = HOW = "together", "alone in float32", "alone"
 ONE_AFTER_THE_OTHER = "sequential"
 
 
@@ -71,18 +72,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     curves: dict[Run, list[float]] = {}
     seconds: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, beside(options.at_once) as each:
         files = slices(Path(options.text), Path(folder), options.steps)
-        for how, way in ((TOGETHER, options.way), (ALONE, ONE_AFTER_THE_OTHER), (AGAIN, ONE_AFTER_THE_OTHER)):
-            began = time.monotonic()
-            curves |= {Run(job, how): own for job, own in trained(options, files, how, way, Path(folder) / how).items()}
-            seconds[how] = round(time.monotonic() - began, 1)
+        for how, (took, losses) in zip(HOW, each(partial(trained, options, files, Path(folder)), HOW), strict=True):
+            curves |= {Run(job, how): own for job, own in losses.items()}
+            seconds[how] = round(took, 1)
     curves = {run: curves[run] for run in RUNS}
     found = verdict(curves, min(WINDOW, max(1, options.steps // 4)), options.times) | {
         "seconds": seconds,
         "settings": {
             "weights": options.weights, "text": Path(options.text).name, "steps": options.steps, "jobs": JOBS,
             "seq_len": options.seq_len, "way": options.way, "dtype": options.dtype, "optimizer": "AdamW",
+            "at_once": options.at_once,
         },
         "machine": describe().model_dump(mode="json"),
         "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
@@ -104,6 +105,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--times", type=float, default=3.0, help="of what rounding does, that a curve may be off")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="of the three trainings; seconds are then no times alone"
+    )
     parser.add_argument("--out", default="output/several_jobs")
     options = parser.parse_args(argv)
     if not options.redraw and not options.text:
@@ -125,9 +129,10 @@ def slices(text: Path, folder: Path, steps: int) -> dict[str, Path]:
 
 
 def trained(
-    options: argparse.Namespace, files: Mapping[str, Path], how: str, way: str, folder: Path
-) -> dict[str, list[float]]:
-    """The losses of each job, before each of its updates."""
+    options: argparse.Namespace, files: Mapping[str, Path], within: Path, how: str
+) -> tuple[float, dict[str, list[float]]]:
+    """(seconds, the losses of each job before each of its updates)"""
+    began, folder, way = time.monotonic(), within / how, options.way if how == TOGETHER else ONE_AFTER_THE_OTHER
     changes = {"fields": ["question", "answer"], "seq_len": options.seq_len}
     size = {"micro_batch_size": 1} if how == AGAIN else {}
     dtype = "float32" if how == ALONE else options.dtype
@@ -145,13 +150,15 @@ def trained(
     shared = {"model": options.model, "weights": options.weights, "dtype": dtype, "way": way, "output": folder}
     file = JobsFile.model_validate(shared | {"jobs": jobs})
     folder.mkdir()
-    trainer = Setup(file, describe()).trainer(toggles(file, way), lambda text: print(f"{how}: {text}"))
-    trainer.run(lambda now: print(f"{how}: step {now.tick}", *(f"{j.name} {j.progress.loss:.4f}" for j in now.jobs)))
+    trainer = Setup(file, describe()).trainer(toggles(file, way), lambda text: print(f"{how}: {text}", flush=True))
+    trainer.run(
+        lambda now: print(f"{how}: step {now.tick}", *(f"{j.name} {j.progress.loss:.4f}" for j in now.jobs), flush=True)
+    )
     found: dict[str, list[float]] = {name: [] for name in JOBS}
     for line in (folder / LOSSES).read_text().splitlines():
         row = json.loads(line)
         found[row["job"]].append(row["loss"])
-    return found
+    return time.monotonic() - began, found
 
 
 def verdict(curves: Mapping[Run, Sequence[float]], window: int, times: float) -> dict[str, Any]:

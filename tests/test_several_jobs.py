@@ -29,7 +29,7 @@ def arguments(tmp_path):
 
 @pytest.mark.exhaustive
 def test_each_job_learns_together_what_it_learns_alone(script, arguments, tmp_path):
-    assert script.main([*arguments, "--times", "100"]) == 0
+    assert script.main([*arguments, "--times", "100", "--at-once", "2"]) == 0
     out = tmp_path / "out"
     found = json.loads((out / "summary.json").read_text())
     assert found["passed"] and found["jobs"].keys() == script.JOBS.keys()

@@ -33,7 +33,7 @@ from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Kind, Request
 from lorabench.measure.rehearsal import Rehearsing, configuration
 from lorabench.plan import architecture, registry
-from lorabench.plan.weights import WeightsError, check_sizes, named, reading, source_arguments
+from lorabench.plan.weights import WeightsError, check_sizes, dense, named, reading, source_arguments
 
 LORA_B_STD = 0.02  # at its usual zero the gradient of lora_A is zero and half of the mathematics is untested
 
@@ -397,7 +397,7 @@ def _read(spec: ModelSpec, load: dict[str, Any], layers: int | None) -> Any:
         raise WeightsError(f"weights {spec.weights!r} cannot be read: {first_line(error)}") from None
     if missing := info["missing_keys"]:  # which the loader would leave as they were drawn
         raise WeightsError(f"weights {spec.weights!r} lack {named(missing)} of the model {spec.name}")
-    return model
+    return dense(model) if "gguf_file" in kwargs else model
 
 
 def _refusing(make: Callable[[], Any], spec: ModelSpec) -> Any:

@@ -95,6 +95,14 @@ def source_arguments(name: str) -> tuple[str, dict[str, Any]]:
     return str(local(name) or name), {}
 
 
+def dense(model: Any) -> Any:
+    """A model that was read from a GGUF file: its tensors are dense, so transformers' mark that they were quantized is
+    taken off, for which its Trainer refuses a model and no arm could share the base."""
+    if quantizer := getattr(model, "hf_quantizer", None):
+        quantizer.remove_quantization_config(model)
+    return model
+
+
 def reading(name: str) -> AbstractContextManager[Any]:
     """The block in which a library reads what `weights=` or `tokenizer=` names: of a hub that does not answer it reads
     the cache alone. Raises HubError."""

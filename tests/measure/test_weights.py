@@ -39,6 +39,7 @@ def real(tmp_path_factory) -> str:
         patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
         load_tokenizer(REAL).save_pretrained(folder)
         base = arm("sdpa", model="smollm2-135m", overrides=(f"weights={REAL}",)).model.unload()
+    assert not getattr(base, "is_quantized", False)  # a mark of transformers', for which its Trainer refuses a model
     model("smollm2-135m", load_config([])).hf_config().save_pretrained(folder)
     state = {n: t for n, t in base.state_dict().items() if n != "lm_head.weight"}  # tied to the embedding
     save_file(state, folder / "model.safetensors", {"format": "pt"})
