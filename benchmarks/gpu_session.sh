@@ -8,8 +8,8 @@
 set -u
 mode=${1:?start or wait}; seconds=${2:?seconds}; pack=$(realpath -m "${3:?a file}"); here=$PWD; at=${AT:-/tmp/gpu_session}
 export PYTHONPATH=$at/site PATH=$at/site/bin:$PATH HF_HUB_OFFLINE=1
-export REAL=$at/real  # real weights and text, where whoever starts the session has put them: SmolLM2-135M-Instruct, gsm8k
-for gguf in "$REAL"/*.gguf; do [ ! -e "$gguf" ] || export LORABENCH_GGUF=$gguf; done
+# Real weights and text, where whoever starts the session puts them, while it runs, too: what is not there yet is not passed over.
+export REAL=$at/real LORABENCH_GGUF=$at/real/SmolLM2-135M-Instruct.Q4_1.gguf
 unset PYTHONDONTWRITEBYTECODE  # or every worker process compiles each package that it imports
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 ends=$(($(date +%s) + seconds))

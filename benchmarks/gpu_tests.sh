@@ -9,7 +9,7 @@ tests=tests/lorakernels
 part() {
   local name=$1; shift
   timeout "${LIMIT_S:-300}" python3 -m lorabench.log_command "$out/$name.log" \
-    python3 -m pytest -m gpu -rfs -p no:cacheprovider "$@" > /dev/null 2>&1 &
+    python3 -m pytest -m gpu -rfs --durations=10 -p no:cacheprovider "$@" > /dev/null 2>&1 &
   pids+=("$!")
 }
 files() { local name; for name in "$@"; do echo "$tests/test_$name.py"; done; }
@@ -23,14 +23,12 @@ part e $(files lora_grad)
 part f $(files concat_operand)
 part g $(files swiglu long_context quantize_rows quantized_glu)
 part h $(files capture_graphs capture_trainer)
+part j -v tests/test_every_toggle.py
 failed=0
 finished() { local pid; for pid in "${pids[@]}"; do wait "$pid" || failed=$((failed + 1)); done; pids=(); }
 finished
 # What is judged by its times has the GPU for itself.
-part i tests/zoo tests/measure/test_base.py tests/measure/test_memory.py tests/measure/test_energy.py tests/measure/test_edge.py tests/measure/test_fairness.py tests/measure/test_roofline.py tests/test_api.py
-finished
-# And a sweep of every toggle.
-part j tests/test_every_toggle.py
+part i -v tests/zoo tests/measure/test_base.py tests/measure/test_memory.py tests/measure/test_energy.py tests/measure/test_edge.py tests/measure/test_fairness.py tests/measure/test_roofline.py tests/test_api.py
 finished
 grep -hE "passed|failed|^FAILED|^ERROR" "$out"/*.log
 exit "$failed"

@@ -11,6 +11,7 @@ could not be started.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -48,9 +49,10 @@ def run(file: Path, command: Sequence[str]) -> int:
     store.sessions()  # a file that could not be added to must cost no run
     session, began = new_session(list(command)), time.monotonic()
     sys.stdout.flush()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # where either is killed, the log says how far it came
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=unbuffered) as process:
         assert process.stdout is not None
-        with open(file, "wb") as log:
+        with open(file, "wb", buffering=0) as log:
             for line in process.stdout:
                 log.write(line)
                 print(line.decode(errors="replace"), end="", flush=True)

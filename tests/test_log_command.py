@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from lorabench import log_command, logged
@@ -29,6 +31,19 @@ def test_keeps_output_and_environment(tmp_path, capsys):
     assert session["command"] == command(wanted) and session["exit_code"] == 3 and session["id"] == "check.log"
     assert session["machine"]["packages"]["torch"] and session["commit"]
     assert sorted(p.name for p in file.parent.iterdir()) == ["check.log", "environment.json"]
+
+
+def test_the_log_says_how_far_a_command_came_that_does_not_end(tmp_path):
+    file = tmp_path / "check.log"
+    endless = command("import time; print('one'); time.sleep(60)")
+    with subprocess.Popen([sys.executable, "-m", "lorabench.log_command", str(file), *endless]) as process:
+        until = time.monotonic() + 30
+        while time.monotonic() < until and not (file.exists() and file.read_text()):
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        for each in (process, *children):
+            each.kill()
+    assert file.read_text() == "one\n"
 
 
 def test_a_second_run_replaces_the_first_and_leaves_others(tmp_path):
