@@ -35,12 +35,12 @@ def rerun(record: Record, command: Sequence[object]) -> str:
     if not record.is_candidate:
         named.remove("kind")
     kept = [word for word in given if word.lstrip("+~").partition("=")[0] not in named]
-    together = f"[{_list(record.ablations)}]" if record.ablations else ""  # one candidate; none: the reference again
+    together = f"[{in_hydra(record.ablations)}]" if record.ablations else ""  # one candidate; none: the reference again
     own = [
         *([f"kind={record.kind}"] if record.is_candidate else []),
         f"models=[{_named(record.model)}]",
         f"workload={_named(record.workload)}",
-        f"reference=[{_list(record.reference)}]",
+        f"reference=[{in_hydra(record.reference)}]",
         f"ablations=[{together}]",
         "design=solo",
         "output=output/rerun",
@@ -48,7 +48,8 @@ def rerun(record: Record, command: Sequence[object]) -> str:
     return shlex.join(["python", "-m", "lorabench.sweep", *kept, *own])
 
 
-def _list(names: Sequence[str]) -> str:
+def in_hydra(names: Sequence[str]) -> str:
+    """Labels of toggles as the members of a list on a command line."""
     return ", ".join(map(_named, names))
 
 
