@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import filter as filter_names
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -174,14 +175,16 @@ class Measured(NamedTuple):
 # -- published against measured ---------------------------------------------------------------------------------------
 
 
-def beside(claim: Claim, results: Results) -> Measured | None:
+def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
     """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any,
     and whose workload is as a file has it, and which have rounds enough for a figure, of the folder that was measured
-    last; several cells as the range of their ratios. In the claim's direction."""
+    last; several cells as the range of their ratios. In the claim's direction. `form`: only rows that test a toggle
+    like this pattern."""
     newest = list(results.on_gpu).index
     found: dict[tuple[int, int, bool, bool, int, str, str], list[tuple[Match, Analysis]]] = {}
     for folder, m, analysis in results.found:
-        if m.claim is claim and math.isfinite((value := _value(m, analysis))[0]):
+        asked = m.claim is claim and bool(filter_names(m.record.ablations, form))
+        if asked and math.isfinite((value := _value(m, analysis))[0]):
             few = str(judged(m, value, analysis)).endswith("few trials")
             apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
             tested = "" if claim.over else " + ".join(m.record.ablations)
@@ -273,16 +276,21 @@ def standing(claim: Claim, results: Results) -> list[str]:
         return [md(said), "the same", where]
     if claim.is_one:
         return [BY_DEFINITION, "", ""]
-    found = None if claim.open else beside(claim, results)
-    if found is None:
+    found = [] if claim.open else [one for form in claim.forms or "*" if (one := beside(claim, results, form))]
+    if not found:
         why, where = f"open: {md(claim.open or 'no published results measure it')}", ""
         if claim.simulated:
             said, where = bubble_tables.beside(claim.simulated, claim.unit, results.place)
             why = f"simulated, not measured: {md(said)}; {why}"
         return [why, "", where]
-    gpu, _, name = found.folder.rpartition("/")
+    rows = [(f"{one.value} ({one.toggles})", md(one.baseline), _link(one.folder)) for one in found]
+    return ["; ".join(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
+
+
+def _link(folder: str) -> str:
+    gpu, _, name = folder.rpartition("/")
     where = name if gpu == "h200" else f"{name}, {gpu.upper()}"  # all pages say that an H200 is meant elsewhere
-    return [f"{found.value} ({found.toggles})", md(found.baseline), f"[{where}](RESULTS/{found.folder}/summary.md)"]
+    return f"[{where}](RESULTS/{folder}/summary.md)"
 
 
 def some_claims(results: Results) -> str:
@@ -467,18 +475,21 @@ def _alone(row: Row | None) -> str:
 
 STEPS = (cells.TIME, cells.WHOLE, cells.MEMORY)
 GPUS = (*STEPS, cells.SENDING)
+READ = (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND)
 JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING)  # of suites that train several
 # What the page of a suite's toggles shows of it, beside the toggle and the verdict.
 SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
     **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "guide_memory", "packing"), STEPS),
-    **dict.fromkeys(("guide_loss", "h100/guide_loss"), STEPS),
+    **dict.fromkeys(("guide_loss", "h100/guide_loss", "guide_time", "guide_weights"), STEPS),
+    "guide_three_samples": (cells.TIME, cells.MEMORY),
     **dict.fromkeys(("scaling", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
+    "several_gpus_zero": GPUS,
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_ours", "_three")},
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
-    "prequantized_loading": (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND),
+    **dict.fromkeys(("prequantized_loading", "h100/prequantized_loading"), READ),
     "text_metrics": (cells.TIME, cells.WHOLE),
 }
 

@@ -57,8 +57,10 @@ def pairs(line, found):
             own[field] = {arm: x[field] for arm, x in both.items() if field in x}
         if "tokens" in line:
             own["tokens"] = {"real": line["tokens"]["real"], "trained": line["tokens"]["trained"]}
-            own["tokens"] |= {f"{arm}_padded": x["tokens"]["padded"] for arm, x in both.items()}
-        if line["status"] != "ok":
+            own["tokens"] |= {f"{arm}_padded": x["tokens"]["padded"] for arm, x in both.items() if "tokens" in x}
+        if base["status"] != "ok":
+            own |= {"status": base["status"], "reason": base["reason"]}
+        if own["status"] != "ok":
             made.append(own)
             continue
         if together(base, line):
