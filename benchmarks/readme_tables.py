@@ -35,10 +35,8 @@ from lorabench.report.attribution_tables import (
 )
 from lorabench.report.claim_tables import claims_frame, judged, ours
 from lorabench.report.claims import (
-    AS_RATIO,
     BY_DEFINITION,
     FIT,
-    TIMES,
     Claim,
     Match,
     Source,
@@ -54,6 +52,7 @@ from lorabench.report.words import interval, number, ratio
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bubble_tables
+import claim_words
 import markers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -250,23 +249,6 @@ def _is_clear(m: Match, analysis: Analysis) -> bool:
     return not (m.claim.is_ratio and of_times) or not without_figure(judged(m, _value(m, analysis), analysis))
 
 
-def printed(claim: Claim) -> str:
-    """The number as the source prints it; a percentage of time or speed as a ratio too."""
-    said = "–".join(f"{n:g}" for n in claim.printed)
-    least = {"at least": "at least ", "maximum": "up to "}.get(claim.statistic, "")
-    if claim.unit == "$":
-        return f"${said}"
-    if claim.ratio_to:
-        how = "as fast as" if claim.quantity in TIMES else "of"
-        return f"{said} {claim.unit} ({number(claim.low)} × {how} {claim.ratio_to})"
-    if claim.unit not in AS_RATIO:
-        return f"{least}{said} {claim.unit}"
-    if claim.unit == "x":
-        return f"{least}{said} ×"
-    as_ratio = "–".join(f"{AS_RATIO[claim.unit](n):.3g}" for n in claim.printed)
-    return f"{least}{said} {claim.unit} ({as_ratio} ×)"
-
-
 def standing(claim: Claim, results: Results) -> list[str]:
     """What was measured, against which baseline, where; or why nothing was. Three cells of Markdown."""
     if claim.same_as:
@@ -298,15 +280,8 @@ def some_claims(results: Results) -> str:
     heads = ["published", "what", "measured here", "baseline", "in"]
     every = {(s.id, c.id): (s, c) for s in load_claims() for c in s.claims}
     shown = [every[key] for key in SHOWN]
-    rows = [[f"{s.name}: **{printed(c)}**", _what(c), *standing(c, results)] for s, c in shown]
+    rows = [[f"{s.name}: **{claim_words.printed(c)}**", claim_words.what(c), *standing(c, results)] for s, c in shown]
     return md_table(heads, rows).replace("RESULTS/", "results/")
-
-
-def _what(claim: Claim) -> str:
-    quantity = re.sub(r"_(pct|gb|usd|h|days|s)$", "", claim.quantity).replace("_", " ")
-    about = ", ".join(filter(None, (claim.model, quantity, claim.of)))
-    caveat = f"; {claim.caveat}" if claim.caveat else ""
-    return md(f"{about}, against {claim.baseline}{caveat}")
 
 
 def every_claim(results: Results) -> str:
@@ -316,7 +291,10 @@ def every_claim(results: Results) -> str:
 
 def _of_source(source: Source, results: Results) -> str:
     heads = ["id", "in the source's words", "number", "what", "measured here", "baseline", "in"]
-    rows = [[c.id, f"“{md(c.wording)}”", printed(c), _what(c), *standing(c, results)] for c in source.claims]
+    rows = [
+        [c.id, f"“{md(c.wording)}”", claim_words.printed(c), claim_words.what(c), *standing(c, results)]
+        for c in source.claims
+    ]
     said = f"{sum(len(c.printed) for c in source.claims)} numbers. Hardware: {source.hardware}. {source.protocol}."
     notes = "\n".join(f"- {md(caveat)}" for caveat in source.caveats)
     parts = [f"## {md(source.title)} ({md(source.publisher)})", md(said), notes]
@@ -482,7 +460,6 @@ SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
     **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "guide_memory", "packing"), STEPS),
     **dict.fromkeys(("guide_loss", "h100/guide_loss", "guide_time", "guide_weights"), STEPS),
-    "guide_three_samples": (cells.TIME, cells.MEMORY),
     **dict.fromkeys(("scaling", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
     "several_gpus_zero": GPUS,

@@ -399,6 +399,18 @@ def test_a_suites_page_has_a_table_of_each_group_and_says_where_nothing_is_publi
     assert filled.count("Not measured yet") == 1 and "suite=packing output=results/h200/packing" in filled
 
 
+def test_a_claim_with_forms_has_a_value_of_each(script, record, session, folder, tmp_path):
+    plain, wide = "prequantized_loading(threads=1, pinned=False)", "prequantized_loading"
+    of_loads = {"kind": "load", "workload": "warm_cache", "reference": ("quantize_at_load",)}
+    claim = next(c for s in script.load_claims() for c in s.claims if c.id == "step-6-loading")
+    for shown in ([plain], [plain, wide]):
+        made = [record([form], speedup=2.0 + len(form), **of_loads) for form in shown]
+        folder(tmp_path / "h200/loading", made, [session()])
+        value, baseline, where = script.standing(claim, script.Results(tmp_path))
+        assert re.findall(r"\(`(.*?)`\)", value) == shown and baseline == "the same", value
+        assert where == "[loading](RESULTS/h200/loading/summary.md)"
+
+
 STACK = re.compile(
     r"(?P<bold>\*\*)?(?P<said>unclear|[\d.]+)(?:, (?P<ms>[\d.]+) ms)?(?: (?P<reached>\(\d+ %\)))?"
     r"(?:\*\*)?(?P<dirty> †)?"
