@@ -3,7 +3,8 @@
     python benchmarks/guide_table.py            # writes them into the page
     python benchmarks/guide_table.py --print    # shows them
 
-The wording is in benchmarks/guide.yaml, the numbers are those of results/h200. What has no row is "not measured yet".
+The wording is in benchmarks/guide.yaml, the numbers are those of results/h200 and results/h100. What has no row is "not
+measured yet".
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import markers
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, ENTRIES, RESULTS = ROOT / "docs/guide.md", Path(__file__).parent / "guide.yaml", ROOT / "results/h200"
+PAGE, ENTRIES, RESULTS = ROOT / "docs/guide.md", Path(__file__).parent / "guide.yaml", ROOT / "results"
+GPUS = ("h200", "h100")  # folders below results/, in the order in which their rows are taken
 MODELS = {"llama-3.1-8b": "8B", "smollm2-135m": "135M"}
-# PEFT as it comes, and in the compute dtype; a row over the first is taken where there are both.
-REFERENCES = ("sdpa + adamw_foreach + padding", "sdpa + adamw_foreach + padding + adapters_in_compute_dtype")
+# PEFT as it comes, and in the compute dtype, and ours; a row over the first of them is taken where there are several.
+REFERENCES = {
+    "sdpa + adamw_foreach + padding": "",
+    "sdpa + adamw_foreach + padding + adapters_in_compute_dtype": ", over adapters in the compute dtype",
+    "sdpa + adamw_fused + padding + lora_kernels + adapters_in_compute_dtype": ", over lora_kernels",
+}
 WORKLOADS = ("alpaca", "4x2048", "2x2048")  # of suite=guide, and of the published sweeps
 COMMON = "adapters_in_compute_dtype"  # which a published stack has wherever it can
 NOTHING = "not measured yet"
@@ -38,28 +44,30 @@ NOTICED = 1.0  # percent of the peak
 
 
 def measured(results: Path = RESULTS) -> pd.DataFrame:
-    """Every published training row of the two models, with its folder, relative to results/."""
+    """Every published training row of the two models on these GPUs, with its GPU."""
     frames = []
-    for file in sorted(results.rglob("records.jsonl")):
-        frame = lorabench.load_results(file.parent)
-        frames.append(frame.assign(folder=file.parent.relative_to(results.parent).as_posix()))
+    for gpu in GPUS:
+        for file in sorted((results / gpu).rglob("records.jsonl")):
+            frames.append(lorabench.load_results(file.parent).assign(gpu=gpu))
     found = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=EMPTY)
     return found[(found.kind == "train") & found.model.isin(list(MODELS))]
 
 
 def row_of(found: pd.DataFrame, model: str, toggles: str) -> Any:
-    """The row that stands for these toggles, with or without adapters in the compute dtype: a timed one before one
-    without times, by what is in it, by reference and workload, the last published. None where there is none."""
+    """The row that stands for these toggles, with or without adapters in the compute dtype: one whose time is a figure
+    before others, by GPU, a timed one before one without times, by what is in it, by reference and workload, the last
+    published. None where there is none."""
     wanted = set(toggles.split(" + "))
-    rows = found[(found.model == model) & found.reference.isin(REFERENCES) & found.workload.isin(WORKLOADS)]
+    rows = found[(found.model == model) & found.reference.isin(list(REFERENCES)) & found.workload.isin(WORKLOADS)]
     sets = rows.toggles.map(lambda label: set(label.split(" + ")))
     rows = rows[sets.map(lambda own: own in (wanted, wanted | {COMMON})).astype(bool)]
     if not len(rows):
         return None
     order = rows.assign(
-        a=rows.status.ne("ok"), b=rows.toggles.str.contains(COMMON), c=rows.reference.map(REFERENCES.index),
-        d=rows.workload.map(WORKLOADS.index),
-    ).sort_values(["a", "b", "c", "d", "session"], ascending=[True, True, True, True, False])  # fmt: skip
+        a=rows.status.ne("ok") | rows.verdict.map(without_figure), b=rows.gpu.map(GPUS.index), c=rows.status.ne("ok"),
+        d=rows.toggles.str.contains(COMMON), e=rows.reference.map(list(REFERENCES).index),
+        f=rows.workload.map(WORKLOADS.index),
+    ).sort_values([*"abcdef", "session"], ascending=[True] * 6 + [False])  # fmt: skip
     return order.iloc[0]
 
 
@@ -68,14 +76,14 @@ def said(row: Any) -> str:
     if row is None:
         return NOTHING
     if row.status != "ok":
-        return f"{row.status.replace('_', ' ')}: {str(row.reason).partition('. ')[0]}"
-    low = "" if row.reference == REFERENCES[0] else ", over adapters in the compute dtype"
+        return f"{row.status.replace('_', ' ')}: {str(row.reason).partition('. ')[0]} ({row.gpu.upper()})"
+    low = REFERENCES[row.reference]
     low += ", adapters in the compute dtype" if COMMON in row.toggles else ""
     peaks = f"{row.reference_peak_gib:.1f} → {row.candidate_peak_gib:.1f} GiB"
     interval = f"[{row.total_low:.2f}, {row.total_high:.2f}]"
     bare = without_figure(row.verdict)
     time = f"{row.verdict.partition(',')[0]} {interval}" if bare else f"{row.total_speedup:.2f} × {interval}"
-    return f"{time}, {peaks} ({row.workload}{low})"
+    return f"{time}, {peaks} ({row.workload}{low}, {row.gpu.upper()})"
 
 
 def verdict(row: Any, gains: list[str]) -> str:
@@ -123,7 +131,7 @@ def fits(found: pd.DataFrame) -> str:
         fitting = rows[rows.candidate_peak_gib <= room].sort_values("total_candidate_ms")
         if len(fitting):
             best = fitting.iloc[0]
-            time = f"{best.total_candidate_ms:.0f} ms"
+            time = f"{best.total_candidate_ms:.0f} ms ({best.gpu.upper()})"
             lines.append(f"| {size} GB | `{best.candidate}` | {time} | {best.candidate_peak_gib:.1f} GiB |")
         else:
             lines.append(f"| {size} GB | {NOTHING} | | |")

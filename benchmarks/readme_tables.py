@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import filter as filter_names
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -34,10 +35,8 @@ from lorabench.report.attribution_tables import (
 )
 from lorabench.report.claim_tables import claims_frame, judged, ours
 from lorabench.report.claims import (
-    AS_RATIO,
     BY_DEFINITION,
     FIT,
-    TIMES,
     Claim,
     Match,
     Source,
@@ -53,6 +52,7 @@ from lorabench.report.words import interval, number, ratio
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bubble_tables
+import claim_words
 import markers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,14 +174,16 @@ class Measured(NamedTuple):
 # -- published against measured ---------------------------------------------------------------------------------------
 
 
-def beside(claim: Claim, results: Results) -> Measured | None:
+def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
     """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any,
     and whose workload is as a file has it, and which have rounds enough for a figure, of the folder that was measured
-    last; several cells as the range of their ratios. In the claim's direction."""
+    last; several cells as the range of their ratios. In the claim's direction. `form`: only rows that test a toggle
+    like this pattern."""
     newest = list(results.on_gpu).index
     found: dict[tuple[int, int, bool, bool, int, str, str], list[tuple[Match, Analysis]]] = {}
     for folder, m, analysis in results.found:
-        if m.claim is claim and math.isfinite((value := _value(m, analysis))[0]):
+        asked = m.claim is claim and bool(filter_names(m.record.ablations, form))
+        if asked and math.isfinite((value := _value(m, analysis))[0]):
             few = str(judged(m, value, analysis)).endswith("few trials")
             apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
             tested = "" if claim.over else " + ".join(m.record.ablations)
@@ -247,23 +249,6 @@ def _is_clear(m: Match, analysis: Analysis) -> bool:
     return not (m.claim.is_ratio and of_times) or not without_figure(judged(m, _value(m, analysis), analysis))
 
 
-def printed(claim: Claim) -> str:
-    """The number as the source prints it; a percentage of time or speed as a ratio too."""
-    said = "–".join(f"{n:g}" for n in claim.printed)
-    least = {"at least": "at least ", "maximum": "up to "}.get(claim.statistic, "")
-    if claim.unit == "$":
-        return f"${said}"
-    if claim.ratio_to:
-        how = "as fast as" if claim.quantity in TIMES else "of"
-        return f"{said} {claim.unit} ({number(claim.low)} × {how} {claim.ratio_to})"
-    if claim.unit not in AS_RATIO:
-        return f"{least}{said} {claim.unit}"
-    if claim.unit == "x":
-        return f"{least}{said} ×"
-    as_ratio = "–".join(f"{AS_RATIO[claim.unit](n):.3g}" for n in claim.printed)
-    return f"{least}{said} {claim.unit} ({as_ratio} ×)"
-
-
 def standing(claim: Claim, results: Results) -> list[str]:
     """What was measured, against which baseline, where; or why nothing was. Three cells of Markdown."""
     if claim.same_as:
@@ -273,16 +258,21 @@ def standing(claim: Claim, results: Results) -> list[str]:
         return [md(said), "the same", where]
     if claim.is_one:
         return [BY_DEFINITION, "", ""]
-    found = None if claim.open else beside(claim, results)
-    if found is None:
+    found = [] if claim.open else [one for form in claim.forms or "*" if (one := beside(claim, results, form))]
+    if not found:
         why, where = f"open: {md(claim.open or 'no published results measure it')}", ""
         if claim.simulated:
             said, where = bubble_tables.beside(claim.simulated, claim.unit, results.place)
             why = f"simulated, not measured: {md(said)}; {why}"
         return [why, "", where]
-    gpu, _, name = found.folder.rpartition("/")
+    rows = [(f"{one.value} ({one.toggles})", md(one.baseline), _link(one.folder)) for one in found]
+    return ["; ".join(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
+
+
+def _link(folder: str) -> str:
+    gpu, _, name = folder.rpartition("/")
     where = name if gpu == "h200" else f"{name}, {gpu.upper()}"  # all pages say that an H200 is meant elsewhere
-    return [f"{found.value} ({found.toggles})", md(found.baseline), f"[{where}](RESULTS/{found.folder}/summary.md)"]
+    return f"[{where}](RESULTS/{folder}/summary.md)"
 
 
 def some_claims(results: Results) -> str:
@@ -290,15 +280,8 @@ def some_claims(results: Results) -> str:
     heads = ["published", "what", "measured here", "baseline", "in"]
     every = {(s.id, c.id): (s, c) for s in load_claims() for c in s.claims}
     shown = [every[key] for key in SHOWN]
-    rows = [[f"{s.name}: **{printed(c)}**", _what(c), *standing(c, results)] for s, c in shown]
+    rows = [[f"{s.name}: **{claim_words.printed(c)}**", claim_words.what(c), *standing(c, results)] for s, c in shown]
     return md_table(heads, rows).replace("RESULTS/", "results/")
-
-
-def _what(claim: Claim) -> str:
-    quantity = re.sub(r"_(pct|gb|usd|h|days|s)$", "", claim.quantity).replace("_", " ")
-    about = ", ".join(filter(None, (claim.model, quantity, claim.of)))
-    caveat = f"; {claim.caveat}" if claim.caveat else ""
-    return md(f"{about}, against {claim.baseline}{caveat}")
 
 
 def every_claim(results: Results) -> str:
@@ -308,7 +291,10 @@ def every_claim(results: Results) -> str:
 
 def _of_source(source: Source, results: Results) -> str:
     heads = ["id", "in the source's words", "number", "what", "measured here", "baseline", "in"]
-    rows = [[c.id, f"“{md(c.wording)}”", printed(c), _what(c), *standing(c, results)] for c in source.claims]
+    rows = [
+        [c.id, f"“{md(c.wording)}”", claim_words.printed(c), claim_words.what(c), *standing(c, results)]
+        for c in source.claims
+    ]
     said = f"{sum(len(c.printed) for c in source.claims)} numbers. Hardware: {source.hardware}. {source.protocol}."
     notes = "\n".join(f"- {md(caveat)}" for caveat in source.caveats)
     parts = [f"## {md(source.title)} ({md(source.publisher)})", md(said), notes]
@@ -467,18 +453,20 @@ def _alone(row: Row | None) -> str:
 
 STEPS = (cells.TIME, cells.WHOLE, cells.MEMORY)
 GPUS = (*STEPS, cells.SENDING)
+READ = (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND)
 JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING)  # of suites that train several
 # What the page of a suite's toggles shows of it, beside the toggle and the verdict.
 SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
     **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "guide_memory", "packing"), STEPS),
-    **dict.fromkeys(("guide_loss", "h100/guide_loss"), STEPS),
+    **dict.fromkeys(("guide_loss", "h100/guide_loss", "guide_time", "guide_weights"), STEPS),
     **dict.fromkeys(("scaling", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
+    "several_gpus_zero": GPUS,
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_ours", "_three")},
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
-    "prequantized_loading": (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND),
+    **dict.fromkeys(("prequantized_loading", "h100/prequantized_loading"), READ),
     "text_metrics": (cells.TIME, cells.WHOLE),
 }
 

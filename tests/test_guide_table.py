@@ -20,7 +20,7 @@ def rows(**changed):
         "kind": "train", "model": "llama-3.1-8b", "workload": "4x2048", "status": "ok", "toggles": "liger",
         "reference": "sdpa + adamw_foreach + padding", "candidate": "sdpa + liger", "verdict": "faster", "session": "1",
         "total_speedup": 1.25, "total_low": 1.2, "total_high": 1.3, "reference_peak_gib": 90.0, "reason": None,
-        "candidate_peak_gib": 70.0, "memory_saved_pct": 22.0, "total_candidate_ms": 500.0,
+        "candidate_peak_gib": 70.0, "memory_saved_pct": 22.0, "total_candidate_ms": 500.0, "gpu": "h200",
     }  # fmt: skip
     return pd.DataFrame([plain | changed])
 
@@ -45,11 +45,30 @@ def test_every_toggle_of_the_page_is_measured_by_the_suite(script):
 
 def test_a_row_is_shown_with_interval_and_peaks_and_held_to_the_words(script):
     row = script.row_of(rows(), "llama-3.1-8b", "liger")
-    assert script.said(row) == "1.25 × [1.20, 1.30], 90.0 → 70.0 GiB (4x2048)"
+    assert script.said(row) == "1.25 × [1.20, 1.30], 90.0 → 70.0 GiB (4x2048, H200)"
     assert script.verdict(row, ["time", "memory"]) == "time: as said; memory: as said"
     assert script.verdict(row, []) == ""
     unclear = script.row_of(rows(verdict="unclear"), "llama-3.1-8b", "liger")
-    assert script.said(unclear) == "unclear [1.20, 1.30], 90.0 → 70.0 GiB (4x2048)"
+    assert script.said(unclear) == "unclear [1.20, 1.30], 90.0 → 70.0 GiB (4x2048, H200)"
+    over_ours = rows(reference="sdpa + adamw_fused + padding + lora_kernels + adapters_in_compute_dtype")
+    assert script.said(script.row_of(over_ours, "llama-3.1-8b", "liger")).endswith("(4x2048, over lora_kernels, H200)")
+
+
+@pytest.mark.parametrize(
+    ("h200", "h100", "shown"),
+    [
+        ({}, {}, "h200"),
+        ({"verdict": "unclear"}, {}, "h100"),
+        ({"verdict": "faster, few trials"}, {"verdict": "same"}, "h100"),
+        ({"verdict": "unclear"}, {"verdict": "unclear"}, "h200"),
+        ({"status": "wrong_numerics", "verdict": None}, {"verdict": "unclear"}, "h200"),
+        ({"status": "wrong_numerics", "verdict": None}, {}, "h100"),
+        ({"workload": "2x2048"}, {}, "h200"),
+    ],
+)
+def test_a_figure_stands_before_what_is_none_and_an_h200_before_an_h100(script, h200, h100, shown):
+    both = pd.concat([rows(**h100, gpu="h100"), rows(**h200)])
+    assert script.row_of(both, "llama-3.1-8b", "liger").gpu == shown
 
 
 @pytest.mark.parametrize(
@@ -69,9 +88,10 @@ def test_what_was_not_measured_is_no_guess(script):
     assert script.said(None) == "not measured yet" and script.verdict(None, ["time"]) == ""
     assert script.row_of(rows(workload="1x512"), "llama-3.1-8b", "liger") is None
     failed = script.row_of(rows(status="oom", reason="it ran out. Tried more"), "llama-3.1-8b", "liger")
-    assert script.said(failed) == "oom: it ran out" and script.verdict(failed, ["time"]) == ""
+    assert script.said(failed) == "oom: it ran out (H200)" and script.verdict(failed, ["time"]) == ""
     with_low = rows(toggles="adapters_in_compute_dtype + liger")
-    assert script.said(script.row_of(with_low, "llama-3.1-8b", "liger")).endswith(", adapters in the compute dtype)")
+    in_low = script.said(script.row_of(with_low, "llama-3.1-8b", "liger"))
+    assert in_low.endswith(", adapters in the compute dtype, H200)")
 
 
 def test_what_fits_is_the_fastest_measured_step_below_the_size(script):

@@ -88,6 +88,7 @@ class Claim(Strict):
     must_hold: list[str] = Field(default_factory=list)
     must_not_hold: list[str] = Field(default_factory=list)  # likewise, those with which it would
     must_add: list[str] = Field(default_factory=list)  # likewise, of what a record puts on top of its reference
+    forms: list[str] = Field(default_factory=list)  # of the toggles, where several are shown: likewise, with settings
     model: str | None = None  # only records of this model, or of models like this pattern (*, ?)
     workload: str | None = None  # likewise of workloads
     over: list[str] = Field(default_factory=list)  # models over whose cells it is the average or the maximum

@@ -248,6 +248,9 @@ def test_utilization_is_the_share_of_a_step_in_which_the_gpu_was_busy(record):
     assert math.isnan(claims.measured(done, theirs, Contrasts())[0])  # nobody profiled the reference
 
 
+MORE_JOBS = "alpaca_many_8(jobs=[{'name': 'job', 'copies': 20}])"
+
+
 def test_how_many_jobs_fit_is_said_by_an_arm_that_ran_out_of_memory(record):
     edge = {"of": "jobs", "asked": 16, "fits": 9, "too_many": 10, "room_gib": 130.0, "processes": 4}
     many = JOBS | {"workload": "alpaca_many_8"}
@@ -257,6 +260,8 @@ def test_how_many_jobs_fit_is_said_by_an_arm_that_ran_out_of_memory(record):
     assert claims.measured(full, beside, Contrasts())[0] == 4
     assert {m.claim.id for m in found([full], "mlora") if claims.answers(m)} == {ratio.id, beside.id}
     assert claims.standing(ratio, found([full])) == "measured"
+    more = record(["batched"], status="oom", arm="candidate", notes=full.notes, **many | {"workload": MORE_JOBS})
+    assert claims.standing(ratio, found([more])) == "measured"  # twenty were asked in place of sixteen: the edge counts
     cut = {"candidate": {"edge": edge | {"fits": 4, "too_many": 16}}}  # the time was up before five were tried
     early = found([record(["batched"], status="oom", arm="candidate", notes=cut, **many)])
     assert claims.standing(ratio, early) != "measured" and claims.standing(beside, early) == "measured"

@@ -57,8 +57,10 @@ def pairs(line, found):
             own[field] = {arm: x[field] for arm, x in both.items() if field in x}
         if "tokens" in line:
             own["tokens"] = {"real": line["tokens"]["real"], "trained": line["tokens"]["trained"]}
-            own["tokens"] |= {f"{arm}_padded": x["tokens"]["padded"] for arm, x in both.items()}
-        if line["status"] != "ok":
+            own["tokens"] |= {f"{arm}_padded": x["tokens"]["padded"] for arm, x in both.items() if "tokens" in x}
+        if base["status"] != "ok":
+            own |= {"status": base["status"], "reason": base["reason"]}
+        if own["status"] != "ok":
             made.append(own)
             continue
         if together(base, line):
@@ -395,6 +397,18 @@ def test_a_suites_page_has_a_table_of_each_group_and_says_where_nothing_is_publi
     filled = script.filled(page, script.Results(tmp_path))
     assert filled.count("| save\\_on\\_cpu | ") == 2 and "0.25" in filled and "0.5" in filled
     assert filled.count("Not measured yet") == 1 and "suite=packing output=results/h200/packing" in filled
+
+
+def test_a_claim_with_forms_has_a_value_of_each(script, record, session, folder, tmp_path):
+    plain, wide = "prequantized_loading(threads=1, pinned=False)", "prequantized_loading"
+    of_loads = {"kind": "load", "workload": "warm_cache", "reference": ("quantize_at_load",)}
+    claim = next(c for s in script.load_claims() for c in s.claims if c.id == "step-6-loading")
+    for shown in ([plain], [plain, wide]):
+        made = [record([form], speedup=2.0 + len(form), **of_loads) for form in shown]
+        folder(tmp_path / "h200/loading", made, [session()])
+        value, baseline, where = script.standing(claim, script.Results(tmp_path))
+        assert re.findall(r"\(`(.*?)`\)", value) == shown and baseline == "the same", value
+        assert where == "[loading](RESULTS/h200/loading/summary.md)"
 
 
 STACK = re.compile(
