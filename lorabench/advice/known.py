@@ -199,22 +199,17 @@ class Known:
         return [toggles for toggles in self.untried if self.question.labels(toggles) not in self.lost]
 
     def alone(self, toggles: Toggles) -> Told | None:
-        """The family in which it was held, alone, against the user's reference."""
+        """The family in which it was held, alone, against the user's reference; of several that with most rounds."""
         labels = self.question.labels(toggles)
-        found = [t for t in self.families if t.design == ALONE and t.finished(labels)]
-        return next((t for t in reversed(found) if t.measured(labels)), found[-1] if found else None)
+        own = [t for t in self.families if t.reference and frozenset(t.reference.toggles) == self.base]
+        found = [told for told in own if told.finished(labels)]
+        measured = [told for told in found if told.measured(labels)]
+        return max(measured, key=lambda t: len(t.arms[labels].rounds), default=found[-1] if found else None)
 
     def record(self, toggles: Toggles) -> Record | None:
         """A contender alone."""
         told = self.alone(toggles)
         return told and told.record(self.question.labels(toggles))
-
-    def decided_alone(self, toggles: Toggles) -> Told | None:
-        """The same, where the family that decides has it, too: it has more rounds."""
-        told = self.deciding
-        if told and told.reference and frozenset(told.reference.toggles) == self.base:
-            return told if told.measured(self.question.labels(toggles)) else self.alone(toggles)
-        return self.alone(toggles)
 
     @cached_property
     def ranked(self) -> list[Toggles]:

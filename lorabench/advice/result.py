@@ -186,7 +186,7 @@ def _code(known: Known) -> list[tuple[str, str, str]]:
 
 def _tried(toggles: Toggles, known: Known) -> Tried:
     """What became of a contender."""
-    name, told = named(toggles), known.decided_alone(toggles)
+    name, told = named(toggles), known.alone(toggles)
     record = told and told.record(known.question.labels(toggles))
     if record is None or told is None:
         if on_top := known.with_more_room(toggles):

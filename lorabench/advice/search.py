@@ -1,7 +1,8 @@
 """The search: which family to measure next, from the records so far and the seconds that are left.
 
-First every contender alone; then the best of each slot put together, each stack and what it is without each member, in
-one family: gains do not multiply. Then more rounds, where the two best cannot be told apart, and what was left out.
+First every contender alone, in a second family those for which the first had no time; then the best of each slot put
+together, each stack and what it is without each member, in one family: gains do not multiply. Then more rounds, where
+the two best cannot be told apart.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def following(known: Known, left: float, first: bool) -> Step | None:
         return None
     if first and (known.untried or known.reference is None):
         return _alone_first(known, left)
-    return _together(known, left) or _decided(known, left) or _left_over(known, left)
+    return _left_over(known, left) or _together(known, left) or _decided(known, left) or _one_more(known, left)
 
 
 def _alone_first(known: Known, left: float) -> Step:
@@ -61,6 +62,26 @@ def _alone_first(known: Known, left: float) -> Step:
         return own.rounds if spare >= 0 else _all(then, one)
 
     return Step(_family(known, [*measured, *free], ALONE), rounds, SEATED * left)
+
+
+def _left_over(known: Known, left: float) -> Step | None:
+    """Contenders for which there was no time before, as many as are expected to leave some for stacks."""
+    pace, chosen = Pace(known), list[Toggles]()
+    reserved = pace.seconds([known.whole], FEWEST) if known.members else 0.0
+    for toggles in known.measurable:
+        if known.members and toggles in known.question.in_need:  # a reference that does not fit has a way to fit
+            continue
+        if pace.rounds([*chosen, toggles], left - reserved) >= FEWEST:
+            chosen.append(toggles)
+    if not chosen:
+        return None
+
+    def rounds(then: float, one: float) -> int:
+        """As many as the others had, where that leaves time for stacks; else all that there is."""
+        spare = _all(then - reserved, one)
+        return min(known.question.rounds, spare) if spare >= FEWEST else _all(then, one)
+
+    return Step(_family(known, chosen, ALONE), rounds, left)
 
 
 def _together(known: Known, left: float) -> Step | None:
@@ -99,18 +120,12 @@ def _decided(known: Known, left: float) -> Step | None:
     return Step(_family(known, stacks, DECIDING, ground), _all, left)
 
 
-def _left_over(known: Known, left: float) -> Step | None:
-    """Contenders for which there was no time before. Where none is expected to be done in time, one all the same: what
-    is expected comes from another machine, and nothing else is left to do."""
-    pace, chosen = Pace(known), list[Toggles]()
-    for toggles in known.measurable:
-        if pace.rounds([*chosen, toggles], left) >= FEWEST:
-            chosen.append(toggles)
-    if not chosen and left > 2 * pace.seconds([], FEWEST):
-        chosen = known.measurable[:1]
-    if not chosen:
+def _one_more(known: Known, left: float) -> Step | None:
+    """A contender that is not expected to be done in time, all the same: what is expected comes from another machine,
+    and nothing else is left to do."""
+    if not known.measurable or left <= 2 * Pace(known).seconds([], FEWEST):
         return None
-    return Step(_family(known, chosen, ALONE), _all, left)
+    return Step(_family(known, known.measurable[:1], ALONE), _all, left)
 
 
 def _all(left: float, one: float) -> int:
