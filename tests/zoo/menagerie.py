@@ -61,10 +61,12 @@ def command(cls: type[Animal]) -> tuple[str, ...]:
 
 
 def groups(names: Iterable[str]) -> list[list[str]]:
-    """Those that one sweep can measure together."""
+    """Those that one sweep can measure together. Those that need a GPU have sweeps of their own: beside others all of
+    these would be measured there, too."""
     known, made = animals(), defaultdict(list)
     for name in sorted(names):
-        made[command(known[name]), name if known[name].alone else ""].append(name)
+        cls = known[name]
+        made[command(cls), name if cls.alone else "", cls.requires.device].append(name)
     return [group[i : i + AT_ONCE] for group in made.values() for i in range(0, len(group), AT_ONCE)]
 
 
