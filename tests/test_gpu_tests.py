@@ -1,10 +1,14 @@
 """benchmarks/gpu_tests.sh runs every test that needs a GPU, each in one of its parts."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -22,3 +26,17 @@ def test_every_gpu_test_is_in_one_part():
     assert len(wanted) > 20 and len(set(named)) == len(named)
     assert not {file for file in wanted if not any(file == n or file.startswith(f"{n}/") for n in named)}
     assert all((ROOT / name).exists() for name in named)
+
+
+@pytest.mark.skipif(not shutil.which("timeout"), reason="needs timeout")
+def test_no_part_outlives_the_script(tmp_path):
+    (tmp_path / "python3").write_text(f"#!/bin/sh\ntouch {tmp_path}/$$.pid\nexec sleep 60\n")
+    (tmp_path / "python3").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["timeout", "2", "bash", str(ROOT / "benchmarks" / "gpu_tests.sh"), str(tmp_path / "out")]
+    subprocess.run(command, env=env, timeout=50)
+    parts = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    until = time.monotonic() + 5
+    while time.monotonic() < until and any(map(psutil.pid_exists, parts)):
+        time.sleep(0.05)
+    assert len(parts) > 5 and not [pid for pid in parts if psutil.pid_exists(pid)]
