@@ -5,6 +5,7 @@
 # JOBS: a line a job, `NAME LIMIT_S COMMAND …`; {out} in it is FOLDER/NAME. A job that takes longer than LIMIT_S seconds is ended,
 # and one whose name ends in _141gb is passed over on GPUs of less, one in _80gb on GPUs of more.
 #   ladder 1500 python3 -m lorabench.sweep suite=predibase_ladder design=ladder output={out}
+# A job that FOLDER/ended names, a line each, is not run.
 # Lines may be added to JOBS while it runs, and nothing else: workers go on reading where they are.
 # FOLDER/log has what each job printed, and what each worker did when. Where there are fewer GPUs than that there is one worker.
 set -u
@@ -15,7 +16,7 @@ work() {
   mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | head -n 1)
   while read -r name limit command; do
     if [ "${mib:-0}" -lt 120000 ]; then other=_141gb; else other=_80gb; fi
-    if [[ $name == *$other ]]; then continue; fi
+    if [[ $name == *$other ]] || grep -qsx "$name" "$folder/ended"; then continue; fi
     if [ -z "$name" ] || [[ $name == \#* ]] || ! mkdir "$folder/taken/$name" 2> /dev/null; then continue; fi
     say "$name"
     timeout -k 20 "$limit" bash -c "${command//\{out\}/$folder/$name}" > "$folder/log/$name.txt" 2>&1 < /dev/null

@@ -2,6 +2,7 @@
 # A session on a GPU machine that has no package index and may be gone at any time: install, run lists of jobs, pack what is there.
 #   bash benchmarks/gpu_session.sh start|wait SECONDS PACK     (in a checkout, beside which nothing else is needed)
 # .whl/ has the wheels that the machine lacks, .clone/ a clone of the commit to measure (git clone --no-checkout --depth 1).
+# .pack/ may have the PACK of a machine that was lost: what had ended there is not run again, and what had not goes on.
 # `start`, on a fresh machine: installs both, then runs the lists of benchmarks/gpu_jobs by gpu_queue.sh, in the order of their names, which say how many
 # GPUs a job takes, with as many jobs beside each other as the machine has room for. `wait`, on that machine: goes on waiting, and adds the lines that the
 # lists have more. Both end after SECONDS or when all is done, and leave folders and logs so far in PACK (a .tgz).
@@ -20,6 +21,14 @@ if [ "$mode" = start ]; then
   git clone -q "file://$here/.clone" "$at/src" && cd "$at/src" || exit 3
   python3 -m pip install -q --no-index --no-deps --no-build-isolation -e ./kernels -e .
   cp "$here"/benchmarks/gpu_jobs/*.txt "$at"
+  for pack_before in "$here"/.pack/*.tgz; do
+    [ ! -f "$pack_before" ] || tar xzf "$pack_before" -C "$at"
+  done
+  for folder in "$at"/out/*/; do
+    [ -d "$folder" ] || continue
+    sed -n 's/.*worker [0-9]*: \(.*\) ended with .*/\1/p' "$folder"/log/worker*.txt >> "$folder/ended"
+    rm -rf "$folder/taken"
+  done
   setsid bash -c '
     at=$1; gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU)
     for list in "$at"/*_gpu*.txt; do
