@@ -31,9 +31,10 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         "lorabench --help", "lorabench.sweep --help", "lorabench.sweep list=true", "lorabench list",
         "lorabench list -h",
-        "lorabench.recommend --help", "lorabench recommend -h",
-        "lorabench.doctor --help", "lorabench doctor -h", "lorabench compare -h", "lorabench report -h",
-        "lorabench log -h", "lorabench.simulate --help", "lorabench simulate -h", "lorabench jobs -h",
+        "lorabench recommend -h", "lorabench doctor -h", "lorabench compare -h", "lorabench report -h",
+        "lorabench log -h", "lorabench simulate -h", "lorabench jobs -h",
+        *(pytest.param(f"lorabench.{name} --help", marks=pytest.mark.exhaustive)  # the same modules by their own names
+          for name in ("recommend", "doctor", "simulate")),
     ],
 )  # fmt: skip
 def test_help_and_the_list_import_nothing_heavy(command):

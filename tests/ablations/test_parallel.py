@@ -24,10 +24,8 @@ TWO = {
     "ddp with lora_kernels": ("ddp", "lora_kernels"),
     "fsdp2": ("fsdp2",),
     "fsdp2 with lora_kernels": ("fsdp2", "lora_kernels"),
-    "fsdp2 kept with lora_kernels": ({"fsdp2": {"reshard": False}}, "lora_kernels"),
     "fsdp2 checkpointed with lora_kernels": ("fsdp2", "lora_kernels", "gradient_checkpointing"),
     "fsdp2 sharded with lora_kernels": ({"fsdp2": {"adapters": "sharded"}}, "lora_kernels"),
-    "fsdp2 apart with lora_kernels": ({"fsdp2": {"operands": False}}, "lora_kernels"),
     "fsdp2 kept": ({"fsdp2": {"reshard": False}},),
     "fsdp2 sharded": ({"fsdp2": {"adapters": "sharded"}},),
     "ulysses": ("ulysses",),
@@ -35,14 +33,19 @@ TWO = {
     "tensor_parallel": ("tensor_parallel",),
     "fsdp2 checkpointed": ("fsdp2", "gradient_checkpointing"),
 }
+ONE = {
+    "fsdp2 with lora_kernels": TWO["fsdp2 with lora_kernels"],
+    "fsdp2 kept with lora_kernels": ({"fsdp2": {"reshard": False}}, "lora_kernels"),
+    "fsdp2 apart with lora_kernels": ({"fsdp2": {"operands": False}}, "lora_kernels"),
+}
 TWO_MORE = {
+    **{name: case for name, case in ONE.items() if name not in TWO},
     "fsdp2 kept checkpointed with lora_kernels": (
         {"fsdp2": {"reshard": False}},
         "lora_kernels",
         "gradient_checkpointing",
     ),
 }
-ONE = {f"fsdp2{how} with lora_kernels": TWO[f"fsdp2{how} with lora_kernels"] for how in ("", " kept", " apart")}
 ONE_MORE = {
     name: case
     for name, case in (TWO | TWO_MORE).items()
@@ -211,15 +214,25 @@ def test_fsdp2_sends_its_least_and_holds_half_of_the_frozen_weights(two):
     assert two[0]["fsdp2 sharded"]["notes"]["fsdp2"]["held_bytes"]["adapters"] < ddp["ddp"]["held_bytes"]["adapters"]
 
 
-@pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("kept", ["", " kept"])
-def test_lora_kernels_over_fsdp2_runs_the_products_that_it_runs_over_ddp(one, two, number, kept):
+def test_lora_kernels_over_fsdp2_runs_the_products_that_it_runs_over_ddp(one, two, kept):
     """q, k, v and gate, up are one product each, and no adapter is added by one of its own."""
-    found = (one, two)[number - 1][0][f"fsdp2{kept} with lora_kernels"]["products"]
-    batches = 2 // number  # of four samples each
-    assert found == [batches * n for n in two[0]["ddp with lora_kernels"]["products"]]
-    apart = (one, two)[number - 1][0]["fsdp2 apart with lora_kernels"]["products"]
-    assert sum(apart) > 1.5 * sum(found)
+    found, over_ddp = one[0][f"fsdp2{kept} with lora_kernels"]["products"], products_over_ddp(two)
+    assert found == [2 * n for n in over_ddp]  # batches of four samples each
+    assert sum(one[0]["fsdp2 apart with lora_kernels"]["products"]) > 1.5 * sum(found)
+    if not kept:
+        assert two[0]["fsdp2 with lora_kernels"]["products"] == over_ddp
+
+
+@pytest.mark.exhaustive
+def test_on_two_processes_it_runs_them_too(more, two):
+    found = more[1][0]["fsdp2 kept with lora_kernels"]["products"]
+    assert found == products_over_ddp(two)
+    assert sum(more[1][0]["fsdp2 apart with lora_kernels"]["products"]) > 1.5 * sum(found)
+
+
+def products_over_ddp(two):
+    return two[0]["ddp with lora_kernels"]["products"]
 
 
 def operands_are_said(cases):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import re
@@ -36,6 +37,7 @@ LENGTHS = [16, 9, 12, 16, 3, 14, 7, 11]
 DEEP = "tiny-llama-8-layers"  # cut to as many as a test needs
 
 
+@functools.cache
 def plain(layers):
     made = arm(*PEFT, samples=random_samples(LENGTHS), workload=FEED, model=DEEP, layers=layers)
     return one_step(made)
@@ -75,7 +77,7 @@ def test_rows_are_as_even_as_they_can_be_for_each_is_filled_up_to_the_longest(le
     ("ranks", "layers", "toggle"),
     [
         (2, 3, "pipeline_gpipe"),
-        (2, 3, "pipeline_1f1b"),
+        pytest.param(2, 3, "pipeline_1f1b", marks=pytest.mark.exhaustive),  # in make test out of a folder of weights
         (2, 3, {"pipeline_1f1b": {"tokens": 32, "layers": [1, 2]}}),
         (2, 4, {"pipeline_interleaved": {"v": 2}}),
         pytest.param(4, 4, "pipeline_1f1b", marks=pytest.mark.exhaustive),
@@ -136,7 +138,7 @@ def test_neighbours_in_the_order_of_length_go_to_different_pipelines_in_the_samp
     "beside",
     [
         "gradient_checkpointing",
-        "lora_kernels",
+        pytest.param("lora_kernels", marks=pytest.mark.exhaustive),  # see test_no_stage_has_a_layer_…
         pytest.param("selective_checkpointing", marks=pytest.mark.exhaustive),
         pytest.param("save_on_cpu", marks=pytest.mark.exhaustive),
         pytest.param("adamw_fused", marks=pytest.mark.exhaustive),
@@ -240,7 +242,7 @@ MARGINS = [[*range(HALF + MARGIN)], [*range(HALF - MARGIN, LAYERS)]]
 @pytest.mark.parametrize(
     ("toggles", "wanted"),
     [
-        (("pipeline_1f1b",), MARGINS),
+        pytest.param(("pipeline_1f1b",), MARGINS, marks=pytest.mark.exhaustive),
         (("pipeline_1f1b", "lora_kernels"), MARGINS),
         (({"pipeline_gpipe": {"layers": [HALF, HALF]}},), [[0, 1, 2, 3], [4, 5, 6, 7]]),
         (({"pipeline_interleaved": {"layers": [1, 3, 2, 2]}},), [[0, 4, 5], [1, 2, 3, 6, 7]]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 
@@ -23,6 +24,7 @@ from lorabench_ablations.scheduler import Scheduling
 # -- several jobs -----------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def jobs_alone(*overrides):
     made = jobs_arm(ONE, "padding", overrides=overrides)
     return {step.name: one_step(made, step) for step in made.steps}
@@ -73,6 +75,11 @@ def test_several_jobs_in_one_pipeline_are_each_what_it_is_alone(tmp_path, flush,
         assert said["predicted_bubble_pct"] < 100 and sum(said["layers_by_stage"]) == 3
 
 
+@functools.cache
+def trained_alone(*overrides, trials=3):
+    return trained(ONE, "padding", overrides=overrides, trials=trials)
+
+
 def trained(ranks, *toggles, overrides=(), trials=3):
     """(each job's losses in so many trials, its adapter behind them)"""
     made = jobs_arm(ranks, *toggles, overrides=overrides)
@@ -84,17 +91,17 @@ def trained(ranks, *toggles, overrides=(), trials=3):
 @pytest.mark.parametrize(
     ("settings", "beside"),
     [
-        ({"kernels": True}, ()),
         ({"kernels": True}, ("gradient_checkpointing",)),
         ({"kernels": True, "flush": True}, ()),
         ({"kernels": True, "tokens": 64}, ()),
+        pytest.param({"kernels": True}, (), marks=pytest.mark.exhaustive),
         pytest.param({}, (), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
 def test_steps_in_a_row_train_each_job_as_alone(tmp_path, settings, beside):
     """A job's update comes between the forwards and the backwards of the other jobs' micro-batches."""
-    trains_as_alone(on_ranks(2, tmp_path, trained, multi_adapter(**settings), *beside), trained(ONE, "padding"))
+    trains_as_alone(on_ranks(2, tmp_path, trained, multi_adapter(**settings), *beside), trained_alone())
 
 
 def trains_as_alone(answers, alone):
@@ -199,9 +206,9 @@ def shared_stepped(ranks, *toggles):
     ("kernels", "rule", "held", "beside"),
     [
         (False, MIXING, HELD, ()),
-        (True, MIXING, HELD, ()),
         (True, MIXING, HELD, ("gradient_checkpointing",)),
         (False, {"lorafusion": {"tokens": 1000}}, [[1, 2], [0, 1]], ()),  # one, of which two ranks make two
+        pytest.param(True, MIXING, HELD, (), marks=pytest.mark.exhaustive),
         pytest.param(False, MIXING, HELD, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
         pytest.param(False, MIXING, HELD, ("fused_linear_cross_entropy",), marks=pytest.mark.exhaustive),
         *(
@@ -263,7 +270,7 @@ def test_a_job_s_step_comes_behind_the_last_backward_that_holds_it(tmp_path):
 )
 def test_steps_in_a_row_train_jobs_that_share_micro_batches_as_alone(tmp_path, kernels, beside):
     answers = on_ranks(2, tmp_path, shared_trained, multi_adapter(kernels=kernels), MIXING, *beside)
-    trains_as_alone(answers, trained(ONE, "padding", overrides=(UNEQUAL,)))
+    trains_as_alone(answers, trained_alone(UNEQUAL))
 
 
 def shared_trained(ranks, *toggles):
@@ -369,11 +376,11 @@ OVER_TWO = [  # toggles, and by pipeline the jobs of each micro-batch
 ]
 
 
-def over_two_pipelines(ranks):
-    """Of each of OVER_TWO: what the gate asks and a trial has, the jobs of each micro-batch, the bytes of what is
+def over_two_pipelines(ranks, which):
+    """Of these of OVER_TWO: what the gate asks and a trial has, the jobs of each micro-batch, the bytes of what is
     trained here, the real tokens that are counted, and the losses of five steps with the adapters behind them."""
     found = []
-    for toggles, _ in OVER_TWO:
+    for toggles, _ in which:
         made = jobs_arm(ranks, *toggles, overrides=(EIGHT,))
         held = [[part.job for part in batch.inputs["parts"]] for batch in made.micro_batches]
         if SHARED in toggles:
@@ -385,10 +392,15 @@ def over_two_pipelines(ranks):
     return found
 
 
-def test_each_job_over_two_pipelines_is_what_it_is_alone_and_the_replicas_stay_bitwise_equal(tmp_path):
-    wanted, alone = jobs_alone(EIGHT), trained(ONE, "padding", overrides=(EIGHT,), trials=5)
-    everything = on_ranks(4, tmp_path, over_two_pipelines)
-    for number, (_, jobs) in enumerate(OVER_TWO):
+@pytest.mark.parametrize(
+    "which",
+    [OVER_TWO[1:], pytest.param(OVER_TWO, marks=pytest.mark.exhaustive)],
+    ids=["those with a setting more", "all"],
+)
+def test_each_job_over_two_pipelines_is_what_it_is_alone_and_the_replicas_stay_bitwise_equal(tmp_path, which):
+    wanted, alone = jobs_alone(EIGHT), trained_alone(EIGHT, trials=5)
+    everything = on_ranks(4, tmp_path, over_two_pipelines, which)
+    for number, (_, jobs) in enumerate(which):
         answers = [own[number] for own in everything]
         assert [held for _, held, *_ in answers] == [own for own in jobs for _ in range(2)]
         for (found, begun, losses, said), held, nbytes, _, _ in answers:

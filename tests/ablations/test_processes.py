@@ -115,7 +115,7 @@ def judged(ranks: Ranks, scratch, spoilt):
     return {job: verdict.passed for job, verdict in into.numerics.items()}
 
 
-@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize("spoilt", [pytest.param(False, marks=pytest.mark.exhaustive), True])  # others pass there, too
 def test_each_process_gates_its_own_job(tmp_path, spoilt):
     few, many, thin = on_ranks(3, tmp_path, judged, tmp_path, spoilt)
     assert (few, thin) == ({"few": True}, {"thin": True})

@@ -25,8 +25,18 @@ def gradients(made, seed=1):
     return made.gradients()
 
 
-@pytest.mark.parametrize("others", [(), ("gradient_checkpointing",), ("selective_checkpointing",), ("packing",)])
-@pytest.mark.parametrize("shards", [2, 3, 32])
+OTHERS = [(), ("gradient_checkpointing",), ("selective_checkpointing",), ("packing",)]
+FAST = [(2, OTHERS[0]), *((3, others) for others in OTHERS), (32, OTHERS[0]), (32, OTHERS[3])]  # 3 tiles are uneven
+
+
+@pytest.mark.parametrize(
+    ("shards", "others"),
+    [
+        pytest.param(shards, others, marks=[] if (shards, others) in FAST else [pytest.mark.exhaustive])
+        for shards in (2, 3, 32)
+        for others in OTHERS
+    ],
+)
 def test_loss_and_gradients_are_peft_s_for_several_samples_too(shards, others):
     """Axolotl's tiles split a batch of several the wrong way."""
     names = [n for n in PEFT if n != "padding" or "packing" not in others]

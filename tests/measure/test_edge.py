@@ -128,7 +128,9 @@ def test_a_toggle_that_searches_itself_is_not_searched():
     assert kind("train").edge(made, math.inf) is None
 
 
-@pytest.mark.parametrize("way", ["sequential", "batched", "fused_multi_lora"])
+@pytest.mark.parametrize(
+    "way", ["sequential", "fused_multi_lora", pytest.param("batched", marks=pytest.mark.exhaustive)]
+)
 def test_jobs_are_added_until_one_is_too_many(way, monkeypatch):
     """With every way that trains several; the step that is refused is that of all jobs together."""
     cell = next(c for c in cells("workload={jobs_4: {seq_len: 16}}", f"ablations=[{way}]") if c.toggles)

@@ -120,6 +120,7 @@ def test_all_ranks_measure_the_noise_of_a_reference_that_is_divided_among_them(t
     assert done.returncode == 0, done.stderr
     *_, record = read_records(tmp_path)
     assert record.status == "ok", record.reason
+    assert set(record.ranks or {}) == {"reference", "candidate"}  # both step on both ranks
     assert all(job.numerics.depth_noise for job in record.jobs.values())
     allowed = {check.name: check.allowed for check in record.numerics.checks}
     assert allowed["each gradient before the trials"] not in UNKNOWN.values()

@@ -25,8 +25,6 @@ COMMON = ("models=[tiny-llama]", "workload=8x256", "world_size=2", "trials=3", "
 def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin, tmp_path):
     """Samples of unequal length: normalized by the tokens of all of them, not rank by rank."""
     feed = "workload={alpaca:{samples:8,batch_size:4,seq_len:160}}"  # long enough for a turn of few trials
-    both = both_arms_parallel(plugin, tmp_path / "both")
-    assert both.status == "ok", both.reason
     done = sweep(*COMMON, feed, "ablations=[ddp,unsummed]", f"output={tmp_path}", cwd=tmp_path, env=plugin)
     assert done.returncode == 0, done.stderr
     again, ddp, unsummed = read_records(tmp_path)
@@ -52,16 +50,15 @@ def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin
     assert unsummed.numerics.grad_error == pytest.approx(0.5, rel=1e-3)
 
 
-def both_arms_parallel(plugin, folder):
-    """The record of DDP against itself: both arms step on both ranks."""
+@pytest.mark.exhaustive  # in make test both arms are pipelines: see test_pipeline_ranks.py
+def test_ddp_against_itself_steps_on_both_ranks_in_both_arms(plugin, tmp_path):
     reference = "reference=[sdpa,adamw_foreach,padding,ddp]"
-    folder.mkdir()
     few = ("workload=8x64", "trials=2")
-    done = sweep(*COMMON, *few, reference, "ablations=[]", f"output={folder}", cwd=folder, env=plugin)
+    done = sweep(*COMMON, *few, reference, "ablations=[]", f"output={tmp_path}", cwd=tmp_path, env=plugin)
     assert done.returncode == 0, done.stderr
-    (record,) = read_records(folder)
+    (record,) = read_records(tmp_path)
     assert set(record.ranks or {}) == {"reference", "candidate"}, record.reason
-    return record
+    assert record.status == "ok", record.reason
 
 
 @pytest.mark.parametrize(
