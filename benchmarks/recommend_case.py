@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found is None or not found.switch_on:
         print("nothing is recommended, so there is nothing to hold against anything")
         return 1
-    stacks = [in_hydra(found.switch_on), *options.hand]
+    others = [stack for stack in options.hand if set(stack.split(", ")) != set(found.switch_on)]
+    stacks = [in_hydra(found.switch_on), *others]
     by_hand = options.out / "by_hand"
     run("sweep", *case, f"ablations=[{', '.join(f'[{stack}]' for stack in stacks)}]", f"trials={options.trials}",
         f"budget_minutes={options.minutes:g}", f"output={by_hand}")  # fmt: skip
@@ -96,11 +97,12 @@ def run(command: str, *arguments: str) -> None:
 def held_against(folder: Path, found: Recommendation) -> dict[str, Any]:
     """The speed of each other stack over the recommended one's, [low, high] beside it, from the rounds that they
     share."""
-    ours = " + ".join(found.switch_on)
+    every = load_results(folder).toggles
+    ours = next(stack for stack in every if set(stack.split(" + ")) == set(found.switch_on))  # in an order of its own
     table = load_results(folder, against=ours)
     others = table[(table.status == "ok") & (table.toggles != ours) & ~table.toggles.str.startswith("reference again")]
     columns = ["total_speedup", "total_low", "total_high"]
-    beside = {row.toggles: [round(float(row[column]), 4) for column in columns] for _, row in others.iterrows()}
+    beside = {row.candidate: [round(float(row[column]), 4) for column in columns] for _, row in others.iterrows()}
     passed = bool(beside) and all(speed <= WITHIN for speed, _, _ in beside.values())
     shown = {"recommended": ours, "spent_s": found.spent_s, "left_open": found.more}
     return {"passed": passed, **shown, "beside": beside}

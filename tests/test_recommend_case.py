@@ -13,6 +13,7 @@ from lorabench.report import recommendation as page
 
 RESULTS = Path(__file__).parents[1] / "results" / "h200" / "guide_memory"
 SWITCH_ON = ["tiled_mlp(shards=2)"]
+HAND = ["packing", "tiled_mlp(shards=2)"]  # the second is what is recommended anyway
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_it_asks_for_an_answer_and_then_for_that_stack_beside_others(script, tex
     monkeypatch.setattr(script, "run", run)
     monkeypatch.setattr(script, "held_against", lambda folder, found: {"passed": folder.name == "by_hand"})
     out = tmp_path / "out"
-    assert script.main([str(text), "--model", "tiny-llama", "--rows", "3", "--out", str(out), "--hand", "packing"]) == 0
+    assert script.main([str(text), "--model", "tiny-llama", "--rows", "3", "--out", str(out), "--hand", *HAND]) == 0
     (first, *recommend), (second, *sweep) = asked
     assert (first, second) == ("recommend", "sweep") and json.loads((out / "beside.json").read_text())["passed"]
     config = load_recommend_config(recommend)
@@ -60,9 +61,12 @@ def test_it_asks_for_an_answer_and_then_for_that_stack_beside_others(script, tex
         script.main([str(text), "--rows", "9", "--out", str(out)])
 
 
-def test_it_passes_where_nothing_beside_it_is_much_faster(script):
-    slowest, fastest = (script.held_against(RESULTS, found([name])) for name in ("save_on_cpu", "reference"))
-    assert not slowest["passed"] and fastest["passed"]
-    speed, low, high = slowest["beside"]["tiled_mlp(shards=2)"]
-    assert low < speed < high and speed == pytest.approx(1 / 0.206, rel=0.01)
-    assert "reference again (A/A)" not in fastest["beside"]
+def test_it_passes_where_nothing_beside_it_is_much_faster(script, monkeypatch):
+    three = ["activation_offloading", "tiled_loss", *SWITCH_ON]  # the results have them in another order
+    assert script.held_against(RESULTS, found(three))["recommended"] == " + ".join(reversed(three))
+    slowest = script.held_against(RESULTS, found(["save_on_cpu"]))
+    speed, low, high = slowest["beside"]["sdpa + adamw_foreach + padding + tiled_mlp(shards=2)"]
+    assert low < speed < high and speed == pytest.approx(1 / 0.206, rel=0.01) and not slowest["passed"]
+    assert slowest["beside"].keys() > {"sdpa + adamw_foreach + padding"} and len(slowest["beside"]) == 7
+    monkeypatch.setattr(script, "WITHIN", max(speed for speed, _, _ in slowest["beside"].values()))
+    assert script.held_against(RESULTS, found(["save_on_cpu"]))["passed"]
