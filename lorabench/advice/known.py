@@ -230,19 +230,6 @@ class Known:
         some = any(rank < 2 for (rank, _), _ in ranks)
         return [self.wanted[place] for _, place in sorted(ranks)] if some else []
 
-    @property
-    def undecided(self) -> list[Toggles]:
-        """Those of which more rounds alone would tell whether they help by what matters."""
-        found = []
-        for toggles in self.wanted:
-            record, told = self.record(toggles), self.alone(toggles)
-            if record is None or told is None or record.status != "ok" or toggles in self.members:
-                continue
-            row: Any = told.row(record)
-            if row["verdict"] == "unclear" and row[f"{TOTAL}_high"] > 1 + max(MATTERS, told.floor):
-                found.append(toggles)
-        return found
-
     @cached_property
     def _put_together(self) -> tuple[list[Toggles], dict[str, str]]:
         members: list[Toggles] = []

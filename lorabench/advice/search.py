@@ -42,13 +42,7 @@ def following(known: Known, left: float, first: bool) -> Step | None:
         return None
     if first and (known.untried or known.reference is None):
         return _alone_first(known, left)
-    return (
-        _left_over(known, left)
-        or _together(known, left)
-        or _decided(known, left)
-        or _sharper(known, left)
-        or _one_more(known, left)
-    )
+    return _left_over(known, left) or _together(known, left) or _decided(known, left) or _one_more(known, left)
 
 
 def _alone_first(known: Known, left: float) -> Step:
@@ -126,24 +120,6 @@ def _decided(known: Known, left: float) -> Step | None:
     return Step(_family(known, stacks, DECIDING, ground), _all, left)
 
 
-def _sharper(known: Known, left: float) -> Step | None:
-    """More rounds of contenders that may help and do not show it; at least twice as many as they had, or they tell
-    nothing new."""
-    chosen, wanted = _blurred(known)
-    if not chosen or Pace(known).rounds(chosen, left) < wanted:
-        return None
-    return Step(_family(known, chosen, ALONE), _all, left)
-
-
-def _blurred(known: Known) -> tuple[list[Toggles], int]:
-    """(those contenders, how many rounds would tell more of each); none where these are more than decide anything."""
-    had = {
-        one: len(told.arms[known.question.labels(one)].rounds) for one in known.undecided if (told := known.alone(one))
-    }
-    chosen = [one for one, rounds in had.items() if known.fits and 2 * rounds <= MOST]
-    return chosen, 2 * max((had[one] for one in chosen), default=0)
-
-
 def _one_more(known: Known, left: float) -> Step | None:
     """A contender that is not expected to be done in time, all the same: what is expected comes from another machine,
     and nothing else is left to do."""
@@ -185,7 +161,4 @@ def more(known: Known) -> tuple[str, float]:
         names = [named(s) or "the reference" for s in known.contested]
         parts.append(f"tell whether {' or '.join(names[1:])} is better than {names[0]}")
         seconds += pace.seconds(known.contested, MOST)
-    elif blurred := _blurred(known)[0]:
-        parts.append(f"tell whether {' or '.join(map(named, blurred))} helps")
-        seconds += pace.seconds(blurred, MOST)
     return " and ".join(parts), seconds
