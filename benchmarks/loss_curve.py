@@ -173,7 +173,7 @@ def load(weights: str, dtype: torch.dtype, device: torch.device) -> Any:
     safe = {} if "gguf_file" in kwargs else {"use_safetensors": True}  # nothing is unpickled
     model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation="sdpa", **kwargs, **safe)
     model.config.use_cache = False
-    return (dense(model) if "gguf_file" in kwargs else model).to(device)
+    return dense(model).to(device)
 
 
 _read_once = cache(load)

@@ -88,7 +88,10 @@ class Told:
     def finished(self, labels: Labels) -> bool:
         """Whether it is known what becomes of the arm."""
         arm = self.arms.get(labels)
-        return arm is not None and (arm.status != "ok" or len(arm.rounds) >= self._fewest)
+        return arm is not None and (arm.status != "ok" or self.rounds(labels) >= self._fewest)
+
+    def rounds(self, labels: Labels) -> int:
+        return len(self.arms[labels].rounds)
 
     def measured(self, labels: Labels) -> bool:
         return self.finished(labels) and self.arms[labels].status == "ok"
@@ -204,7 +207,7 @@ class Known:
         own = [t for t in self.families if t.reference and frozenset(t.reference.toggles) == self.base]
         found = [told for told in own if told.finished(labels)]
         measured = [told for told in found if told.measured(labels)]
-        return max(measured, key=lambda t: len(t.arms[labels].rounds), default=found[-1] if found else None)
+        return max(measured, key=lambda told: told.rounds(labels), default=found[-1] if found else None)
 
     def record(self, toggles: Toggles) -> Record | None:
         """A contender alone."""

@@ -114,7 +114,7 @@ def _decided(known: Known, left: float) -> Step | None:
     stacks = [s for s in known.contested if s != ground]
     labels = [known.question.labels(s) for s in stacks]
     before = [t for t in known.families if t.design == DECIDING and all(map(t.finished, labels))]
-    had = max(len(known.deciding.arms[one].rounds) for one in labels)
+    had = max(map(known.deciding.rounds, labels))
     if len(before) >= OFTEN or Pace(known).rounds(stacks, left) < had:
         return None
     return Step(_family(known, stacks, DECIDING, ground), _all, left)

@@ -397,7 +397,7 @@ def _read(spec: ModelSpec, load: dict[str, Any], layers: int | None) -> Any:
         raise WeightsError(f"weights {spec.weights!r} cannot be read: {first_line(error)}") from None
     if missing := info["missing_keys"]:  # which the loader would leave as they were drawn
         raise WeightsError(f"weights {spec.weights!r} lack {named(missing)} of the model {spec.name}")
-    return dense(model) if "gguf_file" in kwargs else model
+    return dense(model)
 
 
 def _refusing(make: Callable[[], Any], spec: ModelSpec) -> Any:

@@ -96,9 +96,10 @@ def source_arguments(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def dense(model: Any) -> Any:
-    """A model that was read from a GGUF file: its tensors are dense, so transformers' mark that they were quantized is
+    """A model as it was read. Of a GGUF file the tensors are dense, so transformers' mark that they were quantized is
     taken off, for which its Trainer refuses a model and no arm could share the base."""
-    if quantizer := getattr(model, "hf_quantizer", None):
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer and quantizer.quantization_config.quant_method == "gguf":
         quantizer.remove_quantization_config(model)
     return model
 
