@@ -2,6 +2,7 @@
 # A session on a GPU machine that has no package index and may be gone at any time: install, run lists of jobs, pack what is there.
 #   bash benchmarks/gpu_session.sh start|wait SECONDS PACK     (in a checkout, beside which nothing else is needed)
 # .whl/ has the wheels that the machine lacks, .clone/ a clone of the commit to measure (git clone --no-checkout --depth 1).
+# .real/ may have real text and a tokenizer, for jobs that name $REAL.
 # .pack/ may have the PACK of a machine that was lost: what had ended there is not run again, and what had not goes on.
 # `start`, on a fresh machine: installs both, then runs the lists of benchmarks/gpu_jobs by gpu_queue.sh, in the order of their names, which say how many
 # GPUs a job takes, with as many jobs beside each other as the machine has room for. `wait`, on that machine: goes on waiting, and adds the lines that the
@@ -9,13 +10,14 @@
 set -u
 mode=${1:?start or wait}; seconds=${2:?seconds}; pack=$(realpath -m "${3:?a file}"); here=$PWD; at=${AT:-/tmp/gpu_session}
 export PYTHONPATH=$at/site PATH=$at/site/bin:$PATH HF_HUB_OFFLINE=1
-# Real weights and text, where whoever starts the session puts them, while it runs, too: what is not there yet is not passed over.
+# Whoever starts the session may put real weights there while it runs: what is not there yet is not passed over.
 export REAL=$at/real LORABENCH_GGUF=$at/real/SmolLM2-135M-Instruct.Q4_1.gguf
 unset PYTHONDONTWRITEBYTECODE  # or every worker process compiles each package that it imports
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 ends=$(($(date +%s) + seconds))
 if [ "$mode" = start ]; then
-  mkdir -p "$at/out"
+  mkdir -p "$at/out" "$REAL"
+  [ ! -d "$here/.real" ] || cp -r "$here/.real/." "$REAL"
   python3 -m pip install -q --no-index --no-deps --no-compile --target "$at/site" "$here"/.whl/*.whl
   python3 -m compileall -q -j 0 "$at/site" "$(python3 -c 'import torch; print(torch.__path__[0] + "/..")')" > /dev/null 2>&1
   git clone -q "file://$here/.clone" "$at/src" && cd "$at/src" || exit 3

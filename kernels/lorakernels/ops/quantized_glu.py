@@ -174,6 +174,8 @@ def backward(
     fits = grad.shape == (m, n) and a.shape == (rank, n) and factor.shape == (2 * n,) and 2 * rank <= p
     fits = fits and sb.shape[0] == 2 * n and scaled_s.shape == ds_out.shape == (m, p)
     check(fits, "grad, dS, A, factor, sB and S do not fit", grad=grad, ds=ds, a=a, factor=factor, sb=sb, s=scaled_s)
+    # Every block of columns reads it; and oneDNN, on a CPU with AMX, reads past the end of a row of odd length.
+    ds = ds.contiguous()
     if not _by_kernels(rank, gate, up, grad, ds, a, sb):
         grad.addmm_(ds, a)
         dy, h = torch.empty(m, 2 * n, dtype=grad.dtype, device=grad.device), glu.reference(gate, up, act)
@@ -182,7 +184,6 @@ def backward(
         of_members = [mm_in(dy[:, i * n :][:, :n].t(), scaled_s[:, i * rank :][:, :rank], h.dtype) for i in range(2)]
         return quantize_rows(dy, factor), mm_in(ds.t(), h.to(ds.dtype), h.dtype), torch.cat(of_members)
     bits = torch.zeros(m, dtype=torch.int32, device=grad.device)
-    ds = ds.contiguous()  # every block of columns reads it
     bm, bn, warps = SUM_TILE
     _backward_sum_kernel[(cdiv(m, bm), cdiv(n, bn))](
         grad, ds, a, gate, up, factor, bits, m, n, rank,
