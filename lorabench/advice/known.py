@@ -233,6 +233,21 @@ class Known:
         some = any(rank < 2 for (rank, _), _ in ranks)
         return [self.wanted[place] for _, place in sorted(ranks)] if some else []
 
+    @property
+    def undecided(self) -> list[Toggles]:
+        """Those of which more rounds alone may tell that they help by what matters; each is asked once more, or no
+        answer would ever be the last."""
+        found = []
+        for toggles in self.wanted:
+            record, told, labels = self.record(toggles), self.alone(toggles), self.question.labels(toggles)
+            if record is None or told is None or record.status != "ok" or toggles in self.members:
+                continue
+            once = sum(one.design == ALONE and one.measured(labels) for one in self.families) == 1
+            row: Any = told.row(record)
+            if once and row["verdict"] == "unclear" and row[f"{TOTAL}_high"] > 1 + max(MATTERS, told.floor):
+                found.append(toggles)
+        return found if self.fits else []
+
     @cached_property
     def _put_together(self) -> tuple[list[Toggles], dict[str, str]]:
         members: list[Toggles] = []

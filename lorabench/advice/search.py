@@ -2,7 +2,7 @@
 
 First every contender alone, in a second family those for which the first had no time; then the best of each slot put
 together, each stack and what it is without each member, in one family: gains do not multiply. Then more rounds, where
-the two best cannot be told apart.
+the two best cannot be told apart, and where a contender may help and does not show it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ def following(known: Known, left: float, first: bool) -> Step | None:
         return None
     if first and (known.untried or known.reference is None):
         return _alone_first(known, left)
-    return _left_over(known, left) or _together(known, left) or _decided(known, left) or _one_more(known, left)
+    return (
+        _left_over(known, left)
+        or _together(known, left)
+        or _decided(known, left)
+        or _one_more(known, left)
+        or _sharper(known, left)
+    )
 
 
 def _alone_first(known: Known, left: float) -> Step:
@@ -128,6 +134,16 @@ def _one_more(known: Known, left: float) -> Step | None:
     return Step(_family(known, known.measurable[:1], ALONE), _all, left)
 
 
+def _sharper(known: Known, left: float) -> Step | None:
+    """More rounds of contenders that may help and do not show it; twice as many as they had, or they tell nothing
+    new."""
+    chosen = known.undecided
+    had = max((told.rounds(known.question.labels(one)) for one in chosen if (told := known.alone(one))), default=0)
+    if not chosen or Pace(known).rounds(chosen, left) < 2 * had:
+        return None
+    return Step(_family(known, chosen, ALONE), _all, left)
+
+
 def _all(left: float, one: float) -> int:
     """As many as so many seconds hold, `one` each, and no more than decide anything."""
     return min(MOST, int(left / max(one, 1e-3)))
@@ -161,4 +177,7 @@ def more(known: Known) -> tuple[str, float]:
         names = [named(s) or "the reference" for s in known.contested]
         parts.append(f"tell whether {' or '.join(names[1:])} is better than {names[0]}")
         seconds += pace.seconds(known.contested, MOST)
+    elif blurred := known.undecided:
+        parts.append(f"tell whether {' or '.join(map(named, blurred))} helps")
+        seconds += pace.seconds(blurred, MOST)
     return " and ".join(parts), seconds

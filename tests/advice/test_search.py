@@ -171,6 +171,23 @@ def test_more_rounds_where_the_two_best_are_not_told_apart():
     assert done.rounds[1] > done.rounds[0]
 
 
+def test_what_is_left_goes_to_contenders_that_may_help_and_do_not_show_it():
+    """Twelve rounds do not tell 4 % from nothing here; some hundred do, and then it is put on top of the best."""
+    done = Simulation(toggle("much", 2.0), toggle("little", 1.04), toggle("slower", 0.7), noise=0.06)
+    first, labels = done.known.families[0], done.question.labels(done.question.contenders[1])
+    record = first.record(labels)
+    assert record and first.row(record)["verdict"] == "unclear"
+    assert done.titles[0] == ["much", "little", "slower"] and done.titles[1] == ["little"]
+    assert done.rounds[1] >= 2 * done.rounds[0] and sorted(done.stack) == ["little", "much"]
+
+
+def test_a_contender_that_more_rounds_do_not_tell_from_nothing_is_asked_once_more_and_not_again():
+    toggles = [toggle("much", 2.0), toggle("nothing", 1.0)]
+    done = Simulation(*toggles, noise=0.06)
+    assert done.titles.count(["nothing"]) == 1 and done.now < done.seconds and more(done.known) == ("", 0.0)
+    assert Simulation(*toggles, noise=0.06, arms=done.arms).steps == []
+
+
 def test_the_same_command_goes_on():
     toggles = [toggle("first", 2.0), toggle("second", 1.5), *[toggle(f"t{i}") for i in range(30)]]
     cut = Simulation(*toggles, minutes=0.5)
