@@ -29,16 +29,26 @@ def test_who_waits_on_a_fresh_machine_is_told_so(tmp_path):
 @pytest.mark.skipif(not shutil.which("setsid"), reason="needs setsid")
 def test_a_fresh_machine_goes_on_where_a_lost_one_was(tmp_path):
     here, at, lost = tmp_path / "here", tmp_path / "at", tmp_path / "lost/out/3_one_gpu"
-    for folder in (here / ".whl", here / ".pack", here / "benchmarks", at, lost / "log", lost / "taken/first"):
+    for folder in (
+        here / ".whl",
+        here / ".pack",
+        here / ".real",
+        here / "benchmarks",
+        at,
+        lost / "log",
+        lost / "taken/first",
+    ):
         folder.mkdir(parents=True)
     (lost / "log/worker0.txt").write_text("12:00:00 worker 0: first\n12:00:01 worker 0: first ended with 0\n")
     (lost / "taken/second").mkdir()
-    (lost / "second").mkdir()
+    (lost / "second/went_on").mkdir(parents=True)
     (lost / "second/rounds.jsonl").write_text("kept")
     subprocess.run(["tar", "czf", here / ".pack/r.tgz", "-C", tmp_path / "lost", "out"], check=True)
+    (tmp_path / "text.jsonl").write_text("{}")
+    subprocess.run(["tar", "cJf", here / ".real/text.txz", "-C", tmp_path, "text.jsonl"], check=True)
     shutil.copytree(BENCHMARKS, tmp_path / "source/benchmarks", ignore=shutil.ignore_patterns("*.txt", "__pycache__"))
     (here / "benchmarks/gpu_jobs").mkdir()
-    jobs = "first 9 touch {out}.again\nsecond 9 cp {out}/rounds.jsonl {out}/went_on\n"
+    jobs = "first 9 touch {out}.again\nsecond 9 cp {out}/rounds.jsonl $REAL/text.jsonl {out}/went_on\n"
     (here / "benchmarks/gpu_jobs/3_one_gpu.txt").write_text(jobs)
     stubs = {"python3": "exit 0", "nvidia-smi": "echo 'GPU 0'", "git": f"cp -r {tmp_path}/source $4"}
     for name, says in stubs.items():
@@ -48,7 +58,9 @@ def test_a_fresh_machine_goes_on_where_a_lost_one_was(tmp_path):
     command = ["bash", str(BENCHMARKS / "gpu_session.sh"), "start", "30", str(tmp_path / "out.tgz")]
     done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60)
     found = at / "out/3_one_gpu"
-    assert (found / "second/went_on").exists() and not (found / "first.again").exists(), done.stdout + done.stderr
+    assert len(list((found / "second/went_on").iterdir())) == 2 and not (found / "first.again").exists(), (
+        done.stdout + done.stderr
+    )
     assert (found / "ended").read_text() == "first\n"
 
 
