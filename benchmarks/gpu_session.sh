@@ -2,7 +2,7 @@
 # A session on a GPU machine that has no package index and may be gone at any time: install, run lists of jobs, pack what is there.
 #   bash benchmarks/gpu_session.sh start|wait SECONDS PACK     (in a checkout, beside which nothing else is needed)
 # .whl/ has the wheels that the machine lacks, .clone/ a clone of the commit to measure (git clone --no-checkout --depth 1).
-# .real/ may have archives (.txz) of real text and a tokenizer, for jobs that name $REAL.
+# .real/ may have archives (.tgz) of real text and a tokenizer, for jobs that name $REAL.
 # .pack/ may have the PACK of a machine that was lost: what had ended there is not run again, and what had not goes on.
 # `start`, on a fresh machine: installs both, then runs the lists of benchmarks/gpu_jobs by gpu_queue.sh, in the order of their names, which say how many
 # GPUs a job takes, with as many jobs beside each other as the machine has room for. `wait`, on that machine: goes on waiting, and adds the lines that the
@@ -18,7 +18,7 @@ ends=$(($(date +%s) + seconds))
 if [ "$mode" = start ]; then
   mkdir -p "$at/out" "$REAL"
   for archive in "$here"/.real/*.txz; do
-    [ ! -f "$archive" ] || tar xJf "$archive" -C "$REAL"
+    [ ! -f "$archive" ] || tar xzf "$archive" -C "$REAL"
   done
   python3 -m pip install -q --no-index --no-deps --no-compile --target "$at/site" "$here"/.whl/*.whl
   python3 -m compileall -q -j 0 "$at/site" "$(python3 -c 'import torch; print(torch.__path__[0] + "/..")')" > /dev/null 2>&1

@@ -45,7 +45,7 @@ def test_a_fresh_machine_goes_on_where_a_lost_one_was(tmp_path):
     (lost / "second/rounds.jsonl").write_text("kept")
     subprocess.run(["tar", "czf", here / ".pack/r.tgz", "-C", tmp_path / "lost", "out"], check=True)
     (tmp_path / "text.jsonl").write_text("{}")
-    subprocess.run(["tar", "cJf", here / ".real/text.txz", "-C", tmp_path, "text.jsonl"], check=True)
+    subprocess.run(["tar", "czf", here / ".real/text.tgz", "-C", tmp_path, "text.jsonl"], check=True)
     shutil.copytree(BENCHMARKS, tmp_path / "source/benchmarks", ignore=shutil.ignore_patterns("*.txt", "__pycache__"))
     (here / "benchmarks/gpu_jobs").mkdir()
     jobs = "first 9 touch {out}.again\nsecond 9 cp {out}/rounds.jsonl $REAL/text.jsonl {out}/went_on\n"
