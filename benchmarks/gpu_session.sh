@@ -17,7 +17,7 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVL
 ends=$(($(date +%s) + seconds))
 if [ "$mode" = start ]; then
   mkdir -p "$at/out" "$REAL"
-  for archive in "$here"/.real/*.txz; do
+  for archive in "$here"/.real/*.tgz; do
     [ ! -f "$archive" ] || tar xzf "$archive" -C "$REAL"
   done
   python3 -m pip install -q --no-index --no-deps --no-compile --target "$at/site" "$here"/.whl/*.whl
