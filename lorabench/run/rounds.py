@@ -86,7 +86,7 @@ class Rounds(Seats):
             self.spare = []
             waiting = [e for e in self.crowded_out if e.ok and not e.turns and not self._late(e)]
             self.crowded_out = []
-            if not waiting or self.stopped:
+            if not waiting or self.stopped or time.monotonic() > self.limits.stop_at:
                 break
             generations = self._next_block(waiting)
         for entry in self.entries.values():

@@ -291,8 +291,9 @@ class Seats:
         made = [[(entry, self.spare.pop(0)) for entry in entries] for _ in range(generations)]
         every = [pair for generation in made for pair in generation]
         like_the_reference = [[self.entries[REFERENCE]] for _ in every]
-        known = self.entries[REFERENCE].ready is not None
-        if known and beside and self._bytes([self._ready(), *like_the_reference]) <= self._room:
+        # Where nobody sits, an arm would run out of memory beside its own other processes and look as if it were alone.
+        seated = self._ready() if self.entries[REFERENCE].ready else []
+        if seated and beside and self._bytes([seated, *like_the_reference]) <= self._room:
             self._side_by_side(every, meanwhile)
         else:
             meanwhile()

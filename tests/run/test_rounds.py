@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import Counter
 from dataclasses import asdict, replace
@@ -328,11 +329,11 @@ def test_a_reference_again_that_does_not_fit_alone_beside_the_others_keeps_its_f
     assert set(found[TWIN].seats) == {0} and len(set(found["flex_attention"].seats)) == 4
 
 
-def alone_in_rounds(script, folder, *candidates):
+def alone_in_rounds(script, folder, *candidates, machine=MACHINE):
     """A family of these and of one arm that sits alone, in rounds."""
     with runner(script, folder) as running:
         rounds = Rounds(
-            family(f"ablations=[{','.join([*candidates, 'flex_attention'])}]"), MACHINE, script, None, folder,  # type: ignore[arg-type]
+            family(f"ablations=[{','.join([*candidates, 'flex_attention'])}]"), machine, script, None, folder,  # type: ignore[arg-type]
             folder / "log", 9.0, print,
         )  # fmt: skip
         rounds.run()
@@ -365,6 +366,56 @@ def test_out_of_memory_is_the_status_of_what_had_the_device_for_itself(tmp_path)
     assert found["flex_attention"].status == "oom"
     assert {found[name].status for name in (REFERENCE, TWIN, "eager")} == {"ok"}
     assert {len(found[name].rounds) for name in (REFERENCE, "eager")} == {12}  # nobody had rounds for nothing
+
+
+def test_after_the_budget_no_later_block_begins(tmp_path, monkeypatch):
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "adamw", "flex_attention"), 150.0))
+    clock = SimpleNamespace(monotonic=lambda: script.now, perf_counter=time.perf_counter)
+    for file in ("rounds", "seats"):
+        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
+    late: list[str] = []
+
+    def refuses(stack: Any) -> Failed | None:
+        held = {name for seat in script.seats if not seat.closed for name in seat.held}
+        late.extend([stack.name] * (script.now >= 100))
+        if stack.name == "adamw" and "eager" not in held:  # in the second block, which comes to nothing and takes long
+            script.now = 100.0
+        beside = {"adamw": True, "flex_attention": bool(held)}
+        return Failed("oom", "it ran out of memory") if beside.get(stack.name) else None
+
+    script.refuses = refuses
+    with runner(script, tmp_path) as running:
+        rounds = Rounds(
+            family("ablations=[eager,adamw,flex_attention]"), MACHINE, script, None, tmp_path, tmp_path / "log", 9.0,  # type: ignore[arg-type]
+            print, limits=Limits(stop_at=50.0),
+        )  # fmt: skip
+        rounds.run()
+        found = {record.arm: record for record in running.drafts(rounds)}
+    assert len(found["eager"].rounds) == 12 and script.now >= 100 and late == []
+    assert (found["flex_attention"].status, found["flex_attention"].reason) == ("timeout", NO_TIME)
+
+
+def test_the_processes_of_an_arm_beside_nobody_are_prepared_one_after_the_other(tmp_path):
+    """Else they run out of memory beside each other, and each looks as if it had the device for itself."""
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "flex_attention"), 150.0))
+    busy, crowded = threading.Semaphore(1), list[str]()
+
+    def refuses(stack: Any) -> Failed | None:
+        held = {name for seat in script.seats if not seat.closed for name in seat.held}
+        if stack.is_reference:
+            return Failed("crash", "it died") if crowded else None  # and so nobody is there in the later block
+        if stack.name == "eager":
+            return None
+        alone = busy.acquire(blocking=False)
+        if alone:
+            time.sleep(0.2)
+            busy.release()
+        crowded.extend([stack.name] * bool(held))
+        return None if alone and not held else Failed("oom", "it ran out of memory")
+
+    script.refuses = refuses
+    found = alone_in_rounds(script, tmp_path, "eager", machine=MACHINE.model_copy(update={"cores": 8}))
+    assert crowded and (found["flex_attention"].status, len(found["flex_attention"].rounds)) == ("ok", 12)
 
 
 def test_an_arm_that_is_wrong_in_one_of_its_processes_leaves_though_it_sits_in_another(tmp_path):
