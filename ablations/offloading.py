@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
 
 from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
 from lorabench.contract.settings import Settings
@@ -90,12 +92,16 @@ class UnslothCheckpointing(Ablation):
     name: ClassVar[str] = "unsloth_checkpointing"
     slot: ClassVar[str] = SLOT
     summary: ClassVar[str] = "Unsloth's checkpointing: each layer's input waits in host memory"
-    requires: ClassVar[Requires] = Requires(device="cuda", packages={"unsloth_zoo": "pip install 'lorabench[unsloth]'"})
+    requires: ClassVar[Requires] = Requires(
+        device="cuda", packages=dict.fromkeys(("unsloth_zoo", "unsloth"), "pip install 'lorabench[unsloth]'")
+    )
     excludes: ClassVar[Mapping[str, str]] = NO_CAPTURE | {"unsloth": "it brings the same checkpointing itself"}
     recomputes: ClassVar[Recomputed | None] = Recomputed(linears=1, attention=1)
 
     def patch(self, model: nn.Module) -> int:
-        from unsloth_zoo.gradient_checkpointing import Unsloth_Offloaded_Gradient_Checkpointer
+        # The package asks the environment whether unsloth was imported, whose import would patch every model.
+        with mock.patch.dict(os.environ, UNSLOTH_IS_PRESENT="1"):
+            from unsloth_zoo.gradient_checkpointing import Unsloth_Offloaded_Gradient_Checkpointer
 
         if any(config.lora_dropout for config in model.peft_config.values()):  # type: ignore[union-attr,operator]
             raise Unsupported(

@@ -1,5 +1,6 @@
 """Frozen weights that wait in host memory, and Unsloth's checkpointing by a stand-in. On a CPU all is in the host."""
 
+import os
 import sys
 import types
 
@@ -108,10 +109,20 @@ class Checkpointer(torch.autograd.Function):
         return None, hidden.grad, *(None for _ in ctx.args)
 
 
+class Zoo(types.ModuleType):
+    """The package as it is where unsloth was not imported, whose import sets this variable."""
+
+    def __getattr__(self, name):
+        if name != "Unsloth_Offloaded_Gradient_Checkpointer":
+            raise AttributeError(name)
+        if "UNSLOTH_IS_PRESENT" not in os.environ:
+            raise ImportError("Please install Unsloth via `pip install unsloth`!")
+        return Checkpointer
+
+
 @pytest.fixture
 def zoo(monkeypatch):
-    module = types.ModuleType("unsloth_zoo.gradient_checkpointing")
-    module.Unsloth_Offloaded_Gradient_Checkpointer = Checkpointer
+    module = Zoo("unsloth_zoo.gradient_checkpointing")
     monkeypatch.setitem(sys.modules, "unsloth_zoo", types.ModuleType("unsloth_zoo"))
     monkeypatch.setitem(sys.modules, "unsloth_zoo.gradient_checkpointing", module)
     monkeypatch.setattr(Checkpointer, "kept", 0)
