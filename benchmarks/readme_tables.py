@@ -465,6 +465,7 @@ SUITES: dict[str, Sequence[str]] = {
     "several_gpus_zero": GPUS,
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_ours", "_three")},
+    **dict.fromkeys(("long_context_8k", "long_context_32k"), STEPS),
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     **dict.fromkeys(("prequantized_loading", "h100/prequantized_loading"), READ),
     "text_metrics": (cells.TIME, cells.WHOLE),
