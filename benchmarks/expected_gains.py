@@ -5,7 +5,8 @@
 
 `lorabench recommend` tries first what brought most on the nearest model. A toggle's speed-up is that of a stack with it
 over the same stack without it, both held against one reference in one folder; the geometric mean of all such pairs.
-A toggle that divides the work among GPUs is left out: its gain grows with their number.
+A toggle that divides the work among GPUs is left out: its gain grows with their number. So is one that took the place
+of another in the reference, but for what every reference has: checkpoints in place of checkpoints are no gain over none.
 `start_s` is how many seconds longer it took beside its trials; the median.
 """
 
@@ -28,6 +29,8 @@ from lorabench.record.schema import Record
 from lorabench.report.analysis import Analysis
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+EVERY = ("sdpa", "adamw_fused", "padding")  # whose slots every reference fills
+TAKES_AWAY = "no_gradient_checkpointing"
 HEAD = "# Made by benchmarks/expected_gains.py from results/, which says what the fields are.\n"
 
 
@@ -48,9 +51,11 @@ def found() -> dict[str, dict[str, list[Seen]]]:
         for record in analysis.records:
             if record.kind == "train" and record.status == "ok":
                 groups[record.model, record.workload, frozenset(record.reference)].append(record)
-        for (name, _, _), records in groups.items():
+        for (name, _, reference), records in groups.items():
+            # What takes checkpoints away is held against them, and against nothing else.
+            taken = {slot(label.partition("(")[0]) for label in reference} - {slot(label) for label in EVERY}
             for toggle, seen in _of_group(analysis, records, str(path.parent.relative_to(RESULTS))):
-                if not divides_among_gpus(toggle):
+                if not divides_among_gpus(toggle) and (slot(toggle) not in taken or toggle == TAKES_AWAY):
                     made[toggle][name.partition("(")[0]].append(seen)
     return made
 
@@ -95,6 +100,11 @@ def _row(name: str, seen: list[Seen]) -> dict[str, Any]:
 def divides_among_gpus(toggle: str) -> bool:
     made = ablation_class(toggle)
     return made.parallel and not made.process_a_job
+
+
+@cache
+def slot(toggle: str) -> str:
+    return ablation_class(toggle).slot
 
 
 @cache
