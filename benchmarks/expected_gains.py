@@ -6,7 +6,7 @@
 `lorabench recommend` tries first what brought most on the nearest model. A toggle's speed-up is that of a stack with it
 over the same stack without it, both held against one reference in one folder; the geometric mean of all such pairs.
 A toggle that divides the work among GPUs is left out: its gain grows with their number. So is one that took the place
-of another in the reference, but for what every reference has: checkpoints in place of checkpoints are no gain over none.
+of another in the reference, but for what every reference has: checkpoints in place of checkpoints do not gain on none.
 `start_s` is how many seconds longer it took beside its trials; the median.
 """
 
