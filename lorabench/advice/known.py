@@ -25,6 +25,8 @@ ALONE, TOGETHER, DECIDING = "solo", "together", "deciding"  # the designs of the
 Labels = frozenset[str]  # of all toggles of an arm
 RIVALS = 2  # of the best, that more rounds are spent on
 MATTERS = 0.02  # of a step's time: what may be better by less is no reason to measure on
+WHOLES = 3  # that are measured: the one around the best, and those around others that are nearly as fast
+NEARLY = 1.25  # times as fast alone: who is ahead by more has the better whole, too, as far as can be guessed
 
 
 def named(toggles: Toggles) -> str:
@@ -113,7 +115,7 @@ class Told:
 
     def best(self, stacks: Mapping[Labels, Toggles]) -> tuple[Labels, list[Labels]]:
         """(the best of these arms, else the reference; others that may be better by what matters, as far as the rounds
-        tell, the fastest first). Of the fastest and those that are not clearly slower the best has fewest toggles."""
+        tell, the fastest first). Of the fastest and those that are level with it the best has fewest toggles."""
         assert self.reference
         base = frozenset(self.reference.toggles)
         tried = [labels for labels in stacks if labels != base and self.measured(labels)]
@@ -129,13 +131,21 @@ class Told:
         return bool(record) and (makes_it_fit(record) or self.row(record)["verdict"] == "faster")
 
     def _level(self, arm: Labels, other: Labels) -> bool:
-        """Whether an arm is not clearly faster than another."""
+        """Whether an arm is not clearly faster than another, and in the middle by no more than what matters: a wide
+        interval alone does not make a slow arm as good as a fast one."""
         found = self.beside(arm, other)
-        return found is None or found.low <= 1 or found.high <= 1 + self.floor
+        if found is None:
+            return True
+        return found.centre <= self._enough and (found.low <= 1 or found.high <= 1 + self.floor)
 
     def _may_be_better(self, arm: Labels, than: Labels) -> bool:
         found = self.beside(arm, than)
-        return found is not None and found.high > 1 + max(MATTERS, self.floor)
+        return found is not None and found.high > self._enough
+
+    @property
+    def _enough(self) -> float:
+        """Times as fast that matter."""
+        return 1 + max(MATTERS, self.floor)
 
 
 def _promising(row: Any) -> bool:
@@ -240,7 +250,7 @@ class Known:
         found = []
         for toggles in self.wanted:
             record, told, labels = self.record(toggles), self.alone(toggles), self.question.labels(toggles)
-            if record is None or told is None or record.status != "ok" or toggles in self.members:
+            if record is None or told is None or record.status != "ok" or self._in_a_whole(toggles):
                 continue
             once = sum(one.design == ALONE and one.measured(labels) for one in self.families) == 1
             row: Any = told.row(record)
@@ -248,11 +258,11 @@ class Known:
                 found.append(toggles)
         return found if self.fits else []
 
-    @cached_property
-    def _put_together(self) -> tuple[list[Toggles], dict[str, str]]:
+    def _put_together(self, order: Iterable[Toggles]) -> tuple[list[Toggles], dict[str, str]]:
+        """(those that can be on together, each taken in its turn; the others by name, with the reason)."""
         members: list[Toggles] = []
         passed: dict[str, str] = {}
-        for toggles in self.ranked:
+        for toggles in dict.fromkeys(order):
             slots = {t.slot for t in toggles}
             together = combine(self.question.itself.reference, [t for own in (*members, toggles) for t in own])
             if rival := next((own for own in members if slots & {t.slot for t in own}), None):
@@ -263,15 +273,52 @@ class Known:
                 members.append(toggles)
         return members, passed
 
-    @property
+    @cached_property
+    def wholes(self) -> list[list[Toggles]]:
+        """The members of each whole. The first has the best of each slot that can be on together, the best first. Each
+        of the others has one at its head that cannot be on with a member of the first, and is nearly as fast alone:
+        with others it may be faster. What was measured stays one, whatever more rounds say of its head alone."""
+        found = [self.members]
+        ground = [] if self.fits else self.members[:1]
+        for toggles in self.ranked:
+            members, _ = self._put_together([*ground, toggles, *self.ranked])
+            rival = next((one for one in self.members if one not in members), None)
+            stays = len(members) > 1 and self._finished(joined(members))
+            if rival and (stays or self._nearly(toggles, rival)) and set(members) not in map(set, found):
+                found.append(members)
+        return found[:WHOLES]
+
+    def _nearly(self, toggles: Toggles, rival: Toggles) -> bool:
+        """Whether a contender is nearly as fast alone as a better one, or may be: by the rounds that they share, else
+        by their times. Of what ran out of memory alone nothing is known."""
+        labels, better = self.question.labels(toggles), self.question.labels(rival)
+        shared = [found for told in self.families if (found := told.beside(better, labels))]
+        if shared:
+            return shared[-1].low <= 1 or shared[-1].centre <= NEARLY
+        own, other = self.alone(toggles), self.alone(rival)
+        if not own or not other or not own.measured(labels) or not other.measured(better):
+            return True
+        return own.ms(labels) <= NEARLY * other.ms(better)
+
+    @cached_property
     def members(self) -> list[Toggles]:
-        """The best of each slot that can be on together, the best first."""
-        return self._put_together[0]
+        """Of the first whole."""
+        return self._put_together(self.ranked)[0]
+
+    def _in_a_whole(self, toggles: Toggles) -> bool:
+        return any(toggles in members for members in self.wholes)
+
+    @property
+    def around(self) -> list[Toggles]:
+        """The members of the whole that has what is chosen."""
+        return max(self.wholes, key=lambda members: len({*joined(members)} & {*self.choice.toggles}))
 
     @property
     def passed_over(self) -> dict[str, str]:
-        """Those that help alone and cannot be on with a better one, by name: why."""
-        return self._put_together[1]
+        """Those that help alone and cannot be on with a better one, by name: why. Not those of another whole: they
+        were not passed over."""
+        inside = {named(toggles) for members in self.wholes for toggles in members}
+        return {name: why for name, why in self._put_together(self.ranked)[1].items() if name not in inside}
 
     @property
     def ground(self) -> Toggles:
@@ -280,24 +327,29 @@ class Known:
 
     @property
     def stacks(self) -> list[Toggles]:
-        """What is measured together: the best alone, the best two, and so on, and the whole without each member."""
-        members = self.members
-        grown = [members[:n] for n in range(1, len(members) + 1)]
-        roomier = [[*members, saving] for saving in self._saving]
-        without = [[m for m in members if m is not one] for one in members if one != self.ground]
+        """What is measured together: of each whole the best alone, the best two, and so on; then each whole without
+        each member."""
+        grown = [own[:n] for own in self.wholes for n in range(1, len(own) + 1)]
+        roomier = [[*own, saving] for own in self.wholes for saving in self._saving(own)]
+        without = [[m for m in own if m is not one] for own in self.wholes for one in own if one != self.ground]
         found = {self.question.labels(joined(own)): joined(own) for own in (*grown, *roomier, *without) if own}
         return list(found.values())
 
     @property
-    def _saving(self) -> list[Toggles]:
-        """What saves memory and may go with the whole, where the whole has a toggle that found room for fewer samples
+    def foremost(self) -> list[Toggles]:
+        """The best alone and the wholes: what the others are worth little without."""
+        wholes = [self.question.labels(joined(own)) for own in self.wholes]
+        return [s for place, s in enumerate(self.stacks) if not place or self.question.labels(s) in wholes]
+
+    def _saving(self, members: Sequence[Toggles]) -> list[Toggles]:
+        """What saves memory and may go with a whole, where the whole has a toggle that found room for fewer samples
         than a step has: with more room a step may be faster."""
         count = self.question.itself.workload.count
-        found = ((own, self.record(own)) for own in self.members)
+        found = ((own, self.record(own)) for own in members)
         sizes = [found_size(own, record.notes) for own, record in found if record and record.status == "ok"]
         if not self.fits or not any(size and size < count for size in sizes):
             return []
-        reference, whole = self.question.itself.reference, self.whole
+        reference, whole = self.question.itself.reference, joined(members)
         filled = {toggle.slot for toggle in whole}
         free = [own for own in self.question.in_need if filled.isdisjoint(toggle.slot for toggle in own)]
         return [
@@ -306,30 +358,29 @@ class Known:
 
     def with_more_room(self, toggles: Toggles) -> Speedup | None:
         """What saves memory, on top of the whole; None where that was not measured."""
-        told, labels = self.deciding, self.question.labels
-        if told is None or toggles not in self._saving:
+        told, labels, whole = self.deciding, self.question.labels, joined(self.around)
+        if told is None or toggles not in self._saving(self.around):
             return None
-        return told.beside(labels((*self.whole, *toggles)), labels(self.whole))
+        return told.beside(labels((*whole, *toggles)), labels(whole))
 
     @property
-    def whole(self) -> Toggles:
-        return joined(self.members)
+    def to_put_together(self) -> list[Toggles]:
+        """The wholes that were not measured, and those with more room."""
+        wanted = [joined(own) for own in self.wholes if len(own) > 1]
+        wanted += [joined((*own, saving)) for own in self.wholes for saving in self._saving(own)]
+        return [whole for whole in wanted if not self._finished(whole)]
 
-    @property
-    def is_put_together(self) -> bool:
-        """Whether the whole was measured, and with more room."""
-        wholes = [self.whole] if len(self.members) > 1 else []
-        wholes += [joined((self.whole, saving)) for saving in self._saving]
-        labels = [self.question.labels(whole) for whole in wholes]
-        return all(one in self.lost or any(told.finished(one) for told in self.families) for one in labels)
+    def _finished(self, stack: Toggles) -> bool:
+        labels = self.question.labels(stack)
+        return labels in self.lost or any(told.finished(labels) for told in self.families)
 
     @cached_property
     def deciding(self) -> Told | None:
-        """The family that decides: the last of stacks, where the best is still that of its time; else the best's own,
+        """The family that decides: the last of stacks, where a best one is still that of its time; else the best's own,
         or the last in which the reference was measured."""
         later = [t for t in self.families if t.design != ALONE and t.reference and t.reference.status == "ok"]
-        best = self.question.labels(self.members[0]) if self.members else None
-        if later and (best is None or any(told.measured(best) for told in later)):
+        best = [self.question.labels(joined(part)) for own in self.wholes for part in (own[:1], own)]
+        if later and (not self.members or any(told.measured(one) for told in later for one in best)):
             return later[-1]
         if self.members:
             return self.alone(self.members[0])

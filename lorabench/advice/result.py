@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from lorabench.advice.expected import Toggles
-from lorabench.advice.known import Choice, Known, makes_it_fit, named
+from lorabench.advice.known import Choice, Known, joined, makes_it_fit, named
 from lorabench.advice.search import more
 from lorabench.plan.compose import RecommendConfig
 from lorabench.plan.estimate import duration
@@ -193,7 +193,9 @@ def _tried(toggles: Toggles, known: Known) -> Tried:
             outcome = "faster" if on_top.low > 1 else "slower" if on_top.high < 1 else "unclear"
             outcome = KEPT if set(toggles) <= set(known.choice.toggles) else outcome
             return Tried(
-                toggles=name, outcome=outcome, why=f"on top of {named(known.whole)} {speedup(on_top)} × as fast"
+                toggles=name,
+                outcome=outcome,
+                why=f"on top of {named(joined(known.around))} {speedup(on_top)} × as fast",
             )
         if toggles not in known.wanted:
             return Tried(toggles=name, outcome=UNTRIED, why="it saves memory, and the reference fits")
@@ -213,16 +215,21 @@ def _tried(toggles: Toggles, known: Known) -> Tried:
 
 
 def _on_top(toggles: Toggles, known: Known) -> str:
-    """What a contender does on top of all others that help; '' where that was not measured."""
-    labels, told = known.question.labels, known.deciding
-    others = tuple(t for t in known.whole if t not in toggles)
-    if toggles not in known.members or told is None or len(known.members) < 2:
+    """What a contender does on top of all others of its whole, or, where what is recommended is of another, what its
+    whole does beside that; '' where that was not measured."""
+    labels, told, around, chosen = known.question.labels, known.deciding, known.around, known.choice.toggles
+    own = next((members for members in (around, *known.wholes) if toggles in members), [])
+    whole_, others = labels(joined(own)), tuple(t for t in joined(own) if t not in toggles)
+    if not own or told is None or (own is around and not others):
         return ""
-    whole_, without = told.arms.get(labels(known.whole)), labels(others)
-    if whole_ and whole_.status != "ok":
-        return f"together with {named(others)}: {OUTCOMES[whole_.status]}, {whole_.reason}"
-    found = told.beside(labels(known.whole), without)
-    return f"on top of {named(others)} {speedup(found)} × as fast" if found else ""
+    arm, together = told.arms.get(whole_), f"together with {named(others)}" if others else "alone"
+    if arm and arm.status != "ok":
+        return f"{together}: {OUTCOMES[arm.status]}, {arm.reason}"
+    if own is around:
+        found = told.beside(whole_, labels(others))
+        return f"on top of {named(others)} {speedup(found)} × as fast" if found else ""
+    found = told.beside(whole_, labels(chosen))
+    return f"{together} {speedup(found)} × as fast as {named(chosen) or 'the reference'}" if found else ""
 
 
 def _as_fast(row: Row) -> str:

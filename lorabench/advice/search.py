@@ -1,8 +1,9 @@
 """The search: which family to measure next, from the records so far and the seconds that are left.
 
 First every contender alone, in a second family those for which the first had no time; then the best of each slot put
-together, each stack and what it is without each member, in one family: gains do not multiply. Then more rounds, where
-the two best cannot be told apart, and where a contender may help and does not show it.
+together, each stack and what it is without each member, in one family: gains do not multiply. Where two that are nearly
+as good cannot be on together, there is a whole around each. Then more rounds, where the two best cannot be told apart,
+and where a contender may help and does not show it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _alone_first(known: Known, left: float) -> Step:
 def _left_over(known: Known, left: float) -> Step | None:
     """Contenders for which there was no time before, as many as are expected to leave some for stacks."""
     pace, chosen = Pace(known), list[Toggles]()
-    reserved = pace.seconds([known.whole], FEWEST) if known.members else 0.0
+    reserved = pace.seconds(known.foremost, FEWEST) if known.members else 0.0
     for toggles in known.measurable:
         if known.members and toggles in known.question.in_need:  # a reference that does not fit has a way to fit
             continue
@@ -91,15 +92,15 @@ def _left_over(known: Known, left: float) -> Step | None:
 
 
 def _together(known: Known, left: float) -> Step | None:
-    """The stacks, as many as there is time for: above all the whole, then the best alone, and so on."""
-    if known.is_put_together:
+    """The stacks, as many as there is time for: above all the best alone and the wholes, and fewer than two
+    stacks tell nothing."""
+    if not known.to_put_together:
         return None
-    pace, stacks = Pace(known), known.stacks
-    whole = known.whole
-    by_weight = [whole, *(s for s in stacks if s != whole)]
+    pace, stacks, foremost = Pace(known), known.stacks, known.foremost
+    by_weight = sorted(stacks, key=lambda s: s not in foremost)
     while by_weight and pace.rounds(by_weight, left) < FEWEST:
         by_weight.pop()
-    if not by_weight:
+    if len(by_weight) < 2:
         return None
     reserved = min((pace.seconds([c], FEWEST) for c in known.measurable), default=0.0)
 
@@ -169,10 +170,9 @@ def more(known: Known) -> tuple[str, float]:
     if left := known.measurable:
         parts.append("measure " + ", ".join(map(named, left)))
         seconds += pace.seconds(left, FEWEST)
-    if not known.is_put_together:
-        saving = " with what saves memory" if len(known.members) < 2 else ""
-        parts.append("put " + ", ".join(t.label for t in known.whole) + f" together{saving}")
-        seconds += pace.seconds([known.whole], FEWEST)
+    if wholes := known.to_put_together:
+        parts += [f"put {', '.join(t.label for t in whole)} together" for whole in wholes]
+        seconds += pace.seconds([*known.stacks[:1], *wholes], FEWEST)
     elif known.contested:
         names = [named(s) or "the reference" for s in known.contested]
         parts.append(f"tell whether {' or '.join(names[1:])} is better than {names[0]}")

@@ -33,6 +33,7 @@ class Faster(Ablation):
     found: ClassVar[int] = 0  # samples of a micro-batch, where it looks for them
     by: float = 1.0
     together: float | None = None
+    noise: float = 0.0  # of its arms, beside that of all
     status: str = "ok"  # what its arms come to
 
 
@@ -102,7 +103,8 @@ class Simulation:
                 break
             for stack in step.family.stacks:
                 if made[stack.name]["status"] == "ok":
-                    ms = 1000 * TURN_S / speed(stack.ablations) * float(np.exp(rng.normal(0, self.noise)))
+                    spread = self.noise + max((t.noise for t in own(stack.ablations)), default=0.0)
+                    ms = 1000 * TURN_S / speed(stack.ablations) * float(np.exp(rng.normal(0, spread)))
                     made[stack.name]["turns"].append(ms)
                     self.now += ms / 1000
         self.arms += [

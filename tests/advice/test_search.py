@@ -267,3 +267,70 @@ def test_what_saves_memory_alone_is_not_tried_where_the_reference_fits():
     memory = toggle("small_checkpoints", 0.6)
     done = Simulation(toggle("much", 2.0), memory, in_need=[memory])
     assert done.titles == [["much"]] and outcomes(done)["small_checkpoints"][0] == "not tried"
+
+
+def rivals(first=2.0, second=1.9, **fields):
+    """Two that cannot be on together, of which the second, a little slower alone, is the better with others."""
+    packed = toggle("packed", first, together=1.2)
+    return [
+        packed,
+        toggle("captured", second, excludes={"packed": "its shapes change"}, **fields),
+        toggle("third", 1.5),
+    ]
+
+
+def test_around_one_of_two_that_cannot_be_on_together_there_is_a_whole_too():
+    done = Simulation(*rivals())
+    assert done.titles[1] == [
+        "packed", "packed+third", "captured", "captured+third", "third",
+    ]  # fmt: skip
+    assert len(done.steps) == 2 and done.stack == ["captured", "third"] and not more(done.known)[0]
+    outcome, why = outcomes(done)["packed"]
+    assert outcome == "helps alone"
+    assert re.match(r"together with third\(by=1.5\) 0\.6.* × as fast as captured\(by=1.9\) \+ third\(by=1.5\)$", why)
+    assert re.match(r"alone 1\.[89].*; on top of third\(by=1.5\) 1\.[89]", outcomes(done)["captured"][1])
+    assert Simulation(*rivals(), arms=done.arms).steps == []
+
+
+def test_of_two_wholes_the_first_where_it_is_faster():
+    done = Simulation(toggle("first", 2.0, slot="same"), toggle("second", 1.9, slot="same"), toggle("third", 1.5))
+    assert done.stack == ["first", "third"]
+    assert outcomes(done)["second"][1].startswith("together with third(by=1.5) 0.95")
+
+
+def test_what_is_clearly_slower_alone_gets_no_whole_of_its_own_and_what_may_not_be_does():
+    assert not any("captured" in title for title in Simulation(*rivals(second=1.5)).titles[1])
+    unsure = Simulation(*rivals(second=1.55, noise=0.15))
+    assert "captured+third" in unsure.titles[1]
+    told, labels = unsure.known.families[-1], [unsure.question.labels(c) for c in unsure.question.contenders]
+    beside = told.beside(*labels[:2])
+    assert beside and beside.low > 1 and unsure.stack == ["captured", "third"], "more rounds take no whole back"
+
+
+def test_where_time_is_short_the_best_alone_and_the_wholes_come_first_and_what_is_left_is_said():
+    short = Simulation(*rivals(), minutes=0.59)
+    assert short.titles[1] == ["packed", "packed+third", "captured+third"] and short.stack == ["captured", "third"]
+    none = Simulation(*rivals(), minutes=0.3)
+    assert more(none.known)[0] == (
+        "put packed(by=2.0, together=1.2), third(by=1.5) together and put captured(by=1.9), third(by=1.5) together"
+    )
+    one = Simulation(*rivals(), arms=none.arms, minutes=0.24)
+    assert one.titles == [["packed", "packed+third"]] and one.stack == ["packed"]
+    assert more(one.known)[0] == "put captured(by=1.9), third(by=1.5) together"
+
+
+def test_where_the_reference_does_not_fit_both_wholes_have_what_makes_it_fit():
+    done = Simulation(*rivals(), toggle("small_kernels", 0.9), large=True)
+    assert {"small_kernels+packed+captured", "small_kernels+captured+third"} & set(done.titles[1]) == {
+        "small_kernels+captured+third"
+    }
+    assert done.stack == ["small_kernels", "captured", "third"]
+
+
+@pytest.mark.parametrize(("together", "stack"), [(1.0, ["much"]), (1.4, ["much", "some"])])
+def test_a_wide_interval_alone_is_no_reason_to_take_fewer_toggles(together, stack):
+    """Of two that cannot be told apart the one with fewer toggles, where in the middle it is as fast."""
+    done = Simulation(toggle("much", 3.0), toggle("some", 2.5, together=together, noise=0.3), minutes=0.5)
+    much, both, labels = (*done.known.stacks[:2], done.question.labels)
+    beside = done.known.deciding and done.known.deciding.beside(labels(both), labels(much))
+    assert beside and beside.low < 1 < beside.high and sorted(done.stack) == stack
