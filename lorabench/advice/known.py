@@ -244,25 +244,19 @@ class Known:
         return [self.wanted[place] for _, place in sorted(ranks)] if some else []
 
     @property
-    def unclear(self) -> list[Toggles]:
-        """Those beside all wholes that may help by what matters and do not show it alone."""
+    def undecided(self) -> list[Toggles]:
+        """Those of which more rounds alone may tell that they help by what matters; each is asked once more, or no
+        answer would ever be the last."""
         found = []
         for toggles in self.wanted:
-            record, told = self.record(toggles), self.alone(toggles)
+            record, told, labels = self.record(toggles), self.alone(toggles), self.question.labels(toggles)
             if record is None or told is None or record.status != "ok" or self._in_a_whole(toggles):
                 continue
+            once = sum(one.design == ALONE and one.measured(labels) for one in self.families) == 1
             row: Any = told.row(record)
-            if row["verdict"] == "unclear" and row[f"{TOTAL}_high"] > 1 + max(MATTERS, told.floor):
+            if once and row["verdict"] == "unclear" and row[f"{TOTAL}_high"] > 1 + max(MATTERS, told.floor):
                 found.append(toggles)
         return found if self.fits else []
-
-    @property
-    def undecided(self) -> list[Toggles]:
-        """The unclear of which more rounds alone may tell; each is asked once more, or no answer would ever be the
-        last."""
-        labels = {toggles: self.question.labels(toggles) for toggles in self.unclear}
-        own = [told for told in self.families if told.design == ALONE]
-        return [toggles for toggles, one in labels.items() if sum(told.measured(one) for told in own) == 1]
 
     def _put_together(self, order: Iterable[Toggles]) -> tuple[list[Toggles], dict[str, str]]:
         """(those that can be on together, each taken in its turn; the others by name, with the reason)."""
@@ -333,26 +327,18 @@ class Known:
 
     @property
     def stacks(self) -> list[Toggles]:
-        """What is measured together: of each whole the best alone, the best two, and so on; each whole with the unclear
-        on top; then without each member."""
+        """What is measured together: of each whole the best alone, the best two, and so on; then each whole without
+        each member."""
         grown = [own[:n] for own in self.wholes for n in range(1, len(own) + 1)]
         roomier = [[*own, saving] for own in self.wholes for saving in self._saving(own)]
         without = [[m for m in own if m is not one] for own in self.wholes for one in own if one != self.ground]
-        every = (*grown, *self.richer, *roomier, *without)
-        found = {self.question.labels(joined(own)): joined(own) for own in every if own}
+        found = {self.question.labels(joined(own)): joined(own) for own in (*grown, *roomier, *without) if own}
         return list(found.values())
 
     @property
-    def richer(self) -> list[list[Toggles]]:
-        """Each whole with the unclear on top: a gain that drowns alone in a step that waits for its host may be seen
-        where the others are on."""
-        found = [self._put_together([*own, *self.unclear])[0] for own in self.wholes if own]
-        return [own for own in found if own not in self.wholes]
-
-    @property
     def foremost(self) -> list[Toggles]:
-        """The best alone, the wholes, and these with the unclear: what the others are worth little without."""
-        wholes = [self.question.labels(joined(own)) for own in (*self.wholes, *self.richer)]
+        """The best alone and the wholes: what the others are worth little without."""
+        wholes = [self.question.labels(joined(own)) for own in self.wholes]
         return [s for place, s in enumerate(self.stacks) if not place or self.question.labels(s) in wholes]
 
     def _saving(self, members: Sequence[Toggles]) -> list[Toggles]:
@@ -379,8 +365,8 @@ class Known:
 
     @property
     def to_put_together(self) -> list[Toggles]:
-        """The wholes that were not measured, with the unclear and with more room, too."""
-        wanted = [joined(own) for own in (*self.wholes, *self.richer) if len(own) > 1]
+        """The wholes that were not measured, and those with more room."""
+        wanted = [joined(own) for own in self.wholes if len(own) > 1]
         wanted += [joined((*own, saving)) for own in self.wholes for saving in self._saving(own)]
         return [whole for whole in wanted if not self._finished(whole)]
 
