@@ -30,7 +30,7 @@ from lorabench.report.analysis import Analysis
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 EVERY = ("sdpa", "adamw_fused", "padding")  # whose slots every reference fills
-TAKES_AWAY = "no_gradient_checkpointing"
+TAKES_AWAY = "no_gradient_checkpointing"  # it is held against checkpoints, and against nothing else
 HEAD = "# Made by benchmarks/expected_gains.py from results/, which says what the fields are.\n"
 
 
@@ -52,7 +52,6 @@ def found() -> dict[str, dict[str, list[Seen]]]:
             if record.kind == "train" and record.status == "ok":
                 groups[record.model, record.workload, frozenset(record.reference)].append(record)
         for (name, _, reference), records in groups.items():
-            # What takes checkpoints away is held against them, and against nothing else.
             taken = {slot(label.partition("(")[0]) for label in reference} - {slot(label) for label in EVERY}
             for toggle, seen in _of_group(analysis, records, str(path.parent.relative_to(RESULTS))):
                 if not divides_among_gpus(toggle) and (slot(toggle) not in taken or toggle == TAKES_AWAY):

@@ -136,14 +136,14 @@ class Told:
         found = self.beside(arm, other)
         if found is None:
             return True
-        return found.centre <= self._enough and (found.low <= 1 or found.high <= 1 + self.floor)
+        return found.centre <= self.enough and (found.low <= 1 or found.high <= 1 + self.floor)
 
     def _may_be_better(self, arm: Labels, than: Labels) -> bool:
         found = self.beside(arm, than)
-        return found is not None and found.high > self._enough
+        return found is not None and found.high > self.enough
 
     @property
-    def _enough(self) -> float:
+    def enough(self) -> float:
         """Times as fast that matter."""
         return 1 + max(MATTERS, self.floor)
 
@@ -225,14 +225,18 @@ class Known:
         return told and told.record(self.question.labels(toggles))
 
     @cached_property
+    def _each_alone(self) -> list[tuple[Toggles, Told, Record]]:
+        """Each that is wanted and was held alone, with that family and its record."""
+        held = [(toggles, told) for toggles in self.wanted if (told := self.alone(toggles))]
+        made = [(toggles, told, told.record(self.question.labels(toggles))) for toggles, told in held]
+        return [(toggles, told, record) for toggles, told, record in made if record]
+
+    @cached_property
     def ranked(self) -> list[Toggles]:
         """Those that help alone, as far as is known, the best first. Where the reference does not fit, those that make
         it fit, and after them whatever ran out of memory alone."""
         ranks: list[tuple[tuple[int, float], int]] = []
-        for place, toggles in enumerate(self.wanted):
-            record, told = self.record(toggles), self.alone(toggles)
-            if record is None or told is None:
-                continue
+        for place, (_, told, record) in enumerate(self._each_alone):
             row: Any = told.row(record)
             if makes_it_fit(record):
                 ranks.append(((0, row[f"{TOTAL}_candidate_ms"]), place))
@@ -241,34 +245,34 @@ class Known:
             elif record.status == "ok" and (row["verdict"] == "faster" or _promising(row)):
                 ranks.append(((1, 1 / row[f"{TOTAL}_speedup"]), place))
         some = any(rank < 2 for (rank, _), _ in ranks)
-        return [self.wanted[place] for _, place in sorted(ranks)] if some else []
+        return [self._each_alone[place][0] for _, place in sorted(ranks)] if some else []
 
     @property
     def undecided(self) -> list[Toggles]:
         """Those of which more rounds alone may tell that they help by what matters; each is asked once more, or no
         answer would ever be the last."""
         found = []
-        for toggles in self.wanted:
-            record, told, labels = self.record(toggles), self.alone(toggles), self.question.labels(toggles)
-            if record is None or told is None or record.status != "ok" or self._in_a_whole(toggles):
+        for toggles, told, record in self._each_alone:
+            if record.status != "ok" or self._in_a_whole(toggles):
                 continue
+            labels = self.question.labels(toggles)
             once = sum(one.design == ALONE and one.measured(labels) for one in self.families) == 1
             row: Any = told.row(record)
-            if once and row["verdict"] == "unclear" and row[f"{TOTAL}_high"] > 1 + max(MATTERS, told.floor):
+            if once and row["verdict"] == "unclear" and row[f"{TOTAL}_high"] > told.enough:
                 found.append(toggles)
         return found if self.fits else []
 
-    def _put_together(self, order: Iterable[Toggles]) -> tuple[list[Toggles], dict[str, str]]:
-        """(those that can be on together, each taken in its turn; the others by name, with the reason)."""
+    def _put_together(self, order: Iterable[Toggles]) -> tuple[list[Toggles], dict[Toggles, str]]:
+        """(those that can be on together, each taken in its turn; the others, with the reason)."""
         members: list[Toggles] = []
-        passed: dict[str, str] = {}
+        passed: dict[Toggles, str] = {}
         for toggles in dict.fromkeys(order):
             slots = {t.slot for t in toggles}
             together = combine(self.question.itself.reference, [t for own in (*members, toggles) for t in own])
             if rival := next((own for own in members if slots & {t.slot for t in own}), None):
-                passed[named(toggles)] = f"{named(rival)}, which fills the same slot, was better"
+                passed[toggles] = f"{named(rival)}, which fills the same slot, was better"
             elif reason := conflict(together) or apart(together):
-                passed[named(toggles)] = reason
+                passed[toggles] = reason
             else:
                 members.append(toggles)
         return members, passed
@@ -301,9 +305,13 @@ class Known:
         return own.ms(labels) <= NEARLY * other.ms(better)
 
     @cached_property
+    def _first(self) -> tuple[list[Toggles], dict[Toggles, str]]:
+        return self._put_together(self.ranked)
+
+    @property
     def members(self) -> list[Toggles]:
         """Of the first whole."""
-        return self._put_together(self.ranked)[0]
+        return self._first[0]
 
     def _in_a_whole(self, toggles: Toggles) -> bool:
         return any(toggles in members for members in self.wholes)
@@ -314,11 +322,10 @@ class Known:
         return max(self.wholes, key=lambda members: len({*joined(members)} & {*self.choice.toggles}))
 
     @property
-    def passed_over(self) -> dict[str, str]:
-        """Those that help alone and cannot be on with a better one, by name: why. Not those of another whole: they
-        were not passed over."""
-        inside = {named(toggles) for members in self.wholes for toggles in members}
-        return {name: why for name, why in self._put_together(self.ranked)[1].items() if name not in inside}
+    def passed_over(self) -> dict[Toggles, str]:
+        """Those that help alone and cannot be on with a better one: why. Not those of another whole: they were not
+        passed over."""
+        return {toggles: why for toggles, why in self._first[1].items() if not self._in_a_whole(toggles)}
 
     @property
     def ground(self) -> Toggles:

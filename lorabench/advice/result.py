@@ -210,7 +210,7 @@ def _tried(toggles: Toggles, known: Known) -> Tried:
         return Tried(toggles=name, outcome=OUTCOMES[record.status], why=reason)
     if record.status == "ok" and row["verdict"] != "faster":
         return Tried(toggles=name, outcome=row["verdict"] or "unclear", why=_as_fast(row))
-    why = known.passed_over.get(name) or on_top or "there was no time to put it together with others"
+    why = known.passed_over.get(toggles) or on_top or "there was no time to put it together with others"
     return Tried(toggles=name, outcome=HELPS, why=why)
 
 

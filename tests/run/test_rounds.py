@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from lorabench.measure.seat import Failed, Ready
 from lorabench.measure.trial import MOST_TRIALS
 from lorabench.record.pairs import Siblings
 from lorabench.record.schema import INTERRUPTED, ArmRecord
-from lorabench.run.entries import NO_TIME, Limits
+from lorabench.run.entries import NO_TIME, UNLIMITED, Limits
 from lorabench.run.journal import JOURNAL, Journal, Turn
 from lorabench.run.process import Lost
 from lorabench.run.rounds import LEAST_ROUNDS, LONG_MS, Rounds
@@ -45,6 +46,26 @@ def family(*overrides: str) -> Family:
 def measured(script: Script, folder: Path, *overrides: str) -> dict[str, ArmRecord]:
     with runner(script, folder) as running:
         return {record.arm: record for record in running.family(family(*overrides))}
+
+
+def alone_in_rounds(
+    script: Script, folder: Path, *candidates: str, machine: Machine = MACHINE, limits: Limits = UNLIMITED
+) -> dict[str, ArmRecord]:
+    """A family of these and of one arm that sits alone, in rounds."""
+    with runner(script, folder) as running:
+        rounds = Rounds(
+            family(f"ablations=[{','.join([*candidates, 'flex_attention'])}]"), machine, script, None, folder,  # type: ignore[arg-type]
+            folder / "log", 9.0, print, limits=limits,
+        )  # fmt: skip
+        rounds.run()
+        return {record.arm: record for record in running.drafts(rounds)}
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
+    """The budget's clock shows this."""
+    clock = SimpleNamespace(monotonic=now, perf_counter=time.perf_counter)
+    for file in ("rounds", "seats"):
+        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
 
 
 def turns(script: Script) -> list[tuple[int, str, tuple[int, ...]]]:
@@ -274,12 +295,7 @@ def test_a_reference_that_does_not_fit_leaves_the_others(tmp_path):
 
 def test_arms_that_patch_classes_sit_alone_in_turns_with_the_others(tmp_path):
     script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "adamw", "flex_attention"), 150.0))
-    with runner(script, tmp_path) as running:
-        rounds = Rounds(
-            family("ablations=[adamw,flex_attention]"), MACHINE, script, None, tmp_path, tmp_path / "log", 9.0, print,  # type: ignore[arg-type]
-        )  # fmt: skip
-        rounds.run()
-        found = {record.arm: record for record in running.drafts(rounds)}
+    found = alone_in_rounds(script, tmp_path, "adamw")
     alone = found["flex_attention"]
     assert len(set(alone.seats)) == 4 and alone.rounds == list(range(12))
     assert [len([s for s in alone.seats if s == seat]) for seat in sorted(set(alone.seats))] == [3, 3, 3, 3]
@@ -291,13 +307,7 @@ def test_arms_that_patch_classes_sit_alone_in_turns_with_the_others(tmp_path):
 
 def test_what_the_host_compiles_for_is_prepared_last_beside_those_that_sit_alone(tmp_path):
     script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "adamw", "flex_attention", "torch_compile"), 150.0))
-    with runner(script, tmp_path) as running:
-        rounds = Rounds(
-            family("ablations=[torch_compile,adamw,flex_attention]"), MACHINE, script, None, tmp_path,  # type: ignore[arg-type]
-            tmp_path / "log", 9.0, print,
-        )  # fmt: skip
-        rounds.run()
-        found = {record.arm: record for record in running.drafts(rounds)}
+    found = alone_in_rounds(script, tmp_path, "torch_compile", "adamw")
     prepared = [(seat, rest[0]) for seat, what, *rest in script.heard if what == "prepare"]
     assert prepared[:3] == [(1, REFERENCE), (1, TWIN), (1, "adamw")]
     assert (1, "torch_compile") in prepared[3:] and len(prepared) == 3 + 1 + 4 * 2
@@ -319,25 +329,9 @@ def test_a_reference_again_that_does_not_fit_alone_beside_the_others_keeps_its_f
         return Failed("oom", "it ran out of memory") if beside else None
 
     script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "flex_attention"), 150.0), refuses=refuses)
-    with runner(script, tmp_path) as running:
-        rounds = Rounds(
-            family("ablations=[flex_attention]"), MACHINE, script, None, tmp_path, tmp_path / "log", 9.0, print,  # type: ignore[arg-type]
-        )  # fmt: skip
-        rounds.run()
-        found = {record.arm: record for record in running.drafts(rounds)}
+    found = alone_in_rounds(script, tmp_path)
     assert {name: record.status for name, record in found.items()} == dict.fromkeys(found, "ok")
     assert set(found[TWIN].seats) == {0} and len(set(found["flex_attention"].seats)) == 4
-
-
-def alone_in_rounds(script, folder, *candidates, machine=MACHINE):
-    """A family of these and of one arm that sits alone, in rounds."""
-    with runner(script, folder) as running:
-        rounds = Rounds(
-            family(f"ablations=[{','.join([*candidates, 'flex_attention'])}]"), machine, script, None, folder,  # type: ignore[arg-type]
-            folder / "log", 9.0, print,
-        )  # fmt: skip
-        rounds.run()
-        return {record.arm: record for record in running.drafts(rounds)}
 
 
 @pytest.mark.parametrize("beside", ["others", "the reference"])
@@ -370,9 +364,7 @@ def test_out_of_memory_is_the_status_of_what_had_the_device_for_itself(tmp_path)
 
 def test_after_the_budget_no_later_block_begins(tmp_path, monkeypatch):
     script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "adamw", "flex_attention"), 150.0))
-    clock = SimpleNamespace(monotonic=lambda: script.now, perf_counter=time.perf_counter)
-    for file in ("rounds", "seats"):
-        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
+    clocked(monkeypatch, lambda: script.now)
     late: list[str] = []
 
     def refuses(stack: Any) -> Failed | None:
@@ -384,13 +376,7 @@ def test_after_the_budget_no_later_block_begins(tmp_path, monkeypatch):
         return Failed("oom", "it ran out of memory") if beside.get(stack.name) else None
 
     script.refuses = refuses
-    with runner(script, tmp_path) as running:
-        rounds = Rounds(
-            family("ablations=[eager,adamw,flex_attention]"), MACHINE, script, None, tmp_path, tmp_path / "log", 9.0,  # type: ignore[arg-type]
-            print, limits=Limits(stop_at=50.0),
-        )  # fmt: skip
-        rounds.run()
-        found = {record.arm: record for record in running.drafts(rounds)}
+    found = alone_in_rounds(script, tmp_path, "eager", "adamw", limits=Limits(stop_at=50.0))
     assert len(found["eager"].rounds) == 12 and script.now >= 100 and late == []
     assert (found["flex_attention"].status, found["flex_attention"].reason) == ("timeout", NO_TIME)
 
@@ -427,12 +413,7 @@ def test_an_arm_that_is_wrong_in_one_of_its_processes_leaves_though_it_sits_in_a
         return Failed("wrong_numerics", "its gradients are others") if wrong else None
 
     script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "flex_attention"), 150.0), refuses=refuses)
-    with runner(script, tmp_path) as running:
-        rounds = Rounds(
-            family("ablations=[flex_attention]"), MACHINE, script, None, tmp_path, tmp_path / "log", 9.0, print,  # type: ignore[arg-type]
-        )  # fmt: skip
-        rounds.run()
-        found = {record.arm: record for record in running.drafts(rounds)}
+    found = alone_in_rounds(script, tmp_path)
     assert found["flex_attention"].status == "wrong_numerics"
     assert found[REFERENCE].status == found[TWIN].status == "ok"
 
@@ -503,9 +484,7 @@ def test_a_budget_has_room_for_what_follows_the_last_round_unless_there_would_be
 ):
     """Five arms of one second, so that a round takes five and the ends are taken to need five times four."""
     script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "adamw", "adamw_fused"), 1000.0))
-    clock = SimpleNamespace(monotonic=lambda: script.now, perf_counter=time.perf_counter)
-    for file in ("rounds", "seats"):
-        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
+    clocked(monkeypatch, lambda: script.now)
     with runner(script, tmp_path) as running:
         running.limits = Limits(stop_at=seconds)
         found = running.family(family())
@@ -515,9 +494,7 @@ def test_a_budget_has_room_for_what_follows_the_last_round_unless_there_would_be
 
 def test_no_candidate_is_seated_after_its_time_and_the_others_have_their_rounds(tmp_path, monkeypatch):
     now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
-    for file in ("rounds", "seats"):
-        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
+    clocked(monkeypatch, lambda: now[0])
     script = Script(fails={("prepare", "adamw"): lambda: now.__setitem__(0, 20.0)})
     with runner(script, tmp_path) as running:
         running.limits = Limits(seat_by=10.0)
