@@ -138,6 +138,11 @@ class Told:
             return True
         return found.centre <= self.enough and (found.low <= 1 or found.high <= 1 + self.floor)
 
+    def clearly_faster(self, arm: Labels, than: Labels) -> bool:
+        """By what matters, in rounds that both have."""
+        found = self.measured(arm) and self.measured(than) and self.beside(arm, than)
+        return bool(found) and found.low > 1 and found.centre > self.enough
+
     def _may_be_better(self, arm: Labels, than: Labels) -> bool:
         found = self.beside(arm, than)
         return found is not None and found.high > self.enough
@@ -248,19 +253,23 @@ class Known:
         return [self._each_alone[place][0] for _, place in sorted(ranks)] if some else []
 
     @property
-    def undecided(self) -> list[Toggles]:
-        """Those of which more rounds alone may tell that they help by what matters; each is asked once more, or no
-        answer would ever be the last."""
+    def unclear(self) -> list[Toggles]:
+        """Those beside all wholes that may help by what matters and do not show it alone."""
         found = []
         for toggles, told, record in self._each_alone:
-            if record.status != "ok" or self._in_a_whole(toggles):
-                continue
-            labels = self.question.labels(toggles)
-            once = sum(one.design == ALONE and one.measured(labels) for one in self.families) == 1
             row: Any = told.row(record)
-            if once and row["verdict"] == "unclear" and row[f"{TOTAL}_high"] > told.enough:
+            may = record.status == "ok" and row["verdict"] == "unclear" and row[f"{TOTAL}_high"] > told.enough
+            if may and not self._in_a_whole(toggles):
                 found.append(toggles)
         return found if self.fits else []
+
+    @property
+    def undecided(self) -> list[Toggles]:
+        """The unclear of which more rounds alone may tell; each is asked once more, or no answer would ever be the
+        last."""
+        labels = {toggles: self.question.labels(toggles) for toggles in self.unclear}
+        alone = [told for told in self.families if told.design == ALONE]
+        return [toggles for toggles, own in labels.items() if sum(told.measured(own) for told in alone) == 1]
 
     def _put_together(self, order: Iterable[Toggles]) -> tuple[list[Toggles], dict[Toggles, str]]:
         """(those that can be on together, each taken in its turn; the others, with the reason)."""
@@ -334,18 +343,33 @@ class Known:
 
     @property
     def stacks(self) -> list[Toggles]:
-        """What is measured together: of each whole the best alone, the best two, and so on; then each whole without
-        each member."""
+        """What is measured together: of each whole the best alone, the best two, and so on; each whole with the unclear
+        on top, and without each member."""
         grown = [own[:n] for own in self.wholes for n in range(1, len(own) + 1)]
         roomier = [[*own, saving] for own in self.wholes for saving in self._saving(own)]
         without = [[m for m in own if m is not one] for own in self.wholes for one in own if one != self.ground]
-        found = {self.question.labels(joined(own)): joined(own) for own in (*grown, *roomier, *without) if own}
+        every = (*grown, *(richer for _, richer in self.richer), *roomier, *without)
+        found = {self.question.labels(joined(own)): joined(own) for own in every if own}
         return list(found.values())
 
     @property
+    def richer(self) -> list[tuple[list[Toggles], list[Toggles]]]:
+        """Each whole, and it with the unclear on top: a gain that drowns alone in a step that waits for its host may
+        be seen where the others are on."""
+        found = [(own, self._put_together([*own, *self.unclear])[0]) for own in self.wholes if own]
+        return [(own, more) for own, more in found if len(more) > len(own)]
+
+    def _unproven(self, told: Told) -> list[Labels]:
+        """The wholes with the unclear on top that a family does not show to be faster than without: they have more
+        toggles, of which none was worth it alone."""
+        pairs = [(self.question.labels(joined(own)), self.question.labels(joined(more))) for own, more in self.richer]
+        return [more for own, more in pairs if not told.clearly_faster(more, own)]
+
+    @property
     def foremost(self) -> list[Toggles]:
-        """The best alone and the wholes: what the others are worth little without."""
-        wholes = [self.question.labels(joined(own)) for own in self.wholes]
+        """The best alone, the wholes, and these with the unclear: what the others are worth little without."""
+        wholes = [self.question.labels(joined(own)) for pair in self.richer for own in pair]
+        wholes += [self.question.labels(joined(own)) for own in self.wholes]
         return [s for place, s in enumerate(self.stacks) if not place or self.question.labels(s) in wholes]
 
     def _saving(self, members: Sequence[Toggles]) -> list[Toggles]:
@@ -372,8 +396,8 @@ class Known:
 
     @property
     def to_put_together(self) -> list[Toggles]:
-        """The wholes that were not measured, and those with more room."""
-        wanted = [joined(own) for own in self.wholes if len(own) > 1]
+        """The wholes that were not measured, with the unclear and with more room, too."""
+        wanted = [joined(own) for own in (*self.wholes, *(more for _, more in self.richer)) if len(own) > 1]
         wanted += [joined((*own, saving)) for own in self.wholes for saving in self._saving(own)]
         return [whole for whole in wanted if not self._finished(whole)]
 
@@ -400,6 +424,7 @@ class Known:
         if told is None or told.reference is None:
             return Choice((), None), []
         own = {self.question.labels(s): s for s in (*self.stacks, *self.wanted, self.ground)}
+        own = {labels: stack for labels, stack in own.items() if labels not in self._unproven(told)}
         if not any(map(told.measured, own)):
             return Choice((), None), []
         labels, others = told.best(own)

@@ -171,7 +171,8 @@ def more(known: Known) -> tuple[str, float]:
         parts.append("measure " + ", ".join(map(named, left)))
         seconds += pace.seconds(left, FEWEST)
     if wholes := known.to_put_together:
-        parts += [f"put {', '.join(t.label for t in whole)} together" for whole in wholes]
+        largest = [whole for whole in wholes if not any({*whole} < {*other} for other in wholes)]
+        parts += [f"put {', '.join(t.label for t in whole)} together" for whole in largest]
         seconds += pace.seconds([*known.stacks[:1], *wholes], FEWEST)
     elif known.contested:
         names = [named(s) or "the reference" for s in known.contested]

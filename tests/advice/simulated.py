@@ -59,10 +59,11 @@ class Simulation:
     def __init__(
         self, *toggles: Ablation, minutes: float = 10, large: bool = False, arms: Sequence[ArmRecord] = (),
         in_need: Sequence[Ablation] = (), noise: float = 0.003, fails: Any = lambda stack: None, overrides: str = "",
+        seed: int = 0,
     ) -> None:  # fmt: skip
         """`large`: nothing fits without a toggle whose name begins with small. `fails`: of a stack the status that it
         comes to, or None."""
-        self.large, self.noise, self.fails = large, noise, fails
+        self.large, self.noise, self.fails, self.seed = large, noise, fails, seed
         (itself,) = cells("ablations=[]", *overrides.split())
         self.question = Question(
             itself, [(t,) for t in toggles], MACHINE, size=10**9, in_need=[(t,) for t in in_need], rounds=12
@@ -94,7 +95,7 @@ class Simulation:
             made[stack.name] = {"status": status, "start": start, "turns": []}
             if status != "ok":
                 made[stack.name]["reason"] = reason
-        rng = np.random.default_rng(len(self.arms))
+        rng = np.random.default_rng(len(self.arms) + 1000 * self.seed)
         seated = [stack for stack in step.family.stacks if made[stack.name]["status"] == "ok"]
         a_round = sum(TURN_S / speed(stack.ablations) for stack in seated)
         self.rounds.append(step.rounds(self.seconds - self.now, a_round))
