@@ -78,10 +78,12 @@ FED = ("input_ids", "labels")
 
 
 class Layout:
-    """Micro-batches of one shape: the tensors that their graphs read, and the forward and the backward as graphs."""
+    """Micro-batches of one shape: the tensors that their graphs read, and the forward and the backward as graphs.
+    Inputs that get a gradient, as a single operation's, are read where they lie: there their owner writes the next."""
 
     def __init__(self, batch: Batch, masks: SameMasks) -> None:
-        self.inputs = {n: x.clone() if isinstance(x, Tensor) else x for n, x in batch.inputs.items()}
+        copied = lambda x: isinstance(x, Tensor) and not x.requires_grad  # noqa: E731
+        self.inputs = {n: x.clone() if copied(x) else x for n, x in batch.inputs.items()}
         self.holds, self.masks = batch, masks
         self.loss: Tensor | None = None  # of the forward before its backward
         self.graphs: dict[str, Recording] = {}

@@ -91,12 +91,10 @@ class DeepspeedZero(Parallel):
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": batches,
             "steps_per_print": 1 << 30,  # a line every ten steps would be printed inside the clock
+            "gradient_clipping": 0.0,  # by default gradients longer than 1 are cut; torch's loop cuts none
             "zero_optimization": {
                 "stage": self.stage,
                 "reduce_bucket_size": elements,
-                # Stage 3 has a stream of its own for reductions by default. On an H100 an update was once not that of
-                # the gradients that the engine showed (2026-11-26), and those of adapters leave little to hide.
-                "overlap_comm": False,
                 "stage3_param_persistence_threshold": largest,  # so many elements, or fewer, stay whole
                 "memory_efficient_linear": False,  # replaces a function of torch's for the whole process
             },

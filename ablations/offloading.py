@@ -92,6 +92,7 @@ class UnslothCheckpointing(Ablation):
     name: ClassVar[str] = "unsloth_checkpointing"
     slot: ClassVar[str] = SLOT
     summary: ClassVar[str] = "Unsloth's checkpointing: each layer's input waits in host memory"
+    global_patch: ClassVar[bool] = True  # the import of unsloth_zoo replaces a function of transformers
     requires: ClassVar[Requires] = Requires(
         device="cuda", packages=dict.fromkeys(("unsloth_zoo", "unsloth"), "pip install 'lorabench[unsloth]'")
     )

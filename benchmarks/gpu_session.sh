@@ -53,4 +53,5 @@ cat "$at"/out/*/log/worker?.txt 2> /dev/null
 for log in "$at"/out/*/log/*.txt; do
   [ -f "$log" ] && [[ $log != */worker?.txt ]] && echo "== $log" && tail -c 1500 "$log" | tr '\r' '\n' | tail -n 12 | cut -c1-200
 done | tail -c 9000
+git -C "$at/src" status --short | head -n 5  # what makes a record say that its checkout was changed
 nvidia-smi --query-gpu=name,memory.used,utilization.gpu --format=csv,noheader 2> /dev/null

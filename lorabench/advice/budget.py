@@ -52,13 +52,14 @@ class Pace:
 
     def seconds(self, stacks: Sequence[Toggles], rounds: int) -> float:
         """Of a family of these arms, the reference and the reference again."""
-        return MARGIN * (self._starts(stacks) + rounds * self._round(stacks))
+        return MARGIN * (self.starts(stacks) + rounds * self._round(stacks))
 
     def rounds(self, stacks: Sequence[Toggles], seconds: float) -> int:
         """How many rounds of such a family so many seconds hold. Without a margin: none begins after the end."""
-        return max(0, int((seconds - self._starts(stacks)) / max(self._round(stacks), 1e-3)))
+        return max(0, int((seconds - self.starts(stacks)) / max(self._round(stacks), 1e-3)))
 
-    def _starts(self, stacks: Sequence[Toggles]) -> float:
+    def starts(self, stacks: Sequence[Toggles]) -> float:
+        """Seconds until the first round of a family of these arms, the reference and the reference again."""
         alone = any(t.global_patch for s in stacks for t in s)
         twins = 1 + (PROCESSES if alone else 0)  # the twin sits alone too, where one does
         return self.opening + twins * self.usual + sum(map(self.start, stacks))

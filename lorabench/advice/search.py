@@ -20,7 +20,7 @@ from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
 
 # Of the time: no contender is seated alone after SEATED of it, and those that are slow to start are only among them
 # where all are expected to be seated after SLOWLY.
-SEATED, SLOWLY = 0.5, 0.35
+SEATED, SLOWLY = 0.5, 0.25
 SEAT_SHARE, SEAT_LEAST_S = 0.25, 20.0  # that one candidate may take to be seated: what hangs must leave time for others
 FEWEST, MOST = MIN_TRIALS_FOR_VERDICT + 2, 300  # rounds of a family: more of them would decide nothing
 LEAST_S = 1.0  # in less nothing can be begun
@@ -63,9 +63,11 @@ def _alone_first(known: Known, left: float) -> Step:
         if not slow(toggles, own.size) or pace.seconds([*measured, toggles], 0) <= SLOWLY * left:
             measured.append(toggles)
 
+    fewest = pace.starts(sorted(measured, key=pace.start)[:2]) / pace.starts(measured)  # stacks, as a share of these
+
     def rounds(then: float, one: float) -> int:
-        """As many as asked for where that leaves time for stacks, whose start takes as long; else all that there is."""
-        spare = then - (own.rounds + FEWEST) * one - (left - then)
+        """As many as asked for where that leaves time for two stacks; else all that there is."""
+        spare = then - (own.rounds + FEWEST) * one - fewest * (left - then)
         return own.rounds if spare >= 0 else _all(then, one)
 
     return Step(_family(known, [*measured, *free], ALONE), rounds, SEATED * left)

@@ -3,12 +3,14 @@ harness reads and sets what an engine keeps in tests/measure/test_parts.py."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers import MACHINE, arm, cells
+from several_ranks import on_ranks
 
 from lorabench.contract import ablation as contract
 from lorabench.contract.ablation import Unsupported, conflict
@@ -53,6 +55,38 @@ def test_other_optimizers_and_adapters_in_16_bits_are_refused_before_an_engine_i
     step.optimizer = torch.optim.AdamW([p.detach().bfloat16() for p in params])
     with pytest.raises(Unsupported, match="of adapters in 16 bits it is another optimizer"):
         zero.step(step)
+
+
+def long_gradients(ranks, stage):
+    """How far parameters are from where torch's AdamW moves them, after three steps over gradients longer than 1."""
+    params = [torch.nn.Parameter(torch.ones(1000)) for _ in range(2)]
+    zero, model = deepspeed.DeepspeedZero(stage=stage), deepspeed._module(params[:1])
+    model.forward = lambda gradient: (model.params[0] * gradient).sum()
+    mine, plain = (torch.optim.AdamW([p], lr=1e-2) for p in params)
+    engine, *_ = deepspeed._library().initialize(
+        model=model, model_parameters=params[:1], optimizer=mine, config=zero._config(1000, 1, 1000)
+    )
+    for size in (1.0, 10.0, 0.1):
+        gradient = size * torch.randn(1000, generator=torch.Generator().manual_seed(int(size)))
+        engine.backward(engine(gradient))
+        engine.step()
+        params[1].grad = gradient
+        plain.step()
+    return float((params[0].detach() - params[1].detach()).norm() / (params[1].detach() - 1).norm())
+
+
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_gradient_is_cut(tmp_path, stage):
+    """DeepSpeed cuts those longer than 1 unless it is told not to: of the 8B some trials' are, and so its updates were
+    refused on GPUs."""
+    (error,) = on_ranks(1, tmp_path, long_gradients, stage)
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_engine_is_told_to_cut_no_gradient(stage):
+    assert deepspeed.DeepspeedZero(stage=stage)._config(1, 1)["gradient_clipping"] == 0.0
 
 
 def test_stage_3_refuses_packed_weights():

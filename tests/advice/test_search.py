@@ -165,6 +165,19 @@ def test_what_starts_slowly_comes_last_and_where_there_is_time(monkeypatch):
     assert between.titles[2][0] == "slow" and sorted(between.stack) == ["a", "b", "slow"]
 
 
+def test_a_slow_start_leaves_time_for_stacks_which_start_quickly(monkeypatch):
+    """Axolotl in processes of its own took a third of the budget to sit, on a GPU. Stacks were thought to take as long,
+    and what was left went to more rounds of what decides nothing."""
+    monkeypatch.setattr("lorabench.advice.search.slow", lambda toggles, size: False)
+    monkeypatch.setattr(
+        "lorabench.advice.budget.expected",
+        lambda toggles, size: type("E", (), {"start_s": max((t.start_s for t in own(toggles)), default=0.0)}),
+    )
+    slow = [toggle(f"slow{n}", 1.0, start_s=24.0) for n in range(2)]
+    done = Simulation(toggle("a", 1.5), toggle("b", 1.3), *slow, minutes=1.9)
+    assert done.rounds[0] == 12 and done.titles[1][:2] == ["a", "a+b"] and done.stack == ["a", "b"]
+
+
 def test_more_rounds_where_the_two_best_are_not_told_apart():
     done = Simulation(toggle("one", 2.0, slot="same"), toggle("other", 2.02, slot="same"), noise=0.15, minutes=10)
     assert len(done.steps) > 1 and set(done.titles[1]) == {"one", "other"}
