@@ -33,6 +33,7 @@ from lorabench.record.schema import (
 )  # fmt: skip
 
 AGAINST = "against"  # the design of a record that shows an arm against one that was chosen on reading
+ALONE = "the time was up before any other arm of the family; the reference's own times stand beside it"
 Place = tuple[str, str, int]  # family, session and replicate
 
 
@@ -84,6 +85,9 @@ class Siblings:
         """Every contrast that the designs show; or every arm that was measured over the arm called `against`."""
         if against in (None, REFERENCE):
             made = [(arm, shown) for arm in self.arms for shown in arm.shown if self._has(shown)]
+            lone = self.reference if len(self.arms) == 1 and not made else None
+            if lone and lone.status == "ok":
+                return self._with_cost([self._alone(lone)], [lone])
         else:
             base = self.named(against)
             made = [(arm, self._over(base, arm)) for arm in self._others(base)] if base else []
@@ -192,6 +196,18 @@ class Siblings:
             tokens=_tokens(*(own and own.tokens for own in (reference, candidate))) if times else None,
             arm=name, rank=failed.rank, notes=_notes(candidate, both), numerics=failed.numerics,
             telemetry=candidate.telemetry, log=failed.log,
+        )  # fmt: skip
+
+    def _alone(self, reference: ArmRecord) -> Record:
+        """Of a reference that no other arm was measured beside: its times are not lost."""
+        shown = Shown(
+            key=_key(reference.family, AGAINST), design=AGAINST, rung=None, ablations=[], against=reference.toggles
+        )
+        both = {"reference": reference}
+        return Record(
+            **_contents(shown, reference), **_of_both(both), status="timeout", reason=ALONE, arm="candidate",
+            phases=_phases(reference.kind, _side(reference), None), pairing="paired",
+            tokens=_tokens(reference.tokens, None), notes=_notes(reference, both), telemetry=reference.telemetry,
         )  # fmt: skip
 
     def _with_cost(self, records: list[Record], arms: Sequence[ArmRecord]) -> list[Record]:

@@ -231,6 +231,15 @@ def test_a_reference_that_failed_otherwise_leaves_nothing_to_hold_against(simula
 # -- against an arm that is chosen on reading -------------------------------------------------------------------------
 
 
+def test_a_reference_whose_twin_had_no_time_keeps_its_times(simulated):
+    """As of the 70B, of which one arm takes the GPUs."""
+    (record,) = pairs([simulated.arm()])
+    assert (record.status, record.arm, record.ablations) == ("timeout", "candidate", [])
+    assert len(times(record, "reference")) > 2 and not times(record, "candidate")
+    assert record.reason.startswith("the time was up before any other arm of the family")
+    assert record.key not in {other.key for other in pairs([simulated.arm(), simulated.twin()])}, "the twin is not done"
+
+
 def test_every_arm_against_one_that_is_named(simulated):
     arms = [simulated.arm(), simulated.twin(), simulated.arm(["a"], 1.2), simulated.arm(["b"], 1.5)]
     arms += [simulated.arm(["a", "b"], 2.0), simulated.arm(["c"], status="crash"), simulated.limit(3.0)]
