@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from lorabench.contract.ablation import Unsupported
 from lorabench.schedule.stage_times import balanced
 from lorabench_ablations.parallel import mesh, pieces
+from lorabench_ablations.segments import by_segments
 
 T = TypeVar("T")
 FORWARD, BACKWARD = "forward", "backward"
@@ -162,16 +163,22 @@ class Stage(nn.Module):
 
     x is (B, S) token ids in the first stage and (B, S, H) hidden states in the others; what comes back is hidden
     states, or in the last one the loss over `items` trained tokens, times `scale`; both (1,). `mixed`: what makes the
-    loss instead, of (hidden states behind the norm, labels), where the next micro-batch has rows of several jobs."""
+    loss instead, of (hidden states behind the norm, labels), where the next micro-batch has rows of several jobs.
+    segments: (1, N + 1) where attention goes by these, of which none is longer than `longest`."""
 
     mixed: Callable[[Tensor, Tensor], Tensor] | None = None
+    longest = 0
 
     def __init__(self, parts: Parts, layers: range, first: bool, last: bool) -> None:
         super().__init__()
         self._parts, self.layers, self.first, self.last = [parts], layers, first, last  # a list: not a submodule
 
-    def forward(self, x: Tensor, *, labels: Tensor, items: Tensor, scale: Tensor, **kwargs: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, *, labels: Tensor, items: Tensor, scale: Tensor, segments: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:  # fmt: skip
         parts = self._parts[0]
+        if segments is not None:
+            kwargs |= by_segments(segments[0], self.longest)
         inputs: dict[str, Any] = {"input_ids": x} if self.first else {"inputs_embeds": _Contiguous.apply(x)}
         inputs |= kwargs | {"use_cache": False}
         with parts.only(self.layers, self.last):

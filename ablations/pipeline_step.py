@@ -28,6 +28,7 @@ from lorabench.contract.step import Step
 from lorabench.schedule import Sample as Planned
 from lorabench.schedule import fill, verify
 from lorabench.schedule.pipeline import pipeline
+from lorabench_ablations import segments
 from lorabench_ablations.joint_batches import halved, in_a_row
 from lorabench_ablations.joint_step import JointStep, Part, Router, all_finite
 from lorabench_ablations.lora_kernels import on_kernels
@@ -170,8 +171,12 @@ class Machinery:
 
     def run(self, batches: Sequence[Batch], items: Sequence[int], scales: Sequence[float]) -> Tensor:
         """(micro-batches,) losses without the scale; on ranks without the last stage zeros."""
-        names = batches[0].inputs.keys() - {"input_ids"}
+        names = {n for n, x in batches[0].inputs.items() if isinstance(x, Tensor)} - {"input_ids", *segments.ARGUMENTS}
         kwargs = {name: torch.cat([b.inputs[name] for b in batches]) for name in sorted(names)}
+        if (own := segments.alike(batches)) is not None:
+            kwargs["segments"], longest = own
+            for stage in self.mine:
+                stage.longest = longest
         kwargs["items"] = torch.tensor(items, device=self.device)
         kwargs["scale"] = torch.tensor(scales, device=self.device)
         ids, found = torch.cat([b.inputs["input_ids"] for b in batches]), []
@@ -374,7 +379,8 @@ class PipelineJoint(JointStep):
     def _run(self) -> None:
         every = [self.micro_batch(number) for number in range(self.count)]
         self._parts = [batch.inputs["parts"] for batch in every]
-        names = self.steps[0].batches[0].inputs  # what `collate` has added is no tensor of rows
+        # Of what `collate` has added the segments of attention alone: other things are no tensors of rows.
+        names = [n for n in every[0].inputs if n in segments.ARGUMENTS or n in self.steps[0].batches[0].inputs]
         batches = [replace(batch, inputs={name: batch.inputs[name] for name in names}) for batch in every]
         if self.machinery is None:  # the batches are on their device only now
             self._route(0)  # so that what is measured is as in the schedule

@@ -9,15 +9,18 @@ A module of its own because it is torch throughout: a list of toggles is to be h
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import Batch
+
+ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def segments(rows: int, width: int, mask: Tensor | None, positions: Tensor | None) -> Tensor:
@@ -43,9 +46,24 @@ def with_segments(batch: Batch) -> Batch:
     ids, inputs = batch.inputs["input_ids"], batch.inputs
     rows, width = ids.shape
     found = segments(rows, width, inputs.get("attention_mask"), inputs.get("position_ids"))
-    longest = int(found.diff().max())
-    varlen = {"cu_seq_lens_q": found, "cu_seq_lens_k": found, "max_length_q": longest, "max_length_k": longest}
-    return replace(batch, inputs=inputs | varlen)
+    return replace(batch, inputs=inputs | by_segments(found, int(found.diff().max())))
+
+
+def by_segments(begins: Tensor, longest: int) -> dict[str, Any]:
+    """Those keyword arguments."""
+    return dict(zip(ARGUMENTS, (begins, begins, longest, longest), strict=True))
+
+
+def alike(batches: Sequence[Batch]) -> tuple[Tensor, int] | None:
+    """((batches, N + 1) `cu_seq_lens` of each, as many as the one with the most has: a segment that is added is empty;
+    the longest segment). None where no batch has any: attention does not go by segments."""
+    begins, _, longest, _ = ([b.inputs[name] for b in batches if name in b.inputs] for name in ARGUMENTS)
+    if not begins:
+        return None
+    most = max(map(len, begins))
+    ends = [batch.inputs["input_ids"].numel() for batch in batches]
+    rows = [F.pad(x, (0, most - len(x)), value=end) for x, end in zip(begins, ends, strict=True)]
+    return torch.stack(rows), max(longest)
 
 
 Kernel = Callable[..., Tensor]  # (q, k, v of (T, heads, D), cu_seq_lens, longest, scale, window, keyword arguments)

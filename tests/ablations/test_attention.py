@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attend import attend
 from helpers import arm, cells
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
@@ -28,19 +29,6 @@ FEEDS = {
     "packed, our kernels": (("packing", "lora_kernels"), UNEQUAL),
 }  # fmt: skip
 VARLEN, DENSE = "flash_attn::_flash_attn_varlen_forward", "flash_attn::_flash_attn_forward"
-
-
-def attend(name, q, k, v, cu, scale):
-    """Causal attention within each segment, (T, heads, D), by matrix products; `name` is left in the trace."""
-    with torch.profiler.record_function(name):
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        rows = []
-        for begin, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
-            q_, k_, v_ = (x[begin:end].transpose(0, 1) for x in (q, k, v))
-            later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
-            scores = (q_ @ k_.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(later, float("-inf"))
-            rows.append((scores.softmax(-1) @ v_).transpose(0, 1))
-        return torch.cat(rows)
 
 
 @pytest.fixture

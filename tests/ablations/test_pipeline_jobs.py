@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections import Counter
 
 import pytest
 import torch
+from attend import attend
 from several_jobs import UNEQUAL, jobs_arm, multi_adapter
 from several_ranks import compare, on_ranks
 
@@ -17,6 +19,7 @@ from lorabench.measure.judging.numerics import clear, one_step
 from lorabench.measure.kind import kind
 from lorabench.measure.trial import run_trial
 from lorabench.plan import registry
+from lorabench_ablations import segments
 from lorabench_ablations.joint_batches import halved
 from lorabench_ablations.pipeline_stages import MARGIN
 from lorabench_ablations.scheduler import Scheduling
@@ -73,6 +76,47 @@ def test_several_jobs_in_one_pipeline_are_each_what_it_is_alone(tmp_path, flush,
         rows = 1 if flush else 2  # a job alone has to fill the pipeline with its two samples
         assert said["sent_bytes_by_rank"] == [said["micro_batches"] * rows * 48 * 64 * 4] * 2
         assert said["predicted_bubble_pct"] < 100 and sum(said["layers_by_stage"]) == 3
+
+
+@pytest.fixture
+def in_segments(monkeypatch):
+    """torch's varlen attention on a CPU, which only takes segments that somebody has handed down to it: else each layer
+    would wait for the device to find them out."""
+    import torch.nn.attention.varlen as module
+
+    def kernel(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, **kwargs):
+        return attend("torch_attn::_varlen_attn", q, k, v, cu_seq_q, scale)
+
+    monkeypatch.setattr(module, "varlen_attn", kernel)
+    monkeypatch.setattr("lorabench_ablations.segments.segments", handed_down(segments.segments))
+
+
+def handed_down(find):
+    """`segments`, which says no where it is asked from within a layer."""
+
+    def found(*args):
+        assert not any(frame.function == "attention" for frame in inspect.stack()[:4]), "found out within a layer"
+        return find(*args)
+
+    return found
+
+
+@pytest.mark.parametrize(
+    "toggles",
+    [
+        (multi_adapter(tokens=64, kernels=True), "gradient_checkpointing"),
+        (multi_adapter(), {"lorafusion": {"tokens": 150}}),
+        pytest.param((multi_adapter(),), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_attention_goes_by_segments_in_every_stage(tmp_path, toggles, in_segments):
+    """Of packed rows a mask would be computed with for all pairs of positions: in the 32B's rows of 7116 tokens about a
+    fifth of a step (2026-11-26). Micro-batches have unlike numbers of segments, and of several jobs."""
+    wanted = jobs_alone()
+    for found, *_ in on_ranks(2, tmp_path, jobs_stepped, *toggles, "varlen"):
+        for job, outcome in found.items():
+            compare([outcome], wanted[job])
 
 
 @functools.cache
