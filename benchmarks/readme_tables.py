@@ -178,7 +178,8 @@ def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
     """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any,
     and whose workload is as a file has it, and which have rounds enough for a figure, of the folder that was measured
     last; several cells as the range of their ratios. In the claim's direction. `form`: only rows that test a toggle
-    like this pattern."""
+    like this pattern. A claim about a step of a ladder takes rows over the claim's own baseline if there are any,
+    whatever toggles they test, and the step if there are none."""
     newest = list(results.on_gpu).index
     found: dict[tuple[int, int, bool, bool, int, str, str], list[tuple[Match, Analysis]]] = {}
     for folder, m, analysis in results.found:
@@ -189,10 +190,12 @@ def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
             tested = "" if claim.over else " + ".join(m.record.ablations)
             key = bool(m.stands_for), apart, m.changed, few, newest(folder), m.differs, tested
             found.setdefault(key, []).append((m, analysis))
-    same_baseline = any(apart == 0 and not changed for _, apart, changed, *_ in found)
-    if not same_baseline and (steps := [step for step in results.steps if step.claim is claim]):
-        first = min((step.changed, newest(step.folder)) for step in steps)
-        return _of_steps([step for step in steps if (step.changed, newest(step.folder)) == first])
+    same_baseline = {key: pairs for key, pairs in found.items() if key[1] == 0 and not key[2]}
+    if steps := [step for step in results.steps if step.claim is claim]:
+        if not same_baseline:
+            first = min((step.changed, newest(step.folder)) for step in steps)
+            return _of_steps([step for step in steps if (step.changed, newest(step.folder)) == first])
+        found = same_baseline
     if not found:
         return None
     (*_, place, differs, _), pairs = min(found.items(), key=lambda item: item[0])
@@ -460,12 +463,13 @@ SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
     **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "guide_memory", "packing"), STEPS),
     **dict.fromkeys(("guide_loss", "h100/guide_loss", "guide_time", "guide_weights"), STEPS),
-    **dict.fromkeys(("scaling", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
+    **dict.fromkeys(("scaling", "scaling_four", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
     "several_gpus_zero": GPUS,
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
-    **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_ours", "_three")},
-    **dict.fromkeys(("long_context_8k", "long_context_32k"), STEPS),
+    **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_kernels", "_ours", "_three")},
+    "lorafusion_over_mlora": JOBS,
+    **dict.fromkeys(("long_context_8k", "long_context_8k_peers", "long_context_32k", "long_context_64k"), STEPS),
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     **dict.fromkeys(("prequantized_loading", "h100/prequantized_loading"), READ),
     "text_metrics": (cells.TIME, cells.WHOLE),

@@ -39,7 +39,8 @@ def lines(folder):
 def pairs(line, found):
     """A line of two arms as it is; of one arm (schema 3) its pairs, over the turns that both had in one process. Beside
     an arm that sat alone stands the reference again where that sat alone, round by round; and this one itself, where it
-    sat alone, is held against the reference as well. Two arms that were never in one round are no pairs of turns."""
+    sat alone, is held against the reference as well. Two arms that were never in one round are no pairs of turns, and
+    there, too, the reference again stands where it sat alone."""
     if line["schema"] != 3:
         return [line]
     family = [x for x in found if (x.get("family"), x["session"]) == (line["family"], line["session"])]
@@ -66,12 +67,12 @@ def pairs(line, found):
         if together(base, line):
             made.append(timed(own, base, line, together(base, line)))
         elif beside(family, base, line) is None:
-            made.append(apart(own, base, line))
+            made.append(apart(own, alone(family, base) or base, line))
         else:
             made.append(timed(own, *beside(family, base, line)))
-        if line["role"] == "twin" and (alone := outside(line, base)):
+        if line["role"] == "twin" and (lone := outside(line, base)):
             between = own | {"key": f"{own['key']} between processes"}
-            made.append(timed(between, base, alone, by_round(base, alone)))
+            made.append(timed(between, base, lone, by_round(base, lone)))
     return made
 
 
@@ -100,10 +101,15 @@ def outside(arm, other):
 def beside(family, base, line):
     """Of an arm that sat alone: the reference where that did, the arm, and the turns of rounds that both have. None
     where the reference never had a round of the arm's."""
+    lone = alone(family, base)
+    turns = lone and by_round(lone, line)
+    return (lone, line, turns) if turns else None
+
+
+def alone(family, base):
+    """The reference where that sat alone, None where it never did; any other arm as it is."""
     twin = next(x for x in family if x["role"] == "twin")
-    alone = outside(twin, base) if set(twin["toggles"]) == set(base["toggles"]) else base
-    turns = alone and by_round(alone, line)
-    return (alone, line, turns) if turns else None
+    return outside(twin, base) if set(twin["toggles"]) == set(base["toggles"]) else base
 
 
 def timed(own, base, line, turns):
