@@ -201,6 +201,7 @@ class Seat:
             kept = self.base.nbytes
             self.tell(f"building {name}")
             arm = of_kind.build(request.own())
+            self._let_go(arm)
         with _seconds(into, "warmup"):
             self.tell(f"warming up {name}")
             ops, handed = Counter[str](), {}
@@ -239,6 +240,15 @@ class Seat:
         if self.seating.alone:  # what its preparation left behind is in the way of the other processes
             self.give_back()
         return into
+
+    def _let_go(self, arm: Arm) -> None:
+        """A part of a model of which no arm here uses the half, each having made weights of its own of it, goes: of the
+        70B it is as large as what an arm needs. What is still used is the arm's own from here on."""
+        divided = any(ablation.leaves_out for ablation in arm.ablations)
+        used = max(self.base.bytes_of(one.model) for one in (arm, *self.arms.values()))
+        if divided and 2 * used < self.base.nbytes:
+            self.base, self.written = Base(self.base.folder), ""
+            self.give_back()
 
     def _gate(self, stack: Stack, into: Ready) -> None:
         """Before the arm is built and timed. Raises WrongNumerics."""

@@ -8,6 +8,8 @@ import json
 import re
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from lorabench.measure import build, parted_weights
 from lorabench.measure.base import Base
 from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.kind import kind
+from lorabench.measure.seat import Seat
 from lorabench.plan import registry
 from lorabench.plan.compose import load_config, model
 from lorabench_ablations import pipeline_stages
@@ -302,6 +305,27 @@ def test_pipelines_of_one_process_share_the_layers_that_they_keep(tmp_path, firs
         assert same and drawn == 1 and unchanged
         assert kept == ([*range(LAYERS)] if first else own)  # an arm of the whole model lends what a stage needs
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def let_go(ranks, folder):
+    """Of two pipelines over one Base, the second on our kernels, which make weights of their own of it: whether the
+    Base is empty behind the second where the first sits beside it, and where it does not; and the second's loss."""
+    found = []
+    for beside in (True, False):
+        seat: Any = SimpleNamespace(base=Base(folder), written="sum", arms={}, give_back=lambda: None)
+        if beside:
+            seat.arms["plain"] = deep("pipeline_1f1b", ranks=ranks, base=seat.base)
+        ours = deep("pipeline_1f1b", "lora_kernels", ranks=ranks, base=seat.base)
+        Seat._let_go(seat, ours)
+        found.append(seat.base.nbytes == 0 and seat.written == "")
+    return found, one_step(ours).loss
+
+
+def test_a_part_of_a_model_that_no_arm_uses_goes(tmp_path):
+    """A 70B's kept part left no room for a second arm on our kernels (2026-11-26)."""
+    answers = on_ranks(2, tmp_path, let_go, tmp_path)
+    assert [found for found, _ in answers] == [[False, True]] * 2
+    assert [loss for _, loss in answers] == [pytest.approx(one_step(deep("padding")).loss, rel=1e-5)] * 2
 
 
 def read(ranks, folder, name):
