@@ -467,7 +467,7 @@ SUITES: dict[str, Sequence[str]] = {
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
     "several_gpus_zero": GPUS,
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
-    **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_kernels", "_ours", "_three")},
+    **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_kernels", "_ours", "_three")},
     "lorafusion_over_mlora": JOBS,
     **dict.fromkeys(("long_context_8k", "long_context_8k_peers", "long_context_32k", "long_context_64k"), STEPS),
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
