@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -394,8 +394,7 @@ class Rounds(Seats):
             return True
         of_kind = kind(entry.stack.kind)
         noise = {job: own for job, (_, own) in (reference.ready.noise if reference.ready else {}).items()}
-        others = entry.evidence[1:] if entry is reference else entry.evidence
-        for evidence, measure in ((mine, own) for mine in others for own in _alike(reference.evidence, mine)):
+        for evidence, measure in _held_together(reference, entry):
             for job, found in evidence.items():
                 own = replace(measure[job], noise=noise[job]) if job in noise else measure[job]
                 before = entry.numerics.get(job)
@@ -448,6 +447,24 @@ class Rounds(Seats):
 def _end_s(entry: Entry) -> float:
     """About how many seconds an arm takes after its last round."""
     return 2 * entry.warm_ms / 1000 + ENDING_S
+
+
+def _held_together(reference: Entry, entry: Entry) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each evidence of an arm with that of the reference. A rank is held against the one of its number, where both arms
+    have several: of four ranks of a 70B to hold each against each took a minute. The reference's own against its
+    first."""
+    one, others = _a_seat(entry), _a_seat(reference)
+    for place, mine in enumerate(entry.evidence):
+        rank = 0 if entry is reference else place % one % others
+        for own in _alike(reference.evidence[rank::others], mine):
+            if own is not mine:
+                yield mine, own
+
+
+def _a_seat(entry: Entry) -> int:
+    """How many evidences an arm has of each of its seats: one a rank, and one where each process has a job of its
+    own."""
+    return 1 if entry.stack.process_a_job else entry.stack.ranks
 
 
 def _alike(reference: Sequence[dict[str, Any]], mine: dict[str, Any]) -> Sequence[dict[str, Any]]:

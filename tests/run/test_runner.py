@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lorabench.record.pairs import pairs
 from lorabench.record.schema import Numerics
 from lorabench.run.messages import Garbled
 from lorabench.run.process import Desk, Doubtful, Lost, _Rank
+from lorabench.run.rounds import _held_together
 from lorabench.run.runner import Runner
 
 TWO = "ablations=[eager,adamw]"
@@ -155,6 +157,31 @@ def test_trials_after_a_seat_was_started_again_are_held_against_the_reference_s_
     found = measured(script, tmp_path)
     assert script.opened == 2
     assert found["eager"].status == "wrong_numerics" and "the loss of each trial" in found["eager"].reason
+
+
+def held(name: str, ranks: int, seats: int, job_each: bool = False) -> Any:
+    """An entry with the evidence of each seat and rank, which knows what it is."""
+    made = range(seats if job_each else seats * ranks)
+    stack = SimpleNamespace(ranks=ranks, process_a_job=job_each)
+    return SimpleNamespace(stack=stack, evidence=[{"": (name, n)} for n in made])
+
+
+@pytest.mark.parametrize(
+    ("reference", "entry", "wanted"),
+    [
+        (held("r", 4, 1), held("c", 4, 1), [(0, 0), (1, 1), (2, 2), (3, 3)]),
+        (held("r", 1, 1), held("c", 2, 1), [(0, 0), (1, 0)]),
+        (held("r", 2, 1), held("c", 1, 1), [(0, 0)]),
+        (held("r", 1, 1), held("c", 3, 2, job_each=True), [(0, 0), (1, 0)]),
+        (held("r", 1, 1), held("c", 1, 4), [(0, 0), (1, 0), (2, 0), (3, 0)]),
+    ],
+)
+def test_a_rank_is_held_against_the_reference_s_rank_of_its_number(reference, entry, wanted):
+    """Of four ranks each against each had taken a minute of a 70B's five."""
+    found = [(mine[""][1], own[""][1]) for mine, own in _held_together(reference, entry)]
+    assert found == wanted
+    own = [(mine[""][1], first[""][1]) for mine, first in _held_together(reference, reference)]
+    assert own == [(n, 0) for n in range(1, len(reference.evidence))], "the reference's ranks against its first"
 
 
 def test_evidence_that_is_none_is_one_arm_s_and_not_the_family_s(tmp_path):
