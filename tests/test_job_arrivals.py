@@ -1,0 +1,58 @@
+"""The script that replays jobs which arrive over time: on a tiny random model, by the clock."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import own_models
+import pytest
+from helpers import benchmark
+
+
+@pytest.fixture(scope="module")
+def script():
+    with benchmark("job_arrivals") as module:
+        yield module
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    model = own_models.saved(tmp_path / "tiny", num_hidden_layers=1)
+    rows = [{"question": f"How much is {i} + 2?", "answer": f"It is {i + 2}, I think."} for i in range(120)]
+    text = own_models.jsonl(tmp_path / "text.jsonl", rows)
+    common = ["--model", str(model), "--weights", "auto", "--dtype", "float32", "--tokens", "256"]
+    return [str(text), *common, "--steps", "2", "5", "--jobs", "4", "--out", str(tmp_path / "out")]
+
+
+def test_jobs_train_in_turn_or_together_from_when_they_arrive(script, arguments, tmp_path):
+    assert script.main([*arguments, "--load", "20"]) == 0  # all have arrived before the first has ended
+    found = json.loads((tmp_path / "out/arrivals.json").read_text())
+    alone, ours, together = (list(found["lives"][way].values()) for way in script.WAYS)
+    for lives in (alone, ours, together):
+        assert [life["due"] for life in lives] == sorted(life["due"] for life in lives)
+        assert all(life["due"] <= life["began"] < life["ended"] for life in lives)
+        assert [life["tokens"] for life in lives] == [life["tokens"] for life in alone]
+    for lives in (alone, ours):
+        assert all(one["ended"] <= other["began"] for one, other in itertools.pairwise(lives)), "one by one"
+    assert together[1]["began"] < together[0]["ended"]
+    numbers = found["ways"][script.TOGETHER]
+    assert numbers["times_tokens_s"] == pytest.approx(
+        numbers["tokens_s"] / found["ways"][script.PLAIN]["tokens_s"], rel=1e-6
+    )
+    assert (tmp_path / "out/arrivals.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (["--jobs", "1"], "expected two jobs at least"),
+        (["--steps", "9", "3"], "--steps LEAST MOST"),
+    ],
+)
+def test_what_is_no_trace_is_one_line(script, arguments, capsys, changed, words):
+    with pytest.raises(SystemExit):
+        script.main([*arguments, *changed])
+    assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="120 rows; the jobs that were drawn need more"):
+        script.main([*arguments, "--steps", "100", "200"])
