@@ -348,28 +348,32 @@ class Known:
         grown = [own[:n] for own in self.wholes for n in range(1, len(own) + 1)]
         roomier = [[*own, saving] for own in self.wholes for saving in self._saving(own)]
         without = [[m for m in own if m is not one] for own in self.wholes for one in own if one != self.ground]
-        every = (*grown, *(richer for _, richer in self.richer), *roomier, *without)
+        every = (*grown, *self._enriched, *roomier, *without)
         found = {self.question.labels(joined(own)): joined(own) for own in every if own}
         return list(found.values())
 
-    @property
-    def richer(self) -> list[tuple[list[Toggles], list[Toggles]]]:
+    @cached_property
+    def _richer(self) -> list[tuple[list[Toggles], list[Toggles]]]:
         """Each whole, and it with the unclear on top: a gain that drowns alone in a step that waits for its host may
         be seen where the others are on."""
-        found = [(own, self._put_together([*own, *self.unclear])[0]) for own in self.wholes if own]
+        unclear = self.unclear
+        found = [(own, self._put_together([*own, *unclear])[0]) for own in self.wholes if own]
         return [(own, more) for own, more in found if len(more) > len(own)]
+
+    @property
+    def _enriched(self) -> list[list[Toggles]]:
+        return [more for _, more in self._richer]
 
     def _unproven(self, told: Told) -> list[Labels]:
         """The wholes with the unclear on top that a family does not show to be faster than without: they have more
         toggles, of which none was worth it alone."""
-        pairs = [(self.question.labels(joined(own)), self.question.labels(joined(more))) for own, more in self.richer]
+        pairs = [(self.question.labels(joined(own)), self.question.labels(joined(more))) for own, more in self._richer]
         return [more for own, more in pairs if not told.clearly_faster(more, own)]
 
     @property
     def foremost(self) -> list[Toggles]:
         """The best alone, the wholes, and these with the unclear: what the others are worth little without."""
-        wholes = [self.question.labels(joined(own)) for pair in self.richer for own in pair]
-        wholes += [self.question.labels(joined(own)) for own in self.wholes]
+        wholes = [self.question.labels(joined(own)) for own in (*self.wholes, *self._enriched)]
         return [s for place, s in enumerate(self.stacks) if not place or self.question.labels(s) in wholes]
 
     def _saving(self, members: Sequence[Toggles]) -> list[Toggles]:
@@ -397,7 +401,7 @@ class Known:
     @property
     def to_put_together(self) -> list[Toggles]:
         """The wholes that were not measured, with the unclear and with more room, too."""
-        wanted = [joined(own) for own in (*self.wholes, *(more for _, more in self.richer)) if len(own) > 1]
+        wanted = [joined(own) for own in (*self.wholes, *self._enriched) if len(own) > 1]
         wanted += [joined((*own, saving)) for own in self.wholes for saving in self._saving(own)]
         return [whole for whole in wanted if not self._finished(whole)]
 
@@ -424,7 +428,8 @@ class Known:
         if told is None or told.reference is None:
             return Choice((), None), []
         own = {self.question.labels(s): s for s in (*self.stacks, *self.wanted, self.ground)}
-        own = {labels: stack for labels, stack in own.items() if labels not in self._unproven(told)}
+        unproven = self._unproven(told)
+        own = {labels: stack for labels, stack in own.items() if labels not in unproven}
         if not any(map(told.measured, own)):
             return Choice((), None), []
         labels, others = told.best(own)

@@ -9,6 +9,7 @@ import pytest
 from helpers import md_rows
 
 from lorabench.contract.kind import kind
+from lorabench.record.pairs import AGAINST
 from lorabench.record.store import RecordError, read_arms, read_records
 from lorabench.report import tables
 from lorabench.report.analysis import Analysis
@@ -36,8 +37,10 @@ def test_every_record_is_read_and_loses_nothing(published):
         arms = [json.loads(arm.model_dump_json(by_alias=True, exclude_none=True)) for arm in read_arms(folder)]
         for arm, line in zip(arms, lines, strict=True):
             assert {name: value for name, value in arm.items() if name in line} == line
-        # The noise floor between processes is no contrast that the plan had asked for.
-        asked = [r for r in analysis.records if not (r.is_noise_floor and r.pairing == "turns")]
+        # The noise floor between processes, and a reference alone, are no contrasts that the plan had asked for.
+        asked = [
+            r for r in analysis.records if not (r.is_noise_floor and (r.pairing == "turns" or r.design == AGAINST))
+        ]
         stacks = [set(line["toggles"]) for line in lines]  # what waits for another arm's turn has its record later
         shown = [shown for line in lines for shown in line["shown"] if set(shown["against"]) in stacks]
         assert {r.key for r in asked} == {one["key"] for one in shown}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorabench.plan.compose import load_config, plan
+from lorabench.record.pairs import AGAINST
 from lorabench.report.analysis import Analysis
 from lorabench.report.rerun import rerun
 
@@ -25,8 +26,10 @@ def test_a_published_row_is_planned_by_its_command(folder):
         cells = plan(load_config(words[3:]), "cuda").cells
         alone = {replace(cell, design=record.design).key for cell in cells}  # a rung is measured without its ladder
         assert len(cells) <= 2
-        # A noise floor between processes is no cell of its own: it is measured where an arm sits alone.
-        assert record.key in alone or (record.is_noise_floor and record.separate)
+        # A noise floor between processes, and a reference alone, are no cells of their own: they are measured where an
+        # arm sits alone, and until the reference again is.
+        own = record.separate or record.design == AGAINST
+        assert record.key in alone or (record.is_noise_floor and own)
 
 
 def test_parameters_of_toggles_models_and_workloads_are_kept(record):
