@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -37,6 +38,9 @@ from lorabench.report.figure import png, svg
 from lorabench.train.job import RUNNING, Training
 from lorabench.train.setup import Setup
 from lorabench.train.trainer import Trainer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from several_jobs import slices
 
 PLAIN, OURS, TOGETHER = "one by one, plain PEFT", "one by one, our kernels", "together, our kernels"
 WAYS = {PLAIN: "sequential", OURS: "fused_multi_lora", TOGETHER: "fused_multi_lora"}
@@ -156,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, Replayed] = {}
     mean_gap = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        files = slices(options.text, Path(folder), WARM | jobs)
+        rows = {name: own["steps"] * own["batch_size"] for name, own in (WARM | jobs).items()}
+        files = slices(options.text, Path(folder), rows)
         for way in WAYS:
             replay = prepared(options, WARM | jobs, files, way, Path(folder))
             replay.run(lambda now: None)  # the short jobs
@@ -224,19 +229,6 @@ def drawn(options: argparse.Namespace) -> tuple[dict[str, dict[str, int]], np.nd
         for n in range(options.jobs)
     }
     return jobs, rng.exponential(size=options.jobs)
-
-
-def slices(text: Path, folder: Path, jobs: Mapping[str, Mapping[str, int]]) -> dict[str, Path]:
-    """A file for each job with rows of its own, as many as its steps take."""
-    rows, files, first = text.read_text(encoding="utf-8").splitlines(keepends=True), {}, 0
-    for name, job in jobs.items():
-        own = rows[first : first + job["steps"] * job["batch_size"]]
-        if len(own) < job["steps"] * job["batch_size"]:
-            raise SystemExit(f"{text} has {len(rows)} rows; the jobs that were drawn need more")
-        files[name] = folder / f"{name}.jsonl"
-        files[name].write_text("".join(own), encoding="utf-8")
-        first += len(own)
-    return files
 
 
 def prepared(

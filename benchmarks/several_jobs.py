@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     curves: dict[Run, list[float]] = {}
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, beside(options.at_once) as each:
-        files = slices(Path(options.text), Path(folder), options.steps)
+        rows = {name: options.steps * job["batch_size"] for name, job in JOBS.items()}
+        files = slices(Path(options.text), Path(folder), rows)
         for how, (took, losses) in zip(HOW, each(partial(trained, options, files, Path(folder)), HOW), strict=True):
             curves |= {Run(job, how): own for job, own in losses.items()}
             seconds[how] = round(took, 1)
@@ -115,16 +116,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def slices(text: Path, folder: Path, steps: int) -> dict[str, Path]:
-    """A file for each job with rows of its own, as many as its steps take."""
+def slices(text: Path, folder: Path, counts: Mapping[str, int]) -> dict[str, Path]:
+    """A file for each job with so many rows of its own."""
     rows, files, first = text.read_text(encoding="utf-8").splitlines(keepends=True), {}, 0
-    for name, job in JOBS.items():
-        own = rows[first : first + steps * job["batch_size"]]
-        if len(own) < steps * job["batch_size"]:
-            raise SystemExit(f"{text} has {len(rows)} rows; {steps} steps of all jobs need more")
+    if len(rows) < sum(counts.values()):
+        raise SystemExit(f"{text} has {len(rows)} rows; the steps of all jobs need {sum(counts.values())}")
+    for name, count in counts.items():
         files[name] = folder / f"{name}.jsonl"
-        files[name].write_text("".join(own), encoding="utf-8")
-        first += len(own)
+        files[name].write_text("".join(rows[first : first + count]), encoding="utf-8")
+        first += count
     return files
 
 

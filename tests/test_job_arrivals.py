@@ -54,5 +54,5 @@ def test_what_is_no_trace_is_one_line(script, arguments, capsys, changed, words)
     with pytest.raises(SystemExit):
         script.main([*arguments, *changed])
     assert words in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="120 rows; the jobs that were drawn need more"):
+    with pytest.raises(SystemExit, match="120 rows; the steps of all jobs need"):
         script.main([*arguments, "--steps", "100", "200"])

@@ -49,5 +49,5 @@ def test_a_pass_that_gives_rows_another_scaling_does_not_pass(script, arguments,
 
 
 def test_a_text_that_is_too_short_is_said(script, arguments):
-    with pytest.raises(SystemExit, match="40 rows; 300 steps of all jobs need more"):
+    with pytest.raises(SystemExit, match="40 rows; the steps of all jobs need 2700"):
         script.main([*arguments, "--steps", "300"])
