@@ -46,6 +46,7 @@ PLAIN, OURS, TOGETHER = "one by one, plain PEFT", "one by one, our kernels", "to
 WAYS = {PLAIN: "sequential", OURS: "fused_multi_lora", TOGETHER: "fused_multi_lora"}
 WARM = {f"warm_{n}": {"steps": 6, "batch_size": 2, "r": 8} for n in (1, 2)}  # whose last steps say what a step takes
 SEEN = 3  # of those
+LOOK_S = 0.1  # between two looks at the GPU
 
 
 @dataclass
@@ -131,9 +132,9 @@ class Replay(Trainer):
 class Busy(threading.Thread):
     """How busy the GPU is, as NVML counts it, looked at ten times a second while the context lasts."""
 
-    def __init__(self, uuid: str | None) -> None:
+    def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.nvml, self.seen, self.over = nvml_handle(uuid) if uuid else None, list[float](), threading.Event()
+        self.nvml, self.seen, self.over = nvml_handle(), list[float](), threading.Event()
 
     def __enter__(self) -> Busy:
         if self.nvml:
@@ -146,7 +147,7 @@ class Busy(threading.Thread):
     def run(self) -> None:
         assert self.nvml
         library, handle = self.nvml
-        while not self.over.wait(0.1):
+        while not self.over.wait(LOOK_S):
             self.seen.append(library.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
 
     @property
@@ -170,8 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 mean_gap = step * statistics.fmean(own["steps"] * own["batch_size"] for own in jobs.values())
                 mean_gap /= options.load
             due = np.cumsum([0.0, *gaps[1:]]) * mean_gap
-            gpu = describe().gpu
-            with Busy(gpu.uuid if gpu else None) as busy:
+            with Busy() as busy:
                 replay.started(dict(zip(jobs, map(float, due), strict=True)))
                 replay.run(lambda now: None)
             found[way], replay.found.busy = replay.found, busy.share

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
+from types import SimpleNamespace
 
 import own_models
 import pytest
@@ -41,6 +43,20 @@ def test_jobs_train_in_turn_or_together_from_when_they_arrive(script, arguments,
         numbers["tokens_s"] / found["ways"][script.PLAIN]["tokens_s"], rel=1e-6
     )
     assert (tmp_path / "out/arrivals.png").stat().st_size > 5_000
+
+
+def test_the_gpu_is_looked_at_while_jobs_train(script, monkeypatch):
+    library = SimpleNamespace(nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=handle))
+    monkeypatch.setattr(script, "nvml_handle", lambda: (library, 40))
+    monkeypatch.setattr(script, "LOOK_S", 0.001)
+    with script.Busy() as busy:
+        while not busy.seen:
+            time.sleep(0.001)
+    assert busy.share == pytest.approx(0.4)
+    monkeypatch.setattr(script, "nvml_handle", lambda: None)
+    with script.Busy() as busy:
+        pass
+    assert busy.share is None
 
 
 @pytest.mark.parametrize(
