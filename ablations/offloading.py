@@ -12,6 +12,7 @@ from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupporte
 from lorabench.contract.settings import Settings
 from lorabench.contract.step import Step
 from lorabench.contract.work import Recomputed
+from lorabench_ablations.peers import silence_unsloth
 
 from .checkpointing import MARK, NO_CAPTURE, SLOT, check_ran_again, enable
 
@@ -100,6 +101,7 @@ class UnslothCheckpointing(Ablation):
     recomputes: ClassVar[Recomputed | None] = Recomputed(linears=1, attention=1)
 
     def patch(self, model: nn.Module) -> int:
+        silence_unsloth()
         # The package asks the environment whether unsloth was imported, whose import would patch every model.
         with mock.patch.dict(os.environ, UNSLOTH_IS_PRESENT="1"):
             from unsloth_zoo.gradient_checkpointing import Unsloth_Offloaded_Gradient_Checkpointer

@@ -184,7 +184,7 @@ class Unsloth(Peer):
     distributions: ClassVar[tuple[str, ...]] = ("unsloth", "unsloth_zoo")
 
     def build(self, blueprint: Blueprint) -> nn.Module:
-        _silence()
+        silence_unsloth()
         from unsloth import FastLanguageModel
 
         config: Any = blueprint.config
@@ -213,7 +213,7 @@ class Unsloth(Peer):
         return Settings(note=f"in place of {ours} call unsloth's {theirs}, use_gradient_checkpointing=False")
 
 
-def _silence() -> None:
+def silence_unsloth() -> None:
     """Before the import, which reads these: no report to its makers, and no folder of its own where the user works."""
     from huggingface_hub.constants import HF_HOME
 

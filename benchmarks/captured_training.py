@@ -137,9 +137,9 @@ def failed(options: argparse.Namespace, arm: str, reason: str, said: str) -> dic
 def run(options: argparse.Namespace, arm: str) -> dict[str, Any]:
     """One arm in this process: rates, memory, losses and what was captured."""
     if arm == "unsloth":
-        from lorabench_ablations.peers import _silence
+        from lorabench_ablations.peers import silence_unsloth
 
-        _silence()
+        silence_unsloth()
         import unsloth  # noqa: F401  # before transformers' trainers, which it patches
     import lorakernels
 

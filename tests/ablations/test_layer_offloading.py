@@ -112,11 +112,14 @@ class Checkpointer(torch.autograd.Function):
 class Zoo(types.ModuleType):
     """The package as it is where unsloth was not imported, whose import sets this variable."""
 
+    folder = ""
+
     def __getattr__(self, name):
         if name != "Unsloth_Offloaded_Gradient_Checkpointer":
             raise AttributeError(name)
         if "UNSLOTH_IS_PRESENT" not in os.environ:
             raise ImportError("Please install Unsloth via `pip install unsloth`!")
+        Zoo.folder = os.environ.get("UNSLOTH_COMPILE_LOCATION", "unsloth_compiled_cache")  # which the import makes
         return Checkpointer
 
 
@@ -136,6 +139,14 @@ def test_unsloth_s_checkpointing_runs_every_layer_again_with_equal_gradients(zoo
     again = gradients(arm(*PEFT, "unsloth_checkpointing"))
     for name, gradient in plain.items():
         torch.testing.assert_close(again[name], gradient)
+
+
+def test_unsloth_s_package_writes_nothing_where_the_user_works(zoo, monkeypatch):
+    """Its import makes a folder: in a checkout that made every record behind it one of uncommitted changes."""
+    monkeypatch.delenv("UNSLOTH_COMPILE_LOCATION", raising=False)
+    arm(*PEFT, "unsloth_checkpointing")
+    assert os.path.isabs(Zoo.folder) and not Zoo.folder.startswith(os.getcwd())
+    del os.environ["UNSLOTH_COMPILE_LOCATION"]
 
 
 def test_under_dropout_its_masks_would_differ_so_it_refuses(zoo):
