@@ -37,6 +37,9 @@ class Sequential(Ablation):
         return _of_jobs(evidence)
 
 
+BOTH_SAY = "tokens= and a scheduler both say which samples go together; leave one out"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Together(Ablation):
     """Base: one pass for the rows of several jobs. `packed`: in which layout, see `JointStep`.
@@ -62,6 +65,8 @@ class Together(Ablation):
         for name, value, what in (("tokens", self.tokens, "positions"), ("at_a_time", self.at_a_time, "jobs")):
             if value is not None:
                 positive(name, value, what)
+        if self.tokens is not None:
+            object.__setattr__(self, "excludes", self.excludes | {"scheduler": BOTH_SAY})
 
     def patch(self, model: nn.Module) -> int:
         from .joint_linears import route

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import IGNORE, Batch
 from lorabench.contract.joint import Joint, Place
 from lorabench.contract.step import Step
@@ -84,12 +83,9 @@ class JointStep(Joint):
         return [list(mine.values()) for mine in made]
 
     def _schedule(self, lengths: Sequence[Sequence[int]]) -> list[list[Place]] | None:
-        found = self.schedule(lengths, not self.packed, self.capacity and self.capacity.tokens)
-        if self.tokens is None:
-            return found
-        if found is not None:
-            raise Unsupported(f"tokens={self.tokens} and a scheduler both say which samples go together; leave one out")
-        return evenly(lengths, self.tokens, self.packed)
+        if self.tokens is not None:
+            return evenly(lengths, self.tokens, self.packed)
+        return self.schedule(lengths, not self.packed, self.capacity and self.capacity.tokens)
 
     def joined(self, batches: Sequence[Batch | None]) -> Batch:
         there = [(i, batch) for i, batch in enumerate(batches) if batch is not None]

@@ -19,7 +19,7 @@ from lorabench.contract.ranks import Ranks
 from lorabench.contract.step import Step
 from lorabench.contract.workload import Workload
 from lorabench_ablations.batching import lengths_of, positive
-from lorabench_ablations.jobs import MARK, ONE_JOB, FusedMultiLora, kernel_notes
+from lorabench_ablations.jobs import BOTH_SAY, MARK, ONE_JOB, FusedMultiLora, kernel_notes
 from lorabench_ablations.packing import first_fit_decreasing, row
 from lorabench_ablations.parallel import divided_among_groups, pieces
 
@@ -36,7 +36,6 @@ BESIDE_KERNELS = {
     ),
 }
 FLUSHED = "flush=true empties the pipeline behind each job, and its micro-batches hold several"
-BOTH_SAY = "tokens= of the pipeline and a scheduler both say which samples go together; leave one out"
 ONE_SHAPE = "a stage receives into buffers of one shape, and its rows have many; tokens= of the pipeline packs as well"
 
 

@@ -390,7 +390,7 @@ def test_a_nan_in_a_shared_micro_batch_ends_the_step_before_anything_is_trained_
     ("settings", "rule", "why"),
     [
         ({"flush": True}, "lorafusion", "flush=true empties the pipeline behind each job"),
-        ({"tokens": 64}, "fifo", "tokens= of the pipeline and a scheduler both say which samples go together"),
+        ({"tokens": 64}, "fifo", "tokens= and a scheduler both say which samples go together"),
         ({}, {"fast_fit": {"tokens": "auto"}}, "every rank would find a size of its own"),
     ],
     ids=str,

@@ -56,8 +56,10 @@ def test_without_jobs_that_train_together_it_is_not_applied_or_a_conflict(way):
 
 def test_two_rules_for_the_same_samples_are_refused():
     assert "both fill the slot scheduler" in (conflict([ablation("fifo"), ablation("fast_fit")]) or "")
-    with pytest.raises(Unsupported, match="a scheduler both say"):
-        build(request("{batched_packed:{tokens:200}}", "fifo"))
+    for way in ("batched", "batched_packed", "fused_multi_lora"):
+        found = conflict([ablation({way: {"tokens": 200}}), ablation("fifo")])
+        assert f"{way} excludes fifo: tokens= and a scheduler both say" in (found or "")
+        assert conflict([ablation(way), ablation("fifo")]) is None
 
 
 @pytest.mark.parametrize("rule", RULES)
