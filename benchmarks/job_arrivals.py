@@ -40,7 +40,7 @@ from lorabench.train.setup import Setup
 from lorabench.train.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from several_jobs import slices
+from loss_curve import slices
 
 PLAIN, OURS, TOGETHER = "one by one, plain PEFT", "one by one, our kernels", "together, our kernels"
 WAYS = {PLAIN: "sequential", OURS: "fused_multi_lora", TOGETHER: "fused_multi_lora"}

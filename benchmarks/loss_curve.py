@@ -212,6 +212,18 @@ def _to(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in batch.inputs.items()}
 
 
+def slices(text: Path, folder: Path, counts: Mapping[str, int]) -> dict[str, Path]:
+    """A file for each job with so many rows of its own."""
+    rows, files, first = text.read_text(encoding="utf-8").splitlines(keepends=True), {}, 0
+    if len(rows) < sum(counts.values()):
+        raise SystemExit(f"{text} has {len(rows)} rows; the steps of all jobs need {sum(counts.values())}")
+    for name, count in counts.items():
+        files[name] = folder / f"{name}.jsonl"
+        files[name].write_text("".join(rows[first : first + count]), encoding="utf-8")
+        first += count
+    return files
+
+
 def smooth(losses: Sequence[float], window: int) -> np.ndarray:
     return np.convolve(losses, np.full(window, 1 / window), mode="valid")
 

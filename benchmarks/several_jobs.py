@@ -38,7 +38,7 @@ from lorabench.train.setup import Setup
 from lorabench.train.state import LOSSES
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loss_curve import WINDOW, beside, read, save, smooth
+from loss_curve import WINDOW, beside, read, save, slices, smooth
 
 JOBS: dict[str, dict[str, Any]] = {
     "small": {"lora": {"r": 4, "lora_alpha": 8}, "learning_rate": 5e-4, "batch_size": 2, "seed": 1},
@@ -114,18 +114,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not options.redraw and not options.text:
         parser.error("expected a JSONL file, or --redraw FOLDER")
     return options
-
-
-def slices(text: Path, folder: Path, counts: Mapping[str, int]) -> dict[str, Path]:
-    """A file for each job with so many rows of its own."""
-    rows, files, first = text.read_text(encoding="utf-8").splitlines(keepends=True), {}, 0
-    if len(rows) < sum(counts.values()):
-        raise SystemExit(f"{text} has {len(rows)} rows; the steps of all jobs need {sum(counts.values())}")
-    for name, count in counts.items():
-        files[name] = folder / f"{name}.jsonl"
-        files[name].write_text("".join(rows[first : first + count]), encoding="utf-8")
-        first += count
-    return files
 
 
 def trained(
