@@ -158,13 +158,14 @@ class Busy(threading.Thread):
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     jobs, gaps = drawn(options)
+    every = WARM | jobs
     found: dict[str, Replayed] = {}
     mean_gap = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        rows = {name: own["steps"] * own["batch_size"] for name, own in (WARM | jobs).items()}
+        rows = {name: own["steps"] * own["batch_size"] for name, own in every.items()}
         files = slices(options.text, Path(folder), rows)
         for way in WAYS:
-            replay = prepared(options, WARM | jobs, files, way, Path(folder))
+            replay = prepared(options, every, files, way, Path(folder))
             replay.run(lambda now: None)  # the short jobs
             if way == PLAIN:
                 step = statistics.median(replay.ticks[-SEEN:]) / WARM["warm_1"]["batch_size"]
@@ -178,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(way, json.dumps(replay.found.numbers), flush=True)
             del replay
     told = verdict(found) | {
-        "jobs": {name: own | vars(found[PLAIN].lives[name]) for name, own in jobs.items()},
+        "jobs": jobs,
         "lives": {way: {name: vars(life) for name, life in one.lives.items()} for way, one in found.items()},
         "settings": {
             "model": options.model, "weights": options.weights, "text": options.text.name, "load": options.load,

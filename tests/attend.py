@@ -16,3 +16,9 @@ def attend(name, q, k, v, cu, scale):
             scores = (q_ @ k_.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(later, float("-inf"))
             rows.append((scores.softmax(-1) @ v_).transpose(0, 1))
         return torch.cat(rows)
+
+
+def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """In the place of `torch.nn.attention.varlen.varlen_attn`."""
+    assert window_size == (-1, 0) and enable_gqa == (q.shape[1] != k.shape[1]) and cu_seq_q.dtype == torch.int32
+    return attend("torch_attn::_varlen_attn", q, k, v, cu_seq_q, scale)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attend import attend
+from attend import attend, varlen_attn
 from helpers import arm, cells
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
@@ -59,11 +59,7 @@ def flash(monkeypatch):
 def varlen(monkeypatch):
     import torch.nn.attention.varlen as module
 
-    def kernel(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-        assert window_size == (-1, 0) and enable_gqa == (q.shape[1] != k.shape[1]) and cu_seq_q.dtype == torch.int32
-        return attend("torch_attn::_varlen_attn", q, k, v, cu_seq_q, scale)
-
-    monkeypatch.setattr(module, "varlen_attn", kernel)
+    monkeypatch.setattr(module, "varlen_attn", varlen_attn)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from attend import attend
+from attend import varlen_attn
 from several_jobs import UNEQUAL, jobs_arm, multi_adapter
 from several_ranks import compare, on_ranks
 
@@ -84,10 +84,7 @@ def in_segments(monkeypatch):
     would wait for the device to find them out."""
     import torch.nn.attention.varlen as module
 
-    def kernel(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, **kwargs):
-        return attend("torch_attn::_varlen_attn", q, k, v, cu_seq_q, scale)
-
-    monkeypatch.setattr(module, "varlen_attn", kernel)
+    monkeypatch.setattr(module, "varlen_attn", varlen_attn)
     monkeypatch.setattr("lorabench_ablations.segments.segments", handed_down(segments.segments))
 
 
