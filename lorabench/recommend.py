@@ -248,7 +248,7 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
     now: list[ArmRecord] = []
 
     def known() -> Known:
-        return Known(question, [*old, *now], store.sessions(), lost)
+        return Known(question, [*old, *now], store.sessions(), lost, queue.seated)
 
     def left() -> float:
         return began + budget - time.monotonic()
@@ -257,7 +257,8 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
         first = True
         while step := following(known(), left(), first):
             limits = Limits(began + budget, time.monotonic() + step.seat_by, seat_seconds(budget, left()))
-            queue.limits = limits._replace(rounds=partial(lambda rounds, one: rounds(left(), one), step.rounds))
+            rounds = partial(lambda rounds, one: rounds(left(), one), step.rounds)
+            queue.limits = limits._replace(rounds=rounds, stays=True)
             display.arms += len(step.family.cells)
             yield step.family
             first = False

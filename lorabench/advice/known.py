@@ -174,12 +174,13 @@ class Choice(NamedTuple):
 @dataclass
 class Known:
     """All that is known of a question. `lost`: the arms that were ended by their time in this run, each with what is
-    known of it; they are not tried again."""
+    known of it; they are not tried again. `seated`: those that still sit, of the family before."""
 
     question: Question
     arms: Iterable[ArmRecord]
     sessions: Sequence[Session] = ()
     lost: Mapping[Labels, str] = field(default_factory=dict)
+    seated: frozenset[Labels] = frozenset()
 
     @cached_property
     def families(self) -> list[Told]:

@@ -63,7 +63,7 @@ def _alone_first(known: Known, left: float) -> Step:
         if not slow(toggles, own.size) or pace.seconds([*measured, toggles], 0) <= SLOWLY * left:
             measured.append(toggles)
 
-    fewest = pace.starts(sorted(measured, key=pace.start)[:2]) / pace.starts(measured)  # stacks, as a share of these
+    fewest = sum(sorted(map(pace.start, measured))[:2]) / pace.starts(measured)  # stacks beside who sits then
 
     def rounds(then: float, one: float) -> int:
         """As many as asked for where that leaves time for two stacks; else all that there is."""

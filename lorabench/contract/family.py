@@ -138,6 +138,11 @@ class Family:
         return f"{self.reference.model.name} @ {self.reference.workload.name}"
 
     @property
+    def question(self) -> str:
+        """What two families have to share for an arm of one to be the arm of that name in the other."""
+        return json.dumps([_question(self.reference), sorted(_key(self.reference.reference))])
+
+    @property
     def key(self) -> str:
         """Hash of what its arms have in common: two families of one key are of the same question."""
         content = [self.reference.key, self.reference.kind]

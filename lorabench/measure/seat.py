@@ -393,7 +393,10 @@ class Seat:
         self._check_base()
         own = {name: max(one[name] for one in self.inside.values()) for name in set().union(*self.inside.values())}
         before = self.idle or {}
-        return {name: spent - before.get(name, 0.0) - own.get(name, 0.0) for name, spent in self.guard.busy()}
+        found = {name: spent - before.get(name, 0.0) - own.get(name, 0.0) for name, spent in self.guard.busy()}
+        # Who stays for another family is looked at anew.
+        self.idle, self.inside, self.host = None, {}, {name: [] for name in self.arms}
+        return found
 
     def _check_base(self) -> None:
         """Raises Untrusted where the weights that all arms share are not what they were."""

@@ -31,12 +31,14 @@ NO_TIME = "the time was up before its first round"
 class Limits(NamedTuple):
     """What a family may take. By time.monotonic(): `stop_at`, after which no round begins, and `seat_by`, after which
     no candidate is seated for the first time. `seat_s`: seconds in which each has to be seated. `rounds`: how many, in
-    place of the trials that its cells ask for; asked when all are seated, with the seconds that a round will take."""
+    place of the trials that its cells ask for; asked when all are seated, with the seconds that a round will take.
+    `stays`: whether who shared a seat stays there, for another family of the same question."""
 
     stop_at: float = math.inf
     seat_by: float = math.inf
     seat_s: float = math.inf
     rounds: Callable[[float], int] | None = None
+    stays: bool = False
 
 
 UNLIMITED = Limits()
@@ -113,6 +115,21 @@ class Seated:
     @property
     def now(self) -> Seated:
         return self.again.now if self.again else self
+
+
+@dataclass
+class Staying:
+    """The seat that most arms of a family shared, after that family's end, and who sits there: the next family of the
+    same question does not prepare them again."""
+
+    family: Family
+    seat: Seated
+    entries: list[Entry]
+
+    def suits(self, family: Family) -> bool:
+        """Whether a family's arms of the same names are these, and as many processes make a seat of it."""
+        own = self.family
+        return (own.question, own.ranks, own.gpus) == (family.question, family.ranks, family.gpus)
 
 
 class Left(Exception):

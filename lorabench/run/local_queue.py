@@ -29,6 +29,7 @@ class LocalQueue:
         self.limits = Limits(stop_at)  # of the next family: whoever gives the families may set others before each
         self.workers, self.where = workers or Workers(), ""
         self.sessions: dict[str, Session] = {}
+        self.seated: frozenset[frozenset[str]] = frozenset()  # the toggles of each arm that stays for the next family
 
     def __enter__(self) -> LocalQueue:
         return self
@@ -56,5 +57,8 @@ class LocalQueue:
                     return
                 runner.limits = self.limits
                 watch.start(family)
-                yield family, runner.family(family, watch.phase, replan)
+                made = runner.family(family, watch.phase, replan)
+                stay = runner.staying.entries if runner.staying else []
+                self.seated = frozenset(frozenset(entry.stack.labels) for entry in stay)
+                yield family, made
                 journal.end()

@@ -30,6 +30,7 @@ from lorabench.run.entries import (
     Entry,
     Left,
     Seated,
+    Staying,
     Suspicion,
     Taking,
 )
@@ -59,8 +60,11 @@ class Rounds(Seats):
         began = time.perf_counter()
         try:
             self._run()
-        except Lost as lost:  # when it was nobody's turn
-            raise Suspicion(str(lost)) from None
+        except BaseException as error:
+            self._empty()
+            if isinstance(error, Lost):  # when it was nobody's turn
+                raise Suspicion(str(error)) from None
+            raise
         finally:
             for seat in self.seats:
                 seat.desk.close()
@@ -74,7 +78,11 @@ class Rounds(Seats):
         if alone and all(e.stack.role == "reference" for e in shared):
             shared = []  # it sits alone too, and nobody shares a seat with it
         slow = [e for e in shared if e.stack.slow_start] if alone else []
-        first = self._open(alone=False) if shared else None  # seat 0: what it holds most rows are of
+        first = None
+        if shared:
+            first = self._taken_over() or self._open(alone=False)  # seat 0: what it holds most rows are of
+        elif self.before:
+            self.before.seat.desk.close()
         for _ in range(min(self.machine.cores - 1, PROCESSES * (len(alone) + 1)) if alone else 0):
             self._spare()
         self._sit_together([e for e in shared if e not in slow], first)
@@ -88,6 +96,7 @@ class Rounds(Seats):
             self.crowded_out = []
             if not waiting or self.stopped or time.monotonic() > self.limits.stop_at:
                 break
+            self._empty()
             generations = self._next_block(waiting)
         for entry in self.entries.values():
             if entry.ok and not entry.turns:
@@ -349,9 +358,21 @@ class Rounds(Seats):
                     self._end(seat, self.entries[name])
                     seat = seat.now
             self._closing(seat)
-        seat.desk.close()
         if seat in self.seats:
             self.seats.remove(seat)
+        here = [self.entries[name] for name in seat.names]
+        stays = judged and self.limits.stays and not seat.alone and not any(e.stack.process_a_job for e in here)
+        if stays and here and all(e.ok for e in here):
+            self._empty()
+            self.staying = Staying(self.family, seat, here)
+        else:
+            seat.desk.close()
+
+    def _empty(self) -> None:
+        """Nobody stays for another family."""
+        if self.staying:
+            self.staying.seat.desk.close()
+        self.staying = None
 
     def _end(self, seat: Seated, entry: Entry) -> None:
         usual = statistics.median(sum(turn.phases.values()) for turn in entry.turns)

@@ -30,7 +30,7 @@ from lorabench.record.schema import (
     Record,
     Shown,
 )
-from lorabench.run.entries import UNLIMITED, Entry, Limits, Replan, Suspicion, as_planned
+from lorabench.run.entries import UNLIMITED, Entry, Limits, Replan, Staying, Suspicion, as_planned
 from lorabench.run.journal import INTERRUPTED, Journal
 from lorabench.run.process import LOG_TAIL, Workers, log_of
 from lorabench.run.rounds import Rounds
@@ -56,6 +56,7 @@ class Runner:
         self.ceilings, self.limits, self.journal = ceilings or {}, limits, journal
         self.log = folder / ".worker.log"
         self.number = 0  # of the family's run in this session
+        self.staying: Staying | None = None  # of the last family, for the next one
         self.noise: dict[str, Any] = {}  # by the name of its file, which the families share: as it was told first
         self._scratch = tempfile.TemporaryDirectory(prefix=scratch_prefix(os.getpid()))
 
@@ -63,7 +64,15 @@ class Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._empty()
         self._scratch.cleanup()
+
+    def _empty(self) -> None:
+        """End what stays of the last family."""
+        stayed, self.staying = self.staying, None
+        if stayed:
+            stayed.seat.desk.close()
+            self._forget_logs(stayed.family)
 
     def measure(self, cell: Cell, tell: Tell = quiet) -> Record:
         """One cell alone, as a family of its two arms."""
@@ -92,17 +101,22 @@ class Runner:
 
     def _measured(self, family: Family, tell: Tell, replan: Replan = as_planned, again: bool = True) -> list[ArmRecord]:
         ceiling = self.ceilings.get("gemm_tflops", {}).get(self.machine.dtype(family.reference.model.dtype))
+        if self.staying and not self.staying.suits(family):
+            self._empty()
         self._forget_logs(family)
+        before, self.staying = self.staying, None
         rounds = Rounds(
             family, self.machine, self.workers, ceiling, Path(self._scratch.name), self.log, self.timeout_s, tell,
-            self.journal, self.limits, self.noise, lambda: self.drafts(rounds), replan,
+            self.journal, self.limits, self.noise, lambda: self.drafts(rounds), replan, before,
         )  # fmt: skip
         try:
             rounds.run()
+            self.staying = rounds.staying
             suspicion = fairness.difference(OWN_FUNCTIONS, fairness.functions(fairness.OURS))
             if suspicion:
                 raise Suspicion(f"a toggle replaced {suspicion} in the sweep's own process")
         except Suspicion as found:
+            self._empty()
             return self._apart(tell, str(found), rounds)
         finally:
             self._forget_logs(family)
@@ -133,8 +147,11 @@ class Runner:
         return [record for cells in halves for record in self.family(replace(family, cells=cells), tell)]
 
     def _forget_logs(self, family: Family) -> None:
-        for rank in range(family.ranks):
-            log_of(self.log, rank).unlink(missing_ok=True)
+        for log in (log_of(self.log, rank) for rank in range(family.ranks)):
+            if not self.staying:
+                log.unlink(missing_ok=True)
+            elif log.exists():  # who stays goes on writing into it
+                os.truncate(log, 0)
 
     # ---- records
 

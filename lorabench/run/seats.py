@@ -29,6 +29,7 @@ from lorabench.run.entries import (
     Limits,
     Replan,
     Seated,
+    Staying,
     as_planned,
 )
 from lorabench.run.journal import Journal
@@ -47,13 +48,15 @@ class Seats:
         self, family: Family, machine: Machine, workers: Workers, ceiling_tflops: float | None, scratch: Path,
         log: Path, timeout_s: float, tell: Callable[[str], None], journal: Journal | None = None,
         limits: Limits = UNLIMITED, noise: dict[str, Any] | None = None,
-        drafts: Callable[[], list[ArmRecord]] = list, replan: Replan = as_planned,
+        drafts: Callable[[], list[ArmRecord]] = list, replan: Replan = as_planned, before: Staying | None = None,
     ) -> None:  # fmt: skip
         """`noise`: what two right runs differ by, by the name of its file, as it was told first in this sweep.
-        `drafts`: the arms' records as they are now, for the journal."""
+        `drafts`: the arms' records as they are now, for the journal. `before`: the seat of a family before this one, to
+        go on in."""
         self.family, self.machine, self.workers, self.tell = family, machine, workers, tell
         self.ceiling, self.scratch, self.log, self.timeout_s = ceiling_tflops, scratch, log, timeout_s
         self.journal, self.limits, self.drafts, self.replan = journal, limits, drafts, replan
+        self.before, self.staying = before, None  # and what stays for the next one
         self.noise = {} if noise is None else noise
         self.entries = {stack.name: Entry(stack) for stack in family.stacks}
         self.dtype = getattr(torch, machine.dtype(family.reference.model.dtype))
@@ -95,9 +98,33 @@ class Seats:
         self.seats.append(seat)
         return seat
 
+    def _taken_over(self) -> Seated | None:
+        """The seat of the family before, with those of its arms that are ours, too; None where there is none, or it
+        answers no more."""
+        if self.before is None:
+            return None
+        seat, ranks, began = self.before.seat, self.family.ranks, time.perf_counter()
+        stay = {e.name: e for e in self.before.entries if e.name in self.entries}
+        seat.desk.tell = self.tell
+        try:
+            for name in set(seat.names) - set(stay):
+                seat.desk.ask("drop", name, ranks=ranks)
+            seat.desk.ask("give_back", ranks=ranks)
+        except Lost:
+            seat.desk.close()
+            return None
+        for name, old in stay.items():
+            entry = self.entries[name]
+            entry.ready, entry.numerics, entry.evidence = old.ready, dict(old.numerics), list(seat.evidence[name])
+        fresh = Seated(self.opened, seat.desk, alone=False, opened=True, names=list(stay), evidence=seat.evidence)
+        self.opened += 1
+        self.seats.append(fresh)
+        self._over("spawn", time.perf_counter() - began)
+        return fresh
+
     def _sit_together(self, entries: Sequence[Entry], seat: Seated | None = None) -> None:
         """One seat for all of them; those that run out of memory beside others wait for a later block."""
-        entries = [e for e in entries if e.ok and not self._late(e)]
+        entries = [e for e in entries if e.ok and not (seat and e.name in seat.names) and not self._late(e)]
         if not entries:
             return
         seat = seat or self._open(alone=False)

@@ -70,17 +70,21 @@ class Simulation:
         )  # fmt: skip
         self.arms, self.steps, self.now, self.lost = list(arms), list[Step](), 0.0, dict[frozenset[str], str]()
         self.seconds, self.rounds = 60 * minutes, list[int]()
+        self.seated, self.asked = frozenset[frozenset[str]](), ""  # who stays, of the family of which question
         while step := following(self.known, self.seconds - self.now, not self.steps):
             self.steps.append(step)
             self.measure(step)
 
     @property
     def known(self) -> Known:
-        return Known(self.question, self.arms, lost=self.lost)
+        return Known(self.question, self.arms, lost=self.lost, seated=self.seated)
 
     def measure(self, step: Step) -> None:
-        """As rounds go: who is late is not seated, and no round begins after the end."""
-        began, self.now = self.now, self.now + OPENING_S
+        """As rounds go: who still sits is not prepared again, who is late is not seated, and no round begins after the
+        end."""
+        stays = self.seated if self.asked == step.family.question else frozenset()
+        opening = 0.0 if stays else OPENING_S
+        began, self.now = self.now, self.now + opening
         name, made = f"family-{len(self.arms)}", dict[str, dict[str, Any]]()
         for stack in step.family.stacks:
             status, reason = self.fate(stack), "it went wrong"
@@ -88,11 +92,13 @@ class Simulation:
                 status, reason = "timeout", NO_TIME
             patience = seat_seconds(self.seconds, self.seconds - self.now)
             start = max([START_S, *(t.start_s for t in own(stack.ablations))]) if reason != NO_TIME else 0.0
+            start *= frozenset(stack.labels) not in stays
             if start > patience:
                 start, status, reason = patience, "timeout", "no answer"
                 self.lost[frozenset(stack.labels)] = reason
             self.now += start
             made[stack.name] = {"status": status, "start": start, "turns": []}
+            made[stack.name]["opening"] = opening if stack.name == REFERENCE else 0.0
             if status != "ok":
                 made[stack.name]["reason"] = reason
         rng = np.random.default_rng(len(self.arms) + 1000 * self.seed)
@@ -108,6 +114,8 @@ class Simulation:
                     ms = 1000 * TURN_S / speed(stack.ablations) * float(np.exp(rng.normal(0, spread)))
                     made[stack.name]["turns"].append(ms)
                     self.now += ms / 1000
+        self.seated = frozenset(frozenset(stack.labels) for stack in seated if not stack.alone)
+        self.asked = step.family.question
         self.arms += [
             self.record(step, stack, name, **made[stack.name]) for stack in step.family.stacks
             if made[stack.name].get("reason") not in (NO_TIME, "no answer")
@@ -119,9 +127,9 @@ class Simulation:
         return bad or self.fails(stack) or ("oom" if self.large and not small else "ok")
 
     def record(
-        self, step: Step, stack: Stack, name: str, status: str, start: float, turns: list[float], reason: str = ""
-    ) -> ArmRecord:
-        opening = OPENING_S if stack.name == REFERENCE else 0.0
+        self, step: Step, stack: Stack, name: str, status: str, start: float, opening: float, turns: list[float],
+        reason: str = "",
+    ) -> ArmRecord:  # fmt: skip
         cost = Cost(wall=opening + start + sum(turns) / 1000, build=start, spawn=opening, trials=sum(turns) / 1000)
         fields: dict[str, Any] = {"reason": reason, "cost": cost if status != "unsupported" else None}
         if status == "ok":

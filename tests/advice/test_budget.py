@@ -16,13 +16,20 @@ from lorabench.contract.cell import PROCESSES
 def test_a_family_is_expected_to_take_what_its_arms_took():
     one, other = toggle("one", 2.0), toggle("other", 1.5, start_s=6.0)
     done = Simulation(one, other, minutes=0.4)
-    pace = Pace(done.known)
+    pace = Pace(replace(done.known, seated=frozenset()))
     arms, start = [(one,), (other,)], OPENING_S + 4 * START_S + 5.0
     a_round = TURN_S * (2 + 1 / 2 + 1 / 1.5)
     # The reference again is expected to start as the usual candidate does: here half way between the two.
     assert pace.seconds(arms, 10) == pytest.approx(MARGIN * (start + 2.5 - 1 + 10 * a_round), rel=0.15)
     assert pace.rounds(arms, start + 2.5 + 20 * a_round) == pytest.approx(20, abs=3)
     assert pace.rounds(arms, 3.0) == 0
+    # Who sits, of the family before, is not prepared again.
+    assert Pace(done.known).seconds(arms, 10) == pytest.approx(MARGIN * 10 * a_round, rel=0.05)
+    both = (one, other)
+    third = replace(done.known, seated=done.known.seated - {done.question.labels(both)})
+    assert Pace(third).starts([*arms, both]) == pytest.approx(6.0, rel=0.1)
+    without = replace(done.known, seated=done.known.seated - {done.question.labels(())})
+    assert Pace(without).starts(arms) == pace.starts(arms), "another reference: all are prepared anew"
 
 
 def test_a_stack_starts_as_its_slowest_toggle_and_steps_as_its_fastest():

@@ -339,8 +339,9 @@ def test_what_is_clearly_slower_alone_gets_no_whole_of_its_own_and_what_may_not_
 
 
 def test_where_time_is_short_the_best_alone_and_the_wholes_come_first_and_what_is_left_is_said():
-    short = Simulation(*rivals(), minutes=0.59)
-    assert short.titles[1] == ["packed", "packed+third", "captured+third"] and short.stack == ["captured", "third"]
+    short = Simulation(*rivals(), minutes=0.46)
+    assert short.titles[1] == ["packed", "packed+third", "captured", "captured+third"]
+    assert short.stack == ["captured", "third"]
     none = Simulation(*rivals(), minutes=0.3)
     assert more(none.known)[0] == (
         "put packed(by=2.0, together=1.2), third(by=1.5) together and put captured(by=1.9), third(by=1.5) together"
@@ -361,7 +362,7 @@ def test_where_the_reference_does_not_fit_both_wholes_have_what_makes_it_fit():
 @pytest.mark.parametrize(("together", "stack"), [(1.0, ["much"]), (1.4, ["much", "some"])])
 def test_a_wide_interval_alone_is_no_reason_to_take_fewer_toggles(together, stack):
     """Of two that cannot be told apart the one with fewer toggles, where in the middle it is as fast."""
-    done = Simulation(toggle("much", 3.0), toggle("some", 2.5, together=together, noise=0.3), minutes=0.5)
+    done = Simulation(toggle("much", 3.0), toggle("some", 2.5, together=together, noise=0.5), minutes=0.42)
     much, both, labels = (*done.known.stacks[:2], done.question.labels)
     beside = done.known.deciding and done.known.deciding.beside(labels(both), labels(much))
     assert beside and beside.low < 1 < beside.high and sorted(done.stack) == stack

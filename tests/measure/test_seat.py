@@ -86,3 +86,6 @@ def test_what_a_thread_computes_within_the_trials_of_one_arm_is_that_arm_s(withi
     if "between" in within:
         seat.compute()
     assert abs(seat.closing()["the thread helper"] - beside) < 0.05
+    seat.turn("own", [0], on=True)  # for another family: what was before it is no work beside its trials
+    seat.compute()
+    assert abs(seat.closing()["the thread helper"] - 0.1) < 0.05

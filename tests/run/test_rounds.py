@@ -514,3 +514,75 @@ def test_a_candidate_has_so_many_seconds_to_be_seated_the_reference_all_and_a_fa
     assert {len(record.rounds) for record in found} == {7}
     assert asked == [pytest.approx(0.5)], "five arms, ten trials of 10 ms each"
     assert script.given == {REFERENCE: None, TWIN: 9.0, "eager": 2.0, "adamw": 2.0, "adamw_fused": 2.0}
+
+
+def one_after_the_other(script: Script, folder: Path, *asked: Family, stays: bool = True) -> list[dict[str, ArmRecord]]:
+    """Families of one run, with those who shared a seat staying there."""
+    with runner(script, folder) as running:
+        running.limits = Limits(stays=stays)
+        return [{record.arm: record for record in running.family(own)} for own in asked]
+
+
+def prepared(script: Script) -> list[tuple[int, str]]:
+    return [(seat, rest[0]) for seat, what, *rest in script.heard if what == "prepare"]
+
+
+def test_who_shared_a_seat_stays_for_the_next_family_of_the_same_question(tmp_path):
+    script, next_one = Script(), family("ablations=[eager,torch_compile]")
+    script.ready = lambda name: Ready(own_bytes=len(name))
+    first, then = one_after_the_other(script, tmp_path, family("ablations=[eager,adamw]"), next_one)
+    assert prepared(script) == [(1, name) for name in (REFERENCE, TWIN, "eager", "adamw", "torch_compile")]
+    assert [rest for _, what, *rest in script.heard if what == "drop"] == [["adamw"]], "it is none of the next family's"
+    assert {name: record.status for name, record in then.items()} == dict.fromkeys(
+        (REFERENCE, TWIN, "eager", "torch_compile"), "ok"
+    )
+    assert all(len(record.rounds) == 12 for record in (*first.values(), *then.values()))
+    assert then["eager"].cost and (then["eager"].cost.build, then["eager"].cost.gate) == (0, 0)
+    assert then["eager"].memory is not None and then["eager"].applied == first["eager"].applied
+    assert first["eager"].family != then["eager"].family, "they share no rounds"
+    ends = Counter(rest[0] for _, what, *rest in script.heard if what == "end")
+    assert (ends[REFERENCE], ends["eager"], ends["adamw"]) == (2, 2, 1), "each family's arms are looked at behind it"
+    assert script.seats[0].closed and not (tmp_path / ".worker.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stays"),
+    [
+        ((FOUR,), False),
+        (("workload=1x16", FOUR), True),
+        (("reference=peft_low", FOUR), True),
+        (("seed=1", FOUR), True),
+    ],
+    ids=["nobody asked", "another workload", "another reference", "another seed"],
+)
+def test_nobody_stays_for_another_question_or_where_nobody_asked(tmp_path, overrides, stays):
+    script = Script()
+    one_after_the_other(script, tmp_path, family(), family(*overrides), stays=stays)
+    assert script.opened == 2 and all(seat.closed for seat in script.seats)
+    assert [name for seat, name in prepared(script) if seat == 2][:2] == [REFERENCE, TWIN]
+    closed = next(n for n, (seat, *_) in enumerate(script.heard) if seat == 2)
+    assert all(seat == 2 for seat, *_ in script.heard[closed:]), "the first one's memory is given back before"
+
+
+def test_a_seat_that_has_died_meanwhile_is_started_again_and_no_arm_is_blamed(tmp_path):
+    script = Script(fails={("give_back",): raising(Lost("crash", "gone", None, None))})
+    _, then = one_after_the_other(script, tmp_path, family(), family())
+    assert script.opened == 2 and all(seat.closed for seat in script.seats)
+    assert {record.status for record in then.values()} == {"ok"} and len(then) == 5
+
+
+def test_nobody_stays_where_something_was_wrong_at_the_end(tmp_path):
+    wrong = {("closing",): raising(Lost("crash", "a toggle ended it", None, None))}
+    script = Script(fails=wrong)
+    first, then = one_after_the_other(script, tmp_path, family("ablations=[eager]"), family("ablations=[adamw]"))
+    assert first["eager"].status == "crash" and {record.status for record in then.values()} == {"ok"}
+    assert [name for seat, name in prepared(script) if seat == 2] == [REFERENCE, TWIN, "adamw"]
+
+
+def test_an_arm_that_ends_a_seat_which_stayed_takes_nobody_along(tmp_path):
+    script = Script(fails={("prepare", "adamw"): raising(Lost("crash", "it went", None, None))})
+    _, then = one_after_the_other(script, tmp_path, family("ablations=[eager]"), family("ablations=[adamw,eager]"))
+    assert {name: record.status for name, record in then.items()} == {
+        REFERENCE: "ok", TWIN: "ok", "eager": "ok", "adamw": "crash",
+    }  # fmt: skip
+    assert len(then["eager"].rounds) == 12 and all(seat.closed for seat in script.seats)
