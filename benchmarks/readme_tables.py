@@ -465,7 +465,7 @@ SUITES: dict[str, Sequence[str]] = {
     **dict.fromkeys(("guide_loss", "h100/guide_loss", "guide_time", "guide_weights"), STEPS),
     **dict.fromkeys(("scaling", "scaling_four", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
-    "several_gpus_zero": GPUS,
+    **{f"several_gpus_zero{stage}": GPUS for stage in ("", "2", "3")},
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_70b_setting", "_kernels")},
     **{f"lorafusion_pipeline{one}": JOBS for one in ("_ours", "_three")},
