@@ -6,8 +6,9 @@
 
 The jobs differ in rank, alpha, learning rate, schedule, batch and seed, and each has a slice of the file of its own.
 They are trained three times, as `lorabench jobs` trains them: together by --way; one after the other by plain PEFT in
-float32, which is what each should learn; and so again in --dtype, with each step's samples in micro-batches of one,
-which is the same step but for the order of its sums. What these last two differ by is what rounding does to plain PEFT.
+float32, which is what each should learn; and so again in --dtype. What these last two differ by is what rounding does
+to plain PEFT. Where --dtype is float32, too, each step's samples are in micro-batches of one the second time, which is
+the same step but for the order of its sums.
 
 A job passes if its curve lies no further from the float32 one, in the mean and at most, than rounding takes that of any
 job, --times over. Curves are moving averages. FILE.jsonl: one object a line, with the fields `question` and
@@ -122,8 +123,8 @@ def trained(
     """(seconds, the losses of each job before each of its updates)"""
     began, folder, way = time.monotonic(), within / how, options.way if how == TOGETHER else ONE_AFTER_THE_OTHER
     changes = {"fields": ["question", "answer"], "seq_len": options.seq_len}
-    size = {"micro_batch_size": 1} if how == AGAIN else {}
-    dtype = "float32" if how == ALONE else options.dtype
+    dtype = "float32" if how == ALONE else describe().dtype(options.dtype)
+    size = {"micro_batch_size": 1} if how == AGAIN and dtype == "float32" else {}
     jobs = [
         {
             "name": name,

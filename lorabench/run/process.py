@@ -166,6 +166,7 @@ class Desk:
 
     def __init__(self, ranks: list[_Rank], timeout_s: float, beats: Any, tell: Callable[[str], None]) -> None:
         self.ranks, self.timeout_s, self.beats, self.tell = ranks, timeout_s, beats, tell
+        self.phase = ""  # that was told last
 
     def ask(self, what: str, *arguments: Any, ranks: int = 1) -> list[Any]:
         """The answer of each of the first `ranks` ranks. Raises Lost where one gives none."""
@@ -181,16 +182,16 @@ class Desk:
         """What was sent for; where a rank has failed, nothing (None) of those that wait for it in a collective, and in
         which nothing can be asked any more. Raises Lost."""
         asked = self.ranks[:ranks]
-        deadline, phase, given_up = time.monotonic() + self.timeout_s, "", math.inf
+        deadline, given_up = time.monotonic() + self.timeout_s, math.inf
         while not all(rank.answers for rank in asked):
             wait([rank.inbox.pipe for rank in asked if not rank.ended and not rank.answers], POLL_S)
             for rank in asked:
                 rank.hear()
             if any(rank.ended for rank in asked):
                 raise self._lost(asked)
-            if asked[0].phase != phase:
-                phase = asked[0].phase
-                self.tell(phase)
+            if asked[0].phase != self.phase:
+                self.phase = asked[0].phase
+                self.tell(self.phase)
             if given_up == math.inf and any(isinstance(a, Failed) for rank in asked for a in rank.answers):
                 given_up = time.monotonic() + GRACE_S
             if time.monotonic() > given_up:
