@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Evidence, Requires, Unsupported
+from lorabench.contract.ablation import Evidence, Requires, Unsupported, added
 from lorabench.contract.arm import bytes_of
 from lorabench.contract.parts import Part
 from lorabench.contract.step import Step
-from lorabench_ablations.parallel import CAPTURED, COMPILED, Averaged, Parallel, alike, sent, trained_bytes
+from lorabench_ablations.parallel import (
+    CAPTURED,
+    COMPILED,
+    Averaged,
+    Parallel,
+    alike,
+    layers_of,
+    sent,
+    trained_bytes,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,7 +41,8 @@ class DeepspeedZero(Parallel):
     lie (`Step.parts`), and the harness reads and sets them. In stages 1 and 2 the engine is given the adapters alone:
     it would broadcast every frozen weight. In stage 3 it has to, once, before it keeps its part of each. Adapters are
     gathered after an update and stay (`stage3_param_persistence_threshold` is the largest one's size), and with them
-    every weight that is no larger.
+    every weight that is no larger. `by_layer`: stage 3 gathers a decoder layer at once (DeepSpeed's leaf modules) and
+    the next one meanwhile; else each linear by itself, with hooks around every module, which the host runs.
     """
 
     name: ClassVar[str] = "deepspeed_zero"
@@ -43,10 +53,13 @@ class DeepspeedZero(Parallel):
     )
     excludes: ClassVar[dict[str, str]] = {"capture": CAPTURED, "compilation": COMPILED}
     stage: int = 2
+    by_layer: bool = added(False)
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
             raise ValueError(f"stage={self.stage!r}; expected 1, 2 or 3")
+        if self.by_layer and self.stage != 3:
+            raise ValueError(f"by_layer is of stage 3, which gathers weights; this is stage={self.stage}")
 
     def patch(self, model: nn.Module) -> int | None:
         """In stage 3: frozen weights become parts before other toggles see them, who have to know what they are."""
@@ -74,13 +87,21 @@ class DeepspeedZero(Parallel):
         if any(p.dtype != torch.float32 for p in trained):
             raise Unsupported("deepspeed_zero updates float32 copies: of adapters in 16 bits it is another optimizer")
         largest = max(p.numel() for p in trained)
+        config = self._config(largest, len(step.batches), sum(p.numel() for p in trained))
+        if self.by_layer:
+            config["zero_optimization"]["stage3_prefetch_bucket_size"] = _make_leaves(step.model)
         engine, *_ = _library().initialize(
             model=step.model if self.stage == 3 else _module(trained, step.model),
             model_parameters=trained,
             optimizer=step.optimizer,
-            config=self._config(largest, len(step.batches), sum(p.numel() for p in trained)),
+            config=config,
         )
         _gather(trained)
+        if self.by_layer:
+            for p in trained:
+                # Until it has written the order down, the engine gives a layer's adapters back with its weights, before
+                # autograd has added the last of their gradients.
+                p.is_external_param = True
         step.innermost.call = engine
         step.innermost.parts = [part for p in trained for part in _parts(p)]
         return _Zero(step, engine, trained)
@@ -146,6 +167,16 @@ class _Zero(Averaged):
 
     def update(self) -> None:
         self.engine.step()
+
+
+def _make_leaves(model: Any) -> int:
+    """Each decoder layer a leaf module; how many elements the largest one has."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    layers = layers_of(model.get_base_model())
+    for layer in layers:
+        set_z3_leaf_module(layer, True)
+    return max(sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters()) for layer in layers)
 
 
 def _gather(params: list[Any]) -> None:

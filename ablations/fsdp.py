@@ -23,6 +23,7 @@ from lorabench_ablations.parallel import (
     Parallel,
     Summed,
     alike,
+    layers_of,
     mesh,
     sent,
     trained_bytes,
@@ -95,7 +96,7 @@ class Fsdp2(Parallel):
         if self.adapters == "sharded" or self.replicas > 1:
             return None
         base.requires_grad_(False)
-        layers = _layers(base)
+        layers = layers_of(base)
         for layer in layers:
             _replace_parameters(layer, self._part_of)
         return len(layers)
@@ -109,7 +110,7 @@ class Fsdp2(Parallel):
         """One layer after the other, so that a rank never holds more than one of them whole."""
         base = model.get_base_model()
         before = getattr(base, LAY_OUT, None) if self.operands and self.adapters == "replicated" else None
-        layers, lay_out = _layers(base), before and before(model)
+        layers, lay_out = layers_of(base), before and before(model)
         for layer in layers:
             _replace_parameters(layer, whole)
             if lay_out:
@@ -148,7 +149,7 @@ class Fsdp2(Parallel):
         """Each layer is gathered in every forward, and again in every backward where it was given back; the rest once
         a micro-batch."""
         sharded = [p for p in arm.model.parameters() if self.adapters == "sharded" or not p.requires_grad]
-        layers = sum(_bytes(layer, self.adapters) for layer in _layers(_base(arm)))
+        layers = sum(_bytes(layer, self.adapters) for layer in layers_of(_base(arm)))
         rest = sum(p.numel() * p.element_size() for p in sharded) - layers
         gathered = (layers * (2 if self.reshard else 1) + rest) * len(arm.step.batches)
         part, adapters = self._part(n), trained_bytes(arm)
@@ -173,7 +174,7 @@ class Fsdp2(Parallel):
         """The decoder layers whose frozen weights are parts of them."""
         from torch.distributed.tensor import DTensor
 
-        layers = _layers(_base(evidence.arm))
+        layers = layers_of(_base(evidence.arm))
         return sum(all(isinstance(p, DTensor) for p in layer.parameters() if not p.requires_grad) for layer in layers)
 
 
@@ -201,12 +202,3 @@ def _world() -> int:
     import torch.distributed as dist
 
     return dist.get_world_size()
-
-
-def _layers(base: Any) -> list[nn.Module]:
-    """The decoder layers, by the names of classes that transformers says not to split."""
-    names = set(base._no_split_modules or ())
-    found = [m for m in base.modules() if any(base.__name__ in names for base in type(m).__mro__)]
-    if not found:
-        raise Unsupported("transformers does not say which modules of this model are its layers")
-    return found

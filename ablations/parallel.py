@@ -16,7 +16,7 @@ from lorabench.contract.ranks import Ranks, local
 from lorabench.contract.step import Step, Wrapped
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
@@ -211,3 +211,12 @@ def add_up(optimizer: Optimizer, group: Any = None) -> int:
     dist.all_reduce(flat, group=group)
     torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
     return flat.nbytes
+
+
+def layers_of(base: Any) -> list[nn.Module]:
+    """The decoder layers, by the names of classes that transformers says not to split."""
+    names = set(base._no_split_modules or ())
+    found = [m for m in base.modules() if any(base.__name__ in names for base in type(m).__mro__)]
+    if not found:
+        raise Unsupported("transformers does not say which modules of this model are its layers")
+    return found

@@ -56,6 +56,8 @@ ZERO = {
     "zero 2 with lora_kernels": ("deepspeed_zero", "lora_kernels"),
     "zero 3 with lora_kernels": ({"deepspeed_zero": {"stage": 3}}, "lora_kernels"),
     "zero 3 checkpointed": ({"deepspeed_zero": {"stage": 3}}, "gradient_checkpointing"),
+    "zero 3 by layer": ({"deepspeed_zero": {"stage": 3, "by_layer": True}},),
+    "zero 3 by layer checkpointed": ({"deepspeed_zero": {"stage": 3, "by_layer": True}}, "gradient_checkpointing"),
 }
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 FOUR = {
