@@ -68,6 +68,7 @@ SHOWN = (
     ("axolotl_blog", "llama-3.1-8b-backward-memory"),
     ("lorafusion", "kernels-average"),
     ("lorafusion", "over-megatron-average"),
+    ("lorafusion", "over-mlora-most"),
     ("predibase_ladder", "step-3-batch-size"),
     ("predibase_ladder", "step-9-kernels"),
     ("mlora", "faster-than-one-after-the-other"),
