@@ -18,6 +18,7 @@ if __name__ == "__main__":  # as in sweep.py
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -248,14 +249,14 @@ def _measure(config: RecommendConfig, store: Store, queue: LocalQueue, console: 
     now: list[ArmRecord] = []
 
     def known() -> Known:
-        return Known(question, [*old, *now], store.sessions(), lost, queue.seated)
+        return Known(question, [*old, *now], store.sessions(), lost)
 
     def left() -> float:
         return began + budget - time.monotonic()
 
     def asked_for() -> Iterator[Family]:
         first = True
-        while step := following(known(), left(), first):
+        while step := following(replace(known(), seated=queue.seated), left(), first):
             limits = Limits(began + budget, time.monotonic() + step.seat_by, seat_seconds(budget, left()))
             rounds = partial(lambda rounds, one: rounds(left(), one), step.rounds)
             queue.limits = limits._replace(rounds=rounds, stays=True)
