@@ -25,6 +25,7 @@ ALONE, TOGETHER, DECIDING = "solo", "together", "deciding"  # the designs of the
 Labels = frozenset[str]  # of all toggles of an arm
 RIVALS = 2  # of the best, that more rounds are spent on
 MATTERS = 0.02  # of a step's time: what may be better by less is no reason to measure on
+ON_TOP = 0.05  # that what is unclear alone has to bring: two arms alike on a busy host were seen to differ by 0.04
 WHOLES = 3  # that are measured: the one around the best, and those around others that are nearly as fast
 NEARLY = 1.25  # times as fast alone: who is ahead by more has the better whole, too, as far as can be guessed
 
@@ -139,9 +140,9 @@ class Told:
         return found.centre <= self.enough and (found.low <= 1 or found.high <= 1 + self.floor)
 
     def clearly_faster(self, arm: Labels, than: Labels) -> bool:
-        """By what matters, in rounds that both have."""
+        """By more than two arms alike may be apart, in rounds that both have."""
         found = self.measured(arm) and self.measured(than) and self.beside(arm, than)
-        return bool(found) and found.low > 1 and found.centre > self.enough
+        return bool(found) and found.low > 1 and found.centre > 1 + max(ON_TOP, self.floor)
 
     def _may_be_better(self, arm: Labels, than: Labels) -> bool:
         found = self.beside(arm, than)
