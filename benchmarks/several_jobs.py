@@ -123,7 +123,8 @@ def trained(
     """(seconds, the losses of each job before each of its updates)"""
     began, folder, way = time.monotonic(), within / how, options.way if how == TOGETHER else ONE_AFTER_THE_OTHER
     changes = {"fields": ["question", "answer"], "seq_len": options.seq_len}
-    dtype = "float32" if how == ALONE else describe().dtype(options.dtype)
+    machine = describe()
+    dtype = "float32" if how == ALONE else machine.dtype(options.dtype)
     size = {"micro_batch_size": 1} if how == AGAIN and dtype == "float32" else {}
     jobs = [
         {
@@ -139,7 +140,7 @@ def trained(
     shared = {"model": options.model, "weights": options.weights, "dtype": dtype, "way": way, "output": folder}
     file = JobsFile.model_validate(shared | {"jobs": jobs})
     folder.mkdir()
-    trainer = Setup(file, describe()).trainer(toggles(file, way), lambda text: print(f"{how}: {text}", flush=True))
+    trainer = Setup(file, machine).trainer(toggles(file, way), lambda text: print(f"{how}: {text}", flush=True))
     trainer.run(
         lambda now: print(f"{how}: step {now.tick}", *(f"{j.name} {j.progress.loss:.4f}" for j in now.jobs), flush=True)
     )

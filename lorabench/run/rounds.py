@@ -81,8 +81,8 @@ class Rounds(Seats):
         first = None
         if shared:
             first = self._taken_over() or self._open(alone=False)  # seat 0: what it holds most rows are of
-        elif self.before:
-            self.before.seat.desk.close()
+        else:
+            self._empty()
         for _ in range(min(self.machine.cores - 1, PROCESSES * (len(alone) + 1)) if alone else 0):
             self._spare()
         self._sit_together([e for e in shared if e not in slow], first)
@@ -363,16 +363,9 @@ class Rounds(Seats):
         here = [self.entries[name] for name in seat.names]
         stays = judged and self.limits.stays and not seat.alone and not any(e.stack.process_a_job for e in here)
         if stays and here and all(e.ok for e in here):
-            self._empty()
             self.staying = Staying(self.family, seat, here)
         else:
             seat.desk.close()
-
-    def _empty(self) -> None:
-        """Nobody stays for another family."""
-        if self.staying:
-            self.staying.seat.desk.close()
-        self.staying = None
 
     def _end(self, seat: Seated, entry: Entry) -> None:
         usual = statistics.median(sum(turn.phases.values()) for turn in entry.turns)

@@ -56,7 +56,7 @@ class Seats:
         self.family, self.machine, self.workers, self.tell = family, machine, workers, tell
         self.ceiling, self.scratch, self.log, self.timeout_s = ceiling_tflops, scratch, log, timeout_s
         self.journal, self.limits, self.drafts, self.replan = journal, limits, drafts, replan
-        self.before, self.staying = before, None  # and what stays for the next one
+        self.staying = before  # until it is taken over; then what stays for the next family
         self.noise = {} if noise is None else noise
         self.entries = {stack.name: Entry(stack) for stack in family.stacks}
         self.dtype = getattr(torch, machine.dtype(family.reference.model.dtype))
@@ -72,6 +72,12 @@ class Seats:
         self.overhead: dict[str, float] = {}  # seconds that belong to no arm
         self.uuid = (machine.gpu or {}).get("uuid")
         self.meter = Meter(self.uuid)
+
+    def _empty(self) -> None:
+        """Nobody stays of another family, or for one."""
+        if self.staying:
+            self.staying.seat.desk.close()
+        self.staying = None
 
     def _close(self, seat: Seated, judged: bool = True) -> None:
         """End a seat; `judged`: after its last round, whose evidence is looked at."""
@@ -101,18 +107,19 @@ class Seats:
     def _taken_over(self) -> Seated | None:
         """The seat of the family before, with those of its arms that are ours, too; None where there is none, or it
         answers no more."""
-        if self.before is None:
+        if self.staying is None:
             return None
-        seat, ranks, began = self.before.seat, self.family.ranks, time.perf_counter()
-        stay = {e.name: e for e in self.before.entries if e.name in self.entries}
+        seat, ranks, began = self.staying.seat, self.family.ranks, time.perf_counter()
+        stay = {e.name: e for e in self.staying.entries if e.name in self.entries}
         seat.desk.tell = self.tell
         try:
             for name in set(seat.names) - set(stay):
                 seat.desk.ask("drop", name, ranks=ranks)
             seat.desk.ask("give_back", ranks=ranks)
         except Lost:
-            seat.desk.close()
+            self._empty()
             return None
+        self.staying = None
         for name, old in stay.items():
             entry = self.entries[name]
             entry.ready, entry.numerics, entry.evidence = old.ready, dict(old.numerics), list(seat.evidence[name])

@@ -97,8 +97,8 @@ class Simulation:
                 start, status, reason = patience, "timeout", "no answer"
                 self.lost[frozenset(stack.labels)] = reason
             self.now += start
-            made[stack.name] = {"status": status, "start": start, "turns": []}
-            made[stack.name]["opening"] = opening if stack.name == REFERENCE else 0.0
+            before = opening if stack.name == REFERENCE else 0.0
+            made[stack.name] = {"status": status, "start": start, "opening": before, "turns": []}
             if status != "ok":
                 made[stack.name]["reason"] = reason
         rng = np.random.default_rng(len(self.arms) + 1000 * self.seed)
