@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A list of jobs on all GPUs of a machine, without Ray: one worker for every GPUS_EACH GPUs (1), with its share of the cores, takes
-# the next job that nobody has taken. Workers outlive the shell that started them; a second call with the same folder only waits for them.
+# A list of jobs on the GPUs of a machine, without Ray: one worker for every GPUS_EACH GPUs (1) of GPUS (0,1,2,… of the machine), with its
+# share of the cores, takes the next job that nobody has taken. Workers outlive the shell that started them; a second call with the same
+# folder waits for them, and has workers of its own only on GPUs that are no worker's yet.
 #   bash benchmarks/gpu_queue.sh JOBS FOLDER
 # JOBS: a line a job, `NAME LIMIT_S COMMAND …`; {out} in it is FOLDER/NAME. A job that takes longer than LIMIT_S seconds is ended,
 # and one whose name ends in _141gb is passed over on GPUs of less, one in _80gb on GPUs of more.
@@ -25,14 +26,16 @@ work() {
   say "no job is left"
 }
 if [ "${3:-}" ]; then work "$3"; exit; fi
-if ! mkdir -p "$folder/log" || ! mkdir "$folder/taken" 2> /dev/null; then echo "$folder has workers already: waiting for them"; else
-  gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU); n=${GPUS_EACH:-1}
-  workers=$((gpus / n > 0 ? gpus / n : 1)); cores=$(($(nproc) / workers))
-  for ((w = 0; w < workers; w++)); do
-    CUDA_VISIBLE_DEVICES=$(seq -s, $((w * n)) $((w * n + n - 1))) setsid taskset -c $((w * cores))-$((w * cores + cores - 1)) \
-      bash "$0" "$jobs" "$folder" "$w" > "$folder/log/worker$w.txt" 2>&1 < /dev/null &
-  done
-fi
+mkdir -p "$folder/log" "$folder/taken"
+count=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU); count=$((count > 0 ? count : 1)); n=${GPUS_EACH:-1}; each=$((n < count ? n : count))
+cores=$(($(nproc) * each / count)); cores=$((cores > 0 ? cores : 1))
+IFS=, read -ra gpus <<< "${GPUS:-$(seq -s, 0 $((count - 1)))}"
+for ((w = 0; w + each <= ${#gpus[@]}; w += each)); do
+  own=("${gpus[@]:w:each}"); worker=$((own[0] / each))
+  if ! mkdir "$folder/taken/worker$worker.of" 2> /dev/null; then echo "$folder has worker $worker already: waiting for it"; continue; fi
+  CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${own[*]}") setsid taskset -c $((worker * cores))-$((worker * cores + cores - 1)) \
+    bash "$0" "$jobs" "$folder" "$worker" > "$folder/log/worker$worker.txt" 2>&1 < /dev/null &
+done
 sleep 1
 while pgrep -f "gpu_queue.sh $jobs $folder [0-9]" > /dev/null; do sleep 2; done
 cat "$folder"/log/worker*.txt

@@ -5,8 +5,9 @@
 # .real/ may have archives (.tgz) of real text and a tokenizer, for jobs that name $REAL.
 # .pack/ may have the PACK of a machine that was lost: what had ended there is not run again, and what had not goes on.
 # `start`, on a fresh machine: installs both, then runs the lists of benchmarks/gpu_jobs by gpu_queue.sh, in the order of their names, which say how many
-# GPUs a job takes, with as many jobs beside each other as the machine has room for. `wait`, on that machine: goes on waiting, and adds the lines that the
-# lists have more. Both end after SECONDS or when all is done, and leave folders and logs so far in PACK (a .tgz).
+# GPUs a job takes, with as many jobs beside each other as the machine has room for. Of four GPUs a list for two has the last two, and the list for one
+# behind it begins beside it. `wait`, on that machine: goes on waiting, and adds the lines that the lists have more.
+# Both end after SECONDS or when all is done, and leave folders and logs so far in PACK (a .tgz).
 set -u
 mode=${1:?start or wait}; seconds=${2:?seconds}; pack=$(realpath -m "${3:?a file}"); here=$PWD; at=${AT:-/tmp/gpu_session}
 export PYTHONPATH=$at/site PATH=$at/site/bin:$PATH HF_HUB_OFFLINE=1
@@ -35,10 +36,17 @@ if [ "$mode" = start ]; then
   done
   setsid bash -c '
     at=$1; gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU)
+    beside=  # the process that waits for a list for two GPUs
+    queue() { GPUS_EACH=$n bash benchmarks/gpu_queue.sh "$list" "$at/out/$(basename "$list" .txt)" > /dev/null; }
     for list in "$at"/*_gpu*.txt; do
       case $list in *_four_*) n=4 ;; *_two_*) n=2 ;; *) n=1 ;; esac
-      [ "$gpus" -lt "$n" ] || GPUS_EACH=$n bash benchmarks/gpu_queue.sh "$list" "$at/out/$(basename "$list" .txt)" > /dev/null
+      [ "$gpus" -ge "$n" ] || continue
+      if [ "$n" = 1 ] && [ "$beside" ]; then GPUS=0,1 queue & fi
+      [ -z "$beside" ] || wait "$beside"
+      beside=
+      if [ "$n" = 2 ] && [ "$gpus" -ge 4 ]; then GPUS=2,3 queue & beside=$!; else queue; fi
     done
+    wait
     touch "$at/done"' _ "$at" > /dev/null 2>&1 < /dev/null &
 elif [ ! -d "$at/src" ]; then
   echo "no session was started here: a fresh machine"; exit 9

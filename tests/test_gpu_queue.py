@@ -56,3 +56,33 @@ def test_a_job_for_gpus_of_another_memory_is_passed_over(tmp_path, mib, ran):
     command = ["bash", str(SCRIPT), str(jobs), str(folder)]
     subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert {file.stem for file in (folder / "log").glob("*.txt")} - {"worker0"} == ran
+
+
+@pytest.mark.skipif(not all(map(shutil.which, NEEDS)), reason=f"needs {', '.join(NEEDS)}")
+def test_the_list_for_one_gpu_runs_beside_the_one_for_two_and_has_their_gpus_behind_it(tmp_path):
+    at = tmp_path / "at"
+    for name, says in {
+        "nvidia-smi": "echo 'GPU 0\nGPU 1\nGPU 2\nGPU 3'",
+        "nproc": "echo 4",
+        "taskset": 'shift 2; exec "$@"',
+        "python3": "exit 0",
+        "git": f"mkdir -p $4; ln -s {SCRIPT.parent} $4/benchmarks",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / name).chmod(0o755)
+    lists = tmp_path / "benchmarks/gpu_jobs"
+    lists.mkdir(parents=True)
+
+    def until(name):
+        return f"while [ ! -e {at}/{name} ]; do sleep 0.1; done"
+
+    (lists / "1_two_gpus.txt").write_text(f"both 20 {until('a_runs')}; echo $CUDA_VISIBLE_DEVICES\n")
+    (lists / "2_one_gpu.txt").write_text(
+        "".join(f"{a} 20 touch {at}/{a}_runs; {until('c_runs')}; echo $CUDA_VISIBLE_DEVICES\n" for a in "abc")
+    )
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "AT": str(at)}
+    command = ["bash", str(SCRIPT.with_name("gpu_session.sh")), "start", "40", str(tmp_path / "out.tgz")]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    said = {file.stem: file.read_text() for file in at.glob("out/*/log/?*.txt") if "worker" not in file.stem}
+    assert said["both"] == "2,3\n", done.stdout + done.stderr
+    assert {said["a"], said["b"]} == {"0\n", "1\n"} and said["c"] in ("2\n", "3\n")
