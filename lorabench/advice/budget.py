@@ -59,7 +59,11 @@ class Pace:
 
     def seconds(self, stacks: Sequence[Toggles], rounds: int) -> float:
         """Of a family of these arms, the reference and the reference again."""
-        return MARGIN * (self.starts(stacks) + rounds * self._round(stacks))
+        return MARGIN * self.starts(stacks) + self.turns(stacks, rounds)
+
+    def turns(self, stacks: Sequence[Toggles], rounds: int) -> float:
+        """Of the rounds alone."""
+        return MARGIN * rounds * self._round(stacks)
 
     def rounds(self, stacks: Sequence[Toggles], seconds: float) -> int:
         """How many rounds of such a family so many seconds hold. Without a margin: none begins after the end."""

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from lorabench.advice.expected import Toggles
@@ -345,12 +346,15 @@ class Known:
 
     @property
     def stacks(self) -> list[Toggles]:
-        """What is measured together: of each whole the best alone, the best two, and so on; each whole with the unclear
-        on top, and without each member."""
-        grown = [own[:n] for own in self.wholes for n in range(1, len(own) + 1)]
+        """What is measured together, in the order in which it is worth knowing: the best alone, each whole, with the
+        unclear and with more room on top, the heads of the others, each whole without each member, and the best two of
+        each, the best three, and so on."""
         roomier = [[*own, saving] for own in self.wholes for saving in self._saving(own)]
-        without = [[m for m in own if m is not one] for own in self.wholes for one in own if one != self.ground]
-        every = (*grown, *self._enriched, *roomier, *without)
+        heads = [own[:1] for own in self.wholes]
+        without = [[[m for m in own if m is not one] for one in own if one != self.ground] for own in self.wholes]
+        in_turns = [own for turn in zip_longest(*without, fillvalue=[]) for own in turn]
+        grown = [own[:n] for own in self.wholes for n in range(2, len(own))]
+        every = (*heads[:1], *self.wholes, *self._enriched, *roomier, *heads[1:], *in_turns, *grown)
         found = {self.question.labels(joined(own)): joined(own) for own in every if own}
         return list(found.values())
 

@@ -22,6 +22,7 @@ from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
 # where all are expected to be seated after SLOWLY.
 SEATED, SLOWLY = 0.5, 0.25
 SEAT_SHARE, SEAT_LEAST_S = 0.25, 20.0  # that one candidate may take to be seated: what hangs must leave time for others
+SOONER = 0.5  # of what is expected, until a stack of toggles that have run has its rounds: 0.55 was seen on an H200
 FEWEST, MOST = MIN_TRIALS_FOR_VERDICT + 2, 300  # rounds of a family: more of them would decide nothing
 LEAST_S = 1.0  # in less nothing can be begun
 OFTEN = 3  # families that decide between the same stacks
@@ -94,16 +95,14 @@ def _left_over(known: Known, left: float) -> Step | None:
 
 
 def _together(known: Known, left: float) -> Step | None:
-    """The stacks, as many as there is time for: above all the best alone and the wholes, and fewer than two
-    stacks tell nothing."""
-    if not known.to_put_together:
+    """The stacks, in their order, as many as are seated while there is time for their rounds, which may be more than
+    expected: a stack of toggles that have run starts sooner than they did. Fewer than two tell nothing."""
+    stacks, pace = known.stacks, Pace(known)
+    if not known.to_put_together or pace.rounds(stacks[:2], left) < FEWEST:
         return None
-    pace, stacks, foremost = Pace(known), known.stacks, known.foremost
-    by_weight = sorted(stacks, key=lambda s: s not in foremost)
-    while by_weight and pace.rounds(by_weight, left) < FEWEST:
-        by_weight.pop()
-    if len(by_weight) < 2:
-        return None
+    surely = pace.starts(stacks[:2])
+    while len(stacks) > 2 and max(surely, SOONER * pace.starts(stacks)) + pace.turns(stacks, FEWEST) > left:
+        stacks.pop()
     reserved = min((pace.seconds([c], FEWEST) for c in known.measurable), default=0.0)
 
     def rounds(then: float, one: float) -> int:
@@ -111,8 +110,8 @@ def _together(known: Known, left: float) -> Step | None:
         fewer = _all(then - reserved, one)
         return fewer if fewer >= 2 * FEWEST else _all(then, one)
 
-    chosen = [s for s in stacks if s in by_weight]
-    return Step(_family(known, chosen, TOGETHER, known.ground), rounds, left)
+    seat_by = left - pace.turns(stacks, FEWEST)
+    return Step(_family(known, stacks, TOGETHER, known.ground), rounds, seat_by)
 
 
 def _decided(known: Known, left: float) -> Step | None:

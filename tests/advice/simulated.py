@@ -59,11 +59,11 @@ class Simulation:
     def __init__(
         self, *toggles: Ablation, minutes: float = 10, large: bool = False, arms: Sequence[ArmRecord] = (),
         in_need: Sequence[Ablation] = (), noise: float = 0.003, fails: Any = lambda stack: None, overrides: str = "",
-        seed: int = 0,
+        seed: int = 0, sooner: float = 1.0,
     ) -> None:  # fmt: skip
         """`large`: nothing fits without a toggle whose name begins with small. `fails`: of a stack the status that it
-        comes to, or None."""
-        self.large, self.noise, self.fails, self.seed = large, noise, fails, seed
+        comes to, or None. `sooner`: the share of its slowest toggle's start that a stack takes."""
+        self.large, self.noise, self.fails, self.seed, self.sooner = large, noise, fails, seed, sooner
         (itself,) = cells("ablations=[]", *overrides.split())
         self.question = Question(
             itself, [(t,) for t in toggles], MACHINE, size=10**9, in_need=[(t,) for t in in_need], rounds=12
@@ -93,6 +93,7 @@ class Simulation:
             patience = seat_seconds(self.seconds, self.seconds - self.now)
             start = max([START_S, *(t.start_s for t in own(stack.ablations))]) if reason != NO_TIME else 0.0
             start *= frozenset(stack.labels) not in stays
+            start *= self.sooner if len(own(stack.ablations)) > 1 else 1.0
             if start > patience:
                 start, status, reason = patience, "timeout", "no answer"
                 self.lost[frozenset(stack.labels)] = reason

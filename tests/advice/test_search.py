@@ -26,7 +26,7 @@ def test_all_alone_in_one_family_then_the_stacks_in_another():
     done = Simulation(toggle("little", 1.2), toggle("much", 2.0), toggle("nothing"), toggle("some", 1.5))
     assert done.titles[0] == ["little", "much", "nothing", "some"]
     assert done.titles[1] == [
-        "much", "much+some", "much+some+little", "some+little", "much+little",
+        "much", "much+some+little", "some+little", "much+little", "much+some",
     ]  # fmt: skip
     assert len(done.steps) == 2 and done.stack == ["much", "some", "little"]
     said = answer(done)
@@ -198,7 +198,7 @@ def test_what_is_unclear_alone_is_tried_on_top_of_the_whole():
     """As a fused optimizer in a step that waits for its host, and in captured steps."""
     toggles = [toggle("much", 2.0), toggle("more", 1.5), toggle("hidden", 1.03, together=1.3), toggle("slower", 0.7)]
     done = Simulation(*toggles, noise=0.06)
-    assert done.titles[1][:3] == ["much", "much+more", "much+more+hidden"]
+    assert done.titles[1][:2] == ["much", "much+more+hidden"]
     assert sorted(done.stack) == ["hidden", "more", "much"]
     outcome, why = outcomes(done)["hidden"]
     assert outcome == "switch on" and re.search(r"on top of much\(by=2.0\) \+ more\(by=1.5\) 1\.[23]", why)
@@ -313,7 +313,7 @@ def rivals(first=2.0, second=1.9, **fields):
 def test_around_one_of_two_that_cannot_be_on_together_there_is_a_whole_too():
     done = Simulation(*rivals())
     assert done.titles[1] == [
-        "packed", "packed+third", "captured", "captured+third", "third",
+        "packed", "packed+third", "captured+third", "captured", "third",
     ]  # fmt: skip
     assert len(done.steps) == 2 and done.stack == ["captured", "third"] and not more(done.known)[0]
     outcome, why = outcomes(done)["packed"]
@@ -340,7 +340,7 @@ def test_what_is_clearly_slower_alone_gets_no_whole_of_its_own_and_what_may_not_
 
 def test_where_time_is_short_the_best_alone_and_the_wholes_come_first_and_what_is_left_is_said():
     short = Simulation(*rivals(), minutes=0.46)
-    assert short.titles[1] == ["packed", "packed+third", "captured", "captured+third"]
+    assert short.titles[1] == ["packed", "packed+third", "captured+third", "captured"]
     assert short.stack == ["captured", "third"]
     none = Simulation(*rivals(), minutes=0.3)
     assert more(none.known)[0] == (
@@ -349,6 +349,17 @@ def test_where_time_is_short_the_best_alone_and_the_wholes_come_first_and_what_i
     one = Simulation(*rivals(), arms=none.arms, minutes=0.24)
     assert one.titles == [["packed", "packed+third"]] and one.stack == ["packed"]
     assert more(one.known)[0] == "put captured(by=1.9), third(by=1.5) together"
+
+
+@pytest.mark.parametrize(("sooner", "seated"), [(0.4, 9), (1.0, 7)])
+def test_stacks_are_seated_while_there_is_time_for_rounds_however_soon_they_start(sooner, seated):
+    """On an H200 they started in 0.55 of what was expected, and the best was the first that had been left out."""
+    toggles = [toggle(name, 2.0 - place / 10, start_s=4.0) for place, name in enumerate("abcd")]
+    same = toggle("same", 1.9, start_s=4.0, together=0.9)
+    done = Simulation(*toggles, same, minutes=1.2, sooner=sooner)
+    stacks = [labels for labels in done.known.families[-1].arms if len(labels) > 3]
+    assert len(done.titles[1]) == 9 and len(stacks) == seated and done.rounds[1] >= FEWEST
+    assert done.stack == [*"abcd"]
 
 
 def test_where_the_reference_does_not_fit_both_wholes_have_what_makes_it_fit():
