@@ -191,8 +191,9 @@ def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
             tested = "" if claim.over else " + ".join(m.record.ablations)
             key = bool(m.stands_for), apart, m.changed, few, newest(folder), m.differs, tested
             found.setdefault(key, []).append((m, analysis))
-    same_baseline = {key: pairs for key, pairs in found.items() if key[1] == 0 and not key[2]}
     if steps := [step for step in results.steps if step.claim is claim]:
+        at_most = min(step.changed for step in steps)  # a step gives way to a row whose workload is no more changed
+        same_baseline = {key: pairs for key, pairs in found.items() if key[1] == 0 and key[2] <= at_most}
         if not same_baseline:
             first = min((step.changed, newest(step.folder)) for step in steps)
             return _of_steps([step for step in steps if (step.changed, newest(step.folder)) == first])
@@ -462,16 +463,17 @@ JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING) 
 # What the page of a suite's toggles shows of it, beside the toggle and the verdict.
 SUITES: dict[str, Sequence[str]] = {
     "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
-    **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "guide_memory", "packing"), STEPS),
-    **dict.fromkeys(("guide_loss", "h100/guide_loss", "guide_time", "guide_weights"), STEPS),
+    **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "packing", "packing_1_7b"), STEPS),
+    **dict.fromkeys(("guide_135m", "guide_loss", "h100/guide_loss", "guide_memory", "guide_time"), STEPS),
+    **dict.fromkeys(("guide_weights", "h100/guide_weights"), STEPS),
     **dict.fromkeys(("scaling", "scaling_four", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
-    **{f"several_gpus_zero{stage}": GPUS for stage in ("", "2", "3")},
+    **{f"several_gpus_zero{one}": GPUS for one in ("", "2", "3", "_one_rank")},
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_70b_setting", "_kernels")},
     **{f"lorafusion_pipeline{one}": JOBS for one in ("_ours", "_three")},
-    "lorafusion_over_mlora": JOBS,
-    **dict.fromkeys(("long_context_8k", "long_context_8k_peers", "long_context_32k", "long_context_64k"), STEPS),
+    **dict.fromkeys(("lorafusion_jobs", "lorafusion_over_mlora"), JOBS),
+    **{f"long_context_{one}": STEPS for one in ("8k", "8k_peers", "8k_unsloth", "32k", "64k", "128k")},
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     **dict.fromkeys(("prequantized_loading", "h100/prequantized_loading"), READ),
     "text_metrics": (cells.TIME, cells.WHOLE),

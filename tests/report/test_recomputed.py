@@ -68,11 +68,12 @@ def pairs(line, found):
             made.append(timed(own, base, line, together(base, line)))
         elif beside(family, base, line) is None:
             made.append(apart(own, alone(family, base) or base, line))
-        else:
+        elif line["role"] != "twin":  # which never sat beside the reference: it has the row between processes alone
             made.append(timed(own, *beside(family, base, line)))
         if line["role"] == "twin" and (lone := outside(line, base)):
             between = own | {"key": f"{own['key']} between processes"}
-            made.append(timed(between, base, lone, by_round(base, lone)))
+            turns = by_round(base, lone)  # none where each had a block of its own
+            made.append(timed(between, base, lone, turns) if turns else apart(between, base, lone))
     return made
 
 
@@ -214,7 +215,7 @@ def share(folder, line, phases, paired):
     """The limit's time over the row's, by each centre."""
     place = lambda x: (x["model"], x["workload"], sorted(x["reference"]))  # noqa: E731
     *_, least = [x for x in lines(folder) if is_limit(x) and x["status"] == "ok" and place(x) == place(line)]
-    if "raw" in line:  # arms of one family are held together themselves
+    if "raw" in line and line["raw"]["family"] == least["raw"]["family"]:  # they are held together themselves
         arms = least["raw"], line["raw"]
         turns = together(*arms) or by_round(*arms)
         first, second = (
