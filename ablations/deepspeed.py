@@ -42,7 +42,8 @@ class DeepspeedZero(Parallel):
     it would broadcast every frozen weight. In stage 3 it has to, once, before it keeps its part of each. Adapters are
     gathered after an update and stay (`stage3_param_persistence_threshold` is the largest one's size), and with them
     every weight that is no larger. `by_layer`: stage 3 gathers a decoder layer at once (DeepSpeed's leaf modules) and
-    the next one meanwhile; else each linear by itself, with hooks around every module, which the host runs.
+    the next one meanwhile; else each linear by itself, with hooks around every module, which the host runs. On two
+    H200s by_layer lost gradients of the first layer, and was refused (results/h200/several_gpus_zero3).
     """
 
     name: ClassVar[str] = "deepspeed_zero"

@@ -7,6 +7,7 @@
 over the same stack without it, both held against one reference in one folder; the geometric mean of all such pairs.
 A toggle that divides the work among GPUs is left out: its gain grows with their number. So is one that took the place
 of another in the reference, but for what every reference has: checkpoints in place of checkpoints do not gain on none.
+Nothing is taken from where the reference differed from itself by more than NOISE.
 `start_s` is how many seconds longer it took beside its trials; the median.
 """
 
@@ -30,6 +31,7 @@ from lorabench.report.analysis import Analysis
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 EVERY = ("sdpa", "adamw_fused", "padding")  # whose slots every reference fills
+NOISE = 0.5  # how far a reference may be from itself, as a share: what was measured beside another says nothing
 TAKES_AWAY = "no_gradient_checkpointing"  # it is held against checkpoints, and against nothing else
 HEAD = "# Made by benchmarks/expected_gains.py from results/, which says what the fields are.\n"
 
@@ -52,6 +54,9 @@ def found() -> dict[str, dict[str, list[Seen]]]:
             if record.kind == "train" and record.status == "ok":
                 groups[record.model, record.workload, frozenset(record.reference)].append(record)
         for (name, _, reference), records in groups.items():
+            floors = [analysis.row(record)["noise_floor"] for record in records if record.is_noise_floor]
+            if min(floors, default=0.0) > NOISE:  # within a seat, where there is one
+                continue
             taken = {slot(label.partition("(")[0]) for label in reference} - {slot(label) for label in EVERY}
             for toggle, seen in _of_group(analysis, records, str(path.parent.relative_to(RESULTS))):
                 if not divides_among_gpus(toggle) and (slot(toggle) not in taken or toggle == TAKES_AWAY):
