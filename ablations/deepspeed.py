@@ -42,8 +42,8 @@ class DeepspeedZero(Parallel):
     it would broadcast every frozen weight. In stage 3 it has to, once, before it keeps its part of each. Adapters are
     gathered after an update and stay (`stage3_param_persistence_threshold` is the largest one's size), and with them
     every weight that is no larger. `by_layer`: stage 3 gathers a decoder layer at once (DeepSpeed's leaf modules) and
-    the next one meanwhile; else each linear by itself, with hooks around every module, which the host runs. On two
-    H200s by_layer lost gradients of the first layer, and was refused (results/h200/several_gpus_zero3).
+    the next one meanwhile; else each linear by itself, with hooks around every module, which the host runs.
+    The first layer's input is given a gradient then, which is a little more work.
     """
 
     name: ClassVar[str] = "deepspeed_zero"
@@ -91,6 +91,9 @@ class DeepspeedZero(Parallel):
         config = self._config(largest, len(step.batches), sum(p.numel() for p in trained))
         if self.by_layer:
             config["zero_optimization"]["stage3_prefetch_bucket_size"] = _make_leaves(step.model)
+            # DeepSpeed reduces a leaf's gradients when that of its input is there. Where the input needs none, as the
+            # first layer's, it does so before the layer's backward.
+            step.model.get_base_model().enable_input_require_grads()
         engine, *_ = _library().initialize(
             model=step.model if self.stage == 3 else _module(trained, step.model),
             model_parameters=trained,
@@ -98,11 +101,6 @@ class DeepspeedZero(Parallel):
             config=config,
         )
         _gather(trained)
-        if self.by_layer:
-            for p in trained:
-                # Until it has written the order down, the engine gives a layer's adapters back with its weights, before
-                # autograd has added the last of their gradients.
-                p.is_external_param = True
         step.innermost.call = engine
         step.innermost.parts = [part for p in trained for part in _parts(p)]
         return _Zero(step, engine, trained)
