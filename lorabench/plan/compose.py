@@ -440,7 +440,9 @@ def model(name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None)
 
 
 def _changes(values: Mapping[str, Any]) -> str:
-    return "(" + ", ".join(f"{k}={v}" for k, v in values.items()) + ")" if values else ""
+    """What was changed, as a name has it: of a folder its own name, for where it lies is nobody else's business."""
+    shown = {k: found.name if isinstance(v, str) and (found := weights.local(v)) else v for k, v in values.items()}
+    return "(" + ", ".join(f"{k}={v}" for k, v in shown.items()) + ")" if shown else ""
 
 
 def workload(item: str | Mapping[str, Any], default: Defaults = DEFAULTS["cuda"]) -> Workload:

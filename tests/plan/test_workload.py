@@ -10,6 +10,7 @@ from helpers import random_samples
 
 from lorabench.contract.batch import IGNORE, pad
 from lorabench.contract.workload import Workload, WorkloadError, fixed, length_tables
+from lorabench.plan import compose
 from lorabench.plan.samples import choose, draw, draw_lengths
 
 
@@ -164,3 +165,10 @@ def test_the_same_seed_chooses_the_same_rows_and_says_how_many_of_how_many(tmp_p
 def test_batches_are_long_integers():
     batch = pad(random_samples([3, 4]), 2)[0]
     assert {v.dtype for v in batch.inputs.values()} == {torch.int64}
+
+
+def test_a_folder_is_named_and_not_where_it_lies(tmp_path):
+    (tmp_path / "words").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    made = compose.workload({str(tmp_path / "a.jsonl"): {"tokenizer": str(tmp_path / "words"), "seq_len": 8}})
+    assert made.name == "a.jsonl(tokenizer=words, seq_len=8)" and made.tokenizer == str(tmp_path / "words")
