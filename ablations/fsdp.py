@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lorabench.contract.arm import Arm
 
 FSDP = "fsdp"  # PEFT knows by this name that a layer will compute with whole weights
-PACKED_4_BIT = "FSDP2 shards float tensors; a 4-bit weight would stay whole on every rank (accelerate 3983, trl 6343)"
+PACKED = "FSDP2 shards float tensors; a packed weight would stay whole on every rank (accelerate 3983, trl 6343)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Fsdp2(Parallel):
     excludes: ClassVar[dict[str, str]] = {
         "capture": CAPTURED,
         "compilation": COMPILED,
-        "nf4_base": PACKED_4_BIT,
+        "loading": PACKED,
         "fp8_base": "its scaled weights are no parameters that fully_shard knows",
     }
     one_rank: ClassVar[bool] = True

@@ -37,6 +37,7 @@ class Parallel(Ablation):
     slot: ClassVar[str] = "parallel"
     excludes: ClassVar[dict[str, str]] = {"capture": CAPTURED}
     parallel: ClassVar[bool] = True
+    own_dropout_masks: ClassVar[bool] = True  # of a rank's part of the samples, where plain PEFT draws those of all
     rank: ClassVar[int] = -10  # innermost, and first to change the model: other toggles see what it has made of it
 
     def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:

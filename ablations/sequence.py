@@ -52,7 +52,6 @@ class SequenceParallel(Parallel):
         "packing": IN_ROWS,
         "padding_free": IN_ROWS,
     }
-    own_dropout_masks: ClassVar[bool] = True  # of a piece, where plain PEFT draws those of a sample
     pieces_a_rank: ClassVar[int] = 1
     ranks: int | None = None
 

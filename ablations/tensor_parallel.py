@@ -59,7 +59,6 @@ class TensorParallel(Parallel):
         ),
     }
     decides: ClassVar[tuple[str, ...]] = ("optimizer",)
-    own_dropout_masks: ClassVar[bool] = True  # of the features that a rank holds
     ranks: int | None = None
 
     def prepare(self, base: Any, *, upcast: bool) -> None:

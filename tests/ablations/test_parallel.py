@@ -281,7 +281,8 @@ def test_what_cannot_be_beside_it_is_said(name):
     assert "replayed by all ranks" in (conflict([parallel, ablation("cuda_graph")]) or "")
     assert "every rank would find a size of its own" in (conflict([parallel, ablation("auto_batch_size")]) or "")
     if name in ("fsdp2", "tensor_parallel"):
-        assert name in (conflict([parallel, ablation("nf4_base")]) or "")
+        for quantized in ("nf4_base", "load_in_8bit", "torchao_int8", "fp8_base"):
+            assert name in (conflict([parallel, ablation(quantized)]) or "")
     if name in ("ulysses", "context_parallel"):
         assert "a row of several samples" in (conflict([parallel, ablation("packing")]) or "")
 

@@ -40,10 +40,13 @@ LENGTHS = [16, 9, 12, 16, 3, 14, 7, 11]
 DEEP = "tiny-llama-8-layers"  # cut to as many as a test needs
 
 
+def plain_arm(layers):
+    return arm(*PEFT, samples=random_samples(LENGTHS), workload=FEED, model=DEEP, layers=layers)
+
+
 @functools.cache
 def plain(layers):
-    made = arm(*PEFT, samples=random_samples(LENGTHS), workload=FEED, model=DEEP, layers=layers)
-    return one_step(made)
+    return one_step(plain_arm(layers))
 
 
 def stepped(ranks, toggles, layers):
@@ -119,6 +122,24 @@ def test_two_pipelines_divide_the_samples_and_add_their_gradients(tmp_path, togg
     assert all(found == trained > 0 for found, trained in added_up)  # a ring of two sends each gradient once
 
 
+def after_five(ranks, toggle):
+    made = arm(*PEFT[:2], toggle, samples=random_samples(LENGTHS), workload=FEED, model=DEEP, layers=4, ranks=ranks)
+    for _ in range(5):
+        one_step(made)
+    return {name: p.detach().numpy() for name, p in made.adapters(made.step)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("toggle", ["pipeline_1f1b", "pipeline_gpipe", "pipeline_interleaved"])
+def test_after_five_steps_two_pipelines_hold_the_same_adapters_bit_for_bit(tmp_path, toggle):
+    first, second, *others = on_ranks(4, tmp_path, after_five, {toggle: {"ranks": 2}})
+    for own, other in zip((first, second), others, strict=True):
+        assert own.keys() == other.keys() and all((own[name] == other[name]).all() for name in own)
+    before = plain_arm(4)
+    start = {name: p.detach().numpy() for name, p in before.adapters(before.step)}
+    assert all((own[name] != start[name]).any() for own in (first, second) for name in own)
+
+
 @pytest.mark.parametrize("name", ["pipeline_1f1b", "pipeline_multi_adapter"])
 def test_a_pipeline_of_some_ranks_wants_a_multiple_of_them_and_samples_for_each(name):
     with pytest.raises(Unsupported, match=f"{name} with ranks=3 needs a multiple of that, two at least"):
@@ -172,23 +193,32 @@ def test_what_is_refused_on_every_rank(tmp_path, toggles, reason):
         assert reason in said
 
 
-def saved(ranks, folder):
+def saved(ranks, toggle, folder):
     """PEFT's save by all ranks, of an adapter that has taken a step; the loss of the next forward."""
-    made = arm(*PEFT[:2], "pipeline_1f1b", samples=random_samples(LENGTHS), workload=FEED, ranks=ranks)
+    made = arm(*PEFT[:2], toggle, samples=random_samples(LENGTHS), workload=FEED, model=DEEP, layers=4, ranks=ranks)
     one_step(made)
     save_adapter(made.model, folder)
     return one_step(made).loss
 
 
-def test_what_peft_saves_has_the_same_loss_in_plain_peft(tmp_path):
-    losses = on_ranks(2, tmp_path, saved, tmp_path / "adapter")
-    made = arm(*PEFT, samples=random_samples(LENGTHS), workload=FEED)
+@pytest.mark.parametrize(
+    ("ranks", "toggle"),
+    [
+        (2, "pipeline_1f1b"),
+        pytest.param(2, "pipeline_gpipe", marks=pytest.mark.exhaustive),
+        pytest.param(2, "pipeline_interleaved", marks=pytest.mark.exhaustive),
+        pytest.param(4, {"pipeline_1f1b": {"ranks": 2}}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_peft_saves_has_the_same_loss_in_plain_peft(tmp_path, ranks, toggle):
+    losses = on_ranks(ranks, tmp_path, saved, toggle, tmp_path / "adapter")
+    made = plain_arm(4)
     before = one_step(made).loss
     base = made.model.unload()
     made.step.model = made.step.call = PeftModel.from_pretrained(base, tmp_path / "adapter")
     with torch.no_grad():
         loss = sum(float(made.step.forward(batch)) for batch in made.step.batches)
-    assert losses == pytest.approx([loss] * 2, rel=1e-6) and abs(loss - before) > 1e-4
+    assert losses == pytest.approx([loss] * ranks, rel=1e-6) and abs(loss - before) > 1e-4
 
 
 # -- layers that a rank never has ------------------------------------------------------------------------------------

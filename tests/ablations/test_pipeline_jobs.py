@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from attend import varlen_attn
+from peft import PeftModel
 from several_jobs import UNEQUAL, jobs_arm, multi_adapter
 from several_ranks import compare, on_ranks
 
@@ -22,6 +23,7 @@ from lorabench.plan import registry
 from lorabench_ablations import segments
 from lorabench_ablations.joint_batches import halved
 from lorabench_ablations.pipeline_stages import MARGIN
+from lorabench_ablations.pipeline_step import save_adapter
 from lorabench_ablations.scheduler import Scheduling
 
 # -- several jobs -----------------------------------------------------------------------------------------------------
@@ -76,6 +78,29 @@ def test_several_jobs_in_one_pipeline_are_each_what_it_is_alone(tmp_path, flush,
         rows = 1 if flush else 2  # a job alone has to fill the pipeline with its two samples
         assert said["sent_bytes_by_rank"] == [said["micro_batches"] * rows * 48 * 64 * 4] * 2
         assert said["predicted_bubble_pct"] < 100 and sum(said["layers_by_stage"]) == 3
+
+
+def jobs_saved(ranks, toggle, folder):
+    """PEFT's save by all ranks of each job's adapter, which has taken a step; the loss of each job's next forward."""
+    made = jobs_arm(ranks, toggle)
+    for step in made.steps:
+        one_step(made, step)
+        save_adapter(made.model, folder / step.name, adapter=step.name)
+    return {step.name: one_step(made, step).loss for step in made.steps}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("ranks", "toggle"), [(2, multi_adapter()), (4, multi_adapter(ranks=2))], ids=str)
+def test_what_peft_saves_of_each_job_has_the_same_loss_in_plain_peft(tmp_path, ranks, toggle):
+    losses = on_ranks(ranks, tmp_path, jobs_saved, toggle, tmp_path)
+    made, before = jobs_arm(ONE, "padding"), jobs_alone()
+    for step in made.steps:
+        base = made.model.unload()
+        made.model = step.model = step.call = PeftModel.from_pretrained(base, tmp_path / step.name, step.name)
+        with torch.no_grad():
+            loss = sum(float(step.forward(batch)) for batch in step.batches)
+        assert [own[step.name] for own in losses] == pytest.approx([loss] * ranks, rel=1e-6)
+        assert abs(loss - before[step.name].loss) > 1e-4
 
 
 @pytest.fixture

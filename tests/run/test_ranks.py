@@ -50,6 +50,17 @@ def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin
     assert unsummed.numerics.grad_error == pytest.approx(0.5, rel=1e-3)
 
 
+def test_under_dropout_a_rank_s_samples_are_gated_without(plugin, tmp_path):
+    """Its samples have other masks than plain PEFT draws for all of them."""
+    few = ("workload=8x64", "trials=2", "lora.lora_dropout=0.1")
+    done = sweep(*COMMON, *few, "ablations=[ddp,fsdp2]", f"output={tmp_path}", cwd=tmp_path, env=plugin)
+    assert done.returncode == 0, done.stderr
+    _, *found = read_records(tmp_path)
+    assert [record.status for record in found] == ["ok", "ok"], [record.reason for record in found]
+    for record in found:
+        assert record.notes["gate"].startswith("at dropout 0: "), record.notes
+
+
 @pytest.mark.exhaustive  # in make test both arms are pipelines: see test_pipeline_ranks.py
 def test_ddp_against_itself_steps_on_both_ranks_in_both_arms(plugin, tmp_path):
     reference = "reference=[sdpa,adamw_foreach,padding,ddp]"
@@ -89,9 +100,9 @@ def test_a_rank_that_fails_is_one_typed_record_that_names_it_and_leaves_no_proce
 
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 FAILURES = {
-    "raise": ("crash", "rank 1: "),
+    "raise": ("crash", "rank 1: LookupError: only here (while "),
     "kill": ("crash", "rank 1: the worker was killed by SIGKILL"),
-    "exit": ("crash", "rank 1: "),
+    "exit": ("crash", "rank 1: the worker exited with code 0 while "),
     "oom": ("oom", "rank 1: it ran out of memory"),
     "hang": ("timeout", "rank 1: no answer after 15 s; it was "),
 }
@@ -197,7 +208,8 @@ def test_one_rank_changes_no_key():
     assert torch.distributed.is_available()
 
 
-def test_nvlink_multicast_is_refused_on_several_gpus_and_switched_off_by_us(monkeypatch):
+@pytest.mark.parametrize(("variable", "off"), NO_MULTICAST.items())
+def test_nvlink_multicast_is_refused_on_several_gpus_and_switched_off_by_us(monkeypatch, variable, off):
     class Two:
         device, gpus, capability = "cuda", 2, (9, 0)
         dtype = staticmethod(lambda name: "bfloat16")
@@ -206,9 +218,10 @@ def test_nvlink_multicast_is_refused_on_several_gpus_and_switched_off_by_us(monk
     for name in NO_MULTICAST:
         monkeypatch.delenv(name, raising=False)
     assert refusal(two, Two) is None and multicast({}) is None
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv(variable, off)
     assert refusal(two, Two) is None
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    on = str(1 - int(off))
+    monkeypatch.setenv(variable, on)
     status, reason = refusal(two, Two) or ("", "")
-    assert status == "unsupported" and reason.startswith("NCCL_NVLS_ENABLE=1 in the environment; ")
+    assert status == "unsupported" and reason.startswith(f"{variable}={on} in the environment; ")
     assert refusal(cells("ablations=[eager]", "world_size=2")[1], Two) is None  # one rank: nothing to ask
