@@ -350,13 +350,19 @@ class Known:
         unclear and with more room on top, the heads of the others, each whole without each member, and the best two of
         each, the best three, and so on."""
         roomier = [[*own, saving] for own in self.wholes for saving in self._saving(own)]
-        heads = [own[:1] for own in self.wholes]
+        heads = [own[:1] for own in self.wholes[1:]]
         without = [[[m for m in own if m is not one] for one in own if one != self.ground] for own in self.wholes]
         in_turns = [own for turn in zip_longest(*without, fillvalue=[]) for own in turn]
         grown = [own[:n] for own in self.wholes for n in range(2, len(own))]
-        every = (*heads[:1], *self.wholes, *self._enriched, *roomier, *heads[1:], *in_turns, *grown)
-        found = {self.question.labels(joined(own)): joined(own) for own in every if own}
+        more = map(joined, (*roomier, *heads, *in_turns, *grown))
+        found = {self.question.labels(stack): stack for stack in (*self.foremost, *more) if stack}
         return list(found.values())
+
+    @property
+    def foremost(self) -> list[Toggles]:
+        """The best alone, the wholes, and these with the unclear: what the others are worth little without."""
+        every = map(joined, (*(own[:1] for own in self.wholes[:1]), *self.wholes, *self._enriched))
+        return list({self.question.labels(stack): stack for stack in every if stack}.values())
 
     @cached_property
     def _richer(self) -> list[tuple[list[Toggles], list[Toggles]]]:
@@ -375,12 +381,6 @@ class Known:
         toggles, of which none was worth it alone."""
         pairs = [(self.question.labels(joined(own)), self.question.labels(joined(more))) for own, more in self._richer]
         return [more for own, more in pairs if not told.clearly_faster(more, own)]
-
-    @property
-    def foremost(self) -> list[Toggles]:
-        """The best alone, the wholes, and these with the unclear: what the others are worth little without."""
-        wholes = [self.question.labels(joined(own)) for own in (*self.wholes, *self._enriched)]
-        return [s for place, s in enumerate(self.stacks) if not place or self.question.labels(s) in wholes]
 
     def _saving(self, members: Sequence[Toggles]) -> list[Toggles]:
         """What saves memory and may go with a whole, where the whole has a toggle that found room for fewer samples
