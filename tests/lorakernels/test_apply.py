@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_checks import exhaustive
 from lorakernels import tune
+from lorakernels.nodes import mlp_node
 from lorakernels.nodes.projection import Projection
 from lorakernels.ops.dropout import dropped
 from lorakernels.runtime import INTERPRET
@@ -275,6 +276,19 @@ def test_gradient_checkpointing(family, reentrant, dropout):
     got, got_grads = step(model, data, use_cache=False)
     assert calls == [1], "the layer was not checkpointed"
     assert torch.equal(got, loss) and worst(got_grads, grads) < 1e-6
+
+
+@pytest.mark.parametrize(("reentrant", "times"), [(False, 2), (True, 4)])
+def test_a_checkpoint_s_second_pass_runs_no_down_projection(monkeypatch, reentrant, times):
+    """Two layers. Nothing that backward needs comes of it, and a reentrant checkpoint runs all of a layer again."""
+    model, data, runs = build("llama"), batch(), []
+    lorakernels.apply(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    run = mlp_node._down
+    monkeypatch.setattr(mlp_node, "_down", lambda *a: runs.append(1) or run(*a))
+    step(model, data, use_cache=False)
+    assert len(runs) == times
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -236,9 +236,9 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: 
     if trained is not None:
         return kept_layer(_call(plan, **kwargs), hidden_states, trained)
     if checkpointed and plan.own_checkpointing:
-        run = partial(_layer_again, plan, adapters_of(plan.groups), **kwargs)
+        run = partial(_layer_again, plan, adapters_of(plan.groups), apart=True, **kwargs)
         return self._gradient_checkpointing_func(run, hidden_states)
-    return _layer(plan, hidden_states, **kwargs)
+    return _layer(plan, hidden_states, apart=checkpointed, **kwargs)
 
 
 def _trained(plan: LayerPlan, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -276,8 +276,9 @@ def _layer_again(plan: LayerPlan, adapters: SavedAdapters, x: torch.Tensor, **kw
 
 def _fused_layer(
     plan: LayerPlan, x: torch.Tensor, attention_mask: Any = None, position_embeddings: Any = None, *,
-    long_pass: Pass = PLAIN, **kwargs: Any,
+    long_pass: Pass = PLAIN, apart: bool = False, **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
+    """apart: whether a checkpoint runs the layer again, so that down is better a node of its own."""
     assert plan.attention.o is not None
     form = plan.form
     spare = plan.mlp.down.groups[0].p if plan.mlp else 0  # x is another layer's down projection, of the same rank
@@ -290,7 +291,7 @@ def _fused_layer(
     out = plan.behind(form.after_attention, project(out, plan.attention.o.groups))
     if form.before_mlp is None:
         x = x + out
-        y = plan.module.mlp(x) if plan.mlp is None else _mlp(plan.mlp, x, tile=long_pass.tile)
+        y = plan.module.mlp(x) if plan.mlp is None else _mlp(plan.mlp, x, tile=long_pass.tile, apart=apart)
     elif plan.mlp is None:
         norm = plan.norms[form.before_mlp]
         y, x = rms_norm(out, norm.module.weight, norm.norm.eps, norm.norm.offset, residual=x)
@@ -299,8 +300,8 @@ def _fused_layer(
         before = plan.norm(form.before_mlp)
         if form.after_mlp is None and form.multiplier is None:
             tiles = {"tile": long_pass.tile, "output": not long_pass.again}
-            return _mlp(plan.mlp, out, residual=x, add=True, **tiles, **before)
-        y, x = _mlp(plan.mlp, out, residual=x, pass_through=True, tile=long_pass.tile, **before)
+            return _mlp(plan.mlp, out, residual=x, add=True, apart=apart, **tiles, **before)
+        y, x = _mlp(plan.mlp, out, residual=x, pass_through=True, tile=long_pass.tile, apart=apart, **before)
     y = y[0] if isinstance(y, tuple) else y  # GPT-OSS' experts give their router's scores, too
     return x + plan.behind(form.after_mlp, y)
 

@@ -2,14 +2,17 @@
 
 Saved for each token: the node's input, gate and up, S (p wide) of each projection and 1/rms; the norm's output and
 act(gate)·up are made again. By tiles of rows (`tile`) the input alone is saved: backward makes tile after tile again,
-up to act(gate)·up and not down, so that nothing wider than the input outlives a tile.
+up to act(gate)·up and not down, so that nothing wider than the input outlives a tile. Under a checkpoint of its layer
+(`apart`) the product of down is a second node, which saves nothing: a checkpoint's second pass ends with what was saved
+last, so it runs no down either.
 Run: python -m pytest tests/lorakernels/test_mlp_node.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,13 +41,16 @@ from .projection import Projection
 
 @dataclass(slots=True, kw_only=True)
 class MLPSpec(NodeSpec):
-    """Of a call of `gated_mlp`, whose arguments these are; down is the last of the projections."""
+    """Of a call of `gated_mlp`, whose arguments these are; down is the last of the projections. product: what is left
+    of a forward with `apart`, until the second node runs it."""
 
     down: Projection
     act: str
     add: bool
     tile: int | None = None
     output: bool = True
+    apart: bool = False
+    product: Callable[[], torch.Tensor] | None = None
 
 
 class MLPTensors(NamedTuple):
@@ -125,6 +131,21 @@ class GatedMLP(torch.autograd.Function):
         return None, _as(dx, ctx.dtypes[0]), _as(dx, ctx.dtypes[1]), d_weight, *d_parameters
 
 
+class DownApart(torch.autograd.Function):
+    """The product of down behind a `GatedMLP` that left it out: in place of its stand-in (…, K)."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: torch.Tensor, spec: MLPSpec) -> torch.Tensor:
+        product, spec.product = spec.product, None
+        assert product is not None
+        with no_autocast(stand_in.device):
+            return of_shape(product(), stand_in.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
 # ---- forward ---------------------------------------------------------------------------------------------------------
 def _activated(
     spec: MLPSpec, ops: Sequence[Operand], seeds: Sequence[torch.Tensor | None], flat: torch.Tensor,
@@ -165,7 +186,10 @@ def _forward(
     res: torch.Tensor | None, norm_weight: torch.Tensor | None,
 ) -> _Forward:  # fmt: skip
     packed, total, own, scaled_s = _activated(spec, ops, seeds, flat, res, norm_weight)
-    return _Forward(_down(packed, own.h, total, spec.down, ops[-1], spec.add), own, scaled_s)
+    product = partial(_down, packed, own.h, total, spec.down, ops[-1], spec.add)
+    if spec.apart:
+        spec.product = product
+    return _Forward(_stand_in(spec, own.h) if spec.apart else product(), own, scaled_s)
 
 
 def _tiles(m: int, rows_of_a_tile: int) -> list[slice]:
@@ -180,13 +204,18 @@ def _tiled_forward(
 ) -> _Forward:  # fmt: skip
     h = flat if res is None else flat + res
     own, nothing = MLPTensors(h, norm_weight, None, None), [None] * len(seeds)
-    if not spec.output:  # it costs no memory either
-        return _Forward(h.new_empty(()).expand(h.shape[0], spec.down.n), own, nothing)
+    if not spec.output:
+        return _Forward(_stand_in(spec, h), own, nothing)
     out = torch.empty(h.shape[0], spec.down.n, dtype=_output_dtype(spec, h), device=h.device)
     assert spec.tile is not None
     for at in _tiles(h.shape[0], spec.tile):
         out[at] = _forward(spec, ops, [of_rows(s, at.start) for s in seeds], h[at], None, norm_weight).out
     return _Forward(out, own, nothing)
+
+
+def _stand_in(spec: MLPSpec, h: torch.Tensor) -> torch.Tensor:
+    """In place of an output (M, K) whose values nobody reads; it costs no memory."""
+    return h.new_empty((), dtype=_output_dtype(spec, h)).expand(h.shape[0], spec.down.n)
 
 
 def _output_dtype(spec: MLPSpec, h: torch.Tensor) -> torch.dtype:
@@ -308,7 +337,7 @@ def _as(grad: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | 
 def gated_mlp(
     x: torch.Tensor, groups: list[Projection], down: Projection, act: str, *, norm: Norm | None = None,
     norm_weight: torch.Tensor | None = None, residual: torch.Tensor | None = None, add: bool = False,
-    pass_through: bool = False, tile: int | None = None, output: bool = True,
+    pass_through: bool = False, tile: int | None = None, output: bool = True, apart: bool = False,
 ) -> Any:  # fmt: skip
     """down(act(gate)·up) (…, K) of norm(x + residual), x, residual: (…, K); add: plus x + residual; pass_through:
     (that, x + residual).
@@ -316,7 +345,8 @@ def gated_mlp(
     groups: [Projection of gate and up], or one of each. act: "silu", "gelu" or "gelu_tanh"; norm_weight: (K,). tile:
     how many rows a tile of the form has that saves the input alone (ALST's TiledMLP, arXiv 2506.13996; its masks are
     those of the untiled form); output: without, and by tiles, down is not run and nobody may read its values: a layer
-    that is made again for its backward asks for that. Raises ValueError where the projections do not fit x or one
+    that is made again for its backward asks for that; apart: down is a node of its own, for a layer that a checkpoint
+    runs again. Raises ValueError where the projections do not fit x or one
     another, at a residual without a norm, where a norm has no weight, and at a tile of no rows.
     """
     if tile is not None and tile < 1:
@@ -334,7 +364,10 @@ def gated_mlp(
     projections = [*groups, down]
     spec = MLPSpec(
         groups=groups, projections=projections, norm=norm, pass_through=pass_through, dtype=dtype, down=down, act=act,
-        add=add, tile=tile, output=output,
+        add=add, tile=tile, output=output, apart=apart and tile is None,
     )  # fmt: skip
     parameters = [t for g in projections for m in g.members for t in m.parameters]
-    return GatedMLP.apply(spec, x, residual, norm_weight, *parameters)
+    made = GatedMLP.apply(spec, x, residual, norm_weight, *parameters)
+    if not spec.apart:
+        return made
+    return (DownApart.apply(made[0], spec), made[1]) if pass_through else DownApart.apply(made, spec)
