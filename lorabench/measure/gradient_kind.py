@@ -4,7 +4,7 @@ timed."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from lorabench.contract.arm import Arm, bytes_of
 from lorabench.contract.cell import Cell
 from lorabench.contract.job import Job
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.ranks import Ranks
 from lorabench.contract.step import Step
 from lorabench.measure.fairness import Untrusted
 from lorabench.measure.judging import depth_noise, gold_cache, numerics
@@ -72,33 +73,40 @@ class GradientKind(Kind):
         both = (*gate.cell.reference, *gate.cell.candidate)
         masked = any(a.own_dropout_masks for a in both)
         request = partial(_shallow, gate, masked, self.bytes_per_token(gate.cell.model))
-        plain = {}
         own = gate.cell.own_weights
-        if not gate.ranks.rank:
-            wanted = request("gold", own or gate.cell.held_weights)
-            plain = dict(self._golds(gate, replace(wanted, dense=bool(own))))
+        plain = self._golds(gate.ranks, replace(request("gold", own or gate.cell.held_weights), dense=bool(own)))
         self._measure_noise(gate)
         divided = any(a.leaves_out for a in gate.cell.candidate)  # a model that no process may run the whole of
         if own and not gate.ranks.rank and not divided:
             self._measure_yardstick(replace(gate.arm("plain", own), dense=True))
         yield from self._judged(gate, request, plain)
 
-    def _golds(self, gate: GateRequest, request: Request) -> Iterator[tuple[str, Plain]]:
-        """Each job's name and its outcomes alone on its base; before anything is patched here."""
-        held, every = request.ablations, dict[str, Plain]()
-
-        def computed(name: str) -> Plain:
-            every.update(every or self._gold_and_plain(request))
-            return every[name]
-
+    def _golds(self, ranks: Ranks, request: Request) -> dict[str, Plain]:
+        """Each job's outcomes alone on its base, by its name; before anything is patched here. Each rank computes those
+        of some jobs, and the first one reads all."""
+        held, files = request.ablations, list[Path]()
         for job, samples in zip(request.jobs, request.samples, strict=True):
-            spec = request.model.with_lora(job.lora)
-            cut = max(len(s.tokens) for s in samples)
-            file = gold_cache.path(
-                request.scratch, spec, job.workload, job.seed, request.dtype, held, cut, request.layers
-            )
-            file = file.with_suffix(".dense.safetensors") if request.dense else file
-            yield job.name, gold_cache.cached(file, request.device, partial(computed, job.name))
+            spec, cut = request.model.with_lora(job.lora), max(len(s.tokens) for s in samples)
+            of = request.scratch, spec, job.workload, job.seed, request.dtype, held, cut, request.layers
+            files.append(gold_cache.path(*of).with_suffix(".dense.safetensors" if request.dense else ".safetensors"))
+
+        def outcomes(which: slice) -> dict[str, Plain]:
+            jobs, every = request.jobs[which], dict[str, Plain]()
+
+            def computed(name: str) -> Plain:
+                some = replace(request, jobs=jobs, samples=request.samples[which])
+                every.update(every or self._gold_and_plain(some))
+                return every[name]
+
+            return {
+                job.name: gold_cache.cached(file, request.device, partial(computed, job.name))
+                for job, file in zip(jobs, files[which], strict=True)
+            }
+
+        if ranks.size > 1:
+            outcomes(slice(ranks.rank, None, ranks.size))
+            ranks.barrier()
+        return {} if ranks.rank else outcomes(slice(None))
 
     def _measure_noise(self, gate: GateRequest) -> None:
         """How far two right runs are apart at full depth, of each job alone; kept for `first`. Jobs alike have one

@@ -235,6 +235,20 @@ def test_a_process_alone_does_not_measure_the_noise_of_a_model_that_is_divided_a
     assert noise_of(cell, tmp_path, ranks=Ranks(0, 2))[""][1] is None
 
 
+def test_several_ranks_divide_what_jobs_are_gated_against_and_the_first_reads_all(tmp_path, monkeypatch):
+    asked, train, made = replace(request(), scratch=tmp_path), kind("train"), []
+    whole = train._gold_and_plain(asked)
+    compute = train._gold_and_plain
+    monkeypatch.setattr(train, "_gold_and_plain", lambda some: made.append(len(some.jobs)) or compute(some))
+    assert train._golds(Ranks(1, 2), asked) == {}
+    found = train._golds(Ranks(0, 2), asked)
+    assert made == [1, 1] and list(found) == list(whole)
+    for (gold, plain), both in zip(found.values(), whole.values(), strict=True):
+        for outcome, wanted in zip((gold, plain), both, strict=True):
+            assert outcome.loss == wanted.loss
+            assert all(torch.equal(outcome.gradients[n], g) for n, g in wanted.gradients.items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_a_job_is_gated_against_is_what_it_comes_to_alone(dtype, tmp_path):
     """One shallow model has all their adapters."""

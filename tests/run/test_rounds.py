@@ -381,6 +381,21 @@ def test_after_the_budget_no_later_block_begins(tmp_path, monkeypatch):
     assert (found["flex_attention"].status, found["flex_attention"].reason) == ("timeout", NO_TIME)
 
 
+@pytest.mark.parametrize("seconds, begins", [(65.0, False), (90.0, True)])
+def test_no_later_block_begins_for_which_there_are_too_few_seconds(seconds, begins, tmp_path, monkeypatch):
+    """Four arms of one second have a turn before twelve rounds and end after a minute; six rounds of the reference have
+    to have room behind that."""
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "adamw", "adamw_fused"), 1000.0), room=4.0)
+    script.bytes = {"adamw": 3.0}
+    script.fails = {("end", "eager"): lambda: setattr(script, "now", max(script.now, 60.0))}
+    clocked(monkeypatch, lambda: script.now)
+    with runner(script, tmp_path) as running:
+        running.limits = Limits(stop_at=seconds)
+        found = {record.arm: record for record in running.family(family())}
+    assert len(found["eager"].rounds) == 12 and (len(found["adamw"].rounds) >= LEAST_ROUNDS) is begins
+    assert found["adamw"].reason == (None if begins else NO_TIME)
+
+
 def test_the_processes_of_an_arm_beside_nobody_are_prepared_one_after_the_other(tmp_path):
     """Else they run out of memory beside each other, and each looks as if it had the device for itself."""
     script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "flex_attention"), 150.0))
