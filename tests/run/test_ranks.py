@@ -16,7 +16,7 @@ from lorabench.measure.kind import JobCounts
 from lorabench.measure.seat import Made
 from lorabench.measure.trial import Trial
 from lorabench.plan.design import refusal
-from lorabench.record.store import read_records
+from lorabench.record.store import read_records, read_sessions
 from lorabench.run.ranks import Place, joined, slowest, spread_of, whole_batch
 
 COMMON = ("models=[tiny-llama]", "workload=8x256", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
@@ -46,6 +46,9 @@ def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin
         and set(ddp.ranks) == {"candidate"}
     )
     assert again.ranks is None
+    (session,) = read_sessions(tmp_path)
+    curve = {(link["collective"], link["bytes"]) for link in session["ceilings"]["links"] if link["ranks"] == 2}
+    assert {("all_reduce", 4096), ("all_gather", 1 << 20), ("reduce_scatter", 4096), ("send", 1 << 20)} < curve
     assert unsummed.status == "wrong_numerics"
     assert unsummed.numerics.grad_error == pytest.approx(0.5, rel=1e-3)
 
