@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import socket
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -125,6 +126,24 @@ def whole_batch(counts: Sequence[dict[str, JobCounts]]) -> dict[str, JobCounts]:
         job: replace(own[0], real=sum(c.real for c in own), padded=sum(c.padded for c in own))
         for job, own in of.items()
     }
+
+
+def notes_by_rank(ranks: Sequence[dict[str, Any]], toggles: Iterable[str]) -> dict[str, Any]:
+    """Rank 0's notes, in which whatever these toggles say of bytes is a list: what each rank says, in their order."""
+    made = dict(ranks[0])
+    for name in toggles:
+        own = [notes.get(name) for notes in ranks]
+        if all(isinstance(one, dict) for one in own):
+            bytes_ = {key: _each([one.get(key) for one in own]) for key in own[0] if key.endswith("_bytes")}  # type: ignore[union-attr]
+            made[name] = own[0] | bytes_
+    return made
+
+
+def _each(values: Sequence[Any]) -> Any:
+    """Part by part, where they have parts; what a rank has nothing of is 0."""
+    if not all(isinstance(value, dict) for value in values):
+        return list(values)
+    return {part: _each([value.get(part, 0) for value in values]) for part in dict.fromkeys(chain(*values))}
 
 
 def on_one_gpu(ranks: Sequence[Ready]) -> Ready:

@@ -17,7 +17,7 @@ from lorabench.measure.seat import Made
 from lorabench.measure.trial import Trial
 from lorabench.plan.design import refusal
 from lorabench.record.store import read_records, read_sessions
-from lorabench.run.ranks import Place, joined, slowest, spread_of, whole_batch
+from lorabench.run.ranks import Place, joined, notes_by_rank, slowest, spread_of, whole_batch
 
 COMMON = ("models=[tiny-llama]", "workload=8x256", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
 
@@ -31,6 +31,11 @@ def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin
     assert ddp.status == "ok", ddp.reason
     told = ddp.notes["ddp"]
     assert ddp.applied["ddp"] == 2 and (told["world_size"], told["backend"]) == (2, "gloo")
+    adapters = told["held_bytes"]["adapters"]  # of each rank, and a ring of two sends each gradient once
+    assert told["least_bytes"] == adapters
+    assert told["handed_bytes"]["all_reduce"] == adapters
+    assert told["sent_bytes"] == pytest.approx(adapters, rel=0.01)
+    assert len(adapters) == len(told["held_bytes"]["weights"]) == 2
     assert ddp.numerics.tensors == 2 * 7 * 2 and ddp.numerics.grad_error < 1e-5 and ddp.numerics.loss_error < 1e-6
     found = {check.name: check.found for check in ddp.numerics.checks}
     assert found["each gradient before the trials"] < 1e-5 and found["the loss of each trial"] < 1e-6
@@ -62,6 +67,16 @@ def test_under_dropout_a_rank_s_samples_are_gated_without(plugin, tmp_path):
     assert [record.status for record in found] == ["ok", "ok"], [record.reason for record in found]
     for record in found:
         assert record.notes["gate"].startswith("at dropout 0: "), record.notes
+
+
+def test_notes_have_each_rank_s_bytes_of_what_divides_a_step_and_rank_0_s_of_all_else():
+    first = {"pipe": {"layers": [1, 2], "sent_bytes": 5, "handed_bytes": {"send": 4}}, "other": {"kept_bytes": 1}}
+    second = {"pipe": {"layers": [1, 2], "sent_bytes": 7, "handed_bytes": {"all_reduce": 7}}, "other": 2}
+    assert notes_by_rank([first, second], ["pipe", "none"]) == {
+        "pipe": {"layers": [1, 2], "sent_bytes": [5, 7], "handed_bytes": {"send": [4, 0], "all_reduce": [0, 7]}},
+        "other": {"kept_bytes": 1},
+    }
+    assert notes_by_rank([first, {}], ["pipe"]) == first, "one that says nothing"
 
 
 @pytest.mark.exhaustive  # in make test both arms are pipelines: see test_pipeline_ranks.py
