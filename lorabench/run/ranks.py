@@ -132,9 +132,9 @@ def notes_by_rank(ranks: Sequence[dict[str, Any]], toggles: Iterable[str]) -> di
     """Rank 0's notes, in which whatever these toggles say of bytes is a list: what each rank says, in their order."""
     made = dict(ranks[0])
     for name in toggles:
-        own = [notes.get(name) for notes in ranks]
+        own: list[Any] = [notes.get(name) for notes in ranks]
         if all(isinstance(one, dict) for one in own):
-            bytes_ = {key: _each([one.get(key) for one in own]) for key in own[0] if key.endswith("_bytes")}  # type: ignore[union-attr]
+            bytes_ = {key: _each([one.get(key) for one in own]) for key in own[0] if key.endswith("_bytes")}
             made[name] = own[0] | bytes_
     return made
 
