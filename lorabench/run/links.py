@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from lorabench.contract.family import Family
 from lorabench.contract.hooks import described
 from lorabench.contract.machine import Machine
-from lorabench.contract.ranks import Ranks
+from lorabench.contract.ranks import Ranks, switch_multicast_off
 from lorabench.measure.trial import synchronize
 from lorabench.plan.design import refusal
 from lorabench.run.ranks import Place, free_port, joined
@@ -69,6 +69,7 @@ def curve(
     stays where arms are measured. Raises torch's ProcessRaisedException where a rank raises, and TimeoutError."""
     from torch.multiprocessing.spawn import start_processes
 
+    switch_multicast_off()
     until = time.monotonic() + within_s
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "links.json"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lorabench.contract.ranks import NO_MULTICAST, Ranks, multicast
+from lorabench.contract.ranks import Ranks, multicast
 from lorabench.measure.kind import JobCounts
 from lorabench.measure.memory import CONTEXT
 from lorabench.measure.seat import Made, Ready
@@ -58,14 +58,15 @@ def joined(
     place: Place, device_type: str, beat: Callable[[], None], one_gpu: bool = False
 ) -> tuple[Ranks, torch.device]:  # fmt: skip
     """This process among its ranks, connected, and its device: one GPU each, over NCCL; on a CPU over gloo. `one_gpu`:
-    all of them on the first GPU, and over gloo, because NCCL wants a GPU for each."""
+    all of them on the first GPU, and over gloo, because NCCL wants a GPU for each. Raises RuntimeError, before CUDA and
+    NCCL start, where whoever started this process has not switched NVLink multicast off."""
     import torch.distributed as dist
 
     nccl = device_type == "cuda" and not one_gpu
-    if nccl and (reason := multicast(os.environ)):
+    if nccl and (reason := multicast(os.environ, started=True)):
         raise RuntimeError(reason)
     number = 0 if one_gpu else place.rank  # of its GPU, by which a library finds it
-    os.environ |= NO_MULTICAST | {
+    os.environ |= {
         "RANK": str(place.rank), "LOCAL_RANK": str(number), "WORLD_SIZE": str(place.size),
         "LOCAL_WORLD_SIZE": str(place.size), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
         "ROLE_RANK": str(place.rank), "ROLE_WORLD_SIZE": str(place.size), "MASTER_ADDR": HOST,

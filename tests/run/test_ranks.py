@@ -4,6 +4,8 @@ named."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 
@@ -17,7 +19,7 @@ from lorabench.measure.seat import Made
 from lorabench.measure.trial import Trial
 from lorabench.plan.design import refusal
 from lorabench.record.store import read_records, read_sessions
-from lorabench.run.ranks import Place, joined, notes_by_rank, slowest, spread_of, whole_batch
+from lorabench.run.ranks import Place, free_port, joined, notes_by_rank, slowest, spread_of, whole_batch
 
 COMMON = ("models=[tiny-llama]", "workload=8x256", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
 
@@ -243,3 +245,30 @@ def test_nvlink_multicast_is_refused_on_several_gpus_and_switched_off_by_us(monk
     status, reason = refusal(two, Two) or ("", "")
     assert status == "unsupported" and reason.startswith(f"{variable}={on} in the environment; ")
     assert refusal(cells("ablations=[eager]", "world_size=2")[1], Two) is None  # one rank: nothing to ask
+
+
+@pytest.mark.parametrize("variable", NO_MULTICAST)
+def test_a_rank_without_a_variable_refuses_to_start_over_nccl(monkeypatch, variable):
+    for name, off in NO_MULTICAST.items():
+        monkeypatch.setenv(name, off)
+    monkeypatch.delenv(variable)
+    place = Place(0, 2, free_port(), "", 0.0, os.getpid(), 1.0)
+    with pytest.raises(RuntimeError, match=f"^{variable} is not in the environment; on several GPUs it has to be "):
+        joined(place, "cuda", lambda: None)
+    assert variable not in os.environ and not torch.distributed.is_initialized()
+
+
+def test_workers_have_the_variables_though_nobody_has_set_them():
+    """From the start of the server that they are forked from."""
+    code = """
+import os
+from lorabench.run.process import Workers
+context = Workers()._context
+context.set_forkserver_preload([])  # whose imports are not needed here
+with context.Pool(1) as pool:
+    print(pool.map(os.getenv, {names}))
+"""
+    bare = {name: value for name, value in os.environ.items() if name not in NO_MULTICAST}
+    script = code.format(names=list(NO_MULTICAST))
+    done = subprocess.run([sys.executable, "-c", script], env=bare, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == str(list(NO_MULTICAST.values())).split()
