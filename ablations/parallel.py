@@ -48,13 +48,17 @@ class Parallel(Ablation):
 
         n = dist.get_world_size()
         found: dict[str, Any] = {"world_size": n, "backend": dist.get_backend()}
-        if evidence.handed and getattr(self, "ranks", None) in (None, n):
+        if evidence.handed:
             found |= {
-                "sent_bytes": round(sum(sent(kind, b, self.group(kind, n)) for kind, b in evidence.handed.items())),
+                "sent_bytes": round(self.sends(evidence, n)),
                 "least_bytes": round(self.least(evidence.arm, n)),
                 "handed_bytes": dict(evidence.handed),
             }
         return {self.name: found | {"held_bytes": evidence.arm.parameter_bytes()}}
+
+    def sends(self, evidence: Evidence, n: int) -> float:
+        """The bytes that a ring sends from this rank for what it gave to its collectives."""
+        return sum(sent(kind, b, self.group(kind, n)) for kind, b in evidence.handed.items())
 
     def group(self, kind: str, n: int) -> int:
         """How many of `n` ranks are together in a collective of this kind."""
@@ -75,7 +79,7 @@ def sent(kind: str, handed: float, n: int) -> float:
 
 def trained_bytes(arm: Arm) -> int:
     """Of the trained parameters' gradients, all ranks' parts together."""
-    return sum(p.numel() * p.element_size() for _, p in arm.adapters())
+    return sum(p.numel() * p.element_size() for step in arm.steps for _, p in arm.adapters(step))
 
 
 def divided(name: str, samples: Sequence[Sample], rank: int, size: int, whom: str = "ranks") -> list[Sample]:

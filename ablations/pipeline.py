@@ -21,12 +21,14 @@ from lorabench.contract.workload import Workload
 from lorabench_ablations.batching import lengths_of, positive
 from lorabench_ablations.jobs import BOTH_SAY, MARK, ONE_JOB, FusedMultiLora, kernel_notes
 from lorabench_ablations.packing import first_fit_decreasing, row
-from lorabench_ablations.parallel import divided_among_groups, pieces
+from lorabench_ablations.parallel import divided_among_groups, pieces, sent, trained_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .pipeline_stages import Line
+    from lorabench.contract.arm import Arm
+
+    from .pipeline_stages import Line, Stage
 
 BESIDE_KERNELS = {
     **dict.fromkeys(("norm", "rope", "loss"), "kernels=true already has this part"),
@@ -165,13 +167,27 @@ class Pipelined(Ablation):
         import torch.distributed as dist
 
         machinery: Any = (evidence.arm.turns or evidence.arm.steps)[0].innermost.machinery  # type: ignore[attr-defined]
-        shape = list(evidence.arm.micro_batches[0].inputs["input_ids"].shape)
+        batches, clock = evidence.arm.micro_batches, machinery.clock
         return {
             self.name: {
                 "world_size": dist.get_world_size(), "backend": dist.get_backend(), "layers": machinery.split,
-                "micro_batches": len(evidence.arm.micro_batches), "shape": shape,
+                "micro_batches": len(batches), "shape": list(batches[0].inputs["input_ids"].shape),
+                "handed_bytes": {"send": clock.sent, "all_reduce": clock.given},
+                "sent_bytes": round(clock.sent + sent("all_reduce", clock.given, self.line.pipelines)),
+                "least_bytes": round(self._least(evidence.arm, machinery.mine)),
+                "held_bytes": evidence.arm.parameter_bytes(),
             }
         }  # fmt: skip
+
+    def _least(self, arm: Arm, stages: Sequence[Stage]) -> float:
+        """The bytes that a rank of these stages has to send in a step: of every position the hidden state behind each
+        but the last one, the gradient before each but the first one, and the stages' own adapters' gradients over the
+        pipelines."""
+        config: Any = arm.model.config
+        positions = sum(batch.inputs["input_ids"].numel() for batch in arm.micro_batches)
+        sides = sum((not stage.first) + (not stage.last) for stage in stages)
+        between = sides * positions * config.hidden_size * arm.dtype.itemsize
+        return between + sent("all_reduce", trained_bytes(arm), self.line.pipelines)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,10 @@ class SequenceParallel(Parallel):
         alike(self.name, step)
         return Summed(step)
 
+    def group(self, kind: str, n: int) -> int:
+        """All of them add up the gradients."""
+        return n if kind == "all_reduce" else pieces(self.name, self.ranks, n)
+
     def attend(self, model: Any, around: Callable[[Callable[..., Any], int], Callable[..., Any]]) -> int:
         """Give the model what `around(SDPA, number of ranks)` returns for its attention, under a name of its own: the
         mask that transformers makes for a name that it does not know is none. Returns the number of layers."""
@@ -141,7 +145,7 @@ class Ulysses(SequenceParallel):
     def least(self, arm: Arm, n: int) -> float:
         """q, k, v and the output of every layer, forward and backward, and the gradients."""
         handed = 2 * _bytes_of_heads(arm, 2 * sum(_heads(arm.model.config)))
-        return sent("all_to_all", handed, n) + super().least(arm, n)
+        return sent("all_to_all", handed, pieces(self.name, self.ranks, n)) + super().least(arm, n)
 
     def audit(self, evidence: Evidence) -> int:
         expected = 8 * (evidence.patched or 0) * len(evidence.arm.micro_batches)
@@ -224,7 +228,7 @@ class ContextParallel(SequenceParallel):
     def least(self, arm: Arm, n: int) -> float:
         """K and V of every layer in forward and again in backward, their gradients once, and the adapters'."""
         passed = 3 * _bytes_of_heads(arm, 2 * _heads(arm.model.config)[1])
-        return (n - 1) * passed + super().least(arm, n)
+        return (pieces(self.name, self.ranks, n) - 1) * passed + super().least(arm, n)
 
     def audit(self, evidence: Evidence) -> int:
         """Each rank attends n times a layer: from its queries to each rank's keys."""

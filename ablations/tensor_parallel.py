@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Unsupported
+from lorabench.contract.ablation import Evidence, Unsupported
 from lorabench.contract.batch import Batch, Sample
-from lorabench.contract.ranks import Ranks
+from lorabench.contract.ranks import Ranks, local
 from lorabench.contract.step import Step, Wrapped
 from lorabench_ablations.parallel import (
     CAPTURED,
@@ -102,11 +102,20 @@ class TensorParallel(Parallel):
         return torch.optim.AdamW([{"params": split}, {"params": plain}], lr=lr, foreach=True)
 
     def least(self, arm: Arm, n: int) -> float:
-        """Megatron's four all-reduces a layer of one activation each (Shoeybi et al. 2019). The gradients of the
-        factors that every rank has are not in it."""
+        """Megatron's four all-reduces a layer of one activation each (Shoeybi et al. 2019), and over the groups the
+        gradients that a rank holds. Inside of a group those of the factors that every rank has are not in it."""
         config: Any = arm.model.config
+        size = pieces(self.name, self.ranks, n)
         positions = sum(batch.inputs["input_ids"].numel() for batch in arm.step.batches)
-        return sent("all_reduce", 4 * config.num_hidden_layers * positions * config.hidden_size * arm.dtype.itemsize, n)
+        activations = 4 * config.num_hidden_layers * positions * config.hidden_size * arm.dtype.itemsize
+        return sent("all_reduce", activations, size) + sent("all_reduce", _held(arm), n // size)
+
+    def sends(self, evidence: Evidence, n: int) -> float:
+        """Its all-reduces are of two sizes of groups: the last one, of the gradients, is among the groups."""
+        size, own = pieces(self.name, self.ranks, n), _held(evidence.arm)
+        handed = evidence.handed.get("all_reduce", 0) - own
+        other = sum(sent(kind, b, size) for kind, b in evidence.handed.items() if kind != "all_reduce")
+        return sent("all_reduce", handed, size) + sent("all_reduce", own, n // size) + other
 
     def step(self, step: Step) -> Step:
         import torch.distributed as dist
@@ -114,6 +123,11 @@ class TensorParallel(Parallel):
         alike(self.name, step)
         size = pieces(self.name, self.ranks, dist.get_world_size())
         return Summed(_Whole(step, size), mesh(size, "tp")["data"].get_group())
+
+
+def _held(arm: Arm) -> int:
+    """Bytes of the gradients that this rank holds."""
+    return sum(local(p).nbytes for _, p in arm.adapters())
 
 
 class _Whole(Wrapped):

@@ -1,27 +1,33 @@
-"""The table of docs/several-gpus.md: what of a model fits on 1, 2, 4 and 8 GPUs of 80 and 141 GB, by a memory model.
+"""Two tables of docs/several-gpus.md: what of a model fits on 1, 2, 4 and 8 GPUs of 80 and 141 GB, by a memory model,
+and what that model says of published arms beside their measured peaks.
 
-    python benchmarks/several_gpus_table.py            # writes it into the page
-    python benchmarks/several_gpus_table.py --print    # shows it
+    python benchmarks/several_gpus_table.py            # writes them into the page
+    python benchmarks/several_gpus_table.py --print    # shows them
 
-Nothing in it is measured. Sizes come from each model on the meta device. docs/several-gpus.md has the model in words.
+Sizes come from each model on the meta device. docs/several-gpus.md has the memory model in words.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lorabench.contract.model import ModelSpec
 from lorabench.plan.architecture import decoder_layers, skeleton
 from lorabench.plan.compose import load_config, plan
+from lorabench.record.schema import ArmRecord
+from lorabench.record.store import read_arms
 
 sys.path.insert(0, str(Path(__file__).parent))
 import markers
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/several-gpus.md"
-NAME = "what fits"
+RESULTS = PAGE.parents[1] / "results/h200"
+FOLDERS = ("lorafusion_pipeline*", "several_gpus*")
 MODELS = ("llama-3.1-8b", "qwen2.5-32b", "llama-3.1-70b")
 GPUS, MEMORIES_GB = (1, 2, 4, 8), (80, 141)
 LOW = 2  # bytes of a number in bfloat16
@@ -69,9 +75,9 @@ def sizes(spec: ModelSpec) -> Sizes:
     )  # fmt: skip
 
 
-def static(strategy: str, s: Sizes, n: int) -> float:
-    """Bytes that the fullest rank holds of weights and adapters. `fsdp2`: two gathered layers, head and embedding come
-    to its part; `pipeline`: its layers and the larger end."""
+def static(strategy: str, s: Sizes, n: int, adapter: float = ADAPTER) -> float:
+    """Bytes that the fullest rank holds of weights and adapters, of `adapter` bytes a trained number. `fsdp2`: two
+    gathered layers, head and embedding come to its part; `pipeline`: its layers and the larger end."""
     whole = LOW * (s.layers * s.layer + s.head + s.embedding)
     ends = LOW * max(s.head, s.embedding)
     weights = {
@@ -81,7 +87,7 @@ def static(strategy: str, s: Sizes, n: int) -> float:
         "pipeline": LOW * -(-s.layers // n) * s.layer + (ends if n > 1 else 2 * ends),
     }[strategy]
     share = n if strategy in ("tensor_parallel", "pipeline") else 1
-    return weights + ADAPTER * s.adapters / share
+    return weights + adapter * s.adapters / share
 
 
 def a_token(strategy: str, s: Sizes, n: int, checkpointed: bool) -> float:
@@ -103,19 +109,60 @@ def tokens(strategy: str, s: Sizes, n: int, memory_gb: int, checkpointed: bool) 
 STRATEGIES = ("ddp", "fsdp2", "tensor_parallel", "pipeline")
 
 
-def table() -> str:
-    cells = {
-        c.model.name: c.model for c in plan(load_config([f"models=[{','.join(MODELS)}]", "ablations=[]"]), "cuda").cells
-    }
+def tables() -> dict[str, str]:
+    """By the name of their markers."""
+    cells = plan(load_config([f"models=[{','.join(MODELS)}]", "ablations=[]"]), "cuda").cells
+    every = {cell.model.name: sizes(cell.model) for cell in cells}
     heads = ["model", "GPUs", "GB each", *(f"`{name}`" for name in STRATEGIES)]
-    rows = []
-    for name in MODELS:
-        found = sizes(cells[name])
-        for n in GPUS:
-            for memory in MEMORIES_GB:
-                rows.append(
-                    [name, str(n), str(memory), *(_cell(strategy, found, n, memory) for strategy in STRATEGIES)]
-                )
+    fits = [
+        [name, str(n), str(memory), *(_cell(strategy, s, n, memory) for strategy in STRATEGIES)]
+        for name, s in every.items() for n in GPUS for memory in MEMORIES_GB
+    ]  # fmt: skip
+    return {"what fits": _table(heads, fits), "what was held": _table(HELD, _held(every))}
+
+
+HELD = ["model", "GPUs", "arm", "tokens", "kept", "predicted GB", "peak GB", "between steps GB", "folder"]
+
+
+def _held(every: dict[str, Sizes]) -> list[list[str]]:
+    """A row for each published arm of which the memory model says something: on lorakernels, or checkpointed. The same
+    arm in a later folder has none."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for folder in sorted({found for pattern in FOLDERS for found in RESULTS.glob(pattern)}):
+        for record in read_arms(folder):
+            memory, label = record.memory, next((t for t in record.toggles if t.startswith(DIVIDING)), "")
+            name, kernels = label.partition("(")[0], {"lora_kernels"} & {*record.toggles} or "kernels=True" in label
+            checkpointed = "gradient_checkpointing" in record.toggles
+            if record.role == "twin" or not (memory and memory.peak and label and (kernels or checkpointed)):
+                continue
+            notes = record.notes[name]
+            n, at_once = notes["world_size"], _tokens(record, notes)
+            if n == 1 or "reshard=False" in label:
+                continue
+            strategy = "pipeline" if name.startswith("pipeline") else name
+            adapter = ADAPTER * len(record.jobs or [1]) / (2 if "adapters_in_compute_dtype" in record.toggles else 1)
+            s = every[record.model]
+            predicted = static(strategy, s, n, adapter) + at_once * a_token(strategy, s, n, checkpointed)
+            arm = [record.model, str(n), f"`{label}`" + " on our kernels" * ("lora_kernels" in record.toggles)]
+            arm += [f"{at_once:,}", "layers' inputs" if checkpointed else "all"]
+            found = [f"{number / 1e9:.1f}" for number in (predicted, memory.peak, memory.static or 0)]
+            link = f"[{folder.name}](../results/h200/{folder.name}/summary.md)"
+            rows.setdefault(tuple(arm), [*arm, *found, link])
+    return list(rows.values())
+
+
+DIVIDING = ("ddp", "fsdp2", "tensor_parallel", "pipeline_")
+
+
+def _tokens(record: ArmRecord, notes: dict[str, Any]) -> int:
+    """Positions of a micro-batch on one rank. Where samples are divided these arms have one micro-batch."""
+    if "shape" in notes:
+        return math.prod(notes["shape"])
+    assert record.tokens
+    return (record.tokens.real + record.tokens.padded) // notes["world_size"]
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
 
 
@@ -128,13 +175,19 @@ def _cell(strategy: str, s: Sizes, n: int, memory: int) -> str:
     return f"{kept:,} / {tokens(strategy, s, n, memory, True):,}"
 
 
+def filled(text: str) -> str:
+    for name, table in tables().items():
+        text = markers.filled(text, name, table)
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--print", action="store_true")
     if parser.parse_args().print:
-        print(table())
+        print(*tables().values(), sep="\n\n")
     else:
-        PAGE.write_text(markers.filled(PAGE.read_text(encoding="utf-8"), NAME, table()), encoding="utf-8")
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 It looks at the device, its precision, what else runs on it, the commit and the versions; then at the
 optimizations: how many can be had here, and what the others lack, with the command that installs it. `lorabench list`
-shows each. Where there are several GPUs it times their links. Nothing is written.
+shows each. Where there are several GPUs it times their links, a line a collective. Nothing is written.
 Exit code 0 when the default sweep can run, 1 when something it needs is missing, 2 for an argument: it takes none.
 """
 
@@ -33,7 +33,6 @@ from lorabench.measure.machine import commit, describe, nvml_handle
 from lorabench.plan.registry import registered
 from lorabench.run.load import disturbing, load_average
 
-SHOWN = (4096, 1 << 26)  # bytes of an all-reduce: latency, bandwidth
 MARK = {"ok": "[green]ok", "note": "[yellow]note", "bad": "[red]bad"}
 
 
@@ -81,19 +80,23 @@ def _gpu_findings(machine: Machine) -> Iterator[Finding]:
     yield Finding("note" if others else "ok", "neighbours", words)
     if machine.gpus > 1:
         yield Finding("ok", "GPUs", f"{machine.gpus}; a cell uses the first one, with world_size=N and ddp the first N")
-        yield links("cuda", machine.gpus)
+        yield from links("cuda", machine.gpus)
 
 
-def links(device_type: str, ranks: int) -> Finding:
-    """How fast the ranks talk, or why they do not."""
-    from lorabench.run.links import curve
+def links(device_type: str, ranks: int) -> Iterator[Finding]:
+    """How fast the ranks talk, a line a collective, or why they do not."""
+    from lorabench.run.links import FEW, curve
 
     try:
-        least, most = (point for point in curve(device_type, ranks, SHOWN) if point.collective == "all_reduce")
+        found = curve(device_type, ranks, FEW[device_type])
     except Exception as error:  # whatever the first collective of a machine ends with
-        return Finding("note", "links", f"{ranks} ranks do not reach each other: {' '.join(str(error).split())[-200:]}")
-    words = f"all-reduce of {ranks} ranks: {1000 * least.ms:.0f} µs for {least.bytes // 1024} KiB, "
-    return Finding("ok", "links", words + f"{most.gbs:.1f} GB/s of bus bandwidth at {most.bytes // 2**20} MiB")
+        yield Finding("note", "links", f"{ranks} ranks do not reach each other: {' '.join(str(error).split())[-200:]}")
+        return
+    for name in dict.fromkeys(point.collective for point in found):
+        *small, most = (point for point in found if point.collective == name)
+        words = ", ".join(f"{1000 * point.ms:.0f} µs for {point.bytes // 1024} KiB" for point in small)
+        bandwidth = f"{most.gbs:.1f} GB/s of bus bandwidth at {most.bytes // 2**20} MiB"
+        yield Finding("ok", "links", f"{name} of {ranks} ranks: {words}, {bandwidth}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -265,12 +265,14 @@ def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replica
     from lorabench.run.entries import NO_TIME, UNLIMITED
     from lorabench.run.progress import Display
 
-    began, before, stored = time.monotonic(), {s["id"] for s in store.sessions()}, list[str]()
+    began, before = time.monotonic(), {s["id"] for s in store.sessions()}
+    stored: dict[str, dict[str, Any]] = {}
 
     def store_sessions() -> None:
-        for name in [n for n in queue.sessions if n not in before and n not in stored]:
-            store.add_session(queue.sessions[name])
-            stored.append(name)
+        for name, session in queue.sessions.items():
+            if name not in before and stored.get(name) is not session:  # it is new, or more is known of it
+                store.add_session(session)
+                stored[name] = session
 
     store_sessions()
     todo = agenda.families(replicate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,13 +11,19 @@ from typing import Any
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
-def multicast(environment: Mapping[str, str]) -> str | None:
-    """The first variable that asks for NVLink multicast, in words, or None. One that is not set is set by us."""
+def switch_multicast_off() -> None:
+    """Set in this process's environment, for all that it starts, what is not set there."""
     for name, value in NO_MULTICAST.items():
-        if (given := environment.get(name, value)) != value:
-            return (
-                f"{name}={given} in the environment; on several GPUs it has to be {value}, which lorabench sets itself"
-            )
+        os.environ.setdefault(name, value)
+
+
+def multicast(environment: Mapping[str, str], started: bool = False) -> str | None:
+    """The first variable that asks for NVLink multicast, in words, or None. One that is not set will be set by whoever
+    starts the ranks, so in a rank that has `started` it asks for multicast, too."""
+    for name, value in NO_MULTICAST.items():
+        if (given := environment.get(name, None if started else value)) != value:
+            found = f"{name} is not" if given is None else f"{name}={given}"
+            return f"{found} in the environment; on several GPUs it has to be {value}, which lorabench sets itself"
     return None
 
 

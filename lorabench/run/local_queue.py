@@ -12,6 +12,7 @@ from lorabench.contract.machine import Machine
 from lorabench.record.schema import ArmRecord
 from lorabench.run.entries import Limits, Replan, as_planned
 from lorabench.run.journal import Journal
+from lorabench.run.links import of_session
 from lorabench.run.process import Workers
 from lorabench.run.queue import Watch
 from lorabench.run.runner import Runner
@@ -41,7 +42,7 @@ class LocalQueue:
         self.machine, self.ceilings = self.workers.probe(self.dtype)
         self.where = self.machine.name
         looked: Session = {"machine": self.machine.model_dump(mode="json"), "ceilings": self.ceilings}
-        self.session = new_session(command) | looked | {"workers": self.workers.method}
+        self.session: Session = new_session(command) | looked | {"workers": self.workers.method}
         self.sessions = {self.session["id"]: self.session}
         return self.machine
 
@@ -57,8 +58,17 @@ class LocalQueue:
                     return
                 runner.limits = self.limits
                 watch.start(family)
+                self._look_at_links(family)
                 made = runner.family(family, watch.phase, replan)
                 stay = runner.staying.entries if runner.staying else []
                 self.seated = frozenset(frozenset(entry.stack.labels) for entry in stay)
                 yield family, made
                 journal.end()
+
+    def _look_at_links(self, family: Family) -> None:
+        """Before the first family of several ranks. The session is another one then, which is stored in the old one's
+        place."""
+        found = of_session(self.ceilings, family, self.machine, self.workers.method)
+        if found is not self.ceilings:
+            self.ceilings, self.session = found, self.session | {"ceilings": found}
+            self.sessions = {self.session["id"]: self.session}

@@ -21,6 +21,7 @@ from typing import Any
 
 from lorabench.contract.hooks import described
 from lorabench.contract.machine import Machine
+from lorabench.contract.ranks import switch_multicast_off
 from lorabench.measure.seat import Failed, Made, Seating
 from lorabench.run import worker
 from lorabench.run.messages import Garbled, Inbox
@@ -53,6 +54,7 @@ class Workers:
         # Two arms of different shapes share one process: growing segments keep the cache from fragmenting.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        switch_multicast_off()
         os.environ[SERVER_FOLDER] = get_temp_dir()
         self.method = "forkserver"
         self._context: Any = multiprocessing.get_context("forkserver")

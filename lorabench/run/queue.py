@@ -28,7 +28,8 @@ class Queue(Protocol):
     """A context manager: what it started on the way is gone after it, whatever has happened.
 
     `sessions`, by their id: on which machine and with which ceilings the records so far were measured. One is there
-    before the first record that names it is yielded. `where`: the place, in words, as soon as it was looked at.
+    before the first record that names it is yielded, and is another object where more has become known of it. `where`:
+    the place, in words, as soon as it was looked at.
     """
 
     sessions: dict[str, Session]

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import socket
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
-from lorabench.contract.ranks import NO_MULTICAST, Ranks, multicast
+from lorabench.contract.ranks import Ranks, multicast
 from lorabench.measure.kind import JobCounts
 from lorabench.measure.memory import CONTEXT
 from lorabench.measure.seat import Made, Ready
@@ -57,14 +58,15 @@ def joined(
     place: Place, device_type: str, beat: Callable[[], None], one_gpu: bool = False
 ) -> tuple[Ranks, torch.device]:  # fmt: skip
     """This process among its ranks, connected, and its device: one GPU each, over NCCL; on a CPU over gloo. `one_gpu`:
-    all of them on the first GPU, and over gloo, because NCCL wants a GPU for each."""
+    all of them on the first GPU, and over gloo, because NCCL wants a GPU for each. Raises RuntimeError, before CUDA and
+    NCCL start, where whoever started this process has not switched NVLink multicast off."""
     import torch.distributed as dist
 
     nccl = device_type == "cuda" and not one_gpu
-    if nccl and (reason := multicast(os.environ)):
+    if nccl and (reason := multicast(os.environ, started=True)):
         raise RuntimeError(reason)
     number = 0 if one_gpu else place.rank  # of its GPU, by which a library finds it
-    os.environ |= NO_MULTICAST | {
+    os.environ |= {
         "RANK": str(place.rank), "LOCAL_RANK": str(number), "WORLD_SIZE": str(place.size),
         "LOCAL_WORLD_SIZE": str(place.size), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
         "ROLE_RANK": str(place.rank), "ROLE_WORLD_SIZE": str(place.size), "MASTER_ADDR": HOST,
@@ -125,6 +127,24 @@ def whole_batch(counts: Sequence[dict[str, JobCounts]]) -> dict[str, JobCounts]:
         job: replace(own[0], real=sum(c.real for c in own), padded=sum(c.padded for c in own))
         for job, own in of.items()
     }
+
+
+def notes_by_rank(ranks: Sequence[dict[str, Any]], toggles: Iterable[str]) -> dict[str, Any]:
+    """Rank 0's notes, in which whatever these toggles say of bytes is a list: what each rank says, in their order."""
+    made = dict(ranks[0])
+    for name in toggles:
+        own: list[Any] = [notes.get(name) for notes in ranks]
+        if all(isinstance(one, dict) for one in own):
+            bytes_ = {key: _each([one.get(key) for one in own]) for key in own[0] if key.endswith("_bytes")}
+            made[name] = own[0] | bytes_
+    return made
+
+
+def _each(values: Sequence[Any]) -> Any:
+    """Part by part, where they have parts; what a rank has nothing of is 0."""
+    if not all(isinstance(value, dict) for value in values):
+        return list(values)
+    return {part: _each([value.get(part, 0) for value in values]) for part in dict.fromkeys(chain(*values))}
 
 
 def on_one_gpu(ranks: Sequence[Ready]) -> Ready:

@@ -136,6 +136,7 @@ class Station:
             if family is None:
                 self._tell("seen", None)
                 return
+            self._look_at_links(family)
             records = runner.family(family, lambda text: self._tell("phase", text))
             self._tell("records", [r.model_dump_json(by_alias=True, exclude_none=True) for r in records])
         except Exception as error:
@@ -147,6 +148,16 @@ class Station:
 
         for process in active_children():
             kill(process)
+
+    def _look_at_links(self, family: Any) -> None:
+        """Before the first family of several ranks, after which the session is told once more."""
+        from lorabench.run.links import of_session
+
+        before, runner = self.session["ceilings"], self.runner
+        found = of_session(before, family, runner.machine, runner.workers.method)
+        if found is not before:
+            self.session = self.session | {"ceilings": found}
+            self._tell("session", self.session)
 
     def _tell(self, what: str, value: Any) -> None:
         self.connection.send((what, value))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lorabench.contract.cell import PROCESSES
-from lorabench.contract.family import REFERENCE, TWIN, Family
+from lorabench.contract.family import REFERENCE, TWIN, Family, Stack
 from lorabench.contract.machine import Machine
 from lorabench.contract.memory_fit import JOBS, TOKENS, Edge
 from lorabench.measure.energy import Meter
@@ -34,7 +34,7 @@ from lorabench.run.entries import (
 )
 from lorabench.run.journal import Journal
 from lorabench.run.process import Lost, Workers
-from lorabench.run.ranks import on_one_gpu, whole_batch
+from lorabench.run.ranks import notes_by_rank, on_one_gpu, whole_batch
 
 Generations = list[list[tuple[Entry, Seated]]]
 EDGE_S = 600.0  # in which the edge of an arm's memory is looked for
@@ -248,7 +248,7 @@ class Seats:
             return failed
         first = entry.ready is None
         if first:
-            one = on_one_gpu(ready) if entry.stack.process_a_job else ready[0]
+            one = on_one_gpu(ready) if entry.stack.process_a_job else _of_ranks(ready, entry.stack)
             entry.ready = replace(one, jobs=whole_batch([r.jobs for r in ready]))
             for job, (file, own) in ready[0].noise.items():
                 self.noise.setdefault(file, own)
@@ -445,6 +445,12 @@ class Seats:
 
     def _over(self, part: str, seconds: float) -> None:
         self.overhead[part] = self.overhead.get(part, 0.0) + seconds
+
+
+def _of_ranks(ready: Sequence[Ready], stack: Stack) -> Ready:
+    """What rank 0 says, and of bytes what each says."""
+    divide = [ablation.name for ablation in stack.ablations if ablation.parallel]
+    return replace(ready[0], notes=notes_by_rank([r.notes for r in ready], divide))
 
 
 def _is_edge(found: Any) -> bool:

@@ -183,6 +183,21 @@ def test_replicas_of_two_ranks_hold_half_each_and_gather_among_two(four, case):
 
 
 @pytest.mark.exhaustive
+def test_where_two_ranks_share_samples_what_is_sent_is_that_of_both_kinds_of_groups(four, two):
+    both = [cases[0]["ulysses"]["notes"]["ulysses"] for cases in (four, two)]
+    for notes in both:
+        assert notes["sent_bytes"] == pytest.approx(notes["least_bytes"], rel=0.01)
+    handed, whole = (notes["handed_bytes"] for notes in both)
+    assert handed["all_to_all"] < whole["all_to_all"]  # of half of the samples
+    assert handed["all_reduce"] == whole["all_reduce"]
+    split, whole = (cases[0]["tensor_parallel"]["notes"]["tensor_parallel"] for cases in (four, two))
+    for notes in (split, whole):
+        assert notes["sent_bytes"] > notes["least_bytes"] > 0  # transformers has more than four all-reduces a layer
+    assert split["sent_bytes"] < whole["sent_bytes"]
+    assert split["held_bytes"] == whole["held_bytes"]
+
+
+@pytest.mark.exhaustive
 def test_two_heads_of_keys_cannot_be_divided_among_four_ranks(four):
     assert four[0]["too many heads"] == (
         "Unsupported: ulysses divides 4 heads and 2 of keys among 4 ranks: no multiples"

@@ -16,6 +16,7 @@ GOOD = {
     "machine": {"device": "cpu", "memory_bytes": 8, "gpu": None, "packages": {"torch": "2"}, "later": [1]},
     "ceilings": {"gemm_tflops": {"float32": 1}, "copy_gbs": 2.5}, "a later field": {"x": 1},
 }  # fmt: skip
+LINK = {"collective": "send", "ranks": 2, "bytes": 4096, "ms": 0.5, "gbs": 0.1}  # older sessions have none
 WRONG = {
     "sessions.0.id": {"id": 5},
     "sessions.0.commit": {"commit": 7},
@@ -26,6 +27,7 @@ WRONG = {
     "sessions.0.machine.memory_bytes": {"machine": {"memory_bytes": "8 GiB"}},
     "sessions.0.machine.packages.torch": {"machine": {"packages": {"torch": 2.1}}},
     "sessions.0.ceilings.gemm_tflops.float32": {"ceilings": {"gemm_tflops": {"float32": "fast"}}},
+    "sessions.0.ceilings.links.0.ms": {"ceilings": {"links": [LINK | {"ms": "1"}]}},
     "sessions.0.ceilings.copy_gbs": {"ceilings": {"copy_gbs": "1"}},
 }
 
@@ -36,8 +38,9 @@ def write(folder, *sessions):
 
 def test_what_sweeps_of_any_version_write_is_read_as_it_is(tmp_path):
     assert read_sessions(tmp_path) == []
-    write(tmp_path, GOOD, {"id": "bare"})
-    assert read_sessions(tmp_path) == [GOOD, {"id": "bare"}]
+    every = [GOOD, {"id": "bare"}, GOOD | {"id": "of ranks", "ceilings": {"links": [LINK]}}]
+    write(tmp_path, *every)
+    assert read_sessions(tmp_path) == every
 
 
 @pytest.mark.parametrize("field", WRONG)

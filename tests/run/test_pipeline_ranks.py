@@ -33,7 +33,14 @@ def test_from_the_command_to_a_right_row_of_each_schedule(tmp_path):
         found = {check.name: check.found for check in record.numerics.checks}
         assert found["each gradient before the trials"] < 1e-5 and found["each gradient of each trial"] < 1e-4
         assert record.tokens.trained == again.tokens.trained and record.tokens.real == again.tokens.real
-        assert sum(record.notes[name]["layers"]) == 8 and min(record.notes[name]["layers"]) >= 1
+        notes = record.notes[name]
+        assert sum(notes["layers"]) == 8 and min(notes["layers"]) >= 1
+        sides = 2 * each - 1  # of each rank's stages, as many have one behind them as have one before them
+        sent = sides * notes["micro_batches"] * notes["shape"][1] * 64 * 4  # a row, 64 wide, float32
+        assert notes["sent_bytes"] == notes["least_bytes"] == notes["handed_bytes"]["send"] == [sent] * 2
+        layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+        assert sum(notes["held_bytes"]["weights"]) == 4 * (8 * layer + 2 * 256 * 64 + 64)  # nothing is on two ranks
+        assert len(notes["held_bytes"]["adapters"]) == 2
         assert {"forward", "backward", "step"} <= record.phases.keys()
         assert all(phase.candidate_ms[0] > 0 for phase in record.phases.values())
         said = record.notes["candidate"]["pipeline"]
@@ -100,8 +107,12 @@ def test_two_pipelines_divide_each_job_from_the_command_to_a_right_row_or_a_type
     for record in run:
         assert len(record.jobs) == 4 and all(job.numerics.grad_error < 1e-5 for job in record.jobs.values())
         assert record.tokens.real == again.tokens.real and record.tokens.trained == again.tokens.trained
-        said = record.notes["candidate"]["pipeline"]
+        said, notes = record.notes["candidate"]["pipeline"], record.notes["pipeline_multi_adapter"]
         assert len(said["added_up_bytes_by_rank"]) == len(said["sent_bytes_by_rank"]) == 2
+        assert notes["sent_bytes"] == notes["least_bytes"] and len(notes["sent_bytes"]) == 4
+        # a ring of two sends each gradient once
+        assert notes["handed_bytes"]["all_reduce"][:2] == said["added_up_bytes_by_rank"]
+        assert notes["handed_bytes"]["send"][:2] == said["sent_bytes_by_rank"]
     reasons = sorted(record.reason for record in refused)
     assert reasons[0].startswith("pipeline_multi_adapter with ranks=3 needs a multiple of that, two at least")
     assert reasons[1] == "pipeline_multi_adapter: a sample of 64 tokens does not fit a row of 32"

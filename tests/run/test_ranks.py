@@ -4,6 +4,8 @@ named."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 
@@ -16,8 +18,8 @@ from lorabench.measure.kind import JobCounts
 from lorabench.measure.seat import Made
 from lorabench.measure.trial import Trial
 from lorabench.plan.design import refusal
-from lorabench.record.store import read_records
-from lorabench.run.ranks import Place, joined, slowest, spread_of, whole_batch
+from lorabench.record.store import read_records, read_sessions
+from lorabench.run.ranks import Place, free_port, joined, notes_by_rank, slowest, spread_of, whole_batch
 
 COMMON = ("models=[tiny-llama]", "workload=8x256", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
 
@@ -31,6 +33,11 @@ def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin
     assert ddp.status == "ok", ddp.reason
     told = ddp.notes["ddp"]
     assert ddp.applied["ddp"] == 2 and (told["world_size"], told["backend"]) == (2, "gloo")
+    adapters = told["held_bytes"]["adapters"]  # of each rank, and a ring of two sends each gradient once
+    assert told["least_bytes"] == adapters
+    assert told["handed_bytes"]["all_reduce"] == adapters
+    assert told["sent_bytes"] == pytest.approx(adapters, rel=0.01)
+    assert len(adapters) == len(told["held_bytes"]["weights"]) == 2
     assert ddp.numerics.tensors == 2 * 7 * 2 and ddp.numerics.grad_error < 1e-5 and ddp.numerics.loss_error < 1e-6
     found = {check.name: check.found for check in ddp.numerics.checks}
     assert found["each gradient before the trials"] < 1e-5 and found["the loss of each trial"] < 1e-6
@@ -46,6 +53,9 @@ def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin
         and set(ddp.ranks) == {"candidate"}
     )
     assert again.ranks is None
+    (session,) = read_sessions(tmp_path)
+    curve = {(link["collective"], link["bytes"]) for link in session["ceilings"]["links"] if link["ranks"] == 2}
+    assert {("all_reduce", 4096), ("all_gather", 1 << 20), ("reduce_scatter", 4096), ("send", 1 << 20)} < curve
     assert unsummed.status == "wrong_numerics"
     assert unsummed.numerics.grad_error == pytest.approx(0.5, rel=1e-3)
 
@@ -59,6 +69,16 @@ def test_under_dropout_a_rank_s_samples_are_gated_without(plugin, tmp_path):
     assert [record.status for record in found] == ["ok", "ok"], [record.reason for record in found]
     for record in found:
         assert record.notes["gate"].startswith("at dropout 0: "), record.notes
+
+
+def test_notes_have_each_rank_s_bytes_of_what_divides_a_step_and_rank_0_s_of_all_else():
+    first = {"pipe": {"layers": [1, 2], "sent_bytes": 5, "handed_bytes": {"send": 4}}, "other": {"kept_bytes": 1}}
+    second = {"pipe": {"layers": [1, 2], "sent_bytes": 7, "handed_bytes": {"all_reduce": 7}}, "other": 2}
+    assert notes_by_rank([first, second], ["pipe", "none"]) == {
+        "pipe": {"layers": [1, 2], "sent_bytes": [5, 7], "handed_bytes": {"send": [4, 0], "all_reduce": [0, 7]}},
+        "other": {"kept_bytes": 1},
+    }
+    assert notes_by_rank([first, {}], ["pipe"]) == first, "one that says nothing"
 
 
 @pytest.mark.exhaustive  # in make test both arms are pipelines: see test_pipeline_ranks.py
@@ -225,3 +245,30 @@ def test_nvlink_multicast_is_refused_on_several_gpus_and_switched_off_by_us(monk
     status, reason = refusal(two, Two) or ("", "")
     assert status == "unsupported" and reason.startswith(f"{variable}={on} in the environment; ")
     assert refusal(cells("ablations=[eager]", "world_size=2")[1], Two) is None  # one rank: nothing to ask
+
+
+@pytest.mark.parametrize("variable", NO_MULTICAST)
+def test_a_rank_without_a_variable_refuses_to_start_over_nccl(monkeypatch, variable):
+    for name, off in NO_MULTICAST.items():
+        monkeypatch.setenv(name, off)
+    monkeypatch.delenv(variable)
+    place = Place(0, 2, free_port(), "", 0.0, os.getpid(), 1.0)
+    with pytest.raises(RuntimeError, match=f"^{variable} is not in the environment; on several GPUs it has to be "):
+        joined(place, "cuda", lambda: None)
+    assert variable not in os.environ and not torch.distributed.is_initialized()
+
+
+def test_workers_have_the_variables_though_nobody_has_set_them():
+    """From the start of the server that they are forked from."""
+    code = """
+import os
+from lorabench.run.process import Workers
+context = Workers()._context
+context.set_forkserver_preload([])  # whose imports are not needed here
+with context.Pool(1) as pool:
+    print(pool.map(os.getenv, {names}))
+"""
+    bare = {name: value for name, value in os.environ.items() if name not in NO_MULTICAST}
+    script = code.format(names=list(NO_MULTICAST))
+    done = subprocess.run([sys.executable, "-c", script], env=bare, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == str(list(NO_MULTICAST.values())).split()

@@ -12,16 +12,17 @@ import time
 from importlib.util import find_spec
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import cells, config
 from rich.console import Console
 
 from lorabench import sweep
-from lorabench.contract.family import families
+from lorabench.contract.family import Family, families
 from lorabench.contract.machine import Machine
 from lorabench.record.store import RECORDS, Store, read_records
-from lorabench.run import ray_node, ray_queue
+from lorabench.run import links, ray_node, ray_queue
 from lorabench.run.agenda import Agenda
 from lorabench.run.process import ProbeError
 from lorabench.run.queue import QueueError
@@ -269,6 +270,17 @@ def test_a_station_looks_once_and_serves_one_family_after_the_other(station):
     assert [what for what, _ in first] == ["session", "records"]
     (record,) = first[1][1]
     assert f'"session":"{own["id"]}"' in record and '"not_applied"' in record
+
+
+def test_a_station_that_has_timed_its_links_tells_its_session_once_more(tmp_path, monkeypatch):
+    told = []
+    one = ray_node.Station(SimpleNamespace(send=told.append), tmp_path)  # type: ignore[arg-type]
+    one.runner, one.session = SimpleNamespace(machine=MACHINE, workers=SimpleNamespace(method="")), {"ceilings": {}}
+    point = links.Link(collective="send", ranks=2, bytes=4096, ms=1.0, gbs=0.1)
+    monkeypatch.setattr(links, "curve", lambda *_: [point])
+    for toggle in ("ddp", "fsdp2"):
+        one._look_at_links(Family((cells("world_size=2", f"ablations=[{toggle}]")[1],)))
+    assert told == [("session", {"ceilings": {"links": [point.model_dump()]}})]
 
 
 def test_a_request_that_cannot_be_read_fails_in_one_line(station):
