@@ -108,25 +108,47 @@ FAILURES = {
 }
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("how", FAILURES)
+ONE_BY_ONE = "workload={alpaca: {samples: 8, batch_size: 1, seq_len: 64}}"
+PIPELINES = {
+    "pipeline_gpipe": (ONE_BY_ONE,),
+    "pipeline_1f1b": (ONE_BY_ONE,),
+    "pipeline_interleaved": (ONE_BY_ONE, "models=[tiny-llama-8-layers]"),
+    "pipeline_multi_adapter": ("workload=two_jobs",),
+}
+ON_GPUS = {"context_parallel": ("models=[smollm2-135m]", "weights=random", "workload=4x512", "dtype=bfloat16")}
+QUICK = ("pipeline_gpipe", "kill")
+needs_gpus = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: torch's ring has CUDA's operators alone"),
+]
+
+
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "how"),
     [
-        "ddp", "fsdp2", "{fsdp2: {adapters: sharded}}", "ulysses", "tensor_parallel",
-        *(pytest.param(f"{{deepspeed_zero: {{stage: {n}}}}}", marks=needs_deepspeed) for n in (1, 2, 3)),
+        pytest.param(strategy, how, marks=marks if (strategy, how) == QUICK else [*marks, pytest.mark.exhaustive])
+        for strategy, marks in [
+            *((name, []) for name in ("ddp", "fsdp2", "{fsdp2: {adapters: sharded}}", "ulysses", "tensor_parallel")),
+            *((f"{{deepspeed_zero: {{stage: {n}}}}}", [needs_deepspeed]) for n in (1, 2, 3)),
+            *((name, []) for name in PIPELINES),
+            *((name, needs_gpus) for name in ON_GPUS),
+        ]
+        for how in FAILURES
     ],
-)  # fmt: skip
+)
 def test_each_strategy_s_rank_that_fails_is_named(plugin, tmp_path, strategy, how):
-    fails_once(plugin, tmp_path, f"{strategy},{{rank_fails: {{how: {how}}}}}", *FAILURES[how])
+    """In a pipeline in the middle of its schedule, while the other rank waits for gradients."""
+    beside = "stage_fails" if strategy in PIPELINES else "rank_fails"
+    more = (PIPELINES | ON_GPUS).get(strategy, ())
+    fails_once(plugin, tmp_path, f"{strategy},{{{beside}: {{how: {how}}}}}", *FAILURES[how], *more)
 
 
-def fails_once(plugin, tmp_path, toggle, status, reason):
+def fails_once(plugin, tmp_path, toggle, status, reason, *more):
     """It is in both arms, so the reference meets it first. Only what hangs waits for the time-out."""
     limit = 15 if status == "timeout" else 180
     reference = f"reference=[sdpa,adamw_foreach,padding,{toggle}]"
     output = f"output={tmp_path}"
-    done = sweep(*COMMON, f"timeout_s={limit}", reference, "ablations=[]", output, cwd=tmp_path, env=plugin)
+    done = sweep(*COMMON, *more, f"timeout_s={limit}", reference, "ablations=[]", output, cwd=tmp_path, env=plugin)
     assert done.returncode == 0, done.stderr
     (record,) = read_records(tmp_path)
     assert record.status == status, record.reason
