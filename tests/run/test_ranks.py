@@ -20,6 +20,7 @@ from lorabench.record.store import read_records
 from lorabench.run.ranks import Place, joined, slowest, spread_of, whole_batch
 
 COMMON = ("models=[tiny-llama]", "workload=8x256", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
+ONE_BY_ONE = "workload={alpaca: {samples: 8, batch_size: 1, seq_len: 64}}"
 
 
 def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin, tmp_path):
@@ -59,6 +60,43 @@ def test_under_dropout_a_rank_s_samples_are_gated_without(plugin, tmp_path):
     assert [record.status for record in found] == ["ok", "ok"], [record.reason for record in found]
     for record in found:
         assert record.notes["gate"].startswith("at dropout 0: "), record.notes
+
+
+@pytest.mark.exhaustive
+def test_on_weights_in_4_bits_each_is_right_or_says_why_it_cannot_be(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    zero = [f"{{deepspeed_zero: {{stage: {n}}}}}" for n in (1, 2, 3)] if find_spec("deepspeed") else []
+    right = ["ddp", "ulysses", "pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", *zero[:2]]
+    few = ("models=[tiny-llama-8-layers]", ONE_BY_ONE, "trials=2", "reference=peft_nf4")
+    toggles = ",".join([*right, "fsdp2", "tensor_parallel", *zero[2:]])
+    done = sweep(*COMMON, *few, f"ablations=[{toggles}]", f"output={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = [record for record in read_records(tmp_path) if record.ablations]
+    ok = [record for record in records if record.status == "ok"]
+    assert len(ok) == len(right), [record.reason for record in records]
+    for record in ok:
+        assert record.numerics.grad_error < 1e-5 and "nf4_base" in record.notes
+    refused = {(record.ablations[0], record.status): record.reason for record in records if record.status != "ok"}
+    assert "a packed weight would stay whole on every rank" in refused.pop(("fsdp2", "conflict"))
+    assert "no tensor that transformers' plan can split" in refused.pop(("tensor_parallel", "conflict"))
+    for (_, status), reason in refused.items():
+        assert status == "unsupported" and reason.startswith(
+            "stage 3 divides plain weights; this model has a Params4bit"
+        )
+
+
+@pytest.mark.exhaustive
+def test_on_four_ranks_each_passes_the_gate(tmp_path):
+    zero = ",".join(f"{{deepspeed_zero: {{stage: {n}}}}}" for n in (1, 2, 3) if find_spec("deepspeed"))
+    toggles = f"[ddp,{{fsdp2: {{adapters: sharded}}}},[{{fsdp2: {{reshard: false}}}},lora_kernels],{zero}]"
+    few = ("world_size=4", "workload=8x64", "trials=2")
+    done = sweep(*COMMON, *few, f"ablations={toggles}", f"output={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    _, *records = read_records(tmp_path)
+    assert len(records) == 3 + 3 * bool(zero)
+    for record in records:
+        assert record.status == "ok", (record.ablations, record.reason)
+        assert record.numerics.grad_error < 1e-5 and record.ranks["candidate"].size == 4
 
 
 @pytest.mark.exhaustive  # in make test both arms are pipelines: see test_pipeline_ranks.py
@@ -108,7 +146,6 @@ FAILURES = {
 }
 
 
-ONE_BY_ONE = "workload={alpaca: {samples: 8, batch_size: 1, seq_len: 64}}"
 PIPELINES = {
     "pipeline_gpipe": (ONE_BY_ONE,),
     "pipeline_1f1b": (ONE_BY_ONE,),
