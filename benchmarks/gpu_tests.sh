@@ -16,7 +16,7 @@ files() { local name; for name in "$@"; do echo "$tests/test_$name.py"; done; }
 pids=()
 trap 'kill "${pids[@]}" 2> /dev/null; exit 143' TERM  # each part is a group of its own, which would outlive this script
 mkdir -p "$out"
-part a $(files gpu adapter float16 trainer linear_log_probs small_update) tests/ablations tests/run/test_ranks.py
+part a $(files gpu adapter float16 trainer linear_log_probs small_update) tests/ablations
 part b $(files side_stream projection_node mlp_node nf4 linear geglu fp8 runtime multi multi_linear multi_lora job_columns)
 part c $(files projection rope linear_cross_entropy tune trial_timing choice_cache)
 part d $(files dropout fast_math rms_norm)
@@ -25,6 +25,7 @@ part f $(files concat_operand)
 part g $(files swiglu long_context quantize_rows quantized_glu)
 part h $(files capture_graphs capture_trainer)
 part j -v tests/test_every_toggle.py
+part k tests/run/test_ranks.py  # of two GPUs
 failed=0
 finished() { local pid; for pid in "${pids[@]}"; do wait "$pid" || failed=$((failed + 1)); done; pids=(); }
 finished
