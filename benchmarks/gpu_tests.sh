@@ -25,6 +25,7 @@ part f $(files concat_operand)
 part g $(files swiglu long_context quantize_rows quantized_glu)
 part h $(files capture_graphs capture_trainer)
 part j -v tests/test_every_toggle.py
+part k tests/run/test_ranks.py  # of two GPUs
 failed=0
 finished() { local pid; for pid in "${pids[@]}"; do wait "$pid" || failed=$((failed + 1)); done; pids=(); }
 finished

@@ -41,7 +41,7 @@ def steps_of(names: tuple[Any, ...], ranks: Ranks = ONE, folder: str = "") -> di
     found |= {"update_error": first.update_error, "audits": {}, "notes": {}, "products": products}
     for toggle in made.ablations:
         evidence = Evidence(made, made.patched[toggle.name], ops, handed)
-        if toggle.slot in ("parallel", "fused_kernels"):
+        if toggle.slot in ("parallel", "fused_kernels", "checkpointing"):
             found["audits"][toggle.name] = asked(toggle, Ablation.audit, evidence)
             found["notes"] |= noted(toggle, evidence)
     for _ in range(STEPS - 1):
@@ -58,9 +58,9 @@ def steps_of(names: tuple[Any, ...], ranks: Ranks = ONE, folder: str = "") -> di
     return found
 
 
-def loss_of_saved(folder: str) -> float:
-    """The loss of plain PEFT with the adapter in `folder`."""
-    plain = arm("sdpa", "adamw_foreach", "padding", samples=samples())
+def loss_of_saved(folder: str, *base: Any) -> float:
+    """The loss of plain PEFT with the adapter in `folder`, on the weights of the toggles `base`."""
+    plain = arm("sdpa", "adamw_foreach", "padding", *base, samples=samples())
     model: Any = plain.model
     model.load_adapter(folder, "saved")
     model.set_adapter("saved")

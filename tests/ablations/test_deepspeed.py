@@ -77,6 +77,7 @@ def long_gradients(ranks, stage):
     return float((params[0].detach() - params[1].detach()).norm() / (params[1].detach() - 1).norm())
 
 
+@pytest.mark.exhaustive  # for make test-all alone installs it
 @pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_no_gradient_is_cut(tmp_path, stage):

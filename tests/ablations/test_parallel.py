@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -45,6 +46,13 @@ TWO_MORE = {
         "lora_kernels",
         "gradient_checkpointing",
     ),
+    "ddp checkpointed": ("ddp", "gradient_checkpointing"),
+    "ddp checkpointed, reentrant": ("ddp", {"gradient_checkpointing": {"use_reentrant": True}}),
+    "ulysses checkpointed": ("ulysses", "gradient_checkpointing"),
+    "tensor_parallel checkpointed": ("tensor_parallel", "gradient_checkpointing"),
+    "ddp on nf4_base": ("ddp", "nf4_base"),
+    "ddp on nf4_base with lora_kernels": ("ddp", "nf4_base", "lora_kernels"),
+    "ulysses on nf4_base": ("ulysses", "nf4_base"),
 }
 ONE_MORE = {
     name: case
@@ -56,24 +64,33 @@ ZERO = {
     "zero 2 with lora_kernels": ("deepspeed_zero", "lora_kernels"),
     "zero 3 with lora_kernels": ({"deepspeed_zero": {"stage": 3}}, "lora_kernels"),
     "zero 3 checkpointed": ({"deepspeed_zero": {"stage": 3}}, "gradient_checkpointing"),
+    "zero 2 checkpointed": ("deepspeed_zero", "gradient_checkpointing"),
+    "zero 1 on nf4_base": ({"deepspeed_zero": {"stage": 1}}, "nf4_base"),
+    "zero 2 on nf4_base": ("deepspeed_zero", "nf4_base"),
     "zero 3 by layer": ({"deepspeed_zero": {"stage": 3, "by_layer": True}},),
     "zero 3 by layer checkpointed": ({"deepspeed_zero": {"stage": 3, "by_layer": True}}, "gradient_checkpointing"),
 }
+# Of make test-all's environment alone, so what needs it is exhaustive.
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 FOUR = {
+    "ddp": ("ddp",),
     "fsdp2": ("fsdp2",),
+    "fsdp2 sharded": TWO["fsdp2 sharded"],
     "fsdp2 with lora_kernels": ("fsdp2", "lora_kernels"),
+    "fsdp2 kept with lora_kernels": ONE["fsdp2 kept with lora_kernels"],
     "fsdp2_replicas": ({"fsdp2": {"replicas": 2}}, "lora_kernels"),
     "fsdp2_replicas_sharded": ({"fsdp2": {"replicas": 2, "adapters": "sharded"}},),
     "ulysses": ({"ulysses": {"ranks": 2}},),
     "tensor_parallel": ({"tensor_parallel": {"ranks": 2}},),
+    **{name: ZERO[name] for name in ("zero 1", "zero 2", "zero 3")},
     "too many heads": ("ulysses",),
 }
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return steps_of(())
+@functools.cache
+def in_one(base):
+    """What one process finds on dense weights, or on those of this toggle."""
+    return steps_of(base)
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +124,11 @@ def four(tmp_path_factory):
     return together(4, FOUR, folder), folder
 
 
-def is_one_process_s(found, plain, saved):
+def is_one_process_s(of, case):
+    found, saved = of[0][case], of[1] / case
     assert isinstance(found, dict), found
+    base = tuple(name for name in ("nf4_base",) if name in case)
+    plain = in_one(base)
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     assert found["gradients"].keys() == plain["gradients"].keys()
     for name, gradient in plain["gradients"].items():
@@ -116,36 +136,36 @@ def is_one_process_s(found, plain, saved):
     assert found["update_error"] < 1e-4
     assert found["differs"] == 0  # after five steps, of all adapters, on all ranks
     assert found["last_loss"] == pytest.approx(plain["last_loss"], rel=1e-5) and found["last_loss"] < found["loss"]
-    assert loss_of_saved(str(saved)) == pytest.approx(found["last_loss"], rel=1e-5)
+    assert loss_of_saved(str(saved), *base) == pytest.approx(found["last_loss"], rel=1e-5)
+    if "checkpointed" in case:
+        assert found["audits"]["gradient_checkpointing"] == LAYERS
 
 
 @pytest.mark.parametrize("case", TWO)
-def test_on_two_processes_all_is_as_in_one(two, plain, case):
-    found, folder = two
-    is_one_process_s(found[case], plain, folder / case)
+def test_on_two_processes_all_is_as_in_one(two, case):
+    is_one_process_s(two, case)
 
 
 @pytest.mark.parametrize("case", ONE)
-def test_lora_kernels_over_fsdp2_on_one_process_too(one, plain, case):
-    found, folder = one
-    is_one_process_s(found[case], plain, folder / case)
+def test_lora_kernels_over_fsdp2_on_one_process_too(one, case):
+    is_one_process_s(one, case)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("number", "case"), [*((1, case) for case in ONE_MORE), *((2, case) for case in TWO_MORE)])
-def test_more_of_fsdp2_is_as_one_process_too(more, plain, number, case):
-    found, folder = more[number - 1]
-    is_one_process_s(found[case], plain, folder / case)
+def test_more_of_both_is_as_one_process_too(more, number, case):
+    is_one_process_s(more[number - 1], case)
 
 
 @needs_deepspeed
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ZERO)
-def test_zero_s_stages_are_as_one_process_too(zero, plain, case):
-    found, folder = zero
-    is_one_process_s(found[case], plain, folder / case)
+def test_zero_s_stages_are_as_one_process_too(zero, case):
+    is_one_process_s(zero, case)
 
 
 @needs_deepspeed
+@pytest.mark.exhaustive
 def test_each_stage_of_zero_says_what_it_divides(zero):
     held = [zero[0][f"zero {stage}"]["notes"]["deepspeed_zero"]["held_bytes"] for stage in (1, 2, 3)]
     assert all(one["float32 copies"] == one["adapters"] / 2 for one in held)
@@ -156,16 +176,19 @@ def test_each_stage_of_zero_says_what_it_divides(zero):
 
 
 @needs_deepspeed
+@pytest.mark.exhaustive
 def test_lora_kernels_leaves_the_weights_that_zero_3_divides(zero):
     with_2, with_3 = (zero[0][f"zero {n} with lora_kernels"]["notes"]["lorakernels"]["left"] for n in (2, 3))
     assert with_2 == [] and "qkv: q_proj: its weight is partitioned (DeepSpeed ZeRO-3)" in with_3
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [name for name in FOUR if " " not in name])
-def test_on_four_processes_too_also_beside_divided_samples(four, plain, case):
-    found, folder = four
-    is_one_process_s(found[case], plain, folder / case)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=needs_deepspeed if "zero" in name else ()) for name in FOUR if name != "too many heads"],
+)
+def test_on_four_processes_too_also_beside_divided_samples(four, case):
+    is_one_process_s(four, case)
 
 
 @pytest.mark.exhaustive

@@ -40,13 +40,13 @@ LENGTHS = [16, 9, 12, 16, 3, 14, 7, 11]
 DEEP = "tiny-llama-8-layers"  # cut to as many as a test needs
 
 
-def plain_arm(layers):
-    return arm(*PEFT, samples=random_samples(LENGTHS), workload=FEED, model=DEEP, layers=layers)
+def plain_arm(layers, *base):
+    return arm(*PEFT, *base, samples=random_samples(LENGTHS), workload=FEED, model=DEEP, layers=layers)
 
 
 @functools.cache
-def plain(layers):
-    return one_step(plain_arm(layers))
+def plain(layers, *base):
+    return one_step(plain_arm(layers, *base))
 
 
 def stepped(ranks, toggles, layers):
@@ -171,6 +171,16 @@ def test_neighbours_in_the_order_of_length_go_to_different_pipelines_in_the_samp
 def test_beside_other_toggles(tmp_path, beside):
     answers = on_ranks(2, tmp_path, stepped, ("pipeline_1f1b", beside), 3)
     compare(answers, plain(3))
+
+
+@pytest.mark.exhaustive
+def test_on_weights_in_4_bits_too(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    schedules = (("pipeline_gpipe",), ("pipeline_1f1b",), ("pipeline_1f1b", "lora_kernels"), ("pipeline_interleaved",))
+    each = on_ranks(2, tmp_path, lambda ranks: [stepped(ranks, (*own, "nf4_base"), 4) for own in schedules])
+    for answers in zip(*each, strict=True):
+        compare(answers, plain(4, "nf4_base"))
+    assert abs(plain(4, "nf4_base").loss - plain(4).loss) > 1e-6
 
 
 def refused(ranks, *toggles):

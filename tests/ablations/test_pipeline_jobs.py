@@ -30,8 +30,8 @@ from lorabench_ablations.scheduler import Scheduling
 
 
 @functools.cache
-def jobs_alone(*overrides):
-    made = jobs_arm(ONE, "padding", overrides=overrides)
+def jobs_alone(*overrides, base=()):
+    made = jobs_arm(ONE, "padding", *base, overrides=overrides)
     return {step.name: one_step(made, step) for step in made.steps}
 
 
@@ -61,10 +61,12 @@ def stepped(ranks, made):
         pytest.param(False, True, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
         pytest.param(True, True, (), marks=pytest.mark.exhaustive),
         pytest.param(False, True, ("save_on_cpu",), marks=pytest.mark.exhaustive),
+        pytest.param(False, False, ("nf4_base",), marks=pytest.mark.exhaustive),
+        pytest.param(False, True, ("nf4_base",), marks=pytest.mark.exhaustive),
     ],
 )
 def test_several_jobs_in_one_pipeline_are_each_what_it_is_alone(tmp_path, flush, kernels, beside):
-    wanted = jobs_alone()
+    wanted = jobs_alone(base=tuple(name for name in beside if name == "nf4_base"))  # other weights
     answers = on_ranks(2, tmp_path, jobs_stepped, multi_adapter(flush=flush, kernels=kernels), *beside)
     for found, begun, losses, said in answers:
         assert found.keys() == wanted.keys()

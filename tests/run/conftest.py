@@ -17,10 +17,6 @@ NAMES = {
     "killed_later": "KilledLater", "odd_notes": "OddNotes", "rank_fails": "RankFails",
     "rank_slow": "RankSlow", "rank_wrong": "RankWrong",
 }  # fmt: skip
-PIPELINES = {
-    "stage_raises": "StageRaises", "stage_killed": "StageKilled", "stage_hangs": "StageHangs",
-    "stage_greedy": "StageGreedy", "stage_leaves": "StageLeaves",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +27,6 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ours = (folder / name for name in ("plugin_toggles.py", "plugin_pipelines.py"))
     files = {path.name: path for path in (*ours, *odd)}
     points = {name: f"plugin_toggles:{cls}" for name, cls in NAMES.items()}
-    points |= {name: f"plugin_pipelines:{cls}" for name, cls in PIPELINES.items()}
+    points |= {"stage_fails": "plugin_pipelines:StageFails"}
     points |= {"odd": "odd_toggles:Odd", "exits": "exits_at_import:Exits"}
     return installed(tmp_path_factory.mktemp("plugin"), "plugin_toggles", files, points)

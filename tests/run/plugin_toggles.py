@@ -317,22 +317,19 @@ class Fails(Wrapped):
     def forward(self, batch):
         self.left -= 1
         if os.environ.get("RANK") == "1" and not self.left:
-            {"raise": self.raises, "kill": self.killed, "hang": self.hangs, "exit": self.exits, "oom": self.greedy}[
-                self.how
-            ]()
+            fail(self.how)
         return self.inner.forward(batch)
 
-    def raises(self):
-        raise LookupError("only here")
 
-    def killed(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def hangs(self):
-        time.sleep(10_000)
-
-    def exits(self):
-        os._exit(0)
-
-    def greedy(self):
-        torch.ones(1 << 50)
+def fail(how):
+    match how:
+        case "raise":
+            raise LookupError("only here")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hang":
+            time.sleep(10_000)
+        case "exit":
+            os._exit(0)
+        case "oom":
+            torch.ones(1 << 50)

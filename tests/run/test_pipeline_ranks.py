@@ -1,12 +1,10 @@
-"""Pipelines from the command line to the record, over really several processes, and what becomes of one of which a rank
-fails."""
+"""Pipelines from the command line to the record, over really several processes. One of which a rank fails is in
+test_ranks.py."""
 
 from __future__ import annotations
 
-import time
-
 import pytest
-from helpers import MACHINE, cells, sweep, workers_in
+from helpers import MACHINE, cells, sweep
 
 from lorabench.measure.judging.limits import UNKNOWN
 from lorabench.plan.design import refusal
@@ -135,38 +133,6 @@ def test_all_ranks_measure_the_noise_of_a_reference_that_is_divided_among_them(t
     assert all(job.numerics.depth_noise for job in record.jobs.values())
     allowed = {check.name: check.allowed for check in record.numerics.checks}
     assert allowed["each gradient before the trials"] not in UNKNOWN.values()
-
-
-@pytest.mark.parametrize(
-    ("toggle", "status", "reason"),
-    [
-        ("stage_killed", "crash", "rank 1: the worker was killed by SIGKILL"),
-        pytest.param("stage_raises", "crash", "rank 1: LookupError: only here (while ", marks=pytest.mark.exhaustive),
-        pytest.param("stage_greedy", "oom", "rank 1: it ran out of memory", marks=pytest.mark.exhaustive),
-        pytest.param(
-            "stage_leaves", "crash", "rank 1: the worker exited with code 0 while ", marks=pytest.mark.exhaustive
-        ),
-        pytest.param("stage_hangs", "timeout", "rank 1: no answer after 15 s; it was", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_stage_that_fails_is_one_typed_record_that_names_its_rank_and_leaves_no_process(
-    plugin, tmp_path, toggle, status, reason
-):
-    limit = 15 if status == "timeout" else 180
-    reference = f"reference=[sdpa,adamw_foreach,padding,{toggle}]"
-    done = sweep(
-        *COMMON, "models=[tiny-llama]", FEED, f"timeout_s={limit}", reference, "ablations=[]", f"output={tmp_path}",
-        cwd=tmp_path, env=plugin,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (record,) = read_records(tmp_path)
-    assert record.status == status, record.reason
-    assert record.reason.startswith(reason)
-    assert record.rank == 1 and record.phases is None
-    deadline = time.monotonic() + 20
-    while workers_in(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not workers_in(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from lorabench.record.store import read_records, read_sessions
 from lorabench.run.ranks import Place, free_port, joined, notes_by_rank, slowest, spread_of, whole_batch
 
 COMMON = ("models=[tiny-llama]", "workload=8x256", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
+ONE_BY_ONE = "workload={alpaca: {samples: 8, batch_size: 1, seq_len: 64}}"
 
 
 def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin, tmp_path):
@@ -81,6 +82,43 @@ def test_notes_have_each_rank_s_bytes_of_what_divides_a_step_and_rank_0_s_of_all
     assert notes_by_rank([first, {}], ["pipe"]) == first, "one that says nothing"
 
 
+@pytest.mark.exhaustive
+def test_on_weights_in_4_bits_each_is_right_or_says_why_it_cannot_be(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    zero = [f"{{deepspeed_zero: {{stage: {n}}}}}" for n in (1, 2, 3)] if find_spec("deepspeed") else []
+    right = ["ddp", "ulysses", "pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", *zero[:2]]
+    few = ("models=[tiny-llama-8-layers]", ONE_BY_ONE, "trials=2", "reference=peft_nf4")
+    toggles = ",".join([*right, "fsdp2", "tensor_parallel", *zero[2:]])
+    done = sweep(*COMMON, *few, f"ablations=[{toggles}]", f"output={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = [record for record in read_records(tmp_path) if record.ablations]
+    ok = [record for record in records if record.status == "ok"]
+    assert len(ok) == len(right), [record.reason for record in records]
+    for record in ok:
+        assert record.numerics.grad_error < 1e-5 and "nf4_base" in record.notes
+    refused = {(record.ablations[0], record.status): record.reason for record in records if record.status != "ok"}
+    assert "a packed weight would stay whole on every rank" in refused.pop(("fsdp2", "conflict"))
+    assert "no tensor that transformers' plan can split" in refused.pop(("tensor_parallel", "conflict"))
+    for (_, status), reason in refused.items():
+        assert status == "unsupported" and reason.startswith(
+            "stage 3 divides plain weights; this model has a Params4bit"
+        )
+
+
+@pytest.mark.exhaustive
+def test_on_four_ranks_each_passes_the_gate(tmp_path):
+    zero = ",".join(f"{{deepspeed_zero: {{stage: {n}}}}}" for n in (1, 2, 3) if find_spec("deepspeed"))
+    toggles = f"[ddp,{{fsdp2: {{adapters: sharded}}}},[{{fsdp2: {{reshard: false}}}},lora_kernels],{zero}]"
+    few = ("world_size=4", "workload=8x64", "trials=2")
+    done = sweep(*COMMON, *few, f"ablations={toggles}", f"output={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    _, *records = read_records(tmp_path)
+    assert len(records) == 3 + 3 * bool(zero)
+    for record in records:
+        assert record.status == "ok", (record.ablations, record.reason)
+        assert record.numerics.grad_error < 1e-5 and record.ranks["candidate"].size == 4
+
+
 @pytest.mark.exhaustive  # in make test both arms are pipelines: see test_pipeline_ranks.py
 def test_ddp_against_itself_steps_on_both_ranks_in_both_arms(plugin, tmp_path):
     reference = "reference=[sdpa,adamw_foreach,padding,ddp]"
@@ -128,25 +166,46 @@ FAILURES = {
 }
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("how", FAILURES)
+PIPELINES = {
+    "pipeline_gpipe": (ONE_BY_ONE,),
+    "pipeline_1f1b": (ONE_BY_ONE,),
+    "pipeline_interleaved": (ONE_BY_ONE, "models=[tiny-llama-8-layers]"),
+    "pipeline_multi_adapter": ("workload=two_jobs",),
+}
+ON_GPUS = {"context_parallel": ("models=[smollm2-135m]", "weights=random", "workload=4x512", "dtype=bfloat16")}
+QUICK = ("pipeline_gpipe", "kill")
+needs_gpus = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: torch's ring has CUDA's operators alone"),
+]
+
+
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "how"),
     [
-        "ddp", "fsdp2", "{fsdp2: {adapters: sharded}}", "ulysses", "tensor_parallel",
-        *(pytest.param(f"{{deepspeed_zero: {{stage: {n}}}}}", marks=needs_deepspeed) for n in (1, 2, 3)),
+        pytest.param(strategy, how, marks=marks if (strategy, how) == QUICK else [*marks, pytest.mark.exhaustive])
+        for strategy, marks in [
+            *((name, []) for name in ("ddp", "fsdp2", "{fsdp2: {adapters: sharded}}", "ulysses", "tensor_parallel")),
+            *((f"{{deepspeed_zero: {{stage: {n}}}}}", [needs_deepspeed]) for n in (1, 2, 3)),
+            *((name, []) for name in PIPELINES),
+            *((name, needs_gpus) for name in ON_GPUS),
+        ]
+        for how in FAILURES
     ],
-)  # fmt: skip
+)
 def test_each_strategy_s_rank_that_fails_is_named(plugin, tmp_path, strategy, how):
-    fails_once(plugin, tmp_path, f"{strategy},{{rank_fails: {{how: {how}}}}}", *FAILURES[how])
+    """In a pipeline in the middle of its schedule, while the other rank waits for gradients."""
+    beside = "stage_fails" if strategy in PIPELINES else "rank_fails"
+    more = (PIPELINES | ON_GPUS).get(strategy, ())
+    fails_once(plugin, tmp_path, f"{strategy},{{{beside}: {{how: {how}}}}}", *FAILURES[how], *more)
 
 
-def fails_once(plugin, tmp_path, toggle, status, reason):
+def fails_once(plugin, tmp_path, toggle, status, reason, *more):
     """It is in both arms, so the reference meets it first. Only what hangs waits for the time-out."""
     limit = 15 if status == "timeout" else 180
     reference = f"reference=[sdpa,adamw_foreach,padding,{toggle}]"
     output = f"output={tmp_path}"
-    done = sweep(*COMMON, f"timeout_s={limit}", reference, "ablations=[]", output, cwd=tmp_path, env=plugin)
+    done = sweep(*COMMON, *more, f"timeout_s={limit}", reference, "ablations=[]", output, cwd=tmp_path, env=plugin)
     assert done.returncode == 0, done.stderr
     (record,) = read_records(tmp_path)
     assert record.status == status, record.reason
