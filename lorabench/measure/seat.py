@@ -416,7 +416,9 @@ class Seat:
         self.give_back()
 
     def give_back(self, collect: bool = True) -> None:
-        """Cached memory to the device, for another seat: see `memory.give_back`."""
+        """Cached memory to the device, for another seat: see `memory.give_back`. The last turn's results go too: a
+        library's nodes may hold activations for as long as the loss that they made is there."""
+        self._forget_turn()
         memory.give_back(self.device, collect)
 
 
@@ -457,5 +459,5 @@ def _inside(arm: Arm) -> Any:
 
 
 def _shortage(error: BaseException) -> str:
-    """What was asked for and what was free; torch's advice on its allocator is left out."""
-    return first_line(first_cause(error)).partition(" Including non-PyTorch")[0].removeprefix("CUDA out of memory. ")
+    """What was asked for, what was free and who holds how much; torch's advice on its allocator is left out."""
+    return first_line(first_cause(error)).partition(" Of the allocated memory")[0].removeprefix("CUDA out of memory. ")

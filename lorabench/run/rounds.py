@@ -145,7 +145,10 @@ class Rounds(Seats):
         idle = all(e.stack.is_reference and (e.turns or generations[0]) for e in everyone)
         if not everyone or (self.begun and idle):  # who came for their sake found no room
             return
-        self.trials_a_turn = trials_a_turn(everyone[0].warm_ms)  # the reference is the first of them
+        usual = everyone[0].warm_ms  # the reference is the first of them
+        self.trials_a_turn = trials_a_turn(usual)
+        if self._gives_back and usual < LONG_MS:  # a turn begins without memory: its first trial, which takes it, does
+            self.trials_a_turn = max(2, self.trials_a_turn)  # not count
         # Numbers of their own in each block: what was not in one round must not look as if it were.
         self.count = self._count(everyone)
         rounds = list(range(self.begun, self.begun + self.count))
@@ -306,7 +309,7 @@ class Rounds(Seats):
         if failed is not None and failed.status == "oom" and self._is_beside(seat, entry):
             seat.names.remove(entry.name)
             entry.turns = [turn for turn in entry.turns if turn.seat != seat.number]
-            self._crowd_out(entry)
+            self._crowd_out(entry, failed.reason)
             if seat.alone:
                 self._close(seat, judged=False)
             elif failed.spoilt:  # other ranks wait for the one that has failed

@@ -164,18 +164,18 @@ class Seats:
         """Whether anything else has a place on the device beside an arm in this seat."""
         return any(name != entry.name for name in seat.names) or any(s.names for s in self.seats if s is not seat)
 
-    def _crowd_out(self, entry: Entry) -> None:
+    def _crowd_out(self, entry: Entry, why: str = "") -> None:
         """An arm that ran out of memory beside others comes in a later block, unless it has had turns elsewhere. Where
         nobody was there but the reference and its twin, it comes without the twin, and then without either."""
         beside = {name for seat in self.seats for name in seat.names} - {entry.name}
         if all(self.entries[name].stack.is_reference for name in beside):
             entry.beside = () if entry.stack.alone else entry.beside[: len(beside) - 1]
-        self._put_off(entry)
+        self._put_off(entry, why)
 
-    def _put_off(self, entry: Entry) -> None:
+    def _put_off(self, entry: Entry, why: str = "") -> None:
         if entry not in self.crowded_out:
             self.crowded_out.append(entry)
-            self.tell(f"no room beside the others: {entry.name} comes in a later block")
+            self.tell(f"no room beside the others: {entry.name} comes in a later block{why and f' ({why})'}")
 
     def _planned_now(self, failed: Entry, todo: Sequence[Entry]) -> list[Entry]:
         """Who is still to be seated, where a design goes on without what did not apply: some need not be, others come
@@ -238,7 +238,7 @@ class Seats:
         elsewhere = any(entry.name in other.names for other in self.seats if other is not seat)
         if failed and failed.status == "oom" and self._is_beside(seat, entry):
             if gate or not elsewhere:  # else its rounds in the other seats stay
-                self._crowd_out(entry)
+                self._crowd_out(entry, failed.reason)
             return failed  # whatever else fails is the arm's, in any seat
         if failed:
             self._leave(entry, failed.status, *said_by(failed, answers))
@@ -425,9 +425,14 @@ class Seats:
         """Whether all seats fit only where each gives back what it has cached before the next one's turn."""
         return self._bytes([[self.entries[n] for n in seat.names] for seat in self.seats if seat.names]) > self._room
 
+    @property
+    def _gives_back(self) -> bool:
+        """Whether other processes need what one has cached."""
+        return len(self.seats) > 1 and self.machine.device == "cuda" and self._crowded
+
     def _give_back(self, seat: Seated) -> None:
         """Cached memory to the device, where other processes need it."""
-        if len(self.seats) > 1 and self.machine.device == "cuda" and self._crowded:
+        if self._gives_back:
             began = time.perf_counter()
             seat.desk.ask("give_back", False, ranks=self.family.ranks)
             self._over("other", time.perf_counter() - began)

@@ -123,6 +123,18 @@ def test_a_turn_holds_as_many_trials_as_a_tenth_of_a_second_and_the_first_does_n
     assert 1 <= MOST_TRIALS < 64
 
 
+@pytest.mark.parametrize("ms, crowded, trials", [(200.0, True, 2), (200.0, False, 1), (LONG_MS, True, 1)])
+def test_where_a_turn_begins_without_memory_its_first_trial_does_not_count(ms, crowded, trials, tmp_path, monkeypatch):
+    """Where all seats fit only if each gives back what it has cached: what takes it again is none of a step."""
+    monkeypatch.setattr(Rounds, "_crowded", crowded)
+    names = (REFERENCE, TWIN, "eager", "flex_attention")
+    script, gpu = Script(ms=dict.fromkeys(names, ms)), MACHINE.model_copy(update={"device": "cuda"})
+    found = alone_in_rounds(script, tmp_path, "eager", machine=gpu)
+    made = Counter((seat, name, rounds_of(numbers)) for seat, name, numbers in turns(script) for _ in numbers)
+    assert {record.status for record in found.values()} == {"ok"} and set(made.values()) == {trials}
+    assert {record.trials for record in found.values()} == {trials}
+
+
 def test_each_arm_has_a_turn_before_the_rounds_unless_its_trials_are_long(tmp_path):
     script = Script(
         ms={"eager": LONG_MS, "adamw": LONG_MS - 1, **dict.fromkeys((REFERENCE, TWIN, "adamw_fused"), 2000.0)}
@@ -214,7 +226,7 @@ def test_room_is_made_before_an_arm_of_several_ranks_is_prepared(dies, tmp_path)
     heard = [tuple(call[1:]) for call in script.heard]
     assert heard.index(("drop", "adamw")) < heard.index(("prepare", "ddp"))
     assert found["adamw"].status == "ok" and len(found["adamw"].rounds) == 12
-    assert "no room beside the others: adamw comes in a later block" in told
+    assert "no room beside the others: adamw comes in a later block" in told, "put off before it was tried"
 
 
 def test_an_arm_of_several_ranks_that_cannot_fit_waits_for_a_block_without_being_prepared(tmp_path):
