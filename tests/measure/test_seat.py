@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import cells, config, seat_of
 
 from lorabench.measure import fairness, trial
-from lorabench.measure.seat import Seat
+from lorabench.measure.seat import Ready, Seat
+from lorabench.plan.compose import plan
 
 
 class Arm:
@@ -89,3 +91,33 @@ def test_what_a_thread_computes_within_the_trials_of_one_arm_is_that_arm_s(withi
     seat.turn("own", [0], on=True)  # for another family: what was before it is no work beside its trials
     seat.compute()
     assert abs(seat.closing()["the thread helper"] - 0.1) < 0.05
+
+
+@pytest.mark.parametrize("toggle", ["lora_kernels", "fused_rms_norm", "gradient_checkpointing"])
+def test_nothing_of_a_dropped_arm_is_left(toggle, tmp_path):
+    cell = cells(f"ablations=[{toggle}]", "dtype=float32")[0]
+    seat, stack = seat_of(cell, tmp_path)
+    ready = seat.call("prepare", stack.name, stack)
+    assert isinstance(ready, Ready), ready
+    held = weakref.ref(seat.arms[stack.name].model)
+    seat.call("turn", stack.name, [1])
+    seat.call("drop", stack.name)
+    assert held() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("toggles", ["cuda_graph", "[lora_kernels,cuda_graph]", "torch_compile"])
+def test_an_arm_that_is_dropped_gives_its_memory_to_the_device(toggles, tmp_path):
+    """Other processes need it, captured graphs' pools above all. What may stay is what libraries keep for a process."""
+    wanted = config("models=[smollm2-135m]", "workload=4x512", "dtype=bfloat16", f"ablations=[{toggles}]", "trials=3")
+    machine = SimpleNamespace(device="cuda", dtype=lambda wanted: "bfloat16")
+    seat, stack = seat_of(plan(wanted, "cuda").cells[0], tmp_path, machine)
+    seat.give_back()
+    before = torch.cuda.memory_reserved()
+    ready = seat.call("prepare", stack.name, stack)
+    assert isinstance(ready, Ready), ready
+    seat.call("turn", stack.name, [1])
+    most = torch.cuda.memory_reserved()
+    seat.call("drop", stack.name)
+    left = torch.cuda.memory_reserved() - seat.base.nbytes
+    assert most - before > 1 << 30 and left - before < 256 << 20, (before, most, left)
