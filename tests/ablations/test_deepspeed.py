@@ -106,9 +106,10 @@ def test_the_least_that_a_rank_sends_is_a_gradient_and_an_adapter_and_in_stage_3
     frozen: Any = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
     frozen.ds_tensor = torch.zeros(500)
     made: Any = SimpleNamespace(
-        adapters=lambda: [("a", adapter)],
+        adapters=lambda step: [("a", adapter)],
         model=SimpleNamespace(parameters=lambda: [adapter, frozen]),
         step=SimpleNamespace(batches=[0, 0]),
+        steps=[None],
     )
     assert deepspeed.DeepspeedZero(stage=1).least(made, 2) == 400  # 2 (n-1)/n of 400 bytes
     assert deepspeed.DeepspeedZero(stage=3).least(made, 2) == 400 + 2 * 2000

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from helpers import MACHINE
+import pytest
+from helpers import MACHINE, cells
 
-from lorabench.contract.family import Stack
+from lorabench.contract.family import Family, Stack, families
 from lorabench.contract.machine import Machine
 from lorabench.measure.judging.witness import Observed
+from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.seat import Ended, Failed, Made, Ready
 from lorabench.measure.trial import Trial
-from lorabench.record.schema import ArmMemory
+from lorabench.record.schema import ArmMemory, ArmRecord
 from lorabench.record.store import read_sessions
+from lorabench.run.entries import UNLIMITED, Limits
+from lorabench.run.journal import Journal
 from lorabench.run.local_queue import LocalQueue
+from lorabench.run.rounds import Rounds
+from lorabench.run.runner import Runner
 
 PHASES = ("forward", "backward", "step")
 
@@ -24,6 +32,8 @@ PHASES = ("forward", "backward", "step")
 class Script:
     """Workers in whose seats it happens as it is written here: milliseconds of each arm's trials (10 where it is not
     named), what fails and when, bytes. `heard` is every call, in order."""
+
+    method = "spawn"
 
     def __init__(
         self, ms: dict[str, float] | None = None, room: float = 1e9, fails: dict[Any, Any] | None = None,
@@ -126,3 +136,61 @@ class ScriptedQueue(LocalQueue):
     def run(self, families: Any, watch: Any, *more: Any) -> Any:
         self.asked.append(list(families))
         yield from super().run(self.asked[-1], watch, *more)
+
+
+FOUR = "ablations=[eager,adamw,adamw_fused]"
+
+
+def runner(script: Script, folder: Path, journal: Journal | None = None, machine: Machine = MACHINE) -> Runner:
+    return Runner(script, machine, None, "session", 9.0, folder, journal=journal)  # type: ignore[arg-type]
+
+
+def family(*overrides: str) -> Family:
+    (found,) = families(cells("trials=12", *(overrides or (FOUR,))))
+    return found
+
+
+def measured(script: Script, folder: Path, *overrides: str) -> dict[str, ArmRecord]:
+    with runner(script, folder) as running:
+        return {record.arm: record for record in running.family(family(*overrides))}
+
+
+def alone_in_rounds(
+    script: Script, folder: Path, *candidates: str, machine: Machine = MACHINE, limits: Limits = UNLIMITED
+) -> dict[str, ArmRecord]:
+    """A family of these and of one arm that sits alone, in rounds."""
+    with runner(script, folder) as running:
+        rounds = Rounds(
+            family(f"ablations=[{','.join([*candidates, 'flex_attention'])}]"), machine, script, None, folder,  # type: ignore[arg-type]
+            folder / "log", 9.0, print, limits=limits,
+        )  # fmt: skip
+        rounds.run()
+        return {record.arm: record for record in running.drafts(rounds)}
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
+    """The budget's clock shows this."""
+    clock = SimpleNamespace(monotonic=now, perf_counter=time.perf_counter)
+    for file in ("rounds", "seats"):
+        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
+
+
+def turns(script: Script) -> list[tuple[int, str, tuple[int, ...]]]:
+    """Those that count."""
+    found = [(seat, rest[0], rest[1]) for seat, what, *rest in script.heard if what == "turn"]
+    return [turn for turn in found if rounds_of(turn[2]) >= 0]
+
+
+def rounds_of(numbers: tuple[int, ...]) -> int:
+    return numbers[0] // TURN % ROUNDS - 1
+
+
+def raising(error: BaseException, after: int = 0) -> Any:
+    """Raises at the call after so many, once."""
+    calls = iter(range(1000))
+
+    def call() -> None:
+        if next(calls) == after:
+            raise error
+
+    return call
