@@ -7,7 +7,8 @@
 over the same stack without it, both held against one reference in one folder; the geometric mean of all such pairs.
 A toggle that divides the work among GPUs is left out: its gain grows with their number. So is one that took the place
 of another in the reference, but for what every reference has: checkpoints in place of checkpoints do not gain on none.
-Nothing is taken from where the reference differed from itself by more than NOISE.
+Nothing is taken from where the reference differed from itself by more than NOISE, nor of a person's own model: its
+config.json, which says how large it is, is not published.
 `start_s` is how many seconds longer it took beside its trials; the median.
 """
 
@@ -32,6 +33,7 @@ from lorabench.report.analysis import Analysis
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 EVERY = ("sdpa", "adamw_fused", "padding")  # whose slots every reference fills
 NOISE = 0.5  # how far a reference may be from itself, as a share: what was measured beside another says nothing
+OWN_MODEL = "case"  # what benchmarks/recommend_case.py calls its model
 TAKES_AWAY = "no_gradient_checkpointing"  # it is held against checkpoints, and against nothing else
 HEAD = "# Made by benchmarks/expected_gains.py from results/, which says what the fields are.\n"
 
@@ -51,7 +53,7 @@ def found() -> dict[str, dict[str, list[Seen]]]:
         analysis = Analysis.read(path.parent)
         groups: dict[Any, list[Record]] = defaultdict(list)
         for record in analysis.records:
-            if record.kind == "train" and record.status == "ok":
+            if record.kind == "train" and record.status == "ok" and record.model != OWN_MODEL:
                 groups[record.model, record.workload, frozenset(record.reference)].append(record)
         for (name, _, reference), records in groups.items():
             floors = [analysis.row(record)["noise_floor"] for record in records if record.is_noise_floor]

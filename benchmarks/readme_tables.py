@@ -472,7 +472,7 @@ SUITES: dict[str, Sequence[str]] = {
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_70b_setting", "_kernels")},
     **{f"lorafusion_pipeline{one}": JOBS for one in ("_ours", "_three")},
-    **dict.fromkeys(("lorafusion_jobs", "lorafusion_over_mlora"), JOBS),
+    **dict.fromkeys(("lorafusion_jobs", "lorafusion_jobs_large", "lorafusion_over_mlora"), JOBS),
     **{f"long_context_{one}": STEPS for one in ("8k", "8k_peers", "8k_unsloth", "32k", "64k", "128k")},
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     **dict.fromkeys(("prequantized_loading", "h100/prequantized_loading"), READ),

@@ -12,7 +12,8 @@ from lorabench.report.analysis import Analysis
 from lorabench.report.rerun import rerun
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-FOLDERS = sorted(path.parent for path in RESULTS.rglob("records.jsonl"))
+OWN = {"recommend_1_7b", "recommend_1_7b_by_hand"}  # of a person's config.json and chats, which are not published
+FOLDERS = sorted(path.parent for path in RESULTS.rglob("records.jsonl") if path.parent.name not in OWN)
 EVERY = 12  # records: composing takes a quarter of a second
 
 
