@@ -201,7 +201,9 @@ class Seat:
             kept = self.base.nbytes
             self.tell(f"building {name}")
             arm = of_kind.build(request.own())
-            self._let_go(arm)
+            if self._let_go(arm):
+                request = replace(request, base=self.base)  # else it would hold the one that went
+                self.give_back()
         with _seconds(into, "warmup"):
             self.tell(f"warming up {name}")
             ops, handed = Counter[str](), {}
@@ -241,14 +243,15 @@ class Seat:
             self.give_back()
         return into
 
-    def _let_go(self, arm: Arm) -> None:
+    def _let_go(self, arm: Arm) -> bool:
         """A part of a model of which no arm here uses the half, each having made weights of its own of it, goes: of the
-        70B it is as large as what an arm needs. What is still used is the arm's own from here on."""
+        70B it is as large as what an arm needs. What is still used is the arm's own from here on. Whether it went."""
         divided = any(ablation.leaves_out for ablation in arm.ablations)
         used = max(self.base.bytes_of(one.model) for one in (arm, *self.arms.values()))
-        if divided and 2 * used < self.base.nbytes:
+        goes = divided and 2 * used < self.base.nbytes
+        if goes:
             self.base, self.written = Base(self.base.folder), ""
-            self.give_back()
+        return goes
 
     def _gate(self, stack: Stack, into: Ready) -> None:
         """Before the arm is built and timed. Raises WrongNumerics."""

@@ -13,22 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PEFT, arm, random_samples, request
+from helpers import PEFT, arm, config, random_samples, request
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from several_jobs import jobs_arm, multi_adapter
 from several_ranks import compare, on_ranks
 
 from lorabench.contract.ablation import Unsupported
+from lorabench.contract.family import Family
 from lorabench.contract.ranks import ONE, Ranks
 from lorabench.contract.workload import Workload
-from lorabench.measure import build, parted_weights
+from lorabench.measure import build, parted_weights, trial
 from lorabench.measure.base import Base
 from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.kind import kind
-from lorabench.measure.seat import Seat
+from lorabench.measure.seat import Seat, Seating
 from lorabench.plan import registry
-from lorabench.plan.compose import load_config, model
+from lorabench.plan.compose import load_config, model, plan
 from lorabench_ablations import pipeline_stages
 from lorabench_ablations.pipeline import _even
 from lorabench_ablations.pipeline_step import save_adapter
@@ -352,12 +353,12 @@ def let_go(ranks, folder):
     Base is empty behind the second where the first sits beside it, and where it does not; and the second's loss."""
     found, halves = [], {"pipeline_1f1b": {"layers": [LAYERS // 2] * 2}}  # else by what a layer takes on a busy machine
     for beside in (True, False):
-        seat: Any = SimpleNamespace(base=Base(folder), written="sum", arms={}, give_back=lambda: None)
+        seat: Any = SimpleNamespace(base=Base(folder), written="sum", arms={})
         if beside:
             seat.arms["plain"] = deep(halves, ranks=ranks, base=seat.base)
         ours = deep(halves, "lora_kernels", ranks=ranks, base=seat.base)
-        Seat._let_go(seat, ours)
-        found.append(seat.base.nbytes == 0 and seat.written == "")
+        found.append(Seat._let_go(seat, ours))
+        assert found[-1] == (seat.base.nbytes == 0 and seat.written == "")
     Seat._check_base(seat)
     deep("pipeline_gpipe", ranks=ranks, base=seat.base)  # fills it again, which is no write
     Seat._check_base(seat)
@@ -369,6 +370,35 @@ def test_a_part_of_a_model_that_no_arm_uses_goes(tmp_path):
     answers = on_ranks(2, tmp_path, let_go, tmp_path)
     assert [found for found, _ in answers] == [[False, True]] * 2
     assert [loss for _, loss in answers] == [pytest.approx(one_step(deep("padding")).loss, rel=1e-5)] * 2
+
+
+def prepared(ranks, folder):
+    """Bytes of each Base that is alive while an arm on our kernels is warmed up in a seat."""
+    made, found, begin, warm = [], [], Base.__init__, trial.warm_up
+
+    def counted(self, *given):
+        made.append(weakref.ref(self))
+        begin(self, *given)
+
+    def warmed(*given):
+        found.extend(base().nbytes for base in made if base() is not None)
+        return warm(*given)
+
+    Base.__init__, trial.warm_up = counted, warmed
+    arms = "ablations=[[{pipeline_1f1b: {layers: [4, 4]}},lora_kernels]]"
+    wanted = config(f"models=[{DEEP}]", "workload=2x16", "world_size=2", arms, "dtype=float32", "trials=3")
+    cell = plan(wanted, "cpu").cells[-1]
+    machine: Any = SimpleNamespace(device="cpu", dtype=lambda wanted: "float32")
+    family = Family((cell,))
+    seat = Seat(Seating(family, machine, False, None, str(folder)), lambda text: None, ranks)
+    seat.open()
+    seat.prepare("ours", family.stacks[-1], gate=False)
+    return found
+
+
+def test_nothing_of_a_part_that_went_is_held_while_its_arm_is_measured(tmp_path):
+    """The request for the arm had held the 70B's, 36 GB, so that its twin found no room (2026-11-27)."""
+    assert on_ranks(2, tmp_path, prepared, tmp_path) == [[0]] * 2
 
 
 def read(ranks, folder, name):
