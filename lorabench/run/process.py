@@ -31,7 +31,7 @@ from lorabench.run.signals import uninterrupted
 
 POLL_S = 0.2
 ABORTED = signal.SIGABRT.name
-COLLECTIVES, LIBRARY = (b"torch/distributed", b"nn/parallel/distributed"), (b"/torch/",)
+COLLECTIVES, LIBRARY = (b"torch/distributed", b"nn/parallel/distributed"), (b"/torch/", b"/deepspeed/")
 # Seconds that the runner's clock may see beside the trials: of each for its messages, of a turn for a busy machine that
 # lets one of them wait.
 SLACK_S, ONCE_S = 0.05, 0.1
