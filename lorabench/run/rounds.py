@@ -92,9 +92,9 @@ class Rounds(Seats):
             for seat in list(self.seats):
                 self._close(seat)
             self.spare = []
-            waiting = [e for e in self.crowded_out if e.ok and not e.turns and not self._late(e) and self._has_time()]
+            waiting = [e for e in self.crowded_out if e.ok and not e.turns and not self._late(e)]
             self.crowded_out = []
-            if not waiting or self.stopped or time.monotonic() > self.limits.stop_at:
+            if not waiting or self.stopped or not self._has_time():
                 break
             self._empty()
             generations = self._next_block(waiting)
@@ -104,14 +104,13 @@ class Rounds(Seats):
 
     def _has_time(self) -> bool:
         """Whether a block can come to a verdict in what is left of the time, by what the reference has taken until its
-        first round, but for the gate, and by its trials."""
-        reference = self.entries[REFERENCE]
-        if not (reference.ok and reference.turns):
-            return True
-        until = sum(reference.seconds.get(part, 0.0) for part in ("build", "warmup", "profile"))
-        until /= len({turn.seat for turn in reference.turns})
-        rounds = LEAST_ROUNDS * self.trials_a_turn * reference.warm_ms / 1000
-        return time.monotonic() + until + rounds <= self.limits.stop_at
+        first round, but for the gate, and by its trials; whether any time is left, where it has none."""
+        reference, needed = self.entries[REFERENCE], 0.0
+        if reference.ok and reference.turns:
+            until = sum(reference.seconds.get(part, 0.0) for part in ("build", "warmup", "profile"))
+            rounds = LEAST_ROUNDS * self.trials_a_turn * reference.warm_ms / 1000
+            needed = until / len({turn.seat for turn in reference.turns}) + rounds
+        return time.monotonic() + needed <= self.limits.stop_at
 
     def _next_block(self, waiting: list[Entry]) -> Generations:
         """Arms that did not fit beside the others: with the reference and its twin, or one of them with as much of the
