@@ -180,6 +180,7 @@ class Unsloth(Peer):
         "checkpointing": "Unsloth has its own, which is left off here",
         **dict.fromkeys(ATTENTION, "Unsloth picks its attention itself"),
     }
+    keeps_weights: ClassVar[bool] = True  # those that our loader gives it
     decides: ClassVar[tuple[str, ...]] = ("attention",)  # flash-attn's, else xformers', else SDPA: what is installed
     distributions: ClassVar[tuple[str, ...]] = ("unsloth", "unsloth_zoo")
 

@@ -168,7 +168,7 @@ class Ablation:
     switches: ClassVar[tuple[str, ...]] = ()  # torch's own that it sets for its process (contract/switches.py)
     parallel: ClassVar[bool] = False  # its arm steps on `world_size` processes, one a GPU
     one_rank: ClassVar[bool] = False  # with `parallel`: on one process it shows what its machinery costs
-    keeps_weights: ClassVar[bool] = False  # `prepare` leaves the frozen weights as they are: arms may share them
+    keeps_weights: ClassVar[bool] = False  # `prepare`, `build` leave frozen weights as they are: arms may share them
     leaves_out: ClassVar[bool] = False  # `divide` leaves modules out and all else as it is: arms may share the rest
     process_a_job: ClassVar[bool] = False  # with `parallel`: on one process a job of the workload, all on the first GPU
     tolerance: ClassVar[Tolerance | None] = None

@@ -46,8 +46,8 @@ def recipe(spec: ModelSpec, seed: int, dtype: torch.dtype, load: Mapping[str, An
 def replaces_weights(ablation: Ablation) -> bool:
     """Whether a toggle may make other frozen weights than those of the recipe before the adapters are put on."""
     own = type(ablation)
-    prepares = own.prepare is not Ablation.prepare and not own.keeps_weights
-    return ablation.changes_weights or prepares or own.build is not Ablation.build
+    makes = own.prepare is not Ablation.prepare or own.build is not Ablation.build
+    return ablation.changes_weights or (makes and not own.keeps_weights)
 
 
 class Base:

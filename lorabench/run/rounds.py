@@ -136,10 +136,9 @@ class Rounds(Seats):
 
     def _play(self, generations: Generations) -> None:
         """The rounds of who is seated. `generations`: who sits alone, one after the other for a part of the rounds."""
-        if not generations:
-            self._make_room([])
-            generations = [[]]
-        own = [seat for entry, seat in generations[0] if self._seated(entry, seat)]
+        generations = generations or [[]]
+        own = self._seated(generations[0])
+        self._make_room()
         everyone = self._ready()
         idle = all(e.stack.is_reference and (e.turns or generations[0]) for e in everyone)
         if not everyone or (self.begun and idle):  # who came for their sake found no room
@@ -164,7 +163,7 @@ class Rounds(Seats):
             self.uuid, lambda: {rank.process.pid or 0 for seat in self.seats for rank in seat.desk.ranks}
         ) as sampler:
             for part, seated in zip(parts, generations, strict=True):
-                own = own or [seat for entry, seat in seated if self._seated(entry, seat)]
+                own = own or self._seated(seated)
                 self._warm()
                 for number in part:
                     # The ends have to fit into what there is of time, but for the sake of a verdict.

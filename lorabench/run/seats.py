@@ -36,7 +36,8 @@ from lorabench.run.journal import Journal
 from lorabench.run.process import Lost, Workers
 from lorabench.run.ranks import notes_by_rank, on_one_gpu, whole_batch
 
-Generations = list[list[tuple[Entry, Seated]]]
+# Who sits alone, a generation behind the other; None: its process is opened when its turn comes.
+Generations = list[list[tuple[Entry, Seated | None]]]
 EDGE_S = 600.0  # in which the edge of an arm's memory is looked for
 ROOMY = 0.9  # share of a GPU's memory that may be used
 
@@ -147,7 +148,7 @@ class Seats:
             if not entry.stack.is_reference and self._late(entry):
                 continue
             if entry.stack.ranks > 1:  # a rank without room leaves the others waiting for it: all would begin anew
-                self._make_room([])
+                self._make_room()
                 seat = seat.now  # which an arm may have ended on leaving
                 if self._is_beside(seat, entry) and not self._fits(1):
                     self._crowd_out(entry)
@@ -315,20 +316,24 @@ class Seats:
         entries = [e for e in (*again, *alone) if e.ok and not self._late(e)]
         self._all_give_back()
         generations = min(PROCESSES, self.family.rounds)
-        while len(self.spare) < generations * len(entries):
+        everyone = generations * len(entries)
+        # Where nobody sits, an arm would run out of memory beside its own other processes and look as if it were alone.
+        seated = self._ready() if self.entries[REFERENCE].ready else []
+        like_the_reference = [[self.entries[REFERENCE]]] * everyone
+        at_once = bool(seated) and beside and self._bytes([seated, *like_the_reference]) <= self._room
+        now = everyone if at_once or self._fits(len(entries), 1 + everyone) else len(entries)
+        while len(self.spare) < now:
             self._spare()
         for seat in list(self.spare):
             if self._opened(seat):
                 self._close(seat, judged=False)
                 self.spare.remove(seat)
                 self._spare()
-        made = [[(entry, self.spare.pop(0)) for entry in entries] for _ in range(generations)]
-        every = [pair for generation in made for pair in generation]
-        like_the_reference = [[self.entries[REFERENCE]] for _ in every]
-        # Where nobody sits, an arm would run out of memory beside its own other processes and look as if it were alone.
-        seated = self._ready() if self.entries[REFERENCE].ready else []
-        if seated and beside and self._bytes([seated, *like_the_reference]) <= self._room:
-            self._side_by_side(every, meanwhile)
+        made: Generations = [
+            [(entry, self.spare.pop(0) if self.spare else None) for entry in entries] for _ in range(generations)
+        ]
+        if at_once:
+            self._side_by_side([(e, seat) for generation in made for e, seat in generation if seat], meanwhile)
         else:
             meanwhile()
             self._all_give_back()
@@ -362,16 +367,20 @@ class Seats:
         for (name, part), seconds in spent.items():
             self.entries[name].seconds[part] -= seconds * (1 - share)
 
-    def _seated(self, entry: Entry, seat: Seated) -> bool:
-        """Prepare an arm in its seat, where that is not done; whether it sits there."""
-        if entry.ok and not seat.names and entry not in self.crowded_out:
-            self._prepare(seat, entry, entry.ready is None, self._offered())
-            self._give_back(seat)
-        if not (entry.ok and seat.names):
+    def _seated(self, generation: Sequence[tuple[Entry, Seated | None]]) -> list[Seated]:
+        """Prepare these arms in their seats, where that is not done; the seats in which one sits."""
+        waiting = [(e, seat) for e, seat in generation if e.ok and e not in self.crowded_out]
+        for _ in range(sum(seat is None for _, seat in waiting)):
+            self._spare()
+        pairs = [(entry, seat or self.spare.pop(0)) for entry, seat in waiting]
+        for entry, seat in pairs:
+            if entry.ok and not seat.names and entry not in self.crowded_out and not self._opened(seat):
+                self._prepare(seat, entry, entry.ready is None, self._offered())
+                self._give_back(seat)
+            seat.active = entry.ok and bool(seat.names)
+        for seat in [seat for _, seat in (*generation, *pairs) if seat and not seat.active]:
             self._close(seat, judged=False)
-            return False
-        seat.active = True
-        return True
+        return [seat for _, seat in pairs if seat.active]
 
     def _active(self) -> list[Seated]:
         return [seat for seat in self.seats if seat.active]
@@ -388,24 +397,33 @@ class Seats:
         found = shared.desk.ask("offer")[0] if shared else None
         return found if isinstance(found, bytes) else None
 
-    def _make_room(self, alone: Sequence[Entry]) -> None:
-        """Arms that keep most between two turns (captured graphs' pools) leave for a later block, until the largest
-        step fits beside what all others keep. One that will sit alone is taken to keep what the reference does."""
+    def _make_room(self, alone: Sequence[Entry] = ()) -> None:
+        """Until the largest step fits beside what all others keep: processes that only wait for later generations end,
+        and arms that keep most between two turns (captured graphs' pools, weights of their own) leave for a later
+        block. One that will sit alone (`alone`) is taken to keep what the reference does."""
         more = len(alone) + 1 if alone else 0  # and the reference again
-        while not self._fits(more, processes=more):
+        while not self._fits(more, 1 + more):
+            if len(self.spare) > more:
+                self._close(self.spare.pop(), judged=False)
+                continue
             keeping = [e for e in self._ready() if not e.stack.is_reference and e.ready and e.ready.own_bytes]
             if len(keeping) < (1 if alone else 2):  # the last one stays: a block has to come to something
                 return
             most = max(keeping, key=lambda e: e.ready.own_bytes if e.ready else 0)
-            self._dismiss(next(seat for seat in self.seats if most.name in seat.names), most)
+            for seat in [seat for seat in self.seats if most.name in seat.names]:
+                if seat.alone:
+                    self._close(seat, judged=False)
+                else:
+                    self._dismiss(seat, most)
             self._put_off(most)
 
-    def _fits(self, more: int, processes: int = 0) -> bool:
+    def _fits(self, more: int = 0, processes: int = 1) -> bool:
         """Whether the largest step fits beside what all arms keep, and what so many more would keep that are like the
-        reference, in so many more processes."""
+        reference, with at least so many processes."""
         ready = self._ready()
         like = sum(e.ready.own_bytes for e in ready if e.name == REFERENCE and e.ready)
-        return self._bytes([ready]) + more * like + processes * CONTEXT <= self._room
+        others = max(len(self.seats), processes) - 1  # each has a context, be it that it imports a package
+        return self._bytes([ready]) + more * like + others * CONTEXT <= self._room
 
     def _bytes(self, seats: Sequence[Sequence[Entry]]) -> float:
         """Bytes on the device with these arms in these seats: what each holds, of each seat the largest peak beside."""

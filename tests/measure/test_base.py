@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from helpers import PEFT, request
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lorabench.contract.ablation import Ablation
@@ -170,6 +171,15 @@ class Builds(Own):
         return None
 
 
+class Keeps(Own):
+    """As Unsloth does: its loader is given our model."""
+
+    keeps_weights: ClassVar[bool] = True
+
+    def build(self, blueprint: Any) -> nn.Module | None:
+        return get_peft_model(blueprint.base(), LoraConfig(**blueprint.adapter["config"]))
+
+
 class Changes(Own):
     changes_weights: ClassVar[bool] = True
 
@@ -200,6 +210,12 @@ def test_an_arm_of_other_weights_has_its_own(base, other):
     made = build(base, *PEFT, **OTHERS[other])
     assert not storages(made.model) & base._storages() and base.bytes_of(made.model) == 0
     assert base.checksum() == before
+
+
+def test_a_loader_of_its_own_that_keeps_the_weights_shares_them(base):
+    build(base, *PEFT)
+    made = build(base, *PEFT, added=[Keeps()])
+    assert storages(made.model) & base._storages() == base._storages()
 
 
 def test_a_rank_of_several_shares_what_its_own_device_holds(base):

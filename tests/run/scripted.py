@@ -97,7 +97,7 @@ class Seat:
         ms = self.script.ms.get(name, 10.0)
         own = self.script.ready(name)
         self.jobs = list(own.evidence)
-        return replace(own, phases=PHASES, warm_ms=[ms] * 3, memory=ArmMemory(), applied={"eager": 1})
+        return replace(own, phases=PHASES, warm_ms=[ms] * 3, memory=own.memory or ArmMemory(), applied={"eager": 1})
 
     def turn(self, name: str, numbers: list[int], on: bool, each: bool, ranks: int) -> list[Any]:
         script = self.script

@@ -6,11 +6,12 @@ from dataclasses import asdict, replace
 
 import pytest
 from helpers import MACHINE
-from run.scripted import Script, family, measured, raising, runner
+from run.scripted import Script, alone_in_rounds, family, measured, raising, runner
 
 from lorabench.contract.family import REFERENCE, TWIN
 from lorabench.contract.memory_fit import Edge
 from lorabench.measure.seat import Ready
+from lorabench.record.schema import ArmMemory
 from lorabench.run.process import Lost
 
 
@@ -61,6 +62,41 @@ def test_an_arm_of_several_ranks_that_cannot_fit_waits_for_a_block_without_being
     assert len(found[TWIN].rounds) == 12
     prepared = [(seat, *rest) for seat, what, *rest in script.heard if what == "prepare"]
     assert prepared[:4] == [(1, REFERENCE), (1, TWIN), (2, REFERENCE), (2, "ddp")]
+
+
+CROWDED = MACHINE.model_copy(update={"gpu": {"memory_bytes": 100e9}, "cores": 64})  # of which 90 may be used
+
+
+def _of(keeps: dict[str, float]) -> Script:
+    """Arms of trials that the reference again alone is worth a seat for; what they keep, in GB (1 where not named), and
+    60 that each takes for its step."""
+
+    def ready(name: str) -> Ready:
+        own = int(1e9 * keeps.get(name, 1.0))
+        return Ready(own_bytes=own, memory=ArmMemory(static=own, peak=own + int(60e9)))
+
+    return Script(dict.fromkeys((REFERENCE, TWIN, "eager", "flex_attention"), 150.0), ready=ready)
+
+
+def test_what_sits_alone_and_turns_out_to_keep_too_much_comes_in_a_later_block(tmp_path):
+    """With weights of its own: before it is prepared it is taken to keep what the reference does."""
+    script = _of({"flex_attention": 30.0})
+    found = alone_in_rounds(script, tmp_path, "eager", machine=CROWDED)
+    assert {name: record.status for name, record in found.items()} == dict.fromkeys(found, "ok")
+    alone, beside = found["flex_attention"], found["eager"]
+    assert len(alone.rounds) == len(beside.rounds) == 12 and not set(alone.rounds) & set(beside.rounds)
+    assert len(set(alone.seats)) == 4
+
+
+@pytest.mark.parametrize(("keeps", "processes"), [(1.0, 9), (22.0, 5)])
+def test_processes_wait_for_later_generations_only_where_there_is_room_for_them(keeps, processes, tmp_path):
+    """Each has a context on the device from its imports on."""
+    script, there = _of({"eager": keeps}), list[int]()
+    script.fails[("turn", "eager")] = lambda: there.append(sum(not seat.closed for seat in script.seats))
+    found = alone_in_rounds(script, tmp_path, "eager", machine=CROWDED)
+    assert there[0] == processes
+    assert {len(found[name].rounds) for name in (REFERENCE, "eager", "flex_attention")} == {12}
+    assert len(set(found["flex_attention"].seats)) == 4
 
 
 def test_out_of_memory_is_said_of_an_arm_that_was_alone(tmp_path):
