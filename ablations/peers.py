@@ -180,7 +180,7 @@ class Unsloth(Peer):
         "checkpointing": "Unsloth has its own, which is left off here",
         **dict.fromkeys(ATTENTION, "Unsloth picks its attention itself"),
     }
-    keeps_weights: ClassVar[bool] = True  # those that our loader gives it
+    keeps_weights: ClassVar[bool] = True  # but for the embedding's, of which it gets a copy
     decides: ClassVar[tuple[str, ...]] = ("attention",)  # flash-attn's, else xformers', else SDPA: what is installed
     distributions: ClassVar[tuple[str, ...]] = ("unsloth", "unsloth_zoo")
 
@@ -224,12 +224,16 @@ def silence_unsloth() -> None:
 
 @contextmanager
 def _instead_of_reading(base: Callable[[], nn.Module]) -> Iterator[None]:
-    """Within, `AutoModelForCausalLM.from_pretrained` gives `base()`: all that Unsloth does around it stays its own."""
+    """Within, `AutoModelForCausalLM.from_pretrained` gives `base()`: all that Unsloth does around it stays its own. The
+    embedding is a copy, because Unsloth zeroes the padding token's row, and other arms share the weights."""
     from transformers import AutoModelForCausalLM
 
     def give(*args: Any, **kwargs: Any) -> nn.Module:
         replaced.stop()  # `base` may read real weights
-        return base()
+        model: Any = base()
+        embedding = model.get_input_embeddings().weight
+        embedding.data = embedding.data.clone()
+        return model
 
     replaced = patch.object(AutoModelForCausalLM, "from_pretrained", give)
     replaced.start()
