@@ -30,7 +30,7 @@ from lorabench.record.schema import (
     Record,
     Shown,
 )
-from lorabench.run.entries import UNLIMITED, Entry, Limits, Replan, Staying, Suspicion, as_planned
+from lorabench.run.entries import NO_TIME, UNLIMITED, Entry, Limits, Replan, Staying, Suspicion, as_planned
 from lorabench.run.journal import INTERRUPTED, Journal
 from lorabench.run.process import LOG_TAIL, Workers, log_of
 from lorabench.run.rounds import Rounds
@@ -122,7 +122,7 @@ class Runner:
             self._forget_logs(family)
         made, family = self.drafts(rounds), rounds.family
         disturbed = {e.name for e in rounds.entries.values() if e.disturbed and not e.ok and not e.stack.is_reference}
-        if disturbed and again:
+        if disturbed and again and time.monotonic() <= self.limits.stop_at:
             tell(f"once more: {', '.join(sorted(disturbed))}")
             self.number += 1
             cells = tuple(c for c in family.cells if family.names(c) & disturbed)
@@ -134,12 +134,17 @@ class Runner:
         return made
 
     def _apart(self, tell: Tell, reason: str, rounds: Rounds) -> list[ArmRecord]:
-        """In halves, and those in halves, until it is known who did it: the others keep their rounds together."""
+        """In halves, and those in halves, until it is known who did it: the others keep their rounds together. Not
+        after the time is up."""
         family = rounds.family
         if len(family.cells) == 1:
             for entry in rounds.entries.values():
                 if entry.stack.role == "candidate" or len(rounds.entries) <= 2:
                     entry.leave("untrusted", reason)
+            return self.drafts(rounds)
+        if time.monotonic() > self.limits.stop_at:
+            for entry in rounds.entries.values():
+                entry.leave("timeout", NO_TIME)
             return self.drafts(rounds)
         tell(f"again in halves: {reason}")
         middle = (len(family.cells) + 1) // 2

@@ -18,7 +18,7 @@ from lorabench.measure.seat import Failed, Ready
 from lorabench.measure.trial import MOST_TRIALS
 from lorabench.record.pairs import Siblings
 from lorabench.record.schema import INTERRUPTED, ArmRecord
-from lorabench.run.entries import NO_TIME, Limits
+from lorabench.run.entries import NO_TIME, UNLIMITED, Limits
 from lorabench.run.journal import JOURNAL, Journal, Turn
 from lorabench.run.process import Lost
 from lorabench.run.rounds import LEAST_ROUNDS, LONG_MS, Rounds
@@ -428,6 +428,22 @@ def test_nobody_stays_where_something_was_wrong_at_the_end(tmp_path):
     first, then = one_after_the_other(script, tmp_path, family("ablations=[eager]"), family("ablations=[adamw]"))
     assert first["eager"].status == "crash" and {record.status for record in then.values()} == {"ok"}
     assert [name for seat, name in prepared(script) if seat == 2] == [REFERENCE, TWIN, "adamw"]
+
+
+@pytest.mark.parametrize(("left", "opened"), [(True, 3), (False, 1)])
+def test_who_did_something_wrong_is_looked_for_only_while_there_is_time(left, opened, tmp_path):
+    """In halves, from the start: all rounds once more."""
+    wrong = raising(Lost("crash", "a toggle ended it", None, None))
+
+    def closing() -> None:
+        running.limits = UNLIMITED if left else Limits(stop_at=0.0)
+        wrong()
+
+    script = Script(fails={("closing",): closing})
+    with runner(script, tmp_path) as running:
+        found = running.family(family("ablations=[eager,adamw]"))
+    assert script.opened == opened
+    assert {(r.status, r.reason) for r in found} == {("ok", None) if left else ("timeout", NO_TIME)}
 
 
 def test_an_arm_that_ends_a_seat_which_stayed_takes_nobody_along(tmp_path):
