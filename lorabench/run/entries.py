@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -84,9 +83,14 @@ class Entry:
 
     @property
     def warm_ms(self) -> float:
-        """What a trial takes, by the last of the warm-up."""
+        """What a trial takes: the shortest of the last, because others may have been prepared beside it."""
         assert self.ready is not None
-        return statistics.median(self.ready.warm_ms[-3:])
+        return min(self.ready.warm_ms[-3:])
+
+    def warmed(self, ms: float) -> None:
+        """One more trial that does not count."""
+        assert self.ready is not None
+        self.ready.warm_ms.append(ms)
 
     def spent(self, part: str, seconds: float) -> None:
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds

@@ -77,16 +77,17 @@ class Rounds(Seats):
         alone = [e for e in self.entries.values() if e.stack.alone]
         if alone and all(e.stack.role == "reference" for e in shared):
             shared = []  # it sits alone too, and nobody shares a seat with it
-        slow = [e for e in shared if e.stack.slow_start] if alone else []
         first = None
         if shared:
             first = self._taken_over() or self._open(alone=False)  # seat 0: what it holds most rows are of
         else:
             self._empty()
-        for _ in range(min(self.machine.cores - 1, PROCESSES * (len(alone) + 1)) if alone else 0):
+        for _ in range(min(2 * (self.machine.cores - 1), PROCESSES * (len(alone) + 1)) if alone else 0):
             self._spare()
-        self._sit_together([e for e in shared if e not in slow], first)
-        generations = self._sit_beside(slow, alone) if alone else []
+        # The others of that seat sit down beside those that sit alone: all these need is the reference's base.
+        rest = [e for e in shared if not e.stack.is_reference] if alone else []
+        self._sit_together([e for e in shared if e not in rest], first)
+        generations = self._sit_alone(alone, rest) if alone else []
         while True:
             self._play(generations)
             for seat in list(self.seats):
@@ -128,17 +129,12 @@ class Rounds(Seats):
 
     # ---- rounds
 
-    def _sit_beside(self, slow: list[Entry], alone: list[Entry]) -> Generations:
-        """Seat those that sit alone, and meanwhile, with the others, those for which the host compiles."""
-        self._make_room(alone)
-        shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
-        return self._sit_alone(alone, lambda: self._sit_together(slow, shared))
-
     def _play(self, generations: Generations) -> None:
         """The rounds of who is seated. `generations`: who sits alone, one after the other for a part of the rounds."""
         generations = generations or [[]]
         own = self._seated(generations[0])
         self._make_room()
+        self._warm()
         everyone = self._ready()
         idle = all(e.stack.is_reference and (e.turns or generations[0]) for e in everyone)
         if not everyone or (self.begun and idle):  # who came for their sake found no room
@@ -211,7 +207,8 @@ class Rounds(Seats):
             for name in [n for n in seat.names if self.entries[n].warm_ms < LONG_MS]:
                 began, entry = time.perf_counter(), self.entries[name]
                 with contextlib.suppress(Left):
-                    self._tried(seat, entry, self._number(BEFORE, 0), False)
+                    answers = self._tried(seat, entry, self._number(BEFORE, 0), False)
+                    entry.warmed(max(made[-1].trial.total_ms for made in answers))
                 if seat not in self.seats:  # it was started again without this arm: all of the new one's turns
                     break
                 self._give_back(seat)

@@ -306,21 +306,23 @@ class Seats:
         except Lost:
             self._again(seat)
 
-    def _sit_alone(
-        self, alone: Sequence[Entry], meanwhile: Callable[[], None] = lambda: None, beside: bool = True
-    ) -> Generations:
+    def _sit_alone(self, alone: Sequence[Entry], rest: Sequence[Entry] = (), beside: bool = True) -> Generations:
         """Fresh processes for each arm that sits alone, and (`beside`) for the reference again: one in each generation,
         of which one after the other takes its part of the rounds. All are prepared side by side where the device has
-        room for it, and `meanwhile` that which takes the host long; else each generation when its turn comes."""
+        room for it, and meanwhile the `rest` of those that share a seat; else that rest first, and each generation when
+        its turn comes."""
         again = [self.entries.get(TWIN) or self.entries[REFERENCE]] if beside else []
         entries = [e for e in (*again, *alone) if e.ok and not self._late(e)]
+        shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
         self._all_give_back()
         generations = min(PROCESSES, self.family.rounds)
         everyone = generations * len(entries)
         # Where nobody sits, an arm would run out of memory beside its own other processes and look as if it were alone.
-        seated = self._ready() if self.entries[REFERENCE].ready else []
-        like_the_reference = [[self.entries[REFERENCE]]] * everyone
-        at_once = bool(seated) and beside and self._bytes([seated, *like_the_reference]) <= self._room
+        at_once = self._at_once(everyone + len(rest)) if shared and beside else 0
+        if not at_once:
+            self._sit_together(rest, shared)
+            self._make_room(alone)
+            self._all_give_back()
         now = everyone if at_once or self._fits(len(entries), 1 + everyone) else len(entries)
         while len(self.spare) < now:
             self._spare()
@@ -333,21 +335,31 @@ class Seats:
             [(entry, self.spare.pop(0) if self.spare else None) for entry in entries] for _ in range(generations)
         ]
         if at_once:
-            self._side_by_side([(e, seat) for generation in made for e, seat in generation if seat], meanwhile)
-        else:
-            meanwhile()
-            self._all_give_back()
+            pairs = [(entry, seat) for generation in made for entry, seat in generation if seat]
+            self._side_by_side(pairs, at_once, lambda: self._sit_together(rest, shared))
         return made
 
-    def _side_by_side(self, pairs: Sequence[tuple[Entry, Seated]], meanwhile: Callable[[], None]) -> None:
-        """Prepare these arms at once, as many as the cores carry. All seconds are then parts of one wall time."""
+    def _at_once(self, more: int) -> int:
+        """How many of so many more arms can be prepared beside one another, each taken to be like the reference; all of
+        them stay, in processes of their own."""
+        reference = self.entries[REFERENCE].ready
+        assert reference is not None
+        left = self._room - self._bytes([self._ready()]) - more * (reference.own_bytes + CONTEXT)
+        peak = _above(reference)
+        return more if peak * more <= left else max(0, int(left // peak))
+
+    def _side_by_side(
+        self, pairs: Sequence[tuple[Entry, Seated]], at_once: int, meanwhile: Callable[[], None]
+    ) -> None:  # fmt: skip
+        """Prepare these arms, so many at once as fit, and as the cores carry. All seconds are then parts of one wall
+        time."""
         began, before = time.perf_counter(), {name: dict(e.seconds) for name, e in self.entries.items()}
         judged: set[str] = set()
         todo = []
         for entry, seat in pairs:
             todo.append((seat, entry, entry.ready is None and entry.name not in judged, self._offered()))
             judged.add(entry.name)
-        with ThreadPoolExecutor(max(1, self.machine.cores - 1)) as pool:
+        with ThreadPoolExecutor(max(1, min(at_once, self.machine.cores - 1))) as pool:
             started = [pool.submit(self._prepare, *arguments) for arguments in todo]
             meanwhile()
             for one in started:
@@ -441,7 +453,9 @@ class Seats:
     @property
     def _crowded(self) -> bool:
         """Whether all seats fit only where each gives back what it has cached before the next one's turn."""
-        return self._bytes([[self.entries[n] for n in seat.names] for seat in self.seats if seat.names]) > self._room
+        waiting = [self.entries[name] for seat in self.seats if not seat.active for name in seat.names]
+        held = sum(e.ready.own_bytes + CONTEXT for e in waiting if e.ready)
+        return self._bytes([[self.entries[n] for n in seat.names] for seat in self._active()]) + held > self._room
 
     @property
     def _gives_back(self) -> bool:
