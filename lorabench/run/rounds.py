@@ -84,10 +84,10 @@ class Rounds(Seats):
             self._empty()
         for _ in range(min(2 * (self.machine.cores - 1), PROCESSES * (len(alone) + 1)) if alone else 0):
             self._spare()
-        # The others of that seat sit down beside those that sit alone: all these need is the reference's base.
-        rest = [e for e in shared if not e.stack.is_reference] if alone else []
-        self._sit_together([e for e in shared if e not in rest], first)
-        generations = self._sit_alone(alone, rest) if alone else []
+        # Others choose their kernels by timing them, which they do with nobody beside them.
+        slow = [e for e in shared if e.stack.slow_start] if alone else []
+        self._sit_together([e for e in shared if e not in slow], first)
+        generations = self._sit_alone(alone, slow) if alone else []
         while True:
             self._play(generations)
             for seat in list(self.seats):

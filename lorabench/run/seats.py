@@ -306,11 +306,11 @@ class Seats:
         except Lost:
             self._again(seat)
 
-    def _sit_alone(self, alone: Sequence[Entry], rest: Sequence[Entry] = (), beside: bool = True) -> Generations:
+    def _sit_alone(self, alone: Sequence[Entry], slow: Sequence[Entry] = (), beside: bool = True) -> Generations:
         """Fresh processes for each arm that sits alone, and (`beside`) for the reference again: one in each generation,
         of which one after the other takes its part of the rounds. All are prepared side by side where the device has
-        room for it, and meanwhile the `rest` of those that share a seat; else that rest first, and each generation when
-        its turn comes."""
+        room for it, and meanwhile those of the shared seat for which the host compiles (`slow`); else these first, and
+        each generation when its turn comes."""
         again = [self.entries.get(TWIN) or self.entries[REFERENCE]] if beside else []
         entries = [e for e in (*again, *alone) if e.ok and not self._late(e)]
         shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
@@ -318,9 +318,9 @@ class Seats:
         generations = min(PROCESSES, self.family.rounds)
         everyone = generations * len(entries)
         # Where nobody sits, an arm would run out of memory beside its own other processes and look as if it were alone.
-        at_once = self._at_once(everyone + len(rest)) if shared and beside else 0
+        at_once = self._at_once(everyone + len(slow)) if shared and beside else 0
         if not at_once:
-            self._sit_together(rest, shared)
+            self._sit_together(slow, shared)
             self._make_room(alone)
             self._all_give_back()
         now = everyone if at_once or self._fits(len(entries), 1 + everyone) else len(entries)
@@ -336,7 +336,7 @@ class Seats:
         ]
         if at_once:
             pairs = [(entry, seat) for generation in made for entry, seat in generation if seat]
-            self._side_by_side(pairs, at_once, lambda: self._sit_together(rest, shared))
+            self._side_by_side(pairs, at_once, lambda: self._sit_together(slow, shared))
         return made
 
     def _at_once(self, more: int) -> int:
