@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lorabench.contract.ablation import Ablation, Evidence, Requires
+from lorabench.contract.joint import Joint
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step
 
@@ -23,19 +24,25 @@ class CudaGraph(Ablation):
     def step(self, step: Step) -> Step:
         from lorakernels.capturing.graph import CudaGraphs
 
+        from .captured_jobs import CapturedJoint
         from .captured_step import CapturedStep
 
-        return CapturedStep(step, CudaGraphs(next(step.model.parameters()).device))
+        captured = CapturedJoint if isinstance(step.innermost, Joint) else CapturedStep
+        return captured(step, CudaGraphs(next(step.model.parameters()).device))
 
     def audit(self, evidence: Evidence) -> int:
-        step: Any = evidence.arm.step
-        return len(getattr(step, "graphs", ()))
+        return sum(len(getattr(step, "graphs", ())) for step in _turns(evidence))
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
-        step: Any = evidence.arm.step
-        left_out = sum(sum(layout.masks.left_out) for layout in step.layouts)
-        captured = {"captured": sorted(set(step.graphs)), "shapes": len(step.layouts), "masks_left_out": left_out}
-        return {"cuda_graph": captured}
+        turns = _turns(evidence)
+        layouts = [layout for step in turns for layout in step.layouts]
+        return {
+            "cuda_graph": {
+                "captured": sorted({phase for step in turns for phase in step.graphs}),
+                "shapes": len(layouts),
+                "masks_left_out": sum(sum(layout.masks.left_out) for layout in layouts),
+            }
+        }
 
     def settings(self) -> Settings:
         """TRL's own loss picks the trained tokens with a mask, for which the host waits; `lorakernels.apply` puts
@@ -46,3 +53,8 @@ class CudaGraph(Ablation):
             note="TRL's own loss waits for the host, so SFTTrainer's steps are captured only with lorakernels.apply; "
             "what was measured has its kernels only where lora_kernels is on, too",
         )
+
+
+def _turns(evidence: Evidence) -> list[Any]:
+    """What a trial steps: the jobs' steps, or joint ones."""
+    return list(evidence.arm.turns or evidence.arm.steps)

@@ -5,7 +5,7 @@ A module of its own because it is torch throughout: a list of toggles is to be h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -93,7 +93,7 @@ class Layout:
         return (
             self.masks.left_out == masks.left_out
             and self.inputs.keys() == batch.inputs.keys()
-            and all(_alike(x, batch.inputs[n]) for n, x in self.inputs.items())
+            and all(alike(x, batch.inputs[n]) for n, x in self.inputs.items())
         )
 
     def feed(self, captured: Batch, batch: Batch) -> None:
@@ -104,7 +104,7 @@ class Layout:
         """
         for name in captured.inputs.keys() | batch.inputs.keys():
             old, new = captured.inputs.get(name), batch.inputs.get(name)
-            if name in FED and isinstance(new, Tensor) and _alike(old, new):
+            if name in FED and isinstance(new, Tensor) and alike(old, new):
                 self.inputs[name].copy_(new)
             elif old is not new and not _equal(old, new):
                 raise ValueError(f"cuda_graph captured another {name}: {_told(old)}, this batch has {_told(new)}")
@@ -113,7 +113,7 @@ class Layout:
         self.holds = captured
 
 
-def _alike(old: Any, new: Any) -> bool:
+def alike(old: Any, new: Any) -> bool:
     """Whether one is the other, or both are tensors of one form."""
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         return old.shape == new.shape and old.dtype == new.dtype
@@ -122,8 +122,8 @@ def _alike(old: Any, new: Any) -> bool:
 
 def _equal(old: Any, new: Any) -> bool:
     if isinstance(old, Tensor) and isinstance(new, Tensor):
-        return _alike(old, new) and torch.equal(old, new)
-    return _alike(old, new)
+        return alike(old, new) and torch.equal(old, new)
+    return alike(old, new)
 
 
 def _told(x: Any) -> str:
@@ -153,8 +153,16 @@ class CapturedStep(Wrapped):
         self.trained: list[torch.nn.Parameter] = []  # those that get gradients
         self.now: Layout | None = None  # of the micro-batch whose forward was the last; None: it ran uncaptured
         self.graph_of_update: Recording | None = None
-        for group in self.optimizer.param_groups:
+        for group in self._groups():
             group["capturable"] = all(p.is_cuda for p in group["params"])  # keeps the step count on the device
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer]
+
+    def micro_batches(self) -> Sequence[Batch]:
+        """Those of a step, in order."""
+        return self.batches
 
     def clear(self) -> None:
         """Nothing where a replayed backward writes the gradients and does not add to them."""
@@ -204,11 +212,11 @@ class CapturedStep(Wrapped):
         with self.recorder.aside():
             for _ in range(WARM_UP):
                 self.inner.clear()
-                masks = [self._uncaptured(batch) for batch in self.batches]
+                masks = [self._uncaptured(batch) for batch in self.micro_batches()]
                 self.inner.update()
             self.trained = [p for p in self._params() if p.grad is not None]
             self.inner.clear()
-        for batch, own in zip(self.batches, masks, strict=True):
+        for batch, own in zip(self.micro_batches(), masks, strict=True):
             layout = next((one for one in self.layouts if one.takes(batch, own)), None)
             if layout is None:
                 self.layouts.append(layout := Layout(batch, own))
@@ -234,9 +242,13 @@ class CapturedStep(Wrapped):
         self.inner.backward(loss)
         return masks
 
+    @property
+    def several(self) -> bool:
+        """Whether gradients of several backwards are added up."""
+        return len(self.batches) > 1
+
     def _record(self) -> None:
-        several = len(self.batches) > 1
-        self.gradients = Gradients(self.trained) if several else None
+        self.gradients = Gradients(self.trained) if self.several else None
         for layout in self.layouts:
             layout.graphs["forward"] = self.recorder.record(partial(self._forward, layout))
             layout.graphs["backward"] = backward = self.recorder.record(partial(self._backward, layout))
@@ -248,7 +260,7 @@ class CapturedStep(Wrapped):
             self.inner.clear()
             self.gradients.attach()
         self.graph_of_update = self.recorder.record(self._update)
-        self.keeps_gradients = not several  # a replayed backward writes into the buffers that it was captured with
+        self.keeps_gradients = not self.several  # a replayed backward writes into the buffers that it was captured with
         self.clear()
 
     def _forward(self, layout: Layout) -> dict[str, Tensor]:
@@ -277,15 +289,19 @@ class CapturedStep(Wrapped):
         """The trained parameters, before the eager steps of the warm-up change them."""
         return [p.detach().clone() for p in self._params()]
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def _params(self) -> list[torch.nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p for group in self._groups() for p in group["params"]]
 
     def _restore(self, before: list[Tensor]) -> None:
         """Undo the warm-up's updates in place: the first replay starts where the other arm's first step does."""
         with torch.no_grad():
             for param, value in zip(self._params(), before, strict=True):
                 param.copy_(value)
-            for state in self.optimizer.state.values():
-                for tensor in state.values():
-                    if isinstance(tensor, Tensor):
-                        tensor.zero_()
+            for optimizer in self.optimizers:
+                for state in optimizer.state.values():
+                    for tensor in state.values():
+                        if isinstance(tensor, Tensor):
+                            tensor.zero_()

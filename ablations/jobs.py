@@ -52,7 +52,6 @@ class Together(Ablation):
     packed: ClassVar[bool]
     excludes: ClassVar[dict[str, str]] = {
         "batch_size": "it tries micro-batches of one job alone",
-        "capture": "a captured step is that of one job",
         "parallel": "a wrapper around the model shares out the samples of one job",
         **dict.fromkeys(("fused_kernels", "mlp", "qkv", "o", "lora_linear"), ONE_ADAPTER),
         "loss": "it gives one loss for all rows, and here each job has its own",

@@ -9,10 +9,11 @@ tests/ablations/test_jobs_together.py
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from lorakernels.ops.job_rows import JobRows
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,6 +23,7 @@ from lorabench.contract.step import Step
 from lorabench_ablations.joint_step import JointStep, Part, all_finite
 from lorabench_ablations.lora_kernels import on_kernels
 
+MOST_ROWS = 64  # layouts of rows whose tables are kept: a step repeats its own
 TRIED = 4  # tokens by which it is found out whether the logits are the head's product with what the layers give
 
 
@@ -48,6 +50,7 @@ class KernelRouter:
         self.linears, self.slots, self.report = self.jobs.linears, slots, self.jobs.report
         self._plain_head: bool | None = None
         self._kept: list[int] = []
+        self._rows: dict[tuple[tuple[int, int], ...], JobRows] = {}
 
     def plain_head(self, base: Any) -> bool:
         """Whether this model's logits are its head's product with what its layers give. It is tried once, and nothing
@@ -59,12 +62,18 @@ class KernelRouter:
 
     def set(self, parts: Sequence[Part], without: Collection[int] = ()) -> None:
         """without: jobs whose rows have no adapter."""
-        from lorakernels.ops.job_rows import JobRows
-
         places = [self.jobs.adapters.index(part.adapter) for part in parts]
-        rows = JobRows((place, part.positions) for place, part in zip(places, parts, strict=True))
+        runs = tuple((place, part.positions) for place, part in zip(places, parts, strict=True))
+        if runs not in self._rows:
+            if len(self._rows) == MOST_ROWS:
+                self._rows.clear()
+            self._rows[runs] = JobRows(runs)
         absent = [place for place, part in zip(places, parts, strict=True) if part.job in without]
-        self.jobs.set(rows, without=absent, resident=self._kept)
+        self.jobs.set(self._rows[runs], without=absent, resident=self._kept)
+
+    @property
+    def tables(self) -> list[JobRows]:
+        return list(self._rows.values())
 
     def keep(self, adapters: Sequence[str]) -> None:
         """Which adapters are known to be finite."""
@@ -93,10 +102,13 @@ class KernelStep(JointStep):
         self._passed: list[Passed] = []
 
     def forward(self, batch: Batch) -> Tensor:
+        return self.looked_at(batch, self._losses) if self.looks else self._losses(batch)
+
+    def looked_at(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
         if not self.router.slots:
-            return self._losses(batch)
+            return run(batch)
         random, broken = _random(self.device), frozenset[int]()
-        losses = self._losses(batch)
+        losses = run(batch)
         if not losses.isfinite().all():  # here the host waits for the device
             broken = self._broken(batch, losses, random)
             losses = torch.stack(self._without(batch, broken, random))
@@ -108,10 +120,14 @@ class KernelStep(JointStep):
     def device(self) -> torch.device:
         return self.head.weight.device
 
-    def update(self) -> None:
+    def settle(self) -> None:
         if self.router.slots and self._passed and not self._finite_gradients():
             self._apart()
         self._passed.clear()
+
+    def update(self) -> None:
+        if self.looks:
+            self.settle()
         super().update()
 
     def clear(self) -> None:

@@ -23,6 +23,8 @@ class TorchRouter:
     """Which adapter the rows of the batches to come have; None: PEFT's own forward. It stays until the next batch,
     because a checkpointed layer runs again in the backward. `linears`: in how many it counts."""
 
+    tables: Sequence[Any] = ()
+
     def __init__(self) -> None:
         self.parts: Sequence[Part] | None = None
         self.linears = 0

@@ -6,7 +6,7 @@ A module of its own because it is torch throughout: a list of toggles is to be h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +34,10 @@ class Part(NamedTuple):
 
 
 class Router(Protocol):
-    """Says to the model's linears which adapter the rows of the batches to come have."""
+    """Says to the model's linears which adapter the rows of the batches to come have. tables: what it keeps on the
+    device of the last batches, and a captured step reads."""
+
+    tables: Sequence[Any]
 
     def set(self, parts: Sequence[Part]) -> None: ...
 
@@ -45,7 +48,13 @@ class Router(Protocol):
 class JointStep(Joint):
     """Packed: samples end to end in one row, positions starting again at each, which keeps attention inside a sample;
     samples that are all of one length lie side by side instead. Else every row is padded to the longest of all. With
-    `tokens` the samples are shared out anew over micro-batches of at most so many positions."""
+    `tokens` the samples are shared out anew over micro-batches of at most so many positions.
+
+    Not `looks`: for as long as that is so, nothing is looked at on the host, which a captured step does in between by
+    `looked_at` and `settle`.
+    """
+
+    looks = True
 
     def __init__(self, steps: Sequence[Step], router: Router, *, packed: bool, tokens: int | None = None) -> None:
         super().__init__(steps)
@@ -103,6 +112,13 @@ class JointStep(Joint):
         parts, labels = inputs.pop("parts"), inputs.pop("labels")
         self.router.set(parts)
         return self.losses(self.call(**inputs).logits, labels, parts)
+
+    def looked_at(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
+        """The losses that `run` has for a micro-batch, or others where these may not stay."""
+        return run(batch)
+
+    def settle(self) -> None:
+        """Before the optimizers step: the gradients as they may be used."""
 
     def losses(self, logits: Tensor, labels: Tensor, parts: Sequence[Part]) -> Tensor:
         """(jobs,) of logits (B, S, V) and labels (B, S): transformers' loss, summed up for each job. No sum goes over

@@ -32,7 +32,7 @@ class _Undone(TorchDispatchMode):
     def undo(self):
         with torch.no_grad():
             for t, value in reversed(self.before.values()):
-                t.copy_(value)
+                t.data.copy_(value)  # what a backward has saved bears no mark of it
 
 
 class FakeRecording:

@@ -127,6 +127,7 @@ def captured_here(lengths):
     """An arm whose step is captured by a recorder that keeps a CUDA graph's promises on a CPU."""
     made = stepping(lengths)
     made.steps[0] = CapturedStep(made.step, FakeGraphs([p for _, p in made.adapters()]))  # type: ignore[arg-type]
+    made.turns = made.steps
     return made
 
 

@@ -188,7 +188,6 @@ def test_sequential_without_jobs_does_nothing():
         ("batched", "sequential", "both fill the slot jobs"),
         ("batched", "lora_kernels", "one adapter at a time"),
         ("batched_packed", "lora_mlp_kernel", "one adapter at a time"),
-        ("batched_packed", "cuda_graph", "one job"),
         ("batched", "auto_batch_size", "one job alone"),
         ("batched", "fused_linear_cross_entropy", "one loss for all rows"),
         ("batched", "ddp", "one job"),

@@ -1,0 +1,104 @@
+"""The joint step of several jobs as CUDA graphs: each micro-batch's forward and backward, and the updates of all jobs.
+`capture.py` has the toggle.
+
+A module of its own because it is torch throughout: a list of toggles is to be had without importing torch. Run: python
+-m pytest tests/ablations/test_captured_jobs.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lorakernels.capturing.graph import CudaGraphs
+from torch import Tensor
+
+from lorabench.contract.batch import Batch
+from lorabench.contract.step import Step
+from lorabench_ablations.captured_step import CapturedStep, Layout, alike
+
+
+class CapturedJoint(CapturedStep):
+    """Captured at the first forward of a trial. Whoever asks job by job, or tries micro-batches of another size, gets
+    the step as it is. A trial's micro-batches are of the lengths that were captured, so whatever they hold is copied.
+
+    What the joint step looks at on the host, losses and gradients that are not finite, it looks at between the graphs:
+    where one is not, that pass runs uncaptured.
+    """
+
+    def __init__(self, inner: Step, recorder: CudaGraphs) -> None:
+        self.joint: Any = inner.innermost
+        super().__init__(inner, recorder)
+        self.number = 0  # of a trial's next micro-batch
+        self.read: Sequence[Any] = ()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [step.optimizer for step in self.joint.steps]
+
+    @property
+    def several(self) -> bool:
+        return True
+
+    def micro_batches(self) -> list[Batch]:
+        return [self.joint.micro_batch(number) for number in range(self.joint.count)]
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self.joint.begin is None:
+            with self.recorder.aside():
+                return self.inner.forward(batch)
+        if not self.captured:
+            self._capture()
+        _, self.now = self.captured[self.number]
+        self.number = (self.number + 1) % len(self.captured)
+        return self.joint.looked_at(batch, self._replayed)
+
+    def backward(self, loss: Tensor) -> None:
+        if self.joint.begin is None:
+            with self.recorder.aside():
+                self.inner.backward(loss)
+            return
+        assert self.now is not None and self.gradients is not None
+        self.gradients.attach()
+        if loss.requires_grad:  # the step looked, and made it anew
+            self.inner.backward(loss)
+        else:
+            self.now.graphs["backward"].replay()
+
+    def update(self) -> None:
+        if self.joint.begin is None or self.graph_of_update is None:
+            with self.recorder.aside():
+                self.inner.update()
+            return
+        assert self.gradients is not None
+        self.joint.settle()
+        self.gradients.attach()
+        self.graph_of_update.replay()
+
+    def _replayed(self, batch: Batch) -> Tensor:
+        assert self.now is not None
+        for name, held in self.now.inputs.items():
+            given: Any = batch.inputs.get(name)
+            if not alike(held, given):
+                raise ValueError(f"cuda_graph captured another {name} than this micro-batch has")
+            if isinstance(held, Tensor):
+                held.copy_(given)
+        return self.now.graphs["forward"].replay()["loss"].clone()
+
+    def _record(self) -> None:
+        self.joint.looks = False
+        try:
+            super()._record()
+        finally:
+            self.joint.looks = True
+        self.read = self.joint.router.tables  # by the graphs, so they stay
+
+    def _backward(self, layout: Layout) -> dict[str, Tensor]:
+        """A job without rows in this micro-batch gets no gradient from it."""
+        assert layout.loss is not None and self.gradients is not None
+        for param in self.trained:
+            param.grad = None
+        self.inner.backward(layout.loss)
+        self.gradients.collect(self.trained)
+        return {}

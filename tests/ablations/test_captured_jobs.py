@@ -1,0 +1,106 @@
+"""A captured joint step is the uncaptured one: losses, updates, a job that turns NaN. The graphs are those of
+`fake_graphs.py`, which keep a CUDA graph's promises on a CPU."""
+
+from collections import Counter
+
+import pytest
+import torch
+from fake_graphs import FakeGraphs
+from several_jobs import ONE_LENGTH, UNEQUAL, build, request
+
+from lorabench.contract.ablation import Evidence, conflict
+from lorabench.measure.trial import run_trial
+from lorabench.plan import registry
+from lorabench_ablations.captured_jobs import CapturedJoint
+
+LINEARS = "{fused_multi_lora:{form:linears}}"
+WAYS = ["batched", "batched_packed", "fused_multi_lora", LINEARS, "{fused_multi_lora:{at_a_time:2}}"]
+GROUPED = "{batched_packed:{tokens:64}}"
+
+
+def captured(wanted):
+    """The arm, with what `cuda_graph` wraps around its joint steps; the recorders."""
+    arm, fakes = build(wanted), []
+    for number, turn in enumerate(arm.turns):
+        fakes.append(FakeGraphs(list(arm.model.parameters())))
+        arm.turns[number] = made = CapturedJoint(turn, fakes[-1])
+        for share in arm.steps:
+            if share.joint is turn:
+                share.joint = made
+    return arm, fakes
+
+
+@pytest.mark.parametrize("name", [*WAYS, GROUPED])
+@pytest.mark.parametrize("workload", [UNEQUAL, ONE_LENGTH], ids=["unequal", "one length"])
+def test_replayed_trials_are_those_that_are_not_captured(name, workload):
+    wanted = request(name, workload=workload)
+    (arm, fakes), plain = captured(wanted), build(wanted)
+    for number in range(3):
+        before = [fake.replays for fake in fakes]
+        one, other = run_trial(arm, number=number), run_trial(plain, number=number)
+        assert one.losses == pytest.approx(other.losses, rel=1e-5)
+        count = [2 * turn.innermost.count + 1 for turn in arm.turns]
+        assert [fake.replays - n for fake, n in zip(fakes, before, strict=True)] == count
+    for step, other in zip(arm.steps, plain.steps, strict=True):
+        after = dict(plain.adapters(other))
+        assert all(torch.allclose(p, after[n], rtol=1e-4, atol=1e-6) for n, p in arm.adapters(step))
+        assert all(torch.allclose(p.grad, after[n].grad, rtol=1e-4, atol=1e-7) for n, p in arm.adapters(step))
+
+
+@pytest.mark.parametrize("name", WAYS[:4])
+def test_whoever_asks_job_by_job_gets_the_step_as_it_is(name):
+    arm, (fake,) = captured(request(name))
+    run_trial(arm, number=0)
+    replays, plain = fake.replays, build(request(name))
+    run_trial(plain, number=0)
+    for step, other in zip(arm.steps, plain.steps, strict=True):
+        for one in (step, other):
+            one.clear()
+            for batch in one.batches:
+                one.backward(one.forward(batch))
+        after = dict(plain.adapters(other))
+        assert all(torch.allclose(p.grad, after[n].grad, rtol=1e-4, atol=1e-7) for n, p in arm.adapters(step))
+    assert fake.replays == replays
+
+
+@pytest.mark.parametrize("name", ["fused_multi_lora", "batched"])
+def test_a_job_that_turns_nan_leaves_the_others_as_they_are(name):
+    """Its losses are looked at between the graphs."""
+    wanted, found = request(name, workload=ONE_LENGTH), []
+    for spoilt in (True, False):
+        arm, _ = captured(wanted)
+        run_trial(arm, number=0)
+        if spoilt:
+            with torch.no_grad():
+                for n, p in arm.adapters(arm.steps[1]):
+                    if "lora_B" in n:
+                        p.fill_(float("nan"))
+        losses = run_trial(arm, number=1).losses
+        found.append((losses, {s.name: [p.detach().clone() for _, p in arm.adapters(s)] for s in arm.steps}))
+    (losses, left), (usual, kept) = found
+    second = arm.steps[1].name
+    assert losses[second] != losses[second]
+    for job in usual.keys() - {second}:
+        assert losses[job] == pytest.approx(usual[job], rel=1e-5)
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(left[job], kept[job], strict=True))
+
+
+def test_other_lengths_than_were_captured_are_refused_by_name():
+    arm, _ = captured(request("batched_packed"))
+    run_trial(arm, number=0)
+    (turn,) = arm.turns
+    turn.innermost.begin = lambda phase: None
+    first, second = (turn.innermost.micro_batch(n) for n in range(2))
+    assert first.inputs["input_ids"].shape != second.inputs["input_ids"].shape
+    with pytest.raises(ValueError, match="cuda_graph captured another"):
+        turn.forward(second)
+
+
+def test_the_toggle_captures_joint_steps_and_says_so():
+    graph, together = registry.ablation("cuda_graph"), registry.ablation("fused_multi_lora")
+    assert conflict([graph, together]) is None
+    arm, _ = captured(request("fused_multi_lora"))
+    run_trial(arm, number=0)
+    evidence = Evidence(arm, 0, Counter(), {})
+    assert graph.audit(evidence) == sum(len(turn.graphs) for turn in arm.turns) > 4
+    assert graph.notes(evidence)["cuda_graph"]["captured"] == ["backward", "forward", "step"]
