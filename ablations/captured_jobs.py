@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lorakernels.capturing.graph import CudaGraphs
+from lorakernels.capturing.graph import CudaGraphs, Recording
 from torch import Tensor
 
 from lorabench.contract.batch import Batch
@@ -32,6 +32,7 @@ class CapturedJoint(CapturedStep):
         super().__init__(inner, recorder)
         self.number = 0  # of a trial's next micro-batch
         self.read: Sequence[Any] = ()
+        self.looking: Recording | None = None  # whether all gradients are finite, where the joint step asks that
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -72,7 +73,7 @@ class CapturedJoint(CapturedStep):
                 self.inner.update()
             return
         assert self.gradients is not None
-        self.joint.settle()
+        self.joint.settle(bool(self.looking.replay()["finite"]) if self.looking else None)
         self.gradients.attach()
         self.graph_of_update.replay()
 
@@ -90,6 +91,11 @@ class CapturedJoint(CapturedStep):
         self.joint.looks = False
         try:
             super()._record()
+            assert self.gradients is not None
+            self.gradients.attach()
+            if self.joint.gradients_finite() is not None:
+                self.looking = self.recorder.record(lambda: {"finite": self.joint.gradients_finite()})
+            self.clear()
         finally:
             self.joint.looks = True
         self.read = self.joint.router.tables  # by the graphs, so they stay

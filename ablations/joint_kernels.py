@@ -120,8 +120,14 @@ class KernelStep(JointStep):
     def device(self) -> torch.device:
         return self.head.weight.device
 
-    def settle(self) -> None:
-        if self.router.slots and self._passed and not self._finite_gradients():
+    def gradients_finite(self) -> Tensor | None:
+        return self._finite_but(frozenset()) if self.router.slots else None
+
+    def settle(self, finite: bool | None = None) -> None:
+        broken = frozenset(job for passed in self._passed for job in passed.broken)
+        if broken or finite is None:
+            finite = not (self.router.slots and self._passed) or bool(self._finite_but(broken))
+        if not finite:
             self._apart()
         self._passed.clear()
 
@@ -157,9 +163,8 @@ class KernelStep(JointStep):
             losses[job] = torch.stack([p.sum() for p in self.trained(job)]).sum().float() * torch.nan
         return losses
 
-    def _finite_gradients(self) -> bool:
-        """Of the jobs that are not known to be broken; the host waits for the device."""
-        broken = {job for passed in self._passed for job in passed.broken}
+    def _finite_but(self, broken: Collection[int]) -> Tensor:
+        """Of all jobs but those."""
         every = [p for job in range(len(self.steps)) if job not in broken for p in self.trained(job)]
         return all_finite([p.grad for p in every if p.grad is not None])
 

@@ -117,8 +117,12 @@ class JointStep(Joint):
         """The losses that `run` has for a micro-batch, or others where these may not stay."""
         return run(batch)
 
-    def settle(self) -> None:
-        """Before the optimizers step: the gradients as they may be used."""
+    def gradients_finite(self) -> Tensor | None:
+        """(), whether all gradients are finite, on the device; None where nobody needs to know."""
+        return None
+
+    def settle(self, finite: bool | None = None) -> None:
+        """Before the optimizers step: the gradients as they may be used. finite: what `gradients_finite` has said."""
 
     def losses(self, logits: Tensor, labels: Tensor, parts: Sequence[Part]) -> Tensor:
         """(jobs,) of logits (B, S, V) and labels (B, S): transformers' loss, summed up for each job. No sum goes over
@@ -132,8 +136,9 @@ class JointStep(Joint):
         return torch.stack([sums.get(job, nothing) for job in range(len(self.steps))]) / self._items
 
 
-def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether every number of these is finite; the host waits for the device."""
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """(), whether every number of these is finite, on the device."""
     largest = torch._foreach_norm(list(tensors), float("inf")) if tensors else []
     of_dtype = [[x for x in largest if x.dtype == dtype] for dtype in {x.dtype for x in largest}]
-    return all(torch.stack(same).isfinite().all() for same in of_dtype)
+    finite = [torch.stack(same).isfinite().all() for same in of_dtype]
+    return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool)

@@ -91,7 +91,7 @@ def outcomes(found):
 
 def test_from_one_command_to_what_to_switch_on(here, monkeypatch):
     monkeypatch.setattr(recommend, "load_average", lambda: 1000.0)
-    code, said, folder = here("ablations=[awake,absent,unsloth]", MANY)
+    code, said, folder = here("ablations=[awake,absent,unsloth]", MANY, "budget_minutes=0.8")
     assert code == 0, said.err
     assert "load 1000.0 on" in said.out and ": other processes disturb the times" in said.out
     found = read(folder)

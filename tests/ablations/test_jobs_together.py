@@ -33,8 +33,17 @@ NAN_SAFE = [("batched", 0), ("batched", 1), ("batched_packed", 1), (LINEARS, 1)]
 NAN_SAFE += [("fused_multi_lora", 0), ("fused_multi_lora", 1)]  # in slots the job's rows become the frozen model's
 
 
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("others", [(), ("gradient_checkpointing",), ("group_by_length",), ("save_on_cpu",)], ids=str)
+MORE = ["gradient_checkpointing", "group_by_length", "save_on_cpu"]
+BESIDE = [(name, ()) for name in WAYS] + [("fused_multi_lora", (other,)) for other in MORE]
+BESIDE += [
+    pytest.param(name, (other,), marks=pytest.mark.exhaustive)
+    for name in WAYS
+    for other in MORE
+    if name != "fused_multi_lora"
+]
+
+
+@pytest.mark.parametrize(("name", "others"), BESIDE, ids=str)
 def test_every_job_is_as_it_is_alone(name, others):
     wanted = request(name, *others)
     same(outcomes(wanted), alone(wanted))

@@ -106,7 +106,7 @@ def cell(*overrides, dtype="bfloat16"):
     return next(c for c in cells(f"dtype={dtype}", *overrides) if c.toggles)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)])
 def test_where_both_arms_have_it_kernels_are_judged_as_tightly_as_over_dense_weights(dtype, tmp_path):
     verdict = gated(cell("reference=peft_nf4", "ablations=[lora_kernels]", dtype=dtype), tmp_path)
     dense = gated(cell("ablations=[lora_kernels]", dtype=dtype), tmp_path)
@@ -149,7 +149,14 @@ def test_against_another_base_it_is_held_against_its_own_weights_and_says_so(ref
     assert verdict.grad_error < verdict.grad_allowed < 0.01
 
 
-@pytest.mark.parametrize("toggle", ["fp8_base", "{fp8_base: {attention: false}}", "{fp8_base: {keep: [down_proj]}}"])
+@pytest.mark.parametrize(
+    "toggle",
+    [
+        "fp8_base",
+        pytest.param("{fp8_base: {attention: false}}", marks=pytest.mark.exhaustive),
+        pytest.param("{fp8_base: {keep: [down_proj]}}", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_products_with_rounded_weights_are_held_against_these_weights(toggle, tmp_path, monkeypatch):
     from lorabench_ablations.lora_kernels import Fp8Base
 

@@ -158,7 +158,7 @@ def test_replicated_layers_are_left_and_not_copied(monkeypatch):
     assert not strided(ours)
 
 
-@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("head", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_a_compiled_model_runs_its_kernels_between_graphs(head):
     """PEFT's is one graph. Ours would be cut at every write into a buffer; instead what is fused stays in one piece."""
 
