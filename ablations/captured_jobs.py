@@ -7,7 +7,8 @@ A module of its own because it is torch throughout: a list of toggles is to be h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,17 +89,29 @@ class CapturedJoint(CapturedStep):
         return self.now.graphs["forward"].replay()["loss"].clone()
 
     def _record(self) -> None:
+        super()._record()
+        assert self.gradients is not None
+        self.gradients.attach()
+        if self.joint.gradients_finite() is not None:
+            self.looking = self.recorder.record(lambda: {"finite": self.joint.gradients_finite()})
+        self.clear()
+        self.read = self.joint.router.tables  # by the graphs, so they stay
+
+    @contextmanager
+    def _without_a_look(self) -> Iterator[None]:
         self.joint.looks = False
         try:
-            super()._record()
-            assert self.gradients is not None
-            self.gradients.attach()
-            if self.joint.gradients_finite() is not None:
-                self.looking = self.recorder.record(lambda: {"finite": self.joint.gradients_finite()})
-            self.clear()
+            yield
         finally:
             self.joint.looks = True
-        self.read = self.joint.router.tables  # by the graphs, so they stay
+
+    def _forward(self, layout: Layout) -> dict[str, Tensor]:
+        with self._without_a_look():
+            return super()._forward(layout)
+
+    def _update(self) -> dict[str, Tensor]:
+        with self._without_a_look():
+            return super()._update()
 
     def _backward(self, layout: Layout) -> dict[str, Tensor]:
         """A job without rows in this micro-batch gets no gradient from it."""

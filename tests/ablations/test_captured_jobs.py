@@ -87,7 +87,7 @@ def test_a_job_that_turns_nan_leaves_the_others_as_they_are(name):
 
 
 def test_gradients_that_are_not_finite_are_computed_once_more_each_job_s_alone():
-    (arm, (fake,)), plain = captured(request("fused_multi_lora")), build(request("fused_multi_lora"))
+    (arm, _), plain = captured(request("fused_multi_lora")), build(request("fused_multi_lora"))
     run_trial(arm, number=0), run_trial(plain, number=0)
     (turn,), alone = arm.turns, []
     turn.looking.replay = lambda: {"finite": torch.tensor(False)}
