@@ -31,10 +31,10 @@ class CudaGraph(Ablation):
         return captured(step, CudaGraphs(next(step.model.parameters()).device))
 
     def audit(self, evidence: Evidence) -> int:
-        return sum(len(getattr(step, "graphs", ())) for step in _turns(evidence))
+        return sum(len(getattr(step, "graphs", ())) for step in evidence.arm.stepped)
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
-        turns = _turns(evidence)
+        turns: list[Any] = evidence.arm.stepped
         layouts = [layout for step in turns for layout in step.layouts]
         return {
             "cuda_graph": {
@@ -53,8 +53,3 @@ class CudaGraph(Ablation):
             note="TRL's own loss waits for the host, so SFTTrainer's steps are captured only with lorakernels.apply; "
             "what was measured has its kernels only where lora_kernels is on, too",
         )
-
-
-def _turns(evidence: Evidence) -> list[Any]:
-    """What a trial steps: the jobs' steps, or joint ones."""
-    return list(evidence.arm.turns or evidence.arm.steps)

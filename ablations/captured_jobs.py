@@ -69,11 +69,11 @@ class CapturedJoint(CapturedStep):
             self.now.graphs["backward"].replay()
 
     def update(self) -> None:
-        if self.joint.begin is None or self.graph_of_update is None:
+        if self.joint.begin is None:
             with self.recorder.aside():
                 self.inner.update()
             return
-        assert self.gradients is not None
+        assert self.gradients is not None and self.graph_of_update is not None
         self.joint.settle(bool(self.looking.replay()["finite"]) if self.looking else None)
         self.gradients.attach()
         self.graph_of_update.replay()

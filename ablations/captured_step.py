@@ -207,16 +207,16 @@ class CapturedStep(Wrapped):
         return [phase for layout in self.layouts for phase in layout.graphs] + ["step"] * bool(self.graph_of_update)
 
     def _capture(self) -> None:
-        before = self._snapshot()
+        before, batches = self._snapshot(), self.micro_batches()
         masks: list[SameMasks] = []
         with self.recorder.aside():
             for _ in range(WARM_UP):
                 self.inner.clear()
-                masks = [self._uncaptured(batch) for batch in self.micro_batches()]
+                masks = [self._uncaptured(batch) for batch in batches]
                 self.inner.update()
             self.trained = [p for p in self._params() if p.grad is not None]
             self.inner.clear()
-        for batch, own in zip(self.micro_batches(), masks, strict=True):
+        for batch, own in zip(batches, masks, strict=True):
             layout = next((one for one in self.layouts if one.takes(batch, own)), None)
             if layout is None:
                 self.layouts.append(layout := Layout(batch, own))

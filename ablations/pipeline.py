@@ -159,14 +159,14 @@ class Pipelined(Ablation):
 
     def audit(self, evidence: Evidence) -> int:
         """The stages of a pipeline, where each of its ranks has computed."""
-        machinery: Any = (evidence.arm.turns or evidence.arm.steps)[0].innermost.machinery  # type: ignore[attr-defined]
+        machinery: Any = evidence.arm.stepped[0].innermost.machinery  # type: ignore[attr-defined]
         ran = {stage for (_, stage) in machinery.clock.runs[-1]}
         return len(machinery.split) if len(ran) * self.line.ranks == len(machinery.split) else 0
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         import torch.distributed as dist
 
-        machinery: Any = (evidence.arm.turns or evidence.arm.steps)[0].innermost.machinery  # type: ignore[attr-defined]
+        machinery: Any = evidence.arm.stepped[0].innermost.machinery  # type: ignore[attr-defined]
         batches, clock = evidence.arm.micro_batches, machinery.clock
         return {
             self.name: {

@@ -49,6 +49,11 @@ class Arm:
         return self.steps[0]
 
     @property
+    def stepped(self) -> list[Step]:
+        """What a trial steps, in order."""
+        return self.turns or self.steps
+
+    @property
     def samples(self) -> list[Sample]:
         """The samples of all jobs, before batching."""
         return [sample for step in self.steps for sample in step.samples]
@@ -74,7 +79,7 @@ class Arm:
     def micro_batches(self) -> list[Batch]:
         """What the forwards of a trial are given, one each."""
         made = []
-        for turn in self.turns or self.steps:
+        for turn in self.stepped:
             inner = turn.innermost
             made += map(inner.micro_batch, range(inner.count)) if isinstance(inner, Joint) else turn.batches
         return made

@@ -268,7 +268,7 @@ class GradientKind(Kind):
         }
 
     def said(self, arm: Arm, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-        return {k: v for turn in arm.turns or arm.steps for k, v in turn.innermost.said().items()}
+        return {k: v for turn in arm.stepped for k, v in turn.innermost.said().items()}
 
     def agree(
         self, cell: Cell, verdict: Numerics | None, reference: Any, candidate: Any, dtype: torch.dtype

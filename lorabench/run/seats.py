@@ -314,7 +314,6 @@ class Seats:
         again = [self.entries.get(TWIN) or self.entries[REFERENCE]] if beside else []
         entries = [e for e in (*again, *alone) if e.ok and not self._late(e)]
         shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
-        self._all_give_back()
         generations = min(PROCESSES, self.family.rounds)
         everyone = generations * len(entries)
         # Where nobody sits, an arm would run out of memory beside its own other processes and look as if it were alone.
@@ -322,7 +321,7 @@ class Seats:
         if not at_once:
             self._sit_together(slow, shared)
             self._make_room(alone)
-            self._all_give_back()
+        self._all_give_back()
         now = everyone if at_once or self._fits(len(entries), 1 + everyone) else len(entries)
         while len(self.spare) < now:
             self._spare()
@@ -346,7 +345,7 @@ class Seats:
         assert reference is not None
         left = self._room - self._bytes([self._ready()]) - more * (reference.own_bytes + CONTEXT)
         peak = _above(reference)
-        return more if peak * more <= left else max(0, int(left // peak))
+        return more if peak * more <= left else max(0, int(left // max(peak, 1)))
 
     def _side_by_side(
         self, pairs: Sequence[tuple[Entry, Seated]], at_once: int, meanwhile: Callable[[], None]
@@ -386,7 +385,7 @@ class Seats:
             self._spare()
         pairs = [(entry, seat or self.spare.pop(0)) for entry, seat in waiting]
         for entry, seat in pairs:
-            if entry.ok and not seat.names and entry not in self.crowded_out and not self._opened(seat):
+            if not seat.names and not self._opened(seat):
                 self._prepare(seat, entry, entry.ready is None, self._offered())
                 self._give_back(seat)
             seat.active = entry.ok and bool(seat.names)

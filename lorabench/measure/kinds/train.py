@@ -82,7 +82,7 @@ class Train(GradientKind):
 
     def trial(self, arm: Arm, begin: Begin) -> list[list[torch.Tensor]]:
         found: dict[str, list[torch.Tensor]] = {}
-        for turn in arm.turns or arm.steps:
+        for turn in arm.stepped:
             inner = turn.innermost
             inner.begin = begin
             try:
