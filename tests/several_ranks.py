@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ def on_ranks(
     size: int, folder: Path, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120
 ) -> list[Any]:
     """What `function(ranks, *arguments)` returns on each rank, in their order; no tensors. Raises AssertionError with
-    the traceback of a rank that raised, or says that one does not answer. No process stays."""
+    the traceback of a rank that raised, or says which one ended or does not answer. No process stays."""
     context = multiprocessing.get_context("fork")  # torch and transformers are imported already
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     workers = [
@@ -28,14 +30,23 @@ def on_ranks(
     ]
     for worker in workers:
         worker.start()
+    answers: dict[int, Any] = {}
+    until = time.monotonic() + timeout_s
     try:
-        answers = []
-        for rank, (ours, _) in enumerate(pipes):
-            assert ours.poll(timeout_s), f"rank {rank} does not answer"
-            ok, answer = ours.recv()
-            assert ok, f"rank {rank}: {answer}"
-            answers.append(answer)
-        return answers
+        while len(answers) < size:
+            missing = [rank for rank in range(size) if rank not in answers]
+            ready = wait(
+                [of for rank in missing for of in (pipes[rank][0], workers[rank].sentinel)],
+                max(0.0, until - time.monotonic()),
+            )
+            assert ready, f"rank {missing[0]} does not answer"
+            ended = {rank: workers[rank].exitcode for rank in missing}  # before the pipes: it may answer and end
+            for rank in missing:
+                if pipes[rank][0].poll():
+                    ok, answers[rank] = pipes[rank][0].recv()
+                    assert ok, f"rank {rank}: {answers[rank]}"
+                assert rank in answers or ended[rank] is None, f"rank {rank} ended with {ended[rank]} and no answer"
+        return [answers[rank] for rank in range(size)]
     finally:
         for worker in workers:
             worker.kill()

@@ -55,7 +55,8 @@ class Base:
 
     `weights`: by the first of a parameter's names, never trained. `names`: of every name of a parameter that first one;
     tied parameters have several. `buffers`: as the first arm had them when they were new; each arm gets copies.
-    `generation_config`: the model's, which with real weights comes out of their folder.
+    `generation_config`: the model's, which with real weights comes out of their folder. `sum`: the checksum of when it
+    was last known to be right, in every process that has it. `elsewhere`: what is written into it, other processes see.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,6 +67,7 @@ class Base:
         self.names: dict[str, str] = {}
         self.buffers: dict[str, Tensor] = {}
         self.generation_config: Any = None
+        self.sum, self.elsewhere = "", False
         self._remove: Callable[[], Any] | None = None  # removes the file, the first time that it is called
         self._file = ""
 
@@ -126,6 +128,14 @@ class Base:
         held = (tensor for tensor in (*model.parameters(), *model.buffers()) if _storage(tensor) in ours)
         return sum({local(tensor).data_ptr(): tensor.nbytes for tensor in held}.values())
 
+    def changed(self) -> bool:
+        """Whether the weights are others than when this was last asked, here or in the process that offered them."""
+        found = self.checksum() if self.nbytes else ""  # the next arm may fill an empty one
+        if self.sum and found != self.sum:
+            return True
+        self.sum = found
+        return False
+
     def checksum(self) -> str:
         """A hash of all bytes of the weights, computed where they lie; the same in every process and on every device.
 
@@ -150,11 +160,12 @@ class Base:
         """
         import torch.multiprocessing  # it teaches ForkingPickler how tensors are shared
 
-        said: dict[str, Any] = {"folder": self.folder, "recipe": self.recipe, "names": self.names}
+        said: dict[str, Any] = {"folder": self.folder, "recipe": self.recipe, "names": self.names, "sum": self.sum}
         said |= {"buffers": list(self.buffers), "generation_config": self.generation_config}
         if any(tensor.is_cuda for tensor in self.weights.values()):
             torch.cuda.synchronize()
             said["tensors"] = self.weights | self.buffers
+            self.elsewhere = True
         elif self.weights:
             said["file"] = self._written()
         return bytes(ForkingPickler.dumps(said))
@@ -169,7 +180,7 @@ class Base:
         made.buffers = {name: tensors.pop(name).clone() for name in said["buffers"]}
         made.weights = {name: tensors[name] for name in dict.fromkeys(said["names"].values())}
         made.recipe, made.names, made.generation_config = said["recipe"], said["names"], said["generation_config"]
-        made._file = said.get("file", "")
+        made._file, made.sum, made.elsewhere = said.get("file", ""), said["sum"], "tensors" in said
         return made
 
     def close(self) -> None:

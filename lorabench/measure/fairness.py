@@ -58,6 +58,10 @@ class Untrusted(Exception):
     """The times cannot be trusted; the message says why, in words."""
 
 
+class Overwritten(Untrusted):
+    """The frozen weights that all arms share are not what they were."""
+
+
 class Disturbed(Untrusted):
     """Of what the clocks alone say, a busy machine can be the cause, too: it is said when it is so a second time."""
 

@@ -104,12 +104,14 @@ class Ended:
 @dataclass
 class Failed:
     """An arm cannot go on, for a reason that a user understands. `disturbed`: not trusted for what the clocks say, of
-    which a busy machine can be the cause. `spoilt`: what else sits in this process may have changed with it."""
+    which a busy machine can be the cause. `spoilt`: what else sits in this process may have changed with it;
+    `everywhere`: what sits in other processes, too."""
 
     status: str
     reason: str
     disturbed: bool = False
     spoilt: bool = False
+    everywhere: bool = False
     numerics: dict[str, Numerics] = field(default_factory=dict)
 
 
@@ -134,7 +136,6 @@ class Seat:
         self.before: dict[str, Any] = {}  # how each arm was when it was ready
         self.host: dict[str, list[trial.Trial]] = {}  # timed trials of each arm
         self.base = Base(Path(seating.scratch))
-        self.written = ""  # checksum of the base when the first arm was ready
         self.turned = ""  # whose turn was the last
         self.idle: dict[str, float] | None = None  # what computed beside the arms before the first turn, in seconds
         self.inside: dict[str, Counter[str]] = {}  # of each arm: what threads computed within its trials, in seconds
@@ -148,7 +149,8 @@ class Seat:
             return getattr(self, what)(*arguments)
         except fairness.Untrusted as error:
             disturbed = isinstance(error, fairness.Disturbed)
-            failed = Failed("untrusted", str(error), disturbed=disturbed, spoilt=not disturbed)
+            everywhere = isinstance(error, fairness.Overwritten) and self.base.elsewhere
+            failed = Failed("untrusted", str(error), disturbed, spoilt=not disturbed, everywhere=everywhere)
         except Unsupported as error:
             failed = Failed("unsupported", message_of(error))
         except NotApplied as error:
@@ -250,7 +252,7 @@ class Seat:
         used = max(self.base.bytes_of(one.model) for one in (arm, *self.arms.values()))
         goes = divided and 2 * used < self.base.nbytes
         if goes:
-            self.base, self.written = Base(self.base.folder), ""
+            self.base = Base(self.base.folder)
         return goes
 
     def _gate(self, stack: Stack, into: Ready) -> None:
@@ -402,11 +404,9 @@ class Seat:
         return found
 
     def _check_base(self) -> None:
-        """Raises Untrusted where the weights that all arms share are not what they were."""
-        found = self.base.checksum() if self.base.nbytes else ""  # the next arm may fill an empty one
-        if self.written and found != self.written:
-            raise fairness.Untrusted("the frozen weights that all arms share were written to")
-        self.written = found
+        """Raises Overwritten where the weights that all arms share are not what they were."""
+        if self.base.changed():
+            raise fairness.Overwritten("the frozen weights that all arms share were written to")
 
     def drop(self, name: str) -> None:
         """An arm leaves, and gives back what it held."""
@@ -415,7 +415,7 @@ class Seat:
         if hasattr(self, "guard"):
             self.guard.forget(name)
         if self.ranks.rank and not self.arms:  # nobody else uses this one; that of rank 0 may be lent to other seats
-            self.base, self.written = Base(self.base.folder), ""
+            self.base = Base(self.base.folder)
         self.give_back()
 
     def give_back(self, collect: bool = True) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,7 +44,11 @@ UNLIMITED = Limits()
 
 
 class Suspicion(Exception):
-    """Something is wrong that more than one arm can have done; the text says what."""
+    """Something is wrong that several arms can have done; the text says what. `among`: who, where not everybody."""
+
+    def __init__(self, reason: str, among: Collection[str] = ()) -> None:
+        super().__init__(reason)
+        self.among = set(among)
 
 
 @dataclass

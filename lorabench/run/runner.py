@@ -117,7 +117,7 @@ class Runner:
                 raise Suspicion(f"a toggle replaced {suspicion} in the sweep's own process")
         except Suspicion as found:
             self._empty()
-            return self._apart(tell, str(found), rounds)
+            return self._apart(tell, found, rounds)
         finally:
             self._forget_logs(family)
         made, family = self.drafts(rounds), rounds.family
@@ -133,10 +133,10 @@ class Runner:
             made += self._measured(replace(family, cells=cells), tell, again=False)
         return made
 
-    def _apart(self, tell: Tell, reason: str, rounds: Rounds) -> list[ArmRecord]:
-        """In halves, and those in halves, until it is known who did it: the others keep their rounds together. Not
-        after the time is up."""
-        family = rounds.family
+    def _apart(self, tell: Tell, found: Suspicion, rounds: Rounds) -> list[ArmRecord]:
+        """Without who may have done it, and those in halves, and those in halves, until it is known who did: the others
+        keep their rounds together. Not after the time is up."""
+        family, reason = rounds.family, str(found)
         if len(family.cells) == 1:
             for entry in rounds.entries.values():
                 if entry.stack.role == "candidate" or len(rounds.entries) <= 2:
@@ -146,10 +146,13 @@ class Runner:
             for entry in rounds.entries.values():
                 entry.leave("timeout", NO_TIME)
             return self.drafts(rounds)
-        tell(f"again in halves: {reason}")
         middle = (len(family.cells) + 1) // 2
-        halves = family.cells[:middle], family.cells[middle:]
-        return [record for cells in halves for record in self.family(replace(family, cells=cells), tell)]
+        parts = family.cells[:middle], family.cells[middle:]
+        among = [cell for cell in family.cells if family.names(cell) & found.among]
+        if 0 < len(among) < len(family.cells):
+            parts = tuple(cell for cell in family.cells if cell not in among), tuple(among)
+        tell(f"again in {'halves' if among in ([], [*family.cells]) else 'two parts'}: {reason}")
+        return [record for cells in parts for record in self.family(replace(family, cells=cells), tell)]
 
     def _forget_logs(self, family: Family) -> None:
         for log in (log_of(self.log, rank) for rank in range(family.ranks)):

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from lorabench.run.entries import (
     Replan,
     Seated,
     Staying,
+    Suspicion,
     as_planned,
 )
 from lorabench.run.journal import Journal
@@ -65,6 +66,7 @@ class Seats:
         self.final = self._number(0, 0)  # of the trial after the last turn
         self.seats: list[Seated] = []
         self.crowded_out: list[Entry] = []  # out of memory in a turn beside others: they come in another block
+        self.preparing: list[str] = []  # arms, once for each process in which one is prepared now
         self.spare: list[Seated] = []  # opened and still empty, each for an arm that will sit alone
         self.opened = 0
         self.trials_a_turn = 1
@@ -214,18 +216,22 @@ class Seats:
 
     def _prepare(self, seat: Seated, entry: Entry, gate: bool, offered: bytes | None = None) -> Failed | None:
         """Seat an arm; the failure with which it did not come to sit. `offered`: the base of the seat that most arms
-        share, for this process alone."""
+        share, for this process alone. Raises Suspicion where that base was written to, of who is prepared now."""
         began = time.perf_counter()
         self.tell(f"preparing {entry.name}")
         if not entry.stack.is_reference:
             seat.desk.timeout_s = min(self.timeout_s, self.limits.seat_s)
+        self.preparing.append(entry.name)
         try:
             answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, offered, ranks=entry.stack.ranks)
+            if written := next((a.reason for a in answers if isinstance(a, Failed) and a.everywhere), None):
+                raise Suspicion(written, self.preparing)
         except Lost as lost:
             self._leave(entry, lost.status, str(lost), lost.rank, lost.log)
             entry.spent("build", time.perf_counter() - began)
             return Failed(lost.status, str(lost), spoilt=True)
         finally:
+            self.preparing.remove(entry.name)
             seat.desk.timeout_s = self.timeout_s
         took = time.perf_counter() - began
         failed = next((a for a in answers if isinstance(a, Failed)), None)
@@ -360,9 +366,13 @@ class Seats:
             judged.add(entry.name)
         with ThreadPoolExecutor(max(1, min(at_once, self.machine.cores - 1))) as pool:
             started = [pool.submit(self._prepare, *arguments) for arguments in todo]
-            meanwhile()
-            for one in started:
-                one.result()
+            try:
+                meanwhile()
+                for one in as_completed(started):
+                    one.result()
+            except Suspicion:  # all of it was for nothing
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         everyone = {e.name for e, _ in pairs} | {name for seat in self.seats for name in seat.names}
         candidates = {name for name in everyone if not self.entries[name].stack.is_reference}
         for entry, seat in pairs:

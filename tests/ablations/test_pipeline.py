@@ -353,12 +353,12 @@ def let_go(ranks, folder):
     Base is empty behind the second where the first sits beside it, and where it does not; and the second's loss."""
     found, halves = [], {"pipeline_1f1b": {"layers": [LAYERS // 2] * 2}}  # else by what a layer takes on a busy machine
     for beside in (True, False):
-        seat: Any = SimpleNamespace(base=Base(folder), written="sum", arms={})
+        seat: Any = SimpleNamespace(base=Base(folder), arms={})
         if beside:
             seat.arms["plain"] = deep(halves, ranks=ranks, base=seat.base)
         ours = deep(halves, "lora_kernels", ranks=ranks, base=seat.base)
         found.append(Seat._let_go(seat, ours))
-        assert found[-1] == (seat.base.nbytes == 0 and seat.written == "")
+        assert found[-1] == (seat.base.nbytes == 0 and seat.base.sum == "")
     Seat._check_base(seat)
     deep("pipeline_gpipe", ranks=ranks, base=seat.base)  # fills it again, which is no write
     Seat._check_base(seat)

@@ -478,6 +478,15 @@ def test_the_file_is_safetensors_and_is_not_read_into_memory(base):
     assert opened.checksum() != base.checksum() == Base.opened(base.offered()).checksum()
 
 
+def test_who_writes_into_an_opened_base_is_noticed_in_the_first_process_that_looks(base):
+    build(base, *PEFT, model=TIED)
+    assert not base.changed()
+    opened, untouched = Base.opened(base.offered()), Base.opened(base.offered())
+    next(iter(opened.weights.values())).view(-1)[0] += 1
+    assert opened.changed() and opened.changed() and not untouched.changed() and not base.changed()
+    assert not opened.elsewhere and not base.elsewhere  # pages of its own, on a CPU
+
+
 def test_an_empty_base_offers_an_empty_one(base):
     opened = Base.opened(base.offered())
     assert (opened.recipe, opened.nbytes, opened.folder) == (None, 0, base.folder)
@@ -495,7 +504,7 @@ def test_another_process_opens_the_same_gpu_memory(base):
     free, _ = torch.cuda.mem_get_info()
     for _ in range(2):  # what is offered is for one process: each asks anew
         assert elsewhere(base.offered(), "cuda", UNTIED) == here
-    assert base.checksum() == here["checksum"] and free
+    assert base.checksum() == here["checksum"] and free and base.elsewhere
 
 
 @pytest.mark.gpu

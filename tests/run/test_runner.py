@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +13,9 @@ from typing import Any
 
 import pytest
 from helpers import MACHINE, cells
-from run.scripted import Script
+from run.scripted import Script, family, turns
 
-from lorabench.contract.family import REFERENCE, families
+from lorabench.contract.family import REFERENCE, Stack, families
 from lorabench.measure.fairness import check_clock
 from lorabench.measure.judging.depth_noise import DepthNoise
 from lorabench.measure.judging.witness import Observed, Testimony
@@ -34,8 +36,8 @@ PASSED = Numerics(
 )  # fmt: skip
 
 
-def runner(script: Script, folder: Path) -> Runner:
-    return Runner(script, MACHINE, None, "session", 9.0, folder)  # type: ignore[arg-type]
+def runner(script: Script, folder: Path, **machine: Any) -> Runner:
+    return Runner(script, MACHINE.model_copy(update=machine), None, "session", 9.0, folder)  # type: ignore[arg-type]
 
 
 def measured(script: Script, folder: Path, *overrides: str) -> dict[str, Any]:
@@ -126,6 +128,32 @@ def test_where_somebody_spoils_the_reference_halves_of_the_family_say_who_did(tm
         "eager": "untrusted", "adamw": "ok", "adamw_fused": "ok", "packing": "ok",
     }  # fmt: skip
     assert found["adamw_fused"].family == found["packing"].family != found["eager"].family
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
+def test_who_writes_into_the_base_of_all_processes_costs_the_others_no_rounds(tmp_path, beside):
+    """Unsloth zeroed a row of the base while it was loaded, and all rounds of an 8B were for nothing (2026-11-27)."""
+    written = Failed("untrusted", "the weights were written to", spoilt=True, everywhere=True)
+    both, met = threading.Barrier(2), list[str]()
+
+    def refuses(stack: Stack) -> Failed | None:
+        if beside and stack.name in ("tf32", "flex_attention") and len(met) < 2:  # are prepared at the same time
+            both.wait(9.0)
+            met.append(stack.name)
+        return written if stack.name == "tf32" else None
+
+    script, names = Script(refuses=refuses), ["eager", "adamw", "flex_attention", "tf32"]
+    gpu = {"device": "cuda", "capability": (9, 0), "gpus": 1, "native_bfloat16": True}
+    with runner(script, tmp_path, **gpu, cores=3 if beside else 2) as running:
+        records = running.family(family("dtype=bfloat16", f"ablations=[{','.join(names)}]"))
+    found = {record.arm: record for record in records}
+    assert {name: found[name].status for name in names if name != "tf32"} == dict.fromkeys(names[:3], "ok")
+    assert (found["tf32"].status, found["tf32"].reason) == ("untrusted", "the weights were written to")
+    shared = {name for name in names if found[name].family == found["eager"].family}
+    assert shared >= {"eager", "adamw"} and ("flex_attention" in shared) == (not beside)
+    taken = Counter(name for _, name, _ in turns(script))
+    assert not taken["tf32"] and taken["adamw"] == 12 * found["adamw"].trials  # of no round twice
+    assert 1 not in {seat for seat, *_ in turns(script)}  # but in processes that have read the base anew
 
 
 @pytest.mark.parametrize(("off", "told", "passes"), [(0.0, 0.0, True), (0.1, 0.0, False), (0.1, 0.2, True)])
