@@ -208,6 +208,7 @@ class Rounds(Seats):
                 began, entry = time.perf_counter(), self.entries[name]
                 with contextlib.suppress(Left):
                     answers = self._tried(seat, entry, self._number(BEFORE, 0), False)
+                    self._check(entry, [one.trial for made in answers for one in made], BEFORE)
                     entry.warmed(max(made[-1].trial.total_ms for made in answers))
                 if seat not in self.seats:  # it was started again without this arm: all of the new one's turns
                     break

@@ -235,7 +235,7 @@ class Seats:
             seat.desk.timeout_s = self.timeout_s
         took = time.perf_counter() - began
         failed = next((a for a in answers if isinstance(a, Failed)), None)
-        if failed is None and not all(isinstance(a, Ready) for a in answers):
+        if failed is None and not all(isinstance(a, Ready) and all(ms > 0 for ms in a.warm_ms) for a in answers):
             failed = Failed("untrusted", "what it answered is no answer", spoilt=True)
         ready: list[Ready] = [a for a in answers if isinstance(a, Ready)]
         for part, seconds in ready[0].seconds.items() if ready else ():

@@ -156,6 +156,20 @@ def test_who_writes_into_the_base_of_all_processes_costs_the_others_no_rounds(tm
     assert 1 not in {seat for seat, *_ in turns(script)}  # but in processes that have read the base anew
 
 
+@pytest.mark.parametrize("ready", [True, False], ids=["when it is ready", "in a turn that does not count"])
+def test_an_arm_that_says_that_it_takes_no_time_leaves_alone(tmp_path, ready):
+    script = Script(ms={"eager": 0.0 if ready else 10.0})
+    script.phase_ms = {} if ready else {("eager", phase): 0.0 for phase in script.phases}
+    with runner(script, tmp_path) as running:
+        found = {record.arm: record for record in running.family(family(TWO))}
+    assert (found["adamw"].status, len(found["adamw"].rounds)) == ("ok", 12)
+    said = (found["eager"].status, found["eager"].reason)
+    if ready:
+        assert said == ("untrusted", "what it answered is no answer")
+    else:
+        assert said == ("crash", "eager took 0.0 ms; expected a time between zero and some months")
+
+
 @pytest.mark.parametrize(("off", "told", "passes"), [(0.0, 0.0, True), (0.1, 0.0, False), (0.1, 0.2, True)])
 def test_the_runner_judges_the_evidence_itself_by_the_noise_that_was_told_first(tmp_path, off, told, passes):
     """Each arm says itself that it passed, and what it tells of the noise later is not believed."""
