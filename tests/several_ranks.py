@@ -16,6 +16,8 @@ import torch
 
 from lorabench.contract.ranks import Ranks
 
+GRACE_S = 5.0  # for the others to say what a rank that failed did to them
+
 
 def on_ranks(
     size: int, folder: Path, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120
@@ -30,23 +32,25 @@ def on_ranks(
     ]
     for worker in workers:
         worker.start()
-    answers: dict[int, Any] = {}
+    answers: dict[int, tuple[bool, Any]] = {}
     until = time.monotonic() + timeout_s
     try:
-        while len(answers) < size:
-            missing = [rank for rank in range(size) if rank not in answers]
-            ready = wait(
-                [of for rank in missing for of in (pipes[rank][0], workers[rank].sentinel)],
-                max(0.0, until - time.monotonic()),
-            )
-            assert ready, f"rank {missing[0]} does not answer"
+        while missing := [rank for rank in range(size) if rank not in answers]:
+            both = [of for rank in missing for of in (pipes[rank][0], workers[rank].sentinel)]
+            ready = wait(both, max(0.0, until - time.monotonic()))
             ended = {rank: workers[rank].exitcode for rank in missing}  # before the pipes: it may answer and end
             for rank in missing:
                 if pipes[rank][0].poll():
-                    ok, answers[rank] = pipes[rank][0].recv()
-                    assert ok, f"rank {rank}: {answers[rank]}"
-                assert rank in answers or ended[rank] is None, f"rank {rank} ended with {ended[rank]} and no answer"
-        return [answers[rank] for rank in range(size)]
+                    answers[rank] = pipes[rank][0].recv()
+                elif ended[rank] is not None:
+                    answers[rank] = False, f"ended with {ended[rank]} and no answer"
+                elif not ready:
+                    answers[rank] = False, "does not answer"
+            if not all(ok for ok, _ in answers.values()):  # the others wait for it, or say what it did to them
+                until = min(until, time.monotonic() + GRACE_S)
+        failed = [f"rank {rank}: {answers[rank][1]}" for rank in range(size) if not answers[rank][0]]
+        assert not failed, "\n".join(failed)
+        return [answers[rank][1] for rank in range(size)]
     finally:
         for worker in workers:
             worker.kill()

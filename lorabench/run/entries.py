@@ -24,6 +24,7 @@ def as_planned(family: Family, outcomes: Mapping[str, str]) -> Family:
     return family
 
 
+LEAST_ROUNDS = 6  # fewer support no verdict
 NO_TIME = "the time was up before its first round"
 
 
@@ -90,6 +91,11 @@ class Entry:
         """What a trial takes: the shortest of the last, because others may have been prepared beside it."""
         assert self.ready is not None
         return min(self.ready.warm_ms[-3:])
+
+    @property
+    def prepared_s(self) -> float:
+        """Seconds until its first round, but for the gate, of all its processes."""
+        return sum(self.seconds.get(part, 0.0) for part in ("build", "warmup", "profile"))
 
     def warmed(self, ms: float) -> None:
         """One more trial that does not count."""

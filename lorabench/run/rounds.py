@@ -26,6 +26,7 @@ from lorabench.measure.telemetry import Sampler
 from lorabench.measure.trial import Trial, of_turn, trials_a_turn
 from lorabench.record.schema import LONGEST_MS
 from lorabench.run.entries import (
+    LEAST_ROUNDS,
     NO_TIME,
     Entry,
     Left,
@@ -40,7 +41,6 @@ from lorabench.run.ranks import slowest, spread_of
 from lorabench.run.seats import Generations, Seats, said_by
 
 SKETCHED = 12  # rounds whose gradients are compared beside the losses of all, picked when they are there
-LEAST_ROUNDS = 6  # of an arm that is much slower than the rest; fewer support no verdict
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
 ENDING_S = 2.0  # that an arm's end is taken to need beside two of its trials
 BY_TURNS_MS = 300.0  # a turn of so long moves the GPU's energy counter three times
@@ -108,9 +108,8 @@ class Rounds(Seats):
         first round, but for the gate, and by its trials; whether any time is left, where it has none."""
         reference, needed = self.entries[REFERENCE], 0.0
         if reference.ok and reference.turns:
-            until = sum(reference.seconds.get(part, 0.0) for part in ("build", "warmup", "profile"))
             rounds = LEAST_ROUNDS * self.trials_a_turn * reference.warm_ms / 1000
-            needed = until / len({turn.seat for turn in reference.turns}) + rounds
+            needed = reference.prepared_s / len({turn.seat for turn in reference.turns}) + rounds
         return time.monotonic() + needed <= self.limits.stop_at
 
     def _next_block(self, waiting: list[Entry]) -> Generations:

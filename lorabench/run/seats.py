@@ -21,8 +21,10 @@ from lorabench.measure.energy import Meter
 from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.measure.memory import CONTEXT
 from lorabench.measure.seat import Failed, Ready, Seating
+from lorabench.measure.trial import trials_a_turn
 from lorabench.record.schema import ArmRecord
 from lorabench.run.entries import (
+    LEAST_ROUNDS,
     NO_TIME,
     UNLIMITED,
     Entry,
@@ -483,9 +485,19 @@ class Seats:
             seat.desk.ask("give_back", ranks=self.family.ranks)
 
     def _late(self, entry: Entry) -> bool:
-        """Whether there is no time left to seat it. One that never sat leaves."""
-        late = time.monotonic() > (self.limits.seat_by if entry.ready is None else self.limits.stop_at)
-        if late and entry.ready is None:
+        """Whether there is no time left to seat it. One that never sat leaves, for the sake of the verdict of those
+        who sit."""
+        if entry.ready is not None:
+            return time.monotonic() > self.limits.stop_at
+        until = min(self.limits.stop_at, self.limits.seat_by)
+        if seated := self._ready():
+            like = seated[0]  # the reference: as long as that it is taken to be prepared, and its trials to be
+            a_round = trials_a_turn(like.warm_ms) * (like.warm_ms + sum(e.warm_ms for e in seated)) / 1000
+            processes = sum(like.name in seat.names for seat in self.seats)
+            needed = like.prepared_s / processes + LEAST_ROUNDS * a_round  # the first does not count, the last begins
+            until = min(until, self.limits.stop_at - needed)
+        late = time.monotonic() > until
+        if late:
             entry.leave("timeout", NO_TIME)
         return late
 

@@ -16,6 +16,7 @@ from lorabench import sweep
 from lorabench.contract.machine import Machine
 from lorabench.measure.kind import JobCounts
 from lorabench.measure.seat import Failed, Ready
+from lorabench.measure.trial import MOST_TRIALS
 from lorabench.plan.compose import ConfigError
 from lorabench.record.schema import Numerics
 from lorabench.record.store import Store, read_arms, read_records
@@ -117,9 +118,10 @@ def test_a_sweep_whose_budget_is_spent_goes_on_with_the_rounds_that_are_left(tmp
 
     def sweep_of(budget_s):
         calls = iter(range(1000))
-        slow = {("turn", "eager"): lambda: time.sleep(1.1 if next(calls) == 5 and budget_s == 1 else 0)}
+        fifth = 1 + 4 * MOST_TRIALS  # behind one trial that does not count
+        slow = {("turn", "eager"): lambda: time.sleep(1.1 if next(calls) == fifth and budget_s == 1 else 0)}
         ready = lambda name: Ready(numerics={"": PASSED}, jobs={"": JobCounts(1, 0, 1)})  # noqa: E731
-        ms = dict.fromkeys(("reference", "reference again", "eager", "adamw"), 150.0)
+        ms = dict.fromkeys(("reference", "reference again", "eager", "adamw"), 0.1)
         queue, out = Budgeted(tmp_path, Script(ms, ready=ready, fails=slow), machine), io.StringIO()
         queue.budget_s = budget_s
         own = config(*OVERRIDES[:2], "trials=12", "ablations=[eager,adamw]", f"output={tmp_path}")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,10 @@ from lorabench.measure.seat import Failed, Ready
 from lorabench.measure.trial import MOST_TRIALS
 from lorabench.record.pairs import Siblings
 from lorabench.record.schema import INTERRUPTED, ArmRecord
-from lorabench.run.entries import NO_TIME, UNLIMITED, Limits
+from lorabench.run.entries import LEAST_ROUNDS, NO_TIME, UNLIMITED, Limits
 from lorabench.run.journal import JOURNAL, Journal, Turn
 from lorabench.run.process import Lost
-from lorabench.run.rounds import LEAST_ROUNDS, LONG_MS, Rounds
+from lorabench.run.rounds import LONG_MS, Rounds
 
 LOW = "adapters_in_compute_dtype"
 
@@ -217,6 +218,27 @@ def test_after_the_budget_no_later_block_begins(tmp_path, monkeypatch):
     assert (found["flex_attention"].status, found["flex_attention"].reason) == ("timeout", NO_TIME)
 
 
+@pytest.mark.parametrize("seconds, sits", [(45.0, False), (60.0, True)])
+def test_no_arm_is_seated_where_those_that_sit_would_come_to_no_verdict(seconds, sits, tmp_path, monkeypatch):
+    """Each takes ten seconds to be prepared, and one in a round: with a third arm the sixth round begins after 48
+    seconds, with a fourth after 64."""
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "adamw"), 1000.0))
+
+    def ready(name: str) -> Ready:
+        script.now += 10.0
+        return Ready()
+
+    script.ready = ready
+    clock = SimpleNamespace(monotonic=lambda: script.now, perf_counter=lambda: script.now)
+    for file in ("rounds", "seats"):
+        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
+    with runner(script, tmp_path) as running:
+        running.limits = Limits(stop_at=seconds)
+        found = {record.arm: record for record in running.family(family("ablations=[eager,adamw]"))}
+    assert len(found[REFERENCE].rounds) >= LEAST_ROUNDS and found["adamw"].reason == NO_TIME
+    assert len(found["eager"].rounds) >= LEAST_ROUNDS if sits else found["eager"].reason == NO_TIME
+
+
 @pytest.mark.parametrize("seconds, begins", [(65.0, False), (90.0, True)])
 def test_no_later_block_begins_for_which_there_are_too_few_seconds(seconds, begins, tmp_path, monkeypatch):
     """Four arms of one second have a turn before twelve rounds and end after a minute; six rounds of the reference have
@@ -329,7 +351,7 @@ def test_no_round_begins_after_the_budget(tmp_path):
     assert {record.status for record in found} == {"timeout"}
 
 
-@pytest.mark.parametrize("seconds, rounds", [(65.0, 9), (30.0, LEAST_ROUNDS)])
+@pytest.mark.parametrize("seconds, rounds", [(65.0, 9), (31.0, LEAST_ROUNDS)])
 def test_a_budget_has_room_for_what_follows_the_last_round_unless_there_would_be_no_verdict(
     tmp_path, monkeypatch, seconds, rounds
 ):
