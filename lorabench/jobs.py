@@ -138,8 +138,8 @@ def _train(file: JobsFile, console: Console) -> int:
     with uninterrupted():  # an exception in the middle of its C++ would abort the process
         import torch  # noqa: F401
     from lorabench.measure.machine import describe
+    from lorabench.record.store import locked
     from lorabench.train.setup import Setup, first_that_can
-    from lorabench.train.state import locked
 
     setup = Setup(file, describe())
     tries = _tries(setup)
