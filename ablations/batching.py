@@ -41,6 +41,17 @@ class Padding(Ablation):
         return Settings(axolotl={})  # what all of them do anyway
 
 
+@dataclass(frozen=True, kw_only=True)
+class OtherThanPadding(Ablation):
+    """Base of the others, with the note from which a report predicts what they gain."""
+
+    slot: ClassVar[str] = "batching"
+    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
+
+    def notes(self, evidence: Evidence) -> dict[str, Any]:
+        return layout(evidence)
+
+
 def lengths_of(samples: Sequence[Sample]) -> list[int]:
     return [len(sample.tokens) for sample in samples]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
+from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
 from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.settings import Settings
 from lorabench.contract.workload import Workload
-from lorabench_ablations.batching import layout, lengths_of, own_batches, padded_batches, positive
+from lorabench_ablations.batching import OtherThanPadding, lengths_of, own_batches, padded_batches, positive
 
 NO_CAPTURE = {
     "cuda_graph": "grouped micro-batches have widths of their own at every step, and each width would be a graph"
@@ -19,7 +19,7 @@ NO_CAPTURE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupByLength(Ablation):
+class GroupByLength(OtherThanPadding):
     """As transformers' `train_sampling_strategy="group_by_length"`: the samples in mega-batches of `mega_batches`
     micro-batches, sorted by length inside each, the step's longest sample first; then padded.
 
@@ -29,8 +29,6 @@ class GroupByLength(Ablation):
     """
 
     name: ClassVar[str] = "group_by_length"
-    slot: ClassVar[str] = "batching"
-    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     summary: ClassVar[str] = "the step's samples sorted by length, then padded"
     excludes: ClassVar[dict[str, str]] = NO_CAPTURE
 
@@ -55,9 +53,6 @@ class GroupByLength(Ablation):
             why = "the step is one micro-batch; give the workload more samples"
         raise NotApplied(f"sorting changes no micro-batch: {why}")
 
-    def notes(self, evidence: Evidence) -> dict[str, Any]:
-        return layout(evidence)
-
     def settings(self) -> Settings:
         return Settings(
             trainer={"train_sampling_strategy": "group_by_length"},
@@ -67,13 +62,11 @@ class GroupByLength(Ablation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenBudget(Ablation):
+class TokenBudget(OtherThanPadding):
     """Padded micro-batches of at most `tokens` positions, padding included, of the samples sorted by length: many short
     samples or few long ones. None: batch_size x seq_len, what padding takes at most."""
 
     name: ClassVar[str] = "token_budget"
-    slot: ClassVar[str] = "batching"
-    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     summary: ClassVar[str] = "sorted by length, as many samples a micro-batch as a number of padded tokens allows"
     excludes: ClassVar[dict[str, str]] = NO_CAPTURE
 
@@ -96,9 +89,6 @@ class TokenBudget(Ablation):
         if sorted(b[:2] for b in own) == sorted(b[:2] for b in padded_batches(evidence)):
             raise NotApplied("the budget makes micro-batches of the same shapes as padding does")
         return len(own)
-
-    def notes(self, evidence: Evidence) -> dict[str, Any]:
-        return layout(evidence)
 
 
 def grouped(lengths: Sequence[int], mega_batch: int) -> list[int]:

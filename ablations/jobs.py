@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported, added
 from lorabench.contract.step import Step
 from lorabench_ablations.batching import positive
+from lorabench_ablations.lora_kernels import Kernel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -129,10 +130,7 @@ class FusedMultiLora(BatchedPacked):
     name: ClassVar[str] = "fused_multi_lora"
     summary: ClassVar[str] = "ours: every kernel for rows of several adapters, without padding; a chunked head a job"
     decides: ClassVar[tuple[str, ...]] = ("batching",)
-    requires: ClassVar[Requires] = Requires(
-        packages={"lorakernels": "pip install lorakernels (in a checkout: pip install ./kernels)"}
-    )
-
+    requires: ClassVar[Requires] = Kernel.requires
     rank: ClassVar[int] = 1  # behind the toggles of norms and RoPE, whose parts the slots take over
 
     chunked_head: bool = True

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import IGNORE, Batch
 from lorabench.contract.step import Step
+from lorabench.measure.trial import put_back, random_states
 from lorabench_ablations.joint_step import JointStep, Part, all_finite
 from lorabench_ablations.lora_kernels import on_kernels
 
@@ -107,7 +108,7 @@ class KernelStep(JointStep):
     def looked_at(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
         if not self.router.slots:
             return run(batch)
-        random, broken = _random(self.device), frozenset[int]()
+        random, broken = random_states(self.device), frozenset[int]()
         losses = run(batch)
         if not losses.isfinite().all():  # here the host waits for the device
             broken = self._broken(batch, losses, random)
@@ -157,7 +158,7 @@ class KernelStep(JointStep):
     def _without(self, batch: Batch, absent: Collection[int], random: Sequence[Tensor]) -> list[Tensor]:
         """Each job's loss, with the rows of absent jobs in the frozen model alone; theirs is NaN, and so are the
         gradients of it. random: the numbers to begin with."""
-        _put_back(random, self.device)
+        put_back(random, self.device)
         losses = list(self._losses(batch, absent).unbind())
         for job in absent:
             losses[job] = torch.stack([p.sum() for p in self.trained(job)]).sum().float() * torch.nan
@@ -195,17 +196,6 @@ class KernelStep(JointStep):
             items, own = self.steps[part.job].items, own.to(self.head.weight.dtype)
             found[part.job] = linear_cross_entropy(own, self.head.weight, target, self.head.bias, num_items=items)
         return torch.stack(found)
-
-
-def _random(device: torch.device) -> list[Tensor]:
-    """The states of the generators; a GPU's is kept on the host, which does not wait for it."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _put_back(states: Sequence[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state, device)
 
 
 def _is_product(base: Any, body: Any, head: Any) -> bool:

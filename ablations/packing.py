@@ -7,15 +7,15 @@ mask: no token attends to another sample. The first token of each sample is not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported, added
+from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, added
 from lorabench.contract.batch import IGNORE, Batch, Sample
 from lorabench.contract.names import nearest
 from lorabench.contract.settings import Code, Settings, Worth
 from lorabench.contract.workload import Workload
-from lorabench_ablations.batching import layout, lengths_of, own_batches, padded_batches, positive
+from lorabench_ablations.batching import OtherThanPadding, lengths_of, own_batches, padded_batches, positive
 
 NO_CAPTURE = {"cuda_graph": "packed rows have lengths of their own at every step, and each length would be a graph"}
 FLATTENED = Settings(
@@ -28,7 +28,7 @@ FLATTENED = Settings(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing(Ablation):
+class Packing(OtherThanPadding):
     """The step's samples in rows of at most batch_size x seq_len tokens, or of `row_tokens`.
 
     strategy ffd: first-fit-decreasing, bfd: best-fit-decreasing (both Johnson 1973), arrival: a new row as soon as the
@@ -36,8 +36,6 @@ class Packing(Ablation):
     """
 
     name: ClassVar[str] = "packing"
-    slot: ClassVar[str] = "batching"
-    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     summary: ClassVar[str] = "samples end to end instead of padding; no attention across samples"
     own_dropout_masks: ClassVar[bool] = True  # of rows without padding, which plain PEFT does not have
     worth_trying: ClassVar[Worth | None] = "time"
@@ -70,38 +68,26 @@ class Packing(Ablation):
             )
         return sum(len(b.lengths) for b in own if len(b.lengths) > 1)
 
-    def notes(self, evidence: Evidence) -> dict[str, Any]:
-        return layout(evidence)
-
     def settings(self) -> Settings:
         """The samples of a batch end to end, as here. TRL's `packing` and Axolotl's `sample_packing` also fill each row
         with samples of the steps to come."""
         if self.strategy == "bfd":
-            return Settings(
+            return replace(
+                FLATTENED,
                 sft={"packing": True, "packing_strategy": "bfd"},
-                collator=FLATTENED.collator,
-                imports=FLATTENED.imports,
                 axolotl={"sample_packing": True},
                 note="TRL's packing cuts samples longer than max_length, and an update then has more samples",
             )
         in_order = {"sample_packing_sequentially": True} if self.strategy == "arrival" else {}
-        return Settings(
-            sft=FLATTENED.sft,
-            collator=FLATTENED.collator,
-            imports=FLATTENED.imports,
-            axolotl={"sample_packing": True, **in_order},
-            note=FLATTENED.note,
-        )
+        return replace(FLATTENED, axolotl={"sample_packing": True, **in_order})
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaddingFree(Ablation):
+class PaddingFree(OtherThanPadding):
     """The samples of each micro-batch end to end in one row, in their order, as transformers' flattening collator and
     TRL's `padding_free` put them: the micro-batches stay what they were, without their padding."""
 
     name: ClassVar[str] = "padding_free"
-    slot: ClassVar[str] = "batching"
-    kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     summary: ClassVar[str] = "each micro-batch as one row without padding; no attention across samples"
     own_dropout_masks: ClassVar[bool] = True  # of rows without padding, which plain PEFT does not have
     excludes: ClassVar[dict[str, str]] = NO_CAPTURE
@@ -118,9 +104,6 @@ class PaddingFree(Ablation):
         alone = all(len(b.lengths) == 1 for b in own)
         why = "a micro-batch is one sample" if alone else "the samples of each have one length"
         raise NotApplied(f"no micro-batch has padding to leave out: {why}")
-
-    def notes(self, evidence: Evidence) -> dict[str, Any]:
-        return layout(evidence)
 
     def settings(self) -> Settings:
         return FLATTENED

@@ -109,8 +109,7 @@ class Axolotl(Peer):
         config: Any = model.config
         with tempfile.TemporaryDirectory() as folder:  # Axolotl reads the architecture from a folder
             config.save_pretrained(folder)
-            switches = {"lora_mlp_kernel": True, "lora_qkv_kernel": True, "lora_o_kernel": True}
-            cfg = DictDefault({"base_model": folder, **switches})
+            cfg = DictDefault({"base_model": folder, **Axolotl.keys})
             try:
                 lora_kernels.patch_self_attn_lora(cfg)
                 lora_kernels.apply_lora_kernel_patches(model, cfg)

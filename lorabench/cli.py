@@ -19,7 +19,10 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from lorabench.contract.names import nearest, one_line
 from lorabench.run.signals import handled
+
+HELP = {"-h", "--help", "help"}
 
 LIST_HELP = """\
 lorabench list: the optimizations, their slots, and what each lacks on this machine.
@@ -88,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit code. argparse inside it may raise SystemExit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else None
-    if name is None or name in ("-h", "--help", "help"):
+    if name is None or name in HELP:
         print(help_text(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     if name == "--version":
@@ -97,15 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lorabench {version('lorabench')}")
         return 0
     if name not in COMMANDS:
-        from lorabench.contract.names import nearest
-
-        print(f"lorabench: {nearest('subcommand', name, COMMANDS)}", file=sys.stderr)
-        return 2
+        return complain(nearest("subcommand", name, COMMANDS))
     # What libraries are going to change is their users' business, and these are we: not of who runs a sweep.
     warnings.simplefilter("ignore", FutureWarning)
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # in the workers
     command = COMMANDS[name]
-    if command.help and {"-h", "--help", "help"} & set(arguments[1:]):
+    if command.help and HELP & set(arguments[1:]):
         print(command.help, end="")
         return 0
     with _quiet_stop():
@@ -116,6 +116,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt as stop:  # which the sweep catches itself, where it has more to say
             print("lorabench: stopped", file=sys.stderr)
             return exit_code(stop)
+
+
+def entry(name: str) -> None:
+    """`python -m lorabench.NAME`: the subcommand of that name."""
+    raise SystemExit(main([name, *sys.argv[1:]]))
+
+
+def complain(error: object, code: int = 2) -> int:
+    """One line for the user; returns the exit code."""
+    print(f"lorabench: {one_line(error)}", file=sys.stderr)
+    return code
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:

@@ -13,12 +13,10 @@ now; 2 for bad input. against=NAME compares every arm's ratio to the arm of that
 
 from __future__ import annotations
 
-import sys
+from lorabench.cli import complain, entry
 
 if __name__ == "__main__":  # as in sweep.py
-    from lorabench.cli import main as entry
-
-    raise SystemExit(entry(["compare", *sys.argv[1:]]))
+    entry("compare")
 
 import math
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -31,7 +29,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lorabench.contract.names import one_line
 from lorabench.report import against
 
 if TYPE_CHECKING:  # scipy and pandas take seconds to import, which --help does not need
@@ -198,12 +195,7 @@ def _ratio(record: Record | None, found: Speedup | None) -> str:
     return speedup(found) or (record.status if record else "")
 
 
-def _complain(error: str) -> int:
-    print(f"lorabench: {one_line(error)}", file=sys.stderr)
-    return 2
-
-
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     parser = ArgumentParser("python -m lorabench.compare", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="the results folder to compare with")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="the results folder in question")
@@ -214,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     for run in (asked.run_a, asked.run_b):  # before the slow imports
         if not (run / RECORDS).exists():
-            return _complain(f"{run.resolve()} has no {RECORDS}; expected the folder that a sweep had as output=")
+            return complain(f"{run.resolve()} has no {RECORDS}; expected the folder that a sweep had as output=")
     console = Console()
     console.print("reading both …", style="dim")
     from lorabench.report.analysis import Analysis
@@ -224,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
         before, after = (Analysis.read(run, salt, asked.against) for run, salt in runs)
         changes = compared(before, after)
     except (OSError, ValueError) as error:
-        return _complain(str(error))
+        return complain(error)
     counts = [c.outcome for c in changes]
     console.print(Text(", ".join(f"{counts.count(o)} {o}" for o in dict.fromkeys(counts)) or "no cells to compare"))
     shown = changes

@@ -10,17 +10,15 @@ Exit code 0 when the default sweep can run, 1 when something it needs is missing
 
 from __future__ import annotations
 
-import sys
+from lorabench.cli import entry
 
 if __name__ == "__main__":  # as in sweep.py
-    from lorabench.cli import main as entry
-
-    raise SystemExit(entry(["doctor", *sys.argv[1:]]))
+    entry("doctor")
 
 import os
 import shutil
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,9 +97,9 @@ def links(device_type: str, ranks: int) -> Iterator[Finding]:
         yield Finding("ok", "links", f"{name} of {ranks} ranks: {words}, {bandwidth}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     parser = ArgumentParser("python -m lorabench.doctor", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.parse_args(argv)
+    parser.parse_args(arguments)
     console = Console()
     console.print("looking at this machine …", style="dim")
     machine = describe()

@@ -11,18 +11,15 @@ beside the same stacks, in a column of its own. Exit code 0; 2 for bad input.
 
 from __future__ import annotations
 
-import sys
+from lorabench.cli import complain, entry
 
 if __name__ == "__main__":  # as in sweep.py
-    from lorabench.cli import main as entry
-
-    raise SystemExit(entry(["gather", *sys.argv[1:]]))
+    entry("gather")
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lorabench.contract.names import one_line
 from lorabench.record.schema import ArmRecord
 
 
@@ -47,7 +44,7 @@ def gathered(here: Sequence[ArmRecord], more: Sequence[ArmRecord]) -> Iterator[A
         yield record.model_copy(update={"replicate": places[place]})
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     parser = ArgumentParser("python -m lorabench.gather", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("into", type=Path, metavar="INTO", help="the results folder that takes the records")
     parser.add_argument("folders", type=Path, metavar="FROM", nargs="+", help="a results folder that is read")
@@ -70,6 +67,5 @@ def main(arguments: list[str] | None = None) -> int:
                 here += new
                 print(f"{folder}: {len(new)} of {len(records)} records are new in {options.into}")
     except (RecordError, StoreError) as error:
-        print(f"lorabench: {one_line(error)}", file=sys.stderr)
-        return 2
+        return complain(error)
     return 0

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # as in sweep.py
-    from lorabench.cli import main as entry
+from lorabench.cli import HELP, complain, entry, exit_code
 
-    raise SystemExit(entry(["jobs", *sys.argv[1:]]))
+if __name__ == "__main__":  # as in sweep.py
+    entry("jobs")
 
 import time
 from collections.abc import Sequence
@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from lorabench.cli import exit_code
-from lorabench.contract.names import nearest, one_line
+from lorabench.contract.names import nearest
 
 if TYPE_CHECKING:  # these import torch, or what takes as long
     from lorabench.contract.ablation import Ablation
@@ -38,7 +37,7 @@ CHANGED = ("output", "way", "scheduler", "weights", "dtype")  # keys that the co
 EVERY_S = 2.0  # between two lines of progress
 SCHEDULER = "fast_fit"  # where the file names none: it holds every job's samples to its budget, and needs no solver
 
-HELP = """\
+USAGE = """\
 lorabench jobs: trains several LoRA adapters on one base, together where that is faster.
 
 usage: python -m lorabench.jobs FILE.yaml [key=value ...]      the same as lorabench jobs; keys: {keys}
@@ -74,13 +73,12 @@ exit code: 0 when every job has its adapter; 1 when one has none, or writing fai
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help", "help"} & set(arguments) or not arguments:
+def main(arguments: list[str]) -> int:
+    if HELP & set(arguments) or not arguments:
         from lorabench.plan.jobs_file import ways
 
         print(
-            HELP.format(keys=", ".join(CHANGED), ways=", ".join(ways())), file=sys.stdout if arguments else sys.stderr
+            USAGE.format(keys=", ".join(CHANGED), ways=", ".join(ways())), file=sys.stdout if arguments else sys.stderr
         )
         return 0 if arguments else 2
     console = Console()
@@ -91,24 +89,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _train(_file(arguments), console)
     except (ValueError, Unsupported) as error:  # of files, names, models, weights, rows
-        return _complain(error, 2)
-    except StoreError as error:
-        return _complain(error, 1)
-    except MemoryError as error:
-        return _complain(error, 1)
+        return complain(error)
+    except (StoreError, MemoryError) as error:
+        return complain(error, 1)
     except RuntimeError as error:
         from lorabench.measure.memory import out_of_memory
 
         if not out_of_memory(error):
             raise
-        return _complain(error, 1)
+        return complain(error, 1)
     except KeyboardInterrupt as stop:
-        return _complain("stopped; the same command continues where its state was saved last", exit_code(stop))
-
-
-def _complain(error: object, code: int) -> int:
-    print(f"lorabench: {one_line(error)}", file=sys.stderr)
-    return code
+        return complain("stopped; the same command continues where its state was saved last", exit_code(stop))
 
 
 def _say(console: Console, text: str) -> None:
@@ -138,8 +129,8 @@ def _train(file: JobsFile, console: Console) -> int:
     with uninterrupted():  # an exception in the middle of its C++ would abort the process
         import torch  # noqa: F401
     from lorabench.measure.machine import describe
+    from lorabench.record.store import locked
     from lorabench.train.setup import Setup, first_that_can
-    from lorabench.train.state import locked
 
     setup = Setup(file, describe())
     tries = _tries(setup)

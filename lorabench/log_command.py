@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lorabench.cli import complain
 from lorabench.contract.names import one_line
 from lorabench.measure.machine import describe
 from lorabench.record.store import RecordError, Store, StoreError
@@ -36,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = one_line(error)
     except OSError as error:
         reason = f"{error.filename or command[0]}: {error.strerror or error}"
-    print(f"lorabench: {reason}; expected a file to write and a command that can be started", file=sys.stderr)
-    return 2
+    return complain(f"{reason}; expected a file to write and a command that can be started")
 
 
 def run(file: Path, command: Sequence[str]) -> int:

@@ -8,19 +8,16 @@ Thin, as the sweep: compose, plan, run families, recommend, report. Records go i
 
 from __future__ import annotations
 
-import sys
+from lorabench.cli import HELP, entry
 
 if __name__ == "__main__":  # as in sweep.py
-    from lorabench.cli import main as entry
-
-    raise SystemExit(entry(["recommend", *sys.argv[1:]]))
+    entry("recommend")
 
 import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -34,7 +31,6 @@ from lorabench.plan.compose import (
     OF_A_SWEEP,
     ConfigError,
     RecommendConfig,
-    check_names,
     load_config,
     load_recommend_config,
     names_in,
@@ -44,8 +40,7 @@ from lorabench.plan.registry import ablation_class, registered
 from lorabench.record.store import Store, write_atomically
 from lorabench.run.agenda import AGAIN
 from lorabench.run.load import load_average
-from lorabench.run.signals import uninterrupted
-from lorabench.sweep import check_output, in_one_line, warn_of_load
+from lorabench.sweep import in_one_line, prepare, say, warn_of_load
 
 if TYPE_CHECKING:  # these import torch
     from lorabench.advice.known import Known, Question
@@ -57,7 +52,7 @@ if TYPE_CHECKING:  # these import torch
 # What `recommend` decides itself; `dry_run` is the same in both.
 NOT_OURS = {*OF_A_SWEEP, "suite"} - {"dry_run"}
 
-HELP = """\
+USAGE = """\
 lorabench.recommend: which few optimizations to switch on for a model and a workload, on this machine.
 
 usage: python -m lorabench.recommend [key=value ...]        (Hydra's override grammar, the sweep's keys)
@@ -85,21 +80,16 @@ included; 1 when writing fails on the way, or a sweep writes there.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help", "help"} & set(arguments):
-        print(HELP.format(models=", ".join(names_in("model")), workloads=", ".join(names_in("workloads"))))
+def main(arguments: list[str]) -> int:
+    if HELP & set(arguments):
+        print(USAGE.format(models=", ".join(names_in("model")), workloads=", ".join(names_in("workloads"))))
         return 0
     return in_one_line(lambda: _main(arguments, Console()))
 
 
 def _main(arguments: list[str], console: Console) -> int:
     config = composed(arguments)
-    check_output(config.output)
-    _say(console, f"lorabench {version('lorabench')}: planning")
-    check_names(config)
-    with uninterrupted():  # as in a sweep
-        import torch  # noqa: F401
+    prepare(config, console)
     if config.dry_run:
         _show(config, console)
         return 0
@@ -114,11 +104,6 @@ def composed(arguments: Sequence[str]) -> RecommendConfig:
     dry = [argument for argument, key in zip(arguments, keys, strict=True) if key == "dry_run"]
     config = load_recommend_config([argument for argument in arguments if argument not in dry])
     return config.model_copy(update={"dry_run": load_config(dry).dry_run})
-
-
-def _say(console: Console, doing: str) -> None:
-    """As a sweep says it."""
-    console.print(f"{doing} …", highlight=False, style="dim", soft_wrap=True)
 
 
 def _show(config: RecommendConfig, console: Console) -> None:
@@ -216,7 +201,7 @@ def _recommend(
     if store.arms() and config.resume is False:
         raise ConfigError(f"{config.output} already holds {len(store.arms())} records; resume=true, or another output=")
     load = load_average()
-    _say(console, "starting workers and looking at the machine")
+    say(console, "starting workers and looking at the machine")
     warn_of_load(console, load, queue.look(command))
     known, spent = _measure(config, store, queue, console)
     found = recommendation(known, config, queue.where, spent, shlex.join(command))

@@ -32,12 +32,10 @@ exit code: 0; 2 for bad input, an output that cannot be written included.
 
 from __future__ import annotations
 
-import sys
+from lorabench.cli import HELP, complain, entry
 
 if __name__ == "__main__":  # as in sweep.py
-    from lorabench.cli import main as entry
-
-    raise SystemExit(entry(["simulate", *sys.argv[1:]]))
+    entry("simulate")
 
 import csv
 import io
@@ -48,7 +46,7 @@ from typing import Any
 import yaml
 
 from lorabench import __version__
-from lorabench.contract.names import nearest, one_line
+from lorabench.contract.names import nearest
 from lorabench.plan.bubbles import FEEDS, METHODS, Row, Setting, rows
 from lorabench.record.words import number
 from lorabench.schedule import SCHEDULERS, Budget, Sample, fill, verify
@@ -207,17 +205,15 @@ def _stage_times(asked: Mapping[str, Any]) -> StageTimes:
     return profiled(asked["model"], asked["stages"])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help", "help"} & set(arguments):
+def main(arguments: Sequence[str]) -> int:
+    if HELP & set(arguments):
         print((__doc__ or "").format(methods=", ".join(SCHEDULERS)))
         return 0
     try:
         return _main(parsed(arguments))
     except (ValueError, OSError) as error:
         where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        print(f"lorabench: {one_line(where)}", file=sys.stderr)
-        return 2
+        return complain(where)
 
 
 def _main(asked: dict[str, Any]) -> int:

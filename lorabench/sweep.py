@@ -9,16 +9,14 @@ Thin on purpose: compose, plan, run, report.
 
 from __future__ import annotations
 
-import sys
+from lorabench.cli import HELP, complain, entry, exit_code
 
 if __name__ == "__main__":  # by the console script's way, which is short: what follows takes seconds to import
-    from lorabench.cli import main as entry
-
-    raise SystemExit(entry(["sweep", *sys.argv[1:]]))
+    entry("sweep")
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -27,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from lorabench.cli import exit_code
-from lorabench.contract.names import NameUnknown, one_line
+from lorabench.contract.names import NameUnknown
 from lorabench.listing import say_rows, show_ablations, show_plan
 from lorabench.plan.compose import ConfigError, check_names, load_config, names_in, plan
 from lorabench.record.store import RECORDS, RecordError, Store, StoreError
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
     from lorabench.contract.machine import Machine
     from lorabench.run.queue import Queue
 
-HELP = """\
+USAGE = """\
 lorabench.sweep: measures LoRA fine-tuning optimizations, all of a question together, in rounds.
 
 usage: python -m lorabench.sweep [key=value ...]        (Hydra's override grammar)
@@ -94,20 +91,18 @@ included; 1 when writing fails on the way, or another sweep writes there.
 
 
 def help_text() -> str:
-    return HELP.format(
+    return USAGE.format(
         models=", ".join(names_in("model")),
         workloads=", ".join(names_in("workloads")),
         suites=", ".join(names_in("suite")),
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    console = Console()
-    if {"-h", "--help", "help"} & set(arguments):
+def main(arguments: list[str]) -> int:
+    if HELP & set(arguments):
         print(help_text())
         return 0
-    return in_one_line(lambda: _main(arguments, console))
+    return in_one_line(lambda: _main(arguments, Console()))
 
 
 def in_one_line(command: Callable[[], int]) -> int:
@@ -115,18 +110,13 @@ def in_one_line(command: Callable[[], int]) -> int:
     try:
         return command()
     except (ConfigError, NameUnknown, RecordError) as error:
-        return _complain(error, 2)
+        return complain(error)
     except StoreError as error:
-        return _complain(error, 1)
+        return complain(error, 1)
     except OSError as error:
-        return _complain(f"{error.filename or 'the output'} cannot be written: {error.strerror or error}", 1)
+        return complain(f"{error.filename or 'the output'} cannot be written: {error.strerror or error}", 1)
     except KeyboardInterrupt as stop:
-        return _complain("stopped; the same command continues where it stopped", exit_code(stop))
-
-
-def _complain(error: object, code: int) -> int:
-    print(f"lorabench: {one_line(error)}", file=sys.stderr)
-    return code
+        return complain("stopped; the same command continues where it stopped", exit_code(stop))
 
 
 def _main(arguments: list[str], console: Console) -> int:
@@ -136,17 +126,22 @@ def _main(arguments: list[str], console: Console) -> int:
 
         show_ablations(console, glance())
         return 0
-    check_output(config.output)
-    _say(console, f"lorabench {version('lorabench')}: planning")
-    check_names(config)
-    with uninterrupted():  # an exception in the middle of its C++ would abort the process
-        import torch  # noqa: F401
+    prepare(config, console)
     if config.dry_run:
         from lorabench.measure.machine import describe
 
         show_plan(console, config, describe())
         return 0
     return run(config, arguments, console)
+
+
+def prepare(config: Any, console: Console) -> None:
+    """Before a plan: what can be said without torch, and then torch. Raises ConfigError and NameUnknown."""
+    check_output(config.output)
+    say(console, f"lorabench {version('lorabench')}: planning")
+    check_names(config)
+    with uninterrupted():  # an exception in the middle of its C++ would abort the process
+        import torch  # noqa: F401
 
 
 def check_output(folder: Path) -> None:
@@ -160,7 +155,7 @@ def check_output(folder: Path) -> None:
         raise ConfigError(f"output {folder} cannot be written: {error.strerror}; name another folder") from None
 
 
-def _say(console: Console, doing: str) -> None:
+def say(console: Console, doing: str) -> None:
     """What takes the next seconds, before it begins: nobody should wait in front of an empty screen."""
     console.print(f"{doing} …", highlight=False, style="dim", soft_wrap=True)
 
@@ -247,7 +242,7 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
 
 
 def _look(queue: Queue, command: list[str], agenda: Agenda, console: Console) -> Machine:
-    _say(console, "starting workers and looking at the machine")
+    say(console, "starting workers and looking at the machine")
     machine = queue.look(command)
     agenda.plan_for(machine.device, machine)
     return machine
@@ -296,7 +291,7 @@ def _drain(queue: Queue, agenda: Agenda, store: Store, console: Console, replica
             console.print("the budget is spent; the same command goes on", highlight=False, soft_wrap=True)
         todo = [] if stopped else agenda.families(replicate)
         if todo:
-            _say(console, "going on without what did not apply")
+            say(console, "going on without what did not apply")
     for name in stored:
         store.add_session({**queue.sessions[name], "wall_s": round(time.monotonic() - began, 1)})
 

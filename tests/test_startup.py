@@ -71,15 +71,15 @@ def test_the_list_has_every_toggle_and_what_it_lacks(capsys, monkeypatch):
 @pytest.mark.parametrize("command", ["sweep", "recommend"])
 def test_it_says_what_it_does_before_it_imports_what_is_slow(command):
     code = f"""
-from lorabench import {command} as command
+from lorabench import sweep, {command} as command
 import sys
 
-def say_and_stop(console, doing, say=command._say):
+def say_and_stop(console, doing, say=sweep.say):
     say(console, doing)
     print([name for name in {HEAVY} if name in sys.modules])
-    raise command.ConfigError("stopped")
+    raise sweep.ConfigError("stopped")
 
-command._say = say_and_stop
+sweep.say = say_and_stop
 raise SystemExit(command.main(["output=/nowhere"]))
 """
     done = run(code)

@@ -86,6 +86,18 @@ def synchronize(device: torch.device) -> None:
         wait_for_device()
 
 
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """Of the generators; a GPU's is kept on the host, which does not wait for it."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def put_back(states: Sequence[torch.Tensor], device: torch.device) -> None:
+    """The generators to `random_states`; a GPU's has none where it was a CPU's training."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
+
+
 def run_trial(
     arm: Arm, around: Callable[[str], None] = lambda phase: None, number: int | None = None
 ) -> Trial:  # fmt: skip

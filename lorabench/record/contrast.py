@@ -109,15 +109,8 @@ class Contrast:
 
     def difference(self, other: Contrast) -> Contrast:
         """How many times the other's ratio this one is. The two are of independent cells."""
-        return self._with(other, self.estimate.log - other.estimate.log)
-
-    def product(self, other: Contrast) -> Contrast:
-        """Both ratios, one after the other. The two are of independent cells."""
-        return self._with(other, self.estimate.log + other.estimate.log)
-
-    def _with(self, other: Contrast, log: float) -> Contrast:
         seed = hash((self._seed, other._seed)) % 2**32
-        return Contrast(_summed([self.estimate, other.estimate], log), min(self.trials, other.trials), seed)
+        return Contrast(_minus(self.estimate, other.estimate), min(self.trials, other.trials), seed)
 
     def p_value(self) -> float:
         """Two-sided p that the ratio is 1: below 0.05 where the 95 % interval leaves 1 out, by the same Student's t."""

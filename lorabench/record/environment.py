@@ -34,20 +34,21 @@ class SeenMachine(Loose):
     native_bfloat16: bool | None = None
 
 
-class SeenLink(Loose):
-    """A point of a link curve (run/links.py)."""
+class Link(Loose):
+    """A point of a link curve (run/links.py): what a rank of `ranks` gives (`bytes`), the slowest rank's time, and the
+    bus bandwidth."""
 
     collective: str
     ranks: int
-    bytes: int  # that each rank gives
+    bytes: int
     ms: float
-    gbs: float  # GB/s of bus bandwidth
+    gbs: float  # 10⁹ bytes a second
 
 
 class Ceilings(Loose):
     gemm_tflops: dict[str, float] | None = None  # TFLOP/s of a square GEMM by dtype
     copy_gbs: float | None = None  # GB/s of a copy
-    links: list[SeenLink] | None = None  # where arms had several ranks
+    links: list[Link] | None = None  # where arms had several ranks
     no_links: str | None = None  # why their curve is not there
 
 

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,36 +142,43 @@ def _encoded(record: ArmRecord) -> bytes:
         return crash.model_dump_json(by_alias=True, exclude_none=True).encode()
 
 
+@contextlib.contextmanager
+def locked(folder: Path, who: str = "process") -> Iterator[None]:
+    """The folder is this process's alone; whoever finds it taken says that another of `who` is there. Raises
+    StoreError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")  # noqa: SIM115 (closed below, which releases the lock)
+    except OSError as error:
+        raise StoreError(f"output {folder} cannot be written: {error.strerror}; name another folder") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StoreError(f"another {who} is writing into {folder}; wait for it or name another output") from None
+        yield
+
+
 class Store:
     """One sweep's hold on a folder. Use as a context manager; a second holder gets a StoreError at once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.repaired: str | None = None  # what was set aside, in words
-        self._lock: Any = None
+        self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Store:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / ".lock", "a")
-        except OSError as error:
-            raise StoreError(f"output {self.folder} cannot be written: {error.strerror}; name another folder") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise StoreError(
-                f"another sweep is writing into {self.folder}; wait for it or name another output"
-            ) from None
-        try:
-            self._repair()
-        except OSError as error:
-            self._lock.close()
-            raise StoreError(f"{self.folder / RECORDS} cannot be written: {error.strerror}") from None
+        with contextlib.ExitStack() as held:
+            held.enter_context(locked(self.folder, "sweep"))
+            try:
+                self._repair()
+            except OSError as error:
+                raise StoreError(f"{self.folder / RECORDS} cannot be written: {error.strerror}") from None
+            self._held = held.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.close()  # closing releases the lock
+        self._held.close()
 
     def _repair(self) -> None:
         """Set a half-written last line aside (nothing is lost) and cut the file back to its last whole line."""

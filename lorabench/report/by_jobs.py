@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from lorabench.report.figure import SMALL, WIDTH, legend, legend_rows, short
+from lorabench.report.figure import SMALL, WIDTH, legend, legend_rows, scales, short
 from lorabench.report.panels import Figured, Mark, Panel, that_fit
 from lorabench.report.tradeoff import ITSELF, Look, looks_of
 
@@ -124,7 +124,4 @@ def _draw(ax: Axes, lines: Lines, column: str, looks: dict[str, Look]) -> None:
     ax.set_ylim(bottom=0)
     ax.set_xlabel("jobs", fontsize=SMALL)
     ax.set_ylabel(AXES[column], fontsize=SMALL)
-    ax.tick_params(labelsize=SMALL - 1)
-    ax.grid(color="#e6e6e6", lw=0.6)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
+    scales(ax)

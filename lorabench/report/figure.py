@@ -118,6 +118,14 @@ def size_of(text: str) -> float:
     return TWO_LINES if "\n" in text else SMALL
 
 
+def scales(ax: Axes) -> None:
+    """The look of a panel in which both axes are numbers."""
+    ax.tick_params(labelsize=SMALL - 1)
+    ax.grid(color="#e6e6e6", lw=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
 def legend(figure: Figure, handles: Sequence[Any]) -> None:
     """At the top, in as many rows as its width needs."""
     rows = legend_rows([handle.get_label() for handle in handles], figure.get_figwidth())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from lorabench.record.schema import TOTAL, Record
+from lorabench.record.schema import Record
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.cells import host_bound
 from lorabench.report.comparable import parts, references
@@ -93,11 +93,6 @@ def with_any(panels: Iterable[Panel], drawn: Callable[[Mark], bool]) -> tuple[li
     """The panels that hold anything to draw, with all their rows: one that failed stays in its place and says so. And
     what a figure of them leaves out."""
     return that_fit([panel for panel in panels if any(map(drawn, panel.marks))])
-
-
-def total(row: Row) -> tuple[float, float, float]:
-    """Speed-up of the whole, with its interval."""
-    return row[f"{TOTAL}_speedup"], row[f"{TOTAL}_low"], row[f"{TOTAL}_high"]
 
 
 def look(mark: Mark) -> tuple[str, str]:

@@ -37,7 +37,6 @@ from lorabench.report.panels import (
     look,
     panels_of,
     that_fit,
-    total,
     with_any,
 )
 from lorabench.report.published import published
@@ -155,7 +154,9 @@ def _forest(ax: Axes, panel: Panel, claims: dict[str, list[tuple[float, float]]]
             ax.plot(own, [y + 0.32] * len(own), ".", color="black", ms=3, zorder=5)
     timed = [(y, mark) for y, mark in zip(panel.ys, panel.marks, strict=True) if mark.has(f"{TOTAL}_speedup")]
     for (colour, marker, waits), found in by(lambda mark: (*look(mark), mark.host_bound), timed).items():
-        centres, lows, highs = zip(*(total(mark.row) for _, mark in found), strict=True)
+        centres, lows, highs = (
+            [mark.row[f"{TOTAL}_{column}"] for _, mark in found] for column in ("speedup", "low", "high")
+        )
         values += [*lows, *highs]
         ys = [y for y, _ in found]
         ax.plot(centres, ys, marker=marker or "none", ls="none", color=colour, mfc="white", ms=7, zorder=3)

@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from lorabench.record.schema import TOTAL
 from lorabench.report.analysis import Row
 from lorabench.report.comparable import references, spans
-from lorabench.report.figure import SMALL, WIDTH, extent, short, size_of
+from lorabench.report.figure import SMALL, WIDTH, extent, scales, short, size_of
 from lorabench.report.panels import (
     BLUE,
     CIRCLE,
@@ -232,7 +232,4 @@ def _draw(ax: Axes, frame: Frame, looks: dict[str, Look]) -> None:
         ax.step(*zip(*frame.edge, strict=True), "--", where="post", color=GREY, lw=1, zorder=1)
     ax.set(xlim=(0, frame.right), ylim=(0, frame.top))
     ax.set_xlabel("\n".join(frame.remarks), fontsize=SMALL - 1, labelpad=1)
-    ax.tick_params(labelsize=SMALL - 1)
-    ax.grid(color="#e6e6e6", lw=0.6)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
+    scales(ax)

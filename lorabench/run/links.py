@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from lorabench.contract.family import Family
 from lorabench.contract.hooks import described
@@ -23,7 +23,9 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import Ranks, switch_multicast_off
 from lorabench.measure.trial import synchronize
 from lorabench.plan.design import refusal
+from lorabench.record.environment import Link
 from lorabench.run.ranks import Place, free_port, joined
+from lorabench.run.session import Session
 
 SIZES = [4**n * 1024 for n in range(1, 11)]  # 4 KiB to 1 GiB
 FEW = {"cpu": (4096, 1 << 20), "cuda": (4096, 1 << 20, 1 << 26)}  # latency, and bandwidth
@@ -33,32 +35,23 @@ BUSY_S = 0.1  # of each collective and size, after one that is not timed
 BRIEF_S = 0.01  # the same where a sweep waits for it
 
 
-class Link(BaseModel):
-    """One point of a curve: what a rank of `ranks` gives (`bytes`), the slowest rank's time, and the bus bandwidth."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    collective: str
-    ranks: int
-    bytes: int
-    ms: float
-    gbs: float  # 10⁹ bytes a second
-
-
 _LINKS = TypeAdapter(list[Link])
 
 
-def of_session(ceilings: dict[str, Any], family: Family, machine: Machine, method: str) -> dict[str, Any]:
-    """A session's ceilings: the same, or new ones with a short curve of as many ranks as this family has, where that is
-    not known yet. `no_links` says why there is none. `method`: of starting processes, as multiprocessing names it."""
+def with_links(session: Session, family: Family, machine: Machine, method: str) -> Session:
+    """The session, to be asked before a family is measured: itself, or one whose ceilings have a short curve of as many
+    ranks as this family has, where that is not known yet. `no_links` says why there is none. `method`: of starting
+    processes, as multiprocessing names it."""
+    ceilings = session["ceilings"]
     known = "no_links" in ceilings or any(link["ranks"] == family.gpus for link in ceilings.get("links", ()))
     if known or family.gpus == 1 or all(refusal(cell, machine) for cell in family.cells):
-        return ceilings
+        return session
     try:
         found = curve(machine.device, family.gpus, FEW[machine.device], BRIEF_S, method, SESSION_S)
     except Exception as error:  # whatever it is, the arms are still to be measured
-        return ceilings | {"no_links": described(error)}
-    return ceilings | {"links": [*ceilings.get("links", ()), *(link.model_dump() for link in found)]}
+        return session | {"ceilings": ceilings | {"no_links": described(error)}}
+    links = [*ceilings.get("links", ()), *(link.model_dump() for link in found)]
+    return session | {"ceilings": ceilings | {"links": links}}
 
 
 def curve(

@@ -12,7 +12,7 @@ from lorabench.contract.machine import Machine
 from lorabench.record.schema import ArmRecord
 from lorabench.run.entries import Limits, Replan, as_planned
 from lorabench.run.journal import Journal
-from lorabench.run.links import of_session
+from lorabench.run.links import with_links
 from lorabench.run.process import Workers
 from lorabench.run.queue import Watch
 from lorabench.run.runner import Runner
@@ -39,9 +39,9 @@ class LocalQueue:
         """A family's processes end with it."""
 
     def look(self, command: list[str]) -> Machine:
-        self.machine, self.ceilings = self.workers.probe(self.dtype)
+        self.machine, ceilings = self.workers.probe(self.dtype)
         self.where = self.machine.name
-        looked: Session = {"machine": self.machine.model_dump(mode="json"), "ceilings": self.ceilings}
+        looked: Session = {"machine": self.machine.model_dump(mode="json"), "ceilings": ceilings}
         self.session: Session = new_session(command) | looked | {"workers": self.workers.method}
         self.sessions = {self.session["id"]: self.session}
         return self.machine
@@ -50,7 +50,7 @@ class LocalQueue:
         self, families: Iterable[Family], watch: Watch, replan: Replan = as_planned
     ) -> Iterator[tuple[Family, list[ArmRecord]]]:
         """The next family is asked for when what became of the one before has been taken."""
-        own = self.machine, self.ceilings, self.session["id"]
+        own = self.machine, self.session["ceilings"], self.session["id"]
         journal = Journal(self.folder)
         with Runner(self.workers, *own, self.timeout_s, self.folder, journal=journal) as runner:
             for family in families:
@@ -58,17 +58,10 @@ class LocalQueue:
                     return
                 runner.limits = self.limits
                 watch.start(family)
-                self._look_at_links(family)
+                self.session = with_links(self.session, family, self.machine, self.workers.method)
+                self.sessions = {self.session["id"]: self.session}  # another one is stored in the old one's place
                 made = runner.family(family, watch.phase, replan)
                 stay = runner.staying.entries if runner.staying else []
                 self.seated = frozenset(frozenset(entry.stack.labels) for entry in stay)
                 yield family, made
                 journal.end()
-
-    def _look_at_links(self, family: Family) -> None:
-        """Before the first family of several ranks. The session is another one then, which is stored in the old one's
-        place."""
-        found = of_session(self.ceilings, family, self.machine, self.workers.method)
-        if found is not self.ceilings:
-            self.ceilings, self.session = found, self.session | {"ceilings": found}
-            self.sessions = {self.session["id"]: self.session}

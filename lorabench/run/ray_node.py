@@ -151,12 +151,11 @@ class Station:
 
     def _look_at_links(self, family: Any) -> None:
         """Before the first family of several ranks, after which the session is told once more."""
-        from lorabench.run.links import of_session
+        from lorabench.run.links import with_links
 
-        before, runner = self.session["ceilings"], self.runner
-        found = of_session(before, family, runner.machine, runner.workers.method)
-        if found is not before:
-            self.session = self.session | {"ceilings": found}
+        before, runner = self.session, self.runner
+        self.session = with_links(before, family, runner.machine, runner.workers.method)
+        if self.session is not before:
             self._tell("session", self.session)
 
     def _tell(self, what: str, value: Any) -> None:

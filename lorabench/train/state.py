@@ -3,10 +3,8 @@ as JSON, how far each has come. It is written whole or not at all."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,22 +32,6 @@ class Saved:
     base: dict[str, Any]
     jobs: dict[str, Any]
     tensors: dict[str, torch.Tensor]
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """The folder is this process's alone: a sweep takes the same lock. Raises StoreError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a")  # noqa: SIM115 (closed below, which releases the lock)
-    except OSError as error:
-        raise StoreError(f"output {folder} cannot be written: {error.strerror}; name another folder") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StoreError(f"another process is writing into {folder}; wait for it or name another output") from None
-        yield
 
 
 def save(

@@ -19,6 +19,7 @@ from lorabench.contract.ablation import Ablation
 from lorabench.contract.hooks import first_line
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.memory import out_of_memory
+from lorabench.measure.trial import put_back, random_states
 from lorabench.train import state
 from lorabench.train.base import save_adapter
 from lorabench.train.crew import Crew
@@ -49,7 +50,7 @@ class Trainer:
         for job in self.jobs:
             state.restore(saved, job)
         kept = [saved.tensors[name] for name in sorted(n for n in saved.tensors if n.startswith(state.RANDOM))]
-        _put_back(kept, self.device)
+        put_back(kept, self.device)
         state.cut(self.folder, self.tick)
 
     def run(self, show: Callable[[Trainer], None]) -> None:
@@ -66,7 +67,7 @@ class Trainer:
             show(self)
 
     def save(self) -> None:
-        state.save(self.folder, self.tick, self.base, self.jobs, _random(self.device))
+        state.save(self.folder, self.tick, self.base, self.jobs, random_states(self.device))
 
     def _here(self) -> list[Training]:
         """The jobs of the next tick. Where all that are there have ended, the next ones need not wait any longer."""
@@ -105,7 +106,7 @@ class Trainer:
 
     def _losses(self, here: list[Training], samples: dict[str, Any]) -> dict[str, float]:
         """The losses of this tick, gradients included, of the jobs that are numbers; the others end."""
-        before = _random(self.device)
+        before = random_states(self.device)
         while True:
             crew = self._crew_of(here)
             losses = self._tried(crew, samples, before)
@@ -121,7 +122,7 @@ class Trainer:
             here = [job for job in here if not job.ended]
             if not here:
                 return {}
-            _put_back(before, self.device)
+            put_back(before, self.device)
 
     def _tried(self, crew: Crew, samples: dict[str, Any], before: Sequence[torch.Tensor]) -> dict[str, float] | None:
         """None where memory ran out, and the budget is lower now."""
@@ -134,7 +135,7 @@ class Trainer:
             words = first_line(error)
         crew.clear()  # only here, where no frame of the tick is left that holds what it saved
         self._lower(max(len(s.tokens) for own in samples.values() for s in own), words)
-        _put_back(before, self.device)
+        put_back(before, self.device)
         return None
 
     def _culprits(
@@ -144,7 +145,7 @@ class Trainer:
         where none is."""
         found = []
         for job in wrong if len(wrong) > 1 else []:
-            _put_back(before, self.device)
+            put_back(before, self.device)
             alone = Crew(Hooks(self.toggles), self.model, [job], self.device)
             alone.fill({job.name: samples[job.name]})
             with torch.no_grad():
@@ -180,7 +181,7 @@ class Trainer:
 
     def _held_out(self, job: Training) -> float:
         """The loss on what a job holds out; no random number of the training is spent on it."""
-        before = _random(self.device)
+        before = random_states(self.device)
         crew = Crew(Hooks(self.toggles), self.model, [job], self.device)
         self.model.eval()
         try:
@@ -189,20 +190,10 @@ class Trainer:
                 return crew.losses(backward=False)[job.name]
         finally:
             self.model.train()
-            _put_back(before, self.device)
+            put_back(before, self.device)
 
     def _end(self, job: Training) -> None:
         if job.progress.status == NAN:
             return
         save_adapter(self.model, job.name, self.folder / ADAPTERS)
         self.tell(f"{job.name}: {job.progress.status} after {job.progress.step} steps, in {ADAPTERS}/{job.name}")
-
-
-def _random(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _put_back(states: Sequence[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda" and len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)

@@ -8,10 +8,10 @@ from helpers import MACHINE, cells
 from lorabench import doctor
 from lorabench.contract.family import Family
 from lorabench.run import links
-from lorabench.run.links import curve, of_session
+from lorabench.run.links import curve, with_links
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-KNOWN = {"gemm_tflops": {"float32": 1.0}, "copy_gbs": 2.0}
+KNOWN = {"ceilings": {"gemm_tflops": {"float32": 1.0}, "copy_gbs": 2.0}}
 
 
 def family(toggles: str, ranks: int = 2) -> Family:
@@ -35,20 +35,21 @@ def test_a_session_has_a_curve_once_for_each_number_of_ranks(monkeypatch: pytest
 
     asked: list[int] = []
     monkeypatch.setattr(links, "curve", of)
-    assert of_session(KNOWN, family("adamw_fused", ranks=1), MACHINE, "") is KNOWN, "nobody talks"
-    assert of_session(KNOWN, family("[ddp,cuda_graph]"), MACHINE, "") is KNOWN, "it is never started"
-    found = of_session(KNOWN, family("ddp"), MACHINE, "")
-    assert of_session(found, family("fsdp2"), MACHINE, "") is found
-    found = of_session(found, family("ddp", ranks=4), MACHINE, "")
-    assert [link["ranks"] for link in found["links"]] == asked == [2, 4]
-    assert found.items() > KNOWN.items()
+    assert with_links(KNOWN, family("adamw_fused", ranks=1), MACHINE, "") is KNOWN, "nobody talks"
+    assert with_links(KNOWN, family("[ddp,cuda_graph]"), MACHINE, "") is KNOWN, "it is never started"
+    found = with_links(KNOWN, family("ddp"), MACHINE, "")
+    assert with_links(found, family("fsdp2"), MACHINE, "") is found
+    found = with_links(found, family("ddp", ranks=4), MACHINE, "")
+    assert [link["ranks"] for link in found["ceilings"]["links"]] == asked == [2, 4]
+    assert found["ceilings"].items() > KNOWN["ceilings"].items()
 
 
 def test_a_curve_that_fails_costs_a_session_nothing_but_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "SESSION_S", 0.0)
-    found = of_session(KNOWN, family("ddp"), MACHINE, "spawn")
-    assert found == KNOWN | {"no_links": "TimeoutError: 2 ranks have not answered each other within 0 s"}
-    assert of_session(found, family("ddp"), MACHINE, "spawn") is found, "it is not tried again"
+    found = with_links(KNOWN, family("ddp"), MACHINE, "spawn")
+    why = "TimeoutError: 2 ranks have not answered each other within 0 s"
+    assert found == {"ceilings": KNOWN["ceilings"] | {"no_links": why}}
+    assert with_links(found, family("ddp"), MACHINE, "spawn") is found, "it is not tried again"
 
 
 @pytest.mark.exhaustive

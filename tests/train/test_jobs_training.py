@@ -245,10 +245,10 @@ def test_the_state_of_another_model_is_refused(texts):
 
 
 def test_two_processes_do_not_write_into_one_folder(texts):
-    from lorabench.record.store import StoreError
+    from lorabench.record.store import StoreError, locked
 
     refused = pytest.raises(StoreError, match="another process is writing")
-    with state.locked(texts / "out"), refused, state.locked(texts / "out"):
+    with locked(texts / "out"), refused, locked(texts / "out"):
         pass
 
 
