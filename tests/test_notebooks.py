@@ -202,8 +202,7 @@ def test_which_stack_answers_other_choices(kernel, tmp_path, choice):
         assert found == 1, name
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "results").symlink_to(ROOT / "results")
-    for module in ("show.py", "cost.py"):
-        shutil.copy(ROOT / "notebooks" / module, tmp_path / "notebooks")
+    shutil.copy(ROOT / "notebooks/show.py", tmp_path / "notebooks")
     (tmp_path / "notebooks/choice.ipynb").write_text(text)
     again = execute.executed(tmp_path / "notebooks/choice.ipynb")
     said = ["".join(o["data"].get("text/markdown", "")) for o in outputs(again) if "data" in o]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from notebooks.cost import usd_per_million_tokens
+from lorabench.report.cost import usd_per_million_tokens
 
 
 def test_a_million_tokens_in_an_hour_cost_an_hour():

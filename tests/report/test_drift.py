@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lorabench.report.analysis import Analysis
-from notebooks.drift import moved, references
+from lorabench.report.drift import moved, references
 
 SESSIONS = [{"id": "s1", "started": "2026-01-01T00:00:00"}, {"id": "s2"}]
 

@@ -5,7 +5,7 @@ import itertools
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Normalize
 
-from notebooks.grid import Cell, grid
+from lorabench.report.grid import Cell, grid
 
 ROWS = ["one", "a stack + of_several_toggles_with + rather_long_names"]
 COLUMNS = [f"model {n}x512" for n in range(9)]
