@@ -20,12 +20,23 @@ that of Triton's tutorial on matrix multiplication. Run: python -m pytest tests/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from ..runtime import cdiv, check, kernel, rank_tile, stages_of, through_tma, tl, tma_fits, working_dtype
+from ..runtime import (
+    cdiv,
+    check,
+    kernel,
+    rank_tile,
+    stages_of,
+    tensor_cores,
+    through_tma,
+    tl,
+    tma_fits,
+    use_triton,
+    working_dtype,
+)
 from .adapter import TL
 from .dropout import keep_tile
 from .job_rows import JobRows
@@ -60,17 +71,18 @@ def _multi_product_kernel(
             acc = tl.dot(x, w_desc.load([start, at]).T, acc, input_precision="ieee")
         else:
             acc = tl.dot(x, w_desc.load([at, start]), acc, input_precision="ieee")
-    for i in tl.range(tl.load(end_ptr + tile), tl.load(end_ptr + tile + 1), num_stages=1):
+    begin, behind = tl.load(end_ptr + tile), tl.load(end_ptr + tile + 1)
+    for i in tl.range(begin, behind, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         piece = piece_ptr + 4 * i
         first, end, job, before = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
         own = (row[:, None] >= first) & (row[:, None] < end)
-        for linear in tl.static_range(LINEARS):
+        for linear in tl.static_range(LINEARS):  # pyright: ignore[reportGeneralTypeIssues]
             at = linear * jobs + job
             entry = number_ptr + 9 * at
             matrix = tl.load(entry + OF_B).to(tl.pointer_type(TYPE))  # pyright: ignore[reportArgumentType]
             rank, apart = tl.load(entry + 2).to(tl.int32), tl.load(entry + 7 + OF_B)
             new = tl.zeros((BM, BN), tl.float32) if DROP else acc
-            for skip in tl.static_range(0, R, 16):
+            for skip in tl.static_range(0, R, 16):  # pyright: ignore[reportGeneralTypeIssues]
                 r = skip + tl.arange(0, 16)
                 spot = col[None, :] * apart + r[:, None] if OF_B else r[:, None] * apart + col[None, :]
                 b = tl.load(matrix + spot, mask=(r[:, None] < rank) & (col[None, :] < n), other=0.0)
@@ -79,8 +91,8 @@ def _multi_product_kernel(
                 s = tl.load(s_ptr + spot, mask=own & (r[None, :] < rank), other=0.0)
                 # The tile's other rows get zero times this adapter: what in it is no number goes to its own rows by S.
                 number = tl.abs(b.to(tl.float32)) < float("inf")
-                odd = tl.max(tl.max((number == 0).to(tl.int32), 0), 0)
-                s = tl.where(own & (odd > 0), float("nan"), s)
+                all_numbers = tl.min(tl.min(number.to(tl.int32), 0), 0) == 1
+                s = tl.where(own & (all_numbers == 0), float("nan"), s)
                 new = tl.dot(s, tl.where(number, b, 0.0), new, input_precision="ieee")
             if DROP:
                 place = (before + row - first).to(tl.int64)  # among the job's rows, where it is one of them
@@ -95,12 +107,13 @@ def _multi_product_kernel(
     y_desc.store([row0, start], acc.to(y_desc.dtype))
 
 
-def takes(x: torch.Tensor, w: torch.Tensor, tables: Sequence[AdapterTable], *others: torch.Tensor | None) -> bool:
-    """Whether the kernel multiplies x (M, K) or (M, N) with w (N, K) and these adapters, those of a linear each; others:
-    the residual and where the product goes, (M, …) each or None. What it does not take goes to the library."""
-    wide = [t for t in (x, w, *others) if t is not None]
-    narrow = all(t.takes(x) and t.rank <= MAX_COLUMNS and t.n * x.element_size() % 16 == 0 for t in tables)
-    return narrow and all(t.dtype == x.dtype and tma_fits(t) for t in wide)
+def takes(x: torch.Tensor, w: torch.Tensor, rank: int, widths: Sequence[int], *others: torch.Tensor | None) -> bool:
+    """Whether the kernel multiplies x (M, K) or (M, N) with w (N, K), of linears of these widths whose adapters have at
+    most this rank; others: the residual and where the product goes, (M, …) each or None. What it does not take goes to
+    the library."""
+    wide = [x, w, *(t for t in others if t is not None)]
+    narrow = rank <= MAX_COLUMNS and all(n * x.element_size() % 16 == 0 for n in widths)
+    return narrow and tensor_cores(x, w) and all(t.dtype == x.dtype and tma_fits(t) for t in wide)
 
 
 def multi_product(
@@ -111,16 +124,18 @@ def multi_product(
     """Y (M, N) of x (M, K), w (N, K) and S (M, R), to out where given; not of_b: dX (M, K) of x = dY (M, N) and dS.
 
     tables: the adapters of each linear whose weight lies in w, in order; what they have in S lies in columns of their
-    own where there are several. tile: a key of TILES, where `takes` says so; None: library calls, and `up` behind them.
-    seeds: of the dropout that X had, (linears · jobs,) int64, where dX is made; bias: (N,); residual: as Y, and may be
-    out. Raises ValueError where the shapes do not fit.
+    own where there are several. tile: a key of TILES, where `takes` says so; None takes library calls and `up` behind
+    them, as a CPU does. seeds: of the dropout that X had, (linears · jobs,) int64, where dX is made; bias: (N,);
+    residual: as Y, and may be out. Raises ValueError where the shapes do not fit.
     """
     m, (height, width) = rows.rows, w.shape
     n, k = (height, width) if of_b else (width, height)
     fits = x.shape == (m, k) and len(s) == m and height == sum(t.n for t in tables) and tables[0].k == width
     check(fits, f"the jobs' {m} rows, the weight and the adapters do not fit", x=x, w=w, s=s)
-    check(all(t is None or t.shape == (m, n) for t in (residual, out)), f"no output of {n} columns", x=residual, out=out)
-    if tile is None:
+    check(
+        all(t is None or t.shape == (m, n) for t in (residual, out)), f"no output of {n} columns", x=residual, out=out
+    )
+    if tile is None or not use_triton(x):
         y = F.linear(x, w, bias) if of_b else x @ w
         y = y if residual is None else y + residual
         each = [None] * len(tables) if seeds is None else seeds.view(len(tables), -1)
