@@ -25,11 +25,12 @@ jit: Any
 if TYPE_CHECKING or torch.version.cuda is not None or INTERPRET:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     jit = triton.jit
 else:
     # torch.version, not torch.cuda.is_available(): asking for devices would touch the driver in a fork server.
-    triton = None
+    triton = TensorDescriptor = None
     tl = SimpleNamespace(constexpr=lambda value: value)
 
     def jit(function: Any) -> Any:
@@ -65,6 +66,7 @@ class Kernel:
         alike = [
             x if x.__class__ is int
             else (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor)
+            else (x.base.dtype, *x.block_shape) if x.__class__ is TensorDescriptor
             else (x.__class__, x)
             for x in arguments
         ]  # fmt: skip
@@ -129,6 +131,17 @@ def tensor_cores(*operands: torch.Tensor) -> bool:
     """True if a Triton kernel with a dot of these, of any shapes, is worth a trial: dots of float32 are kept exact, so
     they have no tensor cores, and Triton takes a quarter of a minute to compile one. The interpreter runs them all."""
     return use_triton(*operands) and (INTERPRET or all(t.element_size() < 4 for t in operands))
+
+
+def tma_fits(wide: torch.Tensor) -> bool:
+    """Whether `through_tma` takes wide (M, N): its rows lie in one piece each, and begin at multiples of 16 bytes."""
+    return wide.stride(1) == 1 and wide.stride(0) * wide.element_size() % 16 == 0 and wide.data_ptr() % 16 == 0
+
+
+def through_tma(wide: torch.Tensor, rows: int, columns: int) -> Any:
+    """wide (M, N) for a kernel that loads and stores tiles of so many rows and columns by Hopper's copy engine: what of
+    a tile lies outside is read as zero and not written. `tma_fits` says whether that can be."""
+    return TensorDescriptor(wide, list(wide.shape), list(wide.stride()), [rows, columns])
 
 
 def fuses(rank: int, sources: tuple[torch.Tensor, ...], operands: tuple[torch.Tensor, ...]) -> bool:

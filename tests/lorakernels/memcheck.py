@@ -19,7 +19,7 @@ import torch
 from kernel_checks import quantized
 from lorakernels import tune
 from lorakernels.nodes import fp8
-from lorakernels.ops import multi_lora, quantized_glu
+from lorakernels.ops import multi_lora, multi_product, quantized_glu
 from lorakernels.ops.adapter import Loader, load_adapter, raised_b
 from lorakernels.ops.concat_operand import LoraColumns, ScaledS, concat_operand_into, s_into
 from lorakernels.ops.dropout import add_product_into, draw_seed, dropout_into, product_into
@@ -123,6 +123,13 @@ def kernels(dtype: torch.dtype) -> None:
         multi_lora.gradients(dy, s, table, rows, of_b=True)
         slots = multi_lora.AdapterTable([a and a._replace(column=3 * i) for i, a in enumerate(adapters)])
         multi_lora.down(x, slots, rows, seeds=seeds, out=new(M, 3 + P))
+    w, s = new(N + 5, K + 6)[:N, :K], new(M, P + 3)  # rows at multiples of 16 bytes in each dtype
+    for tile, of_b in product(multi_product.TILES, (True, False)):
+        x = new(M, K + 6)[:, :K] if of_b else new(M, N + 5)[:, :N]
+        out = new(M, N + 5)[:, :N] if of_b else new(M, K + 6)[:, :K]
+        if multi_product.takes(x, w, P, [8], out):
+            for seeds in (None, torch.arange(2, device=DEVICE)) if not of_b else (None,):
+                multi_product.multi_product(x, w, s, [table], rows, tile, of_b=of_b, seeds=seeds, residual=out, out=out)
     columns = torch.tensor([0] * 3 + [1] * P, dtype=torch.int32, device=DEVICE)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns, new(M, 3 + P))

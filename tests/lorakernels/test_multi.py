@@ -7,8 +7,11 @@ import lorakernels
 import pytest
 import torch
 from kernel_checks import exhaustive
-from lorakernels.nodes import multi_linear, operand, projection
+from lorakernels import tune
+from lorakernels.nodes import multi_linear, operand, projection, tail
+from lorakernels.ops import multi_product
 from lorakernels.ops.job_rows import JobRows
+from lorakernels.runtime import INTERPRET
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import LINEARS, batch, build
 from torch.nn import functional as F
@@ -270,6 +273,43 @@ def test_dropout_in_slots_is_that_of_linear_by_linear(family, said, monkeypatch)
     monkeypatch.undo()
     without = losses_and_gradients(ours.eval(), jobs, ids, said)[0]
     assert not torch.allclose(without, wanted, rtol=1e-3)
+
+
+@FORMS
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_step_of_many_adapters_by_a_tail(fused, dropout, monkeypatch):
+    """All products of the frozen weights in the form that looks adapters up: as in the form that is first. Three jobs
+    have no rows. On a CPU its torch path runs, which nothing but this test takes."""
+    ranks = {"third": 1} | {f"adapter{i}": 1 + 5 * i % 8 for i in range(16)}
+    said = [0, 5, 5, 9, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 16]
+    ids, calls, found = batch(len(said), 5)["input_ids"], [], []
+    product = multi_product.multi_product
+
+    def counted(*given, **more):
+        calls.append(given[5] if len(given) > 5 else more.get("tile"))
+        return product(*given, **more)
+
+    monkeypatch.setattr(multi_product, "TILES", {"tail": (32, 32, 32, 4, 1)})  # a tile is most of a layer's rows
+    monkeypatch.setattr(multi_product, "DROPPED", (32, 32, 32, 4, 1))
+    for module in (tail, multi_linear):
+        monkeypatch.setattr(module, "multi_product", counted)
+        if not INTERPRET:
+            monkeypatch.setattr(module, "takes", lambda *_: True)
+    for form in ("no such", "tail"):
+        torch.manual_seed(3)
+        ours = model(dropout=dropout, ranks=ranks)
+        jobs = lorakernels.apply_multi(ours, fused=fused)
+        calls.clear()
+        with tune.forced(form):
+            torch.manual_seed(4)
+            found.append(losses_and_gradients(ours, jobs, ids, said))
+    products = 2 * 2 * 4 - 1 if fused else 2 * 2 * 7 - 3  # of two layers, forward and dX but into the embeddings
+    assert calls == ["tail"] * products
+    (wanted, theirs), (losses, own) = found
+    torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
+    assert own.keys() == theirs.keys() and own
+    for n, gradient in theirs.items():
+        torch.testing.assert_close(own[n], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
 
 
 def test_one_job_s_rows_may_go_through_the_frozen_model_alone():

@@ -93,8 +93,8 @@ def _dropped_a_gradients(
     """dA (r, K) of each slot whose job has rows, by member, in one launch a linear, of dS (M, p)."""
     assert source is not None, "a projection with an adapter has saved its input"
     x, found = source.tensor(), {}
-    for slots in projection.dropped_slots(x, op, seeds):
-        das = gradients(x, ds[:, slots.columns], slots.table, slots.jobs, seeds=slots.seeds)
+    for slots in projection.slots(x, op, seeds):
+        das = gradients(x, ds, slots.table, slots.jobs, seeds=slots.seeds)
         found |= {i: da for job, i in slots.members.items() if (da := das[job]) is not None}
     return found
 

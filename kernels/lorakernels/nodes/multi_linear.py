@@ -1,5 +1,6 @@
 """One frozen linear under rows of several adapters, as one autograd node: the frozen weight's product for all rows at
-once, then what each row's own adapter adds (ops/multi_lora.py).
+once, then what each row's own adapter adds (ops/multi_lora.py), or from many adapters on both in one launch where that
+is measured to be faster (ops/multi_product.py).
 
     y = x · Wᵀ + bias + scale · dropout(x) · Aᵀ · Bᵀ, with A, B, scale and dropout of the row's job
 
@@ -9,15 +10,18 @@ Run: python -m pytest tests/lorakernels/test_multi_linear.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from ..ops.dropout import draw_seed
 from ..ops.job_rows import JobRows
 from ..ops.multi_lora import Adapters, AdapterTable, down, gradients, up
+from ..ops.multi_product import multi_product, takes
 from ..runtime import check, compute_dtype, no_autocast, rows
+from ..tuning import tune
+from ..tuning.worth_trying import tails
 
 
 @dataclass
@@ -38,13 +42,14 @@ class _MultiLinear(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         with no_autocast(x.device):
             flat = rows(x).to(call.dtype)
+            s = down(flat, call.table, call.rows, seeds=call.seeds)
             if weight is None:  # somebody else's product, which others may hold: not written into
                 assert base is not None
                 y = rows(base).to(call.dtype).clone()
+                up(s, call.table, call.rows, y)
             else:
-                y = F.linear(flat, weight.to(call.dtype), None if bias is None else bias.to(call.dtype))
-            s = down(flat, call.table, call.rows, seeds=call.seeds)
-            up(s, call.table, call.rows, y)
+                own_bias = None if bias is None else bias.to(call.dtype)
+                y = _product(call, flat, weight.to(call.dtype), s, True, own_bias)
         ctx.call, ctx.shape, ctx.base_dtype = call, x.shape, None if base is None else base.dtype
         ctx.save_for_backward(flat, s, weight, *parameters)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -59,8 +64,11 @@ class _MultiLinear(torch.autograd.Function):
             ds = down(dy, call.table, call.rows, of_b=True)
             dx = None
             if ctx.needs_input_grad[0]:
-                dx = torch.zeros_like(flat) if weight is None else dy @ weight.to(call.dtype)
-                up(ds, call.table, call.rows, dx, of_b=False, seeds=call.seeds)
+                if weight is None:
+                    dx = torch.zeros_like(flat)
+                    up(ds, call.table, call.rows, dx, of_b=False, seeds=call.seeds)
+                else:
+                    dx = _product(call, dy, weight.to(call.dtype), ds, False)
                 dx = dx.view(ctx.shape)
             da = gradients(flat, ds, call.table, call.rows, seeds=call.seeds)
             db = gradients(dy, s, call.table, call.rows, of_b=True)
@@ -69,6 +77,20 @@ class _MultiLinear(torch.autograd.Function):
             found.append(None if own is None else own.to(parameter.dtype))
         base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
         return dx, None, None, base, None, *found
+
+
+def _product(
+    call: _Call, wide: torch.Tensor, weight: torch.Tensor, s: torch.Tensor, of_b: bool, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Y (M, N) of X and S; not of_b: dX (M, K) of dY and dS."""
+    table, seeds = call.table, None if of_b else call.seeds
+    product = partial(multi_product, wide, weight, s, [table], call.rows, of_b=of_b, seeds=seeds, bias=bias)
+    forms = {"plain": product}
+    if table.alike and takes(wide, weight, table.rank, [table.n]):
+        tried = tails(sum(adapter is not None for adapter in table.adapters), seeds is not None)
+        forms |= {tile: partial(product, tile=tile) for tile in tried}
+    key = (tune.bucket(len(wide)), table.k, table.n, table.rank, wide.dtype, of_b, seeds is not None)
+    return forms[tune.pick("rows of several adapters", key, forms, wide.device)]()
 
 
 def multi_linear(

@@ -24,7 +24,7 @@ from ..runtime import tensor_cores
 from ..tuning import tune
 from ..tuning.worth_trying import norm_tiles, s_tiles
 from .operand import Operand, adapters_of
-from .products import Fp8Operand, concat_product, lora_input, separate_product
+from .products import Fp8Operand, concat_product, lora_input, product_of_apart
 from .projection import Projection
 
 
@@ -173,7 +173,7 @@ def output_of_foreign_input(
         s = torch.empty(x.shape[0], group.p, dtype=x.dtype, device=x.device)
         scaled_s = group.new_scaled_s(x.shape[0], x.dtype, x.device)
         lora_input(group, x, op, seed, s, scaled_s)
-        return separate_product(group, x, s, op), scaled_s.out
+        return product_of_apart(group, x, s, op), scaled_s.out
 
     if op.full is None or not group.p or not group.one_gemm:
         return apart()  # nothing would read the two as one

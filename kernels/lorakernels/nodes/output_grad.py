@@ -1,7 +1,8 @@
 """From dY to dX: the gradient of a projection's output, with LoRA's columns dS behind it, and what the input gets.
 
     dS = dY · sB                    `output_gradient`, with dB = dYᵀ · sS where one read of dY for both is faster
-    dX = [dY | dS] · [W ; A]        `input_gradient`, one GEMM, or the frozen one and an in-place addmm
+    dX = [dY | dS] · [W ; A]        `input_gradient`, one GEMM, or the frozen one and an in-place addmm, or of rows of
+                                    many adapters in the form of tail.py
 
 dY: (M, N), dS: (M, p), dX: (M, K); W, sB and A as in `operand.py`. Which form is taken is measured (`tune`).
 Run: python -m pytest tests/lorakernels/test_projection.py
@@ -30,6 +31,7 @@ from ..tuning.worth_trying import ds_and_db_tiles
 from .fp8 import TransposedWeight
 from .operand import Operand
 from .projection import Projection
+from .tail import tail_forms
 
 
 @dataclass(slots=True)
@@ -200,19 +202,20 @@ def input_gradient(projection: Projection, gradient: OutputGradient, saved: Save
 
     def addmm() -> torch.Tensor:
         dx = frozen_input_gradient(projection, gradient, op)
-        return dx.addmm_(ds, op.a) if p and seeds is None else dx
+        if seeds is not None:
+            _add_dropped(projection, dx, ds, op, seeds)
+            return dx
+        return dx.addmm_(ds, op.a) if p else dx
 
-    if op.full is None or not p or seeds is not None:
-        dx = addmm()
-    else:
-        forms = {"addmm": addmm}
-        if projection.one_gemm and both is not None:
-            forms = {"one": partial(_concat_input_gradient, both, op.full, k)} | forms
-        key = (tune.bucket(dy.shape[0]), k, projection.n, p, dy.dtype)
-        dx = forms[tune.pick("backward", key, forms, dy.device)]()
-    if seeds is not None:
-        _add_dropped(projection, dx, ds, op, seeds)
-    return dx
+    if op.full is None or not p:
+        return addmm()
+    tails = tail_forms(projection, op, dy, ds, seeds, of_b=False)
+    forms: dict[str, Any] = {"addmm": addmm} | tails
+    if projection.one_gemm and both is not None and seeds is None:
+        forms = {"one": partial(_concat_input_gradient, both, op.full, k)} | forms
+    key = (tune.bucket(dy.shape[0]), k, projection.n, p, dy.dtype)
+    key += ("tail", seeds is not None) if tails else ()
+    return forms[tune.pick("backward", key, forms, dy.device)]()
 
 
 def _concat_input_gradient(both: torch.Tensor, full: torch.Tensor, k: int) -> torch.Tensor:
@@ -230,8 +233,8 @@ def frozen_input_gradient(projection: Projection, gradient: OutputGradient, op: 
 def _add_dropped(projection: Projection, dx: torch.Tensor, ds: torch.Tensor, op: Operand, seeds: torch.Tensor) -> None:
     """dx (M, K) += dropout(dS · A), member by member."""
     if projection.slot is not None:
-        for slots in projection.dropped_slots(dx, op, seeds):
-            up(ds[:, slots.columns], slots.table, slots.jobs, dx, of_b=False, seeds=slots.seeds)
+        for slots in projection.slots(dx, op, seeds):
+            up(ds, slots.table, slots.jobs, dx, of_b=False, seeds=slots.seeds)
         return
     for i, (m, cols) in enumerate(zip(projection.members, projection.columns, strict=True)):
         if not m.rank:

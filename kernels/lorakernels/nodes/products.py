@@ -4,6 +4,8 @@
     Y = [X | S] · [W | sB]ᵀ        `concat_product`, one GEMM, or the frozen one and an in-place addmm
     Y = X · Wᵀ + S · (sB)ᵀ         `separate_product`, of an X and an S that lie wherever they lie
 
+and of rows of many adapters Y in the form of tail.py.
+
 X: (M, K), S: (M, p), Y: (M, N); W, sB and A as in `operand.py`.
 Run: python -m pytest tests/lorakernels/test_projection.py
 """
@@ -25,6 +27,7 @@ from ..tuning import tune
 from ..tuning.worth_trying import dropped_s_tiles, s_tiles
 from .operand import Operand
 from .projection import Projection
+from .tail import tail_forms
 
 
 class Fp8Operand(NamedTuple):
@@ -66,8 +69,8 @@ def _dropped_input(
 ) -> None:
     out.zero_()
     if projection.slot is not None:
-        for slots in projection.dropped_slots(x, op, seeds):
-            down(x, slots.table, slots.jobs, seeds=slots.seeds, out=out[:, slots.columns])
+        for slots in projection.slots(x, op, seeds):
+            down(x, slots.table, slots.jobs, seeds=slots.seeds, out=out)
         return
     for i, (m, cols) in enumerate(zip(projection.members, projection.columns, strict=True)):
         if m.rank:
@@ -107,10 +110,18 @@ def concat_product(
 
     if full is None or not projection.p:
         return addmm(out)
-    forms = {"one": partial(one, full), "addmm": addmm} if projection.one_gemm else {"addmm": addmm}
-    key = (tune.bucket(m), k, projection.n, projection.p, xs.dtype, residual is not None)
+    tails = tail_forms(projection, op, xs[:, :k], xs[:, k:], out=out, residual=residual)
+    forms = ({"one": partial(one, full)} if projection.one_gemm else {}) | {"addmm": addmm} | tails
+    key = (tune.bucket(m), k, projection.n, projection.p, xs.dtype, residual is not None, *(["tail"] if tails else []))
     spare = lambda: (torch.clone(out) if in_place and out is not None else out,)  # noqa: E731
     return forms[tune.pick("forward", key, forms, xs.device, spare)](out)
+
+
+def product_of_apart(projection: Projection, x: torch.Tensor, s: torch.Tensor, op: Operand) -> torch.Tensor:
+    """Y (M, N) of x (M, K) and S (M, p) wherever they lie: `separate_product`, or the form of tail.py."""
+    forms = {"addmm": partial(separate_product, projection, x, s, op)} | tail_forms(projection, op, x, s)
+    key = (tune.bucket(len(s)), projection.k, projection.n, projection.p, s.dtype)
+    return forms[tune.pick("forward of apart", key, forms, s.device)]()
 
 
 def separate_product(

@@ -29,15 +29,14 @@ from .member import Member
 from .operand import Holder, Operand, OperandBuffer
 
 
-class DroppedSlots(NamedTuple):
-    """The slots of one linear under dropout, for the products of multi_lora.py: its adapters by job, of scale 1, each
-    with its place in `columns`, the linear's columns of S; the jobs of the rows; a seed a job; of each member of the
-    linear its place in the projection, by job."""
+class LinearSlots(NamedTuple):
+    """The slots of one linear, for the products of multi_lora.py and multi_product.py: its adapters by job, of scale 1,
+    each with its place in the projection's S; the jobs of the rows; a seed a job, or None without dropout; of each
+    member of the linear its place in the projection, by job."""
 
     table: AdapterTable
     jobs: JobRows
-    seeds: torch.Tensor
-    columns: slice
+    seeds: torch.Tensor | None
     members: dict[int, int]
 
 
@@ -57,7 +56,7 @@ class Projection(OperandBuffer):
         self._scales: tuple[tuple, torch.Tensor] | None = None  # of `new_scaled_s`, behind what they were made for
         self.slot = next((m for m in members if m.job is not None), None)  # which knows the jobs of the rows
         self._job_of_column: torch.Tensor | None = None
-        self._tables: dict[int, AdapterTable] = {}  # of `dropped_slots`, by linear
+        self._tables: dict[int, AdapterTable] = {}  # of `slots`, by linear
 
     def total_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Bias (N,) of all members in dtype, with scale · lora_B.bias added, or None."""
@@ -154,21 +153,22 @@ class Projection(OperandBuffer):
         super().release()
         self._tables.clear()  # they hold the buffer
 
-    def dropped_slots(self, x: torch.Tensor, op: Operand, seeds: torch.Tensor) -> Iterator[DroppedSlots]:
+    def slots(self, x: torch.Tensor, op: Operand, seeds: torch.Tensor | None) -> Iterator[LinearSlots]:
         """Of each linear that has an adapter with rows of x (M, …), as it lies in the operand; seeds: of `seeds`."""
-        jobs, each = self._jobs_of(x), seeds.view(len(self.linears), -1)
-        for linear, columns in enumerate(self.linear_columns):
+        jobs, each = self._jobs_of(x), None if seeds is None else seeds.view(len(self.linears), -1)
+        count = self._job_count() if each is None else each.shape[1]
+        for linear in range(len(self.linears)):
             of_linear = [i for i, j in enumerate(self.linear_of) if j == linear]
-            adapters: list[Adapter | None] = [None] * each.shape[1]
+            adapters: list[Adapter | None] = [None] * count
             members: dict[int, int] = {}
             for i in of_linear:
                 m = self.members[i]
                 if m.a is not None and m.job is not None:
-                    adapters[m.job] = Adapter(*op.places[i], 1.0, m.dropout, self.columns[i].start - columns.start)
+                    adapters[m.job] = Adapter(*op.places[i], 1.0, m.dropout, self.columns[i].start)
                     members[m.job] = i
             if members:
                 known = self._tables.get(linear)
                 of_slots = AdapterTable(adapters) if known is None else known.still(adapters)
                 if op.full is not None and op.full is self.buffer:
                     self._tables[linear] = of_slots
-                yield DroppedSlots(of_slots, jobs, each[linear], columns, members)
+                yield LinearSlots(of_slots, jobs, None if each is None else each[linear], members)

@@ -8,11 +8,12 @@ pytest tests/lorakernels/test_multi_lora.py
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..runtime import table
+from ..runtime import cdiv, table
 
 
 class JobRows:
@@ -37,6 +38,7 @@ class JobRows:
         self.rows = first
         self.present = tuple(sorted(self.counts))
         self._programs: dict[int, torch.Tensor] = {}
+        self._pieces: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._of: dict[int, torch.Tensor] = {}
         self._of_input: dict[tuple[int, torch.device], JobRows] = {}
         self._job_of_row: torch.Tensor | None = None
@@ -58,6 +60,26 @@ class JobRows:
             ]
             self._programs[block] = table(made, torch.int32, self.device).view(-1, 4)
         return self._programs[block]
+
+    def pieces(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For tiles of a block's rows that are not cut at a run's end: (pieces, 4) int32 on the device, as `programs`,
+        of rows of one run in one tile each, and (tiles + 1,) int32, where each tile's pieces begin and the last one's
+        end. Made once a block size."""
+        if block not in self._pieces:
+            made = [
+                (max(start, first), min(start + block, end), job, before + max(start - first, 0))
+                for first, end, job, before in self._segments
+                for start in range(first // block * block, end, block)
+            ]
+            count = [0] * (cdiv(self.rows, block) + 1)
+            for start, *_ in made:
+                count[start // block + 1] += 1
+            ends = list(itertools.accumulate(count))
+            self._pieces[block] = (
+                table(made, torch.int32, self.device).view(-1, 4),
+                table(ends, torch.int32, self.device),
+            )
+        return self._pieces[block]
 
     def of_input(self, x: torch.Tensor) -> JobRows:
         """The jobs of the rows of x (…, K), where these are of its rows or, as x is (B, S, K), of its B samples. Made
