@@ -95,8 +95,9 @@ def test_each_part_is_a_toggle(family, switch, alone):
 
 
 @pytest.mark.parametrize("form", ["one", "addmm", "plain", "fused"])
-@pytest.mark.parametrize("merge", [True, False])
-@pytest.mark.parametrize("one_gemm", [True, False])
+@pytest.mark.parametrize(
+    ("merge", "one_gemm"), [(True, True), (False, False), exhaustive(True, False), exhaustive(False, True)]
+)
 def test_every_form_of_the_projections(form, merge, one_gemm):
     model, data = build("qwen2"), batch()
     _, grads = step(deepcopy(model), data)
@@ -258,9 +259,16 @@ def test_several_active_adapters_hooks_and_unknown_models():
     assert report.total == 0 and str(report) == "changed: nothing"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("family", "reentrant", "dropout"),  # how a layer runs again does not depend on the family
+    [
+        *(("llama", reentrant, dropout) for reentrant in (True, False) for dropout in (0.0, 0.2)),
+        ("gemma2", False, 0.2),
+        ("mixtral", True, 0.2),
+        *(exhaustive("gemma2", *how) for how in ((True, 0.0), (True, 0.2), (False, 0.0))),
+        *(exhaustive("mixtral", *how) for how in ((True, 0.0), (False, 0.0), (False, 0.2))),
+    ],
+)
 def test_gradient_checkpointing(family, reentrant, dropout):
     model, data = build(family, lora_dropout=dropout), batch()
     lorakernels.apply(model)
