@@ -30,7 +30,6 @@ TWO = {
     "ulysses": ("ulysses",),
     "ulysses with lora_kernels": ("ulysses", "lora_kernels"),
     "tensor_parallel": ("tensor_parallel",),
-    "fsdp2 checkpointed with lora_kernels": ("fsdp2", "lora_kernels", "gradient_checkpointing"),
 }
 ONE = {
     "fsdp2 with lora_kernels": TWO["fsdp2 with lora_kernels"],
@@ -40,6 +39,7 @@ ONE = {
 TWO_MORE = {
     **{name: case for name, case in ONE.items() if name not in TWO},
     "fsdp2 checkpointed": ("fsdp2", "gradient_checkpointing"),
+    "fsdp2 checkpointed with lora_kernels": ("fsdp2", "lora_kernels", "gradient_checkpointing"),
     "fsdp2 sharded with lora_kernels": ({"fsdp2": {"adapters": "sharded"}}, "lora_kernels"),
     "fsdp2 kept checkpointed with lora_kernels": (
         {"fsdp2": {"reshard": False}},
