@@ -15,7 +15,8 @@ EVERYTHING = test,ray,browser,notebook,deepspeed
 sweep: $(VENV)/.installed
 	$(VENV)/bin/python -m lorabench.sweep $(ARGS)
 
-PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --durations-min=5
+# What Python and pytest have compiled is kept, whatever the shell says: each process compiles all tests anew otherwise.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --durations-min=5
 
 # Every kernel, toggle, outcome and command at least once, in minutes.
 test: $(VENV)/.installed

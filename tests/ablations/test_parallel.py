@@ -25,14 +25,11 @@ TWO = {
     "ddp with lora_kernels": ("ddp", "lora_kernels"),
     "fsdp2": ("fsdp2",),
     "fsdp2 with lora_kernels": ("fsdp2", "lora_kernels"),
-    "fsdp2 checkpointed with lora_kernels": ("fsdp2", "lora_kernels", "gradient_checkpointing"),
-    "fsdp2 sharded with lora_kernels": ({"fsdp2": {"adapters": "sharded"}}, "lora_kernels"),
     "fsdp2 kept": ({"fsdp2": {"reshard": False}},),
     "fsdp2 sharded": ({"fsdp2": {"adapters": "sharded"}},),
     "ulysses": ("ulysses",),
     "ulysses with lora_kernels": ("ulysses", "lora_kernels"),
     "tensor_parallel": ("tensor_parallel",),
-    "fsdp2 checkpointed": ("fsdp2", "gradient_checkpointing"),
 }
 ONE = {
     "fsdp2 with lora_kernels": TWO["fsdp2 with lora_kernels"],
@@ -41,6 +38,9 @@ ONE = {
 }
 TWO_MORE = {
     **{name: case for name, case in ONE.items() if name not in TWO},
+    "fsdp2 checkpointed": ("fsdp2", "gradient_checkpointing"),
+    "fsdp2 checkpointed with lora_kernels": ("fsdp2", "lora_kernels", "gradient_checkpointing"),
+    "fsdp2 sharded with lora_kernels": ({"fsdp2": {"adapters": "sharded"}}, "lora_kernels"),
     "fsdp2 kept checkpointed with lora_kernels": (
         {"fsdp2": {"reshard": False}},
         "lora_kernels",
@@ -134,7 +134,7 @@ def is_one_process_s(of, case):
     for name, gradient in plain["gradients"].items():
         torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
     assert found["update_error"] < 1e-4
-    assert found["differs"] == 0  # after five steps, of all adapters, on all ranks
+    assert found["differs"] == 0  # after all steps, of all adapters, on all ranks
     assert found["last_loss"] == pytest.approx(plain["last_loss"], rel=1e-5) and found["last_loss"] < found["loss"]
     assert loss_of_saved(str(saved), *base) == pytest.approx(found["last_loss"], rel=1e-5)
     if "checkpointed" in case:

@@ -288,9 +288,11 @@ MARGINS = [[*range(HALF + MARGIN)], [*range(HALF - MARGIN, LAYERS)]]
     [
         pytest.param(("pipeline_1f1b",), MARGINS, marks=pytest.mark.exhaustive),
         (("pipeline_1f1b", "lora_kernels"), MARGINS),
-        (({"pipeline_gpipe": {"layers": [HALF, HALF]}},), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        pytest.param(
+            ({"pipeline_gpipe": {"layers": [HALF, HALF]}},), [[0, 1, 2, 3], [4, 5, 6, 7]], marks=pytest.mark.exhaustive
+        ),
         (({"pipeline_interleaved": {"layers": [1, 3, 2, 2]}},), [[0, 4, 5], [1, 2, 3, 6, 7]]),
-        ((multi_adapter(flush=True),), MARGINS),
+        pytest.param((multi_adapter(flush=True),), MARGINS, marks=pytest.mark.exhaustive),
         ((multi_adapter(kernels=True),), MARGINS),
     ],
 )

@@ -54,10 +54,11 @@ def stepped(ranks, made):
 @pytest.mark.parametrize(
     ("flush", "kernels", "beside"),
     [
-        (False, False, ()),
         (True, False, ()),
         (False, True, ()),
-        (True, True, ("gradient_checkpointing",)),
+        # Each of the two settings is in one of these, and checkpointing is in the tests of steps in a row.
+        pytest.param(False, False, (), marks=pytest.mark.exhaustive),
+        pytest.param(True, True, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
         pytest.param(False, True, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
         pytest.param(True, True, (), marks=pytest.mark.exhaustive),
         pytest.param(False, True, ("save_on_cpu",), marks=pytest.mark.exhaustive),
@@ -160,8 +161,8 @@ def trained(ranks, *toggles, overrides=(), trials=3):
     ("settings", "beside"),
     [
         ({"kernels": True}, ("gradient_checkpointing",)),
-        ({"kernels": True, "flush": True}, ()),
         ({"kernels": True, "tokens": 64}, ()),
+        pytest.param({"kernels": True, "flush": True}, (), marks=pytest.mark.exhaustive),
         pytest.param({"kernels": True}, (), marks=pytest.mark.exhaustive),
         pytest.param({}, (), marks=pytest.mark.exhaustive),
     ],
@@ -275,7 +276,13 @@ def shared_stepped(ranks, *toggles):
     [
         (False, MIXING, HELD, ()),
         (True, MIXING, HELD, ("gradient_checkpointing",)),
-        (False, {"lorafusion": {"tokens": 1000}}, [[1, 2], [0, 1]], ()),  # one, of which two ranks make two
+        pytest.param(  # one, of which two ranks make two, as they do in test_every_rank_has_the_first_one_s_schedule…
+            False,
+            {"lorafusion": {"tokens": 1000}},
+            [[1, 2], [0, 1]],
+            (),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(True, MIXING, HELD, (), marks=pytest.mark.exhaustive),
         pytest.param(False, MIXING, HELD, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
         pytest.param(False, MIXING, HELD, ("fused_linear_cross_entropy",), marks=pytest.mark.exhaustive),
@@ -331,7 +338,7 @@ def test_a_job_s_step_comes_behind_the_last_backward_that_holds_it(tmp_path):
     ("kernels", "beside"),
     [
         (True, ()),
-        (False, ()),
+        pytest.param(False, (), marks=pytest.mark.exhaustive),
         pytest.param(True, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
         pytest.param(False, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
     ],
@@ -398,7 +405,7 @@ def spoilt_together(ranks, folder, kernels, where):
     ("kernels", "where", "what"),
     [
         (True, "adapter", "the loss of few"),
-        (False, "adapter", "the loss of few"),
+        pytest.param(False, "adapter", "the loss of few", marks=pytest.mark.exhaustive),
         pytest.param(True, "gradient", "a gradient of few is not finite", marks=pytest.mark.exhaustive),
     ],
 )
@@ -444,9 +451,12 @@ OVER_TWO = [  # toggles, and by pipeline the jobs of each micro-batch
 ]
 
 
+STEPS = 3
+
+
 def over_two_pipelines(ranks, which):
     """Of these of OVER_TWO: what the gate asks and a trial has, the jobs of each micro-batch, the bytes of what is
-    trained here, the real tokens that are counted, and the losses of five steps with the adapters behind them."""
+    trained here, the real tokens that are counted, and the losses of STEPS steps with the adapters behind them."""
     found = []
     for toggles, _ in which:
         made = jobs_arm(ranks, *toggles, overrides=(EIGHT,))
@@ -455,18 +465,19 @@ def over_two_pipelines(ranks, which):
             assert all(batch.inputs["input_ids"].numel() <= 150 for batch in made.micro_batches)
         gate = stepped(ranks, made)
         nbytes = sum(p.nbytes for step in made.steps for _, p in made.adapters(step))
-        learnt = trained(ranks, *toggles, overrides=(EIGHT,), trials=5)
+        learnt = trained(ranks, *toggles, overrides=(EIGHT,), trials=STEPS)
         found.append((gate, held, nbytes, made.real, learnt))
     return found
 
 
 @pytest.mark.parametrize(
     "which",
-    [OVER_TWO[1:], pytest.param(OVER_TWO, marks=pytest.mark.exhaustive)],
-    ids=["those with a setting more", "all"],
+    # What flush and tokens divide among two pipelines they divide in one, too; the scheduler alone sees both.
+    [OVER_TWO[3:], pytest.param(OVER_TWO, marks=pytest.mark.exhaustive)],
+    ids=["scheduled", "all"],
 )
 def test_each_job_over_two_pipelines_is_what_it_is_alone_and_the_replicas_stay_bitwise_equal(tmp_path, which):
-    wanted, alone = jobs_alone(EIGHT), trained_alone(EIGHT, trials=5)
+    wanted, alone = jobs_alone(EIGHT), trained_alone(EIGHT, trials=STEPS)
     everything = on_ranks(4, tmp_path, over_two_pipelines, which)
     for number, (_, jobs) in enumerate(which):
         answers = [own[number] for own in everything]

@@ -116,9 +116,18 @@ def engaged(name, trainer):
 SLOW = ("torch_compile", "nf4_base")
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["trl", "trainer"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in SLOW else []) for n in settled_names()]
+    ("name", "number"),  # each toggle with one of the two trainers, whose settings are one another's
+    [
+        pytest.param(
+            name,
+            number,
+            id=f"{name}-{trainer}",
+            marks=[pytest.mark.exhaustive] if name in SLOW or (n + number) % 2 else [],
+        )
+        for n, name in enumerate(settled_names())
+        for number, trainer in enumerate(("trl", "trainer"))
+    ],
 )
 def test_the_pasted_code_runs_and_engages(name, number, folder, tmp_path):
     pytest.importorskip("trl", reason="needs the package trl")

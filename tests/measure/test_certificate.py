@@ -48,6 +48,15 @@ def reference(tmp_path_factory):
     return evidence(arm(*PEFT), tmp_path_factory.mktemp("reference"))
 
 
+@pytest.fixture(scope="module")
+def in_turns(tmp_path_factory):
+    """The reference's evidence of turns of several trials; a right arm passes beside it."""
+    folder = tmp_path_factory.mktemp("turns")
+    plain, eager = (evidence(arm(*names), folder, rounds=2, turn=4) for names in (PEFT, ("eager",)))
+    assert not failed(certify(plain, eager, torch.float32))
+    return plain
+
+
 def test_right_arms_are_certified_whatever_they_warmed_up(reference, tmp_path):
     for names in (PEFT, ("eager",), ("gradient_checkpointing",), ("adamw_fused",)):
         made = arm(*names)
@@ -115,17 +124,15 @@ def test_what_goes_wrong_after_the_warm_up_is_caught(reference, tmp_path, change
         (scaled, "the scale of each gradient of each trial"),
     ],
 )
-def test_what_goes_wrong_later_in_a_turn_is_caught(tmp_path, change, caught):
+def test_what_goes_wrong_later_in_a_turn_is_caught(in_turns, tmp_path, change, caught):
     def later(made):
         """From the third trial of each turn on."""
         feed = made.feeds[0]
         made.feeds = [lambda number: change(made) if number % TURN == 2 else feed(number)]
 
-    plain = evidence(arm(*PEFT), tmp_path, rounds=2, turn=4)
-    assert not failed(certify(plain, evidence(arm("eager"), tmp_path, rounds=2, turn=4), torch.float32))
     made = arm(*PEFT)
     later(made)
-    found = certify(plain, evidence(made, tmp_path, rounds=2, turn=4), torch.float32)
+    found = certify(in_turns, evidence(made, tmp_path, rounds=2, turn=4), torch.float32)
     assert caught in failed(found)
 
 

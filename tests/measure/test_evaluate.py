@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -52,12 +54,19 @@ def evidence(arm):
     return found[""]
 
 
-def verdict(*toggles, dtype=torch.float32, reference=f"reference=[sdpa,{METRICS}]"):
+@functools.cache
+def of_reference(dtype=torch.float32):
+    """The cell whose reference has METRICS, and that reference's evidence, which no test changes."""
+    cell = planned(f"reference=[sdpa,{METRICS}]")[0]
+    return cell, evidence(built(cell, "reference", dtype))
+
+
+def verdict(*toggles, dtype=torch.float32):
     """Of an arm with these toggles beside the reference's, against the reference."""
-    cell = planned(reference)[0]
+    cell, right = of_reference(dtype)
     cheating = replace(cell, candidate=(*cell.reference, *toggles), toggles=toggles)
-    arms = built(cell, "reference", dtype), built(cheating, "candidate", dtype)
-    return kind("evaluate").agree(cell, None, *map(evidence, arms), dtype)
+    found = evidence(built(cheating, "candidate", dtype))
+    return kind("evaluate").agree(cell, None, copy.deepcopy(right), found, dtype)
 
 
 def test_text_metrics_beside_the_loss_alone(tmp_path):
@@ -252,7 +261,7 @@ def test_another_loss_is_refused():
 def test_evidence_is_numbers_that_cross_a_process_s_boundary():
     from multiprocessing.reduction import ForkingPickler
 
-    found = evidence(built(planned(f"reference=[sdpa,{METRICS}]")[0], "reference"))
+    _, found = of_reference()
     assert len(ForkingPickler.dumps(found)) < 50_000
     assert not any(isinstance(value, torch.Tensor) for value in vars(found.choices).values())
 

@@ -37,6 +37,8 @@ def real(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("real")
     with pytest.MonkeyPatch.context() as patch:  # a reader parses 49152 words of the vocabulary, which takes seconds
         patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        # transformers makes the table of names anew for each of the model's modules, which takes as long again.
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
         load_tokenizer(REAL).save_pretrained(folder)
         base = arm("sdpa", model="smollm2-135m", overrides=(f"weights={REAL}",)).model.unload()
     assert not getattr(base, "is_quantized", False)  # a mark of transformers', for which its Trainer refuses a model

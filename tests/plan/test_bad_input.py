@@ -190,10 +190,14 @@ KEYS = st.sampled_from(
 OVERRIDES = st.builds("{}{}={}".format, st.sampled_from(["", "", "", "+", "++", "~"]), KEYS, VALUES)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(overrides=st.lists(OVERRIDES, min_size=1, max_size=3))
-@example(overrides=["models=tiny-gemma", "design="])
-def test_any_configuration_is_a_plan_or_one_line(overrides):
+@pytest.mark.parametrize("examples", [20, pytest.param(60, marks=pytest.mark.exhaustive)])
+def test_any_configuration_is_a_plan_or_one_line(examples):
+    drawn = given(overrides=st.lists(OVERRIDES, min_size=1, max_size=3))(is_a_plan_or_one_line)
+    known = example(overrides=["models=tiny-gemma", "design="])(drawn)
+    settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))(known)()
+
+
+def is_a_plan_or_one_line(overrides):
     try:
         made = plan(load_config(["models=[tiny-llama]", *overrides]), "cpu")
     except ConfigError as error:

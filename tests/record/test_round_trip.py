@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from record.arms import written
@@ -161,17 +162,28 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-@settings(max_examples=300, **ANY)
-@given(record=arm_records())
-def test_a_record_is_read_as_it_was_written(record):
+def each(examples: int) -> Any:
+    """So many examples in make test, and three times as many besides."""
+    return pytest.mark.parametrize("examples", [examples, pytest.param(3 * examples, marks=pytest.mark.exhaustive)])
+
+
+@each(100)
+def test_a_record_is_read_as_it_was_written(examples):
+    settings(max_examples=examples, **ANY)(given(record=arm_records())(is_read_as_it_was_written))()
+
+
+def is_read_as_it_was_written(record):
     found = stored(record)
     assert found.status == record.status, found.reason
     assert same(record.model_dump(exclude_none=True), found.model_dump(exclude_none=True))
 
 
-@settings(max_examples=200, **ANY)
-@given(pair=records())
-def test_an_older_line_of_any_content_is_read_as_the_pair_that_it_was(pair):
+@each(70)
+def test_an_older_line_of_any_content_is_read_as_the_pair_that_it_was(examples):
+    settings(max_examples=examples, **ANY)(given(pair=records())(is_read_as_the_pair_that_it_was))()
+
+
+def is_read_as_the_pair_that_it_was(pair):
     """Its arms are a family; what a pair of arms has no place for (a failed arm's name, without times) may change."""
     with tempfile.TemporaryDirectory() as folder:
         (found,) = read_records(written(Path(folder), [pair]))

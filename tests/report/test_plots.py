@@ -54,8 +54,8 @@ def overlapping(figure):
 
 
 @pytest.mark.parametrize(
-    "folder",  # in make test every third: neighbours have figures of one kind
-    [pytest.param(f, id=f.name, marks=[pytest.mark.exhaustive] if n % 3 else []) for n, f in enumerate(FOLDERS)],
+    "folder",  # in make test every sixth: neighbours have figures of one kind
+    [pytest.param(f, id=f.name, marks=[pytest.mark.exhaustive] if n % 6 else []) for n, f in enumerate(FOLDERS)],
 )
 def test_no_label_lies_over_another_or_leaves_its_figure(folder):
     found = figures(Analysis.read(folder))

@@ -11,8 +11,9 @@ from helpers import sweep
 from lorabench.record.store import read_records
 from lorabench.report.__main__ import main
 
+# Those whose process ends come first: with each of them whoever was prepared before it is prepared again.
 TOGGLES = (
-    "polite,leaky,grumpy,greedy,hang,killed,raises,wrong,deep_wrong,nothing,refuses,absent,not_a_number,odd_notes,"
+    "hang,killed,raises,odd_notes,wrong,deep_wrong,nothing,refuses,absent,not_a_number,polite,leaky,grumpy,greedy,"
     "frozen_limit,{polite:{times:2}},compiles"
 )  # fmt: skip
 COMMON = ("models=[tiny-llama]", "workload=2x16", "trials=2", "warmup=1", "timeout_s=12")

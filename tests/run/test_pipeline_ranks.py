@@ -116,15 +116,18 @@ def test_two_pipelines_divide_each_job_from_the_command_to_a_right_row_or_a_type
     assert reasons[1] == "pipeline_multi_adapter: a sample of 64 tokens does not fit a row of 32"
 
 
-@pytest.mark.parametrize("samples", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_all_ranks_measure_the_noise_of_a_reference_that_is_divided_among_them(tmp_path, samples):
+@pytest.mark.parametrize(
+    ("samples", "toggles"),  # the reference against itself is gated and measured as any toggle is
+    [(2, ""), *(pytest.param(n, "adamw_fused", marks=pytest.mark.exhaustive) for n in (2, 1))],
+)
+def test_all_ranks_measure_the_noise_of_a_reference_that_is_divided_among_them(tmp_path, samples, toggles):
     """Of jobs alike once, with one job alone, or with all of them where one has fewer micro-batches than there are
     ranks."""
     done = sweep(
         "world_size=2", "models=[tiny-llama]",
         f"workload={{jobs_4: {{seq_len: 32, samples: {samples}, batch_size: 1}}}}",
         "dtype=bfloat16", "reference=[sdpa,adamw_foreach,padding,pipeline_multi_adapter]",
-        "ablations=[adamw_fused]", "trials=3", "warmup=1", f"output={tmp_path}", cwd=tmp_path,
+        f"ablations=[{toggles}]", "trials=3", "warmup=1", f"output={tmp_path}", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     *_, record = read_records(tmp_path)

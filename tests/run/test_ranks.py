@@ -61,13 +61,15 @@ def test_ddp_s_gradient_is_that_of_one_process_with_the_same_global_batch(plugin
     assert unsummed.numerics.grad_error == pytest.approx(0.5, rel=1e-3)
 
 
-def test_under_dropout_a_rank_s_samples_are_gated_without(plugin, tmp_path):
+@pytest.mark.parametrize("toggles", ["ddp", pytest.param("ddp,fsdp2", marks=pytest.mark.exhaustive)])
+def test_under_dropout_a_rank_s_samples_are_gated_without(plugin, tmp_path, toggles):
     """Its samples have other masks than plain PEFT draws for all of them."""
     few = ("workload=8x64", "trials=2", "lora.lora_dropout=0.1")
-    done = sweep(*COMMON, *few, "ablations=[ddp,fsdp2]", f"output={tmp_path}", cwd=tmp_path, env=plugin)
+    done = sweep(*COMMON, *few, f"ablations=[{toggles}]", f"output={tmp_path}", cwd=tmp_path, env=plugin)
     assert done.returncode == 0, done.stderr
     _, *found = read_records(tmp_path)
-    assert [record.status for record in found] == ["ok", "ok"], [record.reason for record in found]
+    assert len(found) == len(toggles.split(","))
+    assert {record.status for record in found} == {"ok"}, [record.reason for record in found]
     for record in found:
         assert record.notes["gate"].startswith("at dropout 0: "), record.notes
 
@@ -139,7 +141,8 @@ def test_ddp_against_itself_steps_on_both_ranks_in_both_arms(plugin, tmp_path):
             "rank 1: the toggle rank_raises's step raised LookupError: only here",
             marks=pytest.mark.exhaustive,
         ),
-        ("rank_killed", "crash", "rank 1: the worker was killed by SIGKILL"),
+        # In make test a rank is killed in the middle of a pipeline's schedule: see QUICK.
+        pytest.param("rank_killed", "crash", "rank 1: the worker was killed by SIGKILL", marks=pytest.mark.exhaustive),
         pytest.param("rank_greedy", "oom", "rank 1: it ran out of memory", marks=pytest.mark.exhaustive),
         pytest.param(
             "rank_hangs_early",

@@ -6,11 +6,10 @@ import pytest
 
 from lorabench.record.contrast import contrast
 from zoo.cheat import Cheat, Honest
-from zoo.menagerie import animals, groups
+from zoo.menagerie import QUICK, animals, groups
 
 ANIMALS = animals()
 ORDER = [name for group in groups(ANIMALS) for name in group]  # those of one sweep after one another
-FAST = {name for group in groups(ANIMALS)[:1] for name in group}  # the others are in the exhaustive part
 CHEATS = [name for name in ORDER if issubclass(ANIMALS[name], Cheat)]
 HONEST = [name for name in ORDER if issubclass(ANIMALS[name], Honest)]
 
@@ -22,7 +21,7 @@ def each(names: list[str]) -> pytest.MarkDecorator:
 def marks(name: str) -> list[pytest.MarkDecorator]:
     if ANIMALS[name].requires.device == "cuda":
         return [pytest.mark.gpu]
-    return [] if name in FAST else [pytest.mark.exhaustive]
+    return [] if name in QUICK else [pytest.mark.exhaustive]
 
 
 def test_every_toggle_says_its_trick_and_every_cheat_what_it_is_caught_by():
