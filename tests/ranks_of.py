@@ -20,7 +20,7 @@ from lorabench.contract.ranks import ONE, Ranks, whole
 from lorabench.measure import profile
 from lorabench.measure.judging import numerics
 
-STEPS = 3
+STEPS = 5
 
 
 def samples() -> list[Sample]:
