@@ -42,9 +42,10 @@ def with_links(session: Session, family: Family, machine: Machine, method: str) 
     """The session, to be asked before a family is measured: itself, or one whose ceilings have a short curve of as many
     ranks as this family has, where that is not known yet. `no_links` says why there is none. `method`: of starting
     processes, as multiprocessing names it."""
+    if family.gpus == 1 or all(refusal(cell, machine) for cell in family.cells):
+        return session
     ceilings = session["ceilings"]
-    known = "no_links" in ceilings or any(link["ranks"] == family.gpus for link in ceilings.get("links", ()))
-    if known or family.gpus == 1 or all(refusal(cell, machine) for cell in family.cells):
+    if "no_links" in ceilings or any(link["ranks"] == family.gpus for link in ceilings.get("links", ())):
         return session
     try:
         found = curve(machine.device, family.gpus, FEW[machine.device], BRIEF_S, method, SESSION_S)

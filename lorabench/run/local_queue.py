@@ -58,8 +58,9 @@ class LocalQueue:
                     return
                 runner.limits = self.limits
                 watch.start(family)
-                self.session = with_links(self.session, family, self.machine, self.workers.method)
-                self.sessions = {self.session["id"]: self.session}  # another one is stored in the old one's place
+                found = with_links(self.session, family, self.machine, self.workers.method)
+                if found is not self.session:  # it is stored in the old one's place
+                    self.session, self.sessions = found, {found["id"]: found}
                 made = runner.family(family, watch.phase, replan)
                 stay = runner.staying.entries if runner.staying else []
                 self.seated = frozenset(frozenset(entry.stack.labels) for entry in stay)

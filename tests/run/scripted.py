@@ -122,14 +122,14 @@ class ScriptedQueue(LocalQueue):
 
     def __init__(self, folder: Path, script: Script, machine: Machine = MACHINE) -> None:
         super().__init__("auto", 9.0, folder, workers=script)  # type: ignore[arg-type]
-        self.machine, self.ceilings, self.where = machine, {}, "here"
+        self.machine, self.where = machine, "here"
         self.looks, self.before = 0, len(read_sessions(folder))
         self.asked: list[list[Any]] = []
 
     def look(self, command: list[str]) -> Machine:
         name = f"session {self.before + self.looks}"
         self.looks += 1
-        self.session = {"id": name, "machine": self.machine.model_dump(mode="json")}
+        self.session = {"id": name, "machine": self.machine.model_dump(mode="json"), "ceilings": {}}
         self.sessions = self.sessions | {name: self.session}
         return self.machine
 
