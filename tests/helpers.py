@@ -157,10 +157,17 @@ def sweep(
     *overrides: str, cwd: Path, timeout: float = 240, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`python -m lorabench.sweep`, from a process that has imported what it needs."""
+    return module("lorabench.sweep", *overrides, cwd=cwd, timeout=timeout, env=env)
+
+
+def module(
+    name: str, *arguments: str, cwd: Path, timeout: float = 240, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`python -m NAME`, from such a process, in which no test has run."""
     environment = dict(os.environ if env is None else env)
     if (server := _sweep_server()).can(environment):
-        return server.run(overrides, cwd, environment, timeout)
-    command = [sys.executable, "-m", "lorabench.sweep", *overrides]
+        return server.run(arguments, cwd, environment, timeout, module=name)
+    command = [sys.executable, "-m", name, *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, env=env)
 
 

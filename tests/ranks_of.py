@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import arm
+from helpers import arm, module
 from several_ranks import on_ranks
 
 from lorabench.contract.ablation import Ablation, Evidence
@@ -85,19 +86,26 @@ def _differs(after: dict[str, torch.Tensor], ranks: Ranks) -> int:
 
 def together(size: int, cases: dict[str, tuple[Any, ...]], folder: Path) -> dict[str, Any]:
     """What `steps_of` finds on rank 0 for each case; of one that raises its words. The adapters go to folders of the
-    cases' names."""
-    file = folder / f"found-{size}.pt"
-    on_ranks(size, folder, _found, cases, folder, file, timeout_s=600)
-    return torch.load(file, weights_only=True)
+    cases' names. The ranks are forks of a process in which no test has run: one of a process that had run 2,800 ended
+    with a damaged heap (2026-11-27)."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    done = module("ranks_of", str(size), str(folder), cwd=Path(__file__).parent, timeout=600)
+    assert not done.returncode, done.stderr[-2000:]
+    return torch.load(folder / "found.pt", weights_only=True)
 
 
-def _found(ranks: Ranks, cases: dict[str, tuple[Any, ...]], folder: Path, file: Path) -> None:
+def _found(ranks: Ranks, cases: dict[str, list[Any]], folder: Path) -> None:
     found: dict[str, Any] = {}
     for name, case in cases.items():
         try:
-            found[name] = steps_of(case, ranks, str(folder / name))
+            found[name] = steps_of(tuple(case), ranks, str(folder / name))
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             found[name] = f"{type(error).__name__}: {error}"
     if not ranks.rank:
-        torch.save(found, file)
+        torch.save(found, folder / "found.pt")
+
+
+if __name__ == "__main__":
+    at = Path(sys.argv[2])
+    on_ranks(int(sys.argv[1]), at, _found, json.loads((at / "cases.json").read_text()), at, timeout_s=600)

@@ -1,11 +1,12 @@
 """Sweeps from a process that has imported what they import, which takes each of them six seconds otherwise.
 
-A sweep is a fork of it: its arguments, folder, environment and output are its own, and the module runs as `python -m`
-does. Where the environment says anything that counts at import, helpers.sweep starts a whole command instead. The
-server of the sweep's workers, which Python would start as a command that imports for as long again, is a fork of it
-too: made before the sweep begins, so that nothing of the sweep is in it. (What starts a whole command sees to the real
-one: tests/run/test_faults.py.) The first sweep ends as a command does, interpreter and all; the others, and their
-servers of workers, leave as soon as all that was registered for the end is done, which saves two seconds each.
+A sweep, or another module that is run so, is a fork of it: its arguments, folder, environment and output are its own,
+and the module runs as `python -m` does. Where the environment says anything that counts at import, helpers.module
+starts a whole command instead. The server of the sweep's workers, which Python would start as a command that imports
+for as long again, is a fork of it too: made before the sweep begins, so that nothing of the sweep is in it. (What
+starts a whole command sees to the real one: tests/run/test_faults.py.) The first sweep ends as a command does,
+interpreter and all; the others, and their servers of workers, leave as soon as all that was registered for the end is
+done, which saves two seconds each.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ IMPORTS = (
     "lorabench.measure.build", "lorabench.measure.judging.gold_cache", "lorabench.measure.kinds.train",
     "lorabench.measure.seat", "lorabench.run.worker",
 )  # fmt: skip
+SWEEP = "lorabench.sweep"
 FORKS = not Path("/dev/nvidia0").exists()  # peft may have asked for the GPU, which a fork cannot use then
 LOOKS_S = 0.02  # between two looks at a sweep that runs
 LATER = {"PYTHONPATH", "COLUMNS", "TMPDIR", "PYTEST_CURRENT_TEST"}  # variables that count where they are read
@@ -62,12 +64,14 @@ class Server:
         environment: Mapping[str, str],
         timeout: float,
         killed_when: Callable[[], bool] = lambda: False,
+        module: str = SWEEP,
     ) -> subprocess.CompletedProcess[str]:
-        """As subprocess.run of `python -m lorabench.sweep`. Raises TimeoutExpired, then with the sweep killed; so it is
+        """As subprocess.run of `python -m MODULE`. Raises TimeoutExpired, then with the sweep killed; so it is
         too as soon as `killed_when` says so."""
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
-            asked = {"arguments": list(arguments), "cwd": str(cwd), "environment": dict(environment)}
+            asked: dict[str, Any] = {"module": module, "arguments": list(arguments), "cwd": str(cwd)}
+            asked["environment"] = dict(environment)
             pid = self._answer({**asked, "out": str(out), "err": str(err)})
             assert self.process.stdout is not None
             deadline = time.monotonic() + timeout
@@ -112,20 +116,22 @@ def serve() -> None:
         importlib.import_module(name)
     gc.freeze()  # what was there before a sweep it need not walk
     gc.enable()
-    whole = True  # the first one's end
+    first = True  # of the sweeps, whose end is whole
     for line in iter(sys.stdin.readline, ""):
+        asked = json.loads(line)
+        whole = first and asked["module"] == SWEEP
+        first = first and not whole
         pid = os.fork()
         if not pid:
             if whole:
                 atexit.unregister(END.leave)
                 gc.unfreeze()
-            become(**json.loads(line))
-        whole = False
+            become(**asked)
         print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def become(arguments: list[str], cwd: str, environment: dict[str, str], out: str, err: str) -> None:
+def become(module: str, arguments: list[str], cwd: str, environment: dict[str, str], out: str, err: str) -> None:
     """The command itself; does not return."""
     os.chdir(cwd)
     for number, path in ((0, os.devnull), (1, out), (2, err)):
@@ -140,11 +146,12 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     sys.argv[1:] = arguments
     importlib.invalidate_caches()
     try:
-        runpy.run_module("lorabench.sweep", run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
         END.code = stop.code if isinstance(stop.code, int) else 1
         raise
-    raise AssertionError("the module ends with its exit code")
+    END.code = 0  # a sweep ends with its exit code
+    raise SystemExit
 
 
 def fork_server_from_here() -> None:
