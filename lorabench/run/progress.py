@@ -14,7 +14,7 @@ from lorabench.record.contrast import contrast_of
 from lorabench.record.schema import TOTAL, Record
 
 # What is done, of which a log has a line; a round each is too much for it.
-TOLD = ("preparing", "left: ", "no room", "another block", "again in halves", "once more", "round 1 of", "certifying")
+TOLD = ("preparing", "left: ", "no room", "another block", "again in parts", "once more", "round 1 of", "certifying")
 STYLE = {"ok": "green", "unsupported": "dim", "not_applied": "dim", "conflict": "yellow"}
 
 

@@ -146,12 +146,12 @@ class Runner:
             for entry in rounds.entries.values():
                 entry.leave("timeout", NO_TIME)
             return self.drafts(rounds)
-        middle = (len(family.cells) + 1) // 2
-        parts = family.cells[:middle], family.cells[middle:]
-        among = [cell for cell in family.cells if family.names(cell) & found.among]
-        if 0 < len(among) < len(family.cells):
-            parts = tuple(cell for cell in family.cells if cell not in among), tuple(among)
-        tell(f"again in {'halves' if among in ([], [*family.cells]) else 'two parts'}: {reason}")
+        among = tuple(cell for cell in family.cells if family.names(cell) & found.among)
+        parts = tuple(cell for cell in family.cells if cell not in among), among
+        if not all(parts):  # it can have been anybody
+            middle = (len(family.cells) + 1) // 2
+            parts = family.cells[:middle], family.cells[middle:]
+        tell(f"again in parts: {reason}")
         return [record for cells in parts for record in self.family(replace(family, cells=cells), tell)]
 
     def _forget_logs(self, family: Family) -> None:

@@ -26,6 +26,7 @@ from lorabench.record.pairs import pairs
 from lorabench.record.schema import Numerics
 from lorabench.run.messages import Garbled
 from lorabench.run.process import Desk, Doubtful, Lost, _Rank
+from lorabench.run.progress import TOLD
 from lorabench.run.rounds import _held_together
 from lorabench.run.runner import Runner
 
@@ -134,7 +135,7 @@ def test_where_somebody_spoils_the_reference_halves_of_the_family_say_who_did(tm
 def test_who_writes_into_the_base_of_all_processes_costs_the_others_no_rounds(tmp_path, beside):
     """Unsloth zeroed a row of the base while it was loaded, and all rounds of an 8B were for nothing (2026-11-27)."""
     written = Failed("untrusted", "the weights were written to", spoilt=True, everywhere=True)
-    both, met = threading.Barrier(2), list[str]()
+    both, met, told = threading.Barrier(2), list[str](), list[str]()
 
     def refuses(stack: Stack) -> Failed | None:
         if beside and stack.name in ("tf32", "flex_attention") and len(met) < 2:  # are prepared at the same time
@@ -145,7 +146,7 @@ def test_who_writes_into_the_base_of_all_processes_costs_the_others_no_rounds(tm
     script, names = Script(refuses=refuses), ["eager", "adamw", "flex_attention", "tf32"]
     gpu = {"device": "cuda", "capability": (9, 0), "gpus": 1, "native_bfloat16": True}
     with runner(script, tmp_path, **gpu, cores=3 if beside else 2) as running:
-        records = running.family(family("dtype=bfloat16", f"ablations=[{','.join(names)}]"))
+        records = running.family(family("dtype=bfloat16", f"ablations=[{','.join(names)}]"), told.append)
     found = {record.arm: record for record in records}
     assert {name: found[name].status for name in names if name != "tf32"} == dict.fromkeys(names[:3], "ok")
     assert (found["tf32"].status, found["tf32"].reason) == ("untrusted", "the weights were written to")
@@ -153,6 +154,8 @@ def test_who_writes_into_the_base_of_all_processes_costs_the_others_no_rounds(tm
     assert shared >= {"eager", "adamw"} and ("flex_attention" in shared) == (not beside)
     taken = Counter(name for _, name, _ in turns(script))
     assert not taken["tf32"] and taken["adamw"] == 12 * found["adamw"].trials  # of no round twice
+    again = [words for words in told if words.endswith(": the weights were written to") and words.startswith("again")]
+    assert again and all(words.startswith(TOLD) for words in again)  # a log has a line for it
     assert 1 not in {seat for seat, *_ in turns(script)}  # but in processes that have read the base anew
 
 
