@@ -36,6 +36,7 @@ OUTSIDE_SHARE, OUTSIDE_MS = 1.25, 2.0
 LATE_SHARE, LATE_MS, LATE_TRIALS = 0.02, 0.1, 0.25
 TICKS_S = 0.02  # what the kernel counts of a process comes in ticks of 10 ms
 BUSY = 0.05  # share of the trials' time that another thread or a child may compute
+COMPILE_WORKER = "/torch/_inductor/compile_worker/"  # in the command line of Inductor's pool and of what it forks
 OURS = "lorabench."
 WATCHED = (
     OURS,
@@ -311,15 +312,17 @@ class Guard:
 
     def busy(self) -> Iterator[tuple[str, float]]:
         """(what, seconds computed so far) of each Python thread and each child process that came after this guard. Not
-        of autograd's own thread: Python knows it once something in it asks, and every arm's backward runs there."""
+        of autograd's own thread: Python knows it once something in it asks, and every arm's backward runs there. Nor of
+        Inductor's compile workers: they begin anew when something is compiled after a minute of rest."""
         yield from self.helpers().items()
         for child in psutil.Process().children(recursive=True):
             if child.pid not in self.children:
                 try:
-                    times = child.cpu_times()
+                    times, command = child.cpu_times(), child.cmdline()
                 except psutil.Error:
                     continue
-                yield f"the process {child.pid}", times.user + times.system
+                if not any(COMPILE_WORKER in word for word in command[:2]):
+                    yield f"the process {child.pid}", times.user + times.system
 
     def helpers(self) -> dict[str, float]:
         """The threads among those that are `busy`. Without any, nothing is asked of the system."""

@@ -1,6 +1,7 @@
 """Times that cannot be trusted are refused, and the reason says what was found."""
 
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -147,6 +148,27 @@ def test_a_thread_of_the_candidate_s_that_computes_is_named():
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_child_that_computes_is_named_and_a_compile_worker_is_not(tmp_path):
+    """Inductor ends its pool after a minute of rest, and starts one when something is compiled again."""
+    guard, started = Guard(alone=True), []
+    for place in ("mine", "torch/_inductor/compile_worker"):
+        script = tmp_path / place / "__main__.py"
+        script.parent.mkdir(parents=True)
+        script.write_text("while True: pass")
+        started.append(subprocess.Popen([sys.executable, str(script)]))
+    try:
+        mine, compiling = (f"the process {child.pid}" for child in started)
+        deadline = time.monotonic() + 20
+        while dict(guard.busy()).get(mine, 0.0) < 0.1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found = dict(guard.busy())
+        assert found[mine] >= 0.1 and compiling not in found
+    finally:
+        for child in started:
+            child.kill()
+            child.wait()
 
 
 def test_a_backward_on_a_cpu_has_no_thread_of_its_own():

@@ -214,7 +214,7 @@ def input_gradient(projection: Projection, gradient: OutputGradient, saved: Save
     if projection.one_gemm and both is not None and seeds is None:
         forms = {"one": partial(_concat_input_gradient, both, op.full, k)} | forms
     key = (tune.bucket(dy.shape[0]), k, projection.n, p, dy.dtype)
-    key += ("tail", seeds is not None) if tails else ()
+    key += ("tail", seeds is not None, "one" in forms) if tails else ()  # a choice is among these forms
     return forms[tune.pick("backward", key, forms, dy.device)]()
 
 

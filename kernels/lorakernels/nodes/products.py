@@ -112,7 +112,8 @@ def concat_product(
         return addmm(out)
     tails = tail_forms(projection, op, xs[:, :k], xs[:, k:], out=out, residual=residual)
     forms = ({"one": partial(one, full)} if projection.one_gemm else {}) | {"addmm": addmm} | tails
-    key = (tune.bucket(m), k, projection.n, projection.p, xs.dtype, residual is not None, *(["tail"] if tails else []))
+    key = (tune.bucket(m), k, projection.n, projection.p, xs.dtype, residual is not None)
+    key += ("tail", projection.one_gemm) if tails else ()  # a choice is among these forms
     spare = lambda: (torch.clone(out) if in_place and out is not None else out,)  # noqa: E731
     return forms[tune.pick("forward", key, forms, xs.device, spare)](out)
 

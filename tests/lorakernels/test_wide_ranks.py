@@ -1,0 +1,105 @@
+"""More than 64 columns of S: several adapters of one batch side by side, or one wide adapter.
+
+On an H200 eight adapters of rank 16 had wrong gradients of o's B while kernels took up to 128 columns, and the library
+takes them since then. Which kernel it was is looked for here, at the sizes of that model: the ones below are what o
+had and 64 or 256 columns had not.
+"""
+
+from copy import deepcopy
+
+import lorakernels
+import pytest
+import torch
+from kernel_checks import assert_close, poisoned
+from lorakernels import runtime, tune
+from lorakernels.nodes import tail
+from lorakernels.ops import multi_product
+from lorakernels.ops.concat_operand import LoraColumns, ScaledS, concat_operand_into, concat_operand_reference, s_into
+from lorakernels.ops.linear_cross_entropy import mm_in
+from lorakernels.ops.lora_grad import A_TILES, a_gradient, a_gradient_reference
+from test_multi import alone, gradients, loss_of, model
+from tiny_models import batch
+
+ROWS, COLUMNS, RANK = 4096, 576, 128
+
+
+def on_gpu(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    monkeypatch.setattr(runtime, "MAX_FUSED_RANK", RANK)
+    torch.manual_seed(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("tile", ["fused", "fused_small"])
+def test_s_of_128_columns(tile, copied, wide):
+    x, a = on_gpu(ROWS, COLUMNS), on_gpu(RANK, COLUMNS + RANK)[:, :COLUMNS]
+    wanted = concat_operand_reference(x, a)
+    for _ in range(10):  # a race need not show at once
+        out = poisoned(ROWS, COLUMNS + RANK, dtype=x.dtype, device="cuda")
+        scaled = ScaledS(poisoned(ROWS, RANK, dtype=x.dtype, device="cuda"), torch.full((RANK,), 2.0, device="cuda"))
+        columns = LoraColumns(a, RANK, scaled)
+        if copied:
+            concat_operand_into(x, columns, out, tile)
+        else:
+            s_into(x, columns, out[:, COLUMNS:], tile)
+        assert_close(out[:, COLUMNS:], wanted[:, COLUMNS:], x.dtype, 2)
+        assert_close(scaled.out, 2 * wanted[:, COLUMNS:], x.dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [*A_TILES])
+def test_da_of_128_columns(tile, wide):
+    ds, x = on_gpu(ROWS, COLUMNS + RANK)[:, COLUMNS:], on_gpu(ROWS, COLUMNS)
+    wanted = a_gradient_reference(ds, x)
+    for _ in range(10):
+        assert_close(a_gradient(ds, x, None, tile), wanted, torch.float32, 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_db_by_the_library_of_a_dy_with_spare_columns(columns):
+    dy, s = on_gpu(ROWS, COLUMNS + columns)[:, :COLUMNS], on_gpu(ROWS, columns)
+    s[ROWS // 8 :, : columns // 8] = 0  # a job has an eighth of the rows
+    assert_close(mm_in(dy.t(), s, s.dtype), dy.float().t() @ s.float(), s.dtype, 64)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("adapters", [8, pytest.param(16, marks=pytest.mark.exhaustive)])
+def test_many_adapters_of_rank_16(adapters, device):
+    """Each job's loss and gradients are those that it has alone, in one batch with the others."""
+    plain, ids = model(ranks={f"job{i}": 16 for i in range(adapters)}).to(device), batch(adapters, 12)["input_ids"]
+    ours, ids = deepcopy(plain), ids.to(device)
+    lorakernels.apply_multi(ours, fused=True).set(list(range(adapters)))
+    losses = loss_of(ours, ids)
+    losses.sum().backward()
+    found = gradients(ours)
+    for i in range(adapters):
+        wanted, theirs = alone(plain, ids, [i], f"job{i}")
+        torch.testing.assert_close(losses[[i]], wanted, rtol=1e-4, atol=1e-4)
+        assert theirs
+        for n, gradient in theirs.items():
+            assert (found[n] - gradient).norm() < 0.01 * gradient.norm(), n
+
+
+def test_a_choice_is_always_among_the_same_forms(monkeypatch):
+    """A GPU remembers a choice by its key: a form that one call has and another has not would be looked for in vain.
+    Sixteen adapters have the form that looks them up, and dY comes with room for dS or without."""
+    ours, ids, forms_of, pick = model(ranks={f"job{i}": 4 for i in range(16)}), batch(16, 5)["input_ids"], {}, tune.pick
+
+    def checked(name, key, forms, *more):
+        assert forms_of.setdefault((name, key), {*forms}) == {*forms} or len(forms) == 1, (name, key)
+        return pick(name, key, forms, *more)
+
+    monkeypatch.setattr(multi_product, "TILES", {"tail": (32, 32, 32, 4, 1)})
+    monkeypatch.setattr(tail, "takes", lambda *_: True)
+    monkeypatch.setattr(tune, "pick", checked)
+    lorakernels.apply_multi(ours, fused=True).set(list(range(16)))
+    for form in ("packed", "apart"):
+        with tune.forced(form):
+            loss_of(ours, ids).sum().backward()
+    assert any("tail" in forms and "one" in forms for forms in forms_of.values())
