@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # A session on a GPU machine that has no package index and may be gone at any time: install, run lists of jobs, pack what is there.
-#   bash benchmarks/gpu_session.sh start|wait SECONDS PACK     (in a checkout, beside which nothing else is needed)
+#   bash benchmarks/gpu_session.sh SECONDS PACK     (in a checkout, beside which nothing else is needed)
 # .whl/ has the wheels that the machine lacks, .clone/ a clone of the commit to measure (git clone --no-checkout --depth 1).
 # .real/ may have archives (.tgz) of real text and a tokenizer, for jobs that name $REAL.
 # .pack/ may have the PACK of a machine that was lost: what had ended there is not run again, and what had not goes on.
-# `start`, on a fresh machine: installs both, then runs the lists of benchmarks/gpu_jobs by gpu_queue.sh, in the order of their names, which say how many
+# The first call on a machine installs both, then runs the lists of benchmarks/gpu_jobs by gpu_queue.sh, in the order of their names, which say how many
 # GPUs a job takes, with as many jobs beside each other as the machine has room for. Of four GPUs a list for two has the last two, and the list for one
-# behind it begins beside it. `wait`, on that machine: goes on waiting, and adds the lines that the lists have more.
-# Both end after SECONDS or when all is done, and leave folders and logs so far in PACK (a .tgz).
+# behind it begins beside it. A later call goes on waiting, and adds the lines that the lists have more. So all calls may be sent at once: where no machine
+# came for the first one, the next one begins. Each ends after SECONDS or when all is done, and leaves folders and logs so far in PACK (a .tgz).
 set -u
-mode=${1:?start or wait}; seconds=${2:?seconds}; pack=$(realpath -m "${3:?a file}"); here=$PWD; at=${AT:-/tmp/gpu_session}
+seconds=${1:?seconds}; pack=$(realpath -m "${2:?a file}"); here=$PWD; at=${AT:-/tmp/gpu_session}
 export PYTHONPATH=$at/site PATH=$at/site/bin:$PATH HF_HUB_OFFLINE=1
 # Whoever starts the session may move real weights there while it runs, whole: what is not there yet is not passed over.
 export REAL=$at/real LORABENCH_GGUF=$at/real/SmolLM2-135M-Instruct.Q4_1.gguf
 unset PYTHONDONTWRITEBYTECODE  # or every worker process compiles each package that it imports
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 ends=$(($(date +%s) + seconds))
-if [ "$mode" = start ]; then
+if [ ! -d "$at/src" ]; then
   mkdir -p "$at/out" "$REAL"
   for archive in "$here"/.real/*.tgz; do
     [ ! -f "$archive" ] || tar xzf "$archive" -C "$REAL"
@@ -48,8 +48,6 @@ if [ "$mode" = start ]; then
     done
     wait
     touch "$at/done"' _ "$at" > /dev/null 2>&1 < /dev/null &
-elif [ ! -d "$at/src" ]; then
-  echo "no session was started here: a fresh machine"; exit 9
 else
   for list in "$here"/benchmarks/gpu_jobs/*.txt; do
     own=$at/${list##*/}; comm -13 <(sort "$own") <(sort "$list") >> "$own"

@@ -81,7 +81,7 @@ def test_the_list_for_one_gpu_runs_beside_the_one_for_two_and_has_their_gpus_beh
         "".join(f"{a} 20 touch {at}/{a}_runs; {until('c_runs')}; echo $CUDA_VISIBLE_DEVICES\n" for a in "abc")
     )
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "AT": str(at)}
-    command = ["bash", str(SCRIPT.with_name("gpu_session.sh")), "start", "40", str(tmp_path / "out.tgz")]
+    command = ["bash", str(SCRIPT.with_name("gpu_session.sh")), "40", str(tmp_path / "out.tgz")]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     said = {file.stem: file.read_text() for file in at.glob("out/*/log/?*.txt") if "worker" not in file.stem}
     assert said["both"] == "2,3\n", done.stdout + done.stderr

@@ -19,13 +19,6 @@ LINES = [
 SWEEPS = [line for line in LINES if "lorabench.sweep" in line]
 
 
-def test_who_waits_on_a_fresh_machine_is_told_so(tmp_path):
-    command = ["bash", str(BENCHMARKS / "gpu_session.sh"), "wait", "1", str(tmp_path / "out.tgz")]
-    env = {**os.environ, "AT": str(tmp_path / "none")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (9, "no session was started here: a fresh machine\n")
-
-
 @pytest.mark.skipif(not shutil.which("setsid"), reason="needs setsid")
 def test_a_fresh_machine_goes_on_where_a_lost_one_was(tmp_path):
     here, at, lost = tmp_path / "here", tmp_path / "at", tmp_path / "lost/out/3_one_gpu"
@@ -55,13 +48,19 @@ def test_a_fresh_machine_goes_on_where_a_lost_one_was(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / name).chmod(0o755)
     env = {**os.environ, "AT": str(at), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", str(BENCHMARKS / "gpu_session.sh"), "start", "30", str(tmp_path / "out.tgz")]
+    command = ["bash", str(BENCHMARKS / "gpu_session.sh"), "30", str(tmp_path / "out.tgz")]
     done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60)
     found = at / "out/3_one_gpu"
     assert len(list((found / "second/went_on").iterdir())) == 2 and not (found / "first.again").exists(), (
         done.stdout + done.stderr
     )
     assert (found / "ended").read_text() == "first\n"
+    with (here / "benchmarks/gpu_jobs/3_one_gpu.txt").open("a") as more:
+        more.write("third 9 touch {out}\n")
+    again = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60)
+    assert "third 9" in (at / "3_one_gpu.txt").read_text() and "first ended with 0" not in again.stdout, (
+        "it goes on here"
+    )
 
 
 def test_each_job_has_a_name_of_its_own():
