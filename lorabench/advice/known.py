@@ -162,8 +162,7 @@ def _promising(row: Any) -> bool:
 
 def makes_it_fit(record: Record) -> bool:
     """Whether the reference ran out of memory and the candidate did not."""
-    total = (record.phases or {}).get(TOTAL)
-    return record.status == "oom" and record.arm == "reference" and bool(total and total.candidate_ms)
+    return record.status == "oom" and record.arm == "reference" and bool(record.ms("candidate"))
 
 
 class Choice(NamedTuple):

@@ -83,7 +83,7 @@ def _own(record: Record, analysis: Analysis) -> list[ArmRecord]:
 def _siblings(record: Record, analysis: Analysis) -> list[ArmRecord]:
     """The arms of the record's family, where it is one that was measured in rounds."""
     own = analysis.contrasts.siblings.get(place_of(record))
-    return own.arms if own and not is_made_of(record.family or "") else []
+    return own.arms if own and not is_made_of(record.family) else []
 
 
 def _name(record: Record, analysis: Analysis) -> str:

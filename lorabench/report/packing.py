@@ -66,7 +66,7 @@ def cases(analysis: Analysis) -> list[Case]:
             continue
         padded, own = layout.both
         added = sum(b.positions - b.real for b in padded.batches)
-        if record.tokens and added == record.tokens.reference_padded:
+        if record.tokens and added == record.padding("reference"):
             found.append(Case(record, layout, padded, own))
     return found
 
