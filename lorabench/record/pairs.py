@@ -8,7 +8,6 @@ what is independent (record/contrast.py).
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -43,10 +42,9 @@ class Side(NamedTuple):
     def seats(self) -> set[int]:
         return {seat for _, seat, _ in self.turns}
 
-    def times(self, phase: str) -> list[float] | None:
-        """Milliseconds of the phase in these turns; None where the arm does not have it."""
-        whole = self.arm.phases.get(phase)
-        return None if whole is None else [whole[place] for _, _, place in self.turns]
+    def of(self, times: Sequence[float]) -> list[float]:
+        """These turns' of a number each turn of the arm."""
+        return [times[place] for _, _, place in self.turns]
 
 
 class Together(NamedTuple):
@@ -304,15 +302,8 @@ def _phases(sides: Mapping[ArmName, Side]) -> dict[str, Any]:
     of_kind = kind(next(iter(sides.values())).arm.kind)
     has = [side.arm.phases.keys() for side in sides.values()]
     own = [p for p in of_kind.phases if (any if p in of_kind.optional else all)(p in phases for phases in has)]
-    made = {p: {arm: times for arm, side in sides.items() if (times := side.times(p)) is not None} for p in own}
-    return made | {TOTAL: {arm: _total(side, own) for arm, side in sides.items()}}
-
-
-def _total(side: Side, phases: Iterable[str]) -> list[float]:
-    if older := side.times(TOTAL):
-        return older
-    there = [times for phase in phases if (times := side.times(phase)) is not None]
-    return [math.fsum(turn) for turn in zip(*there, strict=True)]
+    made = {p: {arm: side.of(ms) for arm, side in sides.items() if (ms := side.arm.phases.get(p))} for p in own}
+    return made | {TOTAL: {arm: side.of(ms) for arm, side in sides.items() if (ms := side.arm.totals(own))}}
 
 
 def _of_both(arms: Mapping[ArmName, ArmRecord], names: Sequence[str]) -> dict[str, Any]:

@@ -255,6 +255,11 @@ class ArmRecord(Outcome, Line):
     roofline: dict[str, PhaseRoofline] | None = None
     energy: Energy | None = None  # where the GPU counts it
 
+    def totals(self, phases: Sequence[str] | None = None) -> list[float]:
+        """ms of each turn, over these phases or all; what was made of an older line has a sum of its own."""
+        own = [ms for name, ms in self.phases.items() if phases is None or name in phases]
+        return self.phases.get(TOTAL) or [math.fsum(turn) for turn in zip(*own, strict=True)]
+
     @model_validator(mode="after")
     def _fields_follow_status(self) -> ArmRecord:
         try:

@@ -201,4 +201,4 @@ def _draw(ax: Axes, rows: Sequence[Mapping[Any, Any]]) -> None:
             ax.plot(row["measured"], y, CIRCLE, color=BLUE, mfc="white", ms=7, zorder=3)
         for column, (_, colour, marker) in PREDICTIONS.items():
             ax.plot(row[column], y, marker, color=colour, mfc="white", ms=6, mew=1.4, zorder=5)
-    log_axis(ax, "x", [value for value in values if math.isfinite(value) and value > 0])
+    log_axis(ax, [value for value in values if math.isfinite(value) and value > 0])
