@@ -16,7 +16,7 @@ def folder(path, session, *keys, replicates=(0,)):
     written(path, [
         Record(
             family=key, kind="train", key=key, session=name, replicate=replicate, model="m", workload="w",
-            design="solo", reference=[], candidate=[], ablations=[], status="unsupported", reason="why",
+            design="solo", against=[], candidate=[], ablations=[], status="unsupported", reason="why",
         )
         for name, replicate in names.items() for key in keys
     ])  # fmt: skip

@@ -288,12 +288,8 @@ def _sizes(seats: Iterable[Any]) -> list[int]:
 
 def _contents(shown: Shown, candidate: ArmRecord) -> dict[str, Any]:
     """What a record says of the cell that it is of."""
-    return {
-        "family": candidate.family, "kind": candidate.kind, "session": candidate.session,
-        "replicate": candidate.replicate, "model": candidate.model, "workload": candidate.workload,
-        "key": shown.key, "design": shown.design, "rung": shown.rung, "ablations": shown.ablations,
-        "reference": shown.against, "candidate": candidate.toggles,
-    }  # fmt: skip
+    names = ("family", "session", "replicate", "kind", "model", "workload")
+    return shown.model_dump() | {name: getattr(candidate, name) for name in names} | {"candidate": candidate.toggles}
 
 
 def _phases(sides: Mapping[ArmName, Side]) -> dict[str, Any]:

@@ -178,8 +178,8 @@ class Shown(Strict):
 
     key: str  # of the cell's content: resume finds it by this
     design: str
-    rung: int | None = Field(None, ge=1)  # of a ladder, from 1
-    ablations: list[str]  # the toggles under test; empty: the reference against itself
+    rung: int | None = Field(None, ge=1)  # of a ladder, from 1; older records do not say
+    ablations: list[str]  # the toggles under test; empty: the reference against itself, the noise floor
     against: list[str]  # the toggles of the arm that it is held against
 
 
@@ -279,16 +279,11 @@ class ArmRecord(Outcome, Line):
         return self
 
 
-class Record(Outcome):
+class Record(Outcome, Shown):
     """Two arms of a family held together, over the rounds that both had: made on reading, see pairs.py. `ablations` are
     the toggles under test; `reference` and `candidate` the complete lists of each arm."""
 
-    key: str  # of the cell's content: resume finds it by this
-    design: str
-    rung: int | None = Field(None, ge=1)  # of a ladder, from 1; older records do not say
-    reference: list[str]
     candidate: list[str]
-    ablations: list[str]  # empty: the reference against itself, the noise floor
     arm: ArmName | None = None  # which arm ran out of memory, hung or crashed, where that is known
     # In one process, trial by trial; in processes of their own round by round; or in no common round (A B B A).
     pairing: Literal["paired", "turns", "abba"] | None = None
@@ -305,6 +300,10 @@ class Record(Outcome):
     ranks: dict[ArmName, RankSpread] = Field(default_factory=dict)
     roofline: dict[ArmName, dict[str, PhaseRoofline]] = Field(default_factory=dict)
     energy: dict[ArmName, Energy] = Field(default_factory=dict)
+
+    @property
+    def reference(self) -> list[str]:
+        return self.against
 
     @property
     def is_noise_floor(self) -> bool:

@@ -125,6 +125,7 @@ def line_of(one: Any) -> dict[str, Any]:
     if "schema" in made:
         return made
     del made["family"]
+    made["reference"] = made.pop("against")
     by_arm = {name: made.pop(name) for name in ("phases", "tokens", "jobs")}
     made["phases"] = {p: {f"{arm}_ms": ms for arm, ms in own.items()} for p, own in by_arm["phases"].items()}
     made["tokens"] = _tokens_of_pair(by_arm["tokens"])

@@ -73,7 +73,7 @@ optional = {
 }  # fmt: skip
 named = {
     **dict.fromkeys(("family", "key", "session", "model", "workload", "design"), TEXT),
-    **{f: st.lists(TEXT, max_size=3) for f in ("reference", "candidate", "ablations")},
+    **{f: st.lists(TEXT, max_size=3) for f in ("against", "candidate", "ablations")},
     "kind": st.sampled_from(sorted(registered())),
 }
 
@@ -186,7 +186,7 @@ def is_read_as_the_pair_that_it_was(pair):
     """Its arms are a family; what a pair of arms has no place for (a failed arm's name, without times) may change."""
     with tempfile.TemporaryDirectory() as folder:
         (found,) = read_records(written(Path(folder), [pair]))
-    same_as = ("key", "session", "replicate", "kind", "model", "workload", "design", "rung", "ablations", "reference")
+    same_as = ("key", "session", "replicate", "kind", "model", "workload", "design", "rung", "ablations", "against")
     of_failed = ("reason", "rank", "log") if pair.status != "ok" else ()
     for name in (*same_as, "candidate", "status", "telemetry", "cost", *of_failed):
         ours, its = (one.model_dump()[name] for one in (found, pair))

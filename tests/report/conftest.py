@@ -43,7 +43,7 @@ def build_record(
     fields = {
         "kind": kind, "session": "s1",
         "key": f"{model}|{workload}|{design}|{'+'.join(both)}|{'+'.join(ablations)}",
-        "model": model, "workload": workload, "design": design, "reference": list(reference), "candidate": both,
+        "model": model, "workload": workload, "design": design, "against": list(reference), "candidate": both,
         "ablations": ablations, "status": status,
     }  # fmt: skip
     if status != "ok":
