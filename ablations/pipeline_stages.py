@@ -319,7 +319,7 @@ class Pipeline:
         return losses
 
 
-def measured_split(parts: Parts, inputs: dict[str, Any], stages: int, repeats: int = 3) -> list[int]:
+def measured_split(parts: Parts, inputs: dict[str, Any], stages: int) -> list[int]:
     """How many layers each stage has, so that the slowest is as fast as can be; the same on every rank. One layer's
     forward and backward are measured on a micro-batch, and what stands outside of the layers, which the last stage has
     as well. Where `leave_out` has left layers out, no stage gets one that its rank has not."""
@@ -331,7 +331,7 @@ def measured_split(parts: Parts, inputs: dict[str, Any], stages: int, repeats: i
     device = inputs["input_ids"].device
     here = [n for n, layer in enumerate(parts.layers) if not isinstance(layer, Elsewhere)]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        one, two = (min(_ms(parts, inputs, here[:n]) for _ in range(repeats + 1)) for n in (1, 2))
+        one, two = (min(_ms(parts, inputs, here[:n]) for _ in range(4)) for n in (1, 2))
     layer = max(two - one, 1e-3 * two)
     times = torch.tensor([layer, max(one - layer, 0.0)], dtype=torch.float64, device=device)
     dist.all_reduce(times)

@@ -130,11 +130,9 @@ def hardware(before: Analysis, after: Analysis) -> list[Hardware]:
 
 def _references(records: Sequence[Record]) -> dict[tuple[Any, ...], float]:
     """(kind, model, workload, reference) → milliseconds."""
-    from lorabench.record.schema import TOTAL
-
     found: dict[tuple[Any, ...], list[float]] = {}
     for r in records:
-        if r.phases and (ms := r.phases[TOTAL].reference_ms):
+        if ms := r.ms("reference"):
             found.setdefault((r.kind, r.model, r.workload, frozenset(r.reference)), []).append(median(ms))
     return {at: median(every) for at, every in found.items()}
 

@@ -15,8 +15,8 @@ def folder(path, session, *keys, replicates=(0,)):
     names = {f"{session}{replicate or ''}": replicate for replicate in replicates}
     written(path, [
         Record(
-            kind="train", key=key, session=name, replicate=replicate, model="m", workload="w", design="solo",
-            reference=[], candidate=[], ablations=[], status="unsupported", reason="why",
+            family=key, kind="train", key=key, session=name, replicate=replicate, model="m", workload="w",
+            design="solo", against=[], candidate=[], ablations=[], status="unsupported", reason="why",
         )
         for name, replicate in names.items() for key in keys
     ])  # fmt: skip

@@ -128,8 +128,7 @@ def test_a_stack_is_measured_as_a_whole_and_no_cheat_is_in_it(here):
         assert outcomes(found)[name][0] in ("refused by the gate", "not trusted", "nothing to do here")
     whole = next(r for r in read_records(folder) if len(r.ablations) == 2)
     assert whole.status == "ok" and sorted(whole.ablations) == ["awake", "awake_back"]
-    total = whole.phases["total"]
-    assert len(whole.reference) == 5 and median(total.reference_ms) > 1.5 * median(total.candidate_ms)
+    assert len(whole.reference) == 5 and median(whole.ms("reference")) > 1.5 * median(whole.ms("candidate"))
     assert "takes" in found.paragraph and found.paragraph.startswith("Switch on awake")
 
     before = (folder / "records.jsonl").read_bytes()

@@ -3,7 +3,6 @@ together."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -101,7 +100,7 @@ class Told:
         return self.finished(labels) and self.arms[labels].status == "ok"
 
     def ms(self, labels: Labels) -> float:
-        return statistics.median(map(math.fsum, zip(*self.arms[labels].phases.values(), strict=True)))
+        return statistics.median(self.arms[labels].totals())
 
     @property
     def floor(self) -> float:
@@ -162,8 +161,7 @@ def _promising(row: Any) -> bool:
 
 def makes_it_fit(record: Record) -> bool:
     """Whether the reference ran out of memory and the candidate did not."""
-    total = (record.phases or {}).get(TOTAL)
-    return record.status == "oom" and record.arm == "reference" and bool(total and total.candidate_ms)
+    return record.status == "oom" and record.arm == "reference" and bool(record.ms("candidate"))
 
 
 class Choice(NamedTuple):

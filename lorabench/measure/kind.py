@@ -7,7 +7,7 @@ asks the methods of this class and no kind by its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,6 @@ class JobCounts:
     trained: int
     adapter_bytes: int = 0
     optimizer_bytes: int = 0
-    tflop: dict[str, float] = field(default_factory=dict)  # useful work by phase
 
 
 class Kind(KindSpec):

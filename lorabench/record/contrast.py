@@ -152,11 +152,10 @@ def contrast(
 
 def contrast_of(record: Record, phases: Sequence[str], seed: int = 0) -> Contrast | None:
     """The contrast of a record's two arms over these phases; None where an arm has no time, or too few trials."""
-    found = record.trials(phases)
-    if found is None or not found.reference_ms or not found.candidate_ms:
+    reference, candidate = record.ms("reference", phases), record.ms("candidate", phases)
+    if not reference or not candidate:
         return None
-    together = record.pairing != "abba"
-    return contrast(found.reference_ms, found.candidate_ms, together, seed, record.trials_by_process)
+    return contrast(reference, candidate, record.pairing != "abba", seed, record.trials_by_process)
 
 
 def combined(logs: Logs, trials: int) -> Contrast:

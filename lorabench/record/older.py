@@ -35,19 +35,17 @@ def across(
     from lorabench.record.contrast import contrast  # scipy, which takes longer than all that reads records
 
     (record, ours), (beside, theirs) = one, other
-    mine, its = record.trials(phases), beside.trials(phases)
-    assert mine and its and mine.reference_ms and its.reference_ms and mine.candidate_ms and its.candidate_ms
-    took = [statistics.median(ms) for ms in (mine.reference_ms, its.reference_ms)]
+    took = [statistics.median(one.ms("reference", phases)) for one in (record, beside)]
     if abs(math.log(took[0] / took[1])) > REFERENCES_APART or _reference_waits(record):
-        return contrast(its.candidate_ms, mine.candidate_ms, paired=False), False
+        return contrast(beside.ms("candidate", phases), record.ms("candidate", phases), paired=False), False
     return ours.difference(theirs), True
 
 
 def _reference_waits(record: Record) -> bool:
     """Whether the reference spends most of its time in phases in which the device waits for its host, by the profile: a
     short phase does on any machine."""
-    profiled = (record.roofline or {}).get("reference", {})
-    took = {p: statistics.median((record.phases or {})[p].reference_ms or [0.0]) for p in record.own_phases}
+    profiled = record.roofline.get("reference", {})
+    took = {p: statistics.median(record.ms("reference", (p,)) or [0.0]) for p in record.own_phases}
     return (
         sum(ms for p, ms in took.items() if p in profiled and profiled[p].label == "host-bound")
         > sum(took.values()) / 2

@@ -8,7 +8,6 @@ what is independent (record/contrast.py).
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -19,21 +18,17 @@ from lorabench.record.schema import (
     ARMS,
     REFERENCE,
     TOTAL,
-    ArmJob,
     ArmName,
     ArmRecord,
-    ArmTokens,
     Cost,
-    JobRecord,
     Numerics,
-    Phase,
     Record,
     Shown,
-    Tokens,
 )  # fmt: skip
 
 AGAINST = "against"  # the design of a record that shows an arm against one that was chosen on reading
 ALONE = "the time was up before any other arm of the family; the reference's own times stand beside it"
+ALWAYS = ("memory", "ranks", "roofline", "energy")  # what is known of an arm, whatever became of the other
 Place = tuple[str, str, int]  # family, session and replicate
 
 
@@ -47,10 +42,9 @@ class Side(NamedTuple):
     def seats(self) -> set[int]:
         return {seat for _, seat, _ in self.turns}
 
-    def times(self, phase: str) -> list[float] | None:
-        """Milliseconds of the phase in these turns; None where the arm does not have it."""
-        whole = self.arm.phases.get(phase)
-        return None if whole is None else [whole[place] for _, _, place in self.turns]
+    def of(self, times: Sequence[float]) -> list[float]:
+        """These turns' of a number each turn of the arm."""
+        return [times[place] for _, _, place in self.turns]
 
 
 class Together(NamedTuple):
@@ -164,12 +158,11 @@ class Siblings:
         return max(side, self._own_seats(self.twin), key=lambda one: len(one.seats))
 
     def _measured(self, shown: Shown, reference: ArmRecord, candidate: ArmRecord, found: Together) -> Record:
-        both = {"reference": reference, "candidate": candidate}
+        both: dict[ArmName, ArmRecord] = {"reference": reference, "candidate": candidate}
         return Record(
-            **_contents(shown, candidate), **_of_both(both), status="ok", pairing=found.pairing,
-            processes=found.processes, phases=_phases(candidate.kind, found.reference, found.candidate),
-            tokens=_tokens(reference.tokens, candidate.tokens), jobs=_jobs(reference, candidate),
-            applied=candidate.applied or {},
+            **_contents(shown, candidate), **_of_both(both, (*ALWAYS, "tokens", "jobs")), status="ok",
+            pairing=found.pairing, processes=found.processes, applied=candidate.applied or {},
+            phases=_phases({"reference": found.reference, "candidate": found.candidate}),
             notes=_notes(candidate, both), numerics=self._numerics(candidate), telemetry=candidate.telemetry,
         )  # fmt: skip
 
@@ -185,16 +178,16 @@ class Siblings:
         if failed is None:
             status, reason = "crash", "the arm that it is held against has no record in this session"
             return Record(**_contents(shown, candidate), status=status, reason=reason, arm="reference")
-        both = {arm: own for arm, own in zip(ARMS, (reference, candidate), strict=True) if own}
+        both: dict[ArmName, ArmRecord] = {
+            arm: own for arm, own in zip(ARMS, (reference, candidate), strict=True) if own
+        }
+        ok: dict[ArmName, Side] = {arm: _side(own) for arm, own in both.items() if own.status == "ok"}
         times: dict[str, Any] = {}
-        ok = {arm: _side(own) for arm, own in both.items() if own.status == "ok"}
         if failed.status == "oom" and ok:
-            phases = _phases(candidate.kind, ok.get("reference"), ok.get("candidate"))
-            times = {"phases": phases, "pairing": "paired"}
+            times = {"phases": _phases(ok), "pairing": "paired", **_of_both(both, ("tokens",))}
         return Record(
-            **_contents(shown, candidate), **times, **_of_both(both), status=failed.status, reason=failed.reason,
-            tokens=_tokens(*(own and own.tokens for own in (reference, candidate))) if times else None,
-            arm=name, rank=failed.rank, notes=_notes(candidate, both), numerics=failed.numerics,
+            **_contents(shown, candidate), **times, **_of_both(both, ALWAYS), status=failed.status,
+            reason=failed.reason, arm=name, rank=failed.rank, notes=_notes(candidate, both), numerics=failed.numerics,
             telemetry=candidate.telemetry, log=failed.log,
         )  # fmt: skip
 
@@ -203,11 +196,11 @@ class Siblings:
         shown = Shown(
             key=_key(reference.family, AGAINST), design=AGAINST, rung=None, ablations=[], against=reference.toggles
         )
-        both = {"reference": reference}
+        both: dict[ArmName, ArmRecord] = {"reference": reference}
         return Record(
-            **_contents(shown, reference), **_of_both(both), status="timeout", reason=ALONE, arm="candidate",
-            phases=_phases(reference.kind, _side(reference), None), pairing="paired",
-            tokens=_tokens(reference.tokens, None), notes=_notes(reference, both), telemetry=reference.telemetry,
+            **_contents(shown, reference), **_of_both(both, (*ALWAYS, "tokens")), status="timeout", reason=ALONE,
+            arm="candidate", phases=_phases({"reference": _side(reference)}), pairing="paired",
+            notes=_notes(reference, both), telemetry=reference.telemetry,
         )  # fmt: skip
 
     def _with_cost(self, records: list[Record], arms: Sequence[ArmRecord]) -> list[Record]:
@@ -223,7 +216,7 @@ class Siblings:
         return records
 
 
-def _notes(candidate: ArmRecord, both: Mapping[Any, ArmRecord]) -> dict[str, Any]:
+def _notes(candidate: ArmRecord, both: Mapping[ArmName, ArmRecord]) -> dict[str, Any]:
     """What the toggles say, and what the kind says of each arm, by its name."""
     return candidate.notes | {name: arm.said for name, arm in both.items() if arm.said}
 
@@ -237,7 +230,7 @@ def by_place(arms: Iterable[ArmRecord]) -> dict[Place, Siblings]:
 
 
 def place_of(one: ArmRecord | Record) -> Place:
-    return one.family or "", one.session, one.replicate
+    return one.family, one.session, one.replicate
 
 
 def pairs(arms: Iterable[ArmRecord], against: str | None = None) -> list[Record]:
@@ -295,69 +288,25 @@ def _sizes(seats: Iterable[Any]) -> list[int]:
 
 def _contents(shown: Shown, candidate: ArmRecord) -> dict[str, Any]:
     """What a record says of the cell that it is of."""
+    names = ("family", "session", "replicate", "kind", "model", "workload")
+    return shown.model_dump() | {name: getattr(candidate, name) for name in names} | {"candidate": candidate.toggles}
+
+
+def _phases(sides: Mapping[ArmName, Side]) -> dict[str, Any]:
+    """The phases that every arm here has, and those that an arm may do without; and over all of these the total of each
+    arm, turn by turn."""
+    of_kind = kind(next(iter(sides.values())).arm.kind)
+    has = [side.arm.phases.keys() for side in sides.values()]
+    own = [p for p in of_kind.phases if (any if p in of_kind.optional else all)(p in phases for phases in has)]
+    made = {p: {arm: side.of(ms) for arm, side in sides.items() if (ms := side.arm.phases.get(p))} for p in own}
+    return made | {TOTAL: {arm: side.of(ms) for arm, side in sides.items() if (ms := side.arm.totals(own))}}
+
+
+def _of_both(arms: Mapping[ArmName, ArmRecord], names: Sequence[str]) -> dict[str, Any]:
+    """What the arms say, as far as they do."""
     return {
-        "family": candidate.family, "kind": candidate.kind, "session": candidate.session,
-        "replicate": candidate.replicate, "model": candidate.model, "workload": candidate.workload,
-        "key": shown.key, "design": shown.design, "rung": shown.rung, "ablations": shown.ablations,
-        "reference": shown.against, "candidate": candidate.toggles,
-    }  # fmt: skip
-
-
-def _phases(name: str, reference: Side | None, candidate: Side | None) -> dict[str, Phase]:
-    """The phases of that kind which every arm here has, and those that an arm may do without; and over all of these the
-    total of each arm, turn by turn."""
-    sides = [side for side in (reference, candidate) if side]
-    has = [side.arm.phases.keys() for side in sides]
-    optional = kind(name).optional
-    own = [p for p in kind(name).phases if (any if p in optional else all)(p in phases for phases in has)]
-    made: dict[str, Phase] = {}
-    lists = {p: [side and side.times(p) for side in (reference, candidate)] for p in own}
-    lists[TOTAL] = [side and _total(side, own) for side in (reference, candidate)]
-    for phase, (of_reference, of_candidate) in lists.items():
-        made[phase] = Phase(reference_ms=of_reference, candidate_ms=of_candidate)
-    return made
-
-
-def _total(side: Side, phases: Iterable[str]) -> list[float]:
-    if older := side.times(TOTAL):
-        return older
-    there = [times for phase in phases if (times := side.times(phase)) is not None]
-    return [math.fsum(turn) for turn in zip(*there, strict=True)]
-
-
-def _tokens(reference: ArmTokens | None, candidate: ArmTokens | None) -> Tokens | None:
-    known = candidate or reference
-    padded = {f"{arm}_padded": own.padded if own else 0 for arm, own in zip(ARMS, (reference, candidate), strict=True)}
-    return known and Tokens(real=known.real, trained=known.trained, **padded)
-
-
-def _jobs(reference: ArmRecord, candidate: ArmRecord) -> dict[str, JobRecord] | None:
-    jobs = {name: {"candidate": own} for name, own in (candidate.jobs or {}).items()}
-    for name, own in (reference.jobs or {}).items():
-        jobs[name] = {"reference": own, **jobs.get(name, {})}
-    return {name: _job(own) for name, own in jobs.items()} or None
-
-
-def _job(arms: dict[Any, ArmJob]) -> JobRecord:
-    reference, candidate = (arms.get(arm) for arm in ARMS)
-    known = candidate or reference
-    assert known
-    tokens = _tokens(reference and reference.tokens, candidate and candidate.tokens)
-    assert tokens
-    return JobRecord(
-        r=known.r, tokens=tokens, numerics=candidate and candidate.numerics, tflop=known.tflop,
-        adapter_bytes={arm: own.adapter_bytes for arm, own in arms.items()},
-        optimizer_bytes={arm: own.optimizer_bytes for arm, own in arms.items()},
-    )  # fmt: skip
-
-
-def _of_both(arms: dict[str, ArmRecord]) -> dict[str, Any]:
-    """The fields that a record has by the names of its arms."""
-    found = {
-        name: {arm: value for arm, own in arms.items() if (value := getattr(own, name)) is not None}
-        for name in ("memory", "ranks", "roofline", "energy")
+        name: {arm: value for arm, own in arms.items() if (value := getattr(own, name)) is not None} for name in names
     }
-    return {name: own or None for name, own in found.items()}
 
 
 def _sum(one: Cost | None, other: Cost | None) -> Cost | None:

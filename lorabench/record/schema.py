@@ -25,7 +25,7 @@ Status = Literal[
 ]
 DID_NOT_APPLY: tuple[Status, ...] = ("unsupported", "not_applied", "conflict")
 ArmName = Literal["reference", "candidate"]
-ARMS: tuple[str, ...] = get_args(ArmName)
+ARMS: tuple[ArmName, ...] = get_args(ArmName)
 
 
 class Strict(BaseModel):
@@ -40,23 +40,6 @@ INTERRUPTED = "rounds_until_the_sweep_was_ended"  # in the notes of a record: by
 UNCHECKED = "ended_before_its_last_checks"  # in the notes of a record: it was from outside
 # Of a trial: from a nanosecond on, below which no clock here tells anything.
 Milliseconds = Annotated[float, Field(ge=1e-6, le=LONGEST_MS, allow_inf_nan=False)]
-
-
-class Phase(Strict):
-    """One phase's trials in milliseconds, in the order of the rounds. After an `oom`, and of a phase that only one arm
-    does, one of the two lists is None."""
-
-    reference_ms: list[Milliseconds] | None = None
-    candidate_ms: list[Milliseconds] | None = None
-
-
-class Tokens(Strict):
-    """Tokens in one step. `real` (attended, not padding) is the same set in both arms; what each adds is apart."""
-
-    real: int
-    trained: int  # positions that contribute to the loss
-    reference_padded: int  # padding positions computed beside the real ones
-    candidate_padded: int
 
 
 class ArmMemory(Strict):
@@ -146,17 +129,6 @@ class Numerics(Strict):
     tolerance: str | None = None  # in words, where the toggle changes the mathematics on purpose
 
 
-class JobRecord(Strict):
-    """One job of several: what it trained and what the gate found of it, against the same job trained alone."""
-
-    r: int
-    tokens: Tokens
-    numerics: Numerics | None = None
-    adapter_bytes: dict[ArmName, int] = Field(default_factory=dict)
-    optimizer_bytes: dict[ArmName, int] = Field(default_factory=dict)
-    tflop: dict[str, float] = Field(default_factory=dict)  # useful work by phase
-
-
 class RankSpread(Strict):
     """The ranks of an arm that steps on several. Its times are those of the slowest rank in each trial."""
 
@@ -206,15 +178,15 @@ class Shown(Strict):
 
     key: str  # of the cell's content: resume finds it by this
     design: str
-    rung: int | None = Field(None, ge=1)  # of a ladder, from 1
-    ablations: list[str]  # the toggles under test; empty: the reference against itself
+    rung: int | None = Field(None, ge=1)  # of a ladder, from 1; older records do not say
+    ablations: list[str]  # the toggles under test; empty: the reference against itself, the noise floor
     against: list[str]  # the toggles of the arm that it is held against
 
 
 class ArmTokens(Strict):
     """Tokens in one step of an arm."""
 
-    real: int  # attended, not padding
+    real: int  # attended, not padding; the same set in every arm of a family
     trained: int  # positions that contribute to the loss
     padded: int  # computed beside the real ones
 
@@ -230,7 +202,35 @@ class ArmJob(Strict):
     tflop: dict[str, float] = Field(default_factory=dict)  # useful work by phase
 
 
-class ArmRecord(Strict):
+class Line(Strict):
+    """How a line of records.jsonl begins."""
+
+    schema_: Literal[3] = Field(SCHEMA, alias="schema")
+
+    model_config = ConfigDict(populate_by_name=True)
+
+
+class Outcome(Strict):
+    """What an arm's record and that of two arms held together both say."""
+
+    family: str  # hash of what all its arms have in common
+    session: str  # the sweep run that measured it; environment.json says on which machine
+    replicate: int = Field(0, ge=0)  # in which of the sessions that `repeat=` asks for; 0 in records that do not say
+    kind: str
+    model: str
+    workload: str
+    status: Status
+    reason: str | None = None  # in words a user understands; required unless ok
+    rank: int | None = None  # which of an arm's ranks it was
+    numerics: Numerics | None = None  # of several jobs the one nearest to its limit
+    applied: dict[str, int] | None = None  # sites changed, per toggle
+    notes: dict[str, Any] = Field(default_factory=dict)  # what a toggle says of itself: backend, versions, graph breaks
+    telemetry: Telemetry | None = None
+    cost: Cost | None = None
+    log: str | None = None  # tail of the worker's output, where it failed
+
+
+class ArmRecord(Outcome, Line):
     """One arm of a family in one session, as it stands in a line of records.jsonl.
 
     A turn is one entry of `rounds`, of `seats` and of each list in `phases`: in which round it was, in which process
@@ -238,20 +238,10 @@ class ArmRecord(Strict):
     not count where there are several; the turn's value is the median of the others.
     """
 
-    schema_: Literal[3] = Field(SCHEMA, alias="schema")
-    family: str  # hash of what all its arms have in common
-    session: str  # the sweep run that measured it; environment.json says on which machine
-    replicate: int = Field(0, ge=0)  # in which of the sessions that `repeat=` asks for
-    kind: str
-    model: str
-    workload: str
     arm: str  # its name in the family
     role: Literal["reference", "twin", "candidate"]  # twin: the reference again
     toggles: list[str]
     shown: list[Shown]  # what it is held against, and why; of the reference nothing
-    status: Status
-    reason: str | None = None  # in words a user understands; required unless ok
-    rank: int | None = None  # which of an arm's ranks it was
     rounds: list[int] = Field(default_factory=list)
     seats: list[int] = Field(default_factory=list)
     # By the kind's phases, in order; no total, but in what was made of an older line.
@@ -259,19 +249,16 @@ class ArmRecord(Strict):
     trials: int = Field(1, ge=1)
     tokens: ArmTokens | None = None
     memory: ArmMemory | None = None
-    numerics: Numerics | None = None  # of several jobs the one nearest to its limit
     jobs: dict[str, ArmJob] | None = None  # where there are several
     ranks: RankSpread | None = None  # where it steps on several
-    applied: dict[str, int] | None = None  # sites changed, per toggle
-    notes: dict[str, Any] = Field(default_factory=dict)  # what a toggle says of itself: backend, versions, graph breaks
     said: dict[str, Any] = Field(default_factory=dict)  # what the kind says of the arm
     roofline: dict[str, PhaseRoofline] | None = None
-    telemetry: Telemetry | None = None
     energy: Energy | None = None  # where the GPU counts it
-    cost: Cost | None = None
-    log: str | None = None  # tail of the worker's output, where it failed
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True, ser_json_inf_nan="strings")
+    def totals(self, phases: Sequence[str] | None = None) -> list[float]:
+        """ms of each turn, over these phases or all; what was made of an older line has a sum of its own."""
+        own = [ms for name, ms in self.phases.items() if phases is None or name in phases]
+        return self.phases.get(TOTAL) or [math.fsum(turn) for turn in zip(*own, strict=True)]
 
     @model_validator(mode="after")
     def _fields_follow_status(self) -> ArmRecord:
@@ -292,45 +279,31 @@ class ArmRecord(Strict):
         return self
 
 
-class Record(Strict):
+class Record(Outcome, Shown):
     """Two arms of a family held together, over the rounds that both had: made on reading, see pairs.py. `ablations` are
     the toggles under test; `reference` and `candidate` the complete lists of each arm."""
 
-    family: str | None = None
-    kind: str
-    key: str  # of the cell's content: resume finds it by this
-    session: str  # the sweep run that measured it; environment.json says on which machine
-    replicate: int = Field(0, ge=0)  # in which of the sessions that `repeat=` asks for; 0 in records that do not say
-    model: str
-    workload: str
-    design: str
-    rung: int | None = Field(None, ge=1)  # of a ladder, from 1; older records do not say
-    reference: list[str]
     candidate: list[str]
-    ablations: list[str]  # empty: the reference against itself, the noise floor
-    status: Status
-    reason: str | None = None  # in words a user understands; required unless ok
     arm: ArmName | None = None  # which arm ran out of memory, hung or crashed, where that is known
     # In one process, trial by trial; in processes of their own round by round; or in no common round (A B B A).
     pairing: Literal["paired", "turns", "abba"] | None = None
     # Of separate ones: how many trials each made, in their order. Of turns: how many each pair of processes made, and
     # one number where an arm was in a single process throughout.
     processes: dict[ArmName, list[int]] | None = None
-    rank: int | None = None  # which of an arm's ranks it was
-    # Those of the kind that both arms had, in order, and TOTAL; one that the kind calls optional also of one arm.
-    phases: dict[str, Phase] | None = None
-    tokens: Tokens | None = None
-    memory: dict[ArmName, ArmMemory] | None = None
-    numerics: Numerics | None = None  # of several jobs the one nearest to its limit
-    jobs: dict[str, JobRecord] | None = None  # where there are several
-    ranks: dict[ArmName, RankSpread] | None = None  # of the arms that step on several
-    applied: dict[str, int] | None = None  # sites changed, per toggle of the candidate
-    notes: dict[str, Any] = Field(default_factory=dict)  # what a toggle says of itself: backend, versions, graph breaks
-    roofline: dict[ArmName, dict[str, PhaseRoofline]] | None = None
-    telemetry: Telemetry | None = None
-    energy: dict[ArmName, Energy] | None = None  # where the GPU counts it
-    cost: Cost | None = None
-    log: str | None = None  # tail of the worker's output, where it failed
+    # Milliseconds in the order of the rounds, by phase and arm: the kind's phases that both arms had, in order, and
+    # TOTAL; one that the kind calls optional also of one arm, and after an `oom` those of the other arm.
+    phases: dict[str, dict[ArmName, list[Milliseconds]]] = Field(default_factory=dict)
+    # What the arms' own records say, by arm.
+    tokens: dict[ArmName, ArmTokens] = Field(default_factory=dict)
+    memory: dict[ArmName, ArmMemory] = Field(default_factory=dict)
+    jobs: dict[ArmName, dict[str, ArmJob]] = Field(default_factory=dict)
+    ranks: dict[ArmName, RankSpread] = Field(default_factory=dict)
+    roofline: dict[ArmName, dict[str, PhaseRoofline]] = Field(default_factory=dict)
+    energy: dict[ArmName, Energy] = Field(default_factory=dict)
+
+    @property
+    def reference(self) -> list[str]:
+        return self.against
 
     @property
     def is_noise_floor(self) -> bool:
@@ -353,36 +326,34 @@ class Record(Strict):
         said: dict[Any, list[int]] = dict(self.processes or {})
         return (said["reference"], said["candidate"]) if len(said) == len(ARMS) else None
 
-    def held(self, arm: str) -> ArmMemory:
+    def held(self, arm: ArmName) -> ArmMemory:
         """The memory of an arm; without any number where it is not known."""
-        by_name: dict[Any, ArmMemory] = dict(self.memory or {})
-        return by_name.get(arm) or ArmMemory()
+        return self.memory.get(arm) or ArmMemory()
 
-    def trials(self, phases: Sequence[str]) -> Phase | None:
-        """The trials of a phase, or the sums of several, trial by trial; None where one of them was not measured."""
-        there = [phase for name in phases if (phase := (self.phases or {}).get(name))]
-        if len(there) != len(phases):
-            return None
-        if len(there) == 1:
-            return there[0]
-        sums: dict[str, list[float] | None] = {}
-        for name in (f"{arm}_ms" for arm in ARMS):
-            lists = [getattr(phase, name) for phase in there]
-            sums[name] = [sum(times) for times in zip(*lists, strict=True)] if all(lists) else None
-        return Phase.model_construct(None, **sums)
+    def ms(self, arm: ArmName, phases: Sequence[str] = (TOTAL,)) -> list[float]:
+        """The arm's trials of a phase, or the sums of several, trial by trial; [] where it lacks one of them."""
+        lists = [self.phases.get(name, {}).get(arm, []) for name in phases]
+        return [sum(times) for times in zip(*lists, strict=True)] if all(lists) else []
+
+    @property
+    def real_tokens(self) -> int | None:
+        """In a step, the same in both arms; None where a trial has no tokens."""
+        own = self.tokens.get("candidate") or self.tokens.get("reference")
+        return own and own.real
+
+    def padding(self, arm: ArmName) -> int:
+        """Positions that an arm computes beside the real tokens."""
+        return self.tokens[arm].padded if arm in self.tokens else 0
 
     @property
     def own_phases(self) -> list[str]:
         """The phases that were measured, in order, without their sum."""
-        return [p for p in self.phases or {} if p != TOTAL]
+        return [p for p in self.phases if p != TOTAL]
 
     @model_validator(mode="after")
     def _fields_follow_kind(self) -> Record:
         """What a kind asks of a pair; all else its arms have been held to."""
-        if self.status == "ok":
-            missing = [
-                f for f in ("phases", "applied", "pairing", *kind(self.kind).carries) if getattr(self, f) is None
-            ]
-            if missing:
-                raise ValueError(f"status ok needs {missing}")
+        missing = [f for f in kind(self.kind).carries if not getattr(self, f)] if self.status == "ok" else []
+        if missing:
+            raise ValueError(f"status ok needs {missing}")
         return self

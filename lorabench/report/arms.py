@@ -83,7 +83,7 @@ def _own(record: Record, analysis: Analysis) -> list[ArmRecord]:
 def _siblings(record: Record, analysis: Analysis) -> list[ArmRecord]:
     """The arms of the record's family, where it is one that was measured in rounds."""
     own = analysis.contrasts.siblings.get(place_of(record))
-    return own.arms if own and not is_made_of(record.family or "") else []
+    return own.arms if own and not is_made_of(record.family) else []
 
 
 def _name(record: Record, analysis: Analysis) -> str:
@@ -97,18 +97,12 @@ def _role(record: Record) -> str:
 # -- what an arm took, held and used ----------------------------------------------------------------------------------
 
 
-def totals(arm: ArmRecord) -> list[float]:
-    """ms of each turn, over all phases; an older line has its own sum."""
-    own = [times for phase, times in arm.phases.items() if phase != TOTAL]
-    return arm.phases.get(TOTAL) or [math.fsum(turn) for turn in zip(*own, strict=True)]
-
-
 def took(arm: Arm) -> dict[str, list[float | None]]:
     """Phase → median ms with its 95 % interval: of several sessions the median of their medians, from the lowest of
     their bounds to the highest. The sum of all phases is TOTAL."""
     found: dict[str, list[float | None]] = {}
     for phase in (*kind(arm.own[-1].kind).phases, TOTAL):
-        lists = [times for own in arm.timed if (times := totals(own) if phase == TOTAL else own.phases.get(phase))]
+        lists = [times for own in arm.timed if (times := own.totals() if phase == TOTAL else own.phases.get(phase))]
         if lists:
             each = stats.median_intervals(lists)
             found[phase] = [rounded(np.median(each[:, 0])), rounded(each[:, 1].min()), rounded(each[:, 2].max())]
@@ -135,7 +129,7 @@ def trials(arm: Arm) -> list[dict[str, Any]]:
     return [
         {
             "session": own.session, "rounds": own.rounds, "seats": own.seats,
-            "ms": {p: [rounded(ms, 4) for ms in times] for p, times in (own.phases | {TOTAL: totals(own)}).items()},
+            "ms": {p: [rounded(ms, 4) for ms in times] for p, times in (own.phases | {TOTAL: own.totals()}).items()},
         }
         for own in arm.timed
     ]  # fmt: skip

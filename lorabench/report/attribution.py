@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorabench.record.contrast import Contrast, Speedup, combined
-from lorabench.record.schema import ARMS, DID_NOT_APPLY, TOTAL, Record
+from lorabench.record.schema import ARMS, DID_NOT_APPLY, ArmName, Record
 from lorabench.report.contrasts import Beside, Contrasts, how, toggles
 
 Subset = frozenset[str]
@@ -90,16 +90,14 @@ def ladder(records: Sequence[Record], contrasts: Contrasts) -> list[Rung]:
         else:
             step = contrasts.beside(whole, below) if below else None
         found.append((whole, below, step))
-    start = next(
-        (ms for whole, _, _ in reversed(found) if math.isfinite(ms := _median(whole, "reference_ms"))), math.nan
-    )
+    start = next((ms for whole, _, _ in reversed(found) if math.isfinite(ms := _median(whole, "reference"))), math.nan)
     unpaired = any(step and not step.paired for _, _, step in found)
     after: dict[int, float] = {}  # by the identity of a rung's record
     rungs: list[Rung] = []
     for n, (whole, below, step) in zip(sorted(wholes), found, strict=True):
         own = contrasts.of(whole)
         increment = step.contrast if step else own if below is None else None
-        after[id(whole)] = _median(whole, "candidate_ms") if unpaired else start / own.centre if own else math.nan
+        after[id(whole)] = _median(whole, "candidate") if unpaired else start / own.centre if own else math.nan
         before = after[id(below)] if below else start
         added = " + ".join(a for a in whole.ablations if below is None or a not in below.candidate) or toggles(whole)
         trials = min((c.trials for c in (own, increment) if c), default=0)
@@ -121,8 +119,8 @@ def _below(lower: Sequence[Record]) -> Record | None:
     return next((r for r in reversed(lower) if r.status not in DID_NOT_APPLY), None)
 
 
-def _median(record: Record, name: str) -> float:
-    ms = getattr((record.phases or {}).get(TOTAL), name, None)
+def _median(record: Record, arm: ArmName) -> float:
+    ms = record.ms(arm)
     return float(np.median(ms)) if ms else math.nan
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from lorabench.record.contrast import Speedup
-from lorabench.record.schema import ARMS, TOTAL, Record
+from lorabench.record.schema import ARMS, TOTAL, ArmName, Record
 from lorabench.report import claims
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import (
@@ -117,7 +117,7 @@ def _verdict(record: Record | None, analysis: Analysis) -> str | None:
     return analysis.row(record)["verdict"] if record else None
 
 
-def peak(record: Record, arm: str) -> float:
+def peak(record: Record, arm: ArmName) -> float:
     """GiB of an arm at its most; NaN where unknown."""
     most = record.held(arm).peak
     return math.nan if most is None else most / GIB

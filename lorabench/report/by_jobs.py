@@ -81,7 +81,7 @@ def _family(title: str, mark: Mark) -> str:
 
 
 def _jobs(mark: Mark) -> int:
-    return len(mark.record.jobs or {}) or 1
+    return max(map(len, mark.record.jobs.values()), default=1)
 
 
 def _height_of_key(labels: Sequence[str]) -> float:

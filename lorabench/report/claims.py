@@ -394,10 +394,9 @@ def _fitting(edge: Mapping[str, Any], claim: Claim) -> float | None:
 
 def _busy(record: Record, arm: ArmName) -> float | None:
     """Per cent of a step in which the GPU had at least one kernel running, which is what NVML calls utilization."""
-    profiled, phases = (record.roofline or {}).get(arm, {}), record.phases or {}
     busy, took = 0.0, 0.0
-    for name, found in profiled.items():
-        ms = getattr(phases.get(name), f"{arm}_ms", None)
+    for name, found in record.roofline.get(arm, {}).items():
+        ms = record.ms(arm, (name,))
         if found.device_busy_ms is None or not ms:
             return None
         busy, took = busy + found.device_busy_ms, took + statistics.median(ms)
@@ -414,15 +413,14 @@ SHARES: dict[str, Callable[[Record, ArmName], float | None]] = {BUSY: _busy, IDL
 
 def _passed(record: Record, claim: Claim, contrasts: Contrasts) -> tuple[float, float, float]:
     """Tokens a second with padding, as m-LoRA counts them: of the baseline, or as a ratio to it."""
-    found, tokens = contrasts.speedup(record, (claim.of_phase,)), record.tokens
-    if found is None or tokens is None:
+    found, real = contrasts.speedup(record, (claim.of_phase,)), record.real_tokens
+    if found is None or real is None:
         return UNKNOWN
-    before, after = (tokens.real + padded for padded in (tokens.reference_padded, tokens.candidate_padded))
+    before, after = (real + record.padding(arm) for arm in ARMS)
     if not claim.of_reference:
         value, low, high = (ratio * after / before for ratio in found)
         return value, low, high
-    took = (record.phases or {})[claim.of_phase].reference_ms or []
-    return 1000 * before / statistics.median(took), math.nan, math.nan
+    return 1000 * before / statistics.median(record.ms("reference", (claim.of_phase,))), math.nan, math.nan
 
 
 def said(record: Record, claim: Claim) -> Mapping[str, Any]:

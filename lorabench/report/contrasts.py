@@ -37,8 +37,8 @@ def toggles(record: Record) -> str:
 
 
 def how(record: Record) -> str:
-    """Whether two arms of a family met within a process or between processes; '' for a record of schemas 1 and 2."""
-    return {"paired": WITHIN, "turns": BETWEEN}.get(record.pairing or "", "") if record.family else ""
+    """Whether two arms met within a process or between processes; '' where they never shared a round."""
+    return {"paired": WITHIN, "turns": BETWEEN}.get(record.pairing or "", "")
 
 
 class Contrasts:

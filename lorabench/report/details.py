@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lorabench.record.schema import ARMS, Energy, JobRecord, Numerics, Phase, RankSpread, Record, Telemetry
+from lorabench.record.schema import ARMS, ArmJob, ArmName, Energy, Numerics, RankSpread, Record, Telemetry
 from lorabench.report.analysis import Row
 from lorabench.report.rerun import rerun
 from lorabench.report.tidy import GIB, gate_of
@@ -27,16 +27,16 @@ def detail(record: Record, row: Row, command: Sequence[object]) -> dict[str, Any
         "processes": row["processes"] if isinstance(row["processes"], str) else None,  # pandas holds None as NaN
         "sessions": row["session_ratios"],
         "what was patched": _patched(record),
-        **{name: _phase(name, phase, row) for name, phase in (record.phases or {}).items()},
-        "tokens": pairs(record.tokens.model_dump()) if record.tokens else None,
-        "jobs": _jobs(record.jobs or {}),
-        **{f"ranks, {arm}": _ranks(spread) for arm, spread in (record.ranks or {}).items()},
-        **{f"memory, {arm}": _memory(held.model_dump()) for arm, held in (record.memory or {}).items()},
+        **{name: _phase(name, times, row) for name, times in record.phases.items()},
+        "tokens": _tokens(record),
+        "jobs": _jobs(record),
+        **{f"ranks, {arm}": _ranks(spread) for arm, spread in record.ranks.items()},
+        **{f"memory, {arm}": _memory(held.model_dump()) for arm, held in record.memory.items()},
         "numerics": _numerics(record.numerics) if record.numerics else None,
         "numerics, of what": _compared(record.numerics) if record.numerics else None,
         **_roofline(record),
         "telemetry": _telemetry(record.telemetry) if record.telemetry else None,
-        **{f"energy, {arm}": _energy(block) for arm, block in (record.energy or {}).items()},
+        **{f"energy, {arm}": _energy(block) for arm, block in record.energy.items()},
         "notes": pairs({n: said for n, said in record.notes.items() if n not in (*(record.applied or {}), *ARMS)}),
         **{f"notes, {arm}": _of_arm(record.notes[arm]) for arm in ARMS if arm in record.notes},
         "cost, s": pairs(_rounded(record.cost.model_dump())) if record.cost else None,
@@ -134,13 +134,12 @@ def _rounded(values: dict[str, Any]) -> dict[str, Any]:
     return {k: number(v) if isinstance(v, float) else v for k, v in values.items()}
 
 
-def _phase(name: str, phase: Phase, row: Row) -> str:
+def _phase(name: str, times: Mapping[ArmName, Sequence[float]], row: Row) -> str:
     """Both medians with their intervals, and the ratio."""
     parts = []
-    for arm in ARMS:
-        if ms := getattr(phase, f"{arm}_ms"):
-            centre, low, high = (number(row[f"{name}_{arm}_{c}"], 4) for c in ("ms", "ms_low", "ms_high"))
-            parts.append(f"{arm} {centre} ms [{low}, {high}] of {len(ms)}")
+    for arm, ms in times.items():
+        centre, low, high = (number(row[f"{name}_{arm}_{c}"], 4) for c in ("ms", "ms_low", "ms_high"))
+        parts.append(f"{arm} {centre} ms [{low}, {high}] of {len(ms)}")
     if shown := ratio(*(row[f"{name}_{c}"] for c in ("speedup", "low", "high"))):
         parts.append(f"× {shown}")
     return "; ".join(parts)
@@ -155,22 +154,31 @@ def _memory(sizes: dict[str, Any]) -> str:
 def _roofline(record: Record) -> dict[str, str]:
     return {
         f"roofline, {arm} {phase}": pairs(_rounded(found.model_dump()))
-        for arm, phases in (record.roofline or {}).items() for phase, found in phases.items()
+        for arm, phases in record.roofline.items() for phase, found in phases.items()
     }  # fmt: skip
 
 
-def _jobs(jobs: Mapping[str, JobRecord]) -> list[list[str]] | None:
+def _tokens(record: Record) -> str | None:
+    if not record.tokens:
+        return None
+    last = [*record.tokens.values()][-1]
+    padding = {f"{arm}_padded": record.padding(arm) for arm in ARMS}
+    return pairs({"real": last.real, "trained": last.trained} | padding)
+
+
+def _jobs(record: Record) -> list[list[str]] | None:
     """A row a job."""
-    if not jobs:
+    if not (jobs := record.jobs.get("candidate")):
         return None
     headings = ["job", "r", "real tokens", "trained", "padding, ref → cand", "gate", "gradient error / allowed"]
-    return [headings, *([name, *_job(job)] for name, job in jobs.items())]
+    before = record.jobs.get("reference", {})
+    return [headings, *([name, *_job(before.get(name), job)] for name, job in jobs.items())]
 
 
-def _job(job: JobRecord) -> list[str]:
+def _job(before: ArmJob | None, job: ArmJob) -> list[str]:
     tokens, gate = job.tokens, job.numerics
     errors = f"{number(gate.grad_error, 2)} / {number(gate.grad_allowed, 2)}" if gate else ""
-    padding = f"{tokens.reference_padded} → {tokens.candidate_padded}"
+    padding = f"{before.tokens.padded if before else 0} → {tokens.padded}"
     return [str(job.r), str(tokens.real), str(tokens.trained), padding, gate_of(job), errors]
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pandas as pd
 
-from lorabench.record.schema import ARMS, TOTAL
 from lorabench.record.stats import median_intervals
 from lorabench.report.analysis import Analysis
 
@@ -22,7 +21,7 @@ def references(analysis: Analysis) -> pd.DataFrame:
     for group in analysis.groups:
         for shown in group.records:
             for record in members[id(shown)]:
-                times = getattr((record.phases or {}).get(TOTAL), f"{ARMS[0]}_ms", None)
+                times = record.ms("reference")
                 if not times:
                     continue
                 median, low, high = map(float, median_intervals([times])[0])

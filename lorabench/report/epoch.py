@@ -60,11 +60,11 @@ def data_sets() -> tuple[DataSet, ...]:
 
 def epochs(rungs: Sequence[Rung]) -> list[Epoch]:
     """Of every data set whose lengths the ladder's workload has; [] without times."""
-    timed = [(rung, tokens) for rung in rungs if rung.cumulative and (tokens := rung.record.tokens)]
+    timed = [(rung, real) for rung in rungs if rung.cumulative and (real := rung.record.real_tokens)]
     if not timed:
         return []
-    last, tokens = timed[-1]
-    steps = {d: d.tokens / tokens.real / MINUTE_MS for d in _of(last.record)}
+    last, real = timed[-1]
+    steps = {d: d.tokens / real / MINUTE_MS for d in _of(last.record)}
     return [Epoch(d, each * last.start, each * last.after) for d, each in steps.items()]
 
 

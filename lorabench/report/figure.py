@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -176,8 +176,8 @@ def short(label: str, longest: int = 40) -> str:
     return label if len(label) <= longest else label[: longest - 1] + "…"
 
 
-def log_axis(ax: Axes, which: Literal["x", "y"], values: Sequence[float]) -> None:
-    """A logarithmic axis of ratios, its ticks round numbers with room between them; 1 always."""
+def log_axis(ax: Axes, values: Sequence[float]) -> None:
+    """A logarithmic x axis of ratios, its ticks round numbers with room between them; 1 always."""
     low, high = min([*values, 0.95]), max([*values, 1.05])
     margin = (high / low) ** 0.06
     span = math.log(high / low)
@@ -186,8 +186,7 @@ def log_axis(ax: Axes, which: Literal["x", "y"], values: Sequence[float]) -> Non
     for tick in sorted(inside, key=lambda t: (t != 1, t not in (0.5, 2, 5, 10), t)):
         if all(abs(math.log(tick / k)) > span / 14 for k in kept):
             kept.append(tick)
-    ax.set(**{f"{which}scale": "log", f"{which}lim": (low / margin, high * margin)})
-    axis = ax.xaxis if which == "x" else ax.yaxis
-    axis.set_major_locator(FixedLocator(sorted(kept)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(lambda x, _: f"{x:g}×")
+    ax.set(xscale="log", xlim=(low / margin, high * margin))
+    ax.xaxis.set_major_locator(FixedLocator(sorted(kept)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}×")

@@ -66,7 +66,7 @@ def cases(analysis: Analysis) -> list[Case]:
             continue
         padded, own = layout.both
         added = sum(b.positions - b.real for b in padded.batches)
-        if record.tokens and added == record.tokens.reference_padded:
+        if record.tokens and added == record.padding("reference"):
             found.append(Case(record, layout, padded, own))
     return found
 
@@ -201,4 +201,4 @@ def _draw(ax: Axes, rows: Sequence[Mapping[Any, Any]]) -> None:
             ax.plot(row["measured"], y, CIRCLE, color=BLUE, mfc="white", ms=7, zorder=3)
         for column, (_, colour, marker) in PREDICTIONS.items():
             ax.plot(row[column], y, marker, color=colour, mfc="white", ms=6, mew=1.4, zorder=5)
-    log_axis(ax, "x", [value for value in values if math.isfinite(value) and value > 0])
+    log_axis(ax, [value for value in values if math.isfinite(value) and value > 0])

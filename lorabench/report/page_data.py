@@ -47,7 +47,7 @@ def _family(group: Group, analysis: Analysis, commands: Mapping[str, Sequence[ob
         "model": first.model,
         "phases": phases,
         "total": group.kind.total,
-        "rounds": not is_made_of(first.family or ""),
+        "rounds": not is_made_of(first.family),
         "floor": rounded(max(f for r in group.records if math.isfinite(f := analysis.row(r)["noise_floor"]))),
         "opening": said._asdict() | {"best": arms.index(said.best) if said.best else None},
         "arms": [_arm(arm, name, group, analysis, commands) for arm, name in zip(arms, short_names(arms), strict=True)],
@@ -80,7 +80,7 @@ def _arm(
 
 def _beside(arm: Arm, analysis: Analysis) -> dict[str, Any]:
     """The trials of a reference of its own, which each arm had before there were rounds."""
-    if arm.record is None or arm.role == TWIN or not is_made_of(arm.record.family or ""):
+    if arm.record is None or arm.role == TWIN or not is_made_of(arm.record.family):
         return {}
     own = analysis.contrasts.arms(arm.record, arm.record.reference)
     return {"beside": trials(Arm(REFERENCE, REFERENCE, own, arm.record))}

@@ -103,7 +103,7 @@ def _speedup(panels: Sequence[Panel], analysis: Analysis) -> Figured:
     for ax, panel in zip(axes, shown, strict=True):
         values.setdefault(panel.kind.name, []).extend(_forest(ax, panel, claims, analysis))
     for ax, panel in zip(axes, shown, strict=True):
-        log_axis(ax, "x", values[panel.kind.name])
+        log_axis(ax, values[panel.kind.name])
     marks = [mark for panel in shown for mark in panel.marks]
     there = {mark.row["verdict"] for mark in marks}
     handles: list[Any] = [

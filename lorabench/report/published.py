@@ -55,7 +55,7 @@ def forest(rows: Sequence[dict[Any, Any]]) -> Figured:
             if b["verdict"] != UNCLEAR:  # which has no centre
                 ax.plot(b["measured"], y, CIRCLE, color=colour, mfc="white", ms=7, zorder=3)
             ax.plot(_ends(b)[:2], [y, y], "|-", color=colour, ms=5, lw=1.6, zorder=4)
-        log_axis(ax, "x", [v for v in values if math.isfinite(v) and v > 0])
+        log_axis(ax, [v for v in values if math.isfinite(v) and v > 0])
     handles = [Line2D([], [], color="#777777", marker="D", mfc="white", lw=3, label="published")]
     handles += [
         Line2D([], [], color=c, marker=CIRCLE, mfc="white", lw=1.6, label=f"ours, {word}")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lorabench.contract.kind import registered
 from lorabench.record import stats
-from lorabench.record.schema import ARMS, TOTAL, Cost, JobRecord, Phase, PhaseRoofline, Record
+from lorabench.record.schema import ARMS, TOTAL, ArmJob, Cost, PhaseRoofline, Record
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.labels import labels
 from lorabench.report.noise import NoiseFloors
@@ -24,7 +24,6 @@ from lorabench.report.shares import Shares, columns
 
 GIB = 2**30
 UNKNOWN = (math.nan, math.nan, math.nan)
-NOTHING = Phase()
 SHARE_FIELDS = ("", "_low", "_high", "_paired")
 
 
@@ -55,7 +54,7 @@ def tidy(
     ran out of memory, the longest samples or the most jobs with which it did not.
     of_limit, _low, _high, _paired: limit's time / candidate's time, both of the limit's phases, and of_limit_forward of
     forward alone (see `shares`). limit: least work, no candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only
-    where a record has several jobs or ranks. family: of both arms, only in records that were made of such.
+    where a record has several jobs or ranks. family: of both arms.
     device: from environment.json.
     """
     records = [row.shown for row in rows]
@@ -93,7 +92,7 @@ def _row(record: Record, label: str, device: str, took: dict[str, float]) -> dic
     row: dict[str, Any] = {
         "key": record.key,
         "session": record.session,
-        **({"family": record.family} if record.family else {}),
+        "family": record.family,
         "device": device,
         "kind": record.kind,
         "model": record.model,
@@ -115,7 +114,7 @@ def _row(record: Record, label: str, device: str, took: dict[str, float]) -> dic
     own: dict[str, Any] = {}
     if record.is_candidate:
         own = _memory(record) | _throughput(record, took) | _energy(record) | _roofline(record, took)
-    return row | own | _checks(record) | _jobs(record.jobs or {}) | _ranks(record)
+    return row | own | _checks(record) | _jobs(record) | _ranks(record)
 
 
 def _processes(record: Record) -> str | None:
@@ -134,9 +133,8 @@ def _times(rows: Sequence[Row], contrasts: Contrasts) -> dict[str, Any]:
     every = [r for row in rows for r in row.measured]
     begins = np.cumsum([0, *(len(row.measured) for row in rows)])[:-1]
     for phase in (*phases_of(records), TOTAL):
-        times = [(r.phases or {}).get(phase, NOTHING) for r in every]
         for arm in ARMS:
-            medians = _over_sessions(stats.median_intervals([getattr(t, f"{arm}_ms") for t in times]), begins)
+            medians = _over_sessions(stats.median_intervals([r.ms(arm, (phase,)) for r in every]), begins)
             found |= {f"{phase}_{arm}_{c}": medians[:, i] for i, c in enumerate(("ms", "ms_low", "ms_high"))}
         ratios = np.array([contrasts.speedup(r, (phase,)) or UNKNOWN for r in records]).reshape(-1, 3)
         found |= {f"{phase}_{c}": ratios[:, i] for i, c in enumerate(("speedup", "low", "high"))}
@@ -178,15 +176,13 @@ def _sessions(rows: Sequence[Row], sessions: Sequence[Mapping[str, Any]], contra
 
 def _reference_moved(records: Sequence[Record]) -> float:
     """How much longer the reference took in the slowest session than in the fastest, as a share; NaN of one session."""
-    took = [ms for r in records if (ms := (r.phases or {}).get(TOTAL, NOTHING).reference_ms)]
-    medians = [float(np.median(ms)) for ms in took]
+    medians = [float(np.median(ms)) for r in records if (ms := r.ms("reference"))]
     return max(medians) / min(medians) - 1 if len(medians) > 1 else math.nan
 
 
 def _trials(record: Record) -> int:
     """Of the smaller arm; 0 where one was not measured."""
-    total = (record.phases or {}).get(TOTAL, NOTHING)
-    return min(len(total.reference_ms or ()), len(total.candidate_ms or ()))
+    return min(len(record.ms(arm)) for arm in ARMS)
 
 
 def _shares(records: Sequence[Record], devices: Sequence[str], contrasts: Contrasts) -> dict[str, Any]:
@@ -216,29 +212,29 @@ def _memory(record: Record) -> dict[str, Any]:
 
 
 def _throughput(record: Record, took: dict[str, float]) -> dict[str, Any]:
+    if (real := record.real_tokens) is None:
+        return {}
     found: dict[str, Any] = {}
-    tokens = record.tokens
-    for arm in ARMS if tokens else ():
-        assert tokens is not None
-        padded = getattr(tokens, f"{arm}_padded")
-        found[f"{arm}_tokens_s"] = 1000 * tokens.real / took[f"{TOTAL}_{arm}_ms"]
-        found[f"{arm}_padded_share"] = padded / max(tokens.real + padded, 1)
+    for arm in ARMS:
+        padded = record.padding(arm)
+        found[f"{arm}_tokens_s"] = 1000 * real / took[f"{TOTAL}_{arm}_ms"]
+        found[f"{arm}_padded_share"] = padded / max(real + padded, 1)
     return found
 
 
 def _energy(record: Record) -> dict[str, float]:
     """Joules for a thousand real tokens, by arm."""
-    if not record.tokens or not record.tokens.real:
+    if not (real := record.real_tokens):
         return {}
-    per_step = {arm: block.joules / block.steps for arm, block in (record.energy or {}).items()}
-    return {f"{arm}_j_per_ktok": 1000 * joules / record.tokens.real for arm, joules in per_step.items()}
+    per_step = {arm: block.joules / block.steps for arm, block in record.energy.items()}
+    return {f"{arm}_j_per_ktok": 1000 * joules / real for arm, joules in per_step.items()}
 
 
 def _roofline(record: Record, took: dict[str, float]) -> dict[str, Any]:
     """Columns {arm}_bound and {arm}_of_ceiling, as they have always been called: the label and the share reached; and
     {arm}_host_share, of the phases' time in which the device waited for its host; and what ranks send."""
     found: dict[str, Any] = {}
-    for arm, profiled in (record.roofline or {}).items():
+    for arm, profiled in record.roofline.items():
         timed = [(ms, x) for p, x in profiled.items() if (ms := took.get(f"{p}_{arm}_ms", math.nan)) > 0]
         labels = [(ms, x.label) for ms, x in timed if x.label]
         reached = [(ms, x.of_ceiling) for ms, x in timed if x.of_ceiling is not None]
@@ -283,9 +279,9 @@ def _checks(record: Record) -> dict[str, Any]:
     return found
 
 
-def _jobs(jobs: dict[str, JobRecord]) -> dict[str, Any]:
+def _jobs(record: Record) -> dict[str, Any]:
     """Several jobs of one cell, each column in their order."""
-    if not jobs:
+    if not (jobs := record.jobs.get("candidate")):
         return {}
     said = lambda show: ", ".join(f"{name} {show(job)}" for name, job in jobs.items())  # noqa: E731
     return {
@@ -296,14 +292,14 @@ def _jobs(jobs: dict[str, JobRecord]) -> dict[str, Any]:
     }
 
 
-def gate_of(job: JobRecord) -> str:
+def gate_of(job: ArmJob) -> str:
     """passed, failed, or none where it was not judged."""
     return "none" if job.numerics is None else "passed" if job.numerics.passed else "failed"
 
 
 def _ranks(record: Record) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for arm, spread in (record.ranks or {}).items():
+    for arm, spread in record.ranks.items():
         found |= {f"{arm}_ranks": spread.size, f"{arm}_rank_spread": spread.spread}
     return found
 
@@ -315,7 +311,7 @@ def _overhead_share(cost: Cost) -> float:
 
 _ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
 _WHERE_PRESENT = {
-    *("family", "unequal", "jobs", "job_tokens", "job_r", "job_gate"),
+    *("unequal", "jobs", "job_tokens", "job_r", "job_gate"),
     *_ARMS_OF("ranks", "rank_spread", "j_per_ktok", "fits_tokens", "fits_jobs", "communication_ms", "exposed_ms"),
 }  # fmt: skip
 

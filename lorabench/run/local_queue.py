@@ -22,13 +22,11 @@ from lorabench.run.session import Session, new_session
 class LocalQueue:
     """One family after the other, on this machine. Its rounds are in the journal of `folder` until they are records."""
 
-    def __init__(
-        self, dtype: str, timeout_s: float, folder: Path, workers: Workers | None = None, stop_at: float = math.inf
-    ) -> None:
+    def __init__(self, dtype: str, timeout_s: float, folder: Path, stop_at: float = math.inf) -> None:
         """`folder` takes the running worker's log. `stop_at`: by time.monotonic(), after which no round begins."""
         self.dtype, self.timeout_s, self.folder = dtype, timeout_s, folder
         self.limits = Limits(stop_at)  # of the next family: whoever gives the families may set others before each
-        self.workers, self.where = workers or Workers(), ""
+        self.workers, self.where = Workers(), ""
         self.sessions: dict[str, Session] = {}
         self.seated: frozenset[frozenset[str]] = frozenset()  # the toggles of each arm that stays for the next family
 

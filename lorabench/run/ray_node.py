@@ -128,7 +128,10 @@ class Station:
         self.session: dict[str, Any] = {}
 
     def answer(self, request: bytes, node: dict[str, str]) -> None:
-        """Look at the machine, if that is not done; say the session; measure the family, if there is one."""
+        """Look at the machine, if that is not done; say the session, and once more where its links were timed; measure
+        the family, if there is one."""
+        from lorabench.run.links import with_links
+
         try:
             sweep, family = ForkingPickler.loads(request)  # pyright: ignore[reportAttributeAccessIssue]
             runner = self.runner or self._open(sweep, node)
@@ -136,7 +139,9 @@ class Station:
             if family is None:
                 self._tell("seen", None)
                 return
-            self._look_at_links(family)
+            before, self.session = self.session, with_links(self.session, family, runner.machine, runner.workers.method)
+            if self.session is not before:
+                self._tell("session", self.session)
             records = runner.family(family, lambda text: self._tell("phase", text))
             self._tell("records", [r.model_dump_json(by_alias=True, exclude_none=True) for r in records])
         except Exception as error:
@@ -148,15 +153,6 @@ class Station:
 
         for process in active_children():
             kill(process)
-
-    def _look_at_links(self, family: Any) -> None:
-        """Before the first family of several ranks, after which the session is told once more."""
-        from lorabench.run.links import with_links
-
-        before, runner = self.session, self.runner
-        self.session = with_links(before, family, runner.machine, runner.workers.method)
-        if self.session is not before:
-            self._tell("session", self.session)
 
     def _tell(self, what: str, value: Any) -> None:
         self.connection.send((what, value))

@@ -38,7 +38,7 @@ from lorabench.run.entries import (
 from lorabench.run.journal import Turn
 from lorabench.run.process import Doubtful, Lost
 from lorabench.run.ranks import slowest, spread_of
-from lorabench.run.seats import Generations, Seats, said_by
+from lorabench.run.seats import Generations, Seats, said_by, verdict_s
 
 SKETCHED = 12  # rounds whose gradients are compared beside the losses of all, picked when they are there
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds
@@ -104,12 +104,11 @@ class Rounds(Seats):
                 entry.leave("timeout", NO_TIME)
 
     def _has_time(self) -> bool:
-        """Whether a block can come to a verdict in what is left of the time, by what the reference has taken until its
-        first round, but for the gate, and by its trials; whether any time is left, where it has none."""
-        reference, needed = self.entries[REFERENCE], 0.0
-        if reference.ok and reference.turns:
-            rounds = LEAST_ROUNDS * self.trials_a_turn * reference.warm_ms / 1000
-            needed = reference.prepared_s / len({turn.seat for turn in reference.turns}) + rounds
+        """Whether a block can come to a verdict in what is left of the time; whether any is left, where the reference
+        has no times."""
+        reference = self.entries[REFERENCE]
+        seats = {turn.seat for turn in reference.turns}
+        needed = verdict_s(reference, len(seats)) if reference.ok and seats else 0.0
         return time.monotonic() + needed <= self.limits.stop_at
 
     def _next_block(self, waiting: list[Entry]) -> Generations:

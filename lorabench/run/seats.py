@@ -491,11 +491,9 @@ class Seats:
             return time.monotonic() > self.limits.stop_at
         until = min(self.limits.stop_at, self.limits.seat_by)
         if seated := self._ready():
-            like = seated[0]  # the reference: as long as that it is taken to be prepared, and its trials to be
-            a_round = trials_a_turn(like.warm_ms) * (like.warm_ms + sum(e.warm_ms for e in seated)) / 1000
+            like = seated[0]  # the reference
             processes = sum(like.name in seat.names for seat in self.seats)
-            needed = like.prepared_s / processes + LEAST_ROUNDS * a_round  # the first does not count, the last begins
-            until = min(until, self.limits.stop_at - needed)
+            until = min(until, self.limits.stop_at - verdict_s(like, processes, seated))
         late = time.monotonic() > until
         if late:
             entry.leave("timeout", NO_TIME)
@@ -503,6 +501,13 @@ class Seats:
 
     def _over(self, part: str, seconds: float) -> None:
         self.overhead[part] = self.overhead.get(part, 0.0) + seconds
+
+
+def verdict_s(like: Entry, processes: int, beside: Sequence[Entry] = ()) -> float:
+    """Seconds until an arm comes to a verdict beside these, which is taken to be prepared as fast as this one was in
+    each of so many processes, and to step as fast: of its rounds the first does not count, and the last begins."""
+    a_round = trials_a_turn(like.warm_ms) * (like.warm_ms + sum(e.warm_ms for e in beside)) / 1000
+    return like.prepared_s / processes + LEAST_ROUNDS * a_round
 
 
 def _of_ranks(ready: Sequence[Ready], stack: Stack) -> Ready:

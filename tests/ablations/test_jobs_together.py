@@ -247,8 +247,8 @@ def test_a_sweep_has_them_in_one_table(tmp_path):
         records = [runner.measure(c) for c in chosen]
     assert {(r.status, r.reason) for r in records} == {("ok", None)}
     for record in records[1:]:
-        assert all(job.numerics.passed and job.numerics.tensors == 28 for job in record.jobs.values())
-        assert record.tokens.real == 128
+        assert all(job.numerics.passed and job.numerics.tensors == 28 for job in record.jobs["candidate"].values())
+        assert record.real_tokens == 128
 
 
 GROUPS = [{"tokens": 150}, {"at_a_time": 2}, {"at_a_time": 1, "tokens": 170}]

@@ -131,5 +131,5 @@ def test_cells_become_records_on_a_cpu(tmp_path):
     assert dense.status == "not_applied" and "no padding to save" in dense.reason
     assert (packed.status, packed.reason, packed.numerics.tensors) == ("ok", None, 4)
     assert packed.notes["attention_mask"] == "causal and other samples of a row"
-    assert packed.tokens.candidate_padded == 0 < packed.tokens.reference_padded
+    assert packed.padding("candidate") == 0 < packed.padding("reference")
     assert set(packed.phases) == {"forward", "backward", "total"}

@@ -75,9 +75,9 @@ def test_text_metrics_beside_the_loss_alone(tmp_path):
     assert list(with_text.phases) == ["generate", "decode", "metrics", "score", "total"]
     for name in ("generate", "decode", "metrics"):  # a phase that one arm does: its times, and no ratio
         phase = with_text.phases[name]
-        assert phase.reference_ms is None and len(phase.candidate_ms) == 2
-    sums = [sum(with_text.phases[p].candidate_ms[0] for p in ("generate", "decode", "metrics", "score"))]
-    assert sums == pytest.approx(with_text.phases["total"].candidate_ms[:1], rel=1e-3)
+        assert [*phase] == ["candidate"] and len(phase["candidate"]) == 2
+    sums = [sum(with_text.ms("candidate", (p,))[0] for p in ("generate", "decode", "metrics", "score"))]
+    assert sums == pytest.approx(with_text.ms("candidate")[:1], rel=1e-3)
     assert with_text.applied["text_metrics"] == 2 and with_text.numerics.passed
     said = with_text.notes["candidate"]
     assert "reference" not in with_text.notes
@@ -97,7 +97,7 @@ def test_switched_off_and_generated_in_other_ways(tmp_path):
     off, no_cache, batched = records(tmp_path, "dtype=bfloat16", f"reference=[sdpa,{FEW}]", toggles)
     for record in (off, no_cache, batched):
         assert record.status == "ok", record.reason
-    assert off.phases["generate"].candidate_ms is None and off.phases["score"].candidate_ms
+    assert "candidate" not in off.phases["generate"] and off.ms("candidate", ("score",))
     assert set(off.notes) >= {"reference"} and "candidate" not in off.notes
     assert no_cache.applied["no_kv_cache"] == 2 and no_cache.notes["candidate"]["at_a_time"] == 1
     assert batched.applied["batched_generation"] == 2 and batched.notes["candidate"]["at_a_time"] == 2

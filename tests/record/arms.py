@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lorabench.contract.kind import kind
-from lorabench.record.schema import ArmRecord, Shown
+from lorabench.record.schema import ARMS, ArmRecord, Record, Shown
 
 BASE = ["sdpa", "padding"]
 SHARES = {"forward": 0.3, "backward": 0.6, "step": 0.1, "read": 0.5, "place": 0.5, "score": 1.0}
@@ -106,10 +106,49 @@ def ladder(simulated: Simulated, speeds: dict[str, float]) -> list[ArmRecord]:
     return made
 
 
+def tokens(real: int, trained: int, reference: int = 0, candidate: int = 0) -> dict[str, Any]:
+    """Of both arms; the last two are what each pads."""
+    padded = zip(ARMS, (reference, candidate), strict=True)
+    return {arm: {"real": real, "trained": trained, "padded": own} for arm, own in padded}
+
+
+def slower(pair: Record, by: Any, *arms: str) -> Record:
+    """The same, but these arms (or else both) took so many times as long, in each trial or in all."""
+    longer = {arm: by if arm in (arms or ARMS) else 1.0 for arm in ARMS}
+    phases = {p: {a: list(np.array(ms) * longer[a]) for a, ms in own.items()} for p, own in pair.phases.items()}
+    return pair.model_copy(update={"phases": phases})
+
+
 def line_of(one: Any) -> dict[str, Any]:
     """As it stands in records.jsonl: an arm as it is, a pair as schema 2 had it."""
     made = json.loads(one.model_dump_json(by_alias=True, exclude_none=True))
-    return made if "schema" in made else {"schema": 2, **{k: v for k, v in made.items() if k != "family"}}
+    if "schema" in made:
+        return made
+    del made["family"]
+    made["reference"] = made.pop("against")
+    by_arm = {name: made.pop(name) for name in ("phases", "tokens", "jobs")}
+    made["phases"] = {p: {f"{arm}_ms": ms for arm, ms in own.items()} for p, own in by_arm["phases"].items()}
+    made["tokens"] = _tokens_of_pair(by_arm["tokens"])
+    jobs: dict[str, dict[str, Any]] = {}
+    for arm, own in by_arm["jobs"].items():
+        for name, job in own.items():
+            jobs.setdefault(name, {})[arm] = job
+    made["jobs"] = {name: _job_of_pair(own) for name, own in jobs.items()}
+    return {"schema": 2} | {name: value for name, value in made.items() if value != {} or name in ("notes", "applied")}
+
+
+def _tokens_of_pair(own: dict[str, Any]) -> dict[str, Any]:
+    if not own:
+        return {}
+    one = own.get("candidate") or own["reference"]
+    padded = {f"{arm}_padded": own[arm]["padded"] if arm in own else 0 for arm in ARMS}
+    return {"real": one["real"], "trained": one["trained"]} | padded
+
+
+def _job_of_pair(own: dict[str, Any]) -> dict[str, Any]:
+    one = own.get("candidate") or own["reference"]
+    bytes_of = {name: {arm: job[name] for arm, job in own.items()} for name in ("adapter_bytes", "optimizer_bytes")}
+    return one | bytes_of | {"tokens": _tokens_of_pair({arm: job["tokens"] for arm, job in own.items()})}
 
 
 def written(folder: Path, arms: Sequence[Any], session: dict[str, Any] | None = None) -> Path:

@@ -22,16 +22,13 @@ from lorabench.record.schema import (
     ArmTokens,
     Cost,
     Energy,
-    JobRecord,
     Numerics,
-    Phase,
     PhaseRoofline,
     RankSpread,
     Record,
     Shown,
     Status,
     Telemetry,
-    Tokens,
 )  # fmt: skip
 from lorabench.record.store import Store, read_arms, read_records
 
@@ -50,43 +47,45 @@ def full(cls: Any, **given: Any) -> Any:
 
 
 numerics = full(Numerics)
-tokens = full(Tokens)
+tokens = full(ArmTokens)
 json_like = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), NUMBER, TEXT),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXT, inner, max_size=3)),
     max_leaves=8,
 )
-jobs = full(JobRecord, tokens=tokens, numerics=st.none() | numerics, tflop=st.dictionaries(TEXT, NUMBER, max_size=2))
+jobs = st.dictionaries(
+    TEXT,
+    full(ArmJob, tokens=tokens, numerics=st.none() | numerics, tflop=st.dictionaries(TEXT, NUMBER, max_size=2)),
+    max_size=2,
+)
 optional = {
-    "family": st.none() | TEXT,
     "replicate": st.integers(min_value=0), "processes": st.none(),
-    "arm": st.none() | ARMS, "rank": st.none() | st.integers(), "tokens": st.none() | tokens,
-    "memory": st.none() | st.dictionaries(ARMS, full(ArmMemory)),
-    "numerics": st.none() | numerics, "jobs": st.none() | st.dictionaries(TEXT, jobs, max_size=2),
-    "ranks": st.none() | st.dictionaries(ARMS, full(RankSpread)),
+    "arm": st.none() | ARMS, "rank": st.none() | st.integers(), "tokens": st.dictionaries(ARMS, tokens),
+    "memory": st.dictionaries(ARMS, full(ArmMemory)),
+    "numerics": st.none() | numerics, "jobs": st.dictionaries(ARMS, jobs),
+    "ranks": st.dictionaries(ARMS, full(RankSpread)),
     "applied": st.none() | st.dictionaries(TEXT, st.integers(), max_size=2),
     "notes": st.dictionaries(TEXT, json_like, max_size=3),
-    "roofline": st.none()
-    | st.dictionaries(ARMS, st.dictionaries(TEXT, full(PhaseRoofline), max_size=2)),
-    "energy": st.none() | st.dictionaries(ARMS, full(Energy, joules=MS, seconds=MS)),
+    "roofline": st.dictionaries(ARMS, st.dictionaries(TEXT, full(PhaseRoofline), max_size=2)),
+    "energy": st.dictionaries(ARMS, full(Energy, joules=MS, seconds=MS)),
     "rung": st.none() | st.integers(1, 9),
     "telemetry": st.none() | full(Telemetry), "cost": st.none() | full(Cost), "log": st.none() | TEXT,
 }  # fmt: skip
 named = {
-    **dict.fromkeys(("key", "session", "model", "workload", "design"), TEXT),
-    **{f: st.lists(TEXT, max_size=3) for f in ("reference", "candidate", "ablations")},
+    **dict.fromkeys(("family", "key", "session", "model", "workload", "design"), TEXT),
+    **{f: st.lists(TEXT, max_size=3) for f in ("against", "candidate", "ablations")},
     "kind": st.sampled_from(sorted(registered())),
 }
 
 
 @st.composite
-def phases(draw: Any, kind: str, pairing: str) -> dict[str, Phase]:
+def phases(draw: Any, kind: str, pairing: str) -> dict[str, Any]:
     made, rounds = {}, draw(st.integers(1, 4))
     size = rounds if pairing == "paired" else draw(st.integers(1, 4))
     for name in (*draw(st.sets(st.sampled_from(registered()[kind].phases), min_size=1)), TOTAL):
         reference = draw(st.lists(MS, min_size=rounds, max_size=rounds))
         candidate = draw(st.lists(MS, min_size=size, max_size=size))
-        made[name] = Phase(reference_ms=reference, candidate_ms=candidate)
+        made[name] = {"reference": reference, "candidate": candidate}
     return made
 
 
@@ -101,22 +100,22 @@ def records(draw: Any) -> Record:
         fields["phases"] = draw(phases(fields["kind"], fields["pairing"]))
     if status == "ok":
         fields["numerics"] = draw(numerics).model_copy(update={"passed": True})
-        fields |= {"tokens": draw(tokens), "applied": draw(st.dictionaries(TEXT, st.integers(), max_size=2))}
+        fields |= {
+            "tokens": {"candidate": draw(tokens)},
+            "applied": draw(st.dictionaries(TEXT, st.integers(), max_size=2)),
+        }
         reason = draw(st.none() | TEXT)
     assert {*fields, "phases", "pairing", "status", "reason"} == {*Record.model_fields}  # none is left out
     return Record(**fields, status=status, reason=reason)
 
 
 shown = full(Shown, rung=st.none() | st.integers(1, 9))
-arm_jobs = full(
-    ArmJob, tokens=full(ArmTokens), numerics=st.none() | numerics, tflop=st.dictionaries(TEXT, NUMBER, max_size=2)
-)
 of_an_arm = {
     **dict.fromkeys(("family", "session", "model", "workload", "arm"), TEXT),
     "replicate": st.integers(min_value=0), "kind": named["kind"], "toggles": st.lists(TEXT, max_size=3),
     "role": st.sampled_from(["reference", "twin", "candidate"]), "shown": st.lists(shown, max_size=2),
-    "rank": optional["rank"], "trials": st.integers(1, 9), "tokens": st.none() | full(ArmTokens),
-    "memory": st.none() | full(ArmMemory), "jobs": st.none() | st.dictionaries(TEXT, arm_jobs, max_size=2),
+    "rank": optional["rank"], "trials": st.integers(1, 9), "tokens": st.none() | tokens,
+    "memory": st.none() | full(ArmMemory), "jobs": st.none() | jobs,
     "ranks": st.none() | full(RankSpread), "applied": optional["applied"], "notes": optional["notes"],
     "said": optional["notes"], "roofline": st.none() | st.dictionaries(TEXT, full(PhaseRoofline), max_size=2),
     "energy": st.none() | full(Energy, joules=MS, seconds=MS),
@@ -187,7 +186,7 @@ def is_read_as_the_pair_that_it_was(pair):
     """Its arms are a family; what a pair of arms has no place for (a failed arm's name, without times) may change."""
     with tempfile.TemporaryDirectory() as folder:
         (found,) = read_records(written(Path(folder), [pair]))
-    same_as = ("key", "session", "replicate", "kind", "model", "workload", "design", "rung", "ablations", "reference")
+    same_as = ("key", "session", "replicate", "kind", "model", "workload", "design", "rung", "ablations", "against")
     of_failed = ("reason", "rank", "log") if pair.status != "ok" else ()
     for name in (*same_as, "candidate", "status", "telemetry", "cost", *of_failed):
         ours, its = (one.model_dump()[name] for one in (found, pair))

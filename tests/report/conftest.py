@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from record.arms import line_of
+from record.arms import line_of, slower, tokens
 
 from lorabench.record.schema import ARMS, Record
 
@@ -43,7 +43,7 @@ def build_record(
     fields = {
         "kind": kind, "session": "s1",
         "key": f"{model}|{workload}|{design}|{'+'.join(both)}|{'+'.join(ablations)}",
-        "model": model, "workload": workload, "design": design, "reference": list(reference), "candidate": both,
+        "model": model, "workload": workload, "design": design, "against": list(reference), "candidate": both,
         "ablations": ablations, "status": status,
     }  # fmt: skip
     if status != "ok":
@@ -52,32 +52,28 @@ def build_record(
         times = simulate(speedup, trials, sd, seed + sum(map(ord, fields["key"])), PHASES[kind])
         hide = None if status == "ok" else arm
         fields["phases"] = {
-            p: {f"{a}_ms": None if a == hide else list(ms) for a, ms in zip(("reference", "candidate"), t, strict=True)}
-            for p, t in times.items()
+            p: {a: list(ms) for a, ms in zip(ARMS, t, strict=True) if a != hide} for p, t in times.items()
         }
-        fields["tokens"] = {"real": 4000, "trained": 3000, "reference_padded": 1000, "candidate_padded": 0}
+        fields["tokens"] = tokens(4000, 3000, reference=1000)
         fields["pairing"] = "paired"
-        fields["memory"] = {a: _memory(gib, gpu) for a, gib in zip(("reference", "candidate"), peaks, strict=True)}
+        fields["memory"] = {a: _memory(gib, gpu) for a, gib in zip(ARMS, peaks, strict=True)}
         fields["memory"].pop(hide, None)
     if status == "ok":
         fields |= {
             "numerics": _numerics(),
             "applied": dict.fromkeys(ablations, 30),
-            "roofline": _roofline(kind) if gpu else None,
+            "roofline": _roofline(kind) if gpu else {},
         }
         fields["cost"] = {"wall": 60.0, "spawn": 5.0, "build": 10.0, "gate": 5.0, "warmup": 20.0, "trials": 16.0}
     if kind == "limit":
         fields |= {"numerics": None}
-    return Record.model_validate(fields | changes)
+    fields |= changes
+    return Record.model_validate({"family": f"{kind} {fields['key']}"} | fields)
 
 
 def faster_host(record, by=2.0):
     """The same record of a host on which both arms took so many times less time."""
-    phases = {
-        name: phase.model_copy(update={f"{arm}_ms": [ms / by for ms in getattr(phase, f"{arm}_ms")] for arm in ARMS})
-        for name, phase in record.phases.items()
-    }
-    return record.model_copy(update={"phases": phases})
+    return slower(record, 1 / by)
 
 
 def as_schema_1(record):
@@ -201,10 +197,12 @@ def older():
 @pytest.fixture
 def several_jobs(record):
     """A record of two jobs on two ranks."""
-    tokens = {"real": 512, "trained": 500, "reference_padded": 10, "candidate_padded": 0}
     jobs = {
-        "a": {"r": 8, "tokens": tokens, "numerics": _numerics()},
-        "b": {"r": 16, "tokens": tokens | {"real": 1024}},
+        arm: {
+            "a": {"r": 8, "tokens": own, "numerics": _numerics()},
+            "b": {"r": 16, "tokens": own | {"real": 1024}},
+        }
+        for arm, own in tokens(512, 500, reference=10).items()
     }
     ranks = {"candidate": {"size": 2, "slowest": [0] * 20 + [1] * 10, "spread": 0.03}}
     return record(["a"], jobs=jobs, ranks=ranks)

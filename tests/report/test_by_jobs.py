@@ -14,7 +14,7 @@ from lorabench.report.plots import NAMES
 def mark(workload, jobs, toggles, rate, gib, status="ok"):
     """A row whose reference trains 100 tokens a second in 10 GiB, however many jobs there are."""
     record = SimpleNamespace(
-        workload=workload, jobs=dict.fromkeys(range(jobs)) if jobs > 1 else None, is_candidate=True,
+        workload=workload, jobs={"candidate": range(jobs)} if jobs > 1 else {}, is_candidate=True,
         is_noise_floor=not toggles,
     )  # fmt: skip
     row = {

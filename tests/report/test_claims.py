@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from record.arms import tokens
 
 from lorabench.report import claims
 from lorabench.report.analysis import Analysis
@@ -212,8 +213,7 @@ JOBS = {"model": "llama-3.1-8b", "workload": "alpaca_jobs_4", "reference": SAME}
 
 
 def test_hours_and_tokens_of_another_machine_compare_as_the_ratio_to_their_baseline(record):
-    tokens = {"real": 1000, "trained": 900, "reference_padded": 1000, "candidate_padded": 2000}
-    one = record(["batched"], speedup=1.2, sd=0.0, tokens=tokens, peaks=(10.0, 15.0), **JOBS)
+    one = record(["batched"], speedup=1.2, sd=0.0, tokens=tokens(1000, 900, 1000, 2000), peaks=(10.0, 15.0), **JOBS)
     hours, passed = (claim_of("mlora", f"four-jobs-mlora-{name}") for name in ("latency", "throughput"))
     assert (hours.low, passed.low) == (pytest.approx(10.51 / 9.46), pytest.approx(674.58 / 608.41))
     beside = [m.claim for m in found([one], "mlora")]
@@ -226,10 +226,9 @@ def test_hours_and_tokens_of_another_machine_compare_as_the_ratio_to_their_basel
 
 
 def test_a_baseline_s_own_figures_are_the_reference_s(record):
-    tokens = {"real": 1000, "trained": 900, "reference_padded": 1000, "candidate_padded": 2000}
-    one = record(["batched"], speedup=1.2, sd=0.0, tokens=tokens, peaks=(10.0, 15.0), **JOBS)
+    one = record(["batched"], speedup=1.2, sd=0.0, tokens=tokens(1000, 900, 1000, 2000), peaks=(10.0, 15.0), **JOBS)
     passed, memory = (claim_of("mlora", f"strategies-seq-{name}") for name in ("throughput", "memory"))
-    took = statistics.median(one.phases["total"].reference_ms)
+    took = statistics.median(one.ms("reference"))
     assert claims.measured(one, passed, Contrasts())[0] == pytest.approx(1000 * 2000 / took)
     assert claims.measured(one, memory, Contrasts())[0] == pytest.approx(10 * 2**30 / 1e9)
     hours = claim_of("mlora", "strategies-seq-latency")
@@ -239,8 +238,7 @@ def test_a_baseline_s_own_figures_are_the_reference_s(record):
 def test_utilization_is_the_share_of_a_step_in_which_the_gpu_was_busy(record):
     one = record(["batched"], sd=0.0, **JOBS)
     half = {
-        p: {"device_busy_ms": statistics.median(one.phases[p].candidate_ms) / 2}
-        for p in ("forward", "backward", "step")
+        p: {"device_busy_ms": statistics.median(one.ms("candidate", (p,))) / 2} for p in ("forward", "backward", "step")
     }
     done = record(["batched"], sd=0.0, **JOBS, roofline={"reference": {}, "candidate": half})
     ours, theirs = (claim_of("mlora", f"strategies-{arm}-utilization") for arm in ("m1", "seq"))

@@ -1,6 +1,7 @@
 """Two runs against each other: ratios, not milliseconds."""
 
 import pytest
+from record.arms import slower
 
 from lorabench.compare import compare, hardware, machine_changes, main
 from lorabench.report.analysis import Analysis
@@ -33,13 +34,7 @@ def test_each_outcome(record):
 def test_a_machine_twice_as_fast_changes_no_ratio(record):
     before = [record([], sd=0.003), record(["a"], speedup=1.3, sd=0.003)]
     cell = record(["a"], speedup=1.3, sd=0.003, seed=5)
-    halved = {
-        name: phase.model_copy(update={
-            "reference_ms": [x / 2 for x in phase.reference_ms], "candidate_ms": [x / 2 for x in phase.candidate_ms],
-        })
-        for name, phase in cell.phases.items()
-    }  # fmt: skip
-    (change,) = compare(before, [before[0], cell.model_copy(update={"phases": halved})])
+    (change,) = compare(before, [before[0], slower(cell, 1 / 2)])
     assert change.outcome == "same"
 
 
@@ -75,12 +70,7 @@ def test_what_differs_between_the_machines(session):
 
 def test_two_machines_have_a_row_of_the_same_reference_on_both(tmp_path, record, folder, session, capsys):
     here = folder(tmp_path / "a", [record([]), record(["x"], speedup=1.4), record(["x"], model="big")], [session()])
-    slow = [
-        r.model_copy(update={"phases": {n: p.model_copy(update={
-            "reference_ms": [20 * x for x in p.reference_ms], "candidate_ms": [20 * x for x in p.candidate_ms],
-        }) for n, p in r.phases.items()}})
-        for r in (record([], seed=3), record(["x"], speedup=1.4, seed=3))
-    ]  # fmt: skip
+    slow = [slower(r, 20) for r in (record([], seed=3), record(["x"], speedup=1.4, seed=3))]
     there = folder(tmp_path / "b", slow, [session(device="cpu", name="a CPU")])
     runs = [Analysis.read(path, salt=path.name) for path in (here, there)]
     (row,) = hardware(*runs)

@@ -3,19 +3,12 @@
 import math
 
 import pytest
+from record.arms import slower
 
 from lorabench.report.analysis import Analysis
 from lorabench.report.drift import moved, references
 
 SESSIONS = [{"id": "s1", "started": "2026-01-01T00:00:00"}, {"id": "s2"}]
-
-
-def slower(found, factor):
-    dumped = found.model_dump(by_alias=True)
-    for phase in dumped["phases"].values():
-        for arm in ("reference_ms", "candidate_ms"):
-            phase[arm] = [factor * ms for ms in phase[arm]]
-    return type(found).model_validate(dumped)
 
 
 def test_a_row_a_record_with_its_session_and_the_median_of_its_reference(record):

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import benchmark
+from record.arms import slower
 
-from lorabench.record.schema import ARMS
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution import ladder, leave_one_out
 from lorabench.report.attribution_tables import attribution_tables, increment
@@ -119,15 +119,6 @@ def test_a_direction_from_too_few_trials_has_no_figure_in_any_table_of_the_ladde
     assert conclusions(made)[0].startswith("`packing` has too few trials on 1 of 1 workloads (faster [")
 
 
-def slower(record, by):
-    """The same record of a host on which both arms took so many times as long."""
-    phases = {
-        name: phase.model_copy(update={f"{arm}_ms": [by * ms for ms in getattr(phase, f"{arm}_ms")] for arm in ARMS})
-        for name, phase in record.phases.items()
-    }
-    return record.model_copy(update={"phases": phases})
-
-
 def test_over_a_start_that_waits_for_its_host_a_step_is_of_the_two_cells_own_times(record):
     """What the host did beside one rung and not beside the next is in no increment, and in no milliseconds."""
     idle = {"reference": {phase: {"label": "host-bound"} for phase in ("forward", "backward")}}
@@ -139,7 +130,7 @@ def test_over_a_start_that_waits_for_its_host_a_step_is_of_the_two_cells_own_tim
     assert second.unpaired and not first.unpaired
     assert second.increment.centre == pytest.approx(0.8, rel=0.05), "and not 4.8 / 4"
     assert (second.start, second.before, second.after) == pytest.approx((12000, 2000, 2500), rel=0.05)
-    assert (second.before, second.after) == tuple(np.median(r.phases["total"].candidate_ms) for r in made)
+    assert (second.before, second.after) == tuple(np.median(r.ms("candidate")) for r in made)
     assert increment(second, analysis).endswith("], unpaired")
     assert start_to_end(analysis)[2][0][1] == f"{second.start:.0f} → {second.after:.0f}"
     (axis,) = [ax for ax in figures(analysis)["ladder"][0].axes if ax.patches]

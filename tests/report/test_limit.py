@@ -2,6 +2,7 @@
 
 import pytest
 from helpers import md_rows
+from record.arms import slower
 
 from lorabench.contract.kind import kind
 from lorabench.record.schema import PhaseRoofline
@@ -53,7 +54,7 @@ def test_the_fraction_is_the_ratio_of_the_two_ratios(with_limit):
 def test_it_is_forward_and_backward_alone(record, with_limit):
     bound = with_limit()[0]
     cell = record(["a"], speedup=1.6)
-    slow = cell.phases["step"].model_copy(update={"candidate_ms": [1e4] * 30, "speedup": None})
+    slow = cell.phases["step"] | {"candidate": [1e4] * 30}
     same = cell.model_copy(update={"phases": cell.phases | {"step": slow}})
     both = of_limit(same, [bound]), of_limit(cell, [bound])
     assert both[0].contrast.speedup == both[1].contrast.speedup
@@ -61,9 +62,7 @@ def test_it_is_forward_and_backward_alone(record, with_limit):
 
 def test_forward_has_a_share_of_its_own(record, with_limit):
     bound, cell = with_limit()[0], record(["a"], speedup=1.6)
-    slow = cell.phases["forward"].model_copy(
-        update={"candidate_ms": cell.phases["forward"].reference_ms, "speedup": None}
-    )
+    slow = dict.fromkeys(("reference", "candidate"), cell.phases["forward"]["reference"])
     found = of_limit(cell.model_copy(update={"phases": cell.phases | {"forward": slow}}), [bound], FORWARD)
     assert found and found.contrast.centre == pytest.approx(0.5, rel=0.01)
 
@@ -79,14 +78,13 @@ def test_references_of_unlike_hosts_leave_the_two_times_as_they_are(record, with
     """A host-bound reference on a slower host: its ratio says nothing about a limit that was measured elsewhere."""
     bound, cell = with_limit()[0], record(["a"], speedup=1.6)
     assert of_limit(cell, [bound]).paired
-    slower = cell.model_copy(update={"phases": {p: _times(t, 1.2) for p, t in cell.phases.items()}})
-    found = of_limit(slower, [bound])
+    slow = slower(cell, 1.2)
+    found = of_limit(slow, [bound])
     assert not found.paired
     assert found.contrast.low < found.contrast.centre < found.contrast.high
     assert found.contrast.centre == pytest.approx(0.8 / 1.2, rel=0.03)  # not 0.8, as by way of the references
-    nearly = cell.model_copy(update={"phases": {p: _times(t, 1.03) for p, t in cell.phases.items()}})
-    assert of_limit(nearly, [bound]).paired
-    rows = md_rows(markdown([cell, slower, bound]), "smollm2-135m @ alpaca")
+    assert of_limit(slower(cell, 1.03), [bound]).paired
+    rows = md_rows(markdown([cell, slow, bound]), "smollm2-135m @ alpaca")
     unpaired = [c for c in (r["of limit [95 %], forward + backward"] for r in rows) if c.endswith(" unpaired")]
     assert len(unpaired) == 1
     assert unpaired[0].startswith("0.65")
@@ -106,11 +104,6 @@ def test_a_limit_of_another_device_does_not_count(record, with_limit):
     ]
     assert frame([cell, bound], sessions)["of_limit"].isna().all()
     assert frame([cell, bound], [sessions[0], sessions[0] | {"id": "b"}])["of_limit"].notna().tolist() == [True, False]
-
-
-def _times(phase, factor):
-    scaled = {f"{arm}_ms": [factor * ms for ms in getattr(phase, f"{arm}_ms")] for arm in ("reference", "candidate")}
-    return phase.model_copy(update=scaled)
 
 
 def test_the_limit_is_the_last_row_and_has_no_verdict_memory_or_gate(with_limit):

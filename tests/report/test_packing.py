@@ -2,6 +2,7 @@
 
 import pytest
 from matplotlib.text import Text
+from record.arms import slower, tokens
 
 from lorabench.plan.packing_gain import Batching, Costs, MicroBatch, padded
 from lorabench.report.analysis import Analysis
@@ -28,18 +29,10 @@ def made(record, workload, toggle="packing", rows=1, sd=0.002, **changes):
     real = sum(lengths)
     note = {"padded": plain.batches, "own": own.batches, "knows_borders": False, "token_flop": 1000, "pair_flop": 1,
             "lengths": "approximate"}  # fmt: skip
-    tokens = {"real": real, "trained": real - len(lengths), "candidate_padded": 0,
-              "reference_padded": sum(b.positions for b in plain.batches) - real}  # fmt: skip
+    both = tokens(real, real - len(lengths), reference=sum(b.positions for b in plain.batches) - real)
     found = record([toggle], workload=workload, speedup=plain.time(TRUE) / own.time(TRUE), sd=sd,
-                   notes={"layout": note}, tokens=tokens, **changes)  # fmt: skip
-    by = plain.time(TRUE) / 100  # the simulated reference takes 100 ms
-    phases = {
-        name: phase.model_copy(
-            update={a: [ms * by for ms in getattr(phase, a)] for a in ("reference_ms", "candidate_ms")}
-        )
-        for name, phase in found.phases.items()
-    }
-    return found.model_copy(update={"phases": phases})
+                   notes={"layout": note}, tokens=both, **changes)  # fmt: skip
+    return slower(found, plain.time(TRUE) / 100)  # the simulated reference takes 100 ms
 
 
 @pytest.fixture
@@ -64,15 +57,7 @@ def test_what_is_fitted_has_not_seen_its_own_workload(several, record):
     """Ten times the time on one workload moves the prediction of the others, and not its own."""
     slow = [r for r in several if r.workload != "long"]
     before = packing_frame(Analysis(several)).set_index(["workload", "toggles"])["fitted"]
-    shifted = []
-    for r in several:
-        if r.workload == "long":
-            phases = {
-                n: p.model_copy(update={"candidate_ms": [10 * ms for ms in p.candidate_ms]})
-                for n, p in r.phases.items()
-            }
-            r = r.model_copy(update={"phases": phases})
-        shifted.append(r)
+    shifted = [slower(r, 10, "candidate") if r.workload == "long" else r for r in several]
     after = packing_frame(Analysis(shifted)).set_index(["workload", "toggles"])["fitted"]
     assert after["long"].tolist() == pytest.approx(before["long"].tolist())
     assert after["short"].tolist() != pytest.approx(before["short"].tolist())
@@ -81,7 +66,8 @@ def test_what_is_fitted_has_not_seen_its_own_workload(several, record):
 
 def test_only_rows_whose_layout_is_theirs(record, several):
     other = made(record, "short")
-    moved = other.model_copy(update={"tokens": other.tokens.model_copy(update={"reference_padded": 7})})
+    reference = other.tokens["reference"].model_copy(update={"padded": 7})
+    moved = other.model_copy(update={"tokens": other.tokens | {"reference": reference}})
     two = made(record, "short").model_copy(update={"ablations": ["packing", "eager"]})
     failed = record(["packing"], workload="short", status="crash")
     strange = [

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import matplotlib.text
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from record.arms import slower
 
 from lorabench.report.analysis import Analysis
 from lorabench.report.panels import GREY, MANY
@@ -135,9 +136,7 @@ def test_a_front_is_drawn_only_through_rows_that_compare(record):
     cells = [record(["a"], speedup=1.5), record(["b"], speedup=1.1, peaks=(8.0, 3.0))]
     dashed = lambda made: [x for x in figures(Analysis(made))["tradeoff"][0].axes[0].lines if x.get_linestyle() == "--"]  # noqa: E731
     assert len(dashed(cells)) == 1
-    slow = {n: {f"{a}_ms": [2 * ms for ms in getattr(p, f"{a}_ms")] for a in ("reference", "candidate")}
-            for n, p in cells[1].phases.items()}  # fmt: skip
-    assert dashed([cells[0], record(["b"], phases=slow, peaks=(8.0, 3.0))]) == []
+    assert dashed([cells[0], slower(cells[1], 2)]) == []
 
 
 @pytest.mark.parametrize(("rows", "models"), [(20, 1), (6, 3)])
@@ -211,7 +210,7 @@ def test_a_claim_without_an_upper_end_is_drawn_at_its_lower_one(record, turned):
     """The published loading time is "at least" 4 times shorter, and turned round at most a quarter."""
     toggles = ["prequantized_loading", "quantize_at_load"]
     tested, base = reversed(toggles) if turned else toggles
-    own = {"kind": "load", "tokens": None, "roofline": None, "reference": (base,)}
+    own = {"kind": "load", "tokens": {}, "roofline": {}, "reference": (base,)}
     analysis = Analysis([record([], **own), record([tested], speedup=5.0, **own)])
     assert any(m.claim.statistic == "at least" for m in analysis.matches)
     ax = figures(analysis)["speedup"][0].axes[0]

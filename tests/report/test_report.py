@@ -144,7 +144,7 @@ def test_a_bar_of_phases_is_as_long_as_its_total_says(record):
     slow = [10.0] * 12 + [40.0] * 18
     times = {"forward": slow, "backward": slow[::-1], "step": [1.0] * 30}
     times["total"] = [sum(trial) for trial in zip(*times.values(), strict=True)]
-    phases = {name: {"reference_ms": ms, "candidate_ms": ms} for name, ms in times.items()}
+    phases = {name: {"reference": ms, "candidate": ms} for name, ms in times.items()}
     made = Analysis([record(["a"], phases=phases)])
     (panel,) = panels.panels_of(made)
     bar = next(bar for bar in bars(panel) if bar.label == "a")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 from helpers import md_rows
+from record.arms import slower
 
 from lorabench.report import tables
 from lorabench.report.analysis import Analysis
@@ -15,17 +16,6 @@ TITLE = "smollm2-135m @ alpaca"
 def analysed(records, sessions=()):
     analysis = Analysis(records, sessions)
     return analysis.table.iloc[0], md_rows(tables.markdown(show(analysis)), TITLE)[0]
-
-
-def slower(made, times):
-    """The same record on a machine that takes so many times as long."""
-    phases = {
-        name: phase.model_copy(update={
-            f"{arm}_ms": [ms * times for ms in getattr(phase, f"{arm}_ms")] for arm in ("reference", "candidate")
-        })
-        for name, phase in made.phases.items()
-    }  # fmt: skip
-    return made.model_copy(update={"phases": phases})
 
 
 def in_sessions(record, ratios, **changes):

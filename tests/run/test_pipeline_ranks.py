@@ -14,6 +14,10 @@ COMMON = ("world_size=2", "trials=3", "warmup=1", "dtype=float32")
 FEED = "workload={alpaca: {samples: 8, batch_size: 1, seq_len: 64}}"
 
 
+def tokens_of(record):
+    return record.real_tokens, record.tokens["candidate"].trained
+
+
 @pytest.mark.exhaustive
 def test_from_the_command_to_a_right_row_of_each_schedule(tmp_path):
     done = sweep(
@@ -30,7 +34,7 @@ def test_from_the_command_to_a_right_row_of_each_schedule(tmp_path):
         assert record.numerics.tensors == 2 * each * 7 * 2 and record.numerics.grad_error < 1e-5
         found = {check.name: check.found for check in record.numerics.checks}
         assert found["each gradient before the trials"] < 1e-5 and found["each gradient of each trial"] < 1e-4
-        assert record.tokens.trained == again.tokens.trained and record.tokens.real == again.tokens.real
+        assert tokens_of(record) == tokens_of(again)
         notes = record.notes[name]
         assert sum(notes["layers"]) == 8 and min(notes["layers"]) >= 1
         sides = 2 * each - 1  # of each rank's stages, as many have one behind them as have one before them
@@ -40,7 +44,7 @@ def test_from_the_command_to_a_right_row_of_each_schedule(tmp_path):
         assert sum(notes["held_bytes"]["weights"]) == 4 * (8 * layer + 2 * 256 * 64 + 64)  # nothing is on two ranks
         assert len(notes["held_bytes"]["adapters"]) == 2
         assert {"forward", "backward", "step"} <= record.phases.keys()
-        assert all(phase.candidate_ms[0] > 0 for phase in record.phases.values())
+        assert all(phase["candidate"][0] > 0 for phase in record.phases.values())
         said = record.notes["candidate"]["pipeline"]
         assert len(said["bubble_pct_by_rank"]) == 2 and 0 < said["bubble_pct"] < 100
 
@@ -59,8 +63,8 @@ def test_several_jobs_from_the_command_to_a_right_row(tmp_path):
     ]  # fmt: skip
     for record in records:
         assert record.status == "ok", record.reason
-        assert list(record.jobs) == ["short", "long"]
-        assert all(job.numerics.grad_error < 1e-5 for job in record.jobs.values())
+        assert list(record.jobs["candidate"]) == ["short", "long"]
+        assert all(job.numerics.grad_error < 1e-5 for job in record.jobs["candidate"].values())
         assert record.notes["pipeline_multi_adapter"]["micro_batches"] == 3
     assert "lorakernels" in records[1].notes and "lorakernels" not in records[0].notes
 
@@ -80,13 +84,13 @@ def test_jobs_that_share_micro_batches_from_the_command_to_a_right_row(tmp_path)
     held = {"lorafusion": ([2, 2], [64, 64]), "fifo": ([2, 1], [80, 80])}
     for record, (jobs, tokens) in zip(run, held.values(), strict=True):
         assert record.status == "ok", record.reason
-        assert all(job.numerics.grad_error < 1e-5 for job in record.jobs.values())
+        assert all(job.numerics.grad_error < 1e-5 for job in record.jobs["candidate"].values())
         said = record.notes["pipeline_multi_adapter"]
         assert said["jobs_of_each_micro_batch"] == jobs and said["shape"] == [1, tokens[0]]
         (rule,) = record.applied.keys() & held.keys()
         assert record.applied[rule] == 2 and record.notes["tokens_of_each_micro_batch"] == tokens
-        assert record.tokens.real == again.tokens.real == 128
-        assert record.tokens.candidate_padded == sum(tokens) - 128  # counted on one rank
+        assert record.real_tokens == again.real_tokens == 128
+        assert record.padding("candidate") == sum(tokens) - 128  # counted on one rank
 
 
 @pytest.mark.exhaustive
@@ -103,8 +107,9 @@ def test_two_pipelines_divide_each_job_from_the_command_to_a_right_row_or_a_type
     refused = [record for record in read_records(tmp_path) if record.status != "ok"]
     assert len(run) == len(refused) == 2 and all(record.status == "unsupported" for record in refused)
     for record in run:
-        assert len(record.jobs) == 4 and all(job.numerics.grad_error < 1e-5 for job in record.jobs.values())
-        assert record.tokens.real == again.tokens.real and record.tokens.trained == again.tokens.trained
+        jobs = record.jobs["candidate"]
+        assert len(jobs) == 4 and all(job.numerics.grad_error < 1e-5 for job in jobs.values())
+        assert tokens_of(record) == tokens_of(again)
         said, notes = record.notes["candidate"]["pipeline"], record.notes["pipeline_multi_adapter"]
         assert len(said["added_up_bytes_by_rank"]) == len(said["sent_bytes_by_rank"]) == 2
         assert notes["sent_bytes"] == notes["least_bytes"] and len(notes["sent_bytes"]) == 4
@@ -132,8 +137,8 @@ def test_all_ranks_measure_the_noise_of_a_reference_that_is_divided_among_them(t
     assert done.returncode == 0, done.stderr
     *_, record = read_records(tmp_path)
     assert record.status == "ok", record.reason
-    assert set(record.ranks or {}) == {"reference", "candidate"}  # both step on both ranks
-    assert all(job.numerics.depth_noise for job in record.jobs.values())
+    assert set(record.ranks) == {"reference", "candidate"}  # both step on both ranks
+    assert all(job.numerics.depth_noise for job in record.jobs["candidate"].values())
     allowed = {check.name: check.allowed for check in record.numerics.checks}
     assert allowed["each gradient before the trials"] not in UNKNOWN.values()
 

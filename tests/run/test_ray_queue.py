@@ -275,12 +275,15 @@ def test_a_station_looks_once_and_serves_one_family_after_the_other(station):
 def test_a_station_that_has_timed_its_links_tells_its_session_once_more(tmp_path, monkeypatch):
     told = []
     one = ray_node.Station(SimpleNamespace(send=told.append), tmp_path)  # type: ignore[arg-type]
-    one.runner, one.session = SimpleNamespace(machine=MACHINE, workers=SimpleNamespace(method="")), {"ceilings": {}}
+    runner = {"machine": MACHINE, "workers": SimpleNamespace(method=""), "family": lambda *_: []}
+    one.runner, one.session = SimpleNamespace(**runner), {"ceilings": {}}
     point = links.Link(collective="send", ranks=2, bytes=4096, ms=1.0, gbs=0.1)
     monkeypatch.setattr(links, "curve", lambda *_: [point])
     for toggle in ("ddp", "fsdp2"):
-        one._look_at_links(Family((cells("world_size=2", f"ablations=[{toggle}]")[1],)))
-    assert told == [("session", {"ceilings": {"links": [point.model_dump()]}})]
+        family = Family((cells("world_size=2", f"ablations=[{toggle}]")[1],))
+        one.answer(bytes(ForkingPickler.dumps(({}, family))), {})
+    before, after = {"ceilings": {}}, {"ceilings": {"links": [point.model_dump()]}}
+    assert told == [("session", before), ("session", after), ("records", []), ("session", after), ("records", [])]
 
 
 def test_a_request_that_cannot_be_read_fails_in_one_line(station):

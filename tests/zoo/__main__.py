@@ -6,6 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lorabench.record.contrast import contrast_of
+from lorabench.record.schema import TOTAL
 from zoo.cheat import Cheat
 from zoo.menagerie import animals, groups, measured, settled
 
@@ -17,8 +19,8 @@ def main(names: list[str]) -> None:
         for number, group in enumerate(groups(names or known)):
             for name, record in measured(group, Path(scratch) / str(number), env).items():
                 what = "cheat" if issubclass(known[name], Cheat) else "honest"
-                total = (record.phases or {}).get("total")
-                speedup = f"{total.speedup:7.2f} x" if total and total.speedup else 9 * " "
+                found = contrast_of(record, (TOTAL,))
+                speedup = f"{found.centre:7.2f} x" if found else 9 * " "
                 print(f"{what:7}{name:30}{record.status:15}{speedup}  {record.reason or ''}", flush=True)
 
 

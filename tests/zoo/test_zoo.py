@@ -35,7 +35,7 @@ def test_a_cheat_gets_no_time(record_of, name):
     record, cheat = record_of(name), ANIMALS[name]
     assert record.status in cheat.status, f"{name} is {record.status}: {record.reason}"
     assert any(words in record.reason.lower() for words in cheat.caught.lower().split(" | "))
-    assert record.phases is None
+    assert record.phases == {}
 
 
 @each(HONEST)
@@ -44,6 +44,5 @@ def test_an_honest_toggle_is_measured(record_of, name):
     assert record.status == "ok", record.reason
     assert record.pairing == honest.pairing
     if honest.at_most:
-        times = record.phases["total"]
-        found = contrast(times.reference_ms, times.candidate_ms, paired=True)
+        found = contrast(record.ms("reference"), record.ms("candidate"), paired=True)
         assert found and found.low < honest.at_most

@@ -18,7 +18,7 @@ import torch
 from ..ops.dropout import draw_seed
 from ..ops.job_rows import JobRows
 from ..ops.multi_lora import Adapters, AdapterTable, down, gradients, up
-from ..ops.multi_product import multi_product, takes
+from ..ops.multi_product import multi_product
 from ..runtime import check, compute_dtype, no_autocast, rows
 from ..tuning import tune
 from ..tuning.worth_trying import tails
@@ -86,8 +86,9 @@ def _product(
     table, seeds = call.table, None if of_b else call.seeds
     product = partial(multi_product, wide, weight, s, [table], call.rows, of_b=of_b, seeds=seeds, bias=bias)
     forms = {"plain": product}
-    if table.alike and takes(wide, weight, table.rank, [table.n]):
-        tried = tails(sum(adapter is not None for adapter in table.adapters), seeds is not None)
+    if table.alike:
+        adapters = sum(adapter is not None for adapter in table.adapters)
+        tried = tails(adapters, wide, weight, table.rank, [table.n], dropped=seeds is not None)
         forms |= {tile: partial(product, tile=tile) for tile in tried}
     key = (tune.bucket(len(wide)), table.k, table.n, table.rank, wide.dtype, of_b, seeds is not None)
     return forms[tune.pick("rows of several adapters", key, forms, wide.device)]()

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ..ops.multi_product import multi_product, takes
+from ..ops.multi_product import multi_product
 from ..tuning.worth_trying import tails
 from .operand import Operand
 from .projection import Projection
@@ -26,13 +26,12 @@ def tail_forms(
     or is not worth a trial."""
     if projection.slot is None or projection.fp8 is not None or projection.quantized:
         return {}
-    tried = tails(max(map(len, projection.slot_ranks)), seeds is not None)
     served = {j for m, j in zip(projection.members, projection.linear_of, strict=True) if m.a is not None}
-    if not tried or len(served) < len(projection.linears):
+    if len(served) < len(projection.linears):
         return {}
-    if not takes(x, op.w, max(map(max, projection.slot_ranks)), projection.widths, out, residual):
-        return {}
-
+    ranks = projection.slot_ranks
+    adapters, rank = max(map(len, ranks)), max(map(max, ranks))
+    tried = tails(adapters, x, op.w, rank, projection.widths, out, residual, dropped=seeds is not None)
     in_place = residual is not None and residual is out
 
     def run(tile: str, into: torch.Tensor | None = None) -> torch.Tensor:

@@ -12,13 +12,16 @@ form is always tried beside the tiles, and is all that is left where these funct
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
+
+import torch
 
 from ..ops.glu import WHOLE_TILES
 from ..ops.lora_grad import A_TILES, DS_DB_TILES
 from ..ops.multi_product import TILES as TAIL_TILES
+from ..ops.multi_product import takes
 from ..runtime import cdiv, deterministic
 
 FEWEST = 1 / 3  # programs for each multiprocessor; a coarse tile with fewer was never recorded as the fastest
@@ -76,10 +79,14 @@ def ds_and_db_tiles(fitting: tuple[str, ...], rows: int, columns: int, multiproc
     return _kept(grids, multiprocessors)
 
 
-def tails(adapters: int, dropped: bool = False) -> list[str]:
-    """Of a product whose tail looks each row's adapter up, of so many; dropped: it draws a mask again, for which there
-    is one tile. None where torch is to be deterministic: which form is the faster may be another one next time."""
-    if adapters < TAIL_ADAPTERS or deterministic():
+def tails(
+    adapters: int, x: torch.Tensor, w: torch.Tensor, rank: int, widths: Sequence[int], *others: torch.Tensor | None,
+    dropped: bool,
+) -> list[str]:  # fmt: skip
+    """Of a product whose tail looks each row's adapter up, of so many; the others as in `takes`. dropped: it draws a
+    mask again, for which there is one tile. None of what the kernel does not take, and where torch is to be
+    deterministic: which form is the faster may be another one next time."""
+    if adapters < TAIL_ADAPTERS or deterministic() or not takes(x, w, rank, widths, *others):
         return []
     return ["tail"] if dropped else list(TAIL_TILES)
 
