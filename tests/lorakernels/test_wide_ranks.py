@@ -12,11 +12,11 @@ import pytest
 import torch
 from kernel_checks import assert_close, poisoned
 from lorakernels import runtime, tune
-from lorakernels.nodes import tail
 from lorakernels.ops import multi_product
 from lorakernels.ops.concat_operand import LoraColumns, ScaledS, concat_operand_into, concat_operand_reference, s_into
 from lorakernels.ops.linear_cross_entropy import mm_in
 from lorakernels.ops.lora_grad import A_TILES, a_gradient, a_gradient_reference
+from lorakernels.tuning import worth_trying
 from test_multi import alone, gradients, loss_of, model
 from tiny_models import batch
 
@@ -96,7 +96,7 @@ def test_a_choice_is_always_among_the_same_forms(monkeypatch):
         return pick(name, key, forms, *more)
 
     monkeypatch.setattr(multi_product, "TILES", {"tail": (32, 32, 32, 4, 1)})
-    monkeypatch.setattr(tail, "takes", lambda *_: True)
+    monkeypatch.setattr(worth_trying, "takes", lambda *_: True)
     monkeypatch.setattr(tune, "pick", checked)
     lorakernels.apply_multi(ours, fused=True).set(list(range(16)))
     for form in ("packed", "apart"):
