@@ -114,6 +114,7 @@ def serve() -> None:
     gc.disable()
     for name in IMPORTS:
         importlib.import_module(name)
+    sys.modules["lorabench.plan.compose"].load_config([])  # our files, as Hydra composes them
     gc.freeze()  # what was there before a sweep it need not walk
     gc.enable()
     first = True  # of the sweeps, whose end is whole

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hydra import compose, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -41,6 +43,7 @@ from lorabench.plan.yaml_file import YamlError, read
 CONF = "lorabench.conf"
 MODELS = "model"  # the folder of the named models under conf
 OR_ELSE = {MODELS: "a folder, a config.json or ORG/NAME", "workloads": "BATCHxLENGTH, a JSONL file or ORG/DATASET"}
+SUITE = "suite"  # the key that chooses a file
 LORA = "lora"  # the key under which the adapter's fields stand
 # PEFT's other fields, of which users ask; PEFT is not imported for a word, it takes seconds.
 NOT_MEASURED = frozenset((
@@ -177,11 +180,31 @@ def _of_conf(name: str, overrides: tuple[str, ...] = ()) -> Any:
 
 
 def _compose(name: str, overrides: tuple[str, ...]) -> Any:
-    with initialize_config_module(CONF, version_base="1.3"):
-        return OmegaConf.to_container(compose(name, list(overrides)), resolve=True)
+    """The files are composed once a process, which takes Hydra a tenth of a second, and the values are put into what
+    comes of them, as Hydra does."""
+    values, choices = _parted(overrides)
+    composed = copy.deepcopy(_of_files(name, choices))
+    ConfigLoaderImpl._apply_overrides_to_config(values, composed)
+    return OmegaConf.to_container(composed, resolve=True)
 
 
 _composed_once = lru_cache(maxsize=256)(_compose)
+
+
+def _parted(overrides: tuple[str, ...]) -> tuple[list[Override], tuple[str, ...]]:
+    """(overrides that only set a value, those that choose a file). Where any does neither, all are left to Hydra."""
+    values, choices = [], []
+    for one, word in zip(OverridesParser.create().parse_overrides(list(overrides)), overrides, strict=True):
+        if one.type is not OverrideType.CHANGE or one.package is not None or one.is_sweep_override():
+            return [], overrides
+        choices.append(word) if one.key_or_group == SUITE else values.append(one)
+    return values, tuple(choices)
+
+
+@lru_cache(maxsize=64)
+def _of_files(name: str, overrides: tuple[str, ...]) -> Any:
+    with initialize_config_module(CONF, version_base="1.3"):
+        return compose(name, list(overrides))
 
 
 def _check_override(override: str, known: Sequence[str]) -> None:

@@ -1,10 +1,12 @@
 """The command line: composition, defaults, and one clear line for whatever is wrong."""
 
+import hydra
 import pytest
 from helpers import cells, config
+from omegaconf import OmegaConf
 
 from lorabench.contract.names import NameUnknown
-from lorabench.plan.compose import ConfigError, names_in, plan, workload
+from lorabench.plan.compose import CONF, ConfigError, _compose, names_in, plan, workload
 from lorabench.sweep import help_text, main
 
 
@@ -37,6 +39,31 @@ def test_overrides_reach_the_cells():
     assert (cell.model.lora.r, cell.seed, cell.warmup, cell.model.dtype) == (7, 3, 4, "float16")
     assert "adapters_in_compute_dtype" in [a.name for a in cell.reference]
     assert [a.name for a in cell.toggles] == ["eager"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (), ("trials=5", "suite=peers", "lora.r=3"), ("models=[a]", "models=[b,'c d']"), ("lora.r=1", "lora={r:2}"),
+        ("seed=${trials}", "trials=4"), ("seed=${nope}",), ("+trials=3",), ("~trials", "trials=3"), ("trials@x=3",),
+        ("trials=1,2",), ("trials.x=3",), ("own_ablations.nope=[a]",), ("suite=peers", "suite=guide"), ("suite=nope",),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_are_put_into_the_files_as_hydra_puts_them(overrides):
+    """Which composes all of it anew each time, with the same words where it refuses."""
+
+    def said(compose):
+        try:
+            return compose("sweep", overrides)
+        except Exception as error:
+            return type(error), str(error)
+
+    def whole(name, overrides):
+        with hydra.initialize_config_module(CONF, version_base="1.3"):
+            return OmegaConf.to_container(hydra.compose(name, list(overrides)), resolve=True)
+
+    assert said(_compose) == said(whole)
 
 
 def test_a_model_may_have_a_workload_of_its_own():
