@@ -36,6 +36,6 @@ for ((w = 0; w + each <= ${#gpus[@]}; w += each)); do
   CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${own[*]}") setsid taskset -c $((worker * cores))-$((worker * cores + cores - 1)) \
     bash "$0" "$jobs" "$folder" "$worker" > "$folder/log/worker$worker.txt" 2>&1 < /dev/null &
 done
-sleep 1
+wait
 while pgrep -f "gpu_queue.sh $jobs $folder [0-9]" > /dev/null; do sleep 2; done
 cat "$folder"/log/worker*.txt

@@ -119,7 +119,7 @@ def record_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
             model = [] if any(word.startswith("models=") for word in command) else [f"models=[{folder}]"]
             measured = sweep(
                 *model, *command, *DTYPE, f"ablations=[{','.join(toggles.values())}]", "weights=random", "trials=6",
-                "warmup=1", "timeout_s=200", "output=out", cwd=folder, timeout=900,
+                "warmup=1", "report=false", "timeout_s=200", "output=out", cwd=folder, timeout=900,
             )  # fmt: skip
             assert measured.returncode == 0, measured.stderr
             known[title] = read_records(folder / "out")

@@ -35,7 +35,7 @@ def test_four_gpus_are_two_workers_of_two_gpus_each(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / name).chmod(0o755)
     jobs, folder = tmp_path / "jobs.txt", tmp_path / "results"
-    line = "20 mkdir {out}; sleep 1; while [ ! -d %s/{other} ]; do sleep 0.1; done; echo $CUDA_VISIBLE_DEVICES"
+    line = "20 mkdir {out}; while [ ! -d %s/{other} ]; do sleep 0.1; done; echo $CUDA_VISIBLE_DEVICES"
     jobs.write_text("".join(f"{a} {line.replace('{other}', b) % folder}\n" for a, b in ("xy", "yx")))
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUS_EACH": "2"}
     done = subprocess.run(

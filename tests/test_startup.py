@@ -29,12 +29,12 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "command",
     [
-        "lorabench --help", "lorabench.sweep --help", "lorabench.sweep list=true", "lorabench list",
-        "lorabench list -h",
+        "lorabench --help", "lorabench.sweep list=true", "lorabench list -h",
         "lorabench recommend -h", "lorabench doctor -h", "lorabench compare -h", "lorabench report -h",
         "lorabench log -h", "lorabench simulate -h", "lorabench jobs -h",
+        pytest.param("lorabench list", marks=pytest.mark.exhaustive),
         *(pytest.param(f"lorabench.{name} --help", marks=pytest.mark.exhaustive)  # the same modules by their own names
-          for name in ("recommend", "doctor", "simulate")),
+          for name in ("sweep", "recommend", "doctor", "simulate")),
     ],
 )  # fmt: skip
 def test_help_and_the_list_import_nothing_heavy(command):

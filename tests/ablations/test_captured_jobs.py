@@ -30,7 +30,15 @@ def captured(wanted):
     return arm, fakes
 
 
-@pytest.mark.parametrize("name", [*WAYS, GROUPED])
+@pytest.mark.parametrize(
+    "name",  # with gradients that are looked at in a graph of their own, without, and with several joint steps
+    [
+        name
+        if name in ("batched_packed", "fused_multi_lora", WAYS[-1])
+        else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in (*WAYS, GROUPED)
+    ],
+)
 @pytest.mark.parametrize(
     "workload",  # samples of one length are one micro-batch's shape out of several; jobs that turn NaN have them below
     [UNEQUAL, pytest.param(ONE_LENGTH, marks=pytest.mark.exhaustive)],
@@ -72,7 +80,7 @@ def test_whoever_asks_job_by_job_gets_the_step_as_it_is(name):
     assert fake.replays == replays
 
 
-@pytest.mark.parametrize("name", ["fused_multi_lora", "batched"])
+@pytest.mark.parametrize("name", ["fused_multi_lora", pytest.param("batched", marks=pytest.mark.exhaustive)])
 def test_a_job_that_turns_nan_leaves_the_others_as_they_are(name):
     """Its losses are looked at between the graphs."""
     wanted, found = request(name, workload=ONE_LENGTH), []

@@ -15,6 +15,10 @@ from lorabench.measure import build
 from lorabench.measure.judging import numerics
 from lorabench.record.store import read_records
 
+COMMON = (
+    "models=[tiny-llama]", "workload=8x64", "world_size=2", "trials=3", "warmup=1", "dtype=float32", "report=false",
+)  # fmt: skip
+
 
 def held(ranks, names):
     """Bytes of weights: (of the layers when the first is drawn, of all else, of the finished model's layers)."""
@@ -119,18 +123,9 @@ def test_copy_engines_gather_each_layer_in_both_directions(tmp_path):
             assert (ours[1][name] == gradient).all(), name
 
 
-def test_copy_engines_are_refused_over_gloo(tmp_path):
-    common = ("models=[tiny-llama]", "workload=8x64", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
-    done = sweep(*common, "ablations=[{fsdp2: {copy_engine: true}}]", f"output={tmp_path}", cwd=tmp_path)
-    record = next(r for r in read_records(tmp_path) if r.ablations)
-    assert (done.returncode, record.status) == (0, "unsupported")
-    assert "copy engines copy between GPUs, and these ranks send over gloo" in record.reason
-
-
 @pytest.mark.exhaustive
 def test_a_sweep_of_lora_kernels_over_fsdp2_passes_the_gate(tmp_path):
-    common = ("models=[tiny-llama]", "workload=8x64", "world_size=2", "trials=3", "warmup=1", "dtype=float32")
-    done = sweep(*common, "ablations=[[fsdp2,lora_kernels]]", f"output={tmp_path}", cwd=tmp_path)
+    done = sweep(*COMMON, "ablations=[[fsdp2,lora_kernels]]", f"output={tmp_path}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = next(r for r in read_records(tmp_path) if r.ablations)
     assert record.status == "ok", record.reason

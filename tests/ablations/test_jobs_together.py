@@ -57,7 +57,10 @@ def test_every_job_is_as_it_is_alone_under_one_dropout_mask(name, workload):
     same(outcomes(wanted), alone(wanted))
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name",  # of both that add adapters linear by linear one, and of both forms of our kernels one
+    [pytest.param(name, marks=[] if name in TOGETHER[1:] else [pytest.mark.exhaustive]) for name in WAYS],
+)
 def test_the_trial_that_is_timed_steps_every_job_as_alone(name):
     wanted = request(name)
     arm, others = build(wanted), [build(plain(only(wanted, i))) for i in range(3)]
@@ -118,7 +121,7 @@ def only_the_second(found):
         *((*way, "lora_B") for way in NAN_SAFE),
         # Behind either matrix the job's addend is NaN; whose rows it is added to does not depend on which it was.
         *(
-            pytest.param(*way, "lora_A", marks=[] if way[0] == "fused_multi_lora" else [pytest.mark.exhaustive])
+            pytest.param(*way, "lora_A", marks=[] if way == ("fused_multi_lora", 1) else [pytest.mark.exhaustive])
             for way in NAN_SAFE
         ),
     ],
@@ -315,7 +318,7 @@ def test_a_budget_that_a_sample_exceeds_is_refused():
         build(request("{batched_packed:{tokens:20}}"))
 
 
-@pytest.mark.parametrize("name", ["batched", "batched_packed"])
+@pytest.mark.parametrize("name", [pytest.param("batched", marks=pytest.mark.exhaustive), "batched_packed"])
 def test_norms_and_rope_of_ours_go_with_it(name):
     wanted = request(name, "fused_rms_norm", "fused_rope")
     same(outcomes(wanted), alone(wanted))
@@ -331,7 +334,8 @@ def test_our_kernels_hold_no_logits_where_the_head_is_plain_and_go_with_norms_an
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param("tiny-llama", marks=pytest.mark.exhaustive), "tiny-qwen2", "tiny-gemma2"]
+    "model",  # in make test gemma2 is where its logits are capped
+    ["tiny-qwen2", *(pytest.param(f"tiny-{name}", marks=pytest.mark.exhaustive) for name in ("llama", "gemma2"))],
 )
 def test_every_family_s_jobs_run_through_the_layers_of_one_adapter(model):
     made = cells(f"models=[{model}]", UNEQUAL, "dtype=float32", "ablations=[[fused_multi_lora]]")

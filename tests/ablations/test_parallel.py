@@ -26,18 +26,20 @@ TWO = {
     "fsdp2": ("fsdp2",),
     "fsdp2 with lora_kernels": ("fsdp2", "lora_kernels"),
     "fsdp2 kept": ({"fsdp2": {"reshard": False}},),
-    "fsdp2 sharded": ({"fsdp2": {"adapters": "sharded"}},),
     "ulysses": ("ulysses",),
-    "ulysses with lora_kernels": ("ulysses", "lora_kernels"),
     "tensor_parallel": ("tensor_parallel",),
 }
 ONE = {
     "fsdp2 with lora_kernels": TWO["fsdp2 with lora_kernels"],
-    "fsdp2 kept with lora_kernels": ({"fsdp2": {"reshard": False}}, "lora_kernels"),
     "fsdp2 apart with lora_kernels": ({"fsdp2": {"operands": False}}, "lora_kernels"),
 }
+BESIDE = ("ddp", "ddp with lora_kernels", "ulysses", "tensor_parallel")  # of TWO, what others are held against
 TWO_MORE = {
-    **{name: case for name, case in ONE.items() if name not in TWO},
+    **{name: TWO[name] for name in BESIDE},
+    "fsdp2 sharded": ({"fsdp2": {"adapters": "sharded"}},),
+    "ulysses with lora_kernels": ("ulysses", "lora_kernels"),
+    "fsdp2 kept with lora_kernels": ({"fsdp2": {"reshard": False}}, "lora_kernels"),
+    "fsdp2 apart with lora_kernels": ONE["fsdp2 apart with lora_kernels"],
     "fsdp2 checkpointed": ("fsdp2", "gradient_checkpointing"),
     "fsdp2 checkpointed with lora_kernels": ("fsdp2", "lora_kernels", "gradient_checkpointing"),
     "fsdp2 sharded with lora_kernels": ({"fsdp2": {"adapters": "sharded"}}, "lora_kernels"),
@@ -56,7 +58,7 @@ TWO_MORE = {
 }
 ONE_MORE = {
     name: case
-    for name, case in (TWO | TWO_MORE).items()
+    for name, case in TWO_MORE.items()
     if name.startswith("fsdp2") and name.endswith("with lora_kernels") and name not in ONE
 }
 ZERO = {
@@ -75,9 +77,9 @@ needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspe
 FOUR = {
     "ddp": ("ddp",),
     "fsdp2": ("fsdp2",),
-    "fsdp2 sharded": TWO["fsdp2 sharded"],
+    "fsdp2 sharded": TWO_MORE["fsdp2 sharded"],
     "fsdp2 with lora_kernels": ("fsdp2", "lora_kernels"),
-    "fsdp2 kept with lora_kernels": ONE["fsdp2 kept with lora_kernels"],
+    "fsdp2 kept with lora_kernels": TWO_MORE["fsdp2 kept with lora_kernels"],
     "fsdp2_replicas": ({"fsdp2": {"replicas": 2}}, "lora_kernels"),
     "fsdp2_replicas_sharded": ({"fsdp2": {"replicas": 2, "adapters": "sharded"}},),
     "ulysses": ({"ulysses": {"ranks": 2}},),
@@ -152,7 +154,10 @@ def test_lora_kernels_over_fsdp2_on_one_process_too(one, case):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("number", "case"), [*((1, case) for case in ONE_MORE), *((2, case) for case in TWO_MORE)])
+@pytest.mark.parametrize(
+    ("number", "case"),
+    [*((1, case) for case in ONE_MORE), *((2, case) for case in TWO_MORE if case not in TWO)],
+)
 def test_more_of_both_is_as_one_process_too(more, number, case):
     is_one_process_s(more[number - 1], case)
 
@@ -206,14 +211,14 @@ def test_replicas_of_two_ranks_hold_half_each_and_gather_among_two(four, case):
 
 
 @pytest.mark.exhaustive
-def test_where_two_ranks_share_samples_what_is_sent_is_that_of_both_kinds_of_groups(four, two):
-    both = [cases[0]["ulysses"]["notes"]["ulysses"] for cases in (four, two)]
+def test_where_two_ranks_share_samples_what_is_sent_is_that_of_both_kinds_of_groups(four, more):
+    both = [cases[0]["ulysses"]["notes"]["ulysses"] for cases in (four, more[1])]
     for notes in both:
         assert notes["sent_bytes"] == pytest.approx(notes["least_bytes"], rel=0.01)
     handed, whole = (notes["handed_bytes"] for notes in both)
     assert handed["all_to_all"] < whole["all_to_all"]  # of half of the samples
     assert handed["all_reduce"] == whole["all_reduce"]
-    split, whole = (cases[0]["tensor_parallel"]["notes"]["tensor_parallel"] for cases in (four, two))
+    split, whole = (cases[0]["tensor_parallel"]["notes"]["tensor_parallel"] for cases in (four, more[1]))
     for notes in (split, whole):
         assert notes["sent_bytes"] > notes["least_bytes"] > 0  # transformers has more than four all-reduces a layer
     assert split["sent_bytes"] < whole["sent_bytes"]
@@ -229,11 +234,22 @@ def test_two_heads_of_keys_cannot_be_divided_among_four_ranks(four):
 
 @pytest.mark.parametrize(
     ("case", "name", "sites"),
-    [("ddp", "ddp", 2), ("fsdp2", "fsdp2", LAYERS), ("fsdp2 sharded", "fsdp2", LAYERS), ("ulysses", "ulysses", LAYERS),
+    [("ddp", "ddp", 2), ("fsdp2", "fsdp2", LAYERS), ("ulysses", "ulysses", LAYERS),
      ("tensor_parallel", "tensor_parallel", LINEARS)],
 )  # fmt: skip
 def test_each_says_where_it_is_at_work_and_what_it_sent(two, case, name, sites):
-    found = two[0][case]
+    says_where(two[0][case], name, sites)
+
+
+@pytest.mark.exhaustive
+def test_fsdp2_of_sharded_adapters_says_so_too(more):
+    found = more[1][0]["fsdp2 sharded"]
+    says_where(found, "fsdp2", LAYERS)
+    whole = more[1][0]["ddp"]["notes"]["ddp"]["held_bytes"]["adapters"]
+    assert found["notes"]["fsdp2"]["held_bytes"]["adapters"] < whole
+
+
+def says_where(found, name, sites):
     assert found["audits"][name] == sites
     notes = found["notes"][name]
     assert notes["world_size"] == 2 and notes["backend"] == "gloo"
@@ -251,23 +267,21 @@ def test_fsdp2_sends_its_least_and_holds_half_of_the_frozen_weights(two):
         assert notes["held_bytes"]["weights"] == pytest.approx(ddp["ddp"]["held_bytes"]["weights"] / 2, rel=0.1)
         assert notes["held_bytes"]["adapters"] == ddp["ddp"]["held_bytes"]["adapters"]
     assert again["fsdp2"]["least_bytes"] > kept["fsdp2"]["least_bytes"]
-    assert two[0]["fsdp2 sharded"]["notes"]["fsdp2"]["held_bytes"]["adapters"] < ddp["ddp"]["held_bytes"]["adapters"]
 
 
-@pytest.mark.parametrize("kept", ["", " kept"])
-def test_lora_kernels_over_fsdp2_runs_the_products_that_it_runs_over_ddp(one, two, kept):
+def test_lora_kernels_over_fsdp2_runs_the_products_that_it_runs_over_ddp(one, two):
     """q, k, v and gate, up are one product each, and no adapter is added by one of its own."""
-    found, over_ddp = one[0][f"fsdp2{kept} with lora_kernels"]["products"], products_over_ddp(two)
+    found, over_ddp = one[0]["fsdp2 with lora_kernels"]["products"], products_over_ddp(two)
     assert found == [2 * n for n in over_ddp]  # batches of four samples each
     assert sum(one[0]["fsdp2 apart with lora_kernels"]["products"]) > 1.5 * sum(found)
-    if not kept:
-        assert two[0]["fsdp2 with lora_kernels"]["products"] == over_ddp
+    assert two[0]["fsdp2 with lora_kernels"]["products"] == over_ddp
 
 
 @pytest.mark.exhaustive
-def test_on_two_processes_it_runs_them_too(more, two):
-    found = more[1][0]["fsdp2 kept with lora_kernels"]["products"]
-    assert found == products_over_ddp(two)
+def test_with_layers_kept_it_runs_them_too_on_one_process_and_on_two(more):
+    over_ddp, found = products_over_ddp(more[1]), more[1][0]["fsdp2 kept with lora_kernels"]["products"]
+    assert more[0][0]["fsdp2 kept with lora_kernels"]["products"] == [2 * n for n in over_ddp]
+    assert found == over_ddp
     assert sum(more[1][0]["fsdp2 apart with lora_kernels"]["products"]) > 1.5 * sum(found)
 
 
@@ -299,9 +313,17 @@ def test_a_rank_holds_its_part_of_the_operands(two):
     assert ours["adapters"] == ddp["adapters"]
 
 
-@pytest.mark.parametrize("case", ["ddp with lora_kernels", "fsdp2 with lora_kernels", "ulysses with lora_kernels"])
+@pytest.mark.parametrize("case", ["ddp with lora_kernels", "fsdp2 with lora_kernels"])
 def test_lora_kernels_is_at_work_beside_it(two, case):
-    found = two[0][case]
+    kernels_are_at_work(two[0][case], case)
+
+
+@pytest.mark.exhaustive
+def test_lora_kernels_is_at_work_beside_ulysses(more):
+    kernels_are_at_work(more[1][0]["ulysses with lora_kernels"], "ulysses with lora_kernels")
+
+
+def kernels_are_at_work(found, case):
     assert found["audits"]["lora_kernels"] == LAYERS * 5 + 2  # MLP, q/k/v, o, two norms; a norm and the loss
     assert found["notes"]["lorakernels"]["left"] == found["left"] == []  # at apply, and in any forward since
     if "fsdp2" in case:

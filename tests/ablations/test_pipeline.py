@@ -293,7 +293,7 @@ MARGINS = [[*range(HALF + MARGIN)], [*range(HALF - MARGIN, LAYERS)]]
         ),
         (({"pipeline_interleaved": {"layers": [1, 3, 2, 2]}},), [[0, 4, 5], [1, 2, 3, 6, 7]]),
         pytest.param((multi_adapter(flush=True),), MARGINS, marks=pytest.mark.exhaustive),
-        ((multi_adapter(kernels=True),), MARGINS),
+        pytest.param((multi_adapter(kernels=True),), MARGINS, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_rank_has_its_own_layers_and_a_margin_from_the_start(tmp_path, toggles, wanted):

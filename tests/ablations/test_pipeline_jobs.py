@@ -55,8 +55,8 @@ def stepped(ranks, made):
     ("flush", "kernels", "beside"),
     [
         (True, False, ()),
-        (False, True, ()),
-        # Each of the two settings is in one of these, and checkpointing is in the tests of steps in a row.
+        # In make test kernels are in the tests of steps in a row, and with checkpointing where jobs share.
+        pytest.param(False, True, (), marks=pytest.mark.exhaustive),
         pytest.param(False, False, (), marks=pytest.mark.exhaustive),
         pytest.param(True, True, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
         pytest.param(False, True, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
@@ -129,7 +129,7 @@ def handed_down(find):
 @pytest.mark.parametrize(
     "toggles",
     [
-        (multi_adapter(tokens=64, kernels=True), "gradient_checkpointing"),
+        pytest.param((multi_adapter(tokens=64, kernels=True), "gradient_checkpointing"), marks=pytest.mark.exhaustive),
         (multi_adapter(), {"lorafusion": {"tokens": 150}}),
         pytest.param((multi_adapter(),), marks=pytest.mark.exhaustive),
     ],
@@ -160,8 +160,8 @@ def trained(ranks, *toggles, overrides=(), trials=3):
 @pytest.mark.parametrize(
     ("settings", "beside"),
     [
-        ({"kernels": True}, ("gradient_checkpointing",)),
         ({"kernels": True, "tokens": 64}, ()),
+        pytest.param({"kernels": True}, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
         pytest.param({"kernels": True, "flush": True}, (), marks=pytest.mark.exhaustive),
         pytest.param({"kernels": True}, (), marks=pytest.mark.exhaustive),
         pytest.param({}, (), marks=pytest.mark.exhaustive),
@@ -196,7 +196,7 @@ def spoilt(ranks, settings, spoil):
     return losses, {name: p.grad.numpy().copy() for name, p in made.adapters(made.steps[1])}
 
 
-@pytest.mark.parametrize("settings", [{"kernels": True}, {}], ids=str)
+@pytest.mark.parametrize("settings", [{"kernels": True}, pytest.param({}, marks=pytest.mark.exhaustive)], ids=str)
 def test_a_job_that_is_nan_leaves_the_others_bitwise_alone(tmp_path, settings):
     for folder in (found := tmp_path / "found", usual := tmp_path / "usual"):
         folder.mkdir()
@@ -336,8 +336,8 @@ def test_a_job_s_step_comes_behind_the_last_backward_that_holds_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("kernels", "beside"),
-    [
-        (True, ()),
+    [  # in make test over two pipelines, which train in the same way: see below
+        pytest.param(True, (), marks=pytest.mark.exhaustive),
         pytest.param(False, (), marks=pytest.mark.exhaustive),
         pytest.param(True, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),
         pytest.param(False, ("gradient_checkpointing",), marks=pytest.mark.exhaustive),

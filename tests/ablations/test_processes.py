@@ -49,6 +49,7 @@ def as_alone(ranks):
 
 
 def test_every_job_is_as_it_is_alone_and_no_process_has_another_one_s_adapter(tmp_path):
+    alone(request("sequential"))  # once, before processes are forked
     answers = on_ranks(3, tmp_path, as_alone)
     assert answers == [(name, True, True, True, 2 * 7 * 3) for name in ("few", "many", "thin")]
 
@@ -71,6 +72,7 @@ def test_the_audit_counts_processes_that_train_different_jobs(tmp_path):
 
 def times_of_a_trial(ranks):
     arm = build(wanted_on(ranks, ranks.rank))
+    ranks.barrier()  # who builds its arm faster does not make up for it
     time.sleep(0.4 * ranks.rank)
     called = time.perf_counter()  # one clock for all processes of a machine
     done = run_trial(arm, number=1)

@@ -70,6 +70,7 @@ class Simulation:
         )  # fmt: skip
         self.arms, self.steps, self.now, self.lost = list(arms), list[Step](), 0.0, dict[frozenset[str], str]()
         self.seconds, self.rounds = 60 * minutes, list[int]()
+        self._known: tuple[Any, Known] | None = None
         self.seated, self.asked = frozenset[frozenset[str]](), ""  # who stays, of the family of which question
         while step := following(self.known, self.seconds - self.now, not self.steps):
             self.steps.append(step)
@@ -77,7 +78,11 @@ class Simulation:
 
     @property
     def known(self) -> Known:
-        return Known(self.question, self.arms, lost=self.lost, seated=self.seated)
+        """One for as long as nothing more is measured: it keeps what it has computed."""
+        state = len(self.arms), dict(self.lost), self.seated
+        if self._known is None or self._known[0] != state:
+            self._known = state, Known(self.question, self.arms, lost=self.lost, seated=self.seated)
+        return self._known[1]
 
     def measure(self, step: Step) -> None:
         """As rounds go: who still sits is not prepared again, who is late is not seated, and no round begins after the

@@ -144,7 +144,7 @@ def test_trl_s_own_packing_runs_where_it_is_what_was_measured(number, folder, tm
     assert number or trainer.args.packing_strategy == "bfd"
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["trl", "trainer"])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["trl", "trainer"])
 def test_a_whole_stack_is_one_piece_of_code_and_trains_as_the_reference_does(number, folder, tmp_path):
     pytest.importorskip("trl", reason="needs the package trl")
     stack = ("packing", "adamw_fused", "gradient_checkpointing", "lora_kernels")
@@ -154,8 +154,16 @@ def test_a_whole_stack_is_one_piece_of_code_and_trains_as_the_reference_does(num
     assert ours == pytest.approx(plain, rel=1e-4)
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["trl", "trainer"])
-@pytest.mark.parametrize("others", [(), ("lora_kernels",)], ids=["alone", "with_lora_kernels"])
+@pytest.mark.parametrize(
+    ("others", "number"),
+    [
+        ((), 0),
+        (("lora_kernels",), 1),
+        pytest.param((), 1, marks=pytest.mark.exhaustive),
+        pytest.param(("lora_kernels",), 0, marks=pytest.mark.exhaustive),
+    ],
+    ids=["alone-trl", "with_lora_kernels-trainer", "alone-trainer", "with_lora_kernels-trl"],
+)
 def test_a_captured_trainer_runs_and_is_captured(others, number, folder, tmp_path):
     """Its toggle needs a CUDA device, and its code none: on a CPU the captured trainer trains and says that."""
     pytest.importorskip("trl", reason="needs the package trl")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from capture_loops import BUCKETS, batches, optimizer_of, padded_batch, plain, replayed, same_parameters, schedule_of
 from fake_graphs import FakeGraphs
+from kernel_checks import exhaustive
 from lorakernels.capturing import backward as capture_backward
 from tiny_models import build
 
@@ -20,7 +21,7 @@ def fake(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", exhaustive("mistral"), "gemma2", exhaustive("qwen3")])
 def test_curves_are_those_of_the_plain_loop(fake, family):
     """Full attention, a sliding window and eager attention; every bucket replayed, with schedule and clipping."""
     model = build(family)
@@ -40,7 +41,7 @@ def test_curves_are_those_of_the_plain_loop(fake, family):
     )
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, exhaustive(False)])
 def test_accumulation_and_an_unfinished_group(fake, set_to_none):
     model = build("llama")
     other, data = deepcopy(model), batches(23)
@@ -81,7 +82,7 @@ def test_a_number_of_items_in_the_batch_is_read_anew(fake):
     same_parameters(model, other)
 
 
-@pytest.mark.parametrize("kind", ["left", "packed", "positions", "trained padding"])
+@pytest.mark.parametrize("kind", [exhaustive("left"), "packed", "positions", exhaustive("trained padding")])
 def test_other_masks_than_right_padding(fake, kind):
     """What causality does not separate, a mask does."""
     model = build("llama")
@@ -183,7 +184,7 @@ def test_a_changed_hyperparameter_or_state_is_captured_anew(fake):
     assert optimizer.param_groups[0]["lr"] == 1e-2 and not isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
 
 
-@pytest.mark.parametrize("change", ["frozen", "adapter off", "another scale", "moved"])
+@pytest.mark.parametrize("change", ["frozen", exhaustive("adapter off"), exhaustive("another scale"), "moved"])
 def test_a_changed_model_is_captured_anew(fake, change):
     model = build("llama")
     fake.params = list(model.parameters())
@@ -282,7 +283,8 @@ def test_gradient_checkpointing(fake):
 
 
 @pytest.mark.parametrize(
-    "dropout, offload, reason", [(0.0, False, None), (0.1, False, "draws dropout again"), (0.0, True, "host memory")]
+    "dropout, offload, reason",  # dropout's reason is that of checkpointing, which is above
+    [(0.0, False, None), exhaustive(0.1, False, "draws dropout again"), (0.0, True, "host memory")],
 )
 def test_long_context(dropout, offload, reason, fake):
     model = build("llama", lora_dropout=dropout)

@@ -8,6 +8,7 @@ import lorakernels
 import pytest
 import torch
 from fake_graphs import FakeGraphs
+from kernel_checks import exhaustive
 from lorakernels.capturing.metrics import Later
 from lorakernels.capturing.status import Status
 from lorakernels.capturing.update import CapturedUpdate
@@ -106,8 +107,11 @@ def test_a_group_without_parameters_is_made_capturable_too():
     assert [g["capturable"] for g in update.optimizer.param_groups] == [True, True]
 
 
-@MAKERS
-@pytest.mark.parametrize("ours", [False, True], ids=["peft", "lorakernels"])
+@pytest.mark.parametrize(
+    "make, ours",
+    [(sft_trainer_of, False), (trainer_of, True), exhaustive(trainer_of, False), exhaustive(sft_trainer_of, True)],
+    ids=["SFTTrainer-peft", "Trainer-lorakernels", "Trainer-peft", "SFTTrainer-lorakernels"],
+)
 def test_the_same_logs_and_checkpoints(fake, make, ours, tmp_path):
     """Accumulation whose last group of an epoch is smaller, warm-up and cosine, clipping, evaluation and saving in
     between; SFTTrainer logs entropy, accuracy and tokens besides."""
@@ -189,7 +193,7 @@ def test_losses_that_are_no_numbers_are_filtered_as_before(fake, tmp_path, monke
     assert [e["loss"] for e in got[:2]] == pytest.approx([e["loss"] for e in wanted[:2]])
 
 
-@MAKERS
+@pytest.mark.parametrize("make", [trainer_of, exhaustive(sft_trainer_of)], ids=["Trainer", "SFTTrainer"])
 def test_without_a_gpu_a_trainer_runs_as_it_is(make, tmp_path):
     model = build("llama")
     other = deepcopy(model)

@@ -57,6 +57,7 @@ def run(marks: str, *arguments: str) -> None:
 
 FAST = "not gpu and not exhaustive"
 LARGE = "float16 and (300 or 130 or 150)"  # the shapes of several blocks once more, which make test has in float32
+DRAWN = "any_shape or any_runs or no_synchronization"  # drawn shapes, and what no kernel is needed for
 WHOLE_LAYERS = "test_rope.py::test_same_as_transformers"  # whose imports take longer than any kernel
 
 
@@ -66,13 +67,18 @@ def whole_model(family: str) -> str:
 
 def test_triton_kernels_in_the_interpreter():
     """Files in one process: each would spend longer on its imports than on its tests."""
-    run(FAST, *(f"test_{name}.py" for name in FEW), f"--deselect=tests/lorakernels/{WHOLE_LAYERS}", f"-k=not ({LARGE})")
+    run(
+        FAST,
+        *(f"test_{name}.py" for name in FEW),
+        f"--deselect=tests/lorakernels/{WHOLE_LAYERS}",
+        f"-k=not ({LARGE} or {DRAWN})",
+    )
 
 
 @pytest.mark.exhaustive
 def test_the_rest_of_the_triton_kernels_in_the_interpreter():
     run("not gpu and exhaustive", *(f"test_{name}.py" for name in FEW))
-    run(FAST, *(f"test_{name}.py" for name in FEW), f"-k={LARGE}")
+    run(FAST, *(f"test_{name}.py" for name in FEW), f"-k={LARGE} or {DRAWN}")
     run("not gpu", *(f"test_{name}.py" for name in FILES if name not in FEW), WHOLE_LAYERS, whole_model("qwen3"))
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 RANKS = {"first": 3, "second": 8, "third": 1}
 FORMS = pytest.mark.parametrize("fused", [False, True], ids=["linears", "fused"])
+TAILS = [(dropout, fused) for dropout in (0.0, 0.5) for fused in (False, True)]
 
 
 def model(family="llama", dtype=torch.float32, dropout=0.0, ranks=RANKS, sizes=None, wide=False, **lora):
@@ -276,8 +277,11 @@ def test_dropout_in_slots_is_that_of_linear_by_linear(family, said, monkeypatch)
     assert not torch.allclose(without, wanted, rtol=1e-3)
 
 
-@FORMS
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("dropout", "fused"),  # each once; in Triton's interpreter all of those that are asked for
+    [case if case in ((0.0, False), (0.5, True)) or INTERPRET else exhaustive(*case) for case in TAILS],
+    ids=lambda value: ("linears", "fused")[value] if isinstance(value, bool) else None,
+)
 def test_a_step_of_many_adapters_by_a_tail(fused, dropout, monkeypatch):
     """All products of the frozen weights in the form that looks adapters up: as in the form that is first. Three jobs
     have no rows. On a CPU its torch path runs, which nothing but this test takes."""

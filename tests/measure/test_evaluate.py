@@ -228,7 +228,7 @@ class Scores(Cheat):
 @pytest.mark.parametrize(
     ("cheat", "says", "dtype"),
     [
-        (OneWrongToken(), "first token 10 of the answer to", torch.float32),
+        pytest.param(OneWrongToken(), "first token 10 of the answer to", torch.float32, marks=pytest.mark.exhaustive),
         (OneWrongToken(), "first token 10 of the answer to", torch.bfloat16),
         (Sampling(), "of the answer to", torch.bfloat16),
         (FewerTokens(), "has 3 tokens, expected 10", torch.float32),

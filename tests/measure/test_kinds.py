@@ -53,7 +53,7 @@ def test_a_wrong_kind_is_one_line():
         cells("models=[eval:tiny-llama]")
 
 
-@pytest.mark.parametrize("workload", ["warm_cache", "cold_cache"])
+@pytest.mark.parametrize("workload", ["warm_cache", pytest.param("cold_cache", marks=pytest.mark.exhaustive)])
 def test_loading_is_measured_and_every_tensor_is_compared_bit_for_bit(tmp_path, workload):
     """Another file system than a disk's may refuse to forget; then the record says so."""
     again, parallel = records(tmp_path, "kind=load", "models=[tiny-llama]", f"workload={workload}",

@@ -49,7 +49,7 @@ class Helped(Seat):
     def __init__(self):
         self.guard, self.idle, self.turned, self.inside = fairness.Guard(alone=True), None, "", {}
         self.arms, self.host = {"own": None, "other": None}, {"own": [], "other": []}
-        self.work = threading.Semaphore(0)
+        self.work, self.done = threading.Semaphore(0), threading.Semaphore(0)
         threading.Thread(target=self._compute, name="helper", daemon=True).start()
 
     def _compute(self):
@@ -57,6 +57,7 @@ class Helped(Seat):
             until = time.thread_time() + 0.1
             while time.thread_time() < until:
                 pass
+            self.done.release()
 
     def on_trial(self, name, ms):
         pass
@@ -69,7 +70,7 @@ class Helped(Seat):
 
     def compute(self):
         self.work.release()
-        time.sleep(0.3)
+        self.done.acquire()
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def test_real_weights_know_english_and_random_ones_do_not(real, feed):
     assert losses[real] < 3.0 < 9.0 < losses["random"]
 
 
+@pytest.mark.exhaustive  # the weights take seconds to read; on random ones tests/test_ladder_loss.py has such curves
 def test_loss_curves_with_and_without_a_toggle_stay_together(real, feed):
     """A few optimizer steps on real text with real weights: packing and the fused optimizer against padding."""
     samples = draw(feed, 49152, 0)

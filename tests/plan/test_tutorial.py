@@ -15,7 +15,7 @@ from lorabench.record.schema import Status
 from lorabench.record.store import read_arms
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/add-an-ablation.md").read_text()
-SMALL = ("workload=2x16", "trials=2", "warmup=1")
+SMALL = ("workload=2x16", "trials=2", "warmup=1", "report=false")
 
 
 def blocks(language: str) -> list[str]:

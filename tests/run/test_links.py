@@ -63,6 +63,7 @@ def test_the_doctor_names_latency_and_bandwidth() -> None:
         assert finding.words.endswith(" GB/s of bus bandwidth at 1 MiB")
 
 
+@pytest.mark.exhaustive  # two processes that import torch; in make test a session's curve fails above
 def test_ranks_that_do_not_reach_each_other_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(links.FEW, "no such device", (4096,))
     (found,) = doctor.links("no such device", 2)

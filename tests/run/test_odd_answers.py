@@ -88,7 +88,7 @@ def outcomes(plugin, tmp_path_factory):
         toggles = ",".join(f"{{odd:{{way:{way}}}}}" for way in ways)
         done = sweep(
             "models=[tiny-llama]", "workload=2x16", "trials=2", "warmup=1", "timeout_s=60", "reference=[sdpa]",
-            f"ablations=[{toggles},adamw]", f"output={folder}", cwd=folder, env=plugin,
+            f"ablations=[{toggles},adamw]", "report=false", f"output={folder}", cwd=folder, env=plugin,
         )  # fmt: skip
         return done, {" + ".join(r.ablations): r for r in read_records(folder)}
 

@@ -10,7 +10,7 @@ from lorabench.measure.judging.limits import UNKNOWN
 from lorabench.plan.design import refusal
 from lorabench.record.store import read_records
 
-COMMON = ("world_size=2", "trials=3", "warmup=1", "dtype=float32")
+COMMON = ("world_size=2", "trials=3", "warmup=1", "dtype=float32", "report=false")
 FEED = "workload={alpaca: {samples: 8, batch_size: 1, seq_len: 64}}"
 
 
@@ -132,7 +132,8 @@ def test_all_ranks_measure_the_noise_of_a_reference_that_is_divided_among_them(t
         "world_size=2", "models=[tiny-llama]",
         f"workload={{jobs_4: {{seq_len: 32, samples: {samples}, batch_size: 1}}}}",
         "dtype=bfloat16", "reference=[sdpa,adamw_foreach,padding,pipeline_multi_adapter]",
-        f"ablations=[{toggles}]", "trials=3", "warmup=1", f"output={tmp_path}", cwd=tmp_path,
+        f"ablations=[{toggles}]", "trials=3", "warmup=1", "report=false", f"output={tmp_path}",
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     *_, record = read_records(tmp_path)

@@ -18,7 +18,7 @@ def records(plugin, tmp_path_factory):
     done = sweep(
         "models=[tiny-llama]", "workload=two_jobs", "reference=[sdpa,adamw_fused,padding]", "dtype=float32",
         "ablations=[processes,[processes,rank_slow],[processes,rank_wrong],[processes,{rank_fails: {how: kill}}]]",
-        "trials=6", "warmup=1", f"output={folder}", cwd=folder, env=plugin | {"OMP_NUM_THREADS": "1"},
+        "trials=6", "warmup=1", "report=false", f"output={folder}", cwd=folder, env=plugin | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return {" + ".join(r.ablations): r for r in read_records(folder)}
@@ -69,7 +69,7 @@ def test_they_may_be_what_others_are_held_against(tmp_path):
     """Each of its processes knows one job; the other arm's process is judged on both."""
     done = sweep(
         "models=[tiny-llama]", "workload=two_jobs", "reference=[sdpa,adamw_fused,padding,processes]", "dtype=float32",
-        "ablations=[batched]", "trials=6", "warmup=1", f"output={tmp_path}", cwd=tmp_path,
+        "ablations=[batched]", "trials=6", "warmup=1", "report=false", f"output={tmp_path}", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     again, batched = read_records(tmp_path)

@@ -26,7 +26,7 @@ def test_swept_small_each_row_of_a_suite_is_right_or_refused_with_its_reason(tmp
     text = (SUITES / f"{suite}.yaml").read_text()
     head = " ".join(re.findall(r"^# *(.*)$", text, re.MULTILINE))
     (command,) = re.findall(r"Small, over gloo: (suite=.*? trials=\d)", head)
-    done = sweep(*shlex.split(command), "warmup=1", f"output={tmp_path}", cwd=tmp_path)
+    done = sweep(*shlex.split(command), "warmup=1", "report=false", f"output={tmp_path}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = read_records(tmp_path)
     assert len(found) == 1 + len(yaml.safe_load(text)["ablations"])

@@ -23,6 +23,7 @@ COMMON = (
     "warmup=1",
     "timeout_s=60",
     "isolate=true",
+    "report=false",
 )
 # Those of make test, in a sweep of their own: one that a seat's audit catches, and one that the numbers do. Who gives
 # fewer tokens or old answers is caught there by tests/measure/test_evaluate.py, too, without a sweep.
