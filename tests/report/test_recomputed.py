@@ -231,7 +231,7 @@ def held_together(first, second, phases):
     if turns := together(*arms):
         processes = ["one"] * len(turns)
     elif turns := by_round(*arms):
-        processes = [f"{a['seats'][i]} beside {b['seats'][j]}" for i, j, _ in turns]  # either of them may have sat alone
+        processes = [f"{a['seats'][i]} beside {b['seats'][j]}" for i, j, _ in turns]  # either may sit alone
     else:
         return None
     before, after = (
