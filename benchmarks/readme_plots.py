@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
 # File → (results folder, title of the group).
 SHOWN = {
-    "race-8b.png": ("h200/peers", "llama-3.1-8b @ 4x2048"),
+    "race-8b.png": ("h200/peers_rounds_8b", "llama-3.1-8b @ 4x2048"),
     "race-135m.png": ("h200/peers_rounds", "smollm2-135m @ 1x512"),
 }
 

@@ -97,7 +97,7 @@ PLACES: tuple[Place, ...] = (
 )
 # Ours against the best peer: results folder, model, workload.
 DUELS = (
-    ("h200/peers", "llama-3.1-8b", "4x2048"),
+    ("h200/peers_rounds_8b", "llama-3.1-8b", "4x2048"),
     ("h200/peers", "llama-3.1-8b", "1x8192"),
     ("h200/qlora", "llama-3.1-8b", "4x2048"),
     ("h200/peers", "smollm2-1.7b", "4x2048"),
@@ -468,15 +468,18 @@ SUITES: dict[str, Sequence[str]] = {
     **dict.fromkeys(("guide_weights", "h100/guide_weights"), STEPS),
     **dict.fromkeys(("scaling", "scaling_four", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
+    "several_gpus_fsdp2_layers_kept": GPUS,
     **{f"several_gpus_zero{one}": GPUS for one in ("", "2", "3", "_one_rank")},
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_70b_setting", "_kernels")},
-    **{f"lorafusion_pipeline{one}": JOBS for one in ("_ours", "_short_rows", "_three", "_two_adapters")},
+    **{f"lorafusion_pipeline_{one}": JOBS for one in ("ours", "short_rows", "three", "two_adapters", "one_adapter")},
     **dict.fromkeys(("lorafusion_jobs", "lorafusion_jobs_cnn", "lorafusion_jobs_large"), JOBS),
     **dict.fromkeys(("lorafusion_over_mlora", "multi_lora_16_one_adapter", "multi_lora_16_slots"), JOBS),
+    "multi_lora_captured": JOBS,
     **{f"long_context_{one}": STEPS for one in ("8k", "8k_peers", "8k_unsloth", "32k", "64k", "128k")},
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     **dict.fromkeys(("prequantized_loading", "h100/prequantized_loading"), READ),
+    **{f"peers_rounds_8b{one}": STEPS for one in ("", "_8192", "_512")},
     "text_metrics": (cells.TIME, cells.WHOLE),
 }
 

@@ -215,17 +215,29 @@ def share(folder, line, phases, paired):
     """The limit's time over the row's, by each centre."""
     place = lambda x: (x["model"], x["workload"], sorted(x["reference"]))  # noqa: E731
     *_, least = [x for x in lines(folder) if is_limit(x) and x["status"] == "ok" and place(x) == place(line)]
-    if "raw" in line and line["raw"]["family"] == least["raw"]["family"]:  # they are held together themselves
-        arms = least["raw"], line["raw"]
-        turns = together(*arms) or by_round(*arms)
-        first, second = (
-            np.sum([arm["phases"][p] for p in phases], axis=0)[[turn[n] for turn in turns]]
-            for n, arm in enumerate(arms)
-        )
-        return of_processes(np.log(first / second), [turn[2] for turn in turns])
+    if (held := held_together(least, line, phases)) is not None:
+        return held
     if paired:
         return speedup(line, phases) / speedup(least, phases)
     return unpaired(trials(least, "candidate", phases), trials(line, "candidate", phases))
+
+
+def held_together(first, second, phases):
+    """The first's time over the second's, by each centre, over the rounds that both had; None where they had none: they
+    are of two families, or of two blocks of one."""
+    if "raw" not in first or "raw" not in second or first["raw"]["family"] != second["raw"]["family"]:
+        return None
+    arms = a, b = first["raw"], second["raw"]
+    if turns := together(*arms):
+        processes = ["one"] * len(turns)
+    elif turns := by_round(*arms):
+        processes = [f"{a['seats'][i]} beside {b['seats'][j]}" for i, j, _ in turns]  # either may sit alone
+    else:
+        return None
+    before, after = (
+        np.sum([arm["phases"][p] for p in phases], axis=0)[[turn[n] for turn in turns]] for n, arm in enumerate(arms)
+    )
+    return of_processes(np.log(before / after), processes)
 
 
 def median(line, arm, phases=None):
@@ -480,7 +492,10 @@ def test_every_number_of_readmes_best_peers_is_of_the_very_rows(script, readme):
         assert all_agree(row["GiB, peer → ours"], [peaks(x)[1] / GIB for x in found])
         faster = row["faster by [95 %]"].strip("*")
         paired = "unpaired" not in faster
-        own = speedup(found[1]) / speedup(found[0]) if paired else unpaired(*(trials(x, "candidate") for x in found))
+        own = held_together(*found, phases_of(found[0]))
+        if own is None:
+            ways = speedup(found[1]) / speedup(found[0]), unpaired(*(trials(x, "candidate") for x in found))
+            own = ways[0] if paired else ways[1]
         assert is_ratio(faster, own)
         peers, ours = (
             [x for x in _candidates(folder, model, workload) if (script.OURS in x["ablations"]) == own]
