@@ -54,7 +54,8 @@ def rows_figure(strips: Sequence[Strip], said: str) -> tuple[Figure, list[Axes]]
     for ax, strip, names in zip(axes, strips, labels, strict=True):
         ys = lines(len(names), strip.headings)
         _name_rows(ax, ys, names)
-        ax.set_title(strip.title, loc="left", fontsize=10.5, fontweight="bold")
+        size = 10.5 * min(1, 80 / max(1, len(strip.title)))  # a long one is as wide as the figure
+        ax.set_title(strip.title, loc="left", fontsize=size, fontweight="bold")
         ax.set_xlabel(strip.axis, fontsize=SMALL)
         for y, (text, colour) in zip(ys, strip.notes, strict=True):
             _beside(ax, y, text, 0.08, ha="left", color=colour)

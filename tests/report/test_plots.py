@@ -18,8 +18,6 @@ from lorabench.report.tradeoff import FEW, Point, front
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.rglob("records.jsonl"))
-CUT = pytest.mark.xfail(reason="the title is longer than the figure: rows_figure does not shorten it", strict=True)
-CUT_OFF = {"lorafusion_pipeline_two_adapters"}
 SLACK = 1.0  # pixels at 110 dpi: boxes hold the room for letters that a text has not
 
 
@@ -58,10 +56,7 @@ def overlapping(figure):
 
 @pytest.mark.parametrize(
     "folder",  # in make test every sixth: neighbours have figures of one kind
-    [
-        pytest.param(f, id=f.name, marks=[pytest.mark.exhaustive] * bool(n % 6) + [CUT] * (f.name in CUT_OFF))
-        for n, f in enumerate(FOLDERS)
-    ],
+    [pytest.param(f, id=f.name, marks=[pytest.mark.exhaustive] * bool(n % 6)) for n, f in enumerate(FOLDERS)],
 )
 def test_no_label_lies_over_another_or_leaves_its_figure(folder):
     found = figures(Analysis.read(folder))
