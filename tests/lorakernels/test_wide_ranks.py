@@ -12,6 +12,7 @@ import pytest
 import torch
 from kernel_checks import assert_close, poisoned
 from lorakernels import runtime, tune
+from lorakernels.nodes import adapter_grad
 from lorakernels.ops import multi_product
 from lorakernels.ops.concat_operand import LoraColumns, ScaledS, concat_operand_into, concat_operand_reference, s_into
 from lorakernels.ops.linear_cross_entropy import mm_in
@@ -66,6 +67,33 @@ def test_db_by_the_library_of_a_dy_with_spare_columns(columns):
     dy, s = on_gpu(ROWS, COLUMNS + columns)[:, :COLUMNS], on_gpu(ROWS, columns)
     s[ROWS // 8 :, : columns // 8] = 0  # a job has an eighth of the rows
     assert_close(mm_in(dy.t(), s, s.dtype), dy.float().t() @ s.float(), s.dtype, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["fused", "fused_small", "plain"])
+@pytest.mark.parametrize("columns", [RANK, 64])
+def test_eight_adapters_at_the_size_that_was_wrong(columns, form, monkeypatch):
+    """SmolLM2-135M's layers in bfloat16, beside plain PEFT in float32. columns: up to how many our kernels take."""
+    for module in (runtime, adapter_grad):
+        monkeypatch.setattr(module, "MAX_FUSED_RANK", columns)
+    sizes = {"hidden_size": COLUMNS, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    sizes |= {"head_dim": 64, "max_position_embeddings": 512}
+    ours, ids = model(ranks={f"job{i}": 16 for i in range(8)}, sizes=sizes), batch(8, 512)["input_ids"].cuda()
+    with torch.no_grad():
+        for n, parameter in ours.named_parameters():
+            if "lora" not in n and ("proj" in n or "lm_head" in n):
+                parameter.div_(8)  # which tiny models of narrow layers need
+    ours = ours.to("cuda", torch.bfloat16)
+    plain = deepcopy(ours).float()
+    lorakernels.apply_multi(ours, fused=True).set(list(range(8)))
+    with tune.forced(form):
+        loss_of(ours, ids).sum().backward()
+    found, off = gradients(ours), {}
+    for i in range(8):
+        for n, gradient in alone(plain, ids, [i], f"job{i}")[1].items():
+            off[n] = ((found[n].float() - gradient).norm() / gradient.norm()).item()
+    worst = sorted(off, key=lambda n: -off[n])[:8]
+    assert off[worst[0]] < 0.05, [(n, round(off[n], 3)) for n in worst]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
