@@ -121,7 +121,8 @@ class ScriptedQueue(LocalQueue):
     """A sweep's queue over such seats. `asked`: of each run of it the families that it was given."""
 
     def __init__(self, folder: Path, script: Script, machine: Machine = MACHINE) -> None:
-        super().__init__("auto", 9.0, folder, workers=script)  # type: ignore[arg-type]
+        super().__init__("auto", 9.0, folder)
+        self.workers = script  # type: ignore[assignment]
         self.machine, self.where = machine, "here"
         self.looks, self.before = 0, len(read_sessions(folder))
         self.asked: list[list[Any]] = []
