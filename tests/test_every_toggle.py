@@ -96,7 +96,7 @@ SHARDED = {"ddp", "fsdp2", "ulysses", "context_parallel", "tensor_parallel", "de
 ELSEWHERE = {"no_optimizer", "gptq", "awq"} | SHARDED | PIPELINES
 DTYPE = [] if torch.cuda.is_available() else ["dtype=float32"]  # some CPUs would compute in bfloat16, and some not
 ON_A_CPU = {"adapters_in_compute_dtype": "not_applied"}  # float32, which adapters are in anyway
-# bitsandbytes pages states of 100 000 elements and more, which no adapter of this model has; and its attention is grouped.
+# bitsandbytes pages states of 100 000 elements and more, which no adapter here has; and this attention is grouped.
 ON_A_GPU = {"paged_adamw_32bit": "not_applied", "paged_adamw_8bit": "not_applied", "sdpa_efficient": "unsupported"}
 # Ludwig's search ends where the rate falls, which it may from one sample to two beside other work on the machine.
 BY_ITS_CLOCK = {"doubling_batch_size": "it found 1 samples a micro-batch, which the workload has already"}
