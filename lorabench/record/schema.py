@@ -353,7 +353,9 @@ class Record(Outcome, Shown):
     @model_validator(mode="after")
     def _fields_follow_kind(self) -> Record:
         """What a kind asks of a pair; all else its arms have been held to."""
-        missing = [f for f in kind(self.kind).carries if not getattr(self, f)] if self.status == "ok" else []
-        if missing:
-            raise ValueError(f"status ok needs {missing}")
+        if self.status == "ok":
+            missing = [f for f in ("phases", "pairing", *kind(self.kind).carries) if not getattr(self, f)]
+            missing += [] if self.applied is not None else ["applied"]
+            if missing:
+                raise ValueError(f"status ok needs {missing}")
         return self

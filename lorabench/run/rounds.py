@@ -108,7 +108,7 @@ class Rounds(Seats):
         has no times."""
         reference = self.entries[REFERENCE]
         seats = {turn.seat for turn in reference.turns}
-        needed = verdict_s(reference, len(seats)) if reference.ok and seats else 0.0
+        needed = verdict_s(reference, len(seats), self.trials_a_turn) if reference.ok and seats else 0.0
         return time.monotonic() + needed <= self.limits.stop_at
 
     def _next_block(self, waiting: list[Entry]) -> Generations:

@@ -493,7 +493,7 @@ class Seats:
         if seated := self._ready():
             like = seated[0]  # the reference
             processes = sum(like.name in seat.names for seat in self.seats)
-            until = min(until, self.limits.stop_at - verdict_s(like, processes, seated))
+            until = min(until, self.limits.stop_at - verdict_s(like, processes, trials_a_turn(like.warm_ms), seated))
         late = time.monotonic() > until
         if late:
             entry.leave("timeout", NO_TIME)
@@ -503,10 +503,11 @@ class Seats:
         self.overhead[part] = self.overhead.get(part, 0.0) + seconds
 
 
-def verdict_s(like: Entry, processes: int, beside: Sequence[Entry] = ()) -> float:
+def verdict_s(like: Entry, processes: int, trials: int, beside: Sequence[Entry] = ()) -> float:
     """Seconds until an arm comes to a verdict beside these, which is taken to be prepared as fast as this one was in
-    each of so many processes, and to step as fast: of its rounds the first does not count, and the last begins."""
-    a_round = trials_a_turn(like.warm_ms) * (like.warm_ms + sum(e.warm_ms for e in beside)) / 1000
+    each of so many processes, and to step as fast, trials times a turn: of its rounds the first does not count, and the
+    last begins."""
+    a_round = trials * (like.warm_ms + sum(e.warm_ms for e in beside)) / 1000
     return like.prepared_s / processes + LEAST_ROUNDS * a_round
 
 

@@ -12,7 +12,7 @@ from record.arms import BASE, Simulated, ladder, shown, written
 from lorabench.contract.names import NameUnknown
 from lorabench.record.contrast import contrast
 from lorabench.record.pairs import Siblings, by_place, pairs
-from lorabench.record.schema import ARMS, ArmJob
+from lorabench.record.schema import ARMS, ArmJob, Record
 from lorabench.record.store import RecordError, Store, read_arms, read_records
 
 
@@ -48,6 +48,13 @@ def test_arms_of_one_seat_are_paired_over_the_rounds_that_both_had(simulated):
     assert times(second, "reference", "forward") == wanted
     assert times(second, "candidate", "forward") == [slow.phases["forward"][i] for i in (1, 2, 3, 4, 5, 0)]
     assert (ratio(first), ratio(second)) == pytest.approx((1.5, 0.25), rel=0.01)
+
+
+@pytest.mark.parametrize(("field", "empty"), [("phases", {}), ("pairing", None), ("applied", None), ("tokens", {})])
+def test_a_pair_that_was_measured_says_how_and_what_came_out(simulated, field, empty):
+    (pair,) = pairs([simulated.arm(), simulated.arm(["a"])])
+    with pytest.raises(ValueError, match=rf"status ok needs \['{field}'\]"):
+        Record.model_validate(pair.model_dump() | {field: empty})
 
 
 def test_the_total_is_the_sum_of_the_phases_in_every_round(simulated):

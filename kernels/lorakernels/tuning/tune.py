@@ -64,8 +64,8 @@ def bucket(m: int) -> int:
 def pick(
     name: str, key: tuple, forms: Mapping[str, Callable[..., Any]], device: torch.device, spare: Spare = tuple
 ) -> str:
-    """The name of the form to run. `name` and `key` (rows, then shapes and dtypes: all that the time depends on) say
-    what is chosen; `forms` are complete calls, the library's is the last.
+    """The name of the form to run. `name` and `key` (rows, then shapes and dtypes: all that the time depends on, and
+    what decides which forms there are) say what is chosen; `forms` are complete calls, the library's is the last.
 
     They are run to be timed, so they must not change what they read: forms that write over it or add to it are called
     with what `spare` makes, which is made once, and only if anything is measured. Where torch is to be deterministic
