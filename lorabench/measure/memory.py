@@ -50,6 +50,11 @@ def reserved(device: torch.device) -> int:
     return torch.cuda.memory_reserved() if device.type == "cuda" else 0
 
 
+def times_taken(device: torch.device) -> int:
+    """How often the allocator has asked the device for memory so far."""
+    return torch.cuda.memory_stats(device).get("num_device_alloc", 0) if device.type == "cuda" else 0
+
+
 def free(device: torch.device) -> int:
     """Bytes that can still be had: of a GPU with what the allocator keeps cached, as far as this process may have them
     (several ranks leave some to NCCL); of a CPU without swapping."""

@@ -83,10 +83,11 @@ class Ready:
 
 @dataclass
 class Made:
-    """One timed trial, and what was observed of it."""
+    """One timed trial, and what was observed of it. `grew`: it had to ask the device for memory."""
 
     trial: trial.Trial
     observed: Any = None
+    grew: bool = False
 
 
 @dataclass
@@ -241,8 +242,7 @@ class Seat:
         self._check_base()
         self.guard.watch(name, arm)
         self.arms[name], self.before[name], self.host[name] = arm, fairness.of_arm(arm), []
-        if self.seating.alone:  # what its preparation left behind is in the way of the other processes
-            self.give_back()
+        self.give_back(self.seating.alone)  # what is left of this is in the way of other processes
         return into
 
     def _let_go(self, arm: Arm) -> bool:
@@ -312,14 +312,15 @@ class Seat:
                 of_kind.begin_turn(arm, numbers[0], each)
             for number in numbers:
                 self.on_trial(name, None)
-                helped = self.guard.helpers()
+                helped, taken = self.guard.helpers(), memory.times_taken(self.device)
                 done = trial.run_trial(arm, number=number)
+                grew = memory.times_taken(self.device) > taken
                 self.inside.setdefault(name, Counter()).update(
                     {thread: spent - helped.get(thread, 0.0) for thread, spent in self.guard.helpers().items()}
                 )
                 self.on_trial(name, done.total_ms)
                 self.host[name].append(done)
-                made.append(Made(done, of_kind.observe(arm, number, done.losses)))
+                made.append(Made(done, of_kind.observe(arm, number, done.losses), grew))
                 self.guard.check()
         finally:
             gc.enable()

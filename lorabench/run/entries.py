@@ -122,6 +122,7 @@ class Seated:
     opened: bool = False  # it has imported what it needs
     active: bool = True  # it takes part in the rounds now
     warm: bool = False  # its arms had a turn that does not count
+    cached: int = 0  # bytes of the device that its turns have left with it, beside what it keeps
     names: list[str] = field(default_factory=list)
     evidence: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     again: Seated | None = None  # what was started in its place

@@ -21,7 +21,7 @@ from lorabench.contract.family import REFERENCE, TWIN
 from lorabench.contract.hooks import described
 from lorabench.contract.kind import kind
 from lorabench.measure import fairness
-from lorabench.measure.seat import Ended, Failed
+from lorabench.measure.seat import Ended, Failed, Made
 from lorabench.measure.telemetry import Sampler
 from lorabench.measure.trial import Trial, of_turn, trials_a_turn
 from lorabench.record.schema import LONGEST_MS
@@ -138,9 +138,10 @@ class Rounds(Seats):
         if not everyone or (self.begun and idle):  # who came for their sake found no room
             return
         usual = everyone[0].warm_ms  # the reference is the first of them
-        self.trials_a_turn = trials_a_turn(usual)
-        if self._gives_back and usual < LONG_MS:  # a turn begins without memory: its first trial, which takes it, does
-            self.trials_a_turn = max(2, self.trials_a_turn)  # not count
+        self.trials_a_turn, self.crowded = trials_a_turn(usual), self._crowded
+        # A turn may begin without memory. A first trial that takes it does not count.
+        self.second = self.crowded and self.trials_a_turn == 1 and usual < LONG_MS
+        self.trials_a_turn += self.second
         # Numbers of their own in each block: what was not in one round must not look as if it were.
         self.count = self._count(everyone)
         rounds = list(range(self.begun, self.begun + self.count))
@@ -203,25 +204,30 @@ class Rounds(Seats):
         arms whose trials are long."""
         while seat := next((s for s in self._active() if s.names and not s.warm), None):
             for name in [n for n in seat.names if self.entries[n].warm_ms < LONG_MS]:
-                began, entry = time.perf_counter(), self.entries[name]
+                entry = self.entries[name]
+                self._make_way(seat, entry)
+                began = time.perf_counter()
                 with contextlib.suppress(Left):
                     answers = self._tried(seat, entry, self._number(BEFORE, 0), False)
                     self._check(entry, [one.trial for made in answers for one in made], BEFORE)
                     entry.warmed(max(made[-1].trial.total_ms for made in answers))
                 if seat not in self.seats:  # it was started again without this arm: all of the new one's turns
                     break
-                self._give_back(seat)
                 entry.spent("warmup", time.perf_counter() - began)
             seat.warm = True
 
     def _round(self, number: int, entries: Sequence[Entry], sketch: bool) -> None:
-        """One turn of every arm, in fresh random order."""
+        """One turn of every arm, in fresh random order; of one seat's arms after the other's, where seats have to give
+        memory back for each other."""
         self.tell(f"round {number + 1} of {self.count}")
         at = self.random.randrange(self.trials_a_turn) if sketch else None
         numbers = [self._number(number, place) for place in range(self.trials_a_turn)]
         turns: dict[str, list[Turn]] = {}
         places = [(seat.alone, e) for e in entries for seat in self._active() if e.name in seat.names]
-        for alone, entry in self.random.sample(places, len(places)):
+        groups = [[place] for place in places]
+        if self.crowded:
+            groups = [[p for p in places if not p[0]], *([p] for p in places if p[0])]
+        for alone, entry in [p for g in self.random.sample(groups, len(groups)) for p in self.random.sample(g, len(g))]:
             # Asked anew each time: a seat may have been started again since the round began.
             seat = next((s for s in self._active() if s.alone == alone and entry.name in s.names), None)
             if entry.ok and seat is not None and (turn := self._turn(seat, entry, number, numbers, at)):
@@ -233,15 +239,20 @@ class Rounds(Seats):
         self, seat: Seated, entry: Entry, number: int, numbers: Sequence[int], sketch_at: int | None
     ) -> Turn | None:  # fmt: skip
         """A call for each trial: the arm must not know which one is looked at, nor what comes next."""
+        self._make_way(seat, entry)
         began, energy, made = time.perf_counter(), self.meter.read(), list[Trial]()
         try:
             for place, own in enumerate(numbers):
-                made += self._made(seat, entry, own, on=place > 0, sketch=place == sketch_at)
+                # Whoever takes a second trial has the first looked at like all others.
+                sketch = sketch_at is not None and (self.second or place == sketch_at)
+                one = self._made(seat, entry, own, on=place > 0, sketch=sketch)
+                made.append(one.trial)
+                if self.second and not one.grew:
+                    break
             self._check(entry, made, number)
         except Left:
             return None
         after = self.meter.read()
-        self._give_back(seat)
         took = time.perf_counter() - began
         inside = sum(one.ended - one.began for one in made)
         entry.spent("trials", inside)
@@ -254,7 +265,7 @@ class Rounds(Seats):
         entry.turns.append(turn)
         return turn
 
-    def _made(self, seat: Seated, entry: Entry, number: int, on: bool, sketch: bool) -> list[Trial]:
+    def _made(self, seat: Seated, entry: Entry, number: int, on: bool, sketch: bool) -> Made:
         """One trial, of the slowest rank; what was observed goes to the evidence. `on`: its turn has begun before;
         `sketch`: its gradients are looked at, which it does not know before. Raises Left."""
         ranks = entry.stack.ranks
@@ -274,7 +285,7 @@ class Rounds(Seats):
             entry.spreads.append(spread_of(answers))
         else:
             found = answers[0]
-        return [one.trial for one in found]
+        return replace(found[0], grew=any(one.grew for (one,) in answers))
 
     def _tried(self, seat: Seated, entry: Entry, number: int, on: bool) -> list[Any]:
         """One timed trial, as each rank made it. Raises Left."""
@@ -376,6 +387,7 @@ class Rounds(Seats):
             seat.desk.close()
 
     def _end(self, seat: Seated, entry: Entry) -> None:
+        self._make_way(seat, entry)
         usual = statistics.median(sum(turn.phases.values()) for turn in entry.turns)
         by_turns = usual * self.trials_a_turn >= BY_TURNS_MS
         first = entry.ended is None

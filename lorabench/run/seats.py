@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -68,10 +70,15 @@ class Seats:
         self.final = self._number(0, 0)  # of the trial after the last turn
         self.seats: list[Seated] = []
         self.crowded_out: list[Entry] = []  # out of memory in a turn beside others: they come in another block
-        self.preparing: list[str] = []  # arms, once for each process in which one is prepared now
+        # Arms, once for each process in which one is prepared now, and the bytes that each is taken to need.
+        self.preparing: list[tuple[str, float]] = []
+        self.preparing_changes = threading.Condition()
+        self.side_by_side = False
         self.spare: list[Seated] = []  # opened and still empty, each for an arm that will sit alone
         self.opened = 0
         self.trials_a_turn = 1
+        self.crowded = False  # the seats of the present block: some give memory back before another one's turn
+        self.second = False  # whether a turn's second trial is made only where the first one took memory
         self.stopped = False  # before the last round
         self.begun = self.count = 0  # rounds of the blocks so far, and of the present one
         self.overhead: dict[str, float] = {}  # seconds that belong to no arm
@@ -218,25 +225,19 @@ class Seats:
 
     def _prepare(self, seat: Seated, entry: Entry, gate: bool, offered: bytes | None = None) -> Failed | None:
         """Seat an arm; the failure with which it did not come to sit. `offered`: the base of the seat that most arms
-        share, for this process alone. Raises Suspicion where that base was written to, of who is prepared now."""
+        share, for this process alone. What is prepared beside it may need more than was thought: then it is prepared
+        once more beside nothing else. Raises Suspicion where that base was written to, of who is prepared now."""
         began = time.perf_counter()
         self.tell(f"preparing {entry.name}")
-        if not entry.stack.is_reference:
-            seat.desk.timeout_s = min(self.timeout_s, self.limits.seat_s)
-        self.preparing.append(entry.name)
         try:
-            answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, offered, ranks=entry.stack.ranks)
-            if written := next((a.reason for a in answers if isinstance(a, Failed) and a.everywhere), None):
-                raise Suspicion(written, self.preparing)
+            failed, answers = self._prepared(seat, entry, gate, offered, self._need(entry))
+            if failed and failed.status == "oom" and not failed.spoilt and self.side_by_side:
+                failed, answers = self._prepared(seat, entry, gate, offered, math.inf)
         except Lost as lost:
             self._leave(entry, lost.status, str(lost), lost.rank, lost.log)
             entry.spent("build", time.perf_counter() - began)
             return Failed(lost.status, str(lost), spoilt=True)
-        finally:
-            self.preparing.remove(entry.name)
-            seat.desk.timeout_s = self.timeout_s
         took = time.perf_counter() - began
-        failed = next((a for a in answers if isinstance(a, Failed)), None)
         if failed is None and not all(isinstance(a, Ready) and all(ms > 0 for ms in a.warm_ms) for a in answers):
             failed = Failed("untrusted", "what it answered is no answer", spoilt=True)
         ready: list[Ready] = [a for a in answers if isinstance(a, Ready)]
@@ -274,6 +275,41 @@ class Seats:
             self._dismiss(seat, entry)
         return None
 
+    def _prepared(
+        self, seat: Seated, entry: Entry, gate: bool, offered: bytes | None, need: float
+    ) -> tuple[Failed | None, list[Any]]:
+        """What an arm's seat answers to its preparation, and the failure among it. It is asked once `need` bytes of the
+        device are there beside what else is prepared, or nothing else is."""
+        with self.preparing_changes:
+            self.preparing_changes.wait_for(lambda: self._may_begin(need))
+            self.preparing.append((entry.name, need))
+        if not entry.stack.is_reference:
+            seat.desk.timeout_s = min(self.timeout_s, self.limits.seat_s)
+        try:
+            answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, offered, ranks=entry.stack.ranks)
+            failed = next((a for a in answers if isinstance(a, Failed)), None)
+            if written := next((a.reason for a in answers if isinstance(a, Failed) and a.everywhere), None):
+                raise Suspicion(written, {name for name, _ in self.preparing})
+            return failed, answers
+        finally:
+            seat.desk.timeout_s = self.timeout_s
+            with self.preparing_changes:
+                self.preparing.remove((entry.name, need))
+                self.preparing_changes.notify_all()
+
+    def _may_begin(self, need: float) -> bool:
+        """Whether a preparation has room beside the others; one that needs all there is has it beside nothing."""
+        others = [given for _, given in self.preparing]
+        return not others or (need < math.inf and need <= self._left - sum(others))
+
+    def _need(self, entry: Entry) -> float:
+        """Bytes of the device that an arm's preparation is taken to need: what it took in another process; else what
+        the middle one of the candidates that sit did, or the reference; all there are where nobody sits."""
+        there = [entry] if entry.ready else self._ready()
+        candidates = [e for e in there if not e.stack.is_reference] or there
+        needs = [_above(e.ready) + e.ready.own_bytes for e in candidates if e.ready]
+        return statistics.median(needs) if needs else math.inf
+
     def _find_edge(self, seat: Seated, entry: Entry) -> bool:
         """How large a trial of an arm would have fitted that ran out of memory beside nobody, for its record; whether
         the process lives. It is not asked where arms have to hurry (`Limits.seat_s`)."""
@@ -295,6 +331,7 @@ class Seats:
         """The same seat in a new process, without who spoilt the old one. The rounds of the others stay."""
         names = [name for name in seat.names if self.entries[name].ok]
         self._close(seat, judged=False)
+        self._all_give_back()
         fresh = seat.again = self._open(seat.alone)
         lost = self._opened(fresh)
         for name in names:
@@ -317,20 +354,18 @@ class Seats:
     def _sit_alone(self, alone: Sequence[Entry], slow: Sequence[Entry] = (), beside: bool = True) -> Generations:
         """Fresh processes for each arm that sits alone, and (`beside`) for the reference again: one in each generation,
         of which one after the other takes its part of the rounds. All are prepared side by side where the device has
-        room for it, and meanwhile those of the shared seat for which the host compiles (`slow`); else these first, and
-        each generation when its turn comes."""
+        room for what they keep, else each generation when its turn comes; with the first of them those of the shared
+        seat for which the host compiles (`slow`)."""
         again = [self.entries.get(TWIN) or self.entries[REFERENCE]] if beside else []
         entries = [e for e in (*again, *alone) if e.ok and not self._late(e)]
         shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
         generations = min(PROCESSES, self.family.rounds)
         everyone = generations * len(entries)
-        # Where nobody sits, an arm would run out of memory beside its own other processes and look as if it were alone.
-        at_once = self._at_once(everyone + len(slow)) if shared and beside else 0
+        at_once = self._fits(everyone + len(slow), 1 + everyone)
         if not at_once:
-            self._sit_together(slow, shared)
             self._make_room(alone)
         self._all_give_back()
-        now = everyone if at_once or self._fits(len(entries), 1 + everyone) else len(entries)
+        now = everyone if self._fits(len(entries), 1 + everyone) else len(entries)
         while len(self.spare) < now:
             self._spare()
         for seat in list(self.spare):
@@ -341,32 +376,26 @@ class Seats:
         made: Generations = [
             [(entry, self.spare.pop(0) if self.spare else None) for entry in entries] for _ in range(generations)
         ]
-        if at_once:
-            pairs = [(entry, seat) for generation in made for entry, seat in generation if seat]
-            self._side_by_side(pairs, at_once, lambda: self._sit_together(slow, shared))
+        # Where nobody sits, an arm would run out of memory beside its own other processes and look as if it were alone.
+        if shared and beside:
+            now_prepared = made if at_once else made[:1]
+            pairs = [(entry, seat) for generation in now_prepared for entry, seat in generation if seat]
+            self._side_by_side(pairs, lambda: self._sit_together(slow, shared))
         return made
 
-    def _at_once(self, more: int) -> int:
-        """How many of so many more arms can be prepared beside one another, each taken to be like the reference; all of
-        them stay, in processes of their own."""
-        reference = self.entries[REFERENCE].ready
-        assert reference is not None
-        left = self._room - self._bytes([self._ready()]) - more * (reference.own_bytes + CONTEXT)
-        peak = _above(reference)
-        return more if peak * more <= left else max(0, int(left // max(peak, 1)))
-
     def _side_by_side(
-        self, pairs: Sequence[tuple[Entry, Seated]], at_once: int, meanwhile: Callable[[], None]
+        self, pairs: Sequence[tuple[Entry, Seated]], meanwhile: Callable[[], None] = lambda: None
     ) -> None:  # fmt: skip
-        """Prepare these arms, so many at once as fit, and as the cores carry. All seconds are then parts of one wall
-        time."""
+        """Prepare these arms, so many at once as have memory, and as the cores carry. All seconds are then parts of one
+        wall time."""
+        self.side_by_side = True
         began, before = time.perf_counter(), {name: dict(e.seconds) for name, e in self.entries.items()}
         judged: set[str] = set()
         todo = []
         for entry, seat in pairs:
             todo.append((seat, entry, entry.ready is None and entry.name not in judged, self._offered()))
             judged.add(entry.name)
-        with ThreadPoolExecutor(max(1, min(at_once, self.machine.cores - 1))) as pool:
+        with ThreadPoolExecutor(max(1, min(len(todo), self.machine.cores - 1))) as pool:
             started = [pool.submit(self._prepare, *arguments) for arguments in todo]
             try:
                 meanwhile()
@@ -375,12 +404,15 @@ class Seats:
             except Suspicion:  # all of it was for nothing
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        self.side_by_side = False
         everyone = {e.name for e, _ in pairs} | {name for seat in self.seats for name in seat.names}
         candidates = {name for name in everyone if not self.entries[name].stack.is_reference}
         for entry, seat in pairs:
             if entry in self.crowded_out:  # in one of its processes: all of them come later, and are judged then
                 self._close(seat, judged=False)
-                seat.names, entry.ready, entry.evidence = [], None, []
+                seat.names = []
+                if not entry.turns:
+                    entry.ready, entry.evidence = None, []
                 entry.beside = () if candidates == {entry.name} else entry.beside
         spent = {
             (entry.name, part): seconds - before.get(entry.name, {}).get(part, 0.0)
@@ -396,10 +428,11 @@ class Seats:
         for _ in range(sum(seat is None for _, seat in waiting)):
             self._spare()
         pairs = [(entry, seat or self.spare.pop(0)) for entry, seat in waiting]
+        todo = [(entry, seat) for entry, seat in pairs if not seat.names and not self._opened(seat)]
+        if todo:
+            self._all_give_back()
+            self._side_by_side(todo)
         for entry, seat in pairs:
-            if not seat.names and not self._opened(seat):
-                self._prepare(seat, entry, entry.ready is None, self._offered())
-                self._give_back(seat)
             seat.active = entry.ok and bool(seat.names)
         for seat in [seat for _, seat in (*generation, *pairs) if seat and not seat.active]:
             self._close(seat, judged=False)
@@ -451,10 +484,15 @@ class Seats:
     def _bytes(self, seats: Sequence[Sequence[Entry]]) -> float:
         """Bytes on the device with these arms in these seats: what each holds, of each seat the largest peak beside."""
         found = [[e.ready for e in seat if e.ready and e.ready.memory] for seat in seats]
-        base = max((r.base_bytes for seat in found for r in seat), default=0)
-        held = sum(r.own_bytes for seat in found for r in seat)
         peaks = sum(max((_above(r) for r in seat), default=0) for seat in found)
-        return base + held + peaks + CONTEXT * len(seats)
+        return _kept([r for seat in found for r in seat]) + peaks + CONTEXT * len(seats)
+
+    @property
+    def _left(self) -> float:
+        """Bytes of the device beside what all processes keep between two turns."""
+        seats = list(self.seats)  # which others that are prepared may change
+        ready = [self.entries[name].ready for seat in seats for name in list(seat.names)]
+        return self._room - _kept([r for r in ready if r and r.memory]) - CONTEXT * len(seats)
 
     @property
     def _room(self) -> float:
@@ -463,26 +501,29 @@ class Seats:
 
     @property
     def _crowded(self) -> bool:
-        """Whether all seats fit only where each gives back what it has cached before the next one's turn."""
-        waiting = [self.entries[name] for seat in self.seats if not seat.active for name in seat.names]
-        held = sum(e.ready.own_bytes + CONTEXT for e in waiting if e.ready)
-        return self._bytes([[self.entries[n] for n in seat.names] for seat in self._active()]) + held > self._room
+        """Whether all seats fit only where some give back what they have cached before another one's turn."""
+        seats = [seat for seat in self._active() if seat.names]
+        steps = sum(max(_step_bytes(self.entries[name]) for name in seat.names) for seat in seats)
+        return len(seats) > 1 and steps > self._left
 
-    @property
-    def _gives_back(self) -> bool:
-        """Whether other processes need what one has cached."""
-        return len(self.seats) > 1 and self.machine.device == "cuda" and self._crowded
+    def _make_way(self, seat: Seated, entry: Entry) -> None:
+        """Before an arm's turn the other processes give back what they have cached, one after the other until it fits;
+        an arm leaves its own as large as the largest that had a turn here."""
+        seat.cached = max(seat.cached, _step_bytes(entry))
+        others = [other for other in self.seats if other is not seat and other.cached]
+        while others and sum(s.cached for s in (seat, *others)) > self._left:
+            self._give_back(others.pop(0))
 
-    def _give_back(self, seat: Seated) -> None:
-        """Cached memory to the device, where other processes need it."""
-        if self._gives_back:
-            began = time.perf_counter()
-            seat.desk.ask("give_back", False, ranks=self.family.ranks)
-            self._over("other", time.perf_counter() - began)
+    def _give_back(self, seat: Seated, collect: bool = False) -> None:
+        """Cached memory to the device."""
+        began = time.perf_counter()
+        seat.desk.ask("give_back", collect, ranks=self.family.ranks)
+        seat.cached = 0
+        self._over("other", time.perf_counter() - began)
 
     def _all_give_back(self) -> None:
         for seat in [s for s in self.seats if s.names]:
-            seat.desk.ask("give_back", ranks=self.family.ranks)
+            self._give_back(seat, collect=True)
 
     def _late(self, entry: Entry) -> bool:
         """Whether there is no time left to seat it. One that never sat leaves, for the sake of the verdict of those
@@ -530,6 +571,15 @@ def said_by(failed: Failed, answers: Sequence[Any]) -> tuple[str, int | None]:
         return failed.reason, None
     rank = answers.index(failed)
     return f"rank {rank}: {failed.reason}", rank
+
+
+def _kept(ready: Sequence[Ready]) -> int:
+    """Bytes that these keep between two turns, with the base that they share."""
+    return sum(r.own_bytes for r in ready) + max((r.base_bytes for r in ready), default=0)
+
+
+def _step_bytes(entry: Entry) -> int:
+    return _above(entry.ready) if entry.ready else 0
 
 
 def _above(ready: Ready) -> int:

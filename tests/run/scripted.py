@@ -48,6 +48,7 @@ class Script:
         self.phases: tuple[str, ...] = PHASES
         self.phase_ms: dict[tuple[str, str], float] = {}
         self.bytes: dict[str, float] = {}
+        self.grows: set[str] = set()  # arms whose first trial of a turn takes memory of the device
         self.heard: list[tuple[Any, ...]] = []
         self.opened = 0
         self.seats: list[Seat] = []
@@ -110,7 +111,8 @@ class Seat:
             script.now += script.ms.get(name, 10.0) / 1000
             device = {p: script.phase_ms.get((name, p), script.ms.get(name, 10.0) / 3) for p in script.phases}
             observed = script.observed.get(name, {job: Observed(1.0, None) for job in self.jobs})
-            made.append(Made(Trial(device, device, {"": 1.0}, began, script.now), observed))
+            grew = name in script.grows and not on
+            made.append(Made(Trial(device, device, {"": 1.0}, began, script.now), observed, grew))
         return [made]
 
     def close(self) -> None:

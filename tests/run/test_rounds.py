@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -61,16 +62,35 @@ def test_a_turn_holds_as_many_trials_as_a_tenth_of_a_second_and_the_first_does_n
     assert 1 <= MOST_TRIALS < 64
 
 
-@pytest.mark.parametrize("ms, crowded, trials", [(200.0, True, 2), (200.0, False, 1), (LONG_MS, True, 1)])
-def test_where_a_turn_begins_without_memory_its_first_trial_does_not_count(ms, crowded, trials, tmp_path, monkeypatch):
-    """Where all seats fit only if each gives back what it has cached: what takes it again is none of a step."""
+@pytest.mark.parametrize("ms, crowded, most", [(200.0, True, 2), (200.0, False, 1), (LONG_MS, True, 1)])
+def test_a_first_trial_that_takes_memory_of_the_device_does_not_count(ms, crowded, most, tmp_path, monkeypatch):
+    """Where all seats fit only if some give back what they have cached: what takes it again is none of a step."""
     monkeypatch.setattr(Rounds, "_crowded", crowded)
-    names = (REFERENCE, TWIN, "eager", "flex_attention")
-    script, gpu = Script(ms=dict.fromkeys(names, ms)), MACHINE.model_copy(update={"device": "cuda"})
-    found = alone_in_rounds(script, tmp_path, "eager", machine=gpu)
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "flex_attention"), ms))
+    script.grows = {"eager"}
+    found = alone_in_rounds(script, tmp_path, "eager")
     made = Counter((seat, name, rounds_of(numbers)) for seat, name, numbers in turns(script) for _ in numbers)
-    assert {record.status for record in found.values()} == {"ok"} and set(made.values()) == {trials}
-    assert {record.trials for record in found.values()} == {trials}
+    assert {record.status for record in found.values()} == {"ok"}
+    assert {(name, trials) for (_, name, _), trials in made.items()} == {
+        (name, most if name == "eager" else 1) for name in found
+    }
+    assert {record.trials for record in found.values()} == {most}
+    looks = Counter(name for _, what, name, *_ in (heard for heard in script.heard if heard[1] == "look"))
+    assert looks["eager"] == most * looks[REFERENCE], "a trial that counts is looked at as often as one that does not"
+
+
+@pytest.mark.parametrize("crowded", [True, False])
+def test_arms_of_one_seat_take_their_turns_together_where_seats_give_memory_back(crowded, tmp_path, monkeypatch):
+    monkeypatch.setattr(Rounds, "_crowded", crowded)
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "eager", "adamw", "flex_attention"), 200.0))
+    alone_in_rounds(script, tmp_path, "eager", "adamw")
+    by_round: dict[int, list[int]] = {}
+    for seat, _, numbers in turns(script):
+        by_round.setdefault(rounds_of(numbers), []).append(seat)
+    groups = {len(list(itertools.groupby(seats))) for seats in by_round.values()}
+    assert groups == {3} if crowded else max(groups) > 3
+    firsts = {seats[0] for seats in by_round.values()}
+    assert len(firsts) > 1, "in random order"
 
 
 def test_each_arm_has_a_turn_before_the_rounds_unless_its_trials_are_long(tmp_path):

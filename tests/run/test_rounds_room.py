@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import Counter
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,7 +13,7 @@ from run.scripted import Script, alone_in_rounds, family, measured, raising, run
 
 from lorabench.contract.family import REFERENCE, TWIN
 from lorabench.contract.memory_fit import Edge
-from lorabench.measure.seat import Ready
+from lorabench.measure.seat import Failed, Ready
 from lorabench.record.schema import ArmMemory
 from lorabench.run.process import Lost
 
@@ -97,6 +100,53 @@ def test_processes_wait_for_later_generations_only_where_there_is_room_for_them(
     assert there[0] == processes
     assert {len(found[name].rounds) for name in (REFERENCE, "eager", "flex_attention")} == {12}
     assert len(set(found["flex_attention"].seats)) == 4
+
+
+@pytest.mark.parametrize(("takes", "at_once"), [(60.0, 1), (20.0, 3)])
+def test_as_many_are_prepared_side_by_side_as_have_memory(takes, at_once, tmp_path):
+    """Of 90 GB a tenth is kept by arms and contexts. What flex_attention takes is a guess until one was prepared."""
+    memory = lambda name: ArmMemory(static=int(1e9), peak=int(1e9 * (1 + takes)))  # noqa: E731
+    script = Script(ready=lambda name: Ready(own_bytes=int(1e9), memory=memory(name)))
+    now, most, lock = Counter[str](), Counter[str](), threading.Lock()
+
+    def refuses(stack):
+        with lock:
+            now["all"] += 1
+            most["all"] = max(most["all"], now["all"])
+        time.sleep(0.1)
+        with lock:
+            now["all"] -= 1
+
+    script.refuses = refuses
+    found = alone_in_rounds(script, tmp_path, "eager", machine=CROWDED)
+    assert {record.status for record in found.values()} == {"ok"}
+    assert most["all"] == at_once
+
+
+def test_what_runs_out_of_memory_beside_other_preparations_is_prepared_once_more_beside_none(tmp_path):
+    """It needs 60 GB where eager needed 20, which was the guess."""
+
+    def ready(name):
+        return Ready(own_bytes=int(1e9), memory=ArmMemory(static=int(1e9), peak=int(21e9)))
+
+    script, there, lock, tried = Script(ready=ready), Counter[str](), threading.Lock(), Counter[str]()
+
+    def refuses(stack):
+        with lock:
+            there[stack.name] += 1
+            tried[stack.name] += 1
+        time.sleep(0.1)
+        with lock:
+            beside = there.total() - 1
+            there[stack.name] -= 1
+        full = stack.name == "flex_attention" and beside and tried[stack.name] < 5
+        return Failed("oom", "it ran out of memory") if full else None
+
+    script.refuses = refuses
+    found = alone_in_rounds(script, tmp_path, "eager", machine=CROWDED)
+    assert {record.status for record in found.values()} == {"ok"}
+    assert tried["flex_attention"] > 4 and len(set(found["flex_attention"].seats)) == 4
+    assert found["flex_attention"].rounds == found["eager"].rounds, "no block of its own"
 
 
 def test_out_of_memory_is_said_of_an_arm_that_was_alone(tmp_path):
