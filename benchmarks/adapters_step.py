@@ -6,8 +6,8 @@
 One adapter has all samples in one micro-batch, by `lora_kernels`; of n adapters each has an n-th of them in a joint
 step, by `fused_multi_lora`. --captured replays both as CUDA graphs. A sweep cannot hold these steps against each
 other, because its arms all train the same jobs; its gate says whether their numbers are right. Writes
-adapters_step.csv: the ratio with its 95 % interval (one adapter's step is 1), both medians in milliseconds, and the
-verdict on one adapter's step against n of them.
+adapters_step.csv: how many times one adapter's step a step takes, with its 95 % interval, the same of one adapter's
+step against itself, and both medians in milliseconds, from forward to update.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 import torch
 
-import lorabench
+from lorabench.contract.arm import Arm
 from lorabench.contract.kind import kind
 from lorabench.measure import trial
 from lorabench.measure.kind import request_of
 from lorabench.measure.machine import describe
 from lorabench.plan.compose import load_config, plan
-from lorabench.record.schema import TOTAL
+from lorabench.record.contrast import MIN_TRIALS, contrast
 
 SHARED = ["sdpa", "adamw_fused", "padding", "adapters_in_compute_dtype"]
 
@@ -45,23 +45,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if wrong := [n for n in options.adapters if n < 2 or options.samples % n]:
         parser.error(f"--adapters {wrong[0]}: expected at least 2 that divide the {options.samples} samples of a step")
-    one, rows = step(options, 1), []
+    if options.trials < MIN_TRIALS:
+        parser.error(f"--trials {options.trials}: expected at least {MIN_TRIALS}")
+    one, rows = built(options, 1), []
+    warm = trial.warm_up(one, 3)[-1].total_ms
     for adapters in options.adapters:
-        found = lorabench.measure(reference=one, candidate=step(options, adapters), trials=options.trials, warmup=2)
-        centre, low, high = (1 / ratio for ratio in found.speedup.speedup)
-        before, after = (statistics.median(ms[TOTAL]) for ms in (found.reference_ms, found.candidate_ms))
-        rows.append(
-            {"adapters": adapters, "times_one_adapter": centre, "low": high, "high": low, "one_ms": before,
-             "ms": after, "rounds": found.rounds, "noise_floor": found.noise_floor, "verdict": found.verdict}
-        )  # fmt: skip
-        print(f"{adapters} adapters: {centre:.3f} [{high:.3f}, {low:.3f}] of one adapter's step; {found}", flush=True)
+        several = built(options, adapters)
+        trial.warm_up(several, 3)
+        arms = {"one": one, "again": one, "several": several}
+        found = trial.run_rounds(arms, options.trials, seed=adapters, a_turn=trial.trials_a_turn(warm))
+        ms = {name: [sum(turn) for turn in zip(*own.ms.values(), strict=True)] for name, own in found.items()}
+        row = {"adapters": adapters, "rounds": options.trials}
+        for name, times in (("times_one_adapter", ms["several"]), ("same", ms["again"])):
+            between = contrast(times, ms["one"], paired=True)
+            assert between is not None  # there are as many rounds
+            row |= dict(zip((name, f"{name}_low", f"{name}_high"), between.speedup, strict=True))
+        rows.append(row | {"one_ms": statistics.median(ms["one"]), "ms": statistics.median(ms["several"])})
+        print(*(f"{name} {value:.4g}" for name, value in rows[-1].items()), sep=", ", flush=True)
         options.folder.mkdir(parents=True, exist_ok=True)
         pd.DataFrame(rows).to_csv(options.folder / "adapters_step.csv", index=False, float_format="%.5g")
-        gc.collect()  # that step's adapters, and a captured one's pool
+        del arms, several
+        gc.collect()  # its adapters, and a captured one's pool
 
 
-def step(options: argparse.Namespace, adapters: int) -> Callable[[], float]:
-    """One whole step, of that many adapters."""
+def built(options: argparse.Namespace, adapters: int) -> Arm:
+    """The arm of that many adapters."""
     samples = options.samples // adapters
     sizes = f"seq_len: {options.seq_len}, samples: {samples}, batch_size: {samples}"
     jobs = f"{{jobs_1: {{{sizes}, jobs: [{{name: job, copies: {adapters}}}]}}}}"
@@ -75,8 +83,7 @@ def step(options: argparse.Namespace, adapters: int) -> Callable[[], float]:
     machine = describe()
     cell = plan(config, machine.device).cells[0]
     dtype = getattr(torch, machine.dtype(config.dtype))
-    arm = kind(cell.kind).build(request_of(cell, "reference", dtype, torch.device(machine.device)))
-    return lambda: trial.run_trial(arm).loss
+    return kind(cell.kind).build(request_of(cell, "reference", dtype, torch.device(machine.device)))
 
 
 if __name__ == "__main__":

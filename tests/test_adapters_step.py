@@ -18,9 +18,10 @@ def test_every_number_of_adapters_is_held_against_one(script, tmp_path, capsys):
     script.main([str(tmp_path / "out"), *small, "--adapters", "2", "4"])
     found = pd.read_csv(tmp_path / "out" / "adapters_step.csv")
     assert list(found.adapters) == [2, 4] and (found.rounds == 6).all()
-    assert ((found.low <= found.times_one_adapter) & (found.times_one_adapter <= found.high)).all()
+    for name in ("times_one_adapter", "same"):
+        assert ((found[f"{name}_low"] <= found[name]) & (found[name] <= found[f"{name}_high"])).all()
     assert (found.times_one_adapter / (found.ms / found.one_ms)).between(0.5, 2).all()
-    assert "2 adapters: " in capsys.readouterr().out
+    assert "adapters 2, " in capsys.readouterr().out
 
 
 def test_adapters_that_do_not_divide_the_samples_are_one_line(script, tmp_path, capsys):

@@ -47,6 +47,7 @@ class Helped(Seat):
     """Two arms, of which one has a thread that computes when it is told to."""
 
     def __init__(self):
+        self.device = torch.device("cpu")
         self.guard, self.idle, self.turned, self.inside = fairness.Guard(alone=True), None, "", {}
         self.arms, self.host = {"own": None, "other": None}, {"own": [], "other": []}
         self.work, self.done = threading.Semaphore(0), threading.Semaphore(0)
