@@ -66,10 +66,10 @@ class Arm:
     def padded(self) -> int:
         return sum(b.padded for step in self.steps for b in step.batches)
 
-    def adapters(self, step: Step | None = None) -> list[tuple[str, nn.Parameter]]:
+    def adapters(self, step: Step | None = None) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of every trained tensor of a job (None: of the only one), by the names that PEFT gives to
         an adapter which is alone."""
-        return next(self.adapters_of([step or self.step]))
+        return iter(next(self.adapters_of([step or self.step])))
 
     def adapters_of(self, steps: Sequence[Step]) -> Iterator[list[tuple[str, nn.Parameter]]]:
         """`adapters` of each of these. A model of sixteen jobs has 7000 tensors, which are walked once."""

@@ -28,6 +28,7 @@ from lorabench.contract.parts import follow, gradients
 from lorabench.contract.ranks import local, whole
 from lorabench.contract.step import Step
 from lorabench.contract.workload import LEARNING_RATE
+from lorabench.measure.judging.copies import copies
 
 SKETCH = 64  # numbers kept of each tensor and trial: a linear sketch, whose distances are right to 1 / sqrt(64)
 BLOCK = 64 * SKETCH  # elements that are summed up on the device; few enough sums are left for the host
@@ -115,7 +116,7 @@ class Witness:
         self.arm, self.step, self.folder = arm, step, folder
         folder.mkdir(parents=True, exist_ok=True)
         self.params = dict(arm.adapters(step))  # a pipeline cuts its model later: the order is that of before
-        self.start = {n: local(p.detach()).cpu().clone() for n, p in self.params.items()}
+        self.start = dict(zip(self.params, copies([local(p) for p in self.params.values()], "cpu"), strict=True))
         self.ordered = sorted(self.params)
         self.testimony = Testimony(
             updates=step.updates, low_precision=any(p.element_size() < 4 for p in self.params.values())
@@ -153,14 +154,14 @@ class Witness:
         found = self.gradients(outs)
         self.testimony.loss, self.testimony.names = loss, list(found)
         self.testimony.before = self._save("before", found)
-        self.first_gradients = [None if g is None else g.detach().cpu().clone() for g in self._local_gradients()]
+        own = self._local_gradients()
+        there = iter(copies([g for g in own if g is not None], "cpu"))
+        self.first_gradients = [None if g is None else next(there) for g in own]
         self.state = KeptState(self.step.optimizer) if self.step.updates else None
 
     def at_start(self) -> None:
         """Back to the parameters of before the first trial."""
-        with torch.no_grad():
-            for name, param in self.params.items():
-                local(param).copy_(self.start[name])
+        Kept(params := [local(p.data) for p in self.params.values()], [*self.start.values()]).into(params)
         follow(self.step.innermost.parts)
 
     def glimpse(self, loss: float, outs: Sequence[Tensor], keep: bool) -> Glimpse:
@@ -253,7 +254,8 @@ class Witness:
 
     def _save(self, what: str, tensors: Mapping[str, Tensor]) -> Path:
         file = self.folder / f"{what}-{os.getpid()}-{uuid.uuid4().hex}.safetensors"
-        save_file({n: t.detach().float().cpu().contiguous() for n, t in tensors.items()}, file)
+        there = copies([t.detach().float() for t in tensors.values()], "cpu")
+        save_file({n: t.contiguous() for n, t in zip(tensors, there, strict=True)}, file)
         return file
 
 
@@ -262,10 +264,14 @@ class Kept:
     place: captured graphs read where they lie. A few kernels copy hundreds of tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        self.groups: dict[Any, list[tuple[int, Tensor]]] = {}
-        for n, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
+        members: dict[Any, list[int]] = {}
+        for n, tensor in enumerate(tensors):
             alike = (tensor.device, tensor.dtype, type(tensor) in (Tensor, nn.Parameter))
-            self.groups.setdefault(alike, []).append((n, _beside(tensor, value)))
+            members.setdefault(alike, []).append(n)
+        self.groups = {
+            alike: [*zip(own, _beside(alike[0], [values[n] for n in own]), strict=True)]
+            for alike, own in members.items()
+        }
 
     @torch.no_grad()
     def into(self, tensors: Sequence[Tensor]) -> None:
@@ -277,11 +283,11 @@ class Kept:
                 tensors[n].copy_(value)
 
 
-def _beside(tensor: Tensor, value: Tensor) -> Tensor:
+def _beside(device: torch.device, values: Sequence[Tensor]) -> Sequence[Tensor]:
     try:
-        return value.to(tensor.device)
+        return copies(values, device) if device.type != "cpu" else values
     except torch.OutOfMemoryError:
-        return value
+        return values
 
 
 class KeptState:
@@ -290,15 +296,15 @@ class KeptState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.numbers: list[tuple[dict[str, Any], str, Any]] = []
         self.tensors: list[tuple[dict[str, Any], str]] = []
-        self.values: list[Tensor] = []  # on the host, until they are first put back
         self.kept: Kept | None = None
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     self.tensors.append((state, key))
-                    self.values.append(local(value.detach()).cpu().clone())
                 else:
                     self.numbers.append((state, key, value))
+        # On the host, until they are first put back.
+        self.values = copies([local(state[key].detach()) for state, key in self.tensors], "cpu")
 
     def put_back(self) -> None:
         tensors = [local(state[key]) for state, key in self.tensors]
@@ -323,7 +329,7 @@ class Shadow:
     ) -> None:
         """`start`: parameters before the first trial; `first`: its gradients; `device`: where the copies are held."""
         self.names = list(start)
-        self.copies: list[Any] = [nn.Parameter(t.to(device, copy=True)) for t in start.values()]
+        self.copies: list[Any] = [nn.Parameter(t) for t in copies([*start.values()], device)]
         self.optimizer = torch.optim.AdamW(self.copies, lr=rate, foreach=True)
         self._step(first)
         self.state = KeptState(self.optimizer)
