@@ -54,7 +54,7 @@ class GradientKind(Kind):
 
     def clear(self, arm: Arm) -> None:
         arm.outs = None
-        numerics.clear(arm, arm.steps)
+        numerics.clear(arm, *arm.steps)
 
     def held(self, arm: Arm) -> dict[str, int]:
         return {**arm.parameter_bytes(), "optimizer": bytes_of([t for step in arm.steps for t in _states(step)])}

@@ -106,7 +106,7 @@ def _scales(gradients: dict[str, Tensor], gold: Outcome) -> dict[str, float]:
 
 def one_pass(arm: Arm, step: Step) -> tuple[float, dict[str, Tensor]]:
     """Forward and backward of a job: the loss, over all ranks, and what is compared, in float32."""
-    clear(arm, [step])
+    clear(arm, step)
     loss, others = 0.0, {}
     for batch in step.batches:
         part = step.forward(batch)
@@ -116,7 +116,7 @@ def one_pass(arm: Arm, step: Step) -> tuple[float, dict[str, Tensor]]:
     return arm.ranks.total(loss), arm.gradients(step) | others
 
 
-def clear(arm: Arm, steps: Sequence[Step]) -> None:
+def clear(arm: Arm, *steps: Step) -> None:
     """These steps begin without gradients. The harness drops them itself, so that no toggle is asked outside the clock.
     A step that keeps its gradients' buffers gets them full of NaN: what its backward does not write shows."""
     for step, params in zip(steps, arm.adapters_of(steps), strict=True):
