@@ -1,8 +1,8 @@
 """More than 64 columns of S: several adapters of one batch side by side, or one wide adapter.
 
-On an H200 eight adapters of rank 16 had wrong gradients of o's B while kernels took up to 128 columns. It was S's kernel
-where it copies x, too: tensor cores read a buffer that later rows were already copied into (compile_kernels.py looks
-for such buffers in every kernel). Sizes here are those of that model.
+On an H200 eight adapters of rank 16 had wrong gradients of o's B while kernels took up to 128 columns. It was S's
+kernel where it copies x, too: tensor cores read a buffer that later rows were already copied into (compile_kernels.py
+looks for such buffers in every kernel). Sizes here are those of that model.
 """
 
 from copy import deepcopy
