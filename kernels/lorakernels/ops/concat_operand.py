@@ -97,7 +97,7 @@ def _concat_operand_kernel(
         acc = tl.dot(x, a, acc, input_precision="ieee")
         if COPY:
             # Its use waits for the product. Triton gives an x that is stored, too, one buffer too few, and the rows of
-            # a later iteration would be copied into the one that tensor cores still read (compile_kernels.py).
+            # a later iteration would be copied into the one that tensor cores still read (triton-lang/triton#6691).
             acc = tl.where(row[:, None] < m, acc, 0.0)
     store_s(s_ptr + row[:, None] * s_row, scaled_ptr, scale_ptr, acc, row, m, p, STORE_SCALED_S, BM, R)
 
