@@ -133,6 +133,7 @@ def kernels(dtype: torch.dtype) -> None:
     columns = torch.tensor([0] * 3 + [1] * P, dtype=torch.int32, device=DEVICE)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns, new(M, 3 + P))
+    keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns, new(M, 3 + P), new(3 + P).float())
     items = []
     for n, r in ((N, 3), (K, 7)):
         buffer = new(n + r, K + r)

@@ -38,12 +38,26 @@ def test_each_row_keeps_its_own_columns(device, m, ranks, spare, both, dtype):
     assert torch.equal(scaled, keep_own_columns_reference(kept, rows, columns) if both else kept)
 
 
-def test_zeros_are_written_and_not_multiplied_with(device):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_scales_the_scaled_s_is_made_whatever_was_there(device, dtype):
+    rows, columns = tables(70, RANKS, 4, device)
+    s, scales = torch.randn(70, len(columns)).to(device, dtype), torch.rand(len(columns), device=device) + 0.5
+    scaled = torch.full_like(s, float("nan"))
+    wanted = keep_own_columns_reference(s, rows, columns)
+    keep_own_columns(s, rows, columns, scaled, scales)
+    assert torch.equal(s, wanted)
+    torch.testing.assert_close(scaled, (wanted * scales).to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_zeros_are_chosen_and_not_multiplied_with(device, scaled):
     rows, columns = tables(40, RANKS, 4, device)
     s = torch.full((40, len(columns)), float("nan"), device=device)
-    keep_own_columns(s, rows, columns)
+    more = (torch.empty_like(s), torch.ones(len(columns), device=device)) if scaled else ()
+    keep_own_columns(s, rows, columns, *more)
     own = rows[:, None] == columns[None, :]
-    assert s[own].isnan().all() and (s[~own] == 0).all() and (s[:, -4:] == 0).all()
+    for t in (s, *more[:1]):
+        assert t[own].isnan().all() and (t[~own] == 0).all() and (t[:, -4:] == 0).all()
 
 
 def test_more_rows_and_columns_than_a_program_has(device):

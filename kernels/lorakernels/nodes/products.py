@@ -55,10 +55,11 @@ def lora_input(
     if not projection.p:
         return
     if seeds is None:
-        columns = LoraColumns(op.a, projection.rank, scaled_s)
+        # Of several adapters' S what a row keeps is known later, and sS is made of that.
+        columns = LoraColumns(op.a, projection.rank, scaled_s if projection.slot is None else None)
         tiles = s_tiles(copied=False)
         _by_tile("S", tiles, projection.rank, x, op.a, lambda tile: s_into(x, columns, out, tile))
-        projection.keep_own_columns(out, scaled_s.out)
+        projection.keep_own_columns(out, scaled_s.out, scaled_s.scales)
         return
     _dropped_input(projection, x, op, seeds, out)
     scaled_s.write(out)

@@ -111,13 +111,15 @@ class Projection(OperandBuffer):
         if self.slot is not None and self.slot.jobs is not None:
             self.slot.jobs.of_input(x)
 
-    def keep_own_columns(self, s: torch.Tensor, scaled_s: torch.Tensor | None = None) -> None:
+    def keep_own_columns(
+        self, s: torch.Tensor, scaled_s: torch.Tensor | None = None, scales: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
         """Of an S or dS (M, p), and an sS (M, p) where given, each row keeps its own job's columns: nothing to do where
-        all rows have one adapter."""
+        all rows have one adapter. scales: (p,), with which sS is made of S here."""
         if self.slot is None:
             return
         job_of_row = self._jobs_of(s).job_of_row()
-        keep_own_columns(s, job_of_row, self._columns_jobs(s.device), scaled_s)
+        keep_own_columns(s, job_of_row, self._columns_jobs(s.device), scaled_s, scales)
 
     def _jobs_of(self, x: torch.Tensor) -> JobRows:
         """The jobs of the rows of x (M, …), on its device."""
