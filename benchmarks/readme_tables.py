@@ -470,7 +470,7 @@ SUITES: dict[str, Sequence[str]] = {
     **{f"several_gpus_fsdp2_{one}": GPUS for one in ("layers_kept", "four_layers_kept")},
     **{f"several_gpus_zero{one}": GPUS for one in ("", "2", "3", "_one_rank")},
     **dict.fromkeys(("lorafusion_over_mlora", "mlora", "mlora_strategies", "mlora_ways"), JOBS),
-    **{f"multi_lora_{one}": JOBS for one in ("16_one_adapter", "16_slots", "16_slots_captured", "captured")},
+    **{f"multi_lora_{one}": JOBS for one in ("16_one_adapter", "16_slots", "16_slots_captured", "captured_ours")},
     **dict.fromkeys(("multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_70b_setting", "_kernels")},
     **{f"lorafusion_pipeline_{one}": JOBS for one in ("ours", "short_rows", "three", "two_adapters", "one_adapter")},
