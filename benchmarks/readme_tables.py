@@ -26,9 +26,7 @@ from lorabench.report import cells
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.answers import fastest
 from lorabench.report.attribution_tables import (
-    SHAPLEY,
     AnyTable,
-    attribution_tables,
     claimed_of,
     increment,
     increment_is_clear,
@@ -45,7 +43,7 @@ from lorabench.report.claims import (
     measured,
 )
 from lorabench.report.groups import Group
-from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
+from lorabench.report.ladder_summary import ladders
 from lorabench.report.shown import show
 from lorabench.report.tables import md, md_table
 from lorabench.report.words import interval, number, ratio
@@ -53,6 +51,7 @@ from lorabench.report.words import interval, number, ratio
 sys.path.insert(0, str(Path(__file__).parent))
 import bubble_tables
 import claim_words
+import ladder_tables
 import markers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -462,23 +461,23 @@ READ = (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND)
 JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING)  # of suites that train several
 # What the page of a suite's toggles shows of it, beside the toggle and the verdict.
 SUITES: dict[str, Sequence[str]] = {
-    "attention": (cells.TIME, cells.WHOLE, cells.BOUND),
+    **dict.fromkeys(("attention", "attention_packed"), (cells.TIME, cells.WHOLE, cells.BOUND)),
     **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "packing", "packing_1_7b"), STEPS),
     **dict.fromkeys(("guide_135m", "guide_loss", "h100/guide_loss", "guide_memory", "guide_time"), STEPS),
     **dict.fromkeys(("guide_weights", "h100/guide_weights"), STEPS),
     **dict.fromkeys(("scaling", "scaling_four", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
-    "several_gpus_fsdp2_layers_kept": GPUS,
+    **{f"several_gpus_fsdp2_{one}": GPUS for one in ("layers_kept", "four_layers_kept")},
     **{f"several_gpus_zero{one}": GPUS for one in ("", "2", "3", "_one_rank")},
-    **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
+    **dict.fromkeys(("lorafusion_over_mlora", "mlora", "mlora_strategies", "mlora_ways"), JOBS),
+    **{f"multi_lora_{one}": JOBS for one in ("16_one_adapter", "16_slots", "16_slots_captured", "captured_ours")},
+    **dict.fromkeys(("multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_70b_setting", "_kernels")},
     **{f"lorafusion_pipeline_{one}": JOBS for one in ("ours", "short_rows", "three", "two_adapters", "one_adapter")},
     **dict.fromkeys(("lorafusion_jobs", "lorafusion_jobs_cnn", "lorafusion_jobs_large"), JOBS),
-    **dict.fromkeys(("lorafusion_over_mlora", "multi_lora_16_one_adapter", "multi_lora_16_slots"), JOBS),
-    "multi_lora_captured": JOBS,
     **{f"long_context_{one}": STEPS for one in ("8k", "8k_peers", "8k_unsloth", "32k", "64k", "128k")},
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
-    **dict.fromkeys(("prequantized_loading", "h100/prequantized_loading"), READ),
+    **dict.fromkeys(("prequantized_loading", "prequantized_loading_one_thread"), READ),
     **{f"peers_rounds_8b{one}": STEPS for one in ("", "_8192", "_512")},
     "text_metrics": (cells.TIME, cells.WHOLE),
 }
@@ -508,15 +507,17 @@ def _not_measured(name: str) -> str:
 
 # -- Predibase's ladder -----------------------------------------------------------------------------------------------
 
-LADDER = "predibase_ladder"  # the suite, and the folders that hold it
+LADDER = "predibase_ladder"  # the suite
+LADDERS = tuple(f"{LADDER}_{one}" for one in ("glue", "drop", "viggo", "gsm8k"))  # the folders that hold it
+FACTORIAL = "predibase_factorial"  # the suite of its steps without an order, and its folder
 
 
-def of_ladder(make: Callable[[Analysis], str]) -> Callable[[Results], str]:
-    """What is made of the ladder's folder; without one the sentence that says so."""
+def of_ladder(make: Callable[[Sequence[Analysis]], str], *names: str, suite: str = LADDER) -> Callable[[Results], str]:
+    """What is made of those of the folders that are there; without any the sentence that says so."""
 
     def made(results: Results) -> str:
-        analysis = results.folders.get(f"h200/{LADDER}")
-        return (make(analysis) if analysis is not None else "") or _not_measured(LADDER)
+        found = [own for name in names or LADDERS if (own := results.folders.get(f"h200/{name}"))]
+        return (make(found) if found else "") or _not_measured(suite)
 
     return made
 
@@ -526,15 +527,8 @@ def _markdown(table: AnyTable) -> str:
     return md_table(list(map(md, headings)), [list(map(md, row)) for row in rows]) if rows else ""
 
 
-def _split(analysis: Analysis) -> str:
-    """Shapley values, a table a model @ workload."""
-    found = [
-        f"{md(group.title)}: {md(table[0])}\n\n{_markdown(table)}"
-        for group in analysis.groups
-        for table in attribution_tables(group.records, analysis)
-        if table[0].startswith(SHAPLEY)
-    ]
-    return "\n\n".join(found)
+def _split(found: Sequence[Analysis]) -> str:
+    return "\n\n".join(f"{md(caption)}\n\n{_markdown(table)}" for caption, table in ladder_tables.split(found))
 
 
 def machines(results: Results) -> str:
@@ -562,10 +556,10 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "stacks": stacks,
     "toggles alone": toggles_alone,
     "every claim": every_claim,
-    "ladder, start to end": of_ladder(lambda analysis: _markdown(start_to_end(analysis))),
-    "ladder, steps": of_ladder(lambda analysis: _markdown(steps_table(analysis))),
-    "ladder, split": of_ladder(_split),
-    "ladder, today": of_ladder(lambda analysis: "\n".join(f"- {said}" for said in conclusions(analysis))),
+    "ladder, start to end": of_ladder(lambda found: _markdown(ladder_tables.ends(found))),
+    "ladder, steps": of_ladder(lambda found: _markdown(ladder_tables.steps(found))),
+    "ladder, split": of_ladder(_split, FACTORIAL, suite=FACTORIAL),
+    "ladder, today": of_ladder(lambda found: "\n".join(f"- {said}" for said in ladder_tables.today(found))),
     "two machines": machines,
     **{name: of_bubbles(*shown) for name, shown in bubble_tables.SHOWN.items()},
     "pipeline bubbles": lambda results: md_table(*bubble_tables.of_sleepers(results.place)),

@@ -185,7 +185,7 @@ def log_axis(ax: Axes, values: Sequence[float]) -> None:
     kept: list[float] = []
     inside = [t for t in TICKS if low / margin <= t <= high * margin]
     for tick in sorted(inside, key=lambda t: (t != 1, t not in (0.5, 2, 5, 10), t)):
-        if all(abs(math.log(tick / k)) > span / 14 for k in kept):
+        if all(abs(math.log(tick / k)) > span * max(1 / 14, len(f"{tick:g}{k:g}") / 91) for k in kept):
             kept.append(tick)
     ax.set(xscale="log", xlim=(low / margin, high * margin))
     ax.xaxis.set_major_locator(FixedLocator(sorted(kept)))

@@ -200,11 +200,13 @@ def test_the_page_is_filled_from_records_and_says_where_there_are_none(record, s
             for own, s in ((["a"], 1.5), (["b"], 2.0), (["a", "b"], 3.0))
         ]
         made = tmp_path / "some"
-        folder(made / "h200/predibase_ladder", [*predibase(record), *factorial], [session()])
-        folder(made / "cpu/predibase_ladder", list(predibase(record)), [session(device="cpu", name="a CPU")])
+        folder(made / "h200/predibase_ladder_gsm8k", list(predibase(record)), [session()])
+        folder(made / "h200/predibase_ladder_viggo", list(predibase(record, "one_by_one_viggo")), [session()])
+        folder(made / "h200/predibase_factorial", factorial, [session()])
+        folder(made / "cpu/predibase_ladder_gsm8k", list(predibase(record)), [session(device="cpu", name="a CPU")])
         filled = script.filled(page, script.Results(made))
     assert "*Not measured yet*" not in filled
-    assert "- `packing` gains on 1 of 1 workloads (×2" in filled
+    assert "- `packing` gains on 2 of 2 workloads (×2" in filled
     assert "| GSM8K (7473 samples) |" in filled and "| packing | 2.0" in filled
     assert "peak GiB saved" in filled and "| NVIDIA H200, ms | CPU, ms |" in filled
 
