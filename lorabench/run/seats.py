@@ -331,7 +331,8 @@ class Seats:
         """The same seat in a new process, without who spoilt the old one. The rounds of the others stay."""
         names = [name for name in seat.names if self.entries[name].ok]
         self._close(seat, judged=False)
-        self._all_give_back()
+        if not self.side_by_side:  # there others are being asked, and have nothing cached
+            self._all_give_back()
         fresh = seat.again = self._open(seat.alone)
         lost = self._opened(fresh)
         for name in names:
