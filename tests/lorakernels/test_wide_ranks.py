@@ -35,15 +35,18 @@ def wide(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("turned", [False, True], ids=["of rows", "of columns"])  # A, and sB in the backward
 @pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("tile", ["fused", "fused_small"])
-def test_s_of_128_columns(tile, copied, wide):
-    x, a = on_gpu(ROWS, COLUMNS), on_gpu(RANK, COLUMNS + RANK)[:, :COLUMNS]
+@pytest.mark.parametrize("tile", ["fused", "fused_wide", "fused_small"])
+@pytest.mark.parametrize("rank", [16, 64, RANK])
+def test_s_of_many_columns(rank, tile, copied, turned, wide):
+    x, a = on_gpu(ROWS, COLUMNS), on_gpu(rank, COLUMNS + rank)[:, :COLUMNS]
+    a = a.t().contiguous().t() if turned else a
     wanted = concat_operand_reference(x, a)
     for _ in range(10):  # a race need not show at once
-        out = poisoned(ROWS, COLUMNS + RANK, dtype=x.dtype, device="cuda")
-        scaled = ScaledS(poisoned(ROWS, RANK, dtype=x.dtype, device="cuda"), torch.full((RANK,), 2.0, device="cuda"))
-        columns = LoraColumns(a, RANK, scaled)
+        out = poisoned(ROWS, COLUMNS + rank, dtype=x.dtype, device="cuda")
+        scaled = ScaledS(poisoned(ROWS, rank, dtype=x.dtype, device="cuda"), torch.full((rank,), 2.0, device="cuda"))
+        columns = LoraColumns(a, rank, scaled)
         if copied:
             concat_operand_into(x, columns, out, tile)
         else:
