@@ -304,9 +304,10 @@ class Seats:
 
     def _need(self, entry: Entry) -> float:
         """Bytes of the device that an arm's preparation is taken to need: what it took in another process; else what
-        the middle one of the candidates that sit did, or the reference; all there are where nobody sits."""
-        there = [entry] if entry.ready else self._ready()
-        candidates = [e for e in there if not e.stack.is_reference] or there
+        the middle one of the candidates that sit did, or the reference; all there are where nobody sits. A limit's step
+        is no candidate's."""
+        there, like = [entry] if entry.ready else self._ready(), self.family.reference.kind
+        candidates = [e for e in there if not e.stack.is_reference and e.stack.kind == like] or there
         needs = [_above(e.ready) + e.ready.own_bytes for e in candidates if e.ready]
         return statistics.median(needs) if needs else math.inf
 
