@@ -308,7 +308,7 @@ class Seats:
         is no candidate's."""
         there, like = [entry] if entry.ready else self._ready(), self.family.reference.kind
         candidates = [e for e in there if not e.stack.is_reference and e.stack.kind == like] or there
-        needs = [_above(e.ready) + e.ready.own_bytes for e in candidates if e.ready]
+        needs = [_step_bytes(e) + e.ready.own_bytes for e in candidates if e.ready]
         return statistics.median(needs) if needs else math.inf
 
     def _find_edge(self, seat: Seated, entry: Entry) -> bool:
@@ -480,21 +480,18 @@ class Seats:
         reference, with at least so many processes."""
         ready = self._ready()
         like = sum(e.ready.own_bytes for e in ready if e.name == REFERENCE and e.ready)
-        others = max(len(self.seats), processes) - 1  # each has a context, be it that it imports a package
-        return self._bytes([ready]) + more * like + others * CONTEXT <= self._room
-
-    def _bytes(self, seats: Sequence[Sequence[Entry]]) -> float:
-        """Bytes on the device with these arms in these seats: what each holds, of each seat the largest peak beside."""
-        found = [[e.ready for e in seat if e.ready and e.ready.memory] for seat in seats]
-        peaks = sum(max((_above(r) for r in seat), default=0) for seat in found)
-        return _kept([r for seat in found for r in seat]) + peaks + CONTEXT * len(seats)
+        largest = max(map(_step_bytes, ready), default=0)
+        return largest + more * like + max(0, processes - len(self.seats)) * CONTEXT <= self._left
 
     @property
     def _left(self) -> float:
-        """Bytes of the device beside what all processes keep between two turns."""
+        """Bytes of the device beside what all processes keep between two turns. Each has a context, be it that it
+        imports a package."""
         seats = list(self.seats)  # which others that are prepared may change
-        ready = [self.entries[name].ready for seat in seats for name in list(seat.names)]
-        return self._room - _kept([r for r in ready if r and r.memory]) - CONTEXT * len(seats)
+        sits = [self.entries[name].ready for seat in seats for name in list(seat.names)]
+        ready = [one for one in sits if one and one.memory]
+        kept = sum(one.own_bytes for one in ready) + max((one.base_bytes for one in ready), default=0)
+        return self._room - kept - CONTEXT * len(seats)
 
     @property
     def _room(self) -> float:
@@ -575,16 +572,7 @@ def said_by(failed: Failed, answers: Sequence[Any]) -> tuple[str, int | None]:
     return f"rank {rank}: {failed.reason}", rank
 
 
-def _kept(ready: Sequence[Ready]) -> int:
-    """Bytes that these keep between two turns, with the base that they share."""
-    return sum(r.own_bytes for r in ready) + max((r.base_bytes for r in ready), default=0)
-
-
 def _step_bytes(entry: Entry) -> int:
-    return _above(entry.ready) if entry.ready else 0
-
-
-def _above(ready: Ready) -> int:
     """Bytes that an arm's step takes of the device above what it holds between two, unusable pieces included."""
-    memory = ready.memory
+    memory = entry.ready.memory if entry.ready else None
     return max(0, max(memory.peak or 0, memory.reserved or 0) - (memory.static or 0)) if memory else 0
