@@ -28,12 +28,20 @@ work() {
 if [ "${3:-}" ]; then work "$3"; exit; fi
 mkdir -p "$folder/log" "$folder/taken"
 count=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU); count=$((count > 0 ? count : 1)); n=${GPUS_EACH:-1}; each=$((n < count ? n : count))
-cores=$(($(nproc) * each / count)); cores=$((cores > 0 ? cores : 1))
+# Two threads of one core stand beside each other here, so that no two workers share a core.
+read -ra threads <<< "$(python3 -c '
+import os, pathlib
+def core(thread):
+    file = pathlib.Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
+    return int(file.read_text().replace("-", ",").split(",")[0]) if file.exists() else thread
+print(*sorted(os.sched_getaffinity(0), key=lambda thread: (core(thread), thread)))')"
+[[ ${threads[*]} =~ ^[0-9\ ]+$ ]] || read -ra threads <<< "$(seq -s ' ' 0 $(($(nproc) - 1)))"
+cores=$((${#threads[@]} * each / count)); cores=$((cores > 0 ? cores : 1))
 IFS=, read -ra gpus <<< "${GPUS:-$(seq -s, 0 $((count - 1)))}"
 for ((w = 0; w + each <= ${#gpus[@]}; w += each)); do
   own=("${gpus[@]:w:each}"); worker=$((own[0] / each))
   if ! mkdir "$folder/taken/worker$worker.of" 2> /dev/null; then echo "$folder has worker $worker already: waiting for it"; continue; fi
-  CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${own[*]}") setsid taskset -c $((worker * cores))-$((worker * cores + cores - 1)) \
+  CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${own[*]}") setsid taskset -c "$(IFS=,; echo "${threads[*]:worker * cores:cores}")" \
     bash "$0" "$jobs" "$folder" "$worker" > "$folder/log/worker$worker.txt" 2>&1 < /dev/null &
 done
 wait

@@ -46,6 +46,26 @@ def test_four_gpus_are_two_workers_of_two_gpus_each(tmp_path):
 
 
 @pytest.mark.skipif(not all(map(shutil.which, NEEDS)), reason=f"needs {', '.join(NEEDS)}")
+@pytest.mark.parametrize(
+    ("known", "cores"), [("0 4 1 5 2 6 3 7", {"0,4,1,5", "2,6,3,7"}), ("no such file", {"0,1,2,3", "4,5,6,7"})]
+)
+def test_no_two_workers_share_a_core(tmp_path, known, cores):
+    """`known`: the threads of this process, those of one core beside each other."""
+    stubs = {
+        "nvidia-smi": "echo 'GPU 0\nGPU 1'", "nproc": "echo 8", "python3": f"echo {known}",
+        "taskset": f'echo "$2" >> {tmp_path}/asked; shift 2; exec "$@"',
+    }  # fmt: skip
+    for name, says in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "jobs.txt").write_text("any 20 true\n")
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(SCRIPT), str(tmp_path / "jobs.txt"), str(tmp_path / "results")]
+    subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert set((tmp_path / "asked").read_text().split()) == cores
+
+
+@pytest.mark.skipif(not all(map(shutil.which, NEEDS)), reason=f"needs {', '.join(NEEDS)}")
 @pytest.mark.parametrize(("mib", "ran"), [(143771, {"large_141gb", "any"}), (81559, {"small_80gb", "any"})])
 def test_a_job_for_gpus_of_another_memory_is_passed_over(tmp_path, mib, ran):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncase $* in *memory*) echo {mib};; *) echo 'GPU 0';; esac\n")
