@@ -31,7 +31,7 @@ failed=0
 finished() { local pid; for pid in "${pids[@]}"; do wait "$pid" || failed=$((failed + 1)); done; pids=(); }
 finished
 # What is judged by its times has the GPU for itself.
-part i -v tests/zoo tests/measure/test_base.py tests/measure/test_memory.py tests/measure/test_seat.py tests/measure/test_energy.py tests/measure/test_edge.py tests/measure/test_fairness.py tests/measure/test_roofline.py tests/test_api.py
+part i -v tests/zoo tests/measure/test_base.py tests/measure/test_copies.py tests/measure/test_memory.py tests/measure/test_seat.py tests/measure/test_energy.py tests/measure/test_edge.py tests/measure/test_fairness.py tests/measure/test_roofline.py tests/test_api.py
 finished
 grep -hE "passed|failed|^FAILED|^ERROR" "$out"/*.log
 exit "$failed"
