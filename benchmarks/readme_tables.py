@@ -26,7 +26,9 @@ from lorabench.report import cells
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.answers import fastest
 from lorabench.report.attribution_tables import (
+    SHAPLEY,
     AnyTable,
+    attribution_tables,
     claimed_of,
     increment,
     increment_is_clear,
@@ -43,7 +45,7 @@ from lorabench.report.claims import (
     measured,
 )
 from lorabench.report.groups import Group
-from lorabench.report.ladder_summary import ladders
+from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
 from lorabench.report.shown import show
 from lorabench.report.tables import md, md_table
 from lorabench.report.words import interval, number, ratio
@@ -51,7 +53,6 @@ from lorabench.report.words import interval, number, ratio
 sys.path.insert(0, str(Path(__file__).parent))
 import bubble_tables
 import claim_words
-import ladder_tables
 import markers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -512,12 +513,12 @@ LADDERS = tuple(f"{LADDER}_{one}" for one in ("glue", "drop", "viggo", "gsm8k"))
 FACTORIAL = "predibase_factorial"  # the suite of its steps without an order, and its folder
 
 
-def of_ladder(make: Callable[[Sequence[Analysis]], str], *names: str, suite: str = LADDER) -> Callable[[Results], str]:
+def of_ladder(make: Callable[..., str], *names: str, suite: str = LADDER) -> Callable[[Results], str]:
     """What is made of those of the folders that are there; without any the sentence that says so."""
 
     def made(results: Results) -> str:
         found = [own for name in names or LADDERS if (own := results.folders.get(f"h200/{name}"))]
-        return (make(found) if found else "") or _not_measured(suite)
+        return (make(*found) if found else "") or _not_measured(suite)
 
     return made
 
@@ -527,8 +528,16 @@ def _markdown(table: AnyTable) -> str:
     return md_table(list(map(md, headings)), [list(map(md, row)) for row in rows]) if rows else ""
 
 
-def _split(found: Sequence[Analysis]) -> str:
-    return "\n\n".join(f"{md(caption)}\n\n{_markdown(table)}" for caption, table in ladder_tables.split(found))
+def _split(*analyses: Analysis) -> str:
+    """Shapley values, a table a model @ workload."""
+    found = [
+        f"{md(group.title)}: {md(table[0])}\n\n{_markdown(table)}"
+        for analysis in analyses
+        for group in analysis.groups
+        for table in attribution_tables(group.records, analysis)
+        if table[0].startswith(SHAPLEY)
+    ]
+    return "\n\n".join(found)
 
 
 def machines(results: Results) -> str:
@@ -556,10 +565,10 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "stacks": stacks,
     "toggles alone": toggles_alone,
     "every claim": every_claim,
-    "ladder, start to end": of_ladder(lambda found: _markdown(ladder_tables.ends(found))),
-    "ladder, steps": of_ladder(lambda found: _markdown(ladder_tables.steps(found))),
+    "ladder, start to end": of_ladder(lambda *found: _markdown(start_to_end(*found))),
+    "ladder, steps": of_ladder(lambda *found: _markdown(steps_table(*found))),
     "ladder, split": of_ladder(_split, FACTORIAL, suite=FACTORIAL),
-    "ladder, today": of_ladder(lambda found: "\n".join(f"- {said}" for said in ladder_tables.today(found))),
+    "ladder, today": of_ladder(lambda *found: "\n".join(f"- {said}" for said in conclusions(*found))),
     "two machines": machines,
     **{name: of_bubbles(*shown) for name, shown in bubble_tables.SHOWN.items()},
     "pipeline bubbles": lambda results: md_table(*bubble_tables.of_sleepers(results.place)),
