@@ -184,6 +184,7 @@ def log_axis(ax: Axes, values: Sequence[float]) -> None:
     span = math.log(high / low)
     kept: list[float] = []
     inside = [t for t in TICKS if low / margin <= t <= high * margin]
+    # Neighbours are a fourteenth of the axis apart, and two of more than six digits and points together farther.
     for tick in sorted(inside, key=lambda t: (t != 1, t not in (0.5, 2, 5, 10), t)):
         if all(abs(math.log(tick / k)) > span * max(1 / 14, len(f"{tick:g}{k:g}") / 91) for k in kept):
             kept.append(tick)

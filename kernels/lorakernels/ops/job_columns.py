@@ -61,6 +61,7 @@ def keep_own_columns(
     fits = job_of_row.shape == (m,) and job_of_column.shape == (p,)
     check(fits, "S and its rows' and columns' jobs do not fit", s=s, rows=job_of_row, columns=job_of_column)
     check(scaled_s is None or scaled_s.shape == s.shape, "S and sS do not fit", s=s, scaled_s=scaled_s)
+    check(scales is None or scales.shape == (p,), "S and its scales do not fit", s=s, scales=scales)
     both = [s] if scaled_s is None else [s, scaled_s]
     if not use_triton(*both) or any(t.stride(-1) != 1 for t in both) or len({t.dtype for t in both}) > 1:
         foreign = job_of_row[:, None] != job_of_column[None, :]

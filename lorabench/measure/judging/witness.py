@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import uuid
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from lorabench.contract.parts import follow, gradients
 from lorabench.contract.ranks import local, whole
 from lorabench.contract.step import Step
 from lorabench.contract.workload import LEARNING_RATE
-from lorabench.measure.judging.copies import copies
+from lorabench.measure.judging.copies import copies, packs
 
 SKETCH = 64  # numbers kept of each tensor and trial: a linear sketch, whose distances are right to 1 / sqrt(64)
 BLOCK = 64 * SKETCH  # elements that are summed up on the device; few enough sums are left for the host
@@ -376,26 +375,19 @@ def sketch(tensors: Mapping[str, Tensor | None]) -> np.ndarray:
     SKETCH), zeros of None. A linear map that keeps lengths and angles in expectation (Charikar, Chen, Farach-Colton
     2002). A tensor's row depends on nothing but the tensor, its name and its size.
     """
-    made = np.zeros((len(tensors), SKETCH), np.float32)
-    groups: dict[Any, list[tuple[int, str, Tensor]]] = {}  # by device and dtype, about AT_ONCE in each
-    elements: Counter[Any] = Counter()
-    for row, (name, tensor) in enumerate(tensors.items()):
-        if tensor is not None and tensor.numel():
-            alike = tensor.device, tensor.dtype
-            part = elements[alike] // AT_ONCE[tensor.device.type]
-            groups.setdefault((alike, part), []).append((row, name, tensor.detach().reshape(-1)))
-            elements[alike] += tensor.numel()
-    for members in groups.values():
-        starts = np.cumsum([0, *(-(-flat.numel() // BLOCK) for *_, flat in members[:-1])])
-        made[[row for row, *_ in members]] = np.add.reduceat(_sums(members), starts, axis=0)
+    made, names = np.zeros((len(tensors), SKETCH), np.float32), list(tensors)
+    flats = {n: t.detach().reshape(-1) for n, t in enumerate(tensors.values()) if t is not None and t.numel()}
+    for pack in packs(flats, AT_ONCE):
+        starts = np.cumsum([0, *(-(-flats[n].numel() // BLOCK) for n in pack[:-1])])
+        made[pack] = np.add.reduceat(_sums([(names[n], flats[n]) for n in pack]), starts, axis=0)
     return made
 
 
-def _sums(members: Sequence[tuple[int, str, Tensor]]) -> np.ndarray:
+def _sums(members: Sequence[tuple[str, Tensor]]) -> np.ndarray:
     """Of each BLOCK of elements SKETCH signed sums; each tensor begins a block of its own."""
-    nothing = members[0][2].new_zeros(BLOCK)
+    nothing = members[0][1].new_zeros(BLOCK)
     flats, signs = [], []
-    for _, name, flat in members:
+    for name, flat in members:
         short = -flat.numel() % BLOCK
         flats += [flat, nothing[:short]]
         signs += [_signs(name, flat), _drawn[flat.device][:short]]
