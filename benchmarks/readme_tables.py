@@ -470,12 +470,11 @@ SUITES: dict[str, Sequence[str]] = {
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
     **{f"several_gpus_fsdp2_{one}": GPUS for one in ("layers_kept", "four_layers_kept")},
     **{f"several_gpus_zero{one}": GPUS for one in ("", "2", "3", "_one_rank")},
-    **dict.fromkeys(("lorafusion_over_mlora", "mlora", "mlora_strategies", "mlora_ways"), JOBS),
+    **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"multi_lora_{one}": JOBS for one in ("16_one_adapter", "16_slots", "16_slots_captured", "captured_ours")},
-    **dict.fromkeys(("multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_70b_setting", "_kernels")},
     **{f"lorafusion_pipeline_{one}": JOBS for one in ("ours", "short_rows", "three", "two_adapters", "one_adapter")},
-    **dict.fromkeys(("lorafusion_jobs", "lorafusion_jobs_cnn", "lorafusion_jobs_large"), JOBS),
+    **dict.fromkeys(("lorafusion_jobs", "lorafusion_jobs_cnn", "lorafusion_jobs_large", "lorafusion_over_mlora"), JOBS),
     **{f"long_context_{one}": STEPS for one in ("8k", "8k_peers", "8k_unsloth", "32k", "64k", "128k")},
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     **dict.fromkeys(("prequantized_loading", "prequantized_loading_one_thread"), READ),
@@ -530,14 +529,13 @@ def _markdown(table: AnyTable) -> str:
 
 def _split(*analyses: Analysis) -> str:
     """Shapley values, a table a model @ workload."""
-    found = [
+    return "\n\n".join(
         f"{md(group.title)}: {md(table[0])}\n\n{_markdown(table)}"
         for analysis in analyses
         for group in analysis.groups
         for table in attribution_tables(group.records, analysis)
         if table[0].startswith(SHAPLEY)
-    ]
-    return "\n\n".join(found)
+    )
 
 
 def machines(results: Results) -> str:
