@@ -509,15 +509,14 @@ def _not_measured(name: str) -> str:
 
 LADDER = "predibase_ladder"  # the suite
 LADDERS = tuple(f"{LADDER}_{one}" for one in ("glue", "drop", "viggo", "gsm8k"))  # the folders that hold it
-FACTORIAL = "predibase_factorial"  # the suite of its steps without an order, and its folder
 
 
-def of_ladder(make: Callable[..., str], *names: str, suite: str = LADDER) -> Callable[[Results], str]:
-    """What is made of those of the folders that are there; without any the sentence that says so."""
+def of_ladder(make: Callable[..., str], other: str = "") -> Callable[[Results], str]:
+    """What is made of those of the ladder's folders, or of the `other` suite's, that are there; else that none is."""
 
     def made(results: Results) -> str:
-        found = [own for name in names or LADDERS if (own := results.folders.get(f"h200/{name}"))]
-        return (make(*found) if found else "") or _not_measured(suite)
+        found = [own for name in ([other] if other else LADDERS) if (own := results.folders.get(f"h200/{name}"))]
+        return (make(*found) if found else "") or _not_measured(other or LADDER)
 
     return made
 
@@ -565,7 +564,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "every claim": every_claim,
     "ladder, start to end": of_ladder(lambda *found: _markdown(start_to_end(*found))),
     "ladder, steps": of_ladder(lambda *found: _markdown(steps_table(*found))),
-    "ladder, split": of_ladder(_split, FACTORIAL, suite=FACTORIAL),
+    "ladder, split": of_ladder(_split, "predibase_factorial"),
     "ladder, today": of_ladder(lambda *found: "\n".join(f"- {said}" for said in conclusions(*found))),
     "two machines": machines,
     **{name: of_bubbles(*shown) for name, shown in bubble_tables.SHOWN.items()},
