@@ -22,6 +22,7 @@ from typing import Any
 from lorabench.contract.hooks import described
 from lorabench.contract.machine import Machine
 from lorabench.contract.ranks import switch_multicast_off
+from lorabench.measure.fairness import Disturbed, Untrusted
 from lorabench.measure.seat import Failed, Made, Seating
 from lorabench.run import worker
 from lorabench.run.messages import Garbled, Inbox
@@ -205,7 +206,7 @@ class Desk:
 
     def turn(self, name: str, numbers: Sequence[int], on: bool, each: bool, ranks: int) -> list[list[Made]] | Any:
         """What each rank made of a turn, where it is what was told trial by trial, in a time in which that can have
-        happened. Raises Doubtful; returns what is no turn (a failure) as it is. Raises Lost."""
+        happened. Raises Untrusted; returns what is no turn (a failure) as it is. Raises Lost."""
         for rank in self.ranks[:ranks]:
             rank.trial_ms, rank.elapsed = [], 0.0
         answers = self.ask("turn", name, list(numbers), on, each, ranks=ranks)
@@ -214,7 +215,7 @@ class Desk:
                 try:
                     _check_believable(name, rank, answer, len(numbers))
                 except (AttributeError, TypeError, ValueError) as error:
-                    raise Doubtful(f"the answer to a turn of {name} is none: {described(error)}") from None
+                    raise Untrusted(f"the answer to a turn of {name} is none: {described(error)}") from None
         return answers
 
     def close(self) -> None:
@@ -255,10 +256,6 @@ class Desk:
         if len(self.ranks) == 1:
             return Lost(status, reason, None, tail(rank.log))
         return Lost(status, f"rank {rank.number}: {reason}", rank.number, tail(rank.log))
-
-
-class Doubtful(Exception):
-    """An answer that cannot be believed; the text says why."""
 
 
 @dataclass
@@ -328,11 +325,13 @@ class _Rank:
 def _check_believable(name: str, rank: _Rank, made: Sequence[Made], trials: int) -> None:
     given = [one.trial.total_ms for one in made]
     if len(rank.trial_ms) != trials or len(given) != trials:
-        raise Doubtful(f"the answer came after {len(rank.trial_ms)} of {trials} trials of {name}, and has {len(given)}")
+        raise Untrusted(
+            f"the answer came after {len(rank.trial_ms)} of {trials} trials of {name}, and has {len(given)}"
+        )
     if any(abs(ours - theirs) > 1e-6 * ours for ours, theirs in zip(rank.trial_ms, given, strict=True)):
-        raise Doubtful(f"the answer's times of {name} are not those that were told trial by trial")
+        raise Untrusted(f"the answer's times of {name} are not those that were told trial by trial")
     if rank.elapsed > 2 * sum(given) / 1000 + SLACK_S * trials + ONCE_S:
-        raise Doubtful(
+        raise Disturbed(
             f"{trials} trials of {name} took {rank.elapsed:.3g} s by the runner's clock; the answer says "
             f"{sum(given) / 1000:.3g} s"
         )

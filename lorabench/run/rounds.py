@@ -36,7 +36,7 @@ from lorabench.run.entries import (
     Taking,
 )
 from lorabench.run.journal import Turn
-from lorabench.run.process import Doubtful, Lost
+from lorabench.run.process import Lost
 from lorabench.run.ranks import slowest, spread_of
 from lorabench.run.seats import Generations, Seats, said_by, verdict_s
 
@@ -300,7 +300,8 @@ class Rounds(Seats):
         """What a seat answers that is no failure. Raises Left."""
         try:
             answers = ask()
-        except Doubtful as doubt:
+        except fairness.Untrusted as doubt:
+            entry.disturbed = isinstance(doubt, fairness.Disturbed)
             self._gone(seat, entry, "untrusted", str(doubt), spoilt=True)
             raise Left from None
         except Lost as lost:

@@ -16,7 +16,7 @@ from helpers import MACHINE, cells
 from run.scripted import Script, family, turns
 
 from lorabench.contract.family import REFERENCE, Stack, families
-from lorabench.measure.fairness import check_clock
+from lorabench.measure.fairness import Disturbed, Untrusted, check_clock
 from lorabench.measure.judging.depth_noise import DepthNoise
 from lorabench.measure.judging.witness import Observed, Testimony
 from lorabench.measure.kind import JobCounts
@@ -25,7 +25,7 @@ from lorabench.measure.trial import Trial
 from lorabench.record.pairs import pairs
 from lorabench.record.schema import Numerics
 from lorabench.run.messages import Garbled
-from lorabench.run.process import Desk, Doubtful, Lost, _Rank
+from lorabench.run.process import Desk, Lost, _Rank
 from lorabench.run.progress import TOLD
 from lorabench.run.rounds import _held_together
 from lorabench.run.runner import Runner
@@ -72,6 +72,17 @@ def test_a_disturbed_arm_is_measured_once_more_with_the_reference(tmp_path, when
     assert found["eager"].status == status and found["adamw"].status == "ok"
     again = [rest for seat, what, *rest in script.heard if what == "prepare" and seat == 2]
     assert again == [[REFERENCE], ["eager"]] and script.opened == 2
+
+
+@pytest.mark.parametrize(("when", "status"), [([30], "ok"), ([30, 31], "untrusted")])
+def test_an_answer_that_came_late_counts_as_disturbed_and_ends_its_seat(tmp_path, when, status):
+    """A busy machine let an answer wait for 0.15 s, and continuous integration failed (2026-11-28)."""
+    script = Script(fails={("turn", "eager"): at(when, Disturbed("it came late"))})
+    found = measured(script, tmp_path)
+    assert found["eager"].status == status and found["adamw"].status == "ok"
+    prepared = [(seat, *rest) for seat, what, *rest in script.heard if what == "prepare"]
+    assert (3, REFERENCE) in prepared and (3, "eager") in prepared and (3, "adamw") not in prepared
+    assert not found["adamw"].reason and len(found["adamw"].rounds) == 12
 
 
 def test_what_is_held_against_a_disturbed_arm_comes_again_with_it(tmp_path):
@@ -265,7 +276,7 @@ def made(ms: Any) -> list[Made]:
         ([30.0], 0.03, made(1.0), "not those that were told trial by trial"),
         ([], 0.0, made(30.0), "after 0 of 1 trials"),
         ([30.0, 30.0], 0.06, made(30.0), "after 2 of 1 trials"),
-        ([1.0], 5.0, made(1.0), "by the runner's clock"),
+        ([1.0], 5.0, made(1.0), Disturbed),
         ([30.0], 0.03, made("30"), "is none"),
         ([30.0], 0.03, 30.0, "is none"),
         ([30.0], 0.03, ["much"], "is none"),
@@ -281,7 +292,8 @@ def test_a_turn_is_believed_where_it_is_what_was_told_of_it(told, elapsed, answe
     if says is None:
         assert desk.turn("eager", [1], False, True, 1) == [answer]
         return
-    with pytest.raises(Doubtful, match=says):
+    kind, words = (says, "by the runner's clock") if says is Disturbed else (Untrusted, says)
+    with pytest.raises(kind, match=words):
         desk.turn("eager", [1], False, True, 1)
 
 
