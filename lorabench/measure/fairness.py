@@ -34,6 +34,7 @@ OUTSIDE_SHARE, OUTSIDE_MS = 1.25, 2.0
 # For so long the device may work behind the last mark (asking it takes some hundredths); in that share of the trials it
 # may be longer, because the host was interrupted between two questions.
 LATE_SHARE, LATE_MS, LATE_TRIALS = 0.02, 0.1, 0.25
+UNSEEN_S = 0.1  # that the runner's clock may see of all turns beyond what their answers can explain
 TICKS_S = 0.02  # what the kernel counts of a process comes in ticks of 10 ms
 BUSY = 0.05  # share of the trials' time that another thread or a child may compute
 COMPILE_WORKER = "/torch/_inductor/compile_worker/"  # in the command line of Inductor's pool and of what it forks
@@ -347,9 +348,14 @@ def check_busy(beside: Mapping[str, float], seconds: float) -> None:
             raise Untrusted(f"{name} computed for {used:.2g} s of the trials' {seconds:.2g} s beside the arms")
 
 
-def check_clock(name: str, trials: Sequence[Trial]) -> None:
+def check_clock(name: str, trials: Sequence[Trial], unseen_s: float = 0.0) -> None:
     """Raises Disturbed where work went on after the device's clock was read, or before it began. The last mark is made
-    after the host's last call, so the device's clock sees at least what the host's does."""
+    after the host's last call, so the device's clock sees at least what the host's does. `unseen_s`: that the runner's
+    clock saw of all turns beyond what they can have taken. Of all together: a busy machine delays one or another."""
+    if unseen_s > UNSEEN_S:
+        raise Disturbed(
+            f"the turns of {name} took {unseen_s:.3g} s longer by the runner's clock than its own can explain"
+        )
     for number, done in enumerate(trials, start=1):
         wall = 1000 * (done.ended - done.began)
         if wall > OUTSIDE_SHARE * done.total_ms + OUTSIDE_MS:

@@ -70,6 +70,7 @@ class Entry:
     turns: list[Turn] = field(default_factory=list)
     stopped_after: int | None = None  # rounds, where the time was up before the last one
     trials: list[Trial] = field(default_factory=list)  # those that count
+    unseen_s: float = 0.0  # that all its turns took longer than its answers can explain: below zero of an honest arm
     slowest_rank: list[int] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)
     ended: Ended | None = None

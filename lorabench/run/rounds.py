@@ -290,7 +290,9 @@ class Rounds(Seats):
     def _tried(self, seat: Seated, entry: Entry, number: int, on: bool) -> list[Any]:
         """One timed trial, as each rank made it. Raises Left."""
         each, ranks = self.trials_a_turn > 1, entry.stack.ranks
-        return self._answered(seat, entry, lambda: seat.desk.turn(entry.name, [number], on, each, ranks))
+        answers = self._answered(seat, entry, lambda: seat.desk.turn(entry.name, [number], on, each, ranks))
+        entry.unseen_s += seat.desk.unseen_s
+        return answers
 
     def _asked(self, seat: Seated, entry: Entry, what: str, *arguments: Any) -> list[Any]:
         """Raises Left."""
@@ -301,7 +303,6 @@ class Rounds(Seats):
         try:
             answers = ask()
         except fairness.Untrusted as doubt:
-            entry.disturbed = isinstance(doubt, fairness.Disturbed)
             self._gone(seat, entry, "untrusted", str(doubt), spoilt=True)
             raise Left from None
         except Lost as lost:
@@ -473,7 +474,7 @@ class Rounds(Seats):
         if not entry.ok or not entry.trials or entry.stack.is_reference:
             return
         try:
-            fairness.check_clock(entry.name, entry.trials)
+            fairness.check_clock(entry.name, entry.trials, entry.unseen_s)
         except fairness.Disturbed as error:
             entry.leave("untrusted", str(error))
             entry.disturbed = True

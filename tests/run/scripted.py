@@ -47,6 +47,7 @@ class Script:
         self.observed: dict[str, Any] = {}
         self.phases: tuple[str, ...] = PHASES
         self.phase_ms: dict[tuple[str, str], float] = {}
+        self.unseen_s: dict[str, Callable[[], float]] = {}
         self.bytes: dict[str, float] = {}
         self.grows: set[str] = set()  # arms whose first trial of a turn takes memory of the device
         self.heard: list[tuple[Any, ...]] = []
@@ -65,6 +66,7 @@ class Seat:
     """A seat as the runner asks it."""
 
     ranks: tuple[Any, ...] = ()
+    unseen_s = -0.05
 
     def __init__(self, script: Script, number: int) -> None:
         self.script, self.number, self.held = script, number, dict[str, float]()
@@ -103,6 +105,7 @@ class Seat:
     def turn(self, name: str, numbers: list[int], on: bool, each: bool, ranks: int) -> list[Any]:
         script = self.script
         script.heard.append((self.number, "turn", name, tuple(numbers)))
+        self.unseen_s = script.unseen_s.get(name, lambda: Seat.unseen_s)()
         if found := script.fails.get(("turn", name), lambda: None)():
             return [found]
         made = []

@@ -16,7 +16,7 @@ from helpers import MACHINE, cells
 from run.scripted import Script, family, turns
 
 from lorabench.contract.family import REFERENCE, Stack, families
-from lorabench.measure.fairness import Disturbed, Untrusted, check_clock
+from lorabench.measure.fairness import Untrusted, check_clock
 from lorabench.measure.judging.depth_noise import DepthNoise
 from lorabench.measure.judging.witness import Observed, Testimony
 from lorabench.measure.kind import JobCounts
@@ -74,15 +74,15 @@ def test_a_disturbed_arm_is_measured_once_more_with_the_reference(tmp_path, when
     assert again == [[REFERENCE], ["eager"]] and script.opened == 2
 
 
-@pytest.mark.parametrize(("when", "status"), [([30], "ok"), ([30, 31], "untrusted")])
-def test_an_answer_that_came_late_counts_as_disturbed_and_ends_its_seat(tmp_path, when, status):
+@pytest.mark.parametrize(("late", "status"), [([3, 9], "ok"), (range(999), "untrusted")], ids=["two", "all"])
+def test_turns_that_took_longer_than_their_answers_say_are_counted_together(tmp_path, late, status):
     """A busy machine let an answer wait for 0.15 s, and continuous integration failed (2026-11-28)."""
-    script = Script(fails={("turn", "eager"): at(when, Disturbed("it came late"))})
+    script, turns = Script(), iter(range(999))
+    script.unseen_s["eager"] = lambda: 0.15 if next(turns) in late else -0.05
     found = measured(script, tmp_path)
     assert found["eager"].status == status and found["adamw"].status == "ok"
-    prepared = [(seat, *rest) for seat, what, *rest in script.heard if what == "prepare"]
-    assert (3, REFERENCE) in prepared and (3, "eager") in prepared and (3, "adamw") not in prepared
-    assert not found["adamw"].reason and len(found["adamw"].rounds) == 12
+    assert status == "ok" or "longer by the runner's clock" in str(found["eager"].reason)
+    assert script.opened == (1 if status == "ok" else 2)  # it is said when it is so a second time
 
 
 def test_what_is_held_against_a_disturbed_arm_comes_again_with_it(tmp_path):
@@ -273,10 +273,10 @@ def made(ms: Any) -> list[Made]:
     ("told", "elapsed", "answer", "says"),
     [
         ([30.0], 0.03, made(30.0), None),
+        ([1.0], 5.0, made(1.0), None),
         ([30.0], 0.03, made(1.0), "not those that were told trial by trial"),
         ([], 0.0, made(30.0), "after 0 of 1 trials"),
         ([30.0, 30.0], 0.06, made(30.0), "after 2 of 1 trials"),
-        ([1.0], 5.0, made(1.0), Disturbed),
         ([30.0], 0.03, made("30"), "is none"),
         ([30.0], 0.03, 30.0, "is none"),
         ([30.0], 0.03, ["much"], "is none"),
@@ -291,9 +291,9 @@ def test_a_turn_is_believed_where_it_is_what_was_told_of_it(told, elapsed, answe
     desk = Alone([rank([], 0.0)], 9.0, None, print)
     if says is None:
         assert desk.turn("eager", [1], False, True, 1) == [answer]
+        assert desk.unseen_s == pytest.approx(elapsed - 2 * told[0] / 1000 - 0.05)
         return
-    kind, words = (says, "by the runner's clock") if says is Disturbed else (Untrusted, says)
-    with pytest.raises(kind, match=words):
+    with pytest.raises(Untrusted, match=says):
         desk.turn("eager", [1], False, True, 1)
 
 
