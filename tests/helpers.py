@@ -225,6 +225,7 @@ class SeatHere:
     """The runner's side of a seat in this process."""
 
     ranks = ()
+    unseen_s = 0.0
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
