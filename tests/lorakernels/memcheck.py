@@ -19,7 +19,7 @@ import torch
 from kernel_checks import quantized
 from lorakernels import tune
 from lorakernels.nodes import fp8
-from lorakernels.ops import multi_lora, multi_product, quantized_glu
+from lorakernels.ops import multi_lora, multi_product, own_columns, quantized_glu
 from lorakernels.ops.adapter import Loader, load_adapter, raised_b
 from lorakernels.ops.concat_operand import LoraColumns, ScaledS, concat_operand_into, s_into
 from lorakernels.ops.dropout import add_product_into, draw_seed, dropout_into, product_into
@@ -130,6 +130,13 @@ def kernels(dtype: torch.dtype) -> None:
         if multi_product.takes(x, w, P, [8], out):
             for seeds in (None, torch.arange(2, device=DEVICE)) if not of_b else (None,):
                 multi_product.multi_product(x, w, s, [table], rows, tile, of_b=of_b, seeds=seeds, residual=out, out=out)
+    lying = multi_lora.AdapterTable([a._replace(column=3 * i) for i, a in enumerate(adapters)])
+    for tile in own_columns.TILES:
+        s, scaled_s = new(M, 3 + P), ScaledS(new(M, 3 + P), new(3 + P).float())
+        own_columns.own_s(new(M, K), lying, rows, s, scaled_s, slice(0, 3 + P), tile)
+        db = new(N, 3 + P).float()
+        own_columns.own_ds_and_db(new(M, N), lying, rows, s, scaled_s.out, db, slice(0, 3 + P), tile)
+    multi_lora.add_a_gradients(new(M, K), new(M, 3 + P), lying, rows, new(3 + P, K).float())
     columns = torch.tensor([0] * 3 + [1] * P, dtype=torch.int32, device=DEVICE)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns, new(M, 3 + P))

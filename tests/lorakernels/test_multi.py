@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_checks import exhaustive
 from lorakernels import tune
-from lorakernels.nodes import multi_linear, operand, projection, tail
+from lorakernels.nodes import multi_linear, operand, own_rows, projection, tail
 from lorakernels.ops import multi_product
 from lorakernels.ops.job_rows import JobRows
 from lorakernels.runtime import INTERPRET
@@ -310,6 +310,43 @@ def test_a_step_of_many_adapters_by_a_tail(fused, dropout, monkeypatch):
             found.append(losses_and_gradients(ours, jobs, ids, said))
     products = 2 * 2 * 4 - 1 if fused else 2 * 2 * 7 - 3  # of two layers, forward and dX but into the embeddings
     assert calls == ["tail"] * products
+    (wanted, theirs), (losses, own) = found
+    torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
+    assert own.keys() == theirs.keys() and own
+    for n, gradient in theirs.items():
+        torch.testing.assert_close(own[n], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("third", [False, True], ids=["alike", "of several numbers of columns"])
+def test_a_step_of_many_adapters_by_their_own_columns(third, monkeypatch):
+    """S, dS, dA and dB in the form in which a row makes its own adapter's columns: as in the form that is first. Some
+    jobs have no rows. On a CPU its torch path runs, which nothing but this test takes."""
+    ranks = {f"adapter{i}": 1 + 5 * i % 8 for i in range(16)} | ({"third": 1} if third else {})
+    said, calls, found = [0, 5, 5, 9, 1, 2, 3, 4, 6, 7, 8, 10, 11, 15, 15], [], []
+    ids = batch(len(said), 5)["input_ids"]
+
+    def counted(function):
+        def call(*given):
+            calls.append(function.__name__)
+            return function(*given)
+
+        return call
+
+    for name in ("own_s", "own_ds_and_db", "add_a_gradients"):
+        monkeypatch.setattr(own_rows, name, counted(getattr(own_rows, name)))
+    if not INTERPRET:
+        monkeypatch.setattr(own_rows, "takes", lambda *_: True)
+    for form in ("no such", "own"):
+        torch.manual_seed(3)
+        ours = model(ranks=ranks)
+        jobs = lorakernels.apply_multi(ours, fused=True)
+        calls.clear()
+        with tune.forced(form):
+            found.append(losses_and_gradients(ours, jobs, ids, said))
+    linears = 2 * 7
+    of_s = 2 if INTERPRET else linears  # there the form is tried behind those that make S with its input
+    with_db = linears - (2 * 3 if third else 0)  # q, k and v have several numbers of columns where one has a third
+    assert [calls.count(n) for n in ("own_s", "own_ds_and_db", "add_a_gradients")] == [of_s, with_db, linears]
     (wanted, theirs), (losses, own) = found
     torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
     assert own.keys() == theirs.keys() and own

@@ -24,6 +24,7 @@ from ..tuning.worth_trying import a_gradient_tiles
 from .member import Member
 from .operand import Operand
 from .output_grad import OutputGradient, SavedForward
+from .own_rows import da_forms
 from .projection import Projection
 
 BiasGradients = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -49,7 +50,8 @@ def parameter_gradients(
     members, seeds = projection.members, saved.seeds
     wanted = da_all is None and seeds is None
     if wanted and any(n and m.a is not None for n, m in zip(needed[::4], members, strict=True)):
-        da_all = _a_gradients(projection, gradient.ds_of_a[:, : projection.rank], source, saved.accumulator)
+        ds = gradient.ds_of_a[:, : projection.rank]
+        da_all = _a_gradients(projection, ds, source, saved.accumulator, op=saved.op)
     back = None if saved.raised is None else saved.raised.back[:, None]
     if da_all is not None and back is not None:
         da_all.mul_(back[: projection.rank])
@@ -112,9 +114,10 @@ def _by_slot(db: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> list[tor
 
 def _a_gradients(
     projection: Projection, ds: torch.Tensor, source: SavedInput | None, accumulator: GradAccumulator | None,
-    seed: torch.Tensor | None = None, dropout: float = 0.0,
+    seed: torch.Tensor | None = None, dropout: float = 0.0, op: Operand | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """dA (r, K) of dS (M, r) and the input, with dropout where a seed is given, in A's dtype or in float32."""
+    """dA (r, K) of dS (M, r) and the input, with dropout where a seed is given, in A's dtype or in float32. op: given
+    where dS is that of all members."""
     assert source is not None, "a projection with an adapter has saved its input"
     dtype = next(m.a.dtype for m in projection.members if m.a is not None)
     rank, factors = ds.shape[1], source.factors
@@ -125,6 +128,8 @@ def _a_gradients(
         one_read = {t: partial(a_gradient, ds, source.h, factors, t, seed, dropout, accumulator) for t in tiles}
         forms = one_read | forms
     key = (tune.bucket(ds.shape[0]), projection.k, rank, ds.dtype, factors is not None, seed is not None)
+    if op is not None and (own := da_forms(projection, ds, op, source, accumulator)):
+        forms, key = forms | own, (*key, "own")
     return forms[tune.pick("a gradient", key, forms, ds.device)]()
 
 

@@ -30,6 +30,7 @@ from ..tuning import tune
 from ..tuning.worth_trying import ds_and_db_tiles
 from .fp8 import TransposedWeight
 from .operand import Operand
+from .own_rows import ds_forms
 from .projection import Projection
 from .tail import tail_forms
 
@@ -132,14 +133,41 @@ def _write_ds(
     if not projection.p:
         return None, None
     if saved.raised is None:
-        db = _make_ds(projection, dy, ds, saved)
-        projection.keep_own_columns(ds)
-        return db, None
+        return _make_own_ds(projection, dy, ds, saved), None
     raised = torch.empty(ds.shape, dtype=ds.dtype, device=ds.device)
     db = _make_ds(projection, dy, raised, saved)
     projection.keep_own_columns(raised)
     torch.mul(raised, saved.raised.back, out=ds)
     return db, raised
+
+
+def _make_own_ds(
+    projection: Projection, dy: torch.Tensor, ds: torch.Tensor, saved: SavedForward
+) -> torch.Tensor | None:
+    """`_make_ds`, with zeros in the columns that are not a row's own."""
+
+    def of_all() -> torch.Tensor | None:
+        db = _make_ds(projection, dy, ds, saved)
+        projection.keep_own_columns(ds)
+        return db
+
+    def of_all_with_b() -> None:  # what the form costs when dB's own products come later
+        if of_all() is None:
+            _b_by_library(projection, dy, saved)
+
+    own = {}
+    if saved.side_stream is None:
+        own = ds_forms(projection, dy, saved.op, ds, saved.scaled_s, saved.accumulator)
+    if not own:
+        return of_all()
+    key = (tune.bucket(dy.shape[0]), projection.n, *projection.ranks, dy.dtype)
+    form = tune.pick("dS of several adapters", key, {"all": of_all_with_b, **own}, dy.device)
+    return own[form]() if form in own else of_all()
+
+
+def _b_by_library(projection: Projection, dy: torch.Tensor, saved: SavedForward) -> list[torch.Tensor]:
+    at = zip(projection.linear_rows, projection.linear_columns, strict=True)
+    return [mm_in(dy[:, r].t(), saved.scaled_s[:, c], torch.float32) for r, c in at]
 
 
 def _make_ds(projection: Projection, dy: torch.Tensor, ds: torch.Tensor, saved: SavedForward) -> torch.Tensor | None:
@@ -164,8 +192,7 @@ def _make_ds(projection: Projection, dy: torch.Tensor, ds: torch.Tensor, saved: 
 
     def library_with_b() -> list[torch.Tensor]:  # what the library's dS costs when dB's own products come later
         library()
-        at = zip(projection.linear_rows, projection.linear_columns, strict=True)
-        return [mm_in(dy[:, r].t(), scaled_s[:, c], torch.float32) for r, c in at]
+        return _b_by_library(projection, dy, saved)
 
     key = (tune.bucket(dy.shape[0]), projection.n, projection.p, len(widths), dy.dtype)
     form = tune.pick("dS and dB", key, one_read | {"plain": library_with_b}, dy.device)

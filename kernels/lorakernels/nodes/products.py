@@ -26,6 +26,7 @@ from ..runtime import tensor_cores
 from ..tuning import tune
 from ..tuning.worth_trying import dropped_s_tiles, s_tiles
 from .operand import Operand
+from .own_rows import s_forms
 from .projection import Projection
 from .tail import tail_forms
 
@@ -55,14 +56,23 @@ def lora_input(
     if not projection.p:
         return
     if seeds is None:
-        # Of several adapters' S what a row keeps is known later, and sS is made of that.
-        columns = LoraColumns(op.a, projection.rank, scaled_s if projection.slot is None else None)
-        tiles = s_tiles(copied=False)
-        _by_tile("S", tiles, projection.rank, x, op.a, lambda tile: s_into(x, columns, out, tile))
-        projection.keep_own_columns(out, scaled_s.out, scaled_s.scales)
+        forms = s_forms(projection, x, op, out, scaled_s)
+        if not forms:
+            return _of_all_columns(projection, x, op, out, scaled_s)
+        forms = {"all": partial(_of_all_columns, projection, x, op, out, scaled_s)} | forms
+        key = (tune.bucket(x.shape[0]), projection.k, *projection.ranks, x.dtype)
+        forms[tune.pick("S of several adapters", key, forms, x.device)]()
         return
     _dropped_input(projection, x, op, seeds, out)
     scaled_s.write(out)
+
+
+def _of_all_columns(projection: Projection, x: torch.Tensor, op: Operand, out: torch.Tensor, scaled_s: ScaledS) -> None:
+    # Of several adapters' S what a row keeps is known later, and sS is made of that.
+    columns = LoraColumns(op.a, projection.rank, scaled_s if projection.slot is None else None)
+    tiles = s_tiles(copied=False)
+    _by_tile("S", tiles, projection.rank, x, op.a, lambda tile: s_into(x, columns, out, tile))
+    projection.keep_own_columns(out, scaled_s.out, scaled_s.scales)
 
 
 def _dropped_input(
