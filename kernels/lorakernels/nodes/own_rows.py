@@ -76,10 +76,10 @@ def _tried(projection: Projection, wide: torch.Tensor, op: Operand) -> bool:
     not where tables of the adapters' places would be made anew on each forward."""
     if projection.slot is None or projection.rank <= MAX_FUSED_RANK or deterministic():
         return False
-    if op.full is None or op.full is not projection.buffer:
+    if op.full is None or op.full is not projection.buffer or not takes(op.full, wide):
         return False
-    slots = list(projection.slots(wide, op, None))
-    return len(slots) == len(projection.linears) and all(takes(own.table, wide) for own in slots)
+    served = {j for m, j in zip(projection.members, projection.linear_of, strict=True) if m.a is not None}
+    return len(served) == len(projection.linears)
 
 
 def _by_linear(

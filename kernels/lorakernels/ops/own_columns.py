@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from ..runtime import check, kernel, rank_tile, stages_of, tl
+from ..runtime import check, kernel, rank_tile, stages_of, tensor_cores, tl
 from .adapter import TL
 from .concat_operand import ScaledS
 from .job_rows import JobRows
@@ -70,9 +70,9 @@ def _own_columns_kernel(
                 tl.store(scaled_rows + c[None, :], tl.zeros((BM, CLEARED), dtype), mask=other)
 
 
-def takes(table: AdapterTable, wide: torch.Tensor) -> bool:
-    """Whether the kernel takes X or dY (M, …) with these adapters."""
-    return table.sample.dtype == wide.dtype and table.takes(wide)
+def takes(adapters: torch.Tensor, wide: torch.Tensor) -> bool:
+    """Whether the kernel takes X or dY (M, …) with adapters that lie in this tensor, of any shape."""
+    return adapters.dtype == wide.dtype and tensor_cores(wide, adapters)
 
 
 def own_s(
@@ -119,7 +119,7 @@ def _fit(
     lie = all(columns.start <= a.column and a.column + len(a.a) <= columns.stop <= out.shape[1] for a in there)
     check(lie, f"an adapter does not lie in the columns {columns.start} to {columns.stop}", s=out)
     alike = all(t.dtype == wide.dtype and t.stride(1) == 1 for t in (out, scaled_s))
-    return alike and takes(table, wide)
+    return alike and table.alike and takes(table.sample, wide)
 
 
 def _launch(
