@@ -8,45 +8,45 @@ import torch
 from lorakernels.ops.concat_operand import ScaledS
 from lorakernels.ops.job_columns import keep_own_columns
 from lorakernels.ops.job_rows import JobRows
-from lorakernels.ops.multi_lora import Adapter, AdapterTable, add_a_gradients
-from lorakernels.ops.own_columns import TILES, own_ds_and_db, own_s
+from lorakernels.ops.own_columns import A_TILES, TILES, LinearColumns, OwnColumns, own_a_gradients, own_ds_and_db, own_s
 
 LINEARS = 3
 
 
-@pytest.mark.parametrize("form", [*TILES, "all"])
+@pytest.mark.parametrize("form", [*dict.fromkeys([*TILES, *A_TILES]), "all"])
 @pytest.mark.parametrize("jobs", [4, 16])
 @pytest.mark.parametrize("product", ["s", "ds and db", "da"])
 def test_own_columns(product, form, jobs, time, tensor, shapes):
+    if form not in ("all", *(A_TILES if product == "da" else TILES)):
+        pytest.skip("no tile of this product")
     m, k, r = shapes["tokens"], shapes["hidden"], shapes["rank"]
     q, p = jobs * r, LINEARS * jobs * r
-    x, dy, operand, sb = tensor(m, k), tensor(m, LINEARS * k), tensor(p, k), tensor(LINEARS * k, p)
+    x, dy, a, sb = tensor(m, k), tensor(m, LINEARS * k), tensor(p, k), tensor(LINEARS * k, p)
     s, scaled_s = tensor(m, p), ScaledS(tensor(m, p), torch.full((p,), 2.0, device=x.device))
     counts = [m // jobs] * (jobs - 1) + [m - m // jobs * (jobs - 1)]
     rows, parts = JobRows(enumerate(counts), x.device), []
     for i in range(LINEARS):
-        columns, own = slice(i * q, (i + 1) * q), slice(i * k, (i + 1) * k)
-        places = [(operand[c : c + r], sb[own, c : c + r], c) for c in range(columns.start, columns.stop, r)]
-        parts.append((columns, own, AdapterTable([Adapter(a, b, 1.0, 0.0, c) for a, b, c in places])))
+        of_jobs = [(column, r) for column in range(i * q, (i + 1) * q, r)]
+        parts.append(LinearColumns(slice(i * q, (i + 1) * q), slice(i * k, (i + 1) * k), of_jobs))
+    own = OwnColumns(parts, x.device)
     db, da = (torch.zeros(*shape, device=x.device) for shape in ((LINEARS * k, q), (p, k)))
     job_of_column = (torch.arange(p, device=x.device) // r % jobs).int()
 
     def ours():
-        for columns, own, table in parts:
-            if product == "s":
-                own_s(x, table, rows, s, scaled_s, columns, form)
-            elif product == "da":
-                add_a_gradients(x, s, table, rows, da)
-            else:
-                own_ds_and_db(dy[:, own], table, rows, s, scaled_s.out, db[own], columns, form)
+        if product == "s":
+            own_s(x, a, own, rows, s, scaled_s, form)
+        elif product == "da":
+            own_a_gradients(x, s, own, rows, da, form)
+        else:
+            own_ds_and_db(dy, sb, own, rows, s, scaled_s.out, db, form)
 
     def of_all():
         if product == "da":
             return s.t() @ x
-        torch.mm(*((x, operand.t()) if product == "s" else (dy, sb)), out=s)
+        torch.mm(*((x, a.t()) if product == "s" else (dy, sb)), out=s)
         if product == "s":
             return keep_own_columns(s, rows.job_of_row(), job_of_column, scaled_s.out, scaled_s.scales)
         keep_own_columns(s, rows.job_of_row(), job_of_column)
-        return [dy[:, own].t() @ scaled_s.out[:, columns] for columns, own, _ in parts]
+        return [dy[:, part.rows].t() @ scaled_s.out[:, part.columns] for part in parts]
 
     time(of_all if form == "all" else ours)

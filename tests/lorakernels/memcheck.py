@@ -130,13 +130,13 @@ def kernels(dtype: torch.dtype) -> None:
         if multi_product.takes(x, w, P, [8], out):
             for seeds in (None, torch.arange(2, device=DEVICE)) if not of_b else (None,):
                 multi_product.multi_product(x, w, s, [table], rows, tile, of_b=of_b, seeds=seeds, residual=out, out=out)
-    lying = multi_lora.AdapterTable([a._replace(column=3 * i) for i, a in enumerate(adapters)])
+    linears = [own_columns.LinearColumns(slice(0, 3 + P), slice(0, N), [(0, 3), (3, P)])]
+    own, s, scaled_s = own_columns.OwnColumns(linears, DEVICE), new(M, 3 + P), new(M, 3 + P)
     for tile in own_columns.TILES:
-        s, scaled_s = new(M, 3 + P), ScaledS(new(M, 3 + P), new(3 + P).float())
-        own_columns.own_s(new(M, K), lying, rows, s, scaled_s, slice(0, 3 + P), tile)
-        db = new(N, 3 + P).float()
-        own_columns.own_ds_and_db(new(M, N), lying, rows, s, scaled_s.out, db, slice(0, 3 + P), tile)
-    multi_lora.add_a_gradients(new(M, K), new(M, 3 + P), lying, rows, new(3 + P, K).float())
+        own_columns.own_s(new(M, K), new(3 + P, K), own, rows, s, ScaledS(scaled_s, new(3 + P).float()), tile)
+        own_columns.own_ds_and_db(new(M, N), new(N, 3 + P), own, rows, s, scaled_s, new(N, 3 + P).float(), tile)
+    for tile in own_columns.A_TILES:
+        own_columns.own_a_gradients(new(M, K), s, own, rows, new(3 + P, K).float(), tile)
     columns = torch.tensor([0] * 3 + [1] * P, dtype=torch.int32, device=DEVICE)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns, new(M, 3 + P))

@@ -332,7 +332,7 @@ def test_a_step_of_many_adapters_by_their_own_columns(third, monkeypatch):
 
         return call
 
-    for name in ("own_s", "own_ds_and_db", "add_a_gradients"):
+    for name in ("own_s", "own_ds_and_db", "own_a_gradients"):
         monkeypatch.setattr(own_rows, name, counted(getattr(own_rows, name)))
     if not INTERPRET:
         monkeypatch.setattr(own_rows, "takes", lambda *_: True)
@@ -343,10 +343,10 @@ def test_a_step_of_many_adapters_by_their_own_columns(third, monkeypatch):
         calls.clear()
         with tune.forced(form):
             found.append(losses_and_gradients(ours, jobs, ids, said))
-    linears = 2 * 7
-    of_s = 2 if INTERPRET else linears  # there the form is tried behind those that make S with its input
-    with_db = linears - (2 * 3 if third else 0)  # q, k and v have several numbers of columns where one has a third
-    assert [calls.count(n) for n in ("own_s", "own_ds_and_db", "add_a_gradients")] == [of_s, with_db, linears]
+    projections = 2 * 4  # of two layers: q, k and v together, o, gate and up, down
+    of_s = 2 if INTERPRET else projections  # there the form is tried behind those that make S with its input
+    with_db = projections - (2 if third else 0)  # q, k and v have several numbers of columns where one has a third
+    assert [calls.count(n) for n in ("own_s", "own_ds_and_db", "own_a_gradients")] == [of_s, with_db, projections]
     (wanted, theirs), (losses, own) = found
     torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
     assert own.keys() == theirs.keys() and own

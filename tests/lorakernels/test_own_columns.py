@@ -1,117 +1,153 @@
-"""Each row's own columns of S and dS, sS beside them, dB and dA: any runs, ranks and places, against float32."""
+"""Each row's own columns of S and dS, sS beside them, dB and dA: any runs, ranks and linears, against float32."""
 
 import pytest
 import torch
 from kernel_checks import DTYPES, assert_close, exhaustive, strided
+from lorakernels.ops import own_columns
 from lorakernels.ops.concat_operand import ScaledS
 from lorakernels.ops.job_rows import JobRows
-from lorakernels.ops.multi_lora import Adapter, AdapterTable, add_a_gradients
-from lorakernels.ops.own_columns import TILES, own_ds_and_db, own_s
+from lorakernels.ops.own_columns import (
+    A_TILES,
+    TILES,
+    LinearColumns,
+    OwnColumns,
+    own_a_gradients,
+    own_ds_and_db,
+    own_s,
+)
 from lorakernels.runtime import INTERPRET
 
 RUNS = [(1, 70), (0, 3), (3, 1), (1, 30)]  # job 2 has no rows, job 1 two runs
-K, N, FIRST, SPARE = 72, 40, 5, 4
+K, WIDTHS, SPARE = 72, (40, 24), 4  # of two linears over one X; the second has spare columns behind it
 RANKS = (3, 16, 8, 1)
-RANKED = [RANKS, exhaustive((2, 70, 5, 130)), (None, 8, 3, None)]
+RANKED = [RANKS, (8, 16, 8, 24), exhaustive((2, 70, 5, 130)), (0, 8, 3, 0)]
 
 
-def slots(ranks, dtype, device):
-    """Adapters side by side from column FIRST on, as they lie in an operand, and their columns with the spare ones."""
-    adapters, column = [], FIRST
-    for job, rank in enumerate(ranks):
-        if rank is None:
-            adapters.append(None)
-            continue
-        a, b = (strided(torch.randn(*shape).to(device, dtype)) for shape in ((rank, K), (N, rank)))
-        adapters.append(Adapter(a, b, 1.0 + job, 0.0, column))
-        column += rank
-    return adapters, slice(FIRST, column + SPARE)
+def places(ranks, device):
+    """Two linears, whose jobs lie side by side; a rank of 0: no adapter."""
+    linears, column, row = [], 0, 0
+    for i, width in enumerate(WIDTHS):
+        jobs, first = [], column
+        for rank in ranks:
+            jobs.append((column, rank))
+            column += rank
+        linears.append(LinearColumns(slice(first, column + SPARE * i), slice(row, row + width), jobs))
+        row += width
+    return OwnColumns(linears, torch.device(device)), column + SPARE
 
 
-def wanted(wide, adapters, rows, p, of_b):
-    """scale · wide · (Aᵀ or B) in each row's own columns, zero in the others."""
-    s = torch.zeros(len(wide), p, device=wide.device)
-    for job in rows.present:
-        if (own := adapters[job]) is not None:
-            where, matrix = rows.of(job).to(wide.device), own.b if of_b else own.a.t()
-            s[where, own.column : own.column + len(own.a)] = own.scale * wide[where].float() @ matrix.float()
-    return s
+def keep(p, own, rows, device):
+    """(M, p): which columns are a row's own."""
+    mask = torch.zeros(rows.rows, p, dtype=torch.bool)
+    for _, where, columns in own.each(rows):
+        mask[where, columns] = True
+    return mask.to(device)
 
 
-@pytest.mark.parametrize("tile", list(TILES))
+def inputs(ranks, dtype, device):
+    (own, p), rows = places(ranks, device), JobRows(RUNS, device)
+    shapes = (rows.rows, K), (rows.rows, sum(WIDTHS)), (p, K), (sum(WIDTHS), p)
+    return own, rows, p, [strided(torch.randn(*shape).to(device, dtype)) for shape in shapes]
+
+
+def poisoned(m, p, dtype, device):
+    """S behind X, and sS, each full of what must not stay."""
+    s = torch.full((m, 5 + p + 2), float("nan"), dtype=dtype, device=device)[:, 5 : 5 + p]
+    return s, ScaledS(torch.full((m, p), float("nan"), dtype=dtype, device=device), torch.rand(p, device=device) + 0.5)
+
+
+@pytest.mark.parametrize("tiles", zip(TILES, A_TILES, strict=True), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", RANKED, ids=str)
-def test_each_row_makes_its_own_columns(device, ranks, dtype, tile):
+def test_each_row_makes_its_own_columns(device, ranks, dtype, tiles):
     torch.manual_seed(1)
-    (adapters, columns), rows = slots(ranks, dtype, device), JobRows(RUNS, device)
-    table, p, nan = AdapterTable(adapters), columns.stop + 3, float("nan")
-    x, dy = (strided(torch.randn(rows.rows, width).to(device, dtype)) for width in (K, N))
-    scales = torch.rand(p, device=device) + 0.5
-    s, ds = (torch.full((rows.rows, p + 7), nan, dtype=dtype, device=device)[:, :p] for _ in range(2))
-    scaled_s = ScaledS(torch.full((rows.rows, p), nan, dtype=dtype, device=device), scales)
-    own_s(x, table, rows, s, scaled_s, columns, tile)
-    found, theirs = wanted(x, adapters, rows, p, False), torch.arange(p, device=device)
-    inside = (theirs >= columns.start) & (theirs < columns.stop)
-    for made, expected in ((s, found), (scaled_s.out, found * scales)):
-        assert_close(made[:, inside], expected[:, inside], dtype, 3)
-        assert made[:, ~inside].isnan().all()  # the columns of other linears
-        assert ((made != 0) == (expected != 0))[:, inside].float().mean() > 0.99
-        assert not made[:, inside][expected[:, inside] == 0].any()
-    db = torch.full((N, columns.stop - columns.start), 0.5, device=device)
-    own_ds_and_db(dy, table, rows, ds, scaled_s.out, db, columns, tile)
-    expected = wanted(dy, adapters, rows, p, True)
-    assert_close(ds[:, inside], expected[:, inside], dtype, 3)
-    assert ds[:, ~inside].isnan().all() and not ds[:, inside][expected[:, inside] == 0].any()
-    assert_close(db - 0.5, dy.float().t() @ scaled_s.out[:, inside].float(), dtype, 4)
-    da, narrow = torch.full((p, K), 0.5, device=device), torch.where(inside, ds, 0)
-    add_a_gradients(x, narrow, table, rows, da)
-    assert_close(da - 0.5, narrow.float().t() @ x.float(), dtype, 4)
+    own, rows, p, (x, dy, a, sb) = inputs(ranks, dtype, device)
+    mine = keep(p, own, rows, device)
+    s, scaled_s = poisoned(rows.rows, p, dtype, device)
+    ds, _ = poisoned(rows.rows, p, dtype, device)
+    own_s(x, a, own, rows, s, scaled_s, tiles[0])
+    wanted = (x.float() @ a.float().t()).masked_fill(~mine, 0)
+    for made, expected in ((s, wanted), (scaled_s.out, wanted * scaled_s.scales)):
+        assert_close(made, expected, dtype, 3)
+        assert not made[~mine].any()
+    db = torch.full((sum(WIDTHS), max(len(range(p)[one.columns]) for one in own.linears)), 0.5, device=device)
+    own_ds_and_db(dy, sb, own, rows, ds, scaled_s.out, db, tiles[0])
+    for linear in own.linears:
+        at, part = linear.columns, dy[:, linear.rows].float()
+        expected = (part @ sb[linear.rows, at].float()).masked_fill(~mine[:, at], 0)
+        assert_close(ds[:, at], expected, dtype, 3)
+        assert not ds[:, at][~mine[:, at]].any()
+        columns = at.stop - at.start
+        assert_close(db[linear.rows, :columns] - 0.5, part.t() @ scaled_s.out[:, at].float(), dtype, 4)
+        assert (db[linear.rows, columns:] == 0.5).all()
+    da = torch.full((p, K), 0.5, device=device)
+    own_a_gradients(x, ds, own, rows, da, tiles[1])
+    assert_close(da - 0.5, ds.float().t() @ x.float(), dtype, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_nan_stays_in_its_row_s_own_columns(device, dtype):
-    (adapters, columns), rows = slots(RANKS, dtype, device), JobRows(RUNS, device)
-    adapters[1].a.fill_(float("nan"))
-    adapters[1].b.fill_(float("nan"))
-    table, scales = AdapterTable(adapters), torch.ones(columns.stop, device=device)
-    x, dy = torch.randn(rows.rows, K).to(device, dtype), torch.randn(rows.rows, N).to(device, dtype)
-    s, ds = (torch.empty(rows.rows, columns.stop, dtype=dtype, device=device) for _ in range(2))
-    scaled_s, db = ScaledS(torch.empty_like(s), scales), torch.zeros(N, columns.stop - FIRST, device=device)
-    own_s(x, table, rows, s, scaled_s, columns)
-    own_ds_and_db(dy, table, rows, ds, scaled_s.out, db, columns)
-    one, mine = rows.of(1).to(device), slice(adapters[1].column, adapters[2].column)
-    for made in (s, ds):
-        assert made[one, mine].isnan().all()
-        made[one, mine] = 0
-        assert made[:, FIRST:].isfinite().all()
-    db[:, mine.start - FIRST : mine.stop - FIRST] = 0
-    assert db.isfinite().all()
+def test_a_nan_stays_with_its_own_job(device, dtype):
+    own, rows, p, (x, dy, a, sb) = inputs(RANKS, dtype, device)
+    one = rows.of(1).to(device)
+    theirs = [slice(jobs[1][0], sum(jobs[1])) for _, _, jobs in own.linears]
+    for columns in theirs:
+        a[columns] = float("nan")
+        sb[:, columns] = float("nan")
+    for wide in (x, dy):
+        wide[one] = float("nan")
+    (s, scaled_s), (ds, _) = poisoned(rows.rows, p, dtype, device), poisoned(rows.rows, p, dtype, device)
+    db, da = torch.zeros(sum(WIDTHS), p, device=device), torch.zeros(p, K, device=device)
+    own_s(x, a, own, rows, s, scaled_s)
+    own_ds_and_db(dy, sb, own, rows, ds, scaled_s.out, db)
+    own_a_gradients(x, ds, own, rows, da)
+    for columns, linear in zip(theirs, own.linears, strict=True):
+        for made in (s, scaled_s.out, ds):
+            assert made[one, columns].isnan().all()
+            made[one, columns] = 0
+        assert da[columns].isnan().all()
+        da[columns] = 0
+        of_b = db[linear.rows, columns.start - linear.columns.start : columns.stop - linear.columns.start]
+        assert of_b.isnan().all()
+        of_b.zero_()
+    assert all(made.isfinite().all() for made in (s, scaled_s.out, ds, da, db))
+
+
+def test_the_input_of_a_norm_may_be_wider_than_ds(device):
+    own, rows, p, (x, *_) = inputs(RANKS, torch.float32, device)
+    ds = torch.randn(rows.rows, p).to(device, torch.float16)
+    ds[~keep(p, own, rows, device)] = 0
+    da = torch.zeros(p, K, device=device)
+    own_a_gradients(x, ds, own, rows, da)
+    assert_close(da, ds.float().t() @ x.half().float(), torch.float16, 4)
 
 
 def test_what_does_not_fit():
-    (adapters, columns), rows = slots(RANKS, torch.float32, "cpu"), JobRows([(0, 5)])
-    table, s = AdapterTable(adapters), torch.zeros(5, columns.stop)
-    scaled_s = ScaledS(torch.zeros_like(s), torch.ones(columns.stop))
-    x, dy, db = torch.zeros(5, K), torch.zeros(5, N), torch.zeros(N, columns.stop)
-    with pytest.raises(ValueError, match="an adapter does not lie in the columns 6 to"):
-        own_s(x, table, rows, s, scaled_s, slice(6, columns.stop))
+    own, rows, p, (x, dy, a, sb) = inputs(RANKS, torch.float32, "cpu")
+    (s, scaled_s), db = poisoned(rows.rows, p, torch.float32, "cpu"), torch.zeros(sum(WIDTHS), p)
+    with pytest.raises(ValueError, match="the jobs have 104 rows"):
+        own_s(x[:9], a, own, rows, s, scaled_s)
+    with pytest.raises(ValueError, match="X, A and S do not fit"):
+        own_s(x[:, :-1], a, own, rows, s, scaled_s)
     with pytest.raises(ValueError, match="S and sS do not fit"):
-        own_s(x, table, rows, s[:4], scaled_s, columns)
-    with pytest.raises(ValueError, match="the jobs have 5 rows"):
-        own_s(torch.zeros(6, K), table, rows, s, scaled_s, columns)
-    with pytest.raises(ValueError, match=f"of a width of {N}"):
-        own_ds_and_db(x, table, rows, s, scaled_s.out, db, columns)
-    with pytest.raises(ValueError, match="dB does not fit"):
-        own_ds_and_db(dy, table, rows, s, scaled_s.out, db[:, :3], columns)
-    with pytest.raises(ValueError, match="dA and dS do not fit"):
-        add_a_gradients(x, s, table, rows, db)
+        own_s(x, a, own, rows, s, ScaledS(scaled_s.out[:, 1:], scaled_s.scales))
+    with pytest.raises(ValueError, match=f"S has no {p} columns"):
+        own_s(x, a[1:], own, rows, s[:, 1:], scaled_s)
+    with pytest.raises(ValueError, match="a row is of job 4; expected one of the 4 from 0"):
+        own_s(x, a, own, JobRows([(4, 104)]), s, scaled_s)
+    with pytest.raises(ValueError, match="dY, sB, dS and dB do not fit 64 columns"):
+        own_ds_and_db(x, sb, own, rows, s, scaled_s.out, db)
+    with pytest.raises(ValueError, match="dB has no room for 28 columns"):
+        own_ds_and_db(dy, sb, own, rows, s, scaled_s.out, db[:, :27])
+    with pytest.raises(ValueError, match="dA and X do not fit 56 columns of dS"):
+        own_a_gradients(x, s, own, rows, db)
 
 
 @pytest.mark.skipif(not INTERPRET, reason="asks what the kernel takes, which it never does here")
-def test_the_kernel_is_what_ran(device, monkeypatch):
-    from lorakernels.ops import own_columns
-
-    calls, launch = [], own_columns._launch
-    monkeypatch.setattr(own_columns, "_launch", lambda *given: (calls.append(given[-1]), launch(*given)))
-    test_each_row_makes_its_own_columns(device, RANKS, torch.float16, "own_small")
-    assert calls == ["own_small"] * 2
+def test_the_kernels_are_what_ran(device, monkeypatch):
+    ran = []
+    for name in ("_own_columns_kernel", "_own_a_kernel"):
+        kernel = getattr(own_columns, name)
+        counted = type("Counted", (), {"__getitem__": lambda _, grid, k=kernel, n=name: ran.append(n) or k[grid]})()
+        monkeypatch.setattr(own_columns, name, counted)
+    test_each_row_makes_its_own_columns(device, RANKS, torch.float16, ("own_small", "own_short"))
+    assert ran == ["_own_columns_kernel"] * 2 + ["_own_a_kernel"]

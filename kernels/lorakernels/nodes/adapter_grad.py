@@ -50,8 +50,7 @@ def parameter_gradients(
     members, seeds = projection.members, saved.seeds
     wanted = da_all is None and seeds is None
     if wanted and any(n and m.a is not None for n, m in zip(needed[::4], members, strict=True)):
-        ds = gradient.ds_of_a[:, : projection.rank]
-        da_all = _a_gradients(projection, ds, source, saved.accumulator, op=saved.op)
+        da_all = _all_a_gradients(projection, gradient.ds_of_a, source, saved)
     back = None if saved.raised is None else saved.raised.back[:, None]
     if da_all is not None and back is not None:
         da_all.mul_(back[: projection.rank])
@@ -89,6 +88,20 @@ def parameter_gradients(
     return out
 
 
+def _all_a_gradients(
+    projection: Projection, ds: torch.Tensor, source: SavedInput | None, saved: SavedForward
+) -> torch.Tensor:
+    """dA (rank, K) of all members, of dS (M, p) and the input."""
+    assert source is not None, "a projection with an adapter has saved its input"
+    of_all = partial(_a_gradients, projection, ds[:, : projection.rank], source, saved.accumulator)
+    own = da_forms(projection, ds, saved.op, source, saved.accumulator)
+    if not own:
+        return of_all()
+    forms = {"all": of_all} | own
+    key = (tune.bucket(ds.shape[0]), projection.k, *projection.ranks, ds.dtype, source.factors is not None)
+    return forms[tune.pick("dA of several adapters", key, forms, ds.device)]()
+
+
 def _dropped_a_gradients(
     projection: Projection, ds: torch.Tensor, source: SavedInput | None, op: Operand, seeds: torch.Tensor
 ) -> dict[int, torch.Tensor]:
@@ -114,10 +127,9 @@ def _by_slot(db: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> list[tor
 
 def _a_gradients(
     projection: Projection, ds: torch.Tensor, source: SavedInput | None, accumulator: GradAccumulator | None,
-    seed: torch.Tensor | None = None, dropout: float = 0.0, op: Operand | None = None,
+    seed: torch.Tensor | None = None, dropout: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """dA (r, K) of dS (M, r) and the input, with dropout where a seed is given, in A's dtype or in float32. op: given
-    where dS is that of all members."""
+    """dA (r, K) of dS (M, r) and the input, with dropout where a seed is given, in A's dtype or in float32."""
     assert source is not None, "a projection with an adapter has saved its input"
     dtype = next(m.a.dtype for m in projection.members if m.a is not None)
     rank, factors = ds.shape[1], source.factors
@@ -128,8 +140,6 @@ def _a_gradients(
         one_read = {t: partial(a_gradient, ds, source.h, factors, t, seed, dropout, accumulator) for t in tiles}
         forms = one_read | forms
     key = (tune.bucket(ds.shape[0]), projection.k, rank, ds.dtype, factors is not None, seed is not None)
-    if op is not None and (own := da_forms(projection, ds, op, source, accumulator)):
-        forms, key = forms | own, (*key, "own")
     return forms[tune.pick("a gradient", key, forms, ds.device)]()
 
 

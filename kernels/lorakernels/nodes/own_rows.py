@@ -7,7 +7,7 @@ Run: python -m pytest tests/lorakernels/test_multi.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,11 +15,10 @@ import torch
 from ..ops.concat_operand import ScaledS
 from ..ops.grad_accumulator import GradAccumulator, gradient_zeros
 from ..ops.lora_grad import SavedInput
-from ..ops.multi_lora import add_a_gradients
-from ..ops.own_columns import TILES, own_ds_and_db, own_s, takes
+from ..ops.own_columns import A_TILES, TILES, own_a_gradients, own_ds_and_db, own_s, takes
 from ..runtime import MAX_FUSED_RANK, deterministic
 from .operand import Operand
-from .projection import LinearSlots, Projection
+from .projection import Projection
 
 
 def s_forms(
@@ -28,8 +27,8 @@ def s_forms(
     """By tile, S of x (M, K) into out (M, p), and sS into scaled_s. None where the form is not worth a trial."""
 
     def run(tile: str) -> None:
-        for columns, _, slots in _by_linear(projection, x, op):
-            own_s(x, slots.table, slots.jobs, out, scaled_s, columns, tile)
+        own, rows = projection.own_columns(x)
+        own_s(x, op.a, own, rows, out, scaled_s, tile)
 
     return {tile: partial(run, tile) for tile in TILES} if _tried(projection, x, op) else {}
 
@@ -42,9 +41,9 @@ def ds_forms(
     where the form is not worth a trial, or the linears have columns of several numbers."""
 
     def run(tile: str) -> torch.Tensor:
+        own, rows = projection.own_columns(dy)
         db = gradient_zeros(accumulator, projection.n, projection.ranks[0], dy.device)
-        for columns, rows, slots in _by_linear(projection, dy, op):
-            own_ds_and_db(dy[:, rows], slots.table, slots.jobs, ds, scaled_s, db[rows], columns, tile)
+        own_ds_and_db(dy, op.sb, own, rows, ds, scaled_s, db, tile)
         return db
 
     fits = _tried(projection, dy, op) and len(set(projection.ranks)) == 1
@@ -54,38 +53,26 @@ def ds_forms(
 def da_forms(
     projection: Projection, ds: torch.Tensor, op: Operand, source: SavedInput, accumulator: GradAccumulator | None
 ) -> dict[str, Callable[[], torch.Tensor]]:  # fmt: skip
-    """dA (rank, K) of all members, float32, of ds (M, rank) and the input. None where the form is not worth a trial."""
+    """By tile, dA (rank, K) of all members, float32, of ds (M, p) and the input. None where the form is not worth a
+    trial."""
     factors = source.factors
 
-    def run() -> torch.Tensor:
+    def run(tile: str) -> torch.Tensor:
+        own, rows = projection.own_columns(ds)
         da = gradient_zeros(accumulator, projection.rank, projection.k, ds.device)
         if factors is None:
-            x, narrow = source.tensor(), ds
-        else:  # X is not made again: rstd goes to the narrow dS, and the norm's weight to the result
-            x, narrow = source.h, (ds * factors.rstd[:, None]).to(ds.dtype)
-        for _, _, slots in _by_linear(projection, x, op):
-            add_a_gradients(x, narrow, slots.table, slots.jobs, da)
-        return da if factors is None else da.mul_(factors.weight + factors.norm.offset)
+            own_a_gradients(source.tensor(), ds, own, rows, da, tile)
+            return da
+        # X is not made again: rstd goes to the narrow dS, and the norm's weight to the result.
+        own_a_gradients(source.h, (ds * factors.rstd[:, None]).to(ds.dtype), own, rows, da, tile)
+        return da.mul_(factors.weight + factors.norm.offset)
 
     whole = factors is None or ds.dtype != torch.float16  # there rstd · dS could overflow
-    return {"own": run} if whole and _tried(projection, source.h, op) else {}
+    return {tile: partial(run, tile) for tile in A_TILES} if whole and _tried(projection, ds, op) else {}
 
 
 def _tried(projection: Projection, wide: torch.Tensor, op: Operand) -> bool:
-    """Whether the form is worth a trial: not where one kernel holds the columns of all adapters in its registers, and
-    not where tables of the adapters' places would be made anew on each forward."""
+    """Whether the form is worth a trial: not where one kernel holds the columns of all adapters in its registers."""
     if projection.slot is None or projection.rank <= MAX_FUSED_RANK or deterministic():
         return False
-    if op.full is None or op.full is not projection.buffer or not takes(op.full, wide):
-        return False
-    served = {j for m, j in zip(projection.members, projection.linear_of, strict=True) if m.a is not None}
-    return len(served) == len(projection.linears)
-
-
-def _by_linear(
-    projection: Projection, x: torch.Tensor, op: Operand
-) -> Iterator[tuple[slice, slice, LinearSlots]]:  # fmt: skip
-    """Each linear's columns of S, with the spare ones those of the last, its columns of Y, and its slots."""
-    columns = projection.linear_columns
-    columns = [*columns[:-1], slice(columns[-1].start, projection.p)]
-    return zip(columns, projection.linear_rows, projection.slots(x, op, None), strict=True)
+    return takes(op.a, wide)

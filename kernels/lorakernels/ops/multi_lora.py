@@ -185,10 +185,9 @@ def _up_kernel(
 @kernel
 def _gradient_kernel(
     x_ptr, s_ptr, program_ptr, number_ptr, factor_ptr, seed_ptr, grad_ptr, n, skip, x_row, s_row,
-    OF_B: tl.constexpr, DROP: tl.constexpr, PLACED: tl.constexpr,
-    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    OF_B: tl.constexpr, DROP: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """STEPS · BM rows of one adapter, BN columns of the wide tensor. PLACED: into its columns' rows of one dA."""
+    """STEPS · BM rows of one adapter, BN columns of the wide tensor."""
     program = program_ptr + 4 * tl.program_id(0)
     first, end, adapter = tl.load(program), tl.load(program + 1), tl.load(program + 2)
     offset = tl.load(program + 3)
@@ -212,8 +211,7 @@ def _gradient_kernel(
         acc *= tl.load(factor_ptr + 2 * adapter + 1)
     spot = col[None, :] * rank + r[:, None] if OF_B else r[:, None] * n + col[None, :]
     inside = (r[:, None] < rank) & (col[None, :] < n)
-    begin = tl.load(entry + 6) * n if PLACED else tl.load(entry + 4 + OF_B)
-    tl.atomic_add(grad_ptr + begin + spot, acc, mask=inside, sem="relaxed")
+    tl.atomic_add(grad_ptr + tl.load(entry + 4 + OF_B) + spot, acc, mask=inside, sem="relaxed")
 
 
 def down(
@@ -223,7 +221,7 @@ def down(
     """S (M, R) of X (M, K); of_b: dS (M, R) of dY (M, N). seeds: of each adapter one int64 where there is dropout.
     Behind an adapter's own rank there is zero, or NaN in a row that is NaN. out: (M, ≥ R), of which each row's own
     columns alone are written. Raises ValueError where the shapes do not fit."""
-    check_rows(x, table, rows, of_b)
+    _check(x, table, rows, of_b)
     check(out is not None or table.compact, "adapters with columns of their own need an out", x=x)
     if not table.takes(x):
         return _down(x, table, rows, of_b, seeds, out)
@@ -246,7 +244,7 @@ def up(
 ) -> None:  # fmt: skip
     """Y (M, N) += S · Bᵀ of S (M, R); not of_b: dX (M, K) += dropout(dS · A), with the mask of X where seeds are given.
     Raises ValueError where the shapes do not fit."""
-    check_rows(y, table, rows, of_b)
+    _check(y, table, rows, of_b)
     if not table.takes(y):
         return _up(s, table, rows, y, of_b, seeds)
     bm, bn, warps, stages = UP
@@ -266,43 +264,24 @@ def gradients(
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Of each adapter dA (r, K) of X (M, K) and dS (M, R); of_b: dB (N, r) of dY (M, N) and S (M, R); float32 (float64
     for float64), None of one that has no rows. Raises ValueError where the shapes do not fit."""
-    check_rows(x, table, rows, of_b)
+    _check(x, table, rows, of_b)
     if deterministic() or not table.takes(x):
         return _gradients(x, s, table, rows, of_b, seeds)
+    bm, bn, warps, stages, steps = GRADIENT
+    programs, (numbers, factors) = rows.programs(bm * steps), table.on_device()
     shapes = [None if a is None else (a.b if of_b else a.a).shape for a in table.adapters]
     sizes = [shape.numel() for shape in shapes if shape]
     into = torch.zeros(sum(sizes), dtype=torch.float32, device=x.device)
-    _add_gradients(x, s, table, rows, into, of_b, seeds)
-    each = iter(into.split(sizes))
-    found = [None if shape is None else next(each).view(shape) for shape in shapes]
-    return [grad if job in rows.counts else None for job, grad in enumerate(found)]
-
-
-def add_a_gradients(x: torch.Tensor, ds: torch.Tensor, table: AdapterTable, rows: JobRows, da: torch.Tensor) -> None:
-    """dA of X (M, K) and dS (M, ≥ R) is added to da (≥ R, K), float32: of each adapter to the rows whose numbers are
-    those of its columns of dS. Raises ValueError where the shapes do not fit."""
-    check_rows(x, table, rows, False)
-    check(da.shape == (ds.shape[1], x.shape[1]), "dA and dS do not fit", da=da, ds=ds)
-    if not deterministic() and table.takes(x):
-        return _add_gradients(x, ds, table, rows, da, False, None, placed=True)
-    for adapter, own in zip(table.adapters, _gradients(x, ds, table, rows, False, None), strict=True):
-        if adapter is not None and own is not None:
-            da[_columns_of(adapter)] += own
-
-
-def _add_gradients(
-    x: torch.Tensor, s: torch.Tensor, table: AdapterTable, rows: JobRows, into: torch.Tensor, of_b: bool,
-    seeds: torch.Tensor | None, placed: bool = False,
-) -> None:  # fmt: skip
-    bm, bn, warps, stages, steps = GRADIENT
-    programs, (numbers, factors) = rows.programs(bm * steps), table.on_device()
     for skip in range(0, table.rank, MAX_COLUMNS):
         _gradient_kernel[(programs.shape[0], cdiv(x.shape[1], bn))](
             x, s, programs, numbers, factors, numbers if seeds is None else seeds, into,
             x.shape[1], skip, x.stride(0), s.stride(0),
-            OF_B=int(of_b), DROP=seeds is not None, PLACED=placed, STEPS=steps, BM=bm, BN=bn, R=_columns(table, skip),
+            OF_B=int(of_b), DROP=seeds is not None, STEPS=steps, BM=bm, BN=bn, R=_columns(table, skip),
             num_warps=warps, num_stages=stages_of(x, stages),
         )  # fmt: skip
+    each = iter(into.split(sizes))
+    found = [None if shape is None else next(each).view(shape) for shape in shapes]
+    return [grad if job in rows.counts else None for job, grad in enumerate(found)]
 
 
 def multi_lora_reference(
@@ -332,8 +311,7 @@ def mask_of(
     return keep_reference(shape, seeds[job], adapter.dropout).to(device, dtype) * kept
 
 
-def check_rows(wide: torch.Tensor, table: AdapterTable, rows: JobRows, of_b: bool) -> None:
-    """Raises ValueError where X (M, K), or of_b dY (M, N), does not fit the adapters or the rows' jobs."""
+def _check(wide: torch.Tensor, table: AdapterTable, rows: JobRows, of_b: bool) -> None:
     check(wide.shape[0] == rows.rows, f"the jobs have {rows.rows} rows", tensor=wide)
     width = table.n if of_b else table.k
     check(wide.shape[1] == width, f"the adapters are of a width of {width}", tensor=wide)
