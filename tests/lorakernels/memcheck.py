@@ -114,6 +114,12 @@ def kernels(dtype: torch.dtype) -> None:
     rows = JobRows([(1, 20), (0, 3), (1, M - 23)], DEVICE)
     adapters = [multi_lora.Adapter(new(3, K), new(N, 3), 0.5), multi_lora.Adapter(new(P, K), new(N, P), 2.0, 0.3)]
     table = multi_lora.AdapterTable(adapters)
+    # All at multiples of 16 bytes, of which several elements are loaded at once.
+    whole = multi_lora.AdapterTable([multi_lora.Adapter(new(8, 8 * K), new(N, 8), 0.5)] * 2)
+    x, dy = new(M, 8 * K), new(M, N)
+    s, ds = multi_lora.down(x, whole, rows), multi_lora.down(dy, whole, rows, of_b=True)
+    multi_lora.up(s, whole, rows, new(M, N))
+    multi_lora.gradients(x, ds, whole, rows)
     for seeds in (None, torch.arange(2, device=DEVICE)):
         x, dy = new(M, K), new(M, N)
         s, ds = multi_lora.down(x, table, rows, seeds=seeds), multi_lora.down(dy, table, rows, of_b=True)

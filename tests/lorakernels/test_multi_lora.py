@@ -90,6 +90,8 @@ def check(runs, ranks, dtype, device, dropout=0.0, k=K, n=N):
     adapters, rows = adapters_of(ranks, dtype, device, dropout, k, n), JobRows(runs, device)
     table = AdapterTable(adapters)
     x, dy = draw(rows.rows, k, dtype, device), draw(rows.rows, n, dtype, device)
+    whole = all(rank is None or rank % 8 == 0 for rank in ranks) and k % 8 == 0 and x.element_size() == 2
+    assert table.aligned_with(x) == whole
     seeds = torch.arange(7, 7 + len(ranks), device=device) if dropout else None
     s, ds, y, dx, da, db = wanted(x, dy, rows, adapters, seeds)
     got_s = down(x, table, rows, seeds=seeds)
@@ -113,11 +115,12 @@ def check(runs, ranks, dtype, device, dropout=0.0, k=K, n=N):
                 assert_close(grad, expected, dtype, 4)
 
 
-RANKS = ((2, 70, 5, 130), (None, 16, 8, 1), (3, 16, 8, 1), (None, 8, 3, None), (4, 4, 4, 4))
+RANKS = ((2, 70, 5, 130), (None, 16, 8, 1), (3, 16, 8, 1), (None, 8, 3, None), (4, 4, 4, 4), (8, 16, None, 24))
 GRID = [(ranks, p, dtype) for ranks in RANKS for p in (0.0, 0.2) for dtype in ("float32", "float16", "bfloat16")]
 IN_THE_INTERPRETER = (  # each kind of rank, dtype and dropout once
     ((2, 70, 5, 130), 0.0, "float16"), ((2, 70, 5, 130), 0.2, "float32"),
     ((None, 16, 8, 1), 0.0, "float32"), ((None, 16, 8, 1), 0.2, "float16"),
+    ((8, 16, None, 24), 0.0, "float16"),  # all at multiples of 16 bytes
 )  # fmt: skip
 FAST = IN_THE_INTERPRETER if INTERPRET else [case for case in GRID if case[0] != (4, 4, 4, 4)]
 

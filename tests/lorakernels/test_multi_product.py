@@ -15,6 +15,7 @@ from lorakernels.runtime import INTERPRET
 
 RUNS = [(1, 70), (0, 3), (3, 1), (1, 66)]  # job 2 has no rows, job 1 two runs; 140 rows are five tiles of 32
 RANKS = (2, 64, 5, 17), (None, 16, 8, 1)  # of two linears
+WHOLE = (8, 64, 16, 24), (None, 16, 8, 8)  # all at multiples of 16 bytes
 K, WIDTHS = 72, (40, 24)
 
 
@@ -37,7 +38,7 @@ class Case:
             return strided((torch.randn(*shape) * shape[-1] ** -0.5).to(device, dtype), 8)
 
         self.rows, self.dtype, self.device, self.k, self.n = JobRows(runs, device), dtype, device, k, sum(widths)
-        self.tables, column = [], 1
+        self.tables, column = [], 8 if ranks == WHOLE else 1
         for own, n in zip(ranks, widths, strict=True):
             adapters: list[Adapter | None] = []
             for job, rank in enumerate(own):
@@ -83,6 +84,14 @@ def check(runs, ranks, dtype, device, dropout=0.0, tile="tail", **shapes):
 @pytest.mark.parametrize("tile", TILES)
 def test_both_products(tile, dropout, dtype, device):
     check(RUNS, RANKS, dtype, device, dropout, tile)
+
+
+@pytest.mark.parametrize("tile", list(TILES))
+def test_matrices_at_multiples_of_what_is_loaded_at_once(tile, device):
+    case = Case(RUNS, WHOLE, torch.float16, device)
+    assert all(table.aligned_with(case.s) for table in case.tables)
+    assert not any(table.aligned_with(case.s[:, 1:]) or table.aligned_with(case.s.float()) for table in case.tables)
+    check(RUNS, WHOLE, torch.float16, device, tile=tile)
 
 
 def test_the_interpreter_runs_the_kernel():

@@ -27,6 +27,7 @@ from ..runtime import (
     cdiv,
     check,
     deterministic,
+    jit,
     kernel,
     rank_tile,
     stages_of,
@@ -45,6 +46,7 @@ DOWN, UP, GRADIENT = (64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3, 8)
 # Of an adapter's row in the table: addresses of A and B, rank, p · 2¹⁶, where its dA and dB begin, its first column of
 # S, and how far apart the rows of A and of B are.
 FIELDS = 9
+UNIT = 8  # elements of two bytes that are loaded at once
 
 
 class Adapter(NamedTuple):
@@ -79,6 +81,9 @@ class AdapterTable:
         self.alike = len({t.dtype for t in both}) == 1 and all(t.shape[1] == 1 or t.stride(1) == 1 for t in both)
         self.sample, self.drops = there[0].a, any(a.dropout > 0 for a in there)
         self.compact = not any(a.column for a in there)
+        numbers = (n for a in there for n in (len(a.a), a.column, a.a.stride(0), a.b.stride(0)))
+        whole = all(n % UNIT == 0 for n in numbers) and all(t.data_ptr() % 16 == 0 for t in both)
+        self.aligned = whole and self.alike and self.sample.element_size() * UNIT == 16
         self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def still(self, adapters: Adapters) -> AdapterTable:
@@ -88,6 +93,10 @@ class AdapterTable:
     def takes(self, wide: torch.Tensor) -> bool:
         """Whether the kernels take X or Y (M, …) with these adapters."""
         return self.alike and tensor_cores(wide, self.sample)
+
+    def aligned_with(self, tensor: torch.Tensor) -> bool:
+        """Whether the matrices can be found from the address of a tensor of any shape, for loads of UNIT elements."""
+        return self.aligned and tensor.dtype == self.sample.dtype and tensor.data_ptr() % 16 == 0
 
     def on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(numbers (jobs, FIELDS) int64, factors (jobs, 2) float32: scale and 1 / (1 - p)), made once."""
@@ -119,10 +128,20 @@ def _known(adapters: Adapters) -> list[tuple | None]:
     ]
 
 
+@jit
+def matrix_at(address, near_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to a matrix whose address was read from a table. ALIGNED: found from another tensor's, near_ptr of
+    the same dtype, because Triton forgets of an address that is made a pointer what it is a multiple of, and would
+    load element by element, and wait each time."""
+    if ALIGNED:
+        return near_ptr + tl.multiple_of((address - near_ptr.to(tl.int64)) // 2, 8)
+    return address.to(tl.pointer_type(TYPE))
+
+
 @kernel
 def _down_kernel(
     x_ptr, program_ptr, number_ptr, factor_ptr, seed_ptr, s_ptr, n, columns, skip, x_row, s_row,
-    TYPE: tl.constexpr, OF_B: tl.constexpr, DROP: tl.constexpr, OWN: tl.constexpr,
+    TYPE: tl.constexpr, ALIGNED: tl.constexpr, OF_B: tl.constexpr, DROP: tl.constexpr, OWN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """BM rows of one adapter; the columns of S from `skip` on, of an OWN adapter's up to its rank."""
@@ -131,8 +150,10 @@ def _down_kernel(
     place = (tl.load(program + 3) + tl.arange(0, BM)).to(tl.int64)
     row = (first + tl.arange(0, BM)).to(tl.int64)
     entry = number_ptr + 9 * adapter
-    matrix = tl.load(entry + OF_B).to(tl.pointer_type(TYPE))  # pyright: ignore[reportArgumentType]
-    rank, apart = tl.load(entry + 2), tl.load(entry + 7 + OF_B)
+    matrix = matrix_at(tl.load(entry + OF_B), x_ptr, TYPE, ALIGNED)
+    rank, column, apart = tl.load(entry + 2), tl.load(entry + 6), tl.load(entry + 7 + OF_B)
+    if ALIGNED:
+        rank, column, apart = tl.multiple_of(rank, 8), tl.multiple_of(column, 8), tl.multiple_of(apart, 8)
     r = skip + tl.arange(0, R)
     acc = tl.zeros((BM, R), tl.float32)
     for start in range(0, n, BN):
@@ -149,26 +170,29 @@ def _down_kernel(
     if DROP:
         factor *= tl.load(factor_ptr + 2 * adapter + 1)
     inside = (row[:, None] < end) & (r[None, :] < (rank if OWN else columns))
-    spot = s_ptr + row[:, None] * s_row + tl.load(entry + 6) + r[None, :]
+    spot = s_ptr + row[:, None] * s_row + column + r[None, :]
     tl.store(spot, (acc * factor).to(s_ptr.dtype.element_ty), mask=inside)
 
 
 @kernel
 def _up_kernel(
     s_ptr, program_ptr, number_ptr, factor_ptr, seed_ptr, y_ptr, n, skip, s_row, y_row,
-    TYPE: tl.constexpr, OF_B: tl.constexpr, DROP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    TYPE: tl.constexpr, ALIGNED: tl.constexpr, OF_B: tl.constexpr, DROP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     program = program_ptr + 4 * tl.program_id(0)
     first, end, adapter = tl.load(program), tl.load(program + 1), tl.load(program + 2)
     place = (tl.load(program + 3) + tl.arange(0, BM)).to(tl.int64)
     row = (first + tl.arange(0, BM)).to(tl.int64)
     entry = number_ptr + 9 * adapter
-    matrix = tl.load(entry + OF_B).to(tl.pointer_type(TYPE))  # pyright: ignore[reportArgumentType]
-    rank, apart = tl.load(entry + 2), tl.load(entry + 7 + OF_B)
+    matrix = matrix_at(tl.load(entry + OF_B), s_ptr, TYPE, ALIGNED)
+    rank, column, apart = tl.load(entry + 2), tl.load(entry + 6), tl.load(entry + 7 + OF_B)
+    if ALIGNED:
+        rank, column, apart = tl.multiple_of(rank, 8), tl.multiple_of(column, 8), tl.multiple_of(apart, 8)
     r = skip + tl.arange(0, R)
     start = tl.program_id(1) * BN
     col = start + tl.arange(0, BN)
-    spot = s_ptr + row[:, None] * s_row + tl.load(entry + 6) + r[None, :]
+    spot = s_ptr + row[:, None] * s_row + column + r[None, :]
     s = tl.load(spot, mask=(row[:, None] < end) & (r[None, :] < rank), other=0.0)
     spot = col[None, :] * apart + r[:, None] if OF_B else r[:, None] * apart + col[None, :]
     m = tl.load(matrix + spot, mask=(r[:, None] < rank) & (col[None, :] < n), other=0.0)
@@ -185,14 +209,17 @@ def _up_kernel(
 @kernel
 def _gradient_kernel(
     x_ptr, s_ptr, program_ptr, number_ptr, factor_ptr, seed_ptr, grad_ptr, n, skip, x_row, s_row,
-    OF_B: tl.constexpr, DROP: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    ALIGNED: tl.constexpr, OF_B: tl.constexpr, DROP: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """STEPS · BM rows of one adapter, BN columns of the wide tensor."""
     program = program_ptr + 4 * tl.program_id(0)
     first, end, adapter = tl.load(program), tl.load(program + 1), tl.load(program + 2)
     offset = tl.load(program + 3)
     entry = number_ptr + 9 * adapter
-    rank = tl.load(entry + 2)
+    rank, column = tl.load(entry + 2), tl.load(entry + 6)
+    if ALIGNED:
+        rank, column = tl.multiple_of(rank, 8), tl.multiple_of(column, 8)
     r = skip + tl.arange(0, R)
     start = tl.program_id(1) * BN
     col = start + tl.arange(0, BN)
@@ -204,7 +231,7 @@ def _gradient_kernel(
         if DROP:
             place = (offset + i * BM + tl.arange(0, BM)).to(tl.int64)
             x = tl.where(keep_tile(tl.load(seed_ptr + adapter), place, start, n, tl.load(entry + 3), BM, BN), x, 0.0)
-        spot = s_ptr + row[:, None] * s_row + tl.load(entry + 6) + r[None, :]
+        spot = s_ptr + row[:, None] * s_row + column + r[None, :]
         s = tl.load(spot, mask=known & (r[None, :] < rank), other=0.0)
         acc = tl.dot(tl.trans(s), x.to(s_ptr.dtype.element_ty), acc, input_precision="ieee")
     if DROP:
@@ -232,7 +259,8 @@ def down(
         _down_kernel[(programs.shape[0],)](
             x, programs, numbers, factors, numbers if seeds is None else seeds, s,
             x.shape[1], table.rank, skip, x.stride(0), s.stride(0),
-            TYPE=_type(table), OF_B=int(of_b), DROP=seeds is not None, OWN=out is not None, BM=bm, BN=bn,
+            TYPE=_type(table), ALIGNED=table.aligned_with(x), OF_B=int(of_b), DROP=seeds is not None,
+            OWN=out is not None, BM=bm, BN=bn,
             R=_columns(table, skip), num_warps=warps, num_stages=stages_of(x, stages),
         )  # fmt: skip
     return s
@@ -253,7 +281,8 @@ def up(
         _up_kernel[(programs.shape[0], cdiv(y.shape[1], bn))](
             s, programs, numbers, factors, numbers if seeds is None else seeds, y,
             y.shape[1], skip, s.stride(0), y.stride(0),
-            TYPE=_type(table), OF_B=int(of_b), DROP=seeds is not None, BM=bm, BN=bn, R=_columns(table, skip),
+            TYPE=_type(table), ALIGNED=table.aligned_with(s), OF_B=int(of_b), DROP=seeds is not None,
+            BM=bm, BN=bn, R=_columns(table, skip),
             num_warps=warps, num_stages=stages_of(y, stages),
         )  # fmt: skip
 
@@ -276,7 +305,8 @@ def gradients(
         _gradient_kernel[(programs.shape[0], cdiv(x.shape[1], bn))](
             x, s, programs, numbers, factors, numbers if seeds is None else seeds, into,
             x.shape[1], skip, x.stride(0), s.stride(0),
-            OF_B=int(of_b), DROP=seeds is not None, STEPS=steps, BM=bm, BN=bn, R=_columns(table, skip),
+            ALIGNED=table.aligned, OF_B=int(of_b), DROP=seeds is not None,
+            STEPS=steps, BM=bm, BN=bn, R=_columns(table, skip),
             num_warps=warps, num_stages=stages_of(x, stages),
         )  # fmt: skip
     each = iter(into.split(sizes))

@@ -40,7 +40,7 @@ from ..runtime import (
 from .adapter import TL
 from .dropout import keep_tile
 from .job_rows import JobRows
-from .multi_lora import MAX_COLUMNS, AdapterTable, mask_of, up
+from .multi_lora import MAX_COLUMNS, AdapterTable, mask_of, matrix_at, up
 
 # Tiles (rows, columns, depth, warps, stages). The larger one reads the least and has a multiprocessor for itself; of
 # the smaller two share one, so that one's ends lie beside the other's products. A mask of dropout wants accumulators of
@@ -54,8 +54,9 @@ GROUP = 16  # tiles below one another before the next columns: 132 programs then
 def _multi_product_kernel(
     piece_ptr, end_ptr, x_desc, w_desc, y_desc, residual_desc, bias_ptr, s_ptr, number_ptr, factor_ptr, seed_ptr,
     n, k, down, jobs, s_row,
-    TYPE: tl.constexpr, OF_B: tl.constexpr, DROP: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    LINEARS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    TYPE: tl.constexpr, ALIGNED: tl.constexpr, OF_B: tl.constexpr, DROP: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, LINEARS: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(n, BN)
     group = tl.program_id(0) // (GROUP * across) * GROUP
@@ -79,15 +80,18 @@ def _multi_product_kernel(
         for linear in tl.static_range(LINEARS):  # pyright: ignore[reportGeneralTypeIssues]
             at = linear * jobs + job
             entry = number_ptr + 9 * at
-            matrix = tl.load(entry + OF_B).to(tl.pointer_type(TYPE))  # pyright: ignore[reportArgumentType]
-            rank, apart = tl.load(entry + 2).to(tl.int32), tl.load(entry + 7 + OF_B)
+            address, apart = tl.load(entry + OF_B), tl.load(entry + 7 + OF_B)
+            rank, column = tl.load(entry + 2).to(tl.int32), tl.load(entry + 6)
+            matrix = matrix_at(address, s_ptr, TYPE, ALIGNED)
+            if ALIGNED:
+                rank, column, apart = tl.multiple_of(rank, 8), tl.multiple_of(column, 8), tl.multiple_of(apart, 8)
             new = tl.zeros((BM, BN), tl.float32) if DROP else acc
             for skip in tl.static_range(0, R, 16):  # pyright: ignore[reportGeneralTypeIssues]
                 r = skip + tl.arange(0, 16)
                 spot = col[None, :] * apart + r[:, None] if OF_B else r[:, None] * apart + col[None, :]
                 b = tl.load(matrix + spot, mask=(r[:, None] < rank) & (col[None, :] < n), other=0.0)
                 b = b.to(y_desc.dtype)
-                spot = row[:, None].to(tl.int64) * s_row + tl.load(entry + 6) + r[None, :]
+                spot = row[:, None].to(tl.int64) * s_row + column + r[None, :]
                 s = tl.load(s_ptr + spot, mask=own & (r[None, :] < rank), other=0.0)
                 # The tile's other rows get zero times this adapter: what in it is no number goes to its own rows by S.
                 number = tl.abs(b.to(tl.float32)) < float("inf")
@@ -173,7 +177,8 @@ def _launch(
         of_y if residual is None else through_tma(residual, bm, bn), numbers if bias is None else bias,
         s, numbers, factors, numbers if seeds is None else seeds,
         n, x.shape[1], cdiv(m, bm), len(first.adapters), s.stride(0),
-        TYPE=getattr(tl, TL[first.sample.dtype]), OF_B=of_b, DROP=seeds is not None, BIAS=bias is not None,
+        TYPE=getattr(tl, TL[first.sample.dtype]), ALIGNED=all(table.aligned_with(s) for table in tables),
+        OF_B=of_b, DROP=seeds is not None, BIAS=bias is not None,
         RESIDUAL=residual is not None, LINEARS=len(tables), GROUP=GROUP, BM=bm, BN=bn, BK=bk,
         R=rank_tile(max(table.rank for table in tables)), num_warps=warps, num_stages=stages_of(x, stages),
     )  # fmt: skip
