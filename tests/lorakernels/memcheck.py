@@ -137,10 +137,10 @@ def kernels(dtype: torch.dtype) -> None:
             for seeds in (None, torch.arange(2, device=DEVICE)) if not of_b else (None,):
                 multi_product.multi_product(x, w, s, [table], rows, tile, of_b=of_b, seeds=seeds, residual=out, out=out)
     linears = [own_columns.LinearColumns(slice(0, 3 + P), slice(0, N), [(0, 3), (3, P)])]
-    own, s, scaled_s = own_columns.OwnColumns(linears, DEVICE), new(M, 3 + P), new(M, 3 + P)
+    own, s, sums = own_columns.OwnColumns(linears, DEVICE), new(M, 3 + P), new(M, 3 + P)
     for tile in own_columns.TILES:
-        own_columns.own_s(new(M, K), new(3 + P, K), own, rows, s, ScaledS(scaled_s, new(3 + P).float()), tile)
-        own_columns.own_ds_and_db(new(M, N), new(N, 3 + P), own, rows, s, scaled_s, new(N, 3 + P).float(), tile)
+        own_columns.own_s(new(M, K), new(3 + P, K), own, rows, s, ScaledS(sums, new(3 + P).float()), tile)
+        own_columns.own_ds_and_db(new(M, N), new(N, 3 + P), own, rows, s, sums, new(N, 3 + P).float(), tile)
     for tile in own_columns.A_TILES:
         own_columns.own_a_gradients(new(M, K), s, own, rows, new(3 + P, K).float(), tile)
     columns = torch.tensor([0] * 3 + [1] * P, dtype=torch.int32, device=DEVICE)

@@ -135,7 +135,7 @@ def matrix_at(address, near_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     load element by element, and wait each time."""
     if ALIGNED:
         return near_ptr + tl.multiple_of((address - near_ptr.to(tl.int64)) // 2, 8)
-    return address.to(tl.pointer_type(TYPE))
+    return address.to(tl.pointer_type(TYPE))  # pyright: ignore[reportArgumentType]
 
 
 @kernel
