@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from lorabench.contract.arm import Arm
 
 
+GATHERED_INSIDE = (
+    "stage 3 gathers weights inside a layer, and not the same ones when it runs a second time, which has to run the "
+    "operators of the first; gradient_checkpointing goes with it"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeepspeedZero(Parallel):
     """ZeRO (Rajbhandari et al. 2020) divides AdamW's state among the ranks (stage 1), the gradients, too (2), and the
@@ -61,6 +67,8 @@ class DeepspeedZero(Parallel):
             raise ValueError(f"stage={self.stage!r}; expected 1, 2 or 3")
         if self.by_layer and self.stage != 3:
             raise ValueError(f"by_layer is of stage 3, which gathers weights; this is stage={self.stage}")
+        if self.stage == 3 and not self.by_layer:
+            object.__setattr__(self, "excludes", self.excludes | {"selective_checkpointing": GATHERED_INSIDE})
 
     def patch(self, model: nn.Module) -> int | None:
         """In stage 3: frozen weights become parts before other toggles see them, who have to know what they are."""

@@ -110,8 +110,8 @@ _MESHES: dict[tuple[int, str, Any], DeviceMesh] = {}  # a group that is made sta
 
 def pieces(name: str, size: int | None, world: int) -> int:
     """How many ranks work on one sample. Raises Unsupported where the ranks do not divide so."""
-    size = size or world
-    if world % size or size < 2:
+    size = world if size is None else size
+    if size < 2 or world % size:
         raise Unsupported(f"{name} with ranks={size} needs a multiple of that, two at least; there are {world} ranks")
     return size
 

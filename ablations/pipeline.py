@@ -79,6 +79,8 @@ class Pipelined(Ablation):
             for count in self.layers:
                 positive("layers", count, "layers a stage")
             object.__setattr__(self, "layers", tuple(self.layers))
+        if self.ranks is not None:
+            positive("ranks", self.ranks, "ranks a pipeline")
 
     @property
     def each(self) -> int:

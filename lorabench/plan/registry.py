@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.hooks import Faulty, contained, described, first_line
@@ -80,12 +82,37 @@ def ablation(item: str | Mapping[str, Any]) -> Ablation:
     try:
         with contained(f"the toggle {name}'s constructor"):
             made, again = cls(**params), cls(**params)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise NameUnknown(f"{name}: {first_line(error)}") from None
+    except TypeError as error:
+        raise NameUnknown(f"{name}: {_mistyped(cls, params) or first_line(error)}") from None
     except Exception as error:
         return Faulty.of(cls, params, described(error))
+    if mistyped := _mistyped(cls, params):  # which its own code has let pass
+        raise NameUnknown(f"{name}: {mistyped}")
     fault = _fault(made, again)
     return made if fault is None else Faulty.of(cls, params, fault)
+
+
+def _mistyped(cls: type[Ablation], params: Mapping[str, Any]) -> str | None:
+    """The first value that is not of its parameter's annotation, as JSON has it (no number for a yes or no), in words.
+    None where all are, and where an annotation or a value is none that pydantic and JSON know."""
+    annotations = {f.name: f.type for f in fields(cls)}
+    for param, value in params.items():
+        try:
+            expected, said = _accepted(cls, param), json.dumps(value)
+        except Exception:  # a third party's annotation may be anything
+            continue
+        try:
+            expected.validate_json(said, strict=True)
+        except ValidationError:
+            return f"{param}={reprlib.repr(value)}: expected {annotations[param]}"
+    return None
+
+
+@cache
+def _accepted(cls: type[Ablation], param: str) -> TypeAdapter[Any]:
+    return TypeAdapter(get_type_hints(cls)[param])
 
 
 # What a toggle says of itself and planning asks for everywhere: how it is called, what it has to be, and whether that

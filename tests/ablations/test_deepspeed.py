@@ -41,6 +41,10 @@ def test_what_cannot_be_beside_it_is_said():
     assert "replayed by all ranks" in (conflict([zero, ablation("cuda_graph")]) or "")
     assert "splits the graph" in (conflict([zero, ablation("torch_compile")]) or "")
     assert "every rank would find a size of its own" in (conflict([zero, ablation("auto_batch_size")]) or "")
+    selective = ablation("selective_checkpointing")
+    gathers = ablation({"deepspeed_zero": {"stage": 3}})
+    assert "not the same ones when it runs a second time" in (conflict([gathers, selective]) or "")
+    assert conflict([zero, selective]) is None
 
 
 def test_other_optimizers_and_adapters_in_16_bits_are_refused_before_an_engine_is_made(monkeypatch):

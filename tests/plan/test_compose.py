@@ -5,6 +5,7 @@ from helpers import cells, config
 
 from lorabench.contract.names import NameUnknown
 from lorabench.plan.compose import ConfigError, names_in, plan, workload
+from lorabench.plan.registry import ablation
 from lorabench.sweep import help_text, main
 
 
@@ -61,6 +62,32 @@ def test_a_model_may_have_an_adapter_of_its_own():
     for wrong, says in (("{tiny-llama: {rank: 3}}", "rank"), ("{tiny-llama: 3}", "a model is a name")):
         with pytest.raises(ConfigError, match=says):
             plan(config(f"models=[{wrong}]"), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        ({"ulysses": {"ranks": "two"}}, "ulysses: ranks='two': expected int | None"),
+        ({"tensor_parallel": {"ranks": True}}, "tensor_parallel: ranks=True: expected int | None"),
+        ({"pipeline_1f1b": {"ranks": 0}}, "pipeline_1f1b: ranks=0: expected a number of ranks a pipeline above 0"),
+        ({"pipeline_gpipe": {"layers": 3}}, "pipeline_gpipe: layers=3: expected tuple[int, ...] | None"),
+        ({"fsdp2": {"reshard": "no"}}, "fsdp2: reshard='no': expected bool"),
+        ({"fsdp2": {"replicas": 1.5}}, "fsdp2: replicas=1.5: expected int"),
+        ({"deepspeed_zero": {"stage": True}}, "deepspeed_zero: stage=True: expected int"),
+        ({"pipeline_multi_adapter": {"flush": "x"}}, "pipeline_multi_adapter: flush='x': expected bool"),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_one_line_before_anything_starts(item, says):
+    """These ran, as something else than was meant, or crashed in the worker (2026-11-28)."""
+    with pytest.raises(NameUnknown) as refused:
+        ablation(item)
+    assert str(refused.value) == says
+
+
+@pytest.mark.parametrize("item", [{"pipeline_gpipe": {"layers": [2, 1]}}, {"pipeline_gpipe": {"layers": None}}])
+def test_a_list_is_a_tuple_and_nothing_is_none(item):
+    assert ablation(item).layers == (tuple(item["pipeline_gpipe"]["layers"] or ()) or None)
 
 
 def test_parameters_of_an_ablation_and_of_a_workload():
