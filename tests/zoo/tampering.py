@@ -200,5 +200,5 @@ class CheckInTheSweep(Cheat):
     def label(self) -> str:
         from lorabench.measure import fairness
 
-        fairness.check_clock = lambda name, trials: None
+        fairness.check_clock = lambda *given: None
         return super().label
