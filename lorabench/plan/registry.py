@@ -97,7 +97,6 @@ def ablation(item: str | Mapping[str, Any]) -> Ablation:
 def _mistyped(cls: type[Ablation], params: Mapping[str, Any]) -> str | None:
     """The first value that is not of its parameter's annotation, as JSON has it (no number for a yes or no), in words.
     None where all are, and where an annotation or a value is none that pydantic and JSON know."""
-    annotations = {f.name: f.type for f in fields(cls)}
     for param, value in params.items():
         try:
             expected, said = _accepted(cls, param), json.dumps(value)
@@ -106,7 +105,7 @@ def _mistyped(cls: type[Ablation], params: Mapping[str, Any]) -> str | None:
         try:
             expected.validate_json(said, strict=True)
         except ValidationError:
-            return f"{param}={reprlib.repr(value)}: expected {annotations[param]}"
+            return f"{param}={reprlib.repr(value)}: expected {cls.__dataclass_fields__[param].type}"
     return None
 
 

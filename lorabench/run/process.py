@@ -168,9 +168,8 @@ class Desk:
     def __init__(self, ranks: list[_Rank], timeout_s: float, beats: Any, tell: Callable[[str], None]) -> None:
         self.ranks, self.timeout_s, self.beats, self.tell = ranks, timeout_s, beats, tell
         self.phase = ""  # that was told last
-        self.unseen_s = (
-            0.0  # of the last turn: how much longer it took by this side's clock than its answer can explain
-        )
+        # Of the last turn: how much longer it took by this side's clock than its answer can explain.
+        self.unseen_s = 0.0
 
     def ask(self, what: str, *arguments: Any, ranks: int = 1) -> list[Any]:
         """The answer of each of the first `ranks` ranks. Raises Lost where one gives none."""

@@ -354,6 +354,29 @@ def test_a_step_of_many_adapters_by_their_own_columns(third, monkeypatch):
         torch.testing.assert_close(own[n], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
 
 
+@pytest.mark.parametrize("without", [[3], range(16)], ids=["one", "all"])
+def test_rows_without_their_adapter_are_the_frozen_model_s_in_own_columns_too(without, monkeypatch):
+    """Also where an adapter that is no number lay in their columns before, and where no row has one."""
+    ranks = {f"adapter{i}": 1 + 5 * i % 8 for i in range(16)}
+    said, found = list(range(16)), []
+    ids = batch(16, 5)["input_ids"]
+    if not INTERPRET:
+        monkeypatch.setattr(own_rows, "takes", lambda *_: True)
+    for form in ("no such", "own"):
+        ours = model(ranks=ranks)
+        jobs = lorakernels.apply_multi(ours, fused=True)
+        with tune.forced(form), torch.no_grad():
+            for spoil in (False, True):
+                for n, p in ours.named_parameters():
+                    if spoil and "lora_" in n and any(f".adapter{job}." in n for job in without):
+                        p.fill_(float("nan"))
+                jobs.set(said, without=without if spoil else ())
+                losses = loss_of(ours, ids)
+            found.append(losses)
+    assert found[0].isfinite().all()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 def test_one_job_s_rows_may_go_through_the_frozen_model_alone():
     ids, said = batch(4, 9)["input_ids"], [0, 1, 1, 2]
     found = []

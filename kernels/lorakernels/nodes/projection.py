@@ -58,7 +58,7 @@ class Projection(OperandBuffer):
         self.slot = next((m for m in members if m.job is not None), None)  # which knows the jobs of the rows
         self._job_of_column: torch.Tensor | None = None
         self._tables: dict[int, AdapterTable] = {}  # of `slots`, by linear
-        self._own_columns: tuple[tuple, OwnColumns] | None = None  # behind what they were made for
+        self._own_columns: OwnColumns | None = None
 
     def total_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Bias (N,) of all members in dtype, with scale · lora_B.bias added, or None."""
@@ -124,21 +124,20 @@ class Projection(OperandBuffer):
         keep_own_columns(s, job_of_row, self._columns_jobs(s.device), scaled_s, scales)
 
     def own_columns(self, x: torch.Tensor) -> tuple[OwnColumns, JobRows]:
-        """Whose columns of S are whose, and the jobs of the rows of x (M, …)."""
-        count, rows = self._job_count(), self._jobs_of(x)
-        served = tuple(m.a is not None for m in self.members)
-        key = served, count, x.device
-        if self._own_columns is None or self._own_columns[0] != key:
+        """Whose columns of S are whose, made once, and the jobs of the rows of x (M, …). A slot without an adapter has
+        its columns, too: those of the operand are zeros then."""
+        count, known = self._job_count(), self._own_columns
+        if known is None or known.jobs < count or known.of_jobs.device != x.device:
             linears = []
             for linear, (columns, of_y) in enumerate(zip(self.linear_columns, self.linear_rows, strict=True)):
-                last = linear == len(self.linears) - 1  # whose columns are followed by the spare ones
                 jobs = [(columns.start, 0)] * count
-                for m, j, own, there in zip(self.members, self.linear_of, self.columns, served, strict=True):
-                    if j == linear and there and m.job is not None:
-                        jobs[m.job] = own.start, m.rank
+                for m, j, own in zip(self.members, self.linear_of, self.columns, strict=True):
+                    if j == linear and m.job is not None:
+                        jobs[m.job] = own.start, own.stop - own.start
+                last = linear == len(self.linears) - 1  # whose columns are followed by the spare ones
                 linears.append(LinearColumns(slice(columns.start, self.p) if last else columns, of_y, jobs))
-            self._own_columns = key, OwnColumns(linears, x.device)
-        return self._own_columns[1], rows
+            known = self._own_columns = OwnColumns(linears, x.device)
+        return known, self._jobs_of(x)
 
     def _jobs_of(self, x: torch.Tensor) -> JobRows:
         """The jobs of the rows of x (M, …), on its device."""

@@ -24,13 +24,12 @@ import torch
 from ..runtime import cdiv, check, kernel, rank_tile, stages_of, table, tensor_cores, tl, use_triton
 from .concat_operand import ScaledS
 from .job_rows import JobRows
+from .multi_lora import MAX_COLUMNS, UNIT
 
-MAX_COLUMNS = 64  # of a job in one launch: above it the accumulators leave the registers, and there are several
 # (rows, columns, warps, stages) of a program, and of dA the blocks of rows that it walks down
 TILES = {"own": (64, 128, 4, 3), "own_small": (32, 128, 4, 3)}
 A_TILES = {"own": (64, 128, 4, 3, 8), "own_short": (64, 64, 4, 3, 2)}
 CLEARED = 64  # columns that become zero at once
-UNIT = 8  # elements of two bytes that are loaded at once where all places are multiples of it
 
 
 class LinearColumns(NamedTuple):
