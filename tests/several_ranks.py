@@ -1,4 +1,5 @@
-"""A function in several processes that are joined by gloo, as the ranks of an arm are; for tests without a sweep."""
+"""A function in several processes that are joined as the ranks of an arm are: by gloo, or with a GPU each by NCCL; for
+tests without a sweep."""
 
 from __future__ import annotations
 
@@ -20,14 +21,21 @@ GRACE_S = 5.0  # for the others to say what a rank that failed did to them
 
 
 def on_ranks(
-    size: int, folder: Path, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120
+    size: int,
+    folder: Path,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_s: float = 120,
+    device: str = "cpu",
 ) -> list[Any]:
     """What `function(ranks, *arguments)` returns on each rank, in their order; no tensors. Raises AssertionError with
     the traceback of a rank that raised, or says which one ended or does not answer. No process stays."""
     context = multiprocessing.get_context("fork")  # torch and transformers are imported already
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     workers = [
-        context.Process(target=_main, args=(rank, size, folder / "rendezvous", pipes[rank][1], function, arguments))
+        context.Process(
+            target=_main, args=(rank, size, folder / "rendezvous", device, pipes[rank][1], function, arguments)
+        )
         for rank in range(size)
     ]
     for worker in workers:
@@ -57,17 +65,22 @@ def on_ranks(
             worker.join()
 
 
-def _main(rank: int, size: int, file: Path, pipe: Any, function: Callable[..., Any], arguments: Any) -> None:
+def _main(
+    rank: int, size: int, file: Path, device: str, pipe: Any, function: Callable[..., Any], arguments: Any
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun has it
     try:
-        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=size)
 
         def total(value: float) -> float:
-            number = torch.tensor(value, dtype=torch.float64)
+            number = torch.tensor(value, dtype=torch.float64, device=device)
             dist.all_reduce(number)
             return float(number)
 

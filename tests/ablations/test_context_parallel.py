@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import MACHINE, sweep
+from ranks_of import loss_of_saved, steps_of, together
 from several_ranks import on_ranks
 
 from lorabench.contract.batch import IGNORE, Batch
@@ -70,3 +71,21 @@ def test_on_two_gpus_it_passes_the_gate_and_is_at_work(tmp_path):
     assert record.applied["context_parallel"] == 30  # layers
     said = record.notes["context_parallel"]
     assert all(sent >= least for sent, least in zip(said["sent_bytes"], said["least_bytes"], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("number", "case"), [(2, "context_parallel"), (4, {"context_parallel": {"ranks": 2}})])
+def test_five_steps_are_as_in_one_process_and_alike_on_all_ranks(number, case, tmp_path):
+    if torch.cuda.device_count() < number:
+        pytest.skip(f"needs {number} GPUs")
+    plain = steps_of((), device="cuda")
+    found = together(number, {"case": (case,)}, tmp_path, device="cuda")["case"]
+    assert isinstance(found, dict), found
+    assert found["audits"]["context_parallel"] == 3  # layers
+    assert found["loss"] == pytest.approx(plain["loss"], rel=0.01)
+    assert found["gradients"].keys() == plain["gradients"].keys()
+    for name, wanted in plain["gradients"].items():  # in bfloat16
+        assert torch.dist(found["gradients"][name].cpu(), wanted.cpu()) <= 0.1 * wanted.norm().cpu() + 1e-6, name
+    assert found["differs"] == 0  # after five steps, of all adapters, on all ranks
+    assert found["last_loss"] == pytest.approx(plain["last_loss"], rel=0.01) and found["last_loss"] < found["loss"]
+    assert loss_of_saved(str(tmp_path / "case"), device="cuda") == pytest.approx(found["last_loss"], rel=0.01)
