@@ -3,7 +3,8 @@
 usage: python -m lorabench.simulate [key=value ...]             the same as lorabench simulate [key=value ...]
 
   workloads=[mixed,...]      xsum, cnn_dailymail, wikisum, mixed, heterogeneous (LoRAFusion's five; lengths approximate)
-  methods=[lorafusion,...]   "1F1B with flush" (Megatron-LM's), mLoRA, and the schedules
+  methods=[lorafusion,...]   one job after the other, emptied behind each step: "1F1B with flush" (Megatron-LM's),
+                             "GPipe with flush", "interleaved with flush"; mLoRA; and the schedules
                              {methods}
   adapters=[1,2,3,4]         how many jobs train together
   model=llama-3.1-70b stages=4      stage times from what LoRAFusion's authors measured on an H100 (or llama-3.1-8b),
@@ -13,6 +14,7 @@ usage: python -m lorabench.simulate [key=value ...]             the same as lora
   multiple=128               to which each adapter's rows in a micro-batch are filled up (1: not at all)
   steps=20 seeds=1           global batches a job, and draws of the lengths
   time_limit_s=0.1           of each packing's mixed-integer programme
+  chunks=2                   into how many stages of its rank the interleaved pipeline cuts each stage
   transfer_ms=0 update_ms=0  from one stage to the next; of each stage's part of a job's optimizer step
   measured=FILE.csv          bubbles to stand beside: columns workload, method, adapters, bubble_pct
   output=FOLDER              bubbles.csv and bubbles.md go there
@@ -153,7 +155,7 @@ def write(folder: Path, every: Sequence[Row]) -> None:
 DEFAULTS: dict[str, Any] = {
     "workloads": list(FEEDS), "methods": list(METHODS), "adapters": [1, 2, 3, 4], "model": "llama-3.1-70b", "stages": 4,
     "times": None, "capacity": None, "multiple": 128, "steps": 20, "seeds": 1, "time_limit_s": 0.1, "transfer_ms": 0.0,
-    "update_ms": 0.0,
+    "update_ms": 0.0, "chunks": 2,
     "measured": None, "output": None,
 }  # fmt: skip
 
@@ -217,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _main(asked: dict[str, Any]) -> int:
-    passed = ("steps", "seeds", "capacity", "multiple", "time_limit_s", "transfer_ms", "update_ms")
+    passed = ("steps", "seeds", "capacity", "multiple", "time_limit_s", "transfer_ms", "update_ms", "chunks")
     setting = Setting(_stage_times(asked), **{key: asked[key] for key in passed})
     measured = read_measured(Path(asked["measured"])) if asked["measured"] else None
     if asked["output"]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lorabench import cli, simulate
-from lorabench.plan.bubbles import FEEDS, FLUSHED, MLORA, PUBLISHED, Setting, drawn, rows
+from lorabench.plan import bubbles
+from lorabench.plan.bubbles import EMPTIED, FEEDS, FLUSHED, MLORA, PUBLISHED, Setting, drawn, rows
 
 TIMES = simulate.profiled("llama-3.1-70b", 4)
 SMALL = Setting(TIMES, steps=6, seeds=2, time_limit_s=0.0)
@@ -36,6 +37,8 @@ def test_the_shape_of_lorafusions_table_comes_out(table):
     ratios = [table["lorafusion", n].bubble_pct for n in (1, 2, 3, 4)]
     assert ratios == sorted(ratios, reverse=True)
     assert table[FLUSHED, 1].bubble_pct > table[MLORA, 4].bubble_pct > table["lorafusion", 2].bubble_pct
+    assert set(table) > {(method, 1) for method in EMPTIED}
+    assert table["interleaved with flush", 1].bubble_pct < 0.8 * table[FLUSHED, 1].bubble_pct
     for (method, adapters), published in PUBLISHED.items():
         assert table[method, adapters].bubble_pct == pytest.approx(published, abs=10)
     assert table["lorafusion", 4].bubble_pct == pytest.approx(11.09, abs=3)
@@ -55,6 +58,15 @@ def test_a_row_says_what_it_rests_on(table):
     assert row.lowest_pct <= row.bubble_pct <= row.highest_pct and row.without_ramp_pct < row.bubble_pct
     last = [float(x) for x in row.by_stage_pct.split()]
     assert len(last) == 4 and last[3] < min(last[:3])  # the head is on the last stage: it waits least
+
+
+def test_emptied_pipelines_of_equal_micro_batches_wait_as_their_formulas_say(monkeypatch):
+    """Two stages, eight equal micro-batches a step: GPipe and 1F1B 1 of 9, each rank's stages cut in two 0.5 of 8.5."""
+    monkeypatch.setitem(bubbles.FEEDS, "equal", bubbles.Feed(("xsum",) * 4, 4096, 2, 2))
+    monkeypatch.setattr(bubbles, "drawn", lambda name, steps, rng: [[100] * 16] * steps)
+    times = simulate.StageTimes([100, 200], [[1.0, 2.0]] * 2, [[2.0, 4.0]] * 2)
+    found = {row.method: row.bubble_pct for row in rows(Setting(times), ["equal"], list(EMPTIED))}
+    assert found == pytest.approx(dict(zip(EMPTIED, (100 / 9, 100 / 9, 50 / 8.5), strict=True)))
 
 
 def test_measured_stands_beside_simulated():
@@ -187,8 +199,8 @@ def test_the_published_rows_come_out_again(workload):
     setting = Setting(TIMES, given["steps"], given["seeds"], multiple=given["multiple"])
     with open(PUBLISHED_RUN / "bubbles.csv", newline="") as file:
         held = {(r["workload"], r["method"], r["adapters"]): r for r in csv.DictReader(file)}
-    assert len(held) == len(FEEDS) * (2 + 4 * (len(simulate.SCHEDULERS) + 1))
-    for row in rows(setting, [workload], [FLUSHED, MLORA, "fifo", "staggered", "lorafusion, greedy"], [1, 4]):
+    assert len(held) == len(FEEDS) * (len(EMPTIED) + 1 + 4 * (len(simulate.SCHEDULERS) + 1))
+    for row in rows(setting, [workload], [*EMPTIED, MLORA, "fifo", "staggered", "lorafusion, greedy"], [1, 4]):
         own = held[row.workload, row.method, str(row.adapters)]
         for column in ("bubble_pct", "without_ramp_pct", "micro_batches", "empty", "padding_pct", "tokens_s"):
             assert float(own[column]) == pytest.approx(getattr(row, column), rel=1e-4, abs=1e-4), (row, column)

@@ -47,7 +47,9 @@ FEEDS = {
     "heterogeneous": Feed(("xsum", "cnn_dailymail", "wikisum", "mixed"), 6144, 4, 2),
 }
 FLUSHED, MLORA, GREEDY = "1F1B with flush", "mLoRA", "lorafusion, greedy"
-METHODS = (FLUSHED, MLORA, *SCHEDULERS, GREEDY)
+EMPTIED = {FLUSHED: "1f1b", "GPipe with flush": "gpipe", "interleaved with flush": "interleaved"}  # and their orders
+METHODS = (*EMPTIED, MLORA, *SCHEDULERS, GREEDY)
+COUNTING = (*EMPTIED, MLORA)  # count samples of a micro-batch, and fill nothing up
 
 
 # Bubble ratios in per cent of LoRAFusion's table, as far as a text that we have states them: the article that
@@ -59,7 +61,8 @@ PUBLISHED = {("lorafusion", 1): 44.17, ("lorafusion", 4): 11.09}
 class Setting:
     """What is simulated: global batches a job, draws of the lengths, a micro-batch's tokens (None: the published) and
     the multiple to which each adapter's rows are filled up (LoRAFusion's kernels: 128; ours: 1), seconds of a packing's
-    programme, milliseconds from one stage to the next and of each stage's part of a job's optimizer step."""
+    programme, milliseconds from one stage to the next and of each stage's part of a job's optimizer step, and into how
+    many equal stages of its rank an interleaved pipeline cuts each stage."""
 
     times: StageTimes
     steps: int = 20
@@ -69,6 +72,7 @@ class Setting:
     time_limit_s: float = 0.1
     transfer_ms: float = 0.0
     update_ms: float = 0.0
+    chunks: int = 2
 
 
 class Row(NamedTuple):
@@ -110,7 +114,7 @@ def rows(
         if not 1 <= n <= ADAPTERS:
             raise ValueError(f"adapters={n}: expected 1 to {ADAPTERS}")
     for workload, method in itertools.product(workloads, methods):
-        for n in {FLUSHED: [1], MLORA: [ADAPTERS]}.get(method, adapters):
+        for n in [1] if method in EMPTIED else [ADAPTERS] if method == MLORA else adapters:
             row = _row(workload, method, n, setting)
             yield row._replace(measured_pct=(measured or {}).get((workload, method, n)))
 
@@ -140,7 +144,7 @@ def _row(workload: str, method: str, adapters: int, setting: Setting) -> Row:
     approximate = not {one for name in feed.sets for one in _sets(name)} <= set(length_tables()["measured"])
     return Row(
         workload, "approximate" if approximate else "measured", method, adapters,
-        None if method in (FLUSHED, MLORA) else setting.capacity or feed.capacity,
+        None if method in COUNTING else setting.capacity or feed.capacity,
         fmean(by_seed), min(by_seed), max(by_seed), 100 * mean["without_ramp"],
         " ".join(f"{percent:.1f}" for percent in stages), mean["micro_batches"], mean["empty"],
         100 * (1 - mean["real"] / mean["used"]), 1000 * mean["real"] / mean["ms"], mean["scheduling_s"],
@@ -151,18 +155,22 @@ def _row(workload: str, method: str, adapters: int, setting: Setting) -> Row:
 def _run(feed: Feed, method: str, group: Sequence[int], seed: int, setting: Setting) -> _Run:
     jobs = [drawn(feed.sets[job], setting.steps, np.random.default_rng([seed, job])) for job in group]
     budget, stages = Budget(setting.capacity or feed.capacity, setting.multiple), setting.times.stages
-    held = None if method in (FLUSHED, MLORA) else budget  # the baselines count samples, and fill nothing up
+    held, order = None if method in COUNTING else budget, EMPTIED.get(method)
     began = time.monotonic()
     schedule = _methods(feed, budget, stages, setting)[method](jobs)
-    if method != FLUSHED:
+    if not order:
         schedule = fill(schedule, stages)
     took = time.monotonic() - began
-    verify(schedule, jobs, held, 1 if method == FLUSHED else stages)
+    verify(schedule, jobs, held, 1 if order else stages)
     used = [held.used(batch) if held else real(batch) for batch in schedule]
     ends = ends_of_batches(schedule)
     updates = [[setting.update_ms * len(ends.get(at, ()))] * stages for at in range(len(schedule))]
-    flushes = sorted(ends) if method == FLUSHED else []
-    found = pipeline(*setting.times.of(used), updates, setting.transfer_ms, flushes)
+    tables, order = [*setting.times.of(used), updates], order or "1f1b"
+    if order == "interleaved":  # stage s of a rank's v is the rank's own cut into v
+        n = setting.chunks
+        tables = [[[ms / n for ms in row] * n for row in table] for table in tables]
+    flushes = sorted(ends) if method in EMPTIED else []
+    found = pipeline(*tables, setting.transfer_ms, flushes, order, stages)
     computing, turns = sum(map(bool, schedule)), setting.steps * len(jobs)
     return _Run(
         found.ratio, found.without_ramp, found.by_stage, computing / turns, (len(schedule) - computing) / turns,
@@ -177,7 +185,7 @@ def _methods(
         name: lambda jobs, way=way: way(jobs, budget, stages) for name, way in SCHEDULERS.items()
     }
     return made | {
-        FLUSHED: lambda jobs: one_job_each(jobs, feed.flushed),
+        **dict.fromkeys(EMPTIED, lambda jobs: one_job_each(jobs, feed.flushed)),
         MLORA: lambda jobs: one_job_each(jobs, feed.mlora),
         "lorafusion": lambda jobs: lorafusion(jobs, budget, stages, setting.time_limit_s),
         GREEDY: lambda jobs: lorafusion(jobs, budget, stages, None),
