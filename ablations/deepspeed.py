@@ -36,6 +36,7 @@ GATHERED_INSIDE = (
     "stage 3 gathers weights inside a layer, and not the same ones when it runs a second time, which has to run the "
     "operators of the first; gradient_checkpointing goes with it"
 )
+LIVE = 10**9  # gathered weights that stage 3 lets stay for later, as DeepSpeed has it by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,7 @@ class DeepspeedZero(Parallel):
                 "stage": self.stage,
                 "reduce_bucket_size": elements,
                 "stage3_param_persistence_threshold": largest,  # so many elements, or fewer, stay whole
+                "stage3_max_live_parameters": LIVE,
                 "memory_efficient_linear": False,  # replaces a function of torch's for the whole process
             },
         }
@@ -146,13 +148,15 @@ class DeepspeedZero(Parallel):
         return made
 
     def least(self, arm: Arm, n: int) -> float:
-        """Each gradient goes to the rank that updates it, which sends the parameter to all; in stage 3 each divided
-        weight is gathered once a micro-batch, for forward, and where it was given back again for backward."""
+        """Each gradient goes to the rank that updates it, which sends the parameter to all. In stage 3 each divided
+        weight is gathered for forward and again for backward, but for as many as may stay in between."""
         adapters = trained_bytes(arm)
         moved = sent("reduce_scatter", adapters, n) + sent("all_gather", adapters / n, n)
         if self.stage < 3:
             return moved
-        return moved + sent("all_gather", bytes_of(_divided(arm)), n) * len(arm.step.batches)
+        part = bytes_of(_divided(arm))
+        stay = min(part, LIVE / n * arm.dtype.itemsize)
+        return moved + sent("all_gather", 2 * part - stay, n) * len(arm.step.batches)
 
 
 class _Zero(Averaged):

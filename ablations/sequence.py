@@ -226,8 +226,10 @@ class ContextParallel(SequenceParallel):
         return _InRing(super().step(step), mesh(size, "sequence")["sequence"])
 
     def least(self, arm: Arm, n: int) -> float:
-        """K and V of every layer in forward and again in backward, their gradients once, and the adapters'."""
-        passed = 3 * _bytes_of_heads(arm, 2 * _heads(arm.model.config)[1])
+        """K and V of every layer in forward and again in backward, their gradients once in float32, in which torch adds
+        them up, and the adapters'."""
+        keys = _bytes_of_heads(arm, 2 * _heads(arm.model.config)[1])
+        passed = 2 * keys + keys / arm.dtype.itemsize * 4
         return (pieces(self.name, self.ranks, n) - 1) * passed + super().least(arm, n)
 
     def audit(self, evidence: Evidence) -> int:

@@ -54,6 +54,7 @@ class TensorParallel(Parallel):
         "compilation": COMPILED,
         "loading": "a packed or quantized weight is no tensor that transformers' plan can split",
         "fp8_base": "a quantized weight is no tensor that transformers' plan can split",
+        "save_on_cpu": "torch's save_on_cpu copies what is saved into plain tensors, which a split tensor refuses",
         **dict.fromkeys(
             OTHER_OPTIMIZERS, "it gives its adapters, DTensors among them, to torch's foreach AdamW itself"
         ),

@@ -1,5 +1,5 @@
-"""Two tables of docs/several-gpus.md: what of a model fits on 1, 2, 4 and 8 GPUs of 80 and 141 GB, by a memory model,
-and what that model says of published arms beside their measured peaks.
+"""Three tables of docs/several-gpus.md: what of a model fits on 1, 2, 4 and 8 GPUs of 80 and 141 GB, by a memory model,
+what that model says of published arms beside their measured peaks, and what published arms sent beside the least.
 
     python benchmarks/several_gpus_table.py            # writes them into the page
     python benchmarks/several_gpus_table.py --print    # shows them
@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import markers
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/several-gpus.md"
-RESULTS = PAGE.parents[1] / "results/h200"
-FOLDERS = ("lorafusion_pipeline*", "several_gpus*")
+RESULTS = PAGE.parents[1] / "results"
+FOLDERS = ("h200/lorafusion_pipeline*", "h200/several_gpus*")  # whose peaks are held against the memory model
 MODELS = ("llama-3.1-8b", "qwen2.5-32b", "llama-3.1-70b")
 GPUS, MEMORIES_GB = (1, 2, 4, 8), (80, 141)
 LOW = 2  # bytes of a number in bfloat16
@@ -118,7 +118,8 @@ def tables() -> dict[str, str]:
         [name, str(n), str(memory), *(_cell(strategy, s, n, memory) for strategy in STRATEGIES)]
         for name, s in every.items() for n in GPUS for memory in MEMORIES_GB
     ]  # fmt: skip
-    return {"what fits": _table(heads, fits), "what was held": _table(HELD, _held(every))}
+    held, sent = _table(HELD, _held(every)), _table(SENT, _sent())
+    return {"what fits": _table(heads, fits), "what was held": held, "what was sent": sent}
 
 
 HELD = ["model", "GPUs", "arm", "tokens", "kept", "predicted GB", "peak GB", "between steps GB", "folder"]
@@ -146,9 +147,34 @@ def _held(every: dict[str, Sizes]) -> list[list[str]]:
             arm = [record.model, str(n), f"`{label}`" + " on our kernels" * ("lora_kernels" in record.toggles)]
             arm += [f"{at_once:,}", "layers' inputs" if checkpointed else "all"]
             found = [f"{number / 1e9:.1f}" for number in (predicted, memory.peak, memory.static or 0)]
-            link = f"[{folder.name}](../results/h200/{folder.name}/summary.md)"
-            rows.setdefault(tuple(arm), [*arm, *found, link])
+            rows.setdefault(tuple(arm), [*arm, *found, _link(folder)])
     return list(rows.values())
+
+
+SENT = ["model", "GPUs", "arm", "workload", "positions", "sent GB", "least GB", "weights held GB", "folder"]
+
+
+def _sent() -> list[list[str]]:
+    """A row for each arm of several ranks whose collectives were counted: of the rank that sends the most. The same arm
+    in a later folder has none."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for folder in sorted(RESULTS.glob("*/*")):
+        for record in read_arms(folder) if (folder / "records.jsonl").exists() else ():
+            every = {label: record.notes.get(label.partition("(")[0], {}) for label in record.toggles}
+            label, notes = next(((t, n) for t, n in every.items() if "sent_bytes" in n), ("", {}))
+            if record.role == "twin" or not notes or not record.tokens:
+                continue
+            arm = [record.model, str(notes["world_size"])]
+            arm += [f"`{label}`" + " on our kernels" * ("lora_kernels" in record.toggles)]
+            arm += [f"`{record.workload}`", f"{record.tokens.real + record.tokens.padded:,}"]
+            counted = (notes["sent_bytes"], notes["least_bytes"], notes["held_bytes"]["weights"])
+            most = [max(n) if isinstance(n, list) else n for n in counted]
+            rows.setdefault(tuple(arm), [*arm, *(f"{n / 1e9:.3g}" for n in most), _link(folder)])
+    return sorted(rows.values())
+
+
+def _link(folder: Path) -> str:
+    return f"[{folder.name}](../results/{folder.parent.name}/{folder.name}/summary.md)"
 
 
 DIVIDING = ("ddp", "fsdp2", "tensor_parallel", "pipeline_")

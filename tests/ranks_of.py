@@ -32,15 +32,15 @@ def samples() -> list[Sample]:
     return [Sample(tokens, list(tokens)) for tokens in drawn]
 
 
-def made_of(names: tuple[Any, ...], device: str, **kwargs: Any) -> Arm:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return arm("sdpa", "adamw_foreach", "padding", *names, samples=samples(), device=device, dtype=dtype, **kwargs)
+def made_of(names: tuple[Any, ...], device: str = "cpu", model: str = "tiny-llama", **kwargs: Any) -> Arm:
+    kwargs |= {"device": device, "model": model, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
+    return arm("sdpa", "adamw_foreach", "padding", *names, samples=samples(), **kwargs)
 
 
-def steps_of(names: tuple[Any, ...], ranks: Ranks = ONE, folder: str = "", device: str = "cpu") -> dict[str, Any]:
-    """Of an arm: the first step's outcome, what its toggle says, its adapters after STEPS steps, the loss then, and the
-    adapter in `folder` as PEFT saves it."""
-    made = made_of(names, device, ranks=ranks)
+def steps_of(names: tuple[Any, ...], ranks: Ranks = ONE, folder: str = "", **of: str) -> dict[str, Any]:
+    """Of an arm on a device and of a model (`of`): the first step's outcome, what its toggle says, its adapters after
+    STEPS steps, the loss then, and the adapter in `folder` as PEFT saves it."""
+    made = made_of(names, ranks=ranks, **of)
     run = lambda: numerics.one_step(made)  # noqa: E731
     first, ops, handed = profile.collectives(run)
     found: dict[str, Any] = {"loss": first.loss, "gradients": first.gradients}
@@ -65,9 +65,9 @@ def steps_of(names: tuple[Any, ...], ranks: Ranks = ONE, folder: str = "", devic
     return found
 
 
-def loss_of_saved(folder: str, *base: Any, device: str = "cpu") -> float:
+def loss_of_saved(folder: str, *base: Any, **of: str) -> float:
     """The loss of plain PEFT with the adapter in `folder`, on the weights of the toggles `base`."""
-    plain = made_of(base, device)
+    plain = made_of(base, **of)
     model: Any = plain.model
     model.load_adapter(folder, "saved")
     model.set_adapter("saved")
@@ -90,21 +90,21 @@ def _differs(after: dict[str, torch.Tensor], ranks: Ranks) -> int:
     return max(int((other != mine).sum()) for other in others)
 
 
-def together(size: int, cases: dict[str, tuple[Any, ...]], folder: Path, device: str = "cpu") -> dict[str, Any]:
+def together(size: int, cases: dict[str, tuple[Any, ...]], folder: Path, **of: str) -> dict[str, Any]:
     """What `steps_of` finds on rank 0 for each case; of one that raises its words. The adapters go to folders of the
     cases' names. The ranks are forks of a process in which no test has run: one of a process that had run 2,800 ended
     with a damaged heap (2026-11-27)."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    done = module("ranks_of", str(size), str(folder), device, cwd=Path(__file__).parent, timeout=600)
+    (folder / "cases.json").write_text(json.dumps([cases, of]))
+    done = module("ranks_of", str(size), str(folder), cwd=Path(__file__).parent, timeout=600)
     assert not done.returncode, done.stderr[-2000:]
     return torch.load(folder / "found.pt", map_location="cpu", weights_only=True)
 
 
-def _found(ranks: Ranks, cases: dict[str, list[Any]], folder: Path, device: str) -> None:
+def _found(ranks: Ranks, cases: dict[str, list[Any]], folder: Path, of: dict[str, str]) -> None:
     found: dict[str, Any] = {}
     for name, case in cases.items():
         try:
-            found[name] = steps_of(tuple(case), ranks, str(folder / name), device)
+            found[name] = steps_of(tuple(case), ranks, str(folder / name), **of)
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             found[name] = f"{type(error).__name__}: {error}"
@@ -113,6 +113,6 @@ def _found(ranks: Ranks, cases: dict[str, list[Any]], folder: Path, device: str)
 
 
 if __name__ == "__main__":
-    number, at, kind_of = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    wanted = json.loads((at / "cases.json").read_text())
-    on_ranks(number, at, _found, wanted, at, kind_of, timeout_s=600, device=kind_of)
+    at = Path(sys.argv[2])
+    wanted, kinds = json.loads((at / "cases.json").read_text())
+    on_ranks(int(sys.argv[1]), at, _found, wanted, at, kinds, timeout_s=600, device=kinds.get("device", "cpu"))

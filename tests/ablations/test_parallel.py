@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import request
 from ranks_of import loss_of_saved, steps_of, together
 
 from lorabench.contract.ablation import Unsupported, conflict
 from lorabench.contract.batch import Sample
 from lorabench.contract.ranks import Ranks
 from lorabench.plan.registry import ablation
-from lorabench_ablations import tensor_parallel
+from lorabench_ablations import deepspeed, tensor_parallel
 from lorabench_ablations.parallel import sent
 
 LAYERS, LINEARS = 3, 3 * 7
@@ -56,6 +58,17 @@ TWO_MORE = {
     "ddp on nf4_base with lora_kernels": ("ddp", "nf4_base", "lora_kernels"),
     "ulysses on nf4_base": ("ulysses", "nf4_base"),
 }
+AGAIN = {  # ways to keep less for backward, with what the toggle finds at work on tiny-llama
+    "selective": ("selective_checkpointing", LAYERS),
+    "selective of products": ({"selective_checkpointing": {"save": "mm"}}, LAYERS),
+    "every second layer": ({"gradient_checkpointing": {"every_n_layers": 2}}, 2),
+    "on disk": ("disk_offloading", LAYERS),
+}
+TWO_MORE |= {
+    f"{name}, {how}": (*TWO[name], toggle)
+    for name in ("ddp", "fsdp2", "fsdp2 kept", "ulysses", "tensor_parallel")
+    for how, (toggle, _) in AGAIN.items()
+}
 ONE_MORE = {
     name: case
     for name, case in TWO_MORE.items()
@@ -72,6 +85,9 @@ ZERO = {
     "zero 3 by layer": ({"deepspeed_zero": {"stage": 3, "by_layer": True}},),
     "zero 3 by layer checkpointed": ({"deepspeed_zero": {"stage": 3, "by_layer": True}}, "gradient_checkpointing"),
 }
+ZERO |= {f"{name}, {how}": (*ZERO[name], AGAIN[how][0])
+         for name in ("zero 2", "zero 3 by layer") for how in AGAIN}  # fmt: skip
+ZERO |= {f"zero 3, {how}": (*ZERO["zero 3"], AGAIN[how][0]) for how in AGAIN if "selective" not in how}
 # Of make test-all's environment alone, so what needs it is exhaustive.
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 FOUR = {
@@ -87,12 +103,13 @@ FOUR = {
     **{name: ZERO[name] for name in ("zero 1", "zero 2", "zero 3")},
     "too many heads": ("ulysses",),
 }
+FOUR_HEADS = {name: TWO[name] for name in ("ulysses", "tensor_parallel")}  # one group of four ranks
 
 
 @functools.cache
-def in_one(base):
+def in_one(base, model="tiny-llama"):
     """What one process finds on dense weights, or on those of this toggle."""
-    return steps_of(base)
+    return steps_of(base, model=model)
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +143,22 @@ def four(tmp_path_factory):
     return together(4, FOUR, folder), folder
 
 
+@pytest.fixture(scope="module")
+def four_heads(tmp_path_factory):
+    """(what four ranks find on a model with as many heads of keys, the adapters' folder, the model)"""
+    folder = tmp_path_factory.mktemp("four-heads")
+    described = request().cell.model.config | {"num_key_value_heads": 4}
+    (folder / "config.json").write_text(json.dumps(described))
+    name = str(folder / "config.json")
+    return together(4, FOUR_HEADS, folder, model=name), folder, name
+
+
 def is_one_process_s(of, case):
     found, saved = of[0][case], of[1] / case
     assert isinstance(found, dict), found
     base = tuple(name for name in ("nf4_base",) if name in case)
-    plain = in_one(base)
+    on = of[2:] or ("tiny-llama",)
+    plain = in_one(base, *on)
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     assert found["gradients"].keys() == plain["gradients"].keys()
     for name, gradient in plain["gradients"].items():
@@ -138,9 +166,12 @@ def is_one_process_s(of, case):
     assert found["update_error"] < 1e-4
     assert found["differs"] == 0  # after five steps, of all adapters, on all ranks
     assert found["last_loss"] == pytest.approx(plain["last_loss"], rel=1e-5) and found["last_loss"] < found["loss"]
-    assert loss_of_saved(str(saved), *base) == pytest.approx(found["last_loss"], rel=1e-5)
+    assert loss_of_saved(str(saved), *base, model=on[0]) == pytest.approx(found["last_loss"], rel=1e-5)
     if "checkpointed" in case:
         assert found["audits"]["gradient_checkpointing"] == LAYERS
+    if how := AGAIN.get(case.partition(", ")[2]):
+        name = next(iter(how[0])) if isinstance(how[0], dict) else how[0]
+        assert found["audits"][name] == how[1]
 
 
 @pytest.mark.parametrize("case", TWO)
@@ -180,6 +211,21 @@ def test_each_stage_of_zero_says_what_it_divides(zero):
     assert 0 < audits[2] <= LINEARS + 2
 
 
+@pytest.mark.parametrize(("live", "gathered"), [(10**9, 1), (0, 2), (600, 1.5)])
+def test_of_stage_3_what_may_not_stay_is_gathered_again_for_backward(live, gathered, monkeypatch):
+    monkeypatch.setattr(deepspeed, "LIVE", live)
+    divided = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    divided.ds_tensor = torch.empty(600)  # of 1200 on two ranks
+    trained = torch.nn.Parameter(torch.empty(10))
+    batches = SimpleNamespace(batches=[0, 0])
+    arm = SimpleNamespace(
+        model=SimpleNamespace(parameters=lambda: [divided]), dtype=torch.float32, step=batches, steps=[0],
+        adapters=lambda step: [("a", trained)],
+    )  # fmt: skip
+    adapters = 40 / 2 + 40 / 2
+    assert ablation({"deepspeed_zero": {"stage": 3}}).least(arm, 2) == adapters + 2 * gathered * 2400
+
+
 @needs_deepspeed
 @pytest.mark.exhaustive
 def test_lora_kernels_leaves_the_weights_that_zero_3_divides(zero):
@@ -194,6 +240,14 @@ def test_lora_kernels_leaves_the_weights_that_zero_3_divides(zero):
 )
 def test_on_four_processes_too_also_beside_divided_samples(four, case):
     is_one_process_s(four, case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", FOUR_HEADS)
+def test_four_ranks_divide_four_heads_of_keys(four_heads, case):
+    is_one_process_s(four_heads, case)
+    notes = four_heads[0][case]["notes"][case]
+    assert notes["world_size"] == 4 and notes["sent_bytes"] >= notes["least_bytes"] > 0
 
 
 @pytest.mark.exhaustive
@@ -343,6 +397,8 @@ def test_what_cannot_be_beside_it_is_said(name):
     if name in ("fsdp2", "tensor_parallel"):
         for quantized in ("nf4_base", "load_in_8bit", "torchao_int8", "fp8_base"):
             assert name in (conflict([parallel, ablation(quantized)]) or "")
+    if name == "tensor_parallel":
+        assert "which a split tensor refuses" in (conflict([parallel, ablation("save_on_cpu")]) or "")
     if name in ("ulysses", "context_parallel"):
         assert "a row of several samples" in (conflict([parallel, ablation("packing")]) or "")
 

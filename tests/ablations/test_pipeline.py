@@ -90,6 +90,7 @@ def test_rows_are_as_even_as_they_can_be_for_each_is_filled_up_to_the_longest(le
         pytest.param(4, 4, "pipeline_1f1b", marks=pytest.mark.exhaustive),
         pytest.param(4, 4, "pipeline_gpipe", marks=pytest.mark.exhaustive),
         pytest.param(2, 6, {"pipeline_interleaved": {"v": 3}}, marks=pytest.mark.exhaustive),
+        pytest.param(4, 8, "pipeline_interleaved", marks=pytest.mark.exhaustive),
     ],
 )
 def test_loss_and_every_gradient_are_those_of_one_process(tmp_path, ranks, layers, toggle):
@@ -165,6 +166,8 @@ def test_neighbours_in_the_order_of_length_go_to_different_pipelines_in_the_samp
         "gradient_checkpointing",
         pytest.param("lora_kernels", marks=pytest.mark.exhaustive),  # see test_no_stage_has_a_layer_…
         pytest.param("selective_checkpointing", marks=pytest.mark.exhaustive),
+        pytest.param({"gradient_checkpointing": {"every_n_layers": 2}}, marks=pytest.mark.exhaustive),
+        pytest.param("disk_offloading", marks=pytest.mark.exhaustive),
         pytest.param("save_on_cpu", marks=pytest.mark.exhaustive),
         pytest.param("adamw_fused", marks=pytest.mark.exhaustive),
     ],
