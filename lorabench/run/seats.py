@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,10 @@ class Seats:
         self.final = self._number(0, 0)  # of the trial after the last turn
         self.seats: list[Seated] = []
         self.crowded_out: list[Entry] = []  # out of memory in a turn beside others: they come in another block
-        # Arms, once for each process in which one is prepared now, and the bytes that each is taken to need.
+        # Arms that are prepared now, two at most, and the bytes that each is taken to need.
         self.preparing: list[tuple[str, float]] = []
         self.preparing_changes = threading.Condition()
-        self.side_by_side = False
+        self.two_at_once = False
         self.spare: list[Seated] = []  # opened and still empty, each for an arm that will sit alone
         self.opened = 0
         self.trials_a_turn = 1
@@ -231,7 +231,7 @@ class Seats:
         self.tell(f"preparing {entry.name}")
         try:
             failed, answers = self._prepared(seat, entry, gate, offered, self._need(entry))
-            if failed and failed.status == "oom" and not failed.spoilt and self.side_by_side:
+            if failed and failed.status == "oom" and not failed.spoilt and self.two_at_once:
                 failed, answers = self._prepared(seat, entry, gate, offered, math.inf)
         except Lost as lost:
             self._leave(entry, lost.status, str(lost), lost.rank, lost.log)
@@ -332,7 +332,7 @@ class Seats:
         """The same seat in a new process, without who spoilt the old one. The rounds of the others stay."""
         names = [name for name in seat.names if self.entries[name].ok]
         self._close(seat, judged=False)
-        if not self.side_by_side:  # there others are being asked, and have nothing cached
+        if not self.two_at_once:  # there others are being asked, and have nothing cached
             self._all_give_back()
         fresh = seat.again = self._open(seat.alone)
         lost = self._opened(fresh)
@@ -355,9 +355,9 @@ class Seats:
 
     def _sit_alone(self, alone: Sequence[Entry], slow: Sequence[Entry] = (), beside: bool = True) -> Generations:
         """Fresh processes for each arm that sits alone, and (`beside`) for the reference again: one in each generation,
-        of which one after the other takes its part of the rounds. All are prepared side by side where the device has
-        room for what they keep, else each generation when its turn comes; with the first of them those of the shared
-        seat for which the host compiles (`slow`)."""
+        of which one after the other takes its part of the rounds. All are prepared at first where the device has room
+        for what they keep, else each generation when its turn comes; meanwhile with the first of them those of the
+        shared seat for which the host compiles (`slow`)."""
         again = [self.entries.get(TWIN) or self.entries[REFERENCE]] if beside else []
         entries = [e for e in (*again, *alone) if e.ok and not self._late(e)]
         shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
@@ -382,31 +382,32 @@ class Seats:
         if shared and beside:
             now_prepared = made if at_once else made[:1]
             pairs = [(entry, seat) for generation in now_prepared for entry, seat in generation if seat]
-            self._side_by_side(pairs, lambda: self._sit_together(slow, shared))
+            self._one_by_one(pairs, slow, shared)
         return made
 
-    def _side_by_side(
-        self, pairs: Sequence[tuple[Entry, Seated]], meanwhile: Callable[[], None] = lambda: None
-    ) -> None:  # fmt: skip
-        """Prepare these arms, so many at once as have memory, and as the cores carry. All seconds are then parts of one
-        wall time."""
-        self.side_by_side = True
+    def _one_by_one(
+        self, pairs: Sequence[tuple[Entry, Seated]], slow: Sequence[Entry] = (), shared: Seated | None = None
+    ) -> None:
+        """Prepare these arms one after the other: processes that share a GPU have it in turns, and every transfer waits
+        for its own. Those for which the host compiles (`slow`) are prepared meanwhile, in the seat `shared`; all
+        seconds are then parts of one wall time."""
+        self.two_at_once = bool(slow)
         began, before = time.perf_counter(), {name: dict(e.seconds) for name, e in self.entries.items()}
         judged: set[str] = set()
         todo = []
         for entry, seat in pairs:
             todo.append((seat, entry, entry.ready is None and entry.name not in judged, self._offered()))
             judged.add(entry.name)
-        with ThreadPoolExecutor(max(1, min(len(todo), self.machine.cores - 1))) as pool:
+        with ThreadPoolExecutor(1) as pool:
             started = [pool.submit(self._prepare, *arguments) for arguments in todo]
             try:
-                meanwhile()
-                for one in as_completed(started):
+                self._sit_together(slow, shared)
+                for one in started:
                     one.result()
             except Suspicion:  # all of it was for nothing
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        self.side_by_side = False
+        self.two_at_once = False
         everyone = {e.name for e, _ in pairs} | {name for seat in self.seats for name in seat.names}
         candidates = {name for name in everyone if not self.entries[name].stack.is_reference}
         for entry, seat in pairs:
@@ -433,7 +434,7 @@ class Seats:
         todo = [(entry, seat) for entry, seat in pairs if not seat.names and not self._opened(seat)]
         if todo:
             self._all_give_back()
-            self._side_by_side(todo)
+            self._one_by_one(todo)
         for entry, seat in pairs:
             seat.active = entry.ok and bool(seat.names)
         for seat in [seat for _, seat in (*generation, *pairs) if seat and not seat.active]:
