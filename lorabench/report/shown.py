@@ -45,8 +45,9 @@ def show(analysis: Analysis) -> Shown:
 
 
 def _trials(analysis: Analysis) -> str:
+    """Nothing of a sweep that was ended from outside: its journal has no seconds of rounds."""
     share, wall = trials_share(analysis.arms)
-    return f"Trials were {percent(share)} of {duration(wall)} of wall time." if wall else ""
+    return f"Trials were {percent(share)} of {duration(wall)} of wall time." if wall and share else ""
 
 
 def in_groups(shown: Shown, analysis: Analysis) -> pd.DataFrame:

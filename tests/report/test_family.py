@@ -12,6 +12,7 @@ from lorabench import compare
 from lorabench.contract.kind import kind
 from lorabench.record.contrast import contrast
 from lorabench.record.pairs import pairs
+from lorabench.record.store import read_arms
 from lorabench.report import __main__ as report
 from lorabench.report import attribution, tables
 from lorabench.report.analysis import Analysis
@@ -132,6 +133,15 @@ def test_the_summary_says_what_share_of_the_wall_time_was_trials(folder, capsys)
     assert "Trials were 75.0 %" in capsys.readouterr().out
     assert (folder / "summary.md").read_text().endswith("\n\nTrials were 75.0 % of 24 s of wall time.\n")
     assert "Trials were 75.0 % of 24 s of wall time." in (folder / "report.html").read_text()
+
+
+def test_where_the_rounds_seconds_are_not_known_no_share_is_said(folder):
+    """As of a sweep that was ended from outside."""
+    arms = [arm.model_copy(update={"cost": arm.cost and arm.cost.model_copy(update={"trials": 0.0})})
+            for arm in read_arms(folder)]  # fmt: skip
+    (folder / "records.jsonl").write_text("".join(arm.model_dump_json(by_alias=True) + "\n" for arm in arms))
+    assert report.main([str(folder)]) == 0
+    assert "Trials were" not in (folder / "summary.md").read_text()
 
 
 def test_the_report_against_another_arm(folder):
