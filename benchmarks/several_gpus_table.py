@@ -21,6 +21,7 @@ from lorabench.plan.architecture import decoder_layers, skeleton
 from lorabench.plan.compose import load_config, plan
 from lorabench.record.schema import ArmRecord
 from lorabench.record.store import read_arms
+from lorabench_ablations.deepspeed import LIVE
 
 sys.path.insert(0, str(Path(__file__).parent))
 import markers
@@ -33,6 +34,9 @@ GPUS, MEMORIES_GB = (1, 2, 4, 8), (80, 141)
 LOW = 2  # bytes of a number in bfloat16
 ADAPTER = 16  # bytes of a trained number: float32, with its gradient and AdamW's two moments
 RESERVED = 4e9  # bytes for the context, the libraries' workspaces and NCCL's buffers: assumed, not measured
+NF4 = 0.516  # bytes of a weight, its scale included
+IN_4_BITS, ZERO, SEQUENCE = "ddp`, `nf4_base", "deepspeed_zero(stage=3)", "ulysses`, `context_parallel"
+STRATEGIES = ("ddp", IN_4_BITS, "fsdp2", ZERO, "tensor_parallel", "pipeline", SEQUENCE)
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,17 @@ def sizes(spec: ModelSpec) -> Sizes:
 
 def static(strategy: str, s: Sizes, n: int, adapter: float = ADAPTER) -> float:
     """Bytes that the fullest rank holds of weights and adapters, of `adapter` bytes a trained number. `fsdp2`: two
-    gathered layers, head and embedding come to its part; `pipeline`: its layers and the larger end."""
+    gathered layers, head and embedding come to its part; stage 3 of ZeRO: as many weights as it lets stay, and it
+    divides the optimizer's three quarters of an adapter; `pipeline`: its layers and the larger end."""
+    if strategy == ZERO:
+        numbers = s.layers * s.layer + s.head + s.embedding
+        return LOW * (numbers / n + min(numbers, LIVE)) + adapter * s.adapters * (1 / 4 + 3 / 4 / n)
     whole = LOW * (s.layers * s.layer + s.head + s.embedding)
     ends = LOW * max(s.head, s.embedding)
     weights = {
         "ddp": whole,
+        SEQUENCE: whole,
+        IN_4_BITS: NF4 * s.layers * s.layer + LOW * (s.head + s.embedding),
         "fsdp2": whole / n + LOW * (2 * s.layer + s.head + s.embedding) * (n > 1),
         "tensor_parallel": LOW * ((s.layers * s.layer + s.head) / n + s.embedding),
         "pipeline": LOW * -(-s.layers // n) * s.layer + (ends if n > 1 else 2 * ends),
@@ -101,12 +111,11 @@ def a_token(strategy: str, s: Sizes, n: int, checkpointed: bool) -> float:
 
 
 def tokens(strategy: str, s: Sizes, n: int, memory_gb: int, checkpointed: bool) -> int | None:
-    """The most tokens of a micro-batch on one rank, in hundreds; None where the weights alone do not fit."""
+    """The most tokens of a micro-batch on one rank, in hundreds; None where the weights alone do not fit. Where ranks
+    share a sequence, on all of them."""
     room = memory_gb * 1e9 - RESERVED - static(strategy, s, n)
-    return int(room / a_token(strategy, s, n, checkpointed)) // 100 * 100 or None if room > 0 else None
-
-
-STRATEGIES = ("ddp", "fsdp2", "tensor_parallel", "pipeline")
+    rows = n if strategy == SEQUENCE else 1
+    return rows * int(room / a_token(strategy, s, n, checkpointed)) // 100 * 100 or None if room > 0 else None
 
 
 def tables() -> dict[str, str]:
@@ -193,7 +202,7 @@ def _table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def _cell(strategy: str, s: Sizes, n: int, memory: int) -> str:
-    if n == 1 and strategy != "ddp":
+    if n == 1 and strategy not in ("ddp", IN_4_BITS):
         return ""
     if (kept := tokens(strategy, s, n, memory, False)) is None:
         less = tokens(strategy, s, n, memory, True)
