@@ -170,7 +170,8 @@ def _run(feed: Feed, method: str, group: Sequence[int], seed: int, setting: Sett
         n = setting.chunks
         tables = [[[ms / n for ms in row] * n for row in table] for table in tables]
     flushes = sorted(ends) if method in EMPTIED else []
-    found = pipeline(*tables, setting.transfer_ms, flushes, order, stages)
+    forward, backward, update = tables
+    found = pipeline(forward, backward, update, setting.transfer_ms, flushes, order, stages)
     computing, turns = sum(map(bool, schedule)), setting.steps * len(jobs)
     return _Run(
         found.ratio, found.without_ramp, found.by_stage, computing / turns, (len(schedule) - computing) / turns,
