@@ -80,8 +80,9 @@ def _own_columns_kernel(
     offset, n = linear * 0, k
     if OF_B:
         offset, n = tl.load(linear_ptr + 4 * linear + 2), tl.load(linear_ptr + 4 * linear + 3)
-    if ALIGNED:  # only then are loads of several elements, and copied ahead
-        column, rank, first = tl.multiple_of(column, 8), tl.multiple_of(rank, 8), tl.multiple_of(first, 8)
+    if ALIGNED:  # only then are loads and stores of several elements, and loads copied ahead
+        column, rank = tl.multiple_of(column, 8), tl.multiple_of(rank, 8)
+        first, last = tl.multiple_of(first, 8), tl.multiple_of(last, 8)
         if OF_B:
             offset, n = tl.multiple_of(offset, 8), tl.multiple_of(n, 8)
     row = (begin + tl.arange(0, BM)).to(tl.int64)
