@@ -105,7 +105,10 @@ def test_stage_3_refuses_packed_weights():
     assert ablation("deepspeed_zero").patch(model) is None
 
 
-def test_the_least_that_a_rank_sends_is_a_gradient_and_an_adapter_and_in_stage_3_each_weight():
+@pytest.mark.parametrize(("live", "times"), [(10**9, 1), (0, 2), (500, 1.5)])
+def test_the_least_that_a_rank_sends_is_a_gradient_and_an_adapter_and_in_stage_3_each_weight(live, times, monkeypatch):
+    """Of 1000 weights as many stay for backward as may; the others are gathered again."""
+    monkeypatch.setattr(deepspeed, "LIVE", live)
     adapter = torch.nn.Parameter(torch.zeros(100))
     frozen: Any = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
     frozen.ds_tensor = torch.zeros(500)
@@ -114,6 +117,7 @@ def test_the_least_that_a_rank_sends_is_a_gradient_and_an_adapter_and_in_stage_3
         model=SimpleNamespace(parameters=lambda: [adapter, frozen]),
         step=SimpleNamespace(batches=[0, 0]),
         steps=[None],
+        dtype=torch.float32,
     )
     assert deepspeed.DeepspeedZero(stage=1).least(made, 2) == 400  # 2 (n-1)/n of 400 bytes
-    assert deepspeed.DeepspeedZero(stage=3).least(made, 2) == 400 + 2 * 2000
+    assert deepspeed.DeepspeedZero(stage=3).least(made, 2) == 400 + 2 * times * 2000

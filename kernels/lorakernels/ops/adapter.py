@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..runtime import capturing, cdiv, check, kernel, next_power_of_2, table, tl, use_triton, working_dtype
+from ..runtime import capturing, cdiv, check, jit, kernel, next_power_of_2, table, tl, use_triton, working_dtype
 
 BLOCK = 2048
 MOST_PLANS = 64  # of a Loader: a module's adapters, by which jobs have rows
+UNIT = 8  # elements that a program loads and stores at once
 TL = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -71,17 +72,33 @@ def load_adapter(a: torch.Tensor, b: torch.Tensor, scale: float, out_a: torch.Te
     )  # fmt: skip
 
 
+@jit
+def matrix_at(address, near_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to a matrix whose address was read from a table. ALIGNED: found from another tensor's, near_ptr of
+    the same dtype, because Triton forgets of an address that is made a pointer what it is a multiple of, and would
+    load element by element, and wait each time."""
+    if ALIGNED:
+        width = near_ptr.dtype.element_ty.primitive_bitwidth // 8
+        return near_ptr + tl.multiple_of((address - near_ptr.to(tl.int64)) // width, 8)
+    return address.to(tl.pointer_type(TYPE))  # pyright: ignore[reportArgumentType]
+
+
 @kernel
-def _load_many_kernel(table_ptr, scale_ptr, item_ptr, IN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr):
+def _load_many_kernel(
+    table_ptr, scale_ptr, item_ptr, near_from_ptr, near_to_ptr,
+    IN: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program i copies a block of one matrix. item: (matrix, block of it); table: (from, to, elements, columns, row
     stride of the target) a matrix, pointers as integers."""
     i = tl.program_id(0)
     matrix = tl.load(item_ptr + 2 * i)
     e = tl.load(item_ptr + 2 * i + 1) * BLOCK + tl.arange(0, BLOCK)
     entry = table_ptr + 5 * matrix
-    source = tl.load(entry).to(tl.pointer_type(IN))  # pyright: ignore[reportArgumentType]  # Triton unwraps it
-    target = tl.load(entry + 1).to(tl.pointer_type(OUT))  # pyright: ignore[reportArgumentType]  # Triton unwraps it
+    source = matrix_at(tl.load(entry), near_from_ptr, IN, ALIGNED)
+    target = matrix_at(tl.load(entry + 1), near_to_ptr, OUT, ALIGNED)
     n, columns, row = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    if ALIGNED:
+        n, columns, row = tl.multiple_of(n, 8), tl.multiple_of(columns, 8), tl.multiple_of(row, 8)
     x = tl.load(source + e, mask=e < n, other=0.0).to(tl.float32) * tl.load(scale_ptr + matrix)
     tl.store(target + (e // columns) * row + e % columns, x.to(OUT), mask=e < n)
 
@@ -111,11 +128,12 @@ class Loader:
             return _one_by_one(items)
         if captured:
             self._captured.append(plan)
-        matrices, scales, blocks, dtypes = plan
+        matrices, scales, blocks, dtypes, aligned = plan
         in_dtype, out_dtype = (getattr(tl, TL[d]) for d in dtypes)
         _load_many_kernel[(blocks.shape[0],)](
-            matrices, scales, blocks, IN=in_dtype, OUT=out_dtype, BLOCK=BLOCK, num_warps=4
-        )
+            matrices, scales, blocks, items[0][0].detach(), items[0][3],
+            IN=in_dtype, OUT=out_dtype, ALIGNED=aligned, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
 
 
 def _one_by_one(items: Sequence[AdapterCopy]) -> None:
@@ -124,7 +142,8 @@ def _one_by_one(items: Sequence[AdapterCopy]) -> None:
 
 
 def _plan(items: Sequence[AdapterCopy]) -> tuple | None:
-    """(table, scales, blocks, dtypes) on the device, or None where these adapters are not alike."""
+    """(table, scales, blocks, dtypes) on the device, and whether all lies at multiples of UNIT elements; None where
+    these adapters are not alike."""
     pairs = [(t.detach(), out, f) for a, b, scale, x, y in items for t, out, f in ((a, x, 1.0), (b, y, scale))]
     dtypes = {(t.dtype, out.dtype) for t, out, _ in pairs}
     alike = len(dtypes) == 1 and all(t.is_contiguous() and out.stride(-1) == 1 for t, out, _ in pairs)
@@ -135,12 +154,16 @@ def _plan(items: Sequence[AdapterCopy]) -> tuple | None:
         check(fits, "A, B and their places differ", a=a, b=b, out=out_a, to=out_b)
     device = pairs[0][0].device
     rows = [(t.data_ptr(), out.data_ptr(), t.numel(), t.shape[1], out.stride(0)) for t, out, _ in pairs]
+    aligned = all(n % UNIT == 0 for row in rows for n in row[2:]) and all(
+        tensor.data_ptr() % (UNIT * tensor.element_size()) == 0 for t, out, _ in pairs for tensor in (t, out)
+    )
     blocks = [(i, j) for i, row in enumerate(rows) for j in range(cdiv(row[2], BLOCK))]
     return (
         table(rows, torch.int64, device),
         table([f for _, _, f in pairs], torch.float32, device),
         table(blocks, torch.int32, device),
         dtypes.pop(),
+        aligned,
     )
 
 

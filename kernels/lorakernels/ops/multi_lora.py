@@ -27,7 +27,6 @@ from ..runtime import (
     cdiv,
     check,
     deterministic,
-    jit,
     kernel,
     rank_tile,
     stages_of,
@@ -36,7 +35,7 @@ from ..runtime import (
     working_dtype,
 )
 from ..runtime import table as in_table
-from .adapter import TL
+from .adapter import TL, UNIT, matrix_at
 from .dropout import keep_reference, keep_tile, threshold_and_scale
 from .job_rows import JobRows
 
@@ -46,7 +45,6 @@ DOWN, UP, GRADIENT = (64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3, 8)
 # Of an adapter's row in the table: addresses of A and B, rank, p · 2¹⁶, where its dA and dB begin, its first column of
 # S, and how far apart the rows of A and of B are.
 FIELDS = 9
-UNIT = 8  # elements of two bytes that are loaded at once
 
 
 class Adapter(NamedTuple):
@@ -126,16 +124,6 @@ def _known(adapters: Adapters) -> list[tuple | None]:
     return [
         a and (a.a.data_ptr(), a.b.data_ptr(), *a[2:], a.a.shape[0], a.a.stride(0), a.b.stride(0)) for a in adapters
     ]
-
-
-@jit
-def matrix_at(address, near_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer to a matrix whose address was read from a table. ALIGNED: found from another tensor's, near_ptr of
-    the same dtype, because Triton forgets of an address that is made a pointer what it is a multiple of, and would
-    load element by element, and wait each time."""
-    if ALIGNED:
-        return near_ptr + tl.multiple_of((address - near_ptr.to(tl.int64)) // 2, 8)
-    return address.to(tl.pointer_type(TYPE))  # pyright: ignore[reportArgumentType]
 
 
 @kernel

@@ -37,10 +37,10 @@ from ..runtime import (
     use_triton,
     working_dtype,
 )
-from .adapter import TL
+from .adapter import TL, matrix_at
 from .dropout import keep_tile
 from .job_rows import JobRows
-from .multi_lora import MAX_COLUMNS, AdapterTable, mask_of, matrix_at, up
+from .multi_lora import MAX_COLUMNS, AdapterTable, mask_of, up
 
 # Tiles (rows, columns, depth, warps, stages). The larger one reads the least and has a multiprocessor for itself; of
 # the smaller two share one, so that one's ends lie beside the other's products. A mask of dropout wants accumulators of

@@ -22,9 +22,10 @@ from typing import NamedTuple
 import torch
 
 from ..runtime import cdiv, check, kernel, rank_tile, stages_of, table, tensor_cores, tl, use_triton
+from .adapter import UNIT
 from .concat_operand import ScaledS
 from .job_rows import JobRows
-from .multi_lora import MAX_COLUMNS, UNIT
+from .multi_lora import MAX_COLUMNS
 
 # (rows, columns, warps, stages) of a program, and of dA the blocks of rows that it walks down
 TILES = {"own": (64, 128, 4, 3), "own_small": (32, 128, 4, 3)}
