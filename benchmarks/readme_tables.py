@@ -468,17 +468,17 @@ SUITES: dict[str, Sequence[str]] = {
     **dict.fromkeys(("guide_weights", "h100/guide_weights"), STEPS),
     **dict.fromkeys(("scaling", "scaling_four", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
-    **{f"several_gpus_fsdp2_{one}": GPUS for one in ("layers_kept", "four_layers_kept")},
+    **{f"several_gpus_{one}": GPUS for one in ("fsdp2_layers_kept", "fsdp2_four_layers_kept", "plain_one_rank")},
     **{f"several_gpus_zero{one}": GPUS for one in ("", "2", "3", "_one_rank")},
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
-    **{f"multi_lora_{one}": JOBS for one in ("16_one_adapter", "16_slots", "16_slots_captured", "captured_ours")},
+    **{f"multi_lora_{one}": JOBS for one in ("16_one_adapter", "16_slots", "16_slots_captured", "captured")},
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_70b_setting", "_kernels")},
     **{f"lorafusion_pipeline_{one}": JOBS for one in ("ours", "short_rows", "three", "two_adapters", "one_adapter")},
     **dict.fromkeys(("lorafusion_jobs", "lorafusion_jobs_cnn", "lorafusion_jobs_large", "lorafusion_over_mlora"), JOBS),
     **{f"long_context_{one}": STEPS for one in ("8k", "8k_peers", "8k_unsloth", "32k", "64k", "128k")},
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     **dict.fromkeys(("prequantized_loading", "prequantized_loading_one_thread"), READ),
-    **{f"peers_rounds_8b{one}": STEPS for one in ("", "_8192", "_512")},
+    **{f"peers_rounds_8b{one}": STEPS for one in ("", "_again", "_8192", "_512")},
     "text_metrics": (cells.TIME, cells.WHOLE),
 }
 
@@ -527,13 +527,13 @@ def _markdown(table: AnyTable) -> str:
 
 
 def _split(*analyses: Analysis) -> str:
-    """Shapley values, a table a model @ workload."""
+    """Interactions and Shapley values, a table of each a model @ workload."""
     return "\n\n".join(
         f"{md(group.title)}: {md(table[0])}\n\n{_markdown(table)}"
         for analysis in analyses
         for group in analysis.groups
         for table in attribution_tables(group.records, analysis)
-        if table[0].startswith(SHAPLEY)
+        if table[0].startswith((SHAPLEY, "Interaction"))
     )
 
 
