@@ -1,6 +1,7 @@
 """Several adapters of a PEFT model at once: each row has its own adapter's numbers and gradients, each adapter is
 PEFT's own when it is saved, and what cannot be is refused in one line."""
 
+import gc
 from copy import deepcopy
 
 import lorakernels
@@ -315,6 +316,27 @@ def test_a_step_of_many_adapters_by_a_tail(fused, dropout, monkeypatch):
     assert own.keys() == theirs.keys() and own
     for n, gradient in theirs.items():
         torch.testing.assert_close(own[n], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+
+
+def test_batches_of_other_jobs_come_back_to_tables_that_a_captured_graph_may_read(monkeypatch):
+    """Made anew for each set of jobs, the first one's would be freed, and the graph that reads it with it."""
+    made, ids = [], batch(2, 5)["input_ids"]
+
+    class Counted(projection.AdapterTable):
+        def __init__(self, adapters):
+            super().__init__(adapters)
+            made.append(self)
+
+    monkeypatch.setattr(projection, "AdapterTable", Counted)
+    jobs, counts = lorakernels.apply_multi(ours := model(dropout=0.5), fused=True), []
+    for captures in (False, True):
+        monkeypatch.setattr(projection, "capturing", lambda x, captures=captures: captures)
+        for said in ([0, 0], [1, 2]):
+            losses_and_gradients(ours, jobs, ids, said)
+        counts.append(len(made))
+    assert counts[0] == counts[1] > 0
+    kept = [o._captured for o in gc.get_objects() if isinstance(o, projection.Projection)]
+    assert {id(table) for tables in kept for table in tables} == set(map(id, made))
 
 
 @pytest.mark.parametrize("third", [False, True], ids=["alike", "of several numbers of columns"])

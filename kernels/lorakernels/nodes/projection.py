@@ -23,11 +23,13 @@ from ..ops.concat_operand import ScaledS
 from ..ops.dropout import draw_seed
 from ..ops.job_columns import SPARE, keep_own_columns
 from ..ops.job_rows import JobRows
-from ..ops.multi_lora import Adapter, AdapterTable
+from ..ops.multi_lora import Adapter, AdapterTable, known_of
 from ..ops.own_columns import LinearColumns, OwnColumns
 from ..runtime import capturing, table
 from .member import Member
 from .operand import Holder, Operand, OperandBuffer
+
+MOST_TABLES = 64  # of a projection: its adapters, by which jobs have rows
 
 
 class LinearSlots(NamedTuple):
@@ -57,8 +59,9 @@ class Projection(OperandBuffer):
         self._scales: tuple[tuple, torch.Tensor] | None = None  # of `new_scaled_s`, behind what they were made for
         self.slot = next((m for m in members if m.job is not None), None)  # which knows the jobs of the rows
         self._job_of_column: torch.Tensor | None = None
-        self._tables: dict[int, AdapterTable] = {}  # of `slots`, by linear
+        self._tables: dict[tuple, AdapterTable] = {}  # of `slots`, by linear and adapters
         self._own_columns: OwnColumns | None = None
+        self._captured: list[AdapterTable | OwnColumns] = []  # what CUDA graphs read: it must outlive a change
 
     def total_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Bias (N,) of all members in dtype, with scale · lora_B.bias added, or None."""
@@ -137,6 +140,8 @@ class Projection(OperandBuffer):
                 last = linear == len(self.linears) - 1  # whose columns are followed by the spare ones
                 linears.append(LinearColumns(slice(columns.start, self.p) if last else columns, of_y, jobs))
             known = self._own_columns = OwnColumns(linears, x.device)
+        if capturing(x):
+            self._captured.append(known)
         return known, self._jobs_of(x)
 
     def _jobs_of(self, x: torch.Tensor) -> JobRows:
@@ -172,6 +177,7 @@ class Projection(OperandBuffer):
     def release(self) -> None:
         super().release()
         self._tables.clear()  # they hold the buffer
+        self._captured.clear()
 
     def slots(self, x: torch.Tensor, op: Operand, seeds: torch.Tensor | None) -> Iterator[LinearSlots]:
         """Of each linear that has an adapter with rows of x (M, …), as it lies in the operand; seeds: of `seeds`."""
@@ -187,8 +193,12 @@ class Projection(OperandBuffer):
                     adapters[m.job] = Adapter(*op.places[i], 1.0, m.dropout, self.columns[i].start)
                     members[m.job] = i
             if members:
-                known = self._tables.get(linear)
-                of_slots = AdapterTable(adapters) if known is None else known.still(adapters)
+                key = linear, *known_of(adapters)
+                of_slots = self._tables.get(key) or AdapterTable(adapters)
                 if op.full is not None and op.full is self.buffer:
-                    self._tables[linear] = of_slots
+                    if len(self._tables) >= MOST_TABLES:
+                        self._tables.clear()
+                    self._tables[key] = of_slots
+                    if capturing(x):
+                        self._captured.append(of_slots)
                 yield LinearSlots(of_slots, jobs, None if each is None else each[linear], members)

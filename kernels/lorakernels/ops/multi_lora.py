@@ -68,7 +68,7 @@ class AdapterTable:
         there = [a for a in adapters if a is not None]
         if not there:
             raise ValueError("no job has an adapter on this linear; expected one at least")
-        self.adapters, self.known = list(adapters), _known(adapters)
+        self.adapters, self.known = list(adapters), known_of(adapters)
         self.rank = max(adapter.a.shape[0] for adapter in there)
         self.k, self.n = there[0].a.shape[1], there[0].b.shape[0]
         for a, b, *_ in there:
@@ -86,7 +86,7 @@ class AdapterTable:
 
     def still(self, adapters: Adapters) -> AdapterTable:
         """This table, or another one where an adapter is another tensor, or has another scale or dropout."""
-        return self if self.known == _known(adapters) else AdapterTable(adapters)
+        return self if self.known == known_of(adapters) else AdapterTable(adapters)
 
     def takes(self, wide: torch.Tensor) -> bool:
         """Whether the kernels take X or Y (M, …) with these adapters."""
@@ -119,8 +119,9 @@ class AdapterTable:
         return self._on_device
 
 
-def _known(adapters: Adapters) -> list[tuple | None]:
-    """It is made on every forward, so it asks little; a tensor of another shape is another tensor."""
+def known_of(adapters: Adapters) -> list[tuple | None]:
+    """By which a table of these adapters is known. It is made on every forward, so it asks little; a tensor of another
+    shape is another tensor."""
     return [
         a and (a.a.data_ptr(), a.b.data_ptr(), *a[2:], a.a.shape[0], a.a.stride(0), a.b.stride(0)) for a in adapters
     ]
