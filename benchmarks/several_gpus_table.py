@@ -83,9 +83,6 @@ def static(strategy: str, s: Sizes, n: int, adapter: float = ADAPTER) -> float:
     """Bytes that the fullest rank holds of weights and adapters, of `adapter` bytes a trained number. `fsdp2`: two
     gathered layers, head and embedding come to its part; stage 3 of ZeRO: as many weights as it lets stay, and it
     divides the optimizer's three quarters of an adapter; `pipeline`: its layers and the larger end."""
-    if strategy == ZERO:
-        numbers = s.layers * s.layer + s.head + s.embedding
-        return LOW * (numbers / n + min(numbers, LIVE)) + adapter * s.adapters * (1 / 4 + 3 / 4 / n)
     whole = LOW * (s.layers * s.layer + s.head + s.embedding)
     ends = LOW * max(s.head, s.embedding)
     weights = {
@@ -93,11 +90,12 @@ def static(strategy: str, s: Sizes, n: int, adapter: float = ADAPTER) -> float:
         SEQUENCE: whole,
         IN_4_BITS: NF4 * s.layers * s.layer + LOW * (s.head + s.embedding),
         "fsdp2": whole / n + LOW * (2 * s.layer + s.head + s.embedding) * (n > 1),
+        ZERO: whole / n + min(whole, LOW * LIVE),
         "tensor_parallel": LOW * ((s.layers * s.layer + s.head) / n + s.embedding),
         "pipeline": LOW * -(-s.layers // n) * s.layer + (ends if n > 1 else 2 * ends),
     }[strategy]
-    share = n if strategy in ("tensor_parallel", "pipeline") else 1
-    return weights + adapter * s.adapters / share
+    share = {ZERO: (1 + 3 / n) / 4, "tensor_parallel": 1 / n, "pipeline": 1 / n}.get(strategy, 1)
+    return weights + adapter * s.adapters * share
 
 
 def a_token(strategy: str, s: Sizes, n: int, checkpointed: bool) -> float:
@@ -153,8 +151,7 @@ def _held(every: dict[str, Sizes]) -> list[list[str]]:
             adapter = ADAPTER * len(record.jobs or [1]) / (2 if "adapters_in_compute_dtype" in record.toggles else 1)
             s = every[record.model]
             predicted = static(strategy, s, n, adapter) + at_once * a_token(strategy, s, n, checkpointed)
-            arm = [record.model, str(n), f"`{label}`" + " on our kernels" * ("lora_kernels" in record.toggles)]
-            arm += [f"{at_once:,}", "layers' inputs" if checkpointed else "all"]
+            arm = [*_arm(record, label, n), f"{at_once:,}", "layers' inputs" if checkpointed else "all"]
             found = [f"{number / 1e9:.1f}" for number in (predicted, memory.peak, memory.static or 0)]
             rows.setdefault(tuple(arm), [*arm, *found, _link(folder)])
     return list(rows.values())
@@ -173,13 +170,19 @@ def _sent() -> list[list[str]]:
             label, notes = next(((t, n) for t, n in every.items() if "sent_bytes" in n), ("", {}))
             if record.role == "twin" or not notes or not record.tokens:
                 continue
-            arm = [record.model, str(notes["world_size"])]
-            arm += [f"`{label}`" + " on our kernels" * ("lora_kernels" in record.toggles)]
-            arm += [f"`{record.workload}`", f"{record.tokens.real + record.tokens.padded:,}"]
+            arm = [
+                *_arm(record, label, notes["world_size"]),
+                f"`{record.workload}`",
+                f"{record.tokens.real + record.tokens.padded:,}",
+            ]
             counted = (notes["sent_bytes"], notes["least_bytes"], notes["held_bytes"]["weights"])
             most = [max(n) if isinstance(n, list) else n for n in counted]
             rows.setdefault(tuple(arm), [*arm, *(f"{n / 1e9:.3g}" for n in most), _link(folder)])
     return sorted(rows.values())
+
+
+def _arm(record: ArmRecord, label: str, n: int) -> list[str]:
+    return [record.model, str(n), f"`{label}`" + " on our kernels" * ("lora_kernels" in record.toggles)]
 
 
 def _link(folder: Path) -> str:

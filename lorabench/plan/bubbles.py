@@ -155,23 +155,21 @@ def _row(workload: str, method: str, adapters: int, setting: Setting) -> Row:
 def _run(feed: Feed, method: str, group: Sequence[int], seed: int, setting: Setting) -> _Run:
     jobs = [drawn(feed.sets[job], setting.steps, np.random.default_rng([seed, job])) for job in group]
     budget, stages = Budget(setting.capacity or feed.capacity, setting.multiple), setting.times.stages
-    held, order = None if method in COUNTING else budget, EMPTIED.get(method)
+    held, emptied = None if method in COUNTING else budget, EMPTIED.get(method)
     began = time.monotonic()
     schedule = _methods(feed, budget, stages, setting)[method](jobs)
-    if not order:
+    if not emptied:
         schedule = fill(schedule, stages)
     took = time.monotonic() - began
-    verify(schedule, jobs, held, 1 if order else stages)
+    verify(schedule, jobs, held, 1 if emptied else stages)
     used = [held.used(batch) if held else real(batch) for batch in schedule]
     ends = ends_of_batches(schedule)
     updates = [[setting.update_ms * len(ends.get(at, ()))] * stages for at in range(len(schedule))]
-    tables, order = [*setting.times.of(used), updates], order or "1f1b"
-    if order == "interleaved":  # stage s of a rank's v is the rank's own cut into v
-        n = setting.chunks
-        tables = [[[ms / n for ms in row] * n for row in table] for table in tables]
-    flushes = sorted(ends) if method in EMPTIED else []
+    n = setting.chunks if emptied == "interleaved" else 1  # each stage is cut into so many of its rank's
+    tables = ([[ms / n for ms in row] * n for row in table] for table in (*setting.times.of(used), updates))
     forward, backward, update = tables
-    found = pipeline(forward, backward, update, setting.transfer_ms, flushes, order, stages)
+    flushes = sorted(ends) if emptied else []
+    found = pipeline(forward, backward, update, setting.transfer_ms, flushes, emptied or "1f1b", stages)
     computing, turns = sum(map(bool, schedule)), setting.steps * len(jobs)
     return _Run(
         found.ratio, found.without_ramp, found.by_stage, computing / turns, (len(schedule) - computing) / turns,

@@ -170,8 +170,7 @@ def is_one_process_s(of, case):
     if "checkpointed" in case:
         assert found["audits"]["gradient_checkpointing"] == LAYERS
     if how := AGAIN.get(case.partition(", ")[2]):
-        name = next(iter(how[0])) if isinstance(how[0], dict) else how[0]
-        assert found["audits"][name] == how[1]
+        assert found["audits"][ablation(how[0]).name] == how[1]
 
 
 @pytest.mark.parametrize("case", TWO)

@@ -10,7 +10,7 @@ import torch
 from kernel_checks import exhaustive
 from lorakernels import tune
 from lorakernels.nodes import multi_linear, operand, own_rows, projection, tail
-from lorakernels.ops import multi_product
+from lorakernels.ops import multi_lora, multi_product
 from lorakernels.ops.job_rows import JobRows
 from lorakernels.runtime import INTERPRET
 from lorakernels.tuning import worth_trying
@@ -318,24 +318,23 @@ def test_a_step_of_many_adapters_by_a_tail(fused, dropout, monkeypatch):
         torch.testing.assert_close(own[n], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
 
 
-def test_batches_of_other_jobs_come_back_to_tables_that_a_captured_graph_may_read(monkeypatch):
+@pytest.mark.parametrize(
+    ("fused", "batches"), [(True, [([0, 0], ()), ([1, 2], ())]), (False, [([0, 1], [0]), ([0, 1], [1])])]
+)
+def test_batches_of_other_jobs_come_back_to_tables_that_a_captured_graph_may_read(fused, batches, monkeypatch):
     """Made anew for each set of jobs, the first one's would be freed, and the graph that reads it with it."""
-    made, ids = [], batch(2, 5)["input_ids"]
-
-    class Counted(projection.AdapterTable):
-        def __init__(self, adapters):
-            super().__init__(adapters)
-            made.append(self)
-
-    monkeypatch.setattr(projection, "AdapterTable", Counted)
-    jobs, counts = lorakernels.apply_multi(ours := model(dropout=0.5), fused=True), []
+    gc.collect()  # tables of other tests
+    made, ids, plain = [], batch(2, 5)["input_ids"], multi_lora.AdapterTable
+    monkeypatch.setattr(multi_lora, "AdapterTable", lambda adapters: made.append(plain(adapters)) or made[-1])
+    jobs, counts = lorakernels.apply_multi(ours := model(dropout=0.5), fused=fused), []
+    made.clear()  # each linear has been looked at once, with all adapters
     for captures in (False, True):
-        monkeypatch.setattr(projection, "capturing", lambda x, captures=captures: captures)
-        for said in ([0, 0], [1, 2]):
-            losses_and_gradients(ours, jobs, ids, said)
+        monkeypatch.setattr(multi_lora, "capturing", lambda x, captures=captures: captures)
+        for said, without in batches:
+            losses_and_gradients(ours, jobs, ids, said, without=without)
         counts.append(len(made))
     assert counts[0] == counts[1] > 0
-    kept = [o._captured for o in gc.get_objects() if isinstance(o, projection.Projection)]
+    kept = [o._captured for o in gc.get_objects() if isinstance(o, multi_lora.AdapterTables)]
     assert {id(table) for tables in kept for table in tables} == set(map(id, made))
 
 

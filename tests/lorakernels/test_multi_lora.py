@@ -13,6 +13,7 @@ from lorakernels.ops.multi_lora import (
     GRADIENT,
     Adapter,
     AdapterTable,
+    AdapterTables,
     down,
     gradients,
     mask_of,
@@ -236,13 +237,14 @@ def test_dropout_is_the_same_in_any_company(device, dtype):
 
 
 def test_a_table_is_kept_until_an_adapter_is_another(device):
-    adapters = adapters_of((3, None, 2), device=device)
-    table = AdapterTable(adapters)
+    adapters, tables = adapters_of((3, None, 2), device=device), AdapterTables()
+    table = tables.of(adapters)
     adapters[0].a.mul_(2)  # trained in place: found where it was
-    assert table.still(list(adapters)) is table and table.on_device() is table.on_device()
-    other = table.still([adapters[0]._replace(scale=9.0), None, adapters[2]])
+    assert tables.of(list(adapters)) is table and table.on_device() is table.on_device()
+    other = tables.of([adapters[0]._replace(scale=9.0), None, adapters[2]])
     assert other is not table and float(other.on_device()[1][0, 0]) == 9.0
-    assert table.still([adapters[0]._replace(a=adapters[0].a.clone()), None, adapters[2]]) is not table
+    assert tables.of([adapters[0]._replace(a=adapters[0].a.clone()), None, adapters[2]]) is not table
+    assert tables.of(adapters) is table
 
 
 def test_rows_by_runs_and_by_row():

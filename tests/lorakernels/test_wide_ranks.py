@@ -74,10 +74,8 @@ def test_db_by_the_library_of_a_dy_with_spare_columns(columns):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    (
-        "columns",
-        "form",
-    ),  # SwiGLU of 128 columns in fused's tiles takes 237,568 bytes of shared memory; an H200 has 232,448
+    ("columns", "form"),
+    # SwiGLU of 128 columns in fused's tiles takes 237,568 bytes of shared memory; an H200 has 232,448.
     [(RANK, "fused_small"), (RANK, "plain"), (64, "fused"), (64, "fused_small"), (64, "plain")],
 )
 def test_eight_adapters_at_the_size_that_was_wrong(columns, form, monkeypatch):

@@ -23,7 +23,7 @@ from torch import nn
 
 from ..nodes.multi_linear import multi_linear
 from ..ops.job_rows import JobRows
-from ..ops.multi_lora import Adapter, AdapterTable
+from ..ops.multi_lora import Adapter, AdapterTables
 from .lora_modules import is_lora
 from .module_checks import is_library_function, is_unhooked
 from .patching import STATE, Report, apply, remove
@@ -41,7 +41,8 @@ class _Linear:
             None if name is None else (module.lora_A[name], module.lora_B[name], module.lora_dropout[name], name)
             for name in own
         ]
-        self.table = AdapterTable(self.read(module))
+        self.tables = AdapterTables()
+        self.tables.of(self.read(module))  # what does not fit is said now
         plain = type(self.base) is nn.Linear and is_library_function(nn.Linear.forward, "torch")
         self.plain = plain and is_unhooked(self.base)
 
@@ -62,7 +63,7 @@ class _Linear:
         adapters = self.read(module)
         if not any(adapters):
             return self.base(x)
-        self.table = table = self.table.still(adapters)
+        table = self.tables.of(adapters)
         rows = self.jobs.rows.of_input(x)
         if self.plain and not self.base.weight.requires_grad:
             return multi_linear(x, self.base.weight, table, rows, self.base.bias)

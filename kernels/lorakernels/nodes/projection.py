@@ -23,13 +23,11 @@ from ..ops.concat_operand import ScaledS
 from ..ops.dropout import draw_seed
 from ..ops.job_columns import SPARE, keep_own_columns
 from ..ops.job_rows import JobRows
-from ..ops.multi_lora import Adapter, AdapterTable, known_of
+from ..ops.multi_lora import Adapter, AdapterTable, AdapterTables
 from ..ops.own_columns import LinearColumns, OwnColumns
 from ..runtime import capturing, table
 from .member import Member
 from .operand import Holder, Operand, OperandBuffer
-
-MOST_TABLES = 64  # of a projection: its adapters, by which jobs have rows
 
 
 class LinearSlots(NamedTuple):
@@ -59,9 +57,8 @@ class Projection(OperandBuffer):
         self._scales: tuple[tuple, torch.Tensor] | None = None  # of `new_scaled_s`, behind what they were made for
         self.slot = next((m for m in members if m.job is not None), None)  # which knows the jobs of the rows
         self._job_of_column: torch.Tensor | None = None
-        self._tables: dict[tuple, AdapterTable] = {}  # of `slots`, by linear and adapters
-        self._own_columns: OwnColumns | None = None
-        self._captured: list[AdapterTable | OwnColumns] = []  # what CUDA graphs read: it must outlive a change
+        self._tables: dict[int, AdapterTables] = {}  # of `slots`, by linear
+        self._own_columns: list[OwnColumns] = []  # the last one counts; a CUDA graph may read those before it
 
     def total_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Bias (N,) of all members in dtype, with scale · lora_B.bias added, or None."""
@@ -130,7 +127,7 @@ class Projection(OperandBuffer):
         """Whose columns of S are whose, made once, and the jobs of the rows of x (M, …). A slot without an adapter has
         its columns, too: those of the operand are zeros then."""
         count, known = self._job_count(), self._own_columns
-        if known is None or known.jobs < count or known.of_jobs.device != x.device:
+        if not known or known[-1].jobs < count or known[-1].of_jobs.device != x.device:
             linears = []
             for linear, (columns, of_y) in enumerate(zip(self.linear_columns, self.linear_rows, strict=True)):
                 jobs = [(columns.start, 0)] * count
@@ -139,10 +136,8 @@ class Projection(OperandBuffer):
                         jobs[m.job] = own.start, own.stop - own.start
                 last = linear == len(self.linears) - 1  # whose columns are followed by the spare ones
                 linears.append(LinearColumns(slice(columns.start, self.p) if last else columns, of_y, jobs))
-            known = self._own_columns = OwnColumns(linears, x.device)
-        if capturing(x):
-            self._captured.append(known)
-        return known, self._jobs_of(x)
+            known.append(OwnColumns(linears, x.device))
+        return known[-1], self._jobs_of(x)
 
     def _jobs_of(self, x: torch.Tensor) -> JobRows:
         """The jobs of the rows of x (M, …), on its device."""
@@ -177,7 +172,6 @@ class Projection(OperandBuffer):
     def release(self) -> None:
         super().release()
         self._tables.clear()  # they hold the buffer
-        self._captured.clear()
 
     def slots(self, x: torch.Tensor, op: Operand, seeds: torch.Tensor | None) -> Iterator[LinearSlots]:
         """Of each linear that has an adapter with rows of x (M, …), as it lies in the operand; seeds: of `seeds`."""
@@ -193,12 +187,7 @@ class Projection(OperandBuffer):
                     adapters[m.job] = Adapter(*op.places[i], 1.0, m.dropout, self.columns[i].start)
                     members[m.job] = i
             if members:
-                key = linear, *known_of(adapters)
-                of_slots = self._tables.get(key) or AdapterTable(adapters)
-                if op.full is not None and op.full is self.buffer:
-                    if len(self._tables) >= MOST_TABLES:
-                        self._tables.clear()
-                    self._tables[key] = of_slots
-                    if capturing(x):
-                        self._captured.append(of_slots)
+                ours = op.full is not None and op.full is self.buffer
+                tables = self._tables.setdefault(linear, AdapterTables()) if ours else None
+                of_slots = tables.of(adapters) if tables else AdapterTable(adapters)
                 yield LinearSlots(of_slots, jobs, None if each is None else each[linear], members)

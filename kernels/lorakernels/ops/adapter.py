@@ -12,7 +12,7 @@ back; nothing but dA is that sensitive. Run: python -m pytest tests/lorakernels/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,6 +70,11 @@ def load_adapter(a: torch.Tensor, b: torch.Tensor, scale: float, out_a: torch.Te
         a, b, out_a, out_b, a.shape[1], b.shape[1], a.numel(), b.numel(), out_a.stride(0), out_b.stride(0), blocks,
         scale, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
+
+
+def in_units(numbers: Iterable[int], tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all numbers, and the addresses of tensors of any shape, are multiples of UNIT elements."""
+    return all(n % UNIT == 0 for n in numbers) and all(t.data_ptr() % (UNIT * t.element_size()) == 0 for t in tensors)
 
 
 @jit
@@ -154,9 +159,7 @@ def _plan(items: Sequence[AdapterCopy]) -> tuple | None:
         check(fits, "A, B and their places differ", a=a, b=b, out=out_a, to=out_b)
     device = pairs[0][0].device
     rows = [(t.data_ptr(), out.data_ptr(), t.numel(), t.shape[1], out.stride(0)) for t, out, _ in pairs]
-    aligned = all(n % UNIT == 0 for row in rows for n in row[2:]) and all(
-        tensor.data_ptr() % (UNIT * tensor.element_size()) == 0 for t, out, _ in pairs for tensor in (t, out)
-    )
+    aligned = in_units((n for row in rows for n in row[2:]), (t for pair in pairs for t in pair[:2]))
     blocks = [(i, j) for i, row in enumerate(rows) for j in range(cdiv(row[2], BLOCK))]
     return (
         table(rows, torch.int64, device),

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime import (
+    capturing,
     cdiv,
     check,
     deterministic,
@@ -35,7 +36,7 @@ from ..runtime import (
     working_dtype,
 )
 from ..runtime import table as in_table
-from .adapter import TL, UNIT, matrix_at
+from .adapter import TL, UNIT, in_units, matrix_at
 from .dropout import keep_reference, keep_tile, threshold_and_scale
 from .job_rows import JobRows
 
@@ -45,6 +46,7 @@ DOWN, UP, GRADIENT = (64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3, 8)
 # Of an adapter's row in the table: addresses of A and B, rank, p · 2¹⁶, where its dA and dB begin, its first column of
 # S, and how far apart the rows of A and of B are.
 FIELDS = 9
+MOST_TABLES = 64  # of a linear: its adapters, by which jobs have rows
 
 
 class Adapter(NamedTuple):
@@ -68,7 +70,7 @@ class AdapterTable:
         there = [a for a in adapters if a is not None]
         if not there:
             raise ValueError("no job has an adapter on this linear; expected one at least")
-        self.adapters, self.known = list(adapters), known_of(adapters)
+        self.adapters = list(adapters)
         self.rank = max(adapter.a.shape[0] for adapter in there)
         self.k, self.n = there[0].a.shape[1], there[0].b.shape[0]
         for a, b, *_ in there:
@@ -80,13 +82,8 @@ class AdapterTable:
         self.sample, self.drops = there[0].a, any(a.dropout > 0 for a in there)
         self.compact = not any(a.column for a in there)
         numbers = (n for a in there for n in (len(a.a), a.column, a.a.stride(0), a.b.stride(0)))
-        whole = all(n % UNIT == 0 for n in numbers) and all(t.data_ptr() % 16 == 0 for t in both)
-        self.aligned = whole and self.alike and self.sample.element_size() * UNIT == 16
+        self.aligned = in_units(numbers, both) and self.alike and self.sample.element_size() * UNIT == 16
         self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def still(self, adapters: Adapters) -> AdapterTable:
-        """This table, or another one where an adapter is another tensor, or has another scale or dropout."""
-        return self if self.known == known_of(adapters) else AdapterTable(adapters)
 
     def takes(self, wide: torch.Tensor) -> bool:
         """Whether the kernels take X or Y (M, …) with these adapters."""
@@ -119,12 +116,27 @@ class AdapterTable:
         return self._on_device
 
 
-def known_of(adapters: Adapters) -> list[tuple | None]:
-    """By which a table of these adapters is known. It is made on every forward, so it asks little; a tensor of another
-    shape is another tensor."""
-    return [
-        a and (a.a.data_ptr(), a.b.data_ptr(), *a[2:], a.a.shape[0], a.a.stride(0), a.b.stride(0)) for a in adapters
-    ]
+class AdapterTables:
+    """The tables of one linear. A tensor, a scale or a dropout that is another one makes another table; batches of one
+    set of jobs after another come back to each. What a CUDA graph reads on every replay outlives a change."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, AdapterTable] = {}
+        self._captured: list[AdapterTable] = []
+
+    def of(self, adapters: Adapters) -> AdapterTable:
+        """Asked on every forward. Raises ValueError as `AdapterTable` does."""
+        key = tuple(
+            a and (a.a.data_ptr(), a.b.data_ptr(), *a[2:], a.a.shape[0], a.a.stride(0), a.b.stride(0)) for a in adapters
+        )
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= MOST_TABLES:
+                self._known.clear()
+            found = self._known[key] = AdapterTable(adapters)
+        if capturing(found.sample):
+            self._captured.append(found)
+        return found
 
 
 @kernel

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime import cdiv, check, kernel, rank_tile, stages_of, table, tensor_cores, tl, use_triton
-from .adapter import UNIT
+from .adapter import in_units
 from .concat_operand import ScaledS
 from .job_rows import JobRows
 from .multi_lora import MAX_COLUMNS
@@ -53,7 +53,7 @@ class OwnColumns:
         self.of_linears = table([(c, d, a, b - a) for c, d, a, b in parts], torch.int32, device)
         self.of_jobs = table(self.places, torch.int32, device)
         self.n = parts[-1][3]
-        self.aligned = all(i % UNIT == 0 for row in (*parts, *self.places) for i in row)
+        self.aligned = in_units((i for row in (*parts, *self.places) for i in row), ())
 
     def each(self, rows: JobRows) -> Iterator[tuple[LinearColumns, torch.Tensor, slice]]:
         """For each linear and job that has rows and an adapter: the numbers of its rows and its columns."""
