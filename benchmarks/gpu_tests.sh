@@ -25,7 +25,8 @@ part f $(files concat_operand)
 part g $(files swiglu)  # what a part compiles it compiles on one core
 part l $(files long_context quantize_rows quantized_glu)
 part h $(files capture_graphs capture_trainer)
-part j -v tests/test_every_toggle.py
+part j -v tests/test_every_toggle.py -k steps-  # one sweep of sixty arms
+part m -v tests/test_every_toggle.py -k 'not steps-'
 part k tests/run/test_ranks.py  # of two GPUs
 failed=0
 finished() { local pid; for pid in "${pids[@]}"; do wait "$pid" || failed=$((failed + 1)); done; pids=(); }

@@ -16,6 +16,7 @@ def script():
         yield module
 
 
+@pytest.mark.exhaustive  # each arm is a process, which imports for as long as a sweep does
 def test_every_arm_has_a_row_for_each_length_and_memory(script, tmp_path):
     candidates = "ablations=[tiled_mlp]"
     small = ["--model", "tiny-llama", "--tokens", "32,64", "--memory-gib", "1,2"]
