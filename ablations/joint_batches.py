@@ -149,6 +149,11 @@ def flat(batches: Sequence[Batch]) -> list[Batch]:
     return [batch if done else in_a_row(batch) for batch, done in zip(batches, packed, strict=True)]
 
 
+def end_to_end(samples: Sequence[Batch]) -> Batch:
+    """Batches of one sample each as one row."""
+    return in_a_row(_side_by_side(samples))
+
+
 def in_a_row(batch: Batch) -> Batch:
     """A batch of samples side by side as one row: its real tokens, sample after sample."""
     ids, labels = batch.inputs["input_ids"], batch.inputs["labels"].clone()

@@ -7,7 +7,7 @@ The schedules are torch's (`torch.distributed.pipelining`); docs/pipelines.md sa
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +20,9 @@ from lorabench.contract.step import Step
 from lorabench.contract.workload import Workload
 from lorabench_ablations.batching import lengths_of, positive
 from lorabench_ablations.jobs import BOTH_SAY, MARK, ONE_JOB, FusedMultiLora, kernel_notes
-from lorabench_ablations.packing import first_fit_decreasing, row
+from lorabench_ablations.packing import row
 from lorabench_ablations.parallel import divided_among_groups, pieces, sent, trained_bytes
+from lorabench_ablations.pipeline_rows import Rows, shortest_step
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,10 +47,10 @@ class Pipelined(Ablation):
     """Base. Each rank keeps its own decoder layers; the first one has the embedding, the last one norm, head and loss.
 
     A step's samples go in micro-batches of one shape, as many as the workload's `batch_size` gives, and smaller ones
-    where the schedule needs more of them. tokens: samples end to end instead, in rows of so many tokens that are filled
-    up with padding; None: side by side, padded to the longest of the step. layers: of each stage; None: as many that
-    the slowest stage is as fast as can be, by a measured layer and a measured head. ranks: so many in a row are one
-    pipeline, and the pipelines divide the samples; None: all are one.
+    where the schedule needs more of them. tokens: samples end to end instead, in rows of at most so many tokens, as
+    long as makes the step fastest, and filled up to the longest; None: side by side, padded to the longest of the step.
+    layers: of each stage; None: as many that the slowest stage is as fast as can be, by a measured layer and a measured
+    head. ranks: so many in a row are one pipeline, and the pipelines divide the samples; None: all are one.
     """
 
     slot: ClassVar[str] = "parallel"
@@ -117,7 +118,7 @@ class Pipelined(Ablation):
         ranks = self.line.ranks
         if self.tokens is None:
             return pad(samples, self._size(len(samples), workload.batch_size, ranks))
-        return self._rows(samples, self.tokens, ranks)
+        return self._rows(samples, self.tokens)
 
     def _size(self, samples: int, wanted: int, ranks: int) -> int:
         """Samples a micro-batch: at most as many as wanted, so that the schedule can take the micro-batches."""
@@ -126,21 +127,21 @@ class Pipelined(Ablation):
                 return size
         raise Unsupported(f"{self.name} needs at least {ranks} micro-batches on {ranks} ranks; a step has {samples}")
 
-    def _rows(self, samples: Sequence[Sample], tokens: int, ranks: int) -> list[Batch]:
-        """Rows of at most so many tokens; of fewer, where the schedule needs more rows. Of even lengths, as far as they
-        can be: each is filled up to the longest."""
-        lengths = lengths_of(samples)
-        longest = max(lengths)
-        while True:
-            try:
-                found = first_fit_decreasing(lengths, tokens)
-            except ValueError as error:
-                raise Unsupported(f"{self.name}: {error}") from None
-            if self.takes(len(found), ranks):
-                return [row([samples[n] for n in fit]) for fit in _even(lengths, tokens, len(found))]
-            if tokens == longest:
-                raise Unsupported(f"{self.name} cannot make rows of {len(samples)} samples for {ranks} ranks")
-            tokens = max(longest, min(tokens, sum(lengths)) * 3 // 4)
+    def _rows(self, samples: Sequence[Sample], tokens: int) -> list[Batch]:
+        (found,) = self.rows([lengths_of(samples)], tokens)
+        return [row([samples[n] for n in fit]) for fit in found]
+
+    def rows(self, lengths: Sequence[Sequence[int]], tokens: int) -> list[Rows]:
+        """Of each job the samples of each of its rows of at most so many tokens. Raises Unsupported."""
+        try:
+            return shortest_step(lengths, tokens, partial(self.passes, ranks=self.line.ranks))
+        except ValueError as error:
+            raise Unsupported(f"{self.name}: {error}") from None
+
+    def passes(self, counts: Sequence[int], ranks: int) -> float:
+        """How many micro-batches' time a step takes in which each job has so many: the pipeline fills and drains."""
+        (count,) = counts
+        return count + (ranks - 1) / self.each if self.takes(count, ranks) else math.inf
 
     def takes(self, count: int, ranks: int) -> bool:
         """Whether the schedule can run so many micro-batches."""
@@ -285,6 +286,15 @@ class PipelineMultiAdapter(Pipelined):
     def takes(self, count: int, ranks: int) -> bool:
         return not self.flush or super().takes(count, ranks)  # all jobs together have to fill it, see `join`
 
+    def passes(self, counts: Sequence[int], ranks: int) -> float:
+        if self.flush:
+            return sum(super(PipelineMultiAdapter, self).passes([count], ranks) for count in counts)
+        return sum(counts) + ranks - 1 if sum(counts) >= ranks else math.inf
+
+    def _rows(self, samples: Sequence[Sample], tokens: int) -> list[Batch]:
+        """One, of which the step of all jobs makes as many as are best for them together."""
+        return [row(samples)]
+
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         """The joint step's layout gives them one shape: only it knows all jobs' samples, and whether a scheduler takes
         them."""
@@ -297,7 +307,9 @@ class PipelineMultiAdapter(Pipelined):
 
         if not all(step.name for step in steps):
             raise Unsupported(f"{self.name}: {ONE_JOB}")
-        return [PipelineJoint(steps, self.line, getattr(steps[0].model, MARK), self.order, self._split(), self.flush)]
+        rows = None if self.tokens is None else partial(self.rows, tokens=self.tokens)
+        router = getattr(steps[0].model, MARK)
+        return [PipelineJoint(steps, self.line, router, self.order, self._split(), self.flush, rows)]
 
     def step(self, step: Step) -> Step:
         return step
@@ -312,10 +324,3 @@ class PipelineMultiAdapter(Pipelined):
         if joint.halved:  # type: ignore[attr-defined]
             made[self.name]["micro_batches_by_halving"] = joint.halved  # type: ignore[attr-defined]
         return made | (kernel_notes(getattr(evidence.arm.model, MARK)) if self.kernels else {})
-
-
-def _even(lengths: Sequence[int], tokens: int, count: int) -> list[list[int]]:
-    """The samples of each of `count` rows: of the fewest tokens that make no row more, where `tokens` make so many."""
-    rows = partial(first_fit_decreasing, lengths)
-    capacities = range(max(lengths), tokens + 1)
-    return rows(capacities[bisect_left(capacities[:-1], True, key=lambda fewer: len(rows(fewer)) == count)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,11 @@ from lorabench.schedule import Sample as Planned
 from lorabench.schedule import fill, verify
 from lorabench.schedule.pipeline import pipeline
 from lorabench_ablations import segments
-from lorabench_ablations.joint_batches import halved, in_a_row
+from lorabench_ablations.joint_batches import end_to_end, halved, in_a_row, samples_of
 from lorabench_ablations.joint_step import JointStep, Part, Router, all_finite
 from lorabench_ablations.lora_kernels import on_kernels
 from lorabench_ablations.parallel import add_up, sent
+from lorabench_ablations.pipeline_rows import Rows
 from lorabench_ablations.pipeline_stages import (
     BACKWARD,
     FORWARD,
@@ -301,9 +302,12 @@ class PipelineJoint(JointStep):
     taken a step that others have not."""
 
     def __init__(
-        self, steps: Sequence[Step], line: Line, router: Router, kind: str, layers: Sequence[int] | None, flush: bool
-    ) -> None:
+        self, steps: Sequence[Step], line: Line, router: Router, kind: str, layers: Sequence[int] | None, flush: bool,
+        rows: Callable[[Sequence[Sequence[int]]], list[Rows]] | None = None,
+    ) -> None:  # fmt: skip
+        """rows: of the lengths of each job's samples, the samples of each row; None: as their batches have them."""
         super().__init__(steps, router, packed=True)
+        self.rows = rows
         self.line, self.flush, self.kind, self.layers = line, flush, kind, layers
         self.machinery: Machinery | None = None
         self.halved = 0  # how many more micro-batches there are than the scheduler made, so that each rank has one
@@ -330,6 +334,12 @@ class PipelineJoint(JointStep):
         return [counted_once(own, self.line) for own in made]
 
     def _one_by_one(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
+        if self.rows:
+            samples = [[sample for batch in own for sample in samples_of(batch)] for own in batches]
+            found = self.rows([[sample.real for sample in own] for own in samples])
+            batches = [
+                [end_to_end([own[n] for n in fit]) for fit in rows] for own, rows in zip(samples, found, strict=True)
+            ]
         every = iter(enumerate(alike([batch for own in batches for batch in own])))
         numbered = [[next(every) for _ in own] for own in batches]
         self.places = [[number for number, _ in own] for own in numbered]

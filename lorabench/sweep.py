@@ -29,6 +29,7 @@ from lorabench.contract.names import NameUnknown
 from lorabench.listing import say_rows, show_ablations, show_plan
 from lorabench.plan.compose import ConfigError, check_names, load_config, names_in, plan
 from lorabench.record.store import RECORDS, RecordError, Store, StoreError
+from lorabench.run import server
 from lorabench.run.agenda import Agenda
 from lorabench.run.journal import kept
 from lorabench.run.load import disturbing, load_average
@@ -136,10 +137,13 @@ def _main(arguments: list[str], console: Console) -> int:
 
 
 def prepare(config: Any, console: Console) -> None:
-    """Before a plan: what can be said without torch, and then torch. Raises ConfigError and NameUnknown."""
+    """Before a plan: what can be said without torch, and then torch, which the server of workers imports meanwhile.
+    Raises ConfigError and NameUnknown."""
     check_output(config.output)
     say(console, f"lorabench {version('lorabench')}: planning")
     check_names(config)
+    if config.queue == "local" and not config.dry_run:
+        server.start()
     with uninterrupted():  # an exception in the middle of its C++ would abort the process
         import torch  # noqa: F401
 

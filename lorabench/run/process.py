@@ -8,26 +8,22 @@ import math
 import multiprocessing
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
 from lorabench.contract.hooks import described
 from lorabench.contract.machine import Machine
-from lorabench.contract.ranks import switch_multicast_off
 from lorabench.measure.fairness import Untrusted
 from lorabench.measure.seat import Failed, Made, Seating
-from lorabench.run import worker
+from lorabench.run import server, worker
 from lorabench.run.messages import Garbled, Inbox
 from lorabench.run.ranks import Place, free_port
-from lorabench.run.session import SERVER_FOLDER
 from lorabench.run.signals import uninterrupted
 
 POLL_S = 0.2
@@ -35,7 +31,6 @@ ABORTED = signal.SIGABRT.name
 COLLECTIVES, LIBRARY = (b"torch/distributed", b"nn/parallel/distributed"), (b"/torch/", b"/deepspeed/")
 SLACK_S = 0.05  # that the runner's clock may see beside a trial, for its messages
 GRACE_S = 0.5  # for other ranks to say what happened to them
-_redirecting = threading.Lock()  # seats may be opened side by side
 LOG_TAIL = 4000  # characters of a failed worker's output that its record keeps
 
 
@@ -47,17 +42,9 @@ class Workers:
     """The server of workers. Falls back to plain spawning where a forked process cannot use the GPU."""
 
     def __init__(self) -> None:
-        # torch then counts GPUs through NVML: asking the driver would start it in the server, and a fork of a process
-        # in which the driver has started cannot use the GPU.
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        # Two arms of different shapes share one process: growing segments keep the cache from fragmenting.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        switch_multicast_off()
-        os.environ[SERVER_FOLDER] = get_temp_dir()
+        server.set_up()
         self.method = "forkserver"
         self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["lorabench.run.leftovers", "lorabench.run.preload"])
 
     def probe(self, dtype: str) -> tuple[Machine, dict[str, Any]]:
         """(machine, ceilings), looked at and measured in a process of its own. Raises ProbeError."""
@@ -81,22 +68,15 @@ class Workers:
             process.join()
             return answer
         except EOFError:
-            return None, " ".join(["the probing process died", *(tail(_server_log()) or "").splitlines()[-1:]])
+            return None, " ".join(["the probing process died", *(tail(server.log()) or "").splitlines()[-1:]])
         finally:
             with uninterrupted():
                 kill(process)
 
     def _start(self, process: BaseProcess) -> None:
-        """Ctrl-C goes to every process of the terminal, and would meet the server of workers, or a spawned worker, in
-        the middle of its imports. What is started here inherits that it is held back; the sweep ends it."""
         forked = self.method == "forkserver"
-        with uninterrupted(), _output_into(_server_log()):
-            resource_tracker.ensure_running()  # else it is started on the way, and lets SIGINT through again
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                forkserver.ensure_running() if forked else process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        with server.held_back():
+            forkserver.ensure_running() if forked else process.start()
         if forked:
             process.start()
 
@@ -123,30 +103,6 @@ class Workers:
         except BaseException:
             desk.close()
             raise
-
-
-@contextlib.contextmanager
-def _output_into(log: Path) -> Iterator[None]:
-    """What is started here has the log for its output: it outlives a sweep that is killed by some seconds, in which who
-    reads the sweep's output would still wait for it."""
-    kept: dict[int, int] = {}
-    with _redirecting, open(log, "ab") as target:
-        try:
-            for number in (1, 2):
-                with contextlib.suppress(OSError):  # it is closed
-                    kept[number] = os.dup(number)
-                os.dup2(target.fileno(), number)
-            yield
-        finally:
-            for number in (1, 2):
-                os.dup2(kept[number], number) if number in kept else os.close(number)
-            for number in kept.values():
-                os.close(number)
-
-
-def _server_log() -> Path:
-    """Where the fork server's output goes; it ends with the sweep."""
-    return Path(get_temp_dir(), "server.log")
 
 
 def log_of(log: Path, rank: int) -> Path:

@@ -31,7 +31,6 @@ from lorabench.measure.seat import Seat, Seating
 from lorabench.plan import registry
 from lorabench.plan.compose import load_config, model, plan
 from lorabench_ablations import pipeline_stages
-from lorabench_ablations.pipeline import _even
 from lorabench_ablations.pipeline_step import save_adapter
 
 FEED = Workload(name="test", kind="fixed", batch_size=2, seq_len=16)
@@ -63,21 +62,6 @@ def stepped(ranks, toggles, layers):
     added_up = machinery.said().get("added_up_bytes_by_rank")
     of_own = None if added_up is None else (added_up[machinery.line.rank], trained)
     return outcome.loss, gradients, outcome.update_error, of_own, counts, names, machinery.split
-
-
-@pytest.mark.parametrize(
-    ("lengths", "tokens", "wanted"),
-    [
-        ([900, 800, 700, 600, 500, 400, 300, 200], 3600, [2200, 2200]),  # and not 3600 and 800
-        ([900, 800, 700, 600, 500, 400, 300, 200], 7168, [4400]),
-        ([500, 500, 500], 600, [500, 500, 500]),
-        ([16], 16, [16]),
-    ],
-)
-def test_rows_are_as_even_as_they_can_be_for_each_is_filled_up_to_the_longest(lengths, tokens, wanted):
-    rows = _even(lengths, tokens, len(wanted))
-    assert [sum(lengths[n] for n in row) for row in rows] == wanted
-    assert sorted(n for row in rows for n in row) == list(range(len(lengths)))
 
 
 @pytest.mark.parametrize(

@@ -340,18 +340,15 @@ def test_batches_of_other_jobs_come_back_to_tables_that_a_captured_graph_may_rea
 
 @pytest.mark.parametrize("third", [False, True], ids=["alike", "of several numbers of columns"])
 def test_a_step_of_many_adapters_by_their_own_columns(third, monkeypatch):
-    """S, dS, dA and dB in the form in which a row makes its own adapter's columns: as in the form that is first. Some
-    jobs have no rows. On a CPU its torch path runs, which nothing but this test takes."""
+    """S, dS, dA and dB in the form in which a row makes its own adapter's columns: as in the form that is first, which
+    finds its tables where a captured step takes it behind that. Some jobs have no rows. On a CPU its torch path runs,
+    which nothing but this test takes."""
     ranks = {f"adapter{i}": 1 + 5 * i % 8 for i in range(16)} | ({"third": 1} if third else {})
     said, calls, found = [0, 5, 5, 9, 1, 2, 3, 4, 6, 7, 8, 10, 11, 15, 15], [], []
     ids = batch(len(said), 5)["input_ids"]
 
     def counted(function):
-        def call(*given):
-            calls.append(function.__name__)
-            return function(*given)
-
-        return call
+        return lambda *given: calls.append(function.__name__) or function(*given)
 
     for name in ("own_s", "own_ds_and_db", "own_a_gradients"):
         monkeypatch.setattr(own_rows, name, counted(getattr(own_rows, name)))
@@ -364,10 +361,14 @@ def test_a_step_of_many_adapters_by_their_own_columns(third, monkeypatch):
         calls.clear()
         with tune.forced(form):
             found.append(losses_and_gradients(ours, jobs, ids, said))
+    ran = [calls.count(n) for n in ("own_s", "own_ds_and_db", "own_a_gradients")]
+    monkeypatch.setattr(projection, "table", None)
+    with tune.forced("no such"):
+        losses_and_gradients(ours, jobs, ids, said)
     projections = 2 * 4  # of two layers: q, k and v together, o, gate and up, down
     of_s = 2 if INTERPRET else projections  # there the form is tried behind those that make S with its input
     with_db = projections - (2 if third else 0)  # q, k and v have several numbers of columns where one has a third
-    assert [calls.count(n) for n in ("own_s", "own_ds_and_db", "own_a_gradients")] == [of_s, with_db, projections]
+    assert ran == [of_s, with_db, projections]
     (wanted, theirs), (losses, own) = found
     torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
     assert own.keys() == theirs.keys() and own

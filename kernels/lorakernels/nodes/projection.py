@@ -125,7 +125,8 @@ class Projection(OperandBuffer):
 
     def own_columns(self, x: torch.Tensor) -> tuple[OwnColumns, JobRows]:
         """Whose columns of S are whose, made once, and the jobs of the rows of x (M, …). A slot without an adapter has
-        its columns, too: those of the operand are zeros then."""
+        its columns, too: those of the operand are zeros then. What `keep_own_columns` reads is made as well: a captured
+        backward calls it where it has a side stream, whatever the steps before it did, and can make no table."""
         count, known = self._job_count(), self._own_columns
         if not known or known[-1].jobs < count or known[-1].of_jobs.device != x.device:
             linears = []
@@ -137,7 +138,9 @@ class Projection(OperandBuffer):
                 last = linear == len(self.linears) - 1  # whose columns are followed by the spare ones
                 linears.append(LinearColumns(slice(columns.start, self.p) if last else columns, of_y, jobs))
             known.append(OwnColumns(linears, x.device))
-        return known[-1], self._jobs_of(x)
+        jobs = self._jobs_of(x)
+        self._columns_jobs(x.device), jobs.job_of_row()
+        return known[-1], jobs
 
     def _jobs_of(self, x: torch.Tensor) -> JobRows:
         """The jobs of the rows of x (M, …), on its device."""
