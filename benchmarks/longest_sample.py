@@ -1,4 +1,4 @@
-"""How long one sample may be: each arm's peak at a few lengths, and by a line through them where memory is full.
+"""How long one sample may be: each arm's peak at a few lengths, and by a line where memory is full.
 
     python -m lorabench.log_command FOLDER/log.txt python benchmarks/longest_sample.py FOLDER \\
         --tokens 8192,16384,32768 --memory-gib 24,48,80,141 --confirm-gib 24 'ablations=[tiled_mlp]'
@@ -6,10 +6,12 @@
 
 What is no option is an argument of the sweep (`python -m lorabench.sweep --help`), over suite=long_context. Each arm,
 the reference among them, runs in a process of its own: a step at each length from the first on, until one runs out of
-memory. --memory-gib is what torch's allocator has; the driver takes some more. Each of --confirm-gib is tried: under an
+memory. Shorter ones may have their peak elsewhere in the step, so the line goes through the two longest that ran.
+--memory-gib is what torch's allocator has; the driver takes some more. Each of --confirm-gib is tried: under an
 allocator of no more, a step 3 % below the length that the line says, and one 6 % above it. A step is not repeated
-unless --steps says so, so its time has what an arm does once, as choosing kernels, and is no measurement of a speed.
-Writes steps.csv, a row a step, and longest_sample.csv, a row for each arm and memory. There is no gate here.
+unless --steps says so, so its time has what an arm does once, as choosing kernels and pinning host memory, and is no
+measurement of a speed. Writes steps.csv, a row a step, and longest_sample.csv, a row for each arm and memory;
+--of-steps makes the second of the first and runs nothing. There is no gate here.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch
 
 from lorabench.contract.cell import Cell
 from lorabench.contract.kind import kind
-from lorabench.contract.memory_fit import GIB, Fit, Load, fit, largest
+from lorabench.contract.memory_fit import GIB
 from lorabench.measure import memory, trial
 from lorabench.measure.kind import request_of
 from lorabench.measure.machine import describe
@@ -35,8 +37,7 @@ from lorabench.plan.compose import load_config, plan
 
 BELOW, ABOVE = 0.97, 1.06  # of the length that the line says: where a step is to fit, and where not
 ROUND = 128  # tokens; lengths that are tried are multiples of it
-MOST = 1 << 24  # tokens, above which no length is looked for
-OK = "ok"
+OK, FULL = "ok", "out of memory"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,44 +51,53 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)  # what a process of one arm is told
     parser.add_argument("--cap-gib", type=int, help=argparse.SUPPRESS)
     parser.add_argument("sweep", nargs="*", help="arguments of the sweep")
+    parser.add_argument("--of-steps", action="store_true")
     options = parser.parse_intermixed_args(argv)
     if wrong := [n for n in (*options.tokens, options.steps) if n < 1]:
         parser.error(f"{wrong[0]}: expected lengths and a number of steps from 1 on")
-    if options.only is not None:
-        run(options)
+    if options.only is not None or options.of_steps:
+        write_longest(options) if options.of_steps else run(options)
         return
     if options.confirm_gib and not torch.cuda.is_available():
         parser.error("--confirm-gib: expected a CUDA device, whose allocator can be bounded")
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "steps.csv").unlink(missing_ok=True)
-    rows = []
     for arm, name in enumerate(map(name_of, cells(options, options.tokens[0]))):
         tried = in_a_process(options, arm, name, options.tokens)
-        line = [
-            (Load(row.tokens, row.tokens**2), int(row.peak_gib * GIB)) for row in tried.itertuples() if row.status == OK
-        ]
-        if len(line) < 2:
-            continue
-        for gib in options.memory_gib:
-            tokens = tokens_in(gib, fit(line))
-            row = {"arm": name, "memory_gib": gib, "tokens": tokens}
+        found = longest(tried, options.memory_gib)
+        for tokens, gib in zip(found.tokens, found.memory_gib, strict=True):
             if gib in options.confirm_gib:
                 around = [int(tokens * share) // ROUND * ROUND for share in (BELOW, ABOVE)]
-                found = in_a_process(options, arm, name, around, gib)
-                fits = found.tokens[found.status == OK]
-                row |= {"ran_at": fits.max(), "out_of_memory_at": found.tokens[found.status == "out of memory"].min()}
-            rows.append(row)
-            print(*(f"{name} {value}" for name, value in row.items()), sep=", ", flush=True)
-            pd.DataFrame(rows).to_csv(options.folder / "longest_sample.csv", index=False)
+                in_a_process(options, arm, name, around, gib)
+        print(found.to_string(index=False, header=False), flush=True)
+        write_longest(options)
+
+
+def write_longest(options: argparse.Namespace) -> None:
+    steps = pd.read_csv(options.folder / "steps.csv")
+    longest(steps, options.memory_gib).to_csv(options.folder / "longest_sample.csv", index=False)
+
+
+def longest(steps: pd.DataFrame, memory_gib: Sequence[int]) -> pd.DataFrame:
+    """By arm and memory: the tokens that the line says; where it was tried, those that ran, and those that did not."""
+    rows = []
+    for arm, own in steps.groupby("arm", sort=False):
+        ran = own[(own.status == OK) & own.cap_gib.isna()].sort_values("tokens").tail(2)
+        if len(ran) < 2 or ran.peak_gib.iloc[1] <= ran.peak_gib.iloc[0]:
+            continue
+        more = (ran.tokens.iloc[1] - ran.tokens.iloc[0]) / (ran.peak_gib.iloc[1] - ran.peak_gib.iloc[0])
+        for gib in memory_gib:
+            tokens = max(0, int(ran.tokens.iloc[1] + (gib - ran.peak_gib.iloc[1]) * more))
+            tried = own[own.cap_gib == gib]
+            rows.append(
+                {"arm": arm, "memory_gib": gib, "tokens": tokens, "ran_at": tried.tokens[tried.status == OK].max(),
+                 "out_of_memory_at": tried.tokens[tried.status == FULL].min()}
+            )  # fmt: skip
+    return pd.DataFrame(rows, columns=["arm", "memory_gib", "tokens", "ran_at", "out_of_memory_at"])
 
 
 def numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
-
-
-def tokens_in(gib: int, peak: Fit) -> int:
-    """The longest sample whose peak is no more."""
-    return largest(lambda n: peak(Load(n, n * n)) <= gib * GIB, MOST)
 
 
 def cells(options: argparse.Namespace, tokens: int) -> list[Cell]:
@@ -131,7 +141,7 @@ def run(options: argparse.Namespace) -> None:
             row |= step(cell, getattr(torch, machine.dtype(config.dtype)), device, options.steps)
         except Exception as error:  # an arm that cannot run is a row
             known = memory.out_of_memory(error)
-            row["status"] = "out of memory" if known else f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            row["status"] = FULL if known else f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         write(options.folder, row)
         print(json.dumps(row), flush=True)
         if row["status"] != OK:
