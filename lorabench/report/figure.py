@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FixedLocator, NullLocator
+from PIL import Image
 
 WIDTH, ROW = 9.5, 0.27  # inches: figure, one row
 TITLE, AXIS = 0.38, 0.57  # inches above a panel and below it
@@ -89,8 +91,16 @@ def stack(rows: Sequence[int], left: float, right: float, said: str = "") -> tup
 
 
 def png(figure: Figure) -> bytes:
+    """The same bytes from the same records."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return small_png(Image.fromarray(np.asarray(canvas.buffer_rgba())))
+
+
+def small_png(image: Image.Image) -> bytes:
+    """Of a picture of few colours: a palette, in a third of the bytes of all colours that smooth edges have."""
     buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})  # the same bytes from the same records
+    image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 
 

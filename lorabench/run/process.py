@@ -7,6 +7,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -200,12 +201,13 @@ class Desk:
         waiting, beats = [rank for rank in asked if not rank.answers], self.beats
         least = min(beats[rank.number] for rank in waiting) if beats is not None else 0
         behind = [rank for rank in waiting if beats is None or beats[rank.number] == least]
+        calls = {rank.number: _innermost_call(rank) for rank in behind}  # the whole stack is in the rank's log then
         if len(behind) > 1:
-            calls = {rank.number: _innermost_call(rank) for rank in behind}
             for where in (COLLECTIVES, LIBRARY):  # who waits for the others is in the first, who hangs in neither
                 behind = [r for r in behind if not any(word in calls[r.number] for word in where)] or behind
         first = behind[0]
-        reason = f"no answer after {self.timeout_s:g} s; it was {first.phase} (raise timeout_s= if that is only slow)"
+        doing = f"{first.phase}{_place(calls[first.number])}"
+        reason = f"no answer after {self.timeout_s:g} s; it was {doing} (raise timeout_s= if that is only slow)"
         return self._lost_by(first, "timeout", reason)
 
     def _lost_by(self, rank: _Rank, status: str, reason: str) -> Lost:
@@ -306,6 +308,12 @@ def _innermost_call(rank: _Rank) -> bytes:
         frames = [line for line in log.read().splitlines() if b"File " in line and b"torch/_ops.py" not in line]
         return next(iter(frames), b"")
     return b""
+
+
+def _place(call: bytes) -> str:
+    """In words: ` at FILE:LINE`, of a line of a stack; nothing where it has none."""
+    found = re.search(rb'File "([^"]+)", line (\d+)', call)
+    return f" at {Path(found[1].decode(errors='replace')).name}:{int(found[2])}" if found else ""
 
 
 def _death(process: BaseProcess) -> str:

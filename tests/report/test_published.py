@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from helpers import md_rows
+from PIL import Image
 
 from lorabench.contract.kind import kind
 from lorabench.record.pairs import AGAINST
@@ -24,6 +25,12 @@ FOLDERS = sorted(path.parent for path in RESULTS.rglob("records.jsonl"))
 @pytest.fixture(scope="module", params=FOLDERS, ids=lambda folder: folder.name)
 def published(request):
     return request.param, Analysis.read(request.param)
+
+
+def test_pictures_are_of_few_colours_and_small():
+    """A third of the bytes, of which a checkout would be most otherwise."""
+    files = [*RESULTS.rglob("*.png"), *(RESULTS.parent / "docs").rglob("*.png")]
+    assert files and not [file for file in files if Image.open(file).mode != "P"]
 
 
 def test_there_are_published_results():
