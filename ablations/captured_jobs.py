@@ -110,8 +110,13 @@ class CapturedJoint(CapturedStep):
             return super()._forward(layout)
 
     def _update(self) -> dict[str, Tensor]:
-        with self._without_a_look():
-            return super()._update()
+        """One adapter's optimizer fills a part of the GPU."""
+        self.joint.run_each = self.recorder.in_branches
+        try:
+            with self._without_a_look():
+                return super()._update()
+        finally:
+            del self.joint.run_each
 
     def _backward(self, layout: Layout) -> dict[str, Tensor]:
         """A job without rows in this micro-batch gets no gradient from it."""

@@ -54,13 +54,19 @@ class FakeGraphs:
     and why captures fail."""
 
     def __init__(self, params=()):
-        self.params, self.needs, self.fails, self.replays, self.device = list(params), [], None, 0, torch.device("cpu")
+        self.params, self.needs, self.fails, self.device = list(params), [], None, torch.device("cpu")
+        self.replays = self.branches = 0
 
     def aside(self):
         return contextlib.nullcontext()
 
     def needs_of_host(self):
         return contextlib.nullcontext(self.needs)
+
+    def in_branches(self, functions):
+        self.branches += len(functions)
+        for function in reversed(functions):  # the order of branches is nobody's
+            function()
 
     def random_state(self):
         return torch.get_rng_state()

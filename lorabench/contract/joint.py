@@ -83,8 +83,13 @@ class Joint(Step):
         loss.backward(self._scales)
 
     def update(self) -> None:
-        for step in self.steps:
-            step.update()
+        self.run_each([step.update for step in self.steps])
+
+    @staticmethod
+    def run_each(updates: Sequence[Callable[[], None]]) -> None:
+        """The jobs' own updates; a captured step has another way."""
+        for update in updates:
+            update()
 
     def clear(self) -> None:
         for step in self.steps:

@@ -54,6 +54,8 @@ def test_replayed_trials_are_those_that_are_not_captured(name, workload):
         looks = "fused_multi_lora" in name and name != LINEARS  # at the gradients, in a graph of its own
         count = [2 * turn.innermost.count + 1 + looks for turn in arm.turns]
         assert [fake.replays - n for fake, n in zip(fakes, before, strict=True)] == count
+    jobs = [len(turn.innermost.steps) for turn in arm.turns]
+    assert [fake.branches for fake in fakes] == [4 * n for n in jobs], "recorded once, and replayed three times"
     for step, other in zip(arm.steps, plain.steps, strict=True):
         after = dict(plain.adapters(other))
         assert all(torch.allclose(p, after[n], rtol=1e-4, atol=1e-6) for n, p in arm.adapters(step))

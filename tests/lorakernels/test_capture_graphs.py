@@ -9,6 +9,7 @@ import lorakernels
 import pytest
 import torch
 from capture_loops import batches, optimizer_of, padded_batch, plain, replayed, schedule_of
+from lorakernels.capturing.graph import CudaGraphs
 from lorakernels.capturing.inputs import to_device
 from tiny_models import build
 
@@ -52,6 +53,37 @@ def test_graphs_follow_the_plain_loop(optimizer, name, ours, monkeypatch):
     assert status.updates["clipping replayed"] > 15, str(status)
     if optimizer != "sgd":
         assert status.updates["optimizer replayed"] > 15, str(status)
+
+
+@pytest.mark.gpu
+def test_optimizers_in_branches_of_one_graph_do_what_they_do_one_after_the_other():
+    """More of them than branches, and what comes behind them in the graph waits for all."""
+    torch.manual_seed(0)
+    params = [torch.randn(300, 70, device="cuda", requires_grad=True) for _ in range(11)]
+    other = [p.detach().clone().requires_grad_() for p in params]
+    ours, theirs = (
+        [torch.optim.AdamW([p], lr=1e-2, fused=True, capturable=True) for p in own] for own in (params, other)
+    )
+    for p, q in zip(params, other, strict=True):
+        p.grad, q.grad = p.detach().sin(), p.detach().sin()
+    graphs = CudaGraphs(torch.device("cuda"))
+    before = [p.detach().clone() for p in params]
+    with graphs.aside():
+        for optimizer in (*ours, *theirs):
+            optimizer.step()
+
+    def update():
+        graphs.in_branches([optimizer.step for optimizer in ours])
+        return {"sum": torch.stack([p.sum() for p in params])}
+
+    recording = graphs.record(update)
+    for _ in range(3):
+        for optimizer in theirs:
+            optimizer.step()
+        found = recording.replay()["sum"]
+        assert torch.equal(found, torch.stack([p.sum() for p in other]))
+    assert all(torch.equal(p, q) for p, q in zip(params, other, strict=True))
+    assert not any(torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
 @pytest.mark.gpu

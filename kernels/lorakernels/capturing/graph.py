@@ -10,7 +10,7 @@ import contextlib
 import gc
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 Outputs = dict[str, torch.Tensor]
 # transformers looks at values there only while no graph is captured; what it would find is settled in masks.py.
 LOOKS_AWAY = ("transformers/masking_utils.py", "transformers/modeling_attn_mask_utils.py")
+BRANCHES = 4
 
 
 class NotCaptured(Exception):
@@ -43,6 +44,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        self._branches = [torch.cuda.Stream(device) for _ in range(BRANCHES)]
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -83,6 +85,18 @@ class CudaGraphs:
                 found.append(f"it waits for the device at {place}:{warning.lineno}")
         if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
             found.append("it draws random numbers itself")
+
+    def in_branches(self, functions: Sequence[Callable[[], Any]]) -> None:
+        """While something is recorded: the work of these functions, which need nothing of each other, in a few branches
+        of the graph. Kernels that fill a part of the GPU run beside each other so."""
+        main = torch.cuda.current_stream(self.device)
+        for stream in self._branches:
+            stream.wait_stream(main)
+        for number, function in enumerate(functions):
+            with torch.cuda.stream(self._branches[number % BRANCHES]):
+                function()
+        for stream in self._branches:
+            main.wait_stream(stream)
 
     def random_state(self) -> torch.Tensor:
         """Bytes that change when a random number is drawn on the device."""

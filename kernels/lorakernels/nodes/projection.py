@@ -139,7 +139,8 @@ class Projection(OperandBuffer):
                 linears.append(LinearColumns(slice(columns.start, self.p) if last else columns, of_y, jobs))
             known.append(OwnColumns(linears, x.device))
         jobs = self._jobs_of(x)
-        self._columns_jobs(x.device), jobs.job_of_row()
+        self._columns_jobs(x.device)
+        jobs.job_of_row()
         return known[-1], jobs
 
     def _jobs_of(self, x: torch.Tensor) -> JobRows:
