@@ -53,6 +53,7 @@ from lorabench.report.words import interval, number, ratio
 sys.path.insert(0, str(Path(__file__).parent))
 import bubble_tables
 import claim_words
+import longest_table
 import markers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -361,9 +362,8 @@ def share(value: float) -> str:
 
 
 def stacks(results: Results) -> str:
-    """The table of all stacks: speed-up over PEFT as it comes, and the share of the limit. The fastest is bold and
-    whatever is level with it, where PEFT does not wait for its host; where it does, milliseconds stand beside the
-    ratio."""
+    """The table of all stacks: speed-up over PEFT as it comes, and the share of the limit. The fastest, and what is
+    level with it, is bold where PEFT does not wait for its host; where it does, milliseconds stand beside the ratio."""
     columns, shown = [], []
     for _, folder, *at in PLACES:
         analysis = results.folders[folder]
@@ -465,7 +465,7 @@ SUITES: dict[str, Sequence[str]] = {
     **dict.fromkeys(("attention", "attention_packed"), (cells.TIME, cells.WHOLE, cells.BOUND)),
     **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "packing", "packing_1_7b"), STEPS),
     **dict.fromkeys(("guide_135m", "guide_loss", "h100/guide_loss", "guide_memory", "guide_time"), STEPS),
-    **dict.fromkeys(("guide_weights", "h100/guide_weights"), STEPS),
+    **dict.fromkeys(("attention_packed_steps", "guide_weights", "h100/guide_weights"), STEPS),
     **dict.fromkeys(("scaling", "scaling_four", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
     **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
     **{f"several_gpus_{one}": GPUS for one in ("fsdp2_layers_kept", "fsdp2_four_layers_kept", "plain_one_rank")},
@@ -484,8 +484,7 @@ SUITES: dict[str, Sequence[str]] = {
 
 
 def of_suite(name: str) -> Callable[[Results], str]:
-    """A table a model @ workload of the published folder of that name, an H200's if no GPU is named; the sentence that
-    says so, where there is none."""
+    """Tables of the published folder of that name, an H200's if no GPU is named; or the sentence that there is none."""
 
     def made(results: Results) -> str:
         analysis = next(filter(None, map(results.folders.get, (f"h200/{name}", f"h100/{name}", name))), None)
@@ -508,7 +507,7 @@ def _not_measured(name: str) -> str:
 # -- Predibase's ladder -----------------------------------------------------------------------------------------------
 
 LADDER = "predibase_ladder"  # the suite
-LADDERS = tuple(f"{LADDER}_{one}" for one in ("glue", "drop", "viggo", "gsm8k"))  # the folders that hold it
+LADDERS = tuple(f"{LADDER}_{one}" for one in ("glue", "drop", "viggo", "gsm8k", "magicoder"))  # its folders
 
 
 def of_ladder(make: Callable[..., str], other: str = "") -> Callable[[Results], str]:
@@ -568,6 +567,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder, today": of_ladder(lambda *found: "\n".join(f"- {said}" for said in conclusions(*found))),
     "two machines": machines,
     **{name: of_bubbles(*shown) for name, shown in bubble_tables.SHOWN.items()},
+    "longest sample": lambda results: md_table(*longest_table.of(results.place)),
     "pipeline bubbles": lambda results: md_table(*bubble_tables.of_sleepers(results.place)),
     **{f"suite {name}": of_suite(name) for name in SUITES},
 }

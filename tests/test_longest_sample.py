@@ -1,11 +1,16 @@
-"""The script that says how long one sample may be: on a tiny model, and what it refuses."""
+"""The script that says how long one sample may be: on a tiny model, and what it refuses; and the table made of it."""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from helpers import benchmark
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,30 @@ def test_the_longest_sample_lies_on_the_line_of_the_two_longest_steps(script, tm
     found = pd.read_csv(tmp_path / "longest_sample.csv").query("arm == 'a'")
     assert list(found.tokens) == [4096, 65536, 125 * 1024]
     assert list(found.ran_at.fillna(0)) == [0, 63488, 0] and list(found.out_of_memory_at.fillna(0)) == [0, 69376, 0]
+
+
+def test_the_published_lengths_are_those_that_the_published_steps_give(script, tmp_path):
+    published = RESULTS / "h200/longest_sample"
+    shutil.copy(published / "steps.csv", tmp_path)
+    script.main([str(tmp_path), "--of-steps"])
+    pd.testing.assert_frame_equal(*(pd.read_csv(at / "longest_sample.csv") for at in (tmp_path, published)))
+
+
+def test_the_table_has_ours_first_and_then_the_longest(tmp_path):
+    (tmp_path / "h200/longest_sample").mkdir(parents=True)
+    ours = "lora_kernels + adapters_in_compute_dtype + transformers_loss + long_context"
+    rows = [
+        ["reference", 24, 22391], ["reference", 80, 165945], ["a + b", 24, 30000], ["a + b", 80, 1219834],
+        [ours, 24, 862], [ours, 80, 12296],
+    ]  # fmt: skip
+    with benchmark("longest_table") as module:
+        pd.DataFrame(rows, columns=["arm", "memory_gib", "tokens"]).to_csv(tmp_path / module.TABLE, index=False)
+        heads, made = module.of(tmp_path)
+    assert heads == ["arm", "24 GiB", "80 GiB"]
+    assert made == [
+        ["`long_context` on our kernels", "0.862", "12.3"], ["`a + b`", "30.0", "1220"],
+        ["the reference", "22.4", "166"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
