@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..nodes.member import SavedAdapters, with_saved_adapters
 from ..nodes.mlp_activation import may_overwrite
 from .attention import AttentionPlan, attend
-from .parked import Parking
+from .parked import Parked, Parking
 
 EXCLUDES = (
     "long_context runs layers again in backward itself; switch the model's gradient checkpointing off "
@@ -95,15 +95,20 @@ class _First(Pass):
 
 
 class _Again(Pass):
-    """In backward, with gradients. results, state: those of the first pass."""
+    """In backward, with gradients. results, state: those of the first pass; parked: what holds them, if they waited in
+    host memory."""
 
     again = True
 
-    def __init__(self, tile: int, results: Results, state: torch.Tensor | None):
-        self.tile, self._results, self._state = tile, results, state
+    def __init__(self, tile: int, results: Results, state: torch.Tensor | None, parked: Parked | None):
+        self.tile, self._results, self._state, self._parked = tile, results, state, parked
         self.keeps_attention = bool(results)
 
     def attend(self, plan: AttentionPlan, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> torch.Tensor:
+        if self._parked is not None:
+            self._parked.wait()
+            if q.requires_grad:
+                q.register_hook(lambda _, parked=self._parked: parked.ahead())  # behind attention's backward
         if not self.keeps_attention:
             return super().attend(plan, q, k, v, mask, **kwargs)
         with _Replay(self._results):
@@ -227,19 +232,20 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call, needs = ctx.call, ctx.needs_input_grad
+        call, needs, parked = ctx.call, ctx.needs_input_grad, None
         count = len(needs) - 2
         parameters, tensors = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         if call.options.offload:
             if ctx.parked is None:
                 raise RuntimeError("a second backward through a layer needs retain_graph=True in the first")
-            tensors = ctx.parked.back()
+            parked = ctx.parked
+            tensors = parked.back()
             if may_overwrite():  # the node may live as long as the loss does
                 ctx.parked = None
         x, *kept = tensors
         rest = iter(kept)
         leaves = [next(rest) if ours else t for ours, t in zip(ctx.is_tensor, ctx.others, strict=True)]
-        again = _Again(call.options.mlp_rows, tree_unflatten(leaves, ctx.form), ctx.state)
+        again = _Again(call.options.mlp_rows, tree_unflatten(leaves, ctx.form), ctx.state, parked)
         x = x.detach().requires_grad_(needs[1])
         with torch.enable_grad(), call.as_before(grad.device):
             out = call.run(x, again)
@@ -247,6 +253,8 @@ class _Layer(torch.autograd.Function):
         wanted = [need and t.requires_grad for t, need in zip((x, *parameters), needs[1:], strict=True)]
         inputs = [t for t, want in zip((x, *parameters), wanted, strict=True) if want]
         made = iter(torch.autograd.grad(out, inputs, grad, allow_unused=True) if inputs else ())
+        if parked is not None:
+            parked.ahead()  # where attention had no gradient to make
         return None, *(next(made) if want else None for want in wanted)
 
 

@@ -1,10 +1,12 @@
 """What is kept of a layer, in pinned host memory until its backward: it goes out on a copy stream behind the layer, and
-comes back one layer ahead.
+comes back while the layer behind it still has a backward to do.
 
-Device memory belongs to the main stream throughout. A layer's tensors stay until the next layer is parked, where the
-main stream waits for their copy; what comes back is allocated on the main stream, for which the copy stream waits. So
-two layers are on the device at the most, however far the host is ahead. Where there is no GPU the copies are plain
-ones. Run: python -m pytest tests/lorakernels/test_long_context.py
+A layer's backward needs most memory where attention has its own. So the layer before begins to come behind that
+(`ahead`): its input, which it needs first, while the projections' gradients are made, and attention's result while it
+makes them again. Device memory belongs to the main stream throughout. A layer's tensors stay until the next layer is
+parked, where the main stream waits for their copy; what comes back is allocated on the main stream, for which the copy
+stream waits. So two layers are on the device at the most, however far the host is ahead. Where there is no GPU the
+copies are plain ones. Run: python -m pytest tests/lorakernels/test_long_context.py
 """
 
 from __future__ import annotations
@@ -45,18 +47,14 @@ class Parked:
         with _on_copy_stream(self._device) as event:
             for host, t in zip(self._host, [t for t in tensors if t.dim() >= 2], strict=True):
                 host.copy_(t, non_blocking=True)
-            self._copied = event()
+            self._first = self._copied = event()
         if before is not None:
             before._leave()
 
     def _leave(self) -> None:
         """The device's copies may go."""
-        self._wait()
+        self.wait()
         self._here = None
-
-    def _wait(self) -> None:
-        if self._copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def _fetch(self) -> None:
         """Begins to bring everything back, if it is not on its way."""
@@ -64,21 +62,36 @@ class Parked:
             return
         into = [torch.empty_like(host, device=self._device) for host in self._host]
         with _on_copy_stream(self._device) as event:
-            for t, host in zip(into, self._host, strict=True):
+            for number, (t, host) in enumerate(zip(into, self._host, strict=True)):
                 t.copy_(host, non_blocking=True)
+                if not number:
+                    self._first = event()
             self._copied = event()
         large = iter(into)
         self._here = [next(large) if t is None else t for t in self._small]
 
     def back(self) -> list[torch.Tensor]:
-        """The tensors, on their device; those of the layer before begin to come. It can be asked again."""
+        """The tensors, on their device, of which the first one is there; `wait` before the others. It can be asked
+        again."""
         self._fetch()
-        if self._before is not None and (before := self._before()) is not None:
-            before._fetch()
-        self._wait()
+        _wait(self._device, self._first)
         here, self._here = self._here, None
         assert here is not None
         return here
+
+    def wait(self) -> None:
+        """What is launched from here on comes behind all tensors that `back` gave."""
+        _wait(self._device, self._copied)
+
+    def ahead(self) -> None:
+        """Those of the layer before begin to come, if they are not on their way."""
+        if self._before is not None and (before := self._before()) is not None:
+            before._fetch()
+
+
+def _wait(device: torch.device, event: Any) -> None:
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
 
 
 class Parking:
