@@ -144,7 +144,7 @@ class Results:
         return [
             Step(
                 m.claim, rung.added, rung.increment, increment(rung, analysis), increment_is_clear(rung, analysis),
-                rung.unpaired, n, m.changed,
+                rung.unpaired, n, m.changed, rung.record.workload.partition("(")[0],
             )
             for n, analysis, rung in rungs if rung.increment
             for m in claimed_of(rung) if not m.differs and not m.inverted
@@ -162,6 +162,7 @@ class Step(NamedTuple):
     unpaired: bool
     folder: str
     changed: bool  # the workload is not as a file has it
+    data: str
 
 
 class Measured(NamedTuple):
@@ -170,7 +171,7 @@ class Measured(NamedTuple):
     value: str
     toggles: str
     baseline: str
-    folder: str
+    folders: list[str]
 
 
 # -- published against measured ---------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
     and whose workload is as a file has it, and which have rounds enough for a figure, of the folder that was measured
     last; several cells as the range of their ratios. In the claim's direction. `form`: only rows that test a toggle
     like this pattern. A claim about a step of a ladder takes rows over the claim's own baseline if there are any,
-    whatever toggles they test, and the step if there are none."""
+    whatever toggles they test, and if there are none the step, of each data set as it was measured last."""
     newest = list(results.on_gpu).index
     found: dict[tuple[int, int, bool, bool, int, str, str], list[tuple[Match, Analysis]]] = {}
     for folder, m, analysis in results.found:
@@ -196,8 +197,8 @@ def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
         at_most = min(step.changed for step in steps)  # a step gives way to a row whose workload is no more changed
         same_baseline = {key: pairs for key, pairs in found.items() if key[1] == 0 and key[2] <= at_most}
         if not same_baseline:
-            first = min((step.changed, newest(step.folder)) for step in steps)
-            return _of_steps([step for step in steps if (step.changed, newest(step.folder)) == first])
+            last = {step.data: step for step in sorted(steps, key=lambda step: -newest(step.folder))}
+            return _of_steps([*last.values()][::-1])
         found = same_baseline
     if not found:
         return None
@@ -207,22 +208,21 @@ def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
     toggles = " + ".join(f"`{t}`" for t in rows[0].record.ablations)
     toggles += f", in place of `{rows[0].stands_for}`" if rows[0].stands_for else ""
     toggles = "the baseline's own" if claim.of_reference else toggles
-    return Measured(_together(claim, rows, analysis), toggles, baseline, list(results.on_gpu)[place])
+    return Measured(_together(claim, rows, analysis), toggles, baseline, [list(results.on_gpu)[place]])
 
 
 def _of_steps(steps: Sequence[Step]) -> Measured:
     first = steps[0]
-    value = f"{first.said} ×" if len(steps) == 1 else _several(
-        [(step.brings.centre, step.clear) for step in steps], "×", "workloads"
-    )  # fmt: skip
+    several = [(step.brings.centre, step.clear) for step in steps]
+    value = f"{first.said} ×" if len(steps) == 1 else _several(several, "×", "data sets")
     how = ", unpaired" if any(step.unpaired for step in steps) and len(steps) > 1 else ""
-    return Measured(value + how, f"`{first.toggle}`, as a step of the ladder", "the same", first.folder)
+    toggle, folders = f"`{first.toggle}`, as a step of the ladder", list(dict.fromkeys(s.folder for s in steps))
+    return Measured(value + how, toggle, "the same", folders)
 
 
 def _several(values: Sequence[tuple[float, bool]], unit: str, places: str) -> str:
     """The range of those that have a figure, and of how many."""
-    clear = [value for value, is_clear in values if is_clear]
-    if not clear:
+    if not (clear := [value for value, is_clear in values if is_clear]):
         return f"no figure in any of {len(values)} {places}"
     span = " to ".join(dict.fromkeys((number(min(clear)), number(max(clear)))))
     if len(clear) == len(values):
@@ -271,13 +271,14 @@ def standing(claim: Claim, results: Results) -> list[str]:
             said, where = bubble_tables.beside(claim.simulated, claim.unit, results.place)
             why = f"simulated, not measured: {md(said)}; {why}"
         return [why, "", where]
-    rows = [(f"{one.value} ({one.toggles})", md(one.baseline), _link(one.folder)) for one in found]
+    rows = [(f"{one.value} ({one.toggles})", md(one.baseline), _link(*one.folders)) for one in found]
     return ["; ".join(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
 
 
-def _link(folder: str) -> str:
+def _link(folder: str, *more: str) -> str:
     gpu, _, name = folder.rpartition("/")
     where = name if gpu == "h200" else f"{name}, {gpu.upper()}"  # all pages say that an H200 is meant elsewhere
+    where += f" and {len(more)} more" if more else ""
     return f"[{where}](RESULTS/{folder}/summary.md)"
 
 
@@ -496,8 +497,7 @@ def of_suite(name: str) -> Callable[[Results], str]:
 def _of_groups(analysis: Analysis, columns: Sequence[str]) -> Iterator[str]:
     for group in show(analysis).groups:
         shown = [c for c in (cells.TOGGLE, *columns, cells.VERDICT) if c in group.columns]
-        rows = [[row[c] for c in shown] for row in group.rows]
-        yield f"**{md(group.title)}**\n\n{_markdown(('', shown, rows))}"
+        yield f"**{md(group.title)}**\n\n{_markdown(('', shown, [[row[c] for c in shown] for row in group.rows]))}"
 
 
 def _not_measured(name: str) -> str:
@@ -526,7 +526,7 @@ def _markdown(table: AnyTable) -> str:
 
 
 def _split(*analyses: Analysis) -> str:
-    """Interactions and Shapley values, a table of each a model @ workload."""
+    """Interactions and Shapley values, by model @ workload."""
     return "\n\n".join(
         f"{md(group.title)}: {md(table[0])}\n\n{_markdown(table)}"
         for analysis in analyses

@@ -221,6 +221,6 @@ def test_a_claim_of_a_step_stands_beside_the_rung_on_its_own_baseline(record, se
         results = script.Results(tmp_path)
         found = script.beside(claims["step-3-batch-size"], results)
         assert found.baseline == "the same" and found.toggles == "`auto_batch_size`, as a step of the ladder"
-        assert re.fullmatch(r"1\.5\d+ (to 1\.5\d+ )?× in 2 workloads", found.value), "2.1 over 1.39"
+        assert re.fullmatch(r"1\.5\d+ (to 1\.5\d+ )?× in 2 data sets", found.value), "2.1 over 1.39"
         assert script.beside(claims["step-8-attention"], results) is None, "it could not be had"
         assert "1.39" in script.beside(claims["step-2-fused-adam"], results).value
