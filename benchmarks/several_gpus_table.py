@@ -1,5 +1,6 @@
-"""Three tables of docs/several-gpus.md: what of a model fits on 1, 2, 4 and 8 GPUs of 80 and 141 GB, by a memory model,
-what that model says of published arms beside their measured peaks, and what published arms sent beside the least.
+"""Four tables of docs/several-gpus.md: what of a model fits on 1, 2, 4 and 8 GPUs of 80 and 141 GB, by a memory model,
+what that model says of published arms beside their measured peaks, what published arms sent beside the least, and for
+how much of a step the stages of published pipelines waited, beside the simulator and LoRAFusion.
 
     python benchmarks/several_gpus_table.py            # writes them into the page
     python benchmarks/several_gpus_table.py --print    # shows them
@@ -125,8 +126,8 @@ def tables() -> dict[str, str]:
         [name, str(n), str(memory), *(_cell(strategy, s, n, memory) for strategy in STRATEGIES)]
         for name, s in every.items() for n in GPUS for memory in MEMORIES_GB
     ]  # fmt: skip
-    held, sent = _table(HELD, _held(every)), _table(SENT, _sent())
-    return {"what fits": _table(heads, fits), "what was held": held, "what was sent": sent}
+    held, sent, waited = _table(HELD, _held(every)), _table(SENT, _sent()), _table(WAITED, _waited())
+    return {"what fits": _table(heads, fits), "what was held": held, "what was sent": sent, "what waited": waited}
 
 
 HELD = ["model", "GPUs", "arm", "tokens", "kept", "predicted GB", "peak GB", "between steps GB", "folder"]
@@ -179,6 +180,31 @@ def _sent() -> list[list[str]]:
             most = [max(n) if isinstance(n, list) else n for n in counted]
             rows.setdefault(tuple(arm), [*arm, *(f"{n / 1e9:.3g}" for n in most), _link(folder)])
     return sorted(rows.values())
+
+
+WAITED = [
+    "model", "GPUs", "adapters", "arm", "micro-batches", "by rank, %", "mean %", "simulated %", "LoRAFusion %",
+    "folder",
+]  # fmt: skip
+PUBLISHED = {1: "44.17", 4: "11.09"}  # by the number of adapters; of how many stages its text does not say
+
+
+def _waited() -> list[list[str]]:
+    """A row for each published pipeline of several jobs whose stages were timed, those of one number of adapters beside
+    one another. Simulated: of the times that its own stages took."""
+    rows = []
+    for folder in sorted(RESULTS.glob("*/lorafusion_*")):
+        for record in read_arms(folder) if (folder / "records.jsonl").exists() else ():
+            label = next((t for t in record.toggles if t.startswith("pipeline_multi_adapter")), "")
+            found, jobs = record.said.get("pipeline", {}), len(record.jobs or [1])
+            if record.role == "twin" or not label or "bubble_pct" not in found:
+                continue
+            by_rank = ", ".join(f"{share:.1f}" for share in found["bubble_pct_by_rank"])
+            means = (f"{found[name]:.1f}" for name in ("bubble_pct", "predicted_bubble_pct"))
+            arm = [record.model, str(record.notes["pipeline_multi_adapter"]["world_size"]), str(jobs), f"`{label}`"]
+            published = PUBLISHED.get(1 if "flush=True" in label else jobs, "")
+            rows.append([*arm, str(found["micro_batches"]), by_rank, *means, published, _link(folder)])
+    return sorted(rows, key=lambda row: (row[0], int(row[2]), "flush=True" not in row[3], float(row[6])))
 
 
 def _arm(record: ArmRecord, label: str, n: int) -> list[str]:
