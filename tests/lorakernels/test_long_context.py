@@ -9,6 +9,7 @@ import lorakernels
 import pytest
 import torch
 from lorakernels import LongContext
+from lorakernels.model import long_context as module
 from lorakernels.nodes import mlp_node
 from lorakernels.nodes.projection import Projection
 from tiny_models import FAMILIES, batch, build, step, worst
@@ -63,6 +64,43 @@ def test_same_as_peft(family, options):
         assert abs(got - loss) < 2e-5 * abs(loss)
         assert worst(got_grads, grads) < 1e-4
         model.zero_grad()
+
+
+@pytest.mark.parametrize("options", ["tiles", "parked", "again"])
+def test_long_rows_have_attention_by_groups_of_heads(options, monkeypatch):
+    """As many groups as divide the heads of k and v, forward and backward; the same loss and gradients."""
+    model, data = build("llama", sizes={"num_attention_heads": 4, "num_key_value_heads": 2}), batch()
+    loss, grads = step(deepcopy(model), data)
+    lorakernels.apply(model, long_context=OPTIONS[options])
+    counts = []
+    for long in (module.LONG, 1):
+        monkeypatch.setattr(module, "LONG", long)
+        model.zero_grad()
+        with Operators() as seen:
+            got, got_grads = step(model, data)
+        assert abs(got - loss) < 2e-5 * abs(loss) and worst(got_grads, grads) < 1e-4
+        own = {
+            n: sum(c for op, c in seen.counts.items() if "attention" in op and ("backward" in op) == n) for n in (0, 1)
+        }
+        counts.append((own[0], own[1]))
+    assert counts[1] == (2 * counts[0][0], 2 * counts[0][1]) and min(counts[0]) > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "implementation"),
+    [({"num_key_value_heads": 1}, "sdpa"), ({"attention_dropout": 0.3}, "sdpa"), ({}, "eager")],
+)
+def test_attention_that_is_not_alike_in_all_heads_stays_whole(sizes, implementation, monkeypatch):
+    monkeypatch.setattr(module, "LONG", 1)
+    model = build("llama", sizes=sizes)
+    model.set_attn_implementation(implementation)
+    lorakernels.apply(model, long_context=True)
+    heads, own = [], module.attend
+    monkeypatch.setattr(
+        module, "attend", lambda plan, q, *rest, **kw: (heads.append(q.shape[1]), own(plan, q, *rest, **kw))[1]
+    )
+    step(model, batch())
+    assert set(heads) == {model.config.num_attention_heads}
 
 
 MASKS = {(0.0, "llama", "tiles"), (0.3, "llama", "again"), (0.3, "llama", "parked"), (0.3, "gemma2", "tiles")}

@@ -5,6 +5,8 @@ rest again in backward. For each token and layer, K hidden columns and H·D of a
     again    norm, q, k, v and their rotation; o; norm, gate, up and the activation, tile of rows after tile
     not      attention, which is quadratic in the tokens; down, whose output nobody reads
 
+In long rows attention goes by groups of heads, forward and backward.
+
 What attention returned is taken down and handed back at torch's dispatcher, as torch's selective checkpointing does, so
 that each fused attention keeps its own backward. It can wait in host memory (`Parked`).
 Chen et al., "Training deep nets with sublinear memory cost" (2016). Run: python -m pytest
@@ -24,13 +26,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..nodes.member import SavedAdapters, with_saved_adapters
 from ..nodes.mlp_activation import may_overwrite
-from .attention import AttentionPlan, attend
+from .attention import CACHES, AttentionPlan, attend
 from .parked import Parked, Parking
 
 EXCLUDES = (
     "long_context runs layers again in backward itself; switch the model's gradient checkpointing off "
     "(gradient_checkpointing=False in the trainer's arguments)"
 )
+
+LONG = 16384  # tokens of a row, from which attention is made by groups of heads: each group fills a GPU then
+GROUPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +79,33 @@ PLAIN = Pass()
 Results = list[tuple[Any, Any]]  # an operator and what it returned
 
 
-class _First(Pass):
+class _ByHeads(Pass):
+    """In long rows attention of one group of heads after the other. What a backward of attention takes beside its
+    inputs and results, float32 sums of dq, or a dk and a dv for each head of q, is a group's then."""
+
+    def attend(self, plan: AttentionPlan, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> torch.Tensor:
+        count = _groups(plan, q, k, mask, kwargs)
+        if count == 1:
+            return super().attend(plan, q, k, v, mask, **kwargs)
+        groups = zip(*(t.chunk(count, 1) for t in (q, k, v)), strict=True)
+        return torch.cat([super(_ByHeads, self).attend(plan, *group, mask, **kwargs) for group in groups], 2)
+
+
+def _groups(plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> int:
+    """Into how many groups of heads q (B, H, S, D) and k (B, H', S, D) are cut."""
+    a = plan.module
+    whole = (
+        q.shape[2] < LONG
+        or not _is_one_operator(plan)
+        or bool(a.training and a.attention_dropout)  # drawn in another order, the masks would be others
+        or any(name == "s_aux" for name, *_ in plan.form.arguments)  # a number for each head
+        or any(kwargs.get(name) is not None for name in CACHES)
+        or (mask is not None and not (isinstance(mask, torch.Tensor) and (mask.dim() < 4 or mask.shape[1] == 1)))
+    )
+    return 1 if whole else next(n for n in range(GROUPS, 0, -1) if k.shape[1] % n == 0)
+
+
+class _First(_ByHeads):
     """In forward, without gradients. results: of attention; state: of the random numbers behind it."""
 
     def __init__(self, options: LongContext, draws: bool):
@@ -94,7 +125,7 @@ class _First(Pass):
         return out.detach()
 
 
-class _Again(Pass):
+class _Again(_ByHeads):
     """In backward, with gradients. results, state: those of the first pass; parked: what holds them, if they waited in
     host memory."""
 
