@@ -50,7 +50,7 @@ def sdist(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     shutil.copytree(ROOT, folder / "checkout", ignore=shutil.ignore_patterns(*MADE))
     with tarfile.open(build("sdist", folder / "checkout", folder / "built")) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # since 3.11.4
     (unpacked,) = folder.glob("lorabench-*")
     return unpacked
 
