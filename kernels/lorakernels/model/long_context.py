@@ -87,8 +87,8 @@ class _ByHeads(Pass):
         count = _groups(plan, q, k, mask, kwargs)
         if count == 1:
             return super().attend(plan, q, k, v, mask, **kwargs)
-        groups = zip(*(t.chunk(count, 1) for t in (q, k, v)), strict=True)
-        return torch.cat([super(_ByHeads, self).attend(plan, *group, mask, **kwargs) for group in groups], 2)
+        groups, attend = zip(*(t.chunk(count, 1) for t in (q, k, v)), strict=True), super().attend
+        return torch.cat([attend(plan, q, k, v, mask, **kwargs) for q, k, v in groups], 2)
 
 
 def _groups(plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> int:
