@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,15 @@ EDGE_S = 600.0  # in which the edge of an arm's memory is looked for
 ROOMY = 0.9  # share of a GPU's memory that may be used
 
 
+@dataclass(eq=False)
+class _Preparation:
+    """Of an arm: the bytes that it is taken to need, and who was prepared at any moment of it, itself included."""
+
+    name: str
+    need: float
+    beside: set[str]
+
+
 class Seats:
     """A family's arms and processes. `entries` holds what became of each arm."""
 
@@ -70,8 +79,7 @@ class Seats:
         self.final = self._number(0, 0)  # of the trial after the last turn
         self.seats: list[Seated] = []
         self.crowded_out: list[Entry] = []  # out of memory in a turn beside others: they come in another block
-        # Arms that are prepared now, two at most, and the bytes that each is taken to need.
-        self.preparing: list[tuple[str, float]] = []
+        self.preparing: list[_Preparation] = []  # now, two at most
         self.preparing_changes = threading.Condition()
         self.two_at_once = False
         self.spare: list[Seated] = []  # opened and still empty, each for an arm that will sit alone
@@ -226,7 +234,7 @@ class Seats:
     def _prepare(self, seat: Seated, entry: Entry, gate: bool, offered: bytes | None = None) -> Failed | None:
         """Seat an arm; the failure with which it did not come to sit. `offered`: the base of the seat that most arms
         share, for this process alone. What is prepared beside it may need more than was thought: then it is prepared
-        once more beside nothing else. Raises Suspicion where that base was written to, of who is prepared now."""
+        once more beside nothing else. Raises Suspicion where that base was written to, of who was prepared at any moment of it."""
         began = time.perf_counter()
         self.tell(f"preparing {entry.name}")
         try:
@@ -282,24 +290,27 @@ class Seats:
         device are there beside what else is prepared, or nothing else is."""
         with self.preparing_changes:
             self.preparing_changes.wait_for(lambda: self._may_begin(need))
-            self.preparing.append((entry.name, need))
+            own = _Preparation(entry.name, need, {entry.name, *(one.name for one in self.preparing)})
+            for one in self.preparing:
+                one.beside.add(entry.name)
+            self.preparing.append(own)
         if not entry.stack.is_reference:
             seat.desk.timeout_s = min(self.timeout_s, self.limits.seat_s)
         try:
             answers = seat.desk.ask("prepare", entry.name, entry.stack, gate, offered, ranks=entry.stack.ranks)
             failed = next((a for a in answers if isinstance(a, Failed)), None)
             if written := next((a.reason for a in answers if isinstance(a, Failed) and a.everywhere), None):
-                raise Suspicion(written, {name for name, _ in self.preparing})
+                raise Suspicion(written, own.beside)
             return failed, answers
         finally:
             seat.desk.timeout_s = self.timeout_s
             with self.preparing_changes:
-                self.preparing.remove((entry.name, need))
+                self.preparing.remove(own)
                 self.preparing_changes.notify_all()
 
     def _may_begin(self, need: float) -> bool:
         """Whether a preparation has room beside the others; one that needs all there is has it beside nothing."""
-        others = [given for _, given in self.preparing]
+        others = [one.need for one in self.preparing]
         return not others or (need < math.inf and need <= self._left - sum(others))
 
     def _need(self, entry: Entry) -> float:
