@@ -234,7 +234,8 @@ class Seats:
     def _prepare(self, seat: Seated, entry: Entry, gate: bool, offered: bytes | None = None) -> Failed | None:
         """Seat an arm; the failure with which it did not come to sit. `offered`: the base of the seat that most arms
         share, for this process alone. What is prepared beside it may need more than was thought: then it is prepared
-        once more beside nothing else. Raises Suspicion where that base was written to, of who was prepared meanwhile."""
+        once more beside nothing else. Raises Suspicion, of all that were prepared meanwhile, if that base was written
+        to."""
         began = time.perf_counter()
         self.tell(f"preparing {entry.name}")
         try:
