@@ -118,7 +118,7 @@ class Pipelined(Ablation):
         ranks = self.line.ranks
         if self.tokens is None:
             return pad(samples, self._size(len(samples), workload.batch_size, ranks))
-        return self._rows(samples, self.tokens)
+        return self._rows(samples)
 
     def _size(self, samples: int, wanted: int, ranks: int) -> int:
         """Samples a micro-batch: at most as many as wanted, so that the schedule can take the micro-batches."""
@@ -127,14 +127,15 @@ class Pipelined(Ablation):
                 return size
         raise Unsupported(f"{self.name} needs at least {ranks} micro-batches on {ranks} ranks; a step has {samples}")
 
-    def _rows(self, samples: Sequence[Sample], tokens: int) -> list[Batch]:
-        (found,) = self.rows([lengths_of(samples)], tokens)
+    def _rows(self, samples: Sequence[Sample]) -> list[Batch]:
+        (found,) = self.rows([lengths_of(samples)])
         return [row([samples[n] for n in fit]) for fit in found]
 
-    def rows(self, lengths: Sequence[Sequence[int]], tokens: int) -> list[Rows]:
-        """Of each job the samples of each of its rows of at most so many tokens. Raises Unsupported."""
+    def rows(self, lengths: Sequence[Sequence[int]]) -> list[Rows]:
+        """Of each job the samples of each of its rows of at most `tokens` tokens. Raises Unsupported."""
+        assert self.tokens is not None
         try:
-            return shortest_step(lengths, tokens, partial(self.passes, ranks=self.line.ranks))
+            return shortest_step(lengths, self.tokens, partial(self.passes, ranks=self.line.ranks))
         except ValueError as error:
             raise Unsupported(f"{self.name}: {error}") from None
 
@@ -287,11 +288,12 @@ class PipelineMultiAdapter(Pipelined):
         return not self.flush or super().takes(count, ranks)  # all jobs together have to fill it, see `join`
 
     def passes(self, counts: Sequence[int], ranks: int) -> float:
+        alone = super().passes
         if self.flush:
-            return sum(super(PipelineMultiAdapter, self).passes([count], ranks) for count in counts)
+            return sum(alone([count], ranks) for count in counts)
         return sum(counts) + ranks - 1 if sum(counts) >= ranks else math.inf
 
-    def _rows(self, samples: Sequence[Sample], tokens: int) -> list[Batch]:
+    def _rows(self, samples: Sequence[Sample]) -> list[Batch]:
         """One, of which the step of all jobs makes as many as are best for them together."""
         return [row(samples)]
 
@@ -307,7 +309,7 @@ class PipelineMultiAdapter(Pipelined):
 
         if not all(step.name for step in steps):
             raise Unsupported(f"{self.name}: {ONE_JOB}")
-        rows = None if self.tokens is None else partial(self.rows, tokens=self.tokens)
+        rows = None if self.tokens is None else self.rows
         router = getattr(steps[0].model, MARK)
         return [PipelineJoint(steps, self.line, router, self.order, self._split(), self.flush, rows)]
 

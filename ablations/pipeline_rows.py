@@ -25,8 +25,6 @@ def shortest_step(
     where the schedule cannot take so many. Raises ValueError where a sample is longer than a row, or no rows will do.
     """
     longest = max(max(own) for own in lengths)
-    if longest > tokens:
-        raise ValueError(f"a sample of {longest} tokens does not fit a row of {tokens}")
     best, least = None, math.inf
     for capacity in [*range(longest, tokens, max(1, (tokens - longest) // TRIED)), tokens]:
         found = [first_fit_decreasing(own, capacity) for own in lengths]

@@ -136,9 +136,8 @@ def run(options: argparse.Namespace) -> None:
     for tokens in options.tokens:
         cell = cells(options, tokens)[options.only]
         row = {"arm": name_of(cell), "cap_gib": options.cap_gib, "tokens": tokens}
-        config = load_config(["suite=long_context", *options.sweep])
         try:
-            row |= step(cell, getattr(torch, machine.dtype(config.dtype)), device, options.steps)
+            row |= step(cell, getattr(torch, machine.dtype(cell.model.dtype)), device, options.steps)
         except Exception as error:  # an arm that cannot run is a row
             known = memory.out_of_memory(error)
             row["status"] = FULL if known else f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"

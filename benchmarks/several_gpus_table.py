@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,24 +138,23 @@ def _held(every: dict[str, Sizes]) -> list[list[str]]:
     """A row for each published arm of which the memory model says something: on lorakernels, or checkpointed. The same
     arm in a later folder has none."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    for folder in sorted({found for pattern in FOLDERS for found in RESULTS.glob(pattern)}):
-        for record in read_arms(folder):
-            memory, label = record.memory, next((t for t in record.toggles if t.startswith(DIVIDING)), "")
-            name, kernels = label.partition("(")[0], {"lora_kernels"} & {*record.toggles} or "kernels=True" in label
-            checkpointed = "gradient_checkpointing" in record.toggles
-            if record.role == "twin" or not (memory and memory.peak and label and (kernels or checkpointed)):
-                continue
-            notes = record.notes[name]
-            n, at_once = notes["world_size"], _tokens(record, notes)
-            if n == 1 or "reshard=False" in label:
-                continue
-            strategy = "pipeline" if name.startswith("pipeline") else name
-            adapter = ADAPTER * len(record.jobs or [1]) / (2 if "adapters_in_compute_dtype" in record.toggles else 1)
-            s = every[record.model]
-            predicted = static(strategy, s, n, adapter) + at_once * a_token(strategy, s, n, checkpointed)
-            arm = [*_arm(record, label, n), f"{at_once:,}", "layers' inputs" if checkpointed else "all"]
-            found = [f"{number / 1e9:.1f}" for number in (predicted, memory.peak, memory.static or 0)]
-            rows.setdefault(tuple(arm), [*arm, *found, _link(folder)])
+    for folder, record in _arms(*FOLDERS):
+        memory, label = record.memory, next((t for t in record.toggles if t.startswith(DIVIDING)), "")
+        name, kernels = label.partition("(")[0], {"lora_kernels"} & {*record.toggles} or "kernels=True" in label
+        checkpointed = "gradient_checkpointing" in record.toggles
+        if not (memory and memory.peak and label and (kernels or checkpointed)):
+            continue
+        notes = record.notes[name]
+        n, at_once = notes["world_size"], _tokens(record, notes)
+        if n == 1 or "reshard=False" in label:
+            continue
+        strategy = "pipeline" if name.startswith("pipeline") else name
+        adapter = ADAPTER * len(record.jobs or [1]) / (2 if "adapters_in_compute_dtype" in record.toggles else 1)
+        s = every[record.model]
+        predicted = static(strategy, s, n, adapter) + at_once * a_token(strategy, s, n, checkpointed)
+        arm = [*_arm(record, label, n), f"{at_once:,}", "layers' inputs" if checkpointed else "all"]
+        found = [f"{number / 1e9:.1f}" for number in (predicted, memory.peak, memory.static or 0)]
+        rows.setdefault(tuple(arm), [*arm, *found, _link(folder)])
     return list(rows.values())
 
 
@@ -165,20 +165,16 @@ def _sent() -> list[list[str]]:
     """A row for each arm of several ranks whose collectives were counted: of the rank that sends the most. The same arm
     in a later folder has none."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    for folder in sorted(RESULTS.glob("*/*")):
-        for record in read_arms(folder) if (folder / "records.jsonl").exists() else ():
-            every = {label: record.notes.get(label.partition("(")[0], {}) for label in record.toggles}
-            label, notes = next(((t, n) for t, n in every.items() if "sent_bytes" in n), ("", {}))
-            if record.role == "twin" or not notes or not record.tokens:
-                continue
-            arm = [
-                *_arm(record, label, notes["world_size"]),
-                f"`{record.workload}`",
-                f"{record.tokens.real + record.tokens.padded:,}",
-            ]
-            counted = (notes["sent_bytes"], notes["least_bytes"], notes["held_bytes"]["weights"])
-            most = [max(n) if isinstance(n, list) else n for n in counted]
-            rows.setdefault(tuple(arm), [*arm, *(f"{n / 1e9:.3g}" for n in most), _link(folder)])
+    for folder, record in _arms("*/*"):
+        every = {label: record.notes.get(label.partition("(")[0], {}) for label in record.toggles}
+        label, notes = next(((t, n) for t, n in every.items() if "sent_bytes" in n), ("", {}))
+        if not notes or not record.tokens:
+            continue
+        positions = record.tokens.real + record.tokens.padded
+        arm = [*_arm(record, label, notes["world_size"]), f"`{record.workload}`", f"{positions:,}"]
+        counted = (notes["sent_bytes"], notes["least_bytes"], notes["held_bytes"]["weights"])
+        most = [max(n) if isinstance(n, list) else n for n in counted]
+        rows.setdefault(tuple(arm), [*arm, *(f"{n / 1e9:.3g}" for n in most), _link(folder)])
     return sorted(rows.values())
 
 
@@ -193,18 +189,24 @@ def _waited() -> list[list[str]]:
     """A row for each published pipeline of several jobs whose stages were timed, those of one number of adapters beside
     one another. Simulated: of the times that its own stages took."""
     rows = []
-    for folder in sorted(RESULTS.glob("*/lorafusion_*")):
-        for record in read_arms(folder) if (folder / "records.jsonl").exists() else ():
-            label = next((t for t in record.toggles if t.startswith("pipeline_multi_adapter")), "")
-            found, jobs = record.said.get("pipeline", {}), len(record.jobs or [1])
-            if record.role == "twin" or not label or "bubble_pct" not in found:
-                continue
-            by_rank = ", ".join(f"{share:.1f}" for share in found["bubble_pct_by_rank"])
-            means = (f"{found[name]:.1f}" for name in ("bubble_pct", "predicted_bubble_pct"))
-            arm = [record.model, str(record.notes["pipeline_multi_adapter"]["world_size"]), str(jobs), f"`{label}`"]
-            published = PUBLISHED.get(1 if "flush=True" in label else jobs, "")
-            rows.append([*arm, str(found["micro_batches"]), by_rank, *means, published, _link(folder)])
+    for folder, record in _arms("*/lorafusion_*"):
+        label = next((t for t in record.toggles if t.startswith("pipeline_multi_adapter")), "")
+        found, jobs = record.said.get("pipeline", {}), len(record.jobs or [1])
+        if not label or "bubble_pct" not in found:
+            continue
+        by_rank = ", ".join(f"{share:.1f}" for share in found["bubble_pct_by_rank"])
+        means = (f"{found[name]:.1f}" for name in ("bubble_pct", "predicted_bubble_pct"))
+        arm = [record.model, str(record.notes["pipeline_multi_adapter"]["world_size"]), str(jobs), f"`{label}`"]
+        published = PUBLISHED.get(1 if "flush=True" in label else jobs, "")
+        rows.append([*arm, str(found["micro_batches"]), by_rank, *means, published, _link(folder)])
     return sorted(rows, key=lambda row: (row[0], int(row[2]), "flush=True" not in row[3], float(row[6])))
+
+
+def _arms(*patterns: str) -> Iterator[tuple[Path, ArmRecord]]:
+    """Every arm but twins of the published folders like these, with its folder."""
+    for folder in sorted({found for pattern in patterns for found in RESULTS.glob(pattern)}):
+        if (folder / "records.jsonl").exists():
+            yield from ((folder, record) for record in read_arms(folder) if record.role != "twin")
 
 
 def _arm(record: ArmRecord, label: str, n: int) -> list[str]:

@@ -143,6 +143,7 @@ def prepare(config: Any, console: Console) -> None:
     say(console, f"lorabench {version('lorabench')}: planning")
     check_names(config)
     if config.queue == "local" and not config.dry_run:
+        server.set_up()
         server.start()
     with uninterrupted():  # an exception in the middle of its C++ would abort the process
         import torch  # noqa: F401

@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -75,11 +74,12 @@ class Workers:
                 kill(process)
 
     def _start(self, process: BaseProcess) -> None:
-        forked = self.method == "forkserver"
-        with server.held_back():
-            forkserver.ensure_running() if forked else process.start()
-        if forked:
+        if self.method == "forkserver":
+            server.start()
             process.start()
+        else:
+            with server.held_back():
+                process.start()
 
     def open(self, seating: Seating, timeout_s: float, tell: Callable[[str], None], log: Path) -> Desk:
         """Start a seat, a process a rank. `timeout_s`: for each call."""

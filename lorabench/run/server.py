@@ -37,8 +37,7 @@ def set_up() -> None:
 
 
 def start() -> None:
-    """The server begins to import; nobody waits for it."""
-    set_up()
+    """The server begins to import, if it does not run; nobody waits for it. `set_up` comes before it."""
     with held_back():
         forkserver.ensure_running()
 

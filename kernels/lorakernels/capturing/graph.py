@@ -44,7 +44,6 @@ class CudaGraphs:
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
-        self._branches = [torch.cuda.Stream(device) for _ in range(BRANCHES)]
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -90,13 +89,14 @@ class CudaGraphs:
         """While something is recorded: the work of these functions, which need nothing of each other, in a few branches
         of the graph. Kernels that fill a part of the GPU run beside each other so."""
         main = torch.cuda.current_stream(self.device)
-        for stream in self._branches:
-            stream.wait_stream(main)
+        branches = [torch.cuda.Stream(self.device) for _ in range(BRANCHES)]
+        for branch in branches:
+            branch.wait_stream(main)
         for number, function in enumerate(functions):
-            with torch.cuda.stream(self._branches[number % BRANCHES]):
+            with torch.cuda.stream(branches[number % BRANCHES]):
                 function()
-        for stream in self._branches:
-            main.wait_stream(stream)
+        for branch in branches:
+            main.wait_stream(branch)
 
     def random_state(self) -> torch.Tensor:
         """Bytes that change when a random number is drawn on the device."""
