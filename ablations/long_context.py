@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
+from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, added
 from lorabench.contract.settings import Settings
 from lorabench.contract.work import Recomputed
 
@@ -24,6 +24,7 @@ OTHERS = dict.fromkeys(
     "it changes the layers that long_context takes as a whole",
 )
 ONE_ADAPTER = dict.fromkeys(("jobs", "pipeline_multi_adapter"), "long_context runs one adapter at a time")
+ONE_GPU = {"parallel": "long_context(offload_weights=True) brings a layer's weights to one GPU"}
 OF_ITS_LINEARS = 0.73  # what is computed again of a layer's linears in Llama-3.1-8B, all but down
 
 
@@ -33,7 +34,8 @@ class LongContext(Kernel):
 
     `keep_attention`: attention's output and log-sum-exp are kept, else it runs again. `mlp_rows`: how many rows of the
     MLP are made again at a time, without down. `offload`: what is kept waits in pinned host memory, copied on a stream
-    of its own and fetched one layer ahead.
+    of its own and fetched one layer ahead. `offload_weights`: so do the layers' frozen weights, all but those of the
+    layer that computes and of the next one.
     """
 
     name: ClassVar[str] = "long_context"
@@ -44,15 +46,22 @@ class LongContext(Kernel):
     keep_attention: bool = True
     mlp_rows: int = 8192
     offload: bool = False
+    offload_weights: bool = added(False)
 
     def __post_init__(self) -> None:
         if type(self.mlp_rows) is not int or self.mlp_rows < 1:
             raise ValueError(f"mlp_rows={self.mlp_rows!r}: expected how many rows a tile has, 1 or more")
 
     @property
+    def _moves(self) -> list[str]:
+        """The options that move tensors to host memory."""
+        return [name for name in ("offload", "offload_weights") if getattr(self, name)]
+
+    @property
     def excludes(self) -> Mapping[str, str]:  # type: ignore[override]
         tiled = {"tiled_mlp": "long_context makes the MLP by tiles itself"}
-        return OTHERS | ONE_ADAPTER | tiled | (NO_CAPTURE if self.offload else {})
+        captured = NO_CAPTURE if self._moves else {}
+        return OTHERS | ONE_ADAPTER | tiled | captured | (ONE_GPU if self.offload_weights else {})
 
     @property
     def recomputes(self) -> Recomputed:  # type: ignore[override]
@@ -64,8 +73,8 @@ class LongContext(Kernel):
         return {"long_context": LongContext(**asdict(self))}
 
     def patch(self, model: nn.Module) -> int:
-        if self.offload and next(model.parameters()).device.type != "cuda":
-            raise Unsupported("long_context(offload=True) needs a CUDA device: on a CPU nothing would move")
+        if self._moves and next(model.parameters()).device.type != "cuda":
+            raise Unsupported(f"long_context({self._moves[0]}=True) needs a CUDA device: on a CPU nothing would move")
         super().patch(model)
         return getattr(model, MARK)["report"].counts.get("long_context", 0)
 
@@ -80,11 +89,15 @@ class LongContext(Kernel):
             raise NotApplied("no layer was made again in backward")
         if self.keep_attention and ran["attention kept"] < ran["layer made again"]:
             raise NotApplied("attention came by as no one operator of torch, so that nothing of it was kept")
+        if self.offload_weights and not ran["weights brought"]:
+            raise NotApplied("no layer's weights waited in host memory: they are quantized or sharded")
         return evidence.patched or 0
 
     def notes(self, evidence: Evidence) -> dict[str, Any]:
         ran = getattr(evidence.arm.model, MARK)["report"].forwards.fused
-        return {self.name: {"layers_run_again": ran["layer made again"], "attention_kept": ran["attention kept"]}}
+        counts = {"layers_run_again": "layer made again", "attention_kept": "attention kept"}
+        counts |= {"weights_brought": "weights brought"} if self.offload_weights else {}
+        return {self.name: {name: ran[count] for name, count in counts.items()}}
 
     def settings(self) -> Settings:
         changed = [f"{name}={value}" for name, value in asdict(self).items() if value != getattr(type(self)(), name)]

@@ -10,6 +10,7 @@ from lorabench.measure.judging.numerics import one_step
 from lorabench.measure.kinds.train import Train
 from lorabench.plan import registry
 from lorabench.report.paste import code
+from lorabench_ablations.long_context import LongContext
 
 LAYERS = 3
 TILES = {"long_context": {"mlp_rows": 7}}
@@ -75,6 +76,20 @@ def test_what_is_computed_again_is_counted_apart():
         assert work.recompute_tflop["backward"] == pytest.approx(again)
 
 
+def test_weights_that_wait_in_host_memory_are_counted(monkeypatch):
+    """On a CPU they go from there to there."""
+    monkeypatch.setattr(LongContext, "_moves", property(lambda self: []))
+    made = arm(*PEFT, "lora_kernels", {"long_context": {"offload_weights": True}})
+    toggle = next(a for a in made.ablations if a.name == "long_context")
+    one_step(made)
+    found = Evidence(made, LAYERS, None)
+    assert toggle.audit(found) == LAYERS
+    assert toggle.notes(found)["long_context"]["weights_brought"] == 2 * LAYERS - 1
+    made.model._lorabench_lorakernels["report"].forwards.fused["weights brought"] = 0
+    with pytest.raises(NotApplied, match="no layer's weights waited"):
+        toggle.audit(found)
+
+
 def test_down_is_what_is_spared():
     """The share that is declared is that of Llama-3.1-8B."""
     hidden, kv, wide = 4096, 1024, 14336
@@ -99,9 +114,12 @@ def test_bad_input_is_one_line():
     for rows in (0, -1, 2.5, True):
         with pytest.raises(ValueError, match="expected how many rows a tile has, 1 or more"):
             registry.ablation({"long_context": {"mlp_rows": rows}})
-    with pytest.raises(Unsupported, match="on a CPU nothing would move"):
-        arm(*PEFT, {"long_context": {"offload": True}})
-    assert conflict([registry.ablation({"long_context": {"offload": True}}), registry.ablation("cuda_graph")])
+    for option in ("offload", "offload_weights"):
+        moving = {"long_context": {option: True}}
+        with pytest.raises(Unsupported, match=rf"\({option}=True\) needs a CUDA device: on a CPU nothing would move"):
+            arm(*PEFT, moving)
+        assert conflict([registry.ablation(moving), registry.ablation("cuda_graph")])
+    assert conflict([registry.ablation(moving), registry.ablation("ddp")])
 
 
 def test_settings_say_what_a_user_calls():

@@ -123,7 +123,7 @@ class CapturedBackward:
         if needs:
             entry.refused = f"the step needs the host: {', '.join(sorted(set(needs)))}"
         elif last and self.watch.offloads:
-            entry.refused = "what layers keep goes to host memory (long_context), for which no graph can wait"
+            entry.refused = "layers have tensors in host memory (long_context), for which no graph can wait"
         elif last and entry.random and self.watch.checkpoints:
             entry.refused = "gradient checkpointing draws dropout again from a saved state, which no graph can read"
         return outputs

@@ -98,8 +98,8 @@ class Watch:
 
     @property
     def offloads(self) -> bool:
-        """Whether layers keep what they keep in host memory."""
-        return any(options.offload for options in self._long)
+        """Whether what layers keep, or their weights, are in host memory."""
+        return any(options.offload or options.offload_weights for options in self._long)
 
     @property
     def _long(self) -> list[Any]:

@@ -32,6 +32,7 @@ from .module_checks import (
     why_hooked,
 )
 from .norms import NormModule, looks_like_norm, norm_module
+from .offloaded import Offloaded
 from .parked import Parking
 from .plans import Plan
 from .proofs import (
@@ -69,7 +70,7 @@ class LayerPlan(Plan):
     """form: the order that the class was proved to have; norms: by name; mlp: None where the layer has experts instead;
     positional: the names of the layer's arguments behind hidden_states; own_checkpointing: whether the class's forward
     does the checkpointing; drops: Phi-3's dropouts of the residual, which must be none; long, parking: where the layer
-    is to be made again in backward."""
+    is to be made again in backward; weights: where they wait in host memory."""
 
     attention: AttentionPlan
     form: LayerForm
@@ -81,6 +82,7 @@ class LayerPlan(Plan):
     loader: Loader = field(default_factory=Loader)
     long: LongContext | None = None
     parking: Parking | None = None
+    weights: Offloaded | None = None
 
     def what_changed(self) -> str | None:
         """The reason, in words, if not everything is as planned."""
@@ -211,6 +213,19 @@ def _forms(calls: list[str], attributes: list[str]) -> Iterator[LayerForm]:
 
 def _why_left(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> str | None:
     plan: LayerPlan = layer._lorakernels
+    if (reason := _reason(plan, args, kwargs)) is not None:
+        _bring(plan)
+    return reason
+
+
+def _bring(plan: LayerPlan) -> None:
+    """For a forward that is not made again. Where it has a backward the weights stay, because nobody says when that has
+    been."""
+    if plan.weights is not None:
+        plan.weights.bring(stay=True) if torch.is_grad_enabled() else plan.weights.need(1)
+
+
+def _reason(plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     kwargs.update(zip(plan.positional, args, strict=False))
     if kwargs.get("output_attentions", False) or getattr(plan.attention.module.config, "output_attentions", False):
         return "attentions are asked for"
@@ -235,6 +250,7 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: 
         kwargs.update({k: v for k, v in (("use_cache", False), *((n, None) for n in CACHES)) if k in kwargs})
     if trained is not None:
         return kept_layer(_call(plan, **kwargs), hidden_states, trained)
+    _bring(plan)
     if checkpointed and plan.own_checkpointing:
         run = partial(_layer_again, plan, adapters_of(plan.groups), apart=True, **kwargs)
         return self._gradient_checkpointing_func(run, hidden_states)
@@ -253,8 +269,10 @@ def _call(plan: LayerPlan, **kwargs: Any) -> Call:
     assert plan.long is not None and plan.parking is not None
 
     def run(x: torch.Tensor, long_pass: Pass) -> torch.Tensor:
+        counts = plan.module._lorakernels_forwards.fused
+        if plan.weights is not None:
+            counts["weights brought"] += plan.weights.need(-1 if long_pass.again else 1)
         if long_pass.again:
-            counts = plan.module._lorakernels_forwards.fused
             counts["layer made again"] += 1
             counts["attention kept"] += long_pass.keeps_attention
         return _layer(plan, x, long_pass=long_pass, **kwargs)

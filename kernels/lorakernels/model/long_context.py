@@ -41,12 +41,14 @@ GROUPS = 4
 @dataclass(frozen=True, kw_only=True)
 class LongContext:
     """keep_attention: whether attention's output and log-sum-exp are kept, else it runs again. mlp_rows: how many rows
-    of the MLP are made again at a time. offload: whether what is kept waits in pinned host memory. Raises ValueError
-    where mlp_rows is no number of rows."""
+    of the MLP are made again at a time. offload: whether what is kept waits in pinned host memory. offload_weights:
+    whether the layers' frozen weights do, all but those of the layer that computes and of the next one. Raises
+    ValueError where mlp_rows is no number of rows."""
 
     keep_attention: bool = True
     mlp_rows: int = 8192
     offload: bool = False
+    offload_weights: bool = False
 
     def __post_init__(self) -> None:
         if type(self.mlp_rows) is not int or self.mlp_rows < 1:

@@ -22,7 +22,7 @@ _streams: dict[torch.device, Any] = {}  # one a device, both ways: they never go
 
 
 @contextlib.contextmanager
-def _on_copy_stream(device: torch.device) -> Iterator[Callable[[], Any]]:
+def on_copy_stream(device: torch.device) -> Iterator[Callable[[], Any]]:
     """Inside, behind all that was launched so far; it gives what records an event there (None on a CPU)."""
     if device.type != "cuda":
         yield lambda: None
@@ -44,7 +44,7 @@ class Parked:
         self._small = [t if t.dim() < 2 else None for t in tensors]
         pin = self._device.type == "cuda"
         self._host = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in tensors if t.dim() >= 2]
-        with _on_copy_stream(self._device) as event:
+        with on_copy_stream(self._device) as event:
             for host, t in zip(self._host, [t for t in tensors if t.dim() >= 2], strict=True):
                 host.copy_(t, non_blocking=True)
             self._first = self._copied = event()
@@ -61,7 +61,7 @@ class Parked:
         if self._here is not None:
             return
         into = [torch.empty_like(host, device=self._device) for host in self._host]
-        with _on_copy_stream(self._device) as event:
+        with on_copy_stream(self._device) as event:
             for number, (t, host) in enumerate(zip(into, self._host, strict=True)):
                 t.copy_(host, non_blocking=True)
                 if not number:
@@ -74,14 +74,14 @@ class Parked:
         """The tensors, on their device, of which the first one is there; `wait` before the others. It can be asked
         again."""
         self._fetch()
-        _wait(self._device, self._first)
+        wait_for(self._device, self._first)
         here, self._here = self._here, None
         assert here is not None
         return here
 
     def wait(self) -> None:
         """What is launched from here on comes behind all tensors that `back` gave."""
-        _wait(self._device, self._copied)
+        wait_for(self._device, self._copied)
 
     def ahead(self) -> None:
         """Those of the layer before begin to come, if they are not on their way."""
@@ -89,7 +89,7 @@ class Parked:
             before._fetch()
 
 
-def _wait(device: torch.device, event: Any) -> None:
+def wait_for(device: torch.device, event: Any) -> None:
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 

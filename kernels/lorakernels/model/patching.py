@@ -23,7 +23,7 @@ import torch
 
 from .attention import BACKENDS, AttentionPlan, attention_forward, attention_plan
 from .attention_form import looks_like_attention
-from .decoder_layer import layer_forward, layer_plan
+from .decoder_layer import LayerPlan, layer_forward, layer_plan
 from .forwards import Forwards
 from .head import causal_lm_forward, head_plan, looks_like_causal_lm
 from .long_context import EXCLUDES, LongContext
@@ -32,6 +32,7 @@ from .lora_modules import is_lora
 from .mlp import MLPPlan, looks_like_mlp, mlp_forward, mlp_plan
 from .module_checks import NotFused, is_unhooked
 from .norms import NormModule, looks_like_norm, norm_forward, norm_module
+from .offloaded import Offloaded
 from .parked import Parking
 from .plans import NO_PICKLE, Linears, Switches, linears
 from .proofs import Proofs
@@ -151,6 +152,12 @@ def _own_weight(module: Any, state_dict: dict[str, Any], prefix: str, metadata: 
         state_dict[name] = torch.nn.Parameter(copied, False) if isinstance(weight, torch.nn.Parameter) else copied
 
 
+def _bring_weights(weights: Offloaded, *_: Any) -> None:
+    """Before a state_dict, which has the weights themselves."""
+    if not _adapters_only.get():
+        weights.bring(stay=False)
+
+
 @cache
 def _outside_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward for a module of a model under torch.compile, which cannot follow kernels into buffers: it runs as it
@@ -168,6 +175,7 @@ class _Patcher:
         self.switches, self.widths, self.report, self.proofs = switches, widths, Report(), Proofs()
         self.state = _State(self.report.forwards)
         self.parking = Parking()
+        self.offloaded: list[Offloaded] = []  # of the layers, in their order
         self.taken: set[str] = set()  # linears
         self.inside: set[int] = set()  # the ids of modules that a node takes the place of, or that were left already
 
@@ -271,9 +279,21 @@ class _Patcher:
         parts += ["long_context"] * (plan.long is not None)
         for part in (attention.qkv, attention.o, *((mlp.gate_up, mlp.down) if mlp else ())):
             self.take(part)
+        if plan.long is not None and plan.long.offload_weights:
+            self.offload(name, plan)
         self.takes_the_place_of(*plan.norms.values(), *(attention.head_norms or ()))
         self.report.changed.append(Change(name, tuple(parts)))
         return True
+
+    def offload(self, name: str, plan: LayerPlan) -> None:
+        """The layer's frozen weights wait in host memory from here on."""
+        own = [g for g in plan.groups if g.buffer is not None and g.holder is None]
+        if len(own) < len(plan.groups):
+            self.leave(name, "offload_weights", "quantized or sharded weights stay where they are")
+        if own:
+            plan.weights = Offloaded(own, self.offloaded)
+            hook = plan.module.register_state_dict_pre_hook(partial(_bring_weights, plan.weights))
+            self.undoing(plan.module, partial(plan.weights.bring, stay=True), hook.remove)
 
     def takes_the_place_of(self, *norms: NormModule) -> None:
         self.inside |= {id(norm.module) for norm in norms}
