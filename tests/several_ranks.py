@@ -30,7 +30,8 @@ def on_ranks(
 ) -> list[Any]:
     """What `function(ranks, *arguments)` returns on each rank, in their order; no tensors. Raises AssertionError with
     the traceback of a rank that raised, or says which one ended or does not answer. No process stays."""
-    context = multiprocessing.get_context("fork")  # torch and transformers are imported already
+    # A fork has imported torch and transformers already; one of a process that has looked at its GPU has none itself.
+    context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     workers = [
         context.Process(
