@@ -24,8 +24,9 @@ class CapturedJoint(CapturedStep):
     """Captured at the first forward of a trial. Whoever asks job by job, or tries micro-batches of another size, gets
     the step as it is. A trial's micro-batches are of the lengths that were captured, so whatever they hold is copied.
 
-    What the joint step looks at on the host, losses and gradients that are not finite, it looks at between the graphs:
-    where one is not, that pass runs uncaptured.
+    What the joint step looks at on the host, losses and gradients that are not finite, it looks at behind the update,
+    whose graph changes nothing where one is not (`guarded`); that step is then made again, uncaptured. Of optimizers
+    that cannot be told so it looks at the losses behind each forward, and at the gradients before the update.
     """
 
     def __init__(self, inner: Step, recorder: CudaGraphs) -> None:
@@ -34,6 +35,8 @@ class CapturedJoint(CapturedStep):
         self.number = 0  # of a trial's next micro-batch
         self.read: Sequence[Any] = ()
         self.looking: Recording | None = None  # whether all gradients are finite, where the joint step asks that
+        self.guarded = False
+        self.seen = torch.zeros(())  # (jobs,), of this step: 0 while a job's losses are finite, then NaN
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -52,9 +55,11 @@ class CapturedJoint(CapturedStep):
                 return self.inner.forward(batch)
         if not self.captured:
             self._capture()
+        if not self.number:
+            self.seen.zero_()
         _, self.now = self.captured[self.number]
         self.number = (self.number + 1) % len(self.captured)
-        return self.joint.looked_at(batch, self._replayed)
+        return self.joint.looked_at(batch, self._replayed, later=self.guarded)
 
     def backward(self, loss: Tensor) -> None:
         if self.joint.begin is None:
@@ -74,9 +79,16 @@ class CapturedJoint(CapturedStep):
                 self.inner.update()
             return
         assert self.gradients is not None and self.graph_of_update is not None
-        self.joint.settle(bool(self.looking.replay()["finite"]) if self.looking else None)
+        if not self.guarded:
+            self.joint.settle(bool(self.looking.replay()["finite"]) if self.looking else None)
         self.gradients.attach()
-        self.graph_of_update.replay()
+        found = self.graph_of_update.replay()
+        if self.guarded:
+            finite = bool(found["finite"])
+            self.joint.settle(finite)
+            if not finite:
+                with self.recorder.aside():
+                    self.inner.update()
 
     def _replayed(self, batch: Batch) -> Tensor:
         assert self.now is not None
@@ -89,10 +101,13 @@ class CapturedJoint(CapturedStep):
         return self.now.graphs["forward"].replay()["loss"].clone()
 
     def _record(self) -> None:
+        looks = self.joint.gradients_finite() is not None
+        self.guarded = looks and all(getattr(o, "_step_supports_amp_scaling", False) for o in self.optimizers)
+        self.seen = torch.zeros(len(self.joint.steps), device=self.recorder.device)
         super()._record()
         assert self.gradients is not None
         self.gradients.attach()
-        if self.joint.gradients_finite() is not None:
+        if looks and not self.guarded:
             self.looking = self.recorder.record(lambda: {"finite": self.joint.gradients_finite()})
         self.clear()
         self.read = self.joint.router.tables  # by the graphs, so they stay
@@ -107,16 +122,23 @@ class CapturedJoint(CapturedStep):
 
     def _forward(self, layout: Layout) -> dict[str, Tensor]:
         with self._without_a_look():
-            return super()._forward(layout)
+            found = super()._forward(layout)
+        self.seen.add_(found["loss"] * 0)
+        return found
 
     def _update(self) -> dict[str, Tensor]:
-        """One adapter's optimizer fills a part of the GPU."""
+        """One adapter's optimizer fills a part of the GPU. Guarded, they are told what a gradient scaler would."""
+        found = {"finite": self.joint.gradients_finite() & self.seen.isfinite().all()} if self.guarded else {}
+        for optimizer in self.optimizers if self.guarded else ():
+            optimizer.found_inf = (~found["finite"]).float()  # pyright: ignore[reportAttributeAccessIssue]
         self.joint.run_each = self.recorder.in_branches
         try:
             with self._without_a_look():
-                return super()._update()
+                return super()._update() | found
         finally:
             del self.joint.run_each
+            for optimizer in self.optimizers if self.guarded else ():
+                del optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
 
     def _backward(self, layout: Layout) -> dict[str, Tensor]:
         """A job without rows in this micro-batch gets no gradient from it."""

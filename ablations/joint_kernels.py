@@ -82,12 +82,13 @@ class KernelRouter:
 
 
 class Passed(NamedTuple):
-    """A forward that the gradients are of: its batch, the random numbers that it began with, and the jobs whose loss
-    was not finite."""
+    """A forward that the gradients are of: its batch, the random numbers that it began with, the jobs whose loss was
+    not finite, and the losses, where nobody has looked at them yet."""
 
     batch: Batch
     random: list[Tensor]
     broken: frozenset[int]
+    unseen: Tensor | None = None
 
 
 class KernelStep(JointStep):
@@ -105,16 +106,16 @@ class KernelStep(JointStep):
     def forward(self, batch: Batch) -> Tensor:
         return self.looked_at(batch, self._losses) if self.looks else self._losses(batch)
 
-    def looked_at(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
+    def looked_at(self, batch: Batch, run: Callable[[Batch], Tensor], later: bool = False) -> Tensor:
         if not self.router.slots:
             return run(batch)
         random, broken = random_states(self.device), frozenset[int]()
         losses = run(batch)
-        if not losses.isfinite().all():  # here the host waits for the device
+        if not later and not losses.isfinite().all():  # here the host waits for the device
             broken = self._broken(batch, losses, random)
             losses = torch.stack(self._without(batch, broken, random))
         if torch.is_grad_enabled() and self.by_job is None:
-            self._passed.append(Passed(batch, random, broken))
+            self._passed.append(Passed(batch, random, broken, losses if later else None))
         return losses
 
     @property
@@ -125,6 +126,8 @@ class KernelStep(JointStep):
         return self._finite_but(frozenset()) if self.router.slots else None
 
     def settle(self, finite: bool | None = None) -> None:
+        if not finite:
+            self._passed = [self._looked_back(passed) for passed in self._passed]
         broken = frozenset(job for passed in self._passed for job in passed.broken)
         if broken or finite is None:
             finite = not (self.router.slots and self._passed) or bool(self._finite_but(broken))
@@ -146,6 +149,16 @@ class KernelStep(JointStep):
         super().cleared()
 
     # ---- a number that is not finite ---------------------------------------------------------------------------------
+    def _looked_back(self, passed: Passed) -> Passed:
+        """A pass whose losses were looked at now, and are what they should have been."""
+        batch, random, _, losses = passed
+        if losses is None or losses.isfinite().all():
+            return passed._replace(unseen=None)
+        broken = self._broken(batch, losses, random)
+        with torch.no_grad():
+            losses.copy_(torch.stack(self._without(batch, broken, random)))
+        return Passed(batch, random, broken)
+
     def _broken(self, batch: Batch, losses: Tensor, random: Sequence[Tensor]) -> frozenset[int]:
         """Of the jobs whose loss is not finite those where it is not finite without the others' adapters either; all
         of them where it is with each."""
@@ -173,7 +186,7 @@ class KernelStep(JointStep):
         """The step's gradients once more, each job's in a pass in which the others' rows have no adapter."""
         passed = list(self._passed)
         super().clear()
-        for batch, random, broken in passed:
+        for batch, random, broken, _ in passed:
             here = {part.job for part in batch.inputs["parts"]}
             for job in here:
                 absent = here if job in broken else here - {job}

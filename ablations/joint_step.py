@@ -113,8 +113,9 @@ class JointStep(Joint):
         self.router.set(parts)
         return self.losses(self.call(**inputs).logits, labels, parts)
 
-    def looked_at(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
-        """The losses that `run` has for a micro-batch, or others where these may not stay."""
+    def looked_at(self, batch: Batch, run: Callable[[Batch], Tensor], later: bool = False) -> Tensor:
+        """The losses that `run` has for a micro-batch, or others where these may not stay. later: nobody looks before
+        `settle`, which then writes what they should have been into them."""
         return run(batch)
 
     def gradients_finite(self) -> Tensor | None:

@@ -16,6 +16,7 @@ from lorabench_ablations.captured_jobs import CapturedJoint
 LINEARS = "{fused_multi_lora:{form:linears}}"
 WAYS = ["batched", "batched_packed", "fused_multi_lora", LINEARS, "{fused_multi_lora:{at_a_time:2}}"]
 GROUPED = "{batched_packed:{tokens:64}}"
+GUARDED = "fused_multi_lora,adamw_fused"  # the graph of the update looks itself
 
 
 def captured(wanted):
@@ -34,9 +35,9 @@ def captured(wanted):
     "name",  # with gradients that are looked at in a graph of their own, without, and with several joint steps
     [
         name
-        if name in ("batched_packed", "fused_multi_lora", WAYS[-1])
+        if name in ("batched_packed", "fused_multi_lora", WAYS[-1], GUARDED)
         else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in (*WAYS, GROUPED)
+        for name in (*WAYS, GROUPED, GUARDED)
     ],
 )
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_replayed_trials_are_those_that_are_not_captured(name, workload):
         before = [fake.replays for fake in fakes]
         one, other = run_trial(arm, number=number), run_trial(plain, number=number)
         assert one.losses == pytest.approx(other.losses, rel=1e-5)
-        looks = "fused_multi_lora" in name and name != LINEARS  # at the gradients, in a graph of its own
+        looks = "fused_multi_lora" in name and name not in (LINEARS, GUARDED)  # at the gradients, in a graph of its own
         count = [2 * turn.innermost.count + 1 + looks for turn in arm.turns]
         assert [fake.replays - n for fake, n in zip(fakes, before, strict=True)] == count
     jobs = [len(turn.innermost.steps) for turn in arm.turns]
@@ -82,9 +83,11 @@ def test_whoever_asks_job_by_job_gets_the_step_as_it_is(name):
     assert fake.replays == replays
 
 
-@pytest.mark.parametrize("name", ["fused_multi_lora", pytest.param("batched", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", ["fused_multi_lora", GUARDED, pytest.param("batched", marks=pytest.mark.exhaustive)]
+)  # fmt: skip
 def test_a_job_that_turns_nan_leaves_the_others_as_they_are(name):
-    """Its losses are looked at between the graphs."""
+    """Its losses are looked at between the graphs, or behind the last one."""
     wanted, found = request(name, workload=ONE_LENGTH), []
     for spoilt in (True, False):
         arm, _ = captured(wanted)
@@ -104,12 +107,25 @@ def test_a_job_that_turns_nan_leaves_the_others_as_they_are(name):
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(left[job], kept[job], strict=True))
 
 
-def test_gradients_that_are_not_finite_are_computed_once_more_each_job_s_alone():
-    (arm, _), plain = captured(request("fused_multi_lora")), build(request("fused_multi_lora"))
+@pytest.mark.parametrize("name", ["fused_multi_lora", GUARDED])
+def test_gradients_that_are_not_finite_are_computed_once_more_each_job_s_alone(name):
+    (arm, _), plain = captured(request(name)), build(request(name))
     run_trial(arm, number=0), run_trial(plain, number=0)
     (turn,), alone = arm.turns, []
-    turn.looking.replay = lambda: {"finite": torch.tensor(False)}
-    apart, turn.innermost._apart = turn.innermost._apart, lambda: alone.append(apart())
+    assert turn.guarded == (name == GUARDED)
+    own, attach = turn.gradients, turn.gradients.attach
+
+    def spoilt():
+        attach()
+        own.buffers[0].fill_(float("nan"))
+
+    apart = turn.innermost._apart
+
+    def once_more():
+        own.attach = attach
+        alone.append(apart())
+
+    own.attach, turn.innermost._apart = spoilt, once_more
     assert run_trial(arm, number=1).losses == pytest.approx(run_trial(plain, number=1).losses, rel=1e-5)
     assert len(alone) == 1
     for step, other in zip(arm.steps, plain.steps, strict=True):
