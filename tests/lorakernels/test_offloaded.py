@@ -2,6 +2,8 @@
 reads weights otherwise finds them."""
 
 import contextlib
+import gc
+import weakref
 from copy import deepcopy
 
 import lorakernels
@@ -9,7 +11,7 @@ import pytest
 import torch
 from lorakernels import LongContext
 from lorakernels.model import decoder_layer
-from tiny_models import batch, build, step
+from tiny_models import batch, build, step, worst
 
 LAYERS = 5
 OPTIONS = {
@@ -160,6 +162,19 @@ def test_remove_gives_the_weights_back():
         assert weight.is_contiguous() and torch.equal(weight, wanted), name
 
 
+def test_remove_leaves_no_buffer_to_the_collector():
+    model = build("llama")
+    lorakernels.apply(model, long_context=LongContext(offload_weights=True))
+    kept = [weakref.ref(g.buffer) for layer in layers(model) for g in layer._lorakernels.groups]
+    gc.collect()
+    gc.disable()
+    try:
+        lorakernels.remove(model)
+        assert not any(one() is not None for one in kept)
+    finally:
+        gc.enable()
+
+
 def test_a_copy_has_weights_of_its_own():
     ours, alone = pair()
     step(ours, batch())
@@ -202,5 +217,5 @@ def test_on_a_gpu():
     assert before - torch.cuda.memory_allocated() > 11.5 * frozen
     for _ in range(5):
         (loss, grads), (got, got_grads) = step(alone, data), step(ours, data)
-        assert got == loss and all(torch.equal(g, grads[n]) for n, g in got_grads.items())
+        assert abs(got - loss) < 1e-3 * abs(loss) and worst(got_grads, grads) < 1e-2
     assert len(here(ours)) == 1

@@ -54,6 +54,13 @@ class Offloaded:
         self._fetch()
         wait_for(self._device, self._copied)
 
+    def end(self) -> None:
+        """The weights are back for good, and nothing is held here: the layers know each other, and whoever waited for a
+        collector would wait with a copy of every weight."""
+        self.bring(stay=True)
+        self._owners, self._host = [], []
+        self._layers.clear()
+
     def _fetch(self) -> bool:
         """Begins to bring the weights, if they are not on their way."""
         if self._here:

@@ -293,7 +293,7 @@ class _Patcher:
         if own:
             plan.weights = Offloaded(own, self.offloaded)
             hook = plan.module.register_state_dict_pre_hook(partial(_bring_weights, plan.weights))
-            self.undoing(plan.module, partial(plan.weights.bring, stay=True), hook.remove)
+            self.undoing(plan.module, plan.weights.end, hook.remove)
 
     def takes_the_place_of(self, *norms: NormModule) -> None:
         self.inside |= {id(norm.module) for norm in norms}
