@@ -295,8 +295,9 @@ def _unseen_s(name: str, rank: _Rank, made: Sequence[Made], trials: int) -> floa
 
 
 def _innermost_call(rank: _Rank) -> bytes:
-    """Where a rank is: it writes its stack into its log when asked (SIGUSR1), innermost call first. Only that call
-    counts: a stage of a pipeline computes within a schedule of torch.distributed."""
+    """Where a rank is: it writes its threads' stacks into its log when asked (SIGUSR1), the main thread's last, each
+    with the innermost call first. Only that call counts: a stage of a pipeline computes within a schedule of
+    torch.distributed."""
     before = rank.log.stat().st_size if rank.log.exists() else 0
     if rank.process.pid is None:
         return b""
@@ -305,7 +306,8 @@ def _innermost_call(rank: _Rank) -> bytes:
     time.sleep(GRACE_S)
     with contextlib.suppress(OSError), open(rank.log, "rb") as log:
         log.seek(before)
-        frames = [line for line in log.read().splitlines() if b"File " in line and b"torch/_ops.py" not in line]
+        _, _, main = log.read().rpartition(b"(most recent call first)")
+        frames = [line for line in main.splitlines() if b"File " in line and b"torch/_ops.py" not in line]
         return next(iter(frames), b"")
     return b""
 

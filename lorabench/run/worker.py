@@ -41,7 +41,8 @@ def main(seating: Seating, place: Place, pipes: Pipes) -> None:
     _redirect(place.log)
     _without_others_pipes(pipes)
     _own_progress_lock()
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)  # the runner asks a hanging rank where
+    # The runner asks a hanging rank where it is. All threads: a library's own may take the signal, which has no stack.
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     try:
         seat = _seat(seating, place, pipes.out)
         while True:

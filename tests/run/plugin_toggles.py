@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import ClassVar
@@ -82,6 +83,7 @@ class Hang(Polite):
     name: ClassVar[str] = "hang"
 
     def patch(self, model):
+        threading.Thread(target=time.sleep, args=(10_000,), daemon=True).start()  # whose stack says nothing
         time.sleep(10_000)
         return 1
 

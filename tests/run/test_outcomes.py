@@ -82,7 +82,7 @@ def test_a_global_patch_is_measured_in_processes_of_its_own(outcomes):
     [
         ("grumpy", "conflict", "grumpy excludes sdpa: it wants to be alone", "candidate"),
         ("greedy", "oom", "ran out of memory", "candidate"),
-        ("hang", "timeout", "no answer after 8 s; it was numerics gate at plugin_toggles.py:85", "candidate"),
+        ("hang", "timeout", "no answer after 8 s; it was numerics gate at plugin_toggles.py:87", "candidate"),
         ("killed", "crash", "killed by SIGKILL", "candidate"),
         ("raises", "crash", "the toggle raises's patch raised LookupError: nobody expected this", "candidate"),
         ("wrong", "wrong_numerics", "lora_A", "candidate"),
