@@ -23,7 +23,7 @@ part d $(files dropout fast_math rms_norm)
 part e $(files lora_grad)
 part f $(files concat_operand)
 part g $(files swiglu)  # what a part compiles it compiles on one core
-part l $(files long_context quantize_rows quantized_glu)
+part l $(files long_context offloaded quantize_rows quantized_glu)
 part h $(files capture_graphs capture_trainer)
 part j -v tests/test_every_toggle.py -k steps-  # one sweep of sixty arms
 part m -v tests/test_every_toggle.py -k 'not steps-'
