@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, added
-from lorabench.contract.settings import Settings
+from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.work import Recomputed
 
 from .checkpointing import NO_CAPTURE, SLOT
@@ -42,6 +42,7 @@ class LongContext(Kernel):
     slot: ClassVar[str] = SLOT
     summary: ClassVar[str] = "ours: layers made again in backward, but for attention and the MLP's down projection"
     parts: ClassVar[tuple[str, ...]] = ("mlp", "qkv", "o", "rms_norm", "rope")
+    worth_trying: ClassVar[Worth | None] = "memory"
 
     keep_attention: bool = True
     mlp_rows: int = 8192
