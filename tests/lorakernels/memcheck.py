@@ -142,7 +142,8 @@ def kernels(dtype: torch.dtype) -> None:
         own_columns.own_s(new(M, K), new(3 + P, K), own, rows, s, ScaledS(sums, new(3 + P).float()), tile)
         own_columns.own_ds_and_db(new(M, N), new(N, 3 + P), own, rows, s, sums, new(N, 3 + P).float(), tile)
     for tile in own_columns.A_TILES:
-        own_columns.own_a_gradients(new(M, K), s, own, rows, new(3 + P, K).float(), tile)
+        for of_norm in (None, NormFactors(new(M).float(), new(K), Norm(1e-6))):
+            own_columns.own_a_gradients(new(M, K), s, own, rows, new(3 + P, K).float(), tile, of_norm)
     columns = torch.tensor([0] * 3 + [1] * P, dtype=torch.int32, device=DEVICE)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns, new(M, 3 + P))

@@ -15,6 +15,7 @@ from lorakernels.ops.own_columns import (
     own_ds_and_db,
     own_s,
 )
+from lorakernels.ops.rms_norm import Norm, NormFactors
 from lorakernels.runtime import INTERPRET
 
 RUNS = [(1, 70), (0, 3), (3, 1), (1, 30)]  # job 2 has no rows, job 1 two runs
@@ -83,6 +84,21 @@ def test_each_row_makes_its_own_columns(device, ranks, dtype, tiles):
     da = torch.full((p, K), 0.5, device=device)
     own_a_gradients(x, ds, own, rows, da, tiles[1])
     assert_close(da - 0.5, ds.float().t() @ x.float(), dtype, 4)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_da_behind_a_norm_is_made_of_what_the_norm_read(device, dtype, offset):
+    torch.manual_seed(2)
+    own, rows, p, (h, *_) = inputs(RANKS, dtype, device)
+    ds, weight = torch.randn(rows.rows, p).to(device, dtype), torch.randn(K).to(device, dtype)
+    ds[~keep(p, own, rows, device)] = 0
+    factors = NormFactors(torch.rand(rows.rows, device=device) + 0.5, weight, Norm(1e-6, offset))
+    for tile in A_TILES:
+        da = torch.zeros(p, K, device=device)
+        own_a_gradients(h, ds, own, rows, da, tile, factors)
+        x = h.float() * factors.rstd[:, None] * (weight.float() + offset)
+        assert_close(da, ds.float().t() @ x, dtype, 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

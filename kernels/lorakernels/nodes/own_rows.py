@@ -60,12 +60,8 @@ def da_forms(
     def run(tile: str) -> torch.Tensor:
         own, rows = projection.own_columns(ds)
         da = gradient_zeros(accumulator, projection.rank, projection.k, ds.device)
-        if factors is None:
-            own_a_gradients(source.tensor(), ds, own, rows, da, tile)
-            return da
-        # X is not made again: rstd goes to the narrow dS, and the norm's weight to the result.
-        own_a_gradients(source.h, (ds * factors.rstd[:, None]).to(ds.dtype), own, rows, da, tile)
-        return da.mul_(factors.weight + factors.norm.offset)
+        own_a_gradients(source.tensor() if factors is None else source.h, ds, own, rows, da, tile, factors)
+        return da
 
     whole = factors is None or ds.dtype != torch.float16  # there rstd · dS could overflow
     return {tile: partial(run, tile) for tile in A_TILES} if whole and _tried(projection, ds, op) else {}

@@ -26,6 +26,7 @@ from .adapter import in_units
 from .concat_operand import ScaledS
 from .job_rows import JobRows
 from .multi_lora import MAX_COLUMNS
+from .rms_norm import NormFactors
 
 # (rows, columns, warps, stages) of a program, and of dA the blocks of rows that it walks down
 TILES = {"own": (64, 128, 4, 3), "own_small": (32, 128, 4, 3)}
@@ -123,10 +124,12 @@ def _own_columns_kernel(
 
 @kernel
 def _own_a_kernel(
-    x_ptr, program_ptr, job_ptr, ds_ptr, da_ptr, k, jobs, skip, x_row, ds_row, da_row,
-    ALIGNED: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    x_ptr, w_ptr, rstd_ptr, program_ptr, job_ptr, ds_ptr, da_ptr, k, jobs, skip, x_row, ds_row, da_row, offset,
+    NORM: tl.constexpr, ALIGNED: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
-    """STEPS · BM rows of one job times BN columns of X, for one linear."""
+    """STEPS · BM rows of one job times BN columns of X, for one linear. Behind a norm X is not made again: rstd goes to
+    the narrow dS, and the norm's weight to the sum."""
     linear, program = tl.program_id(0), program_ptr + 4 * tl.program_id(1)
     begin, end, job = tl.load(program), tl.load(program + 1), tl.load(program + 2)
     place = job_ptr + 2 * (linear * jobs + job)
@@ -141,7 +144,12 @@ def _own_a_kernel(
         x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=known & (col[None, :] < k), other=0.0)
         spot = ds_ptr + row[:, None] * ds_row + column + r[None, :]
         ds = tl.load(spot, mask=known & (r[None, :] < rank), other=0.0)
+        if NORM:
+            rstd = tl.load(rstd_ptr + row, mask=row < end, other=0.0)
+            ds = (ds.to(tl.float32) * rstd[:, None]).to(ds_ptr.dtype.element_ty)
         acc = tl.dot(tl.trans(x.to(ds_ptr.dtype.element_ty)), ds, acc, input_precision="ieee")
+    if NORM:
+        acc *= (tl.load(w_ptr + col, mask=col < k, other=0.0).to(tl.float32) + offset)[:, None]
     spot = da_ptr + (column + r).to(tl.int64)[None, :] * da_row + col[:, None]
     tl.atomic_add(spot, acc, mask=(col[:, None] < k) & (r[None, :] < rank), sem="relaxed")
 
@@ -194,24 +202,32 @@ def own_ds_and_db(
 
 
 def own_a_gradients(
-    x: torch.Tensor, ds: torch.Tensor, own: OwnColumns, rows: JobRows, da: torch.Tensor, tile: str = "own"
+    x: torch.Tensor, ds: torch.Tensor, own: OwnColumns, rows: JobRows, da: torch.Tensor, tile: str = "own",
+    factors: NormFactors | None = None,
 ) -> None:  # fmt: skip
-    """dA of x (M, K) in any dtype and dS (M, p) is added to da (≥ the jobs' columns, K), float32. tile: a key of
-    A_TILES. Raises ValueError where the shapes do not fit."""
+    """dA of x (M, K) in any dtype and dS (M, p) is added to da (≥ the jobs' columns, K), float32. factors: of the norm
+    whose input x is, where its output is meant. tile: a key of A_TILES. Raises ValueError where the shapes do not
+    fit."""
     last = max(column + rank for column, rank in own.places)
     check(da.shape[1] == x.shape[1] and last <= len(da), f"dA and X do not fit {last} columns of dS", da=da, x=x)
     _check_rows(x, own, rows, ds)
     if not takes(ds, ds) or not use_triton(x) or x.stride(1) != 1 or ds.stride(1) != 1:
+        weight = 1.0 if factors is None else factors.weight.to(da.dtype) + factors.norm.offset
         for _, where, columns in own.each(rows):
             where = where.to(x.device)
-            da[columns] += ds[where, columns].t() @ x[where].to(ds.dtype)
+            part = ds[where, columns]
+            part = part if factors is None else (part * factors.rstd[where, None]).to(ds.dtype)
+            da[columns] += part.t() @ x[where].to(ds.dtype) * weight
         return
     bm, bn, warps, stages, steps = A_TILES[tile]
     programs = rows.programs(bm * steps)
+    rstd, weight, offset = (x, x, 0.0) if factors is None else (factors.rstd, factors.weight, factors.norm.offset)
     for skip in range(0, own.rank, MAX_COLUMNS):
         _own_a_kernel[(len(own.linears), programs.shape[0], cdiv(x.shape[1], bn))](
-            x, programs, own.of_jobs, ds, da, x.shape[1], own.jobs, skip, x.stride(0), ds.stride(0), da.stride(0),
-            ALIGNED=own.aligned, STEPS=steps, BM=bm, BN=bn, R=rank_tile(min(own.rank - skip, MAX_COLUMNS)),
+            x, weight, rstd, programs, own.of_jobs, ds, da, x.shape[1], own.jobs, skip,
+            x.stride(0), ds.stride(0), da.stride(0), offset,
+            NORM=factors is not None, ALIGNED=own.aligned, STEPS=steps, BM=bm, BN=bn,
+            R=rank_tile(min(own.rank - skip, MAX_COLUMNS)),
             num_warps=warps, num_stages=stages_of(x, stages),
         )  # fmt: skip
 
