@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lorakernels.capturing.graph import CudaGraphs, Recording
+from lorakernels.capturing.state import Gradients
 from torch import Tensor
 
 from lorabench.contract.batch import Batch
@@ -44,7 +45,7 @@ class CapturedJoint(CapturedStep):
 
     @property
     def several(self) -> bool:
-        return True
+        return self.joint.count > 1
 
     def micro_batches(self) -> list[Batch]:
         return [self.joint.micro_batch(number) for number in range(self.joint.count)]
@@ -67,11 +68,12 @@ class CapturedJoint(CapturedStep):
                 self.inner.backward(loss)
             return
         assert self.now is not None and self.gradients is not None
-        self.gradients.attach()
         if loss.requires_grad:  # the step looked, and made it anew
+            self.gradients.attach()
             self.inner.backward(loss)
-        else:
-            self.now.graphs["backward"].replay()
+            return
+        self.gradients.attach() if self.several else self.gradients.put()
+        self.now.graphs["backward"].replay()
 
     def update(self) -> None:
         if self.joint.begin is None:
@@ -105,7 +107,9 @@ class CapturedJoint(CapturedStep):
         self.guarded = looks and all(getattr(o, "_step_supports_amp_scaling", False) for o in self.optimizers)
         self.seen = torch.zeros(len(self.joint.steps), device=self.recorder.device)
         super()._record()
-        assert self.gradients is not None
+        if self.gradients is None:
+            self.gradients = Gradients(self.trained, [p.grad for p in self.trained if p.grad is not None])
+        self.keeps_gradients = False  # the joint step's own marks go with its gradients
         self.gradients.attach()
         if looks and not self.guarded:
             self.looking = self.recorder.record(lambda: {"finite": self.joint.gradients_finite()})
@@ -141,10 +145,13 @@ class CapturedJoint(CapturedStep):
                 del optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
 
     def _backward(self, layout: Layout) -> dict[str, Tensor]:
-        """A job without rows in this micro-batch gets no gradient from it."""
-        assert layout.loss is not None and self.gradients is not None
+        """Of one micro-batch the gradients themselves. A job without rows in one of several gets none from it."""
+        assert layout.loss is not None
         for param in self.trained:
             param.grad = None
         self.inner.backward(layout.loss)
+        if not self.several:
+            return {str(i): param.grad for i, param in enumerate(self.trained) if param.grad is not None}
+        assert self.gradients is not None
         self.gradients.collect(self.trained)
         return {}

@@ -16,6 +16,7 @@ from lorabench_ablations.captured_jobs import CapturedJoint
 LINEARS = "{fused_multi_lora:{form:linears}}"
 WAYS = ["batched", "batched_packed", "fused_multi_lora", LINEARS, "{fused_multi_lora:{at_a_time:2}}"]
 GROUPED = "{batched_packed:{tokens:64}}"
+ONCE = "workload={2x16: {jobs: [{name: first, lora: {r: 4}}, {name: second, seed: 3}]}}"  # one micro-batch a step
 GUARDED = "fused_multi_lora,adamw_fused"  # the graph of the update looks itself
 
 
@@ -42,8 +43,8 @@ def captured(wanted):
 )
 @pytest.mark.parametrize(
     "workload",  # samples of one length are one micro-batch's shape out of several; jobs that turn NaN have them below
-    [UNEQUAL, pytest.param(ONE_LENGTH, marks=pytest.mark.exhaustive)],
-    ids=["unequal", "one length"],
+    [UNEQUAL, ONCE, pytest.param(ONE_LENGTH, marks=pytest.mark.exhaustive)],
+    ids=["unequal", "once", "one length"],
 )
 def test_replayed_trials_are_those_that_are_not_captured(name, workload):
     wanted = request(name, workload=workload)
@@ -83,12 +84,13 @@ def test_whoever_asks_job_by_job_gets_the_step_as_it_is(name):
     assert fake.replays == replays
 
 
+@pytest.mark.parametrize("workload", [ONE_LENGTH, ONCE], ids=["several", "once"])
 @pytest.mark.parametrize(
     "name", ["fused_multi_lora", GUARDED, pytest.param("batched", marks=pytest.mark.exhaustive)]
 )  # fmt: skip
-def test_a_job_that_turns_nan_leaves_the_others_as_they_are(name):
+def test_a_job_that_turns_nan_leaves_the_others_as_they_are(name, workload):
     """Its losses are looked at between the graphs, or behind the last one."""
-    wanted, found = request(name, workload=ONE_LENGTH), []
+    wanted, found = request(name, workload=workload), []
     for spoilt in (True, False):
         arm, _ = captured(wanted)
         run_trial(arm, number=0)

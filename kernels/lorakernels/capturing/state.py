@@ -17,9 +17,10 @@ class Gradients:
     """Buffers that every graph adds its gradients to, and that are the parameters' `.grad`: so optimizers, clipping and
     uncaptured steps in between see what they would see without graphs."""
 
-    def __init__(self, params: Sequence[nn.Parameter]):
+    def __init__(self, params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor] = ()):
+        """buffers: of these parameters, in their order; by default new ones, of zeros."""
         self.params = list(params)
-        self.buffers = [torch.zeros_like(p, requires_grad=False) for p in self.params]
+        self.buffers = list(buffers) or [torch.zeros_like(p, requires_grad=False) for p in self.params]
 
     def narrow(self, params: Sequence[nn.Parameter]) -> None:
         """Keeps those of these parameters: one that gets no gradient keeps None, which optimizers skip."""
@@ -36,7 +37,11 @@ class Gradients:
             torch._foreach_zero_(cleared)
         if others:
             torch._foreach_copy_([b for b, _ in others], [grad for _, grad in others])
-        for p, b in pairs:
+        self.put()
+
+    def put(self) -> None:
+        """Makes every `.grad` its buffer, whatever either held: a replay is about to overwrite it."""
+        for p, b in zip(self.params, self.buffers, strict=True):
             p.grad = b
 
     def are_all(self, others: Iterable[nn.Parameter]) -> bool:
