@@ -402,12 +402,13 @@ class Seats:
     ) -> None:
         """Prepare these arms one after the other: processes that share a GPU have it in turns, and every transfer waits
         for its own. Those for which the host compiles (`slow`) are prepared meanwhile, in the seat `shared`; all
-        seconds are then parts of one wall time."""
+        seconds are then parts of one wall time. The reference again comes last then: as the largest it may have to wait
+        until they are done, and whoever is behind it with it."""
         self.two_at_once = bool(slow)
         began, before = time.perf_counter(), {name: dict(e.seconds) for name, e in self.entries.items()}
         judged: set[str] = set()
         todo = []
-        for entry, seat in pairs:
+        for entry, seat in sorted(pairs, key=lambda pair: pair[0].stack.is_reference) if slow else pairs:
             todo.append((seat, entry, entry.ready is None and entry.name not in judged, self._offered()))
             judged.add(entry.name)
         with ThreadPoolExecutor(1) as pool:

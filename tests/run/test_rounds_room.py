@@ -130,6 +130,23 @@ def test_processes_are_prepared_one_after_the_other_but_for_one_that_compiles_an
     assert beside.most == at_once
 
 
+def test_the_reference_s_own_processes_wait_for_the_room_that_the_compiling_arm_has_and_nobody_waits_for_them(tmp_path):
+    """They need 70 GB each, the others 20, and 81 are there beside what is kept."""
+    memory = lambda name: ArmMemory(static=int(1e9), peak=int(1e9 * (71 if "reference" in name else 21)))  # noqa: E731
+    script, beside, began = Script(ready=lambda name: Ready(own_bytes=int(1e9), memory=memory(name))), Beside(), []
+
+    def refuses(stack):
+        began.append((stack.name, "torch_compile" in beside.names))
+        beside.refuses(stack)
+
+    script.refuses = refuses
+    found = alone_in_rounds(script, tmp_path, "eager", "torch_compile", machine=CROWDED)
+    assert {record.status for record in found.values()} == {"ok"}
+    names = [name for name, _ in began]
+    own = names.index("reference again", names.index("torch_compile"))  # behind the one in the seat of the others
+    assert "flex_attention" in names[:own] and not any(compiles for name, compiles in began if "reference" in name)
+
+
 def test_what_runs_out_of_memory_beside_another_preparation_is_prepared_once_more_beside_none(tmp_path):
     """It needs 60 GB where eager needed 20, which was the guess."""
 
